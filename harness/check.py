@@ -1,0 +1,292 @@
+"""The main job: an engine's rows under every schedule against one golden, every operation by itself."""
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+import harness
+from harness.case import DTYPES, Case, RequestSpec
+from harness.checkpoint import config_hash, read_config, resolve, weights_hash
+from harness.compare import compare_run
+from harness.engines import Engine, Workload, open_engine
+from harness.errors import Code, HarnessError
+from harness.oracle.decoder import Decoder, load_decoder
+from harness.oracle.golden import Golden, Progress, Prompt, cached_golden, environment
+from harness.oracle.replay import Replayer
+from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+from harness.results import CheckResult, RunResult
+from harness.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be checked, with every name resolved."""
+
+    model: str
+    """As the user named it."""
+    folder: Path
+    engine: str
+    dtype: str
+    device: str
+    prompts: tuple[Prompt, ...]
+    schedules: tuple[Schedule, ...]
+    engine_options: Mapping[str, str] = field(default_factory=dict)
+    require: tuple[str, ...] = ()
+    """Triggers to be reached by every schedule, besides the schedule's own."""
+    notes: tuple[str, ...] = ()
+
+
+def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
+    """Resolve a case into a plan."""
+    return make_plan(
+        model=case.model,
+        engine=case.engine,
+        dtype=case.dtype,
+        device=case.device,
+        requests=case.requests,
+        max_new_tokens=case.max_new_tokens,
+        schedules=case.schedules,
+        engine_options={name: str(value) for name, value in case.engine_options.items()},
+        require=case.require,
+        local_files_only=local_files_only,
+    )
+
+
+def make_plan(
+    *,
+    model: str,
+    engine: str,
+    dtype: str,
+    device: str,
+    requests: Sequence[RequestSpec],
+    max_new_tokens: int,
+    schedules: Sequence[str] | None = None,
+    engine_options: Mapping[str, str] | None = None,
+    require: Sequence[str] = (),
+    local_files_only: bool = False,
+) -> Plan:
+    """Resolve names into a plan: the model to a folder, texts to token ids, schedules to their definitions.
+
+    Args:
+        model: folder or hub id.
+        engine: name of an installed engine.
+        dtype: one of `case.DTYPES`, or `auto` for the checkpoint's own.
+        device: a torch device.
+        requests: texts or token ids.
+        max_new_tokens: tokens to generate for requests that do not say.
+        schedules: `plain`, `chunked:5`, ...; None for the default ones that these prompts can reach.
+        engine_options: passed to the engine.
+        require: triggers every schedule must reach.
+        local_files_only: never ask the hub.
+
+    Raises:
+        HarnessError: any of it cannot be resolved.
+    """
+    folder = resolve(model, local_files_only=local_files_only)
+    check_device(device)
+    prompts = tuple(_prompt(request, folder, max_new_tokens) for request in requests)
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    chosen = [parse_schedule(text) for text in schedules or DEFAULT_SCHEDULES]
+    skipped: list[Schedule] = []
+    if not schedules:  # asked for by name, a schedule that is not reached fails; as a default it is left out
+        skipped = [schedule for schedule in chosen if not schedule.is_reachable(lengths)]
+        chosen = [schedule for schedule in chosen if schedule.is_reachable(lengths)]
+    notes = [f"schedule {schedule} left out: these prompts cannot reach it" for schedule in skipped]
+    return Plan(
+        model=model,
+        folder=folder,
+        engine=engine,
+        dtype=resolve_dtype(dtype, folder),
+        device=device,
+        prompts=prompts,
+        schedules=tuple(chosen),
+        engine_options=engine_options or {},
+        require=tuple(require),
+        notes=tuple(notes),
+    )
+
+
+def resolve_dtype(dtype: str, folder: Path) -> str:
+    """Return the dtype's full name; `auto` is the one that config.json names."""
+    if dtype == "auto":
+        config = read_config(folder)
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    if dtype not in DTYPES:
+        raise HarnessError(
+            Code.BAD_OPTION, f"unknown dtype {dtype!r}", where="--dtype", expected=", ".join(DTYPES), actual=dtype
+        )
+    return dtype
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that is not there."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise HarnessError(
+            Code.BAD_OPTION, f"unknown device {device!r}", where="--device", expected="cpu or cuda", actual=device
+        ) from None
+    if kind not in ("cpu", "cuda"):
+        raise HarnessError(
+            Code.BAD_OPTION, f"device {device!r} is not served", where="--device", expected="cpu or cuda", actual=device
+        )
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise HarnessError(
+            Code.NO_DEVICE, "there is no CUDA device", where="--device", actual=device, hint="--device cpu"
+        )
+
+
+def _prompt(request: RequestSpec, folder: Path, max_new_tokens: int) -> Prompt:
+    if request.token_ids is not None:
+        token_ids = request.token_ids
+    else:
+        assert request.prompt is not None
+        token_ids = tokenize(request.prompt, folder)
+    return Prompt(token_ids=tuple(token_ids), max_new_tokens=request.max_new_tokens or max_new_tokens)
+
+
+def tokenize(text: str, folder: Path) -> list[int]:
+    """Return the token ids of a text under the checkpoint's own tokenizer."""
+    if not text.strip():
+        raise HarnessError(Code.EMPTY_PROMPT, "the prompt is empty", where="--prompt", hint="give some text")
+    if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
+        raise HarnessError(
+            Code.NO_TOKENIZER,
+            "the checkpoint has no tokenizer",
+            where=folder,
+            expected="tokenizer.json",
+            hint="give the prompt as --token-ids 1,2,3",
+        )
+    from transformers import AutoTokenizer  # noqa: PLC0415: seconds to import
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return [int(token) for token in tokenizer(text)["input_ids"]]
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise HarnessError(
+            Code.NO_TOKENIZER, f"the tokenizer cannot be loaded: {error}", where=folder, hint="give --token-ids"
+        ) from error
+
+
+def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None = None) -> CheckResult:
+    """Run the plan and return what was found.
+
+    Args:
+        plan: what to check.
+        out: folder, new or empty, that keeps the recordings of the engine, one folder a schedule; None keeps nothing.
+        progress: told what is being done.
+
+    Raises:
+        HarnessError: the input cannot be used. Findings are results, not errors.
+    """
+    report = progress or (lambda _label, _done, _total: None)
+    if out is not None:
+        refuse_used_folder(out)
+    begin = time.perf_counter()
+    report("oracle", 0, 1)
+    decoder = load_decoder(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
+    golden = cached_golden(decoder, plan.prompts, progress=progress)
+    golden_s = time.perf_counter() - begin
+    runs = []
+    for index, schedule in enumerate(plan.schedules):
+        report(f"{plan.engine}, {schedule}", index, len(plan.schedules))
+        runs.append(_run_schedule(plan, schedule, golden, decoder, out))
+    report("done", len(plan.schedules), len(plan.schedules))
+    return CheckResult(
+        engine=plan.engine,
+        model=plan.model,
+        dtype=plan.dtype,
+        device=plan.device,
+        num_requests=len(plan.prompts),
+        runs=tuple(runs),
+        golden_s=golden_s,
+        notes=plan.notes,
+    )
+
+
+def _run_schedule(plan: Plan, schedule: Schedule, golden: Golden, decoder: Decoder, out: Path | None) -> RunResult:
+    with _recording_folder(out, str(schedule).replace(":", "-")) as folder:
+        begin = time.perf_counter()
+        engine = record_run(plan, schedule, golden.requests, folder)
+        engine_s = time.perf_counter() - begin
+        with Recording.open(folder, verify=False) as actual:  # written a moment ago by ourselves
+            return compare_run(
+                actual,
+                golden.recording,
+                noise=golden.noise,
+                replayer=Replayer(decoder),
+                wanted=engine.offer.wanted(decoder.graph),
+                not_offered=engine.offer.lacks(),
+                require=sorted({*schedule.requires, *plan.require}),
+                engine_s=engine_s,
+            )
+
+
+def record_run(plan: Plan, schedule: Schedule, requests: Sequence[RequestInfo], folder: Path) -> Engine:
+    """Run the engine under one schedule and record it into `folder`; return the engine."""
+    engine = open_engine(plan.engine, plan.folder, dtype=plan.dtype, device=plan.device, options=plan.engine_options)
+    if schedule.name not in engine.offer.schedules:
+        raise HarnessError(
+            Code.ENGINE_CANNOT_SERVE,
+            f"engine {plan.engine!r} cannot follow the schedule {schedule.name!r}",
+            where="--schedule",
+            expected=", ".join(engine.offer.schedules),
+            actual=str(schedule),
+        )
+    writer = RecordingWriter(
+        folder,
+        producer=Producer(name=f"harness.engines.{plan.engine}", version=harness.__version__),
+        model=ModelInfo(
+            id=plan.model, revision=None, config_hash=config_hash(plan.folder), weights_hash=weights_hash(plan.folder)
+        ),
+        dtype=plan.dtype,
+        device=plan.device,
+        environment=environment(),
+        requests=requests,
+        schedule=str(schedule),
+    )
+    with writer, _blaming(plan.engine):
+        engine.run(Workload(requests=requests, schedule=schedule), writer)
+    return engine
+
+
+@contextmanager
+def _blaming(engine: str) -> Iterator[None]:
+    """Turn whatever an engine raises into an error that names it."""
+    try:
+        yield
+    except HarnessError:
+        raise
+    except Exception as error:
+        raise HarnessError(
+            Code.ENGINE_FAILED,
+            f"the engine raised {type(error).__name__}: {error}",
+            where=engine,
+            hint="set HARNESS_TRACEBACK=1 to see where",
+        ) from error
+
+
+@contextmanager
+def _recording_folder(out: Path | None, name: str) -> Iterator[Path]:
+    if out is not None:
+        yield out / name
+        return
+    with tempfile.TemporaryDirectory(prefix="harness-") as folder:
+        yield Path(folder) / name
+
+
+def refuse_used_folder(out: Path) -> None:
+    """Refuse an output folder that holds anything: nothing that exists is overwritten."""
+    try:
+        used = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    except OSError as error:
+        raise HarnessError(Code.CANNOT_WRITE, f"the output folder cannot be read: {error}", where=out) from error
+    if used:
+        raise HarnessError(
+            Code.OUTPUT_EXISTS, "the output folder exists and is not empty", where=out, hint="name a new folder"
+        )

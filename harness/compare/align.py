@@ -1,0 +1,193 @@
+"""Where each row is: rows of recordings found by (request, position), never by step or call order."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from harness.errors import Code, HarnessError
+from harness.recording import Recording, RequestInfo, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Identity of some rows; all int64 tensors of the same length."""
+
+    request: torch.Tensor
+    position: torch.Tensor
+    step: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.request)
+
+    def select(self, keep: torch.Tensor) -> "Rows":
+        """Return the rows at the given indices, or where the given mask holds."""
+        return Rows(request=self.request[keep], position=self.position[keep], step=self.step[keep])
+
+    def first(self, among: torch.Tensor) -> int:
+        """Return the index of the smallest (request, position) where the mask `among` holds."""
+        candidates = among.nonzero()[:, 0]
+        keys = self.request[candidates] * (1 << 32) + self.position[candidates]
+        return int(candidates[keys.argmin()])
+
+    @staticmethod
+    def concat(parts: Sequence["Rows"]) -> "Rows":
+        """Join several into one."""
+        empty = torch.empty(0, dtype=torch.int64)
+        return Rows(
+            request=torch.cat([empty, *(part.request for part in parts)]),
+            position=torch.cat([empty, *(part.position for part in parts)]),
+            step=torch.cat([empty, *(part.step for part in parts)]),
+        )
+
+
+def is_readback(step: Step) -> bool:
+    """Whether the step's rows were read back from the KV cache rather than computed."""
+    return step.phase == "readback"
+
+
+def step_rows(step: Step, tap: str) -> Rows:
+    """Return the identity of the rows of one tap in one step."""
+    covered = step.rows_of(tap)
+    request, position = step.request.long(), step.position.long()
+    if covered is not None:
+        request, position = request[covered], position[covered]
+    return Rows(request=request, position=position, step=torch.full_like(request, step.index))
+
+
+def take(step: Step, tap: str, wanted: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a tap at some of the step's rows, and which of those rows it has (None: all).
+
+    Args:
+        step: the step.
+        tap: a tap the step has.
+        wanted: indices of step rows, or None for all of them.
+    """
+    tensor, covered = step.tap(tap), step.rows_of(tap)
+    if covered is None:
+        return (tensor if wanted is None else tensor[wanted]), None
+    num_rows = len(step.request)
+    where = torch.full((num_rows,), -1, dtype=torch.int64)
+    where[covered] = torch.arange(len(covered))
+    found = where if wanted is None else where[wanted]
+    return tensor[found[found >= 0]], found >= 0
+
+
+class Locator:
+    """Finds rows of a recording by (request, position); a row recorded more than once is found where it was last."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self._tables: dict[tuple[str, ...], torch.Tensor] = {}
+
+    @cached_property
+    def request_ids(self) -> torch.Tensor:
+        """The ids of the requests in ascending order; rows of `recorded` follow it."""
+        return torch.tensor(sorted(request.id for request in self.recording.manifest.requests), dtype=torch.int64)
+
+    @cached_property
+    def _shape(self) -> tuple[int, int]:
+        requests = self.recording.manifest.requests
+        return len(requests), max((len(request.token_ids) for request in requests), default=0)
+
+    def _dense(self, request: torch.Tensor) -> torch.Tensor:
+        """Request ids to rows of a table: ids may be any integers."""
+        return torch.searchsorted(self.request_ids, request)
+
+    @cached_property
+    def _signatures(self) -> dict[str, tuple[str, ...]]:
+        """Taps recorded at exactly the same rows share one table."""
+        parts: dict[str, list[str]] = {}
+        for step in self.recording.steps:
+            for tap in step.tap_names:
+                own = f":{tap}" if step.rows_of(tap) is not None else ""
+                parts.setdefault(tap, []).append(f"{step.index}{own}")
+            step.release()
+        return {tap: tuple(signature) for tap, signature in parts.items()}
+
+    def taps(self) -> list[str]:
+        """Return the names of all taps of the recording."""
+        return list(self._signatures)
+
+    def find(self, tap: str, rows: Rows) -> torch.Tensor:
+        """Return [rows, 3] int64: step, row within the tap, running number over all steps; -1 where there is none."""
+        signature = self._signatures.get(tap)
+        if signature is None:
+            return torch.full((len(rows), 3), -1, dtype=torch.int64)
+        if signature not in self._tables:
+            self._tables[signature] = self._table(tap)
+        return self._tables[signature][self._dense(rows.request), rows.position]
+
+    def _table(self, tap: str) -> torch.Tensor:
+        table = torch.full((*self._shape, 3), -1, dtype=torch.int64)
+        running = 0
+        for step in self.recording.steps:
+            if tap in step.tap_names:
+                rows = step_rows(step, tap)
+                count = torch.arange(len(rows))
+                table[self._dense(rows.request), rows.position] = torch.stack(
+                    [rows.step, count, running + count], dim=1
+                )
+                running += len(rows)
+        return table
+
+    def recorded(self, tap: str) -> torch.Tensor:
+        """Return [requests, positions] bool: where the tap was recorded."""
+        signature = self._signatures.get(tap)
+        if signature is None:
+            return torch.zeros(self._shape, dtype=torch.bool)
+        if signature not in self._tables:
+            self._tables[signature] = self._table(tap)
+        return self._tables[signature][..., 0] >= 0
+
+    def gather(self, tap: str, found: torch.Tensor) -> torch.Tensor:
+        """Return the rows that `find` found (none of them -1), without copying where they lie side by side."""
+        steps, rows = found[:, 0], found[:, 1]
+        first = int(steps[0])
+        if bool((steps == first).all()):
+            tensor, start = self.recording.steps[first].tap(tap), int(rows[0])
+            if bool((rows == torch.arange(start, start + len(rows))).all()):
+                return tensor[start : start + len(rows)]
+            return tensor[rows]
+        parts = [self.recording.steps[int(step)].tap(tap)[rows[steps == step]] for step in steps.unique()]
+        order = torch.cat([(steps == step).nonzero()[:, 0] for step in steps.unique()])
+        return torch.cat(parts)[order.argsort()]
+
+
+def check_same_prompts(expected: Recording, actual: Recording) -> None:
+    """Refuse to compare recordings of different requests: their rows mean different things."""
+    theirs = {request.id: request for request in expected.manifest.requests}
+    ours = {request.id: request for request in actual.manifest.requests}
+    where = f"{actual.path} against {expected.path}"
+    if theirs.keys() != ours.keys():
+        raise HarnessError(
+            Code.DIFFERENT_PROMPTS,
+            "the recordings hold different requests",
+            where=where,
+            expected=f"requests {sorted(theirs)}",
+            actual=f"requests {sorted(ours)}",
+            hint="record both from the same prompts",
+        )
+    for request_id, request in sorted(theirs.items()):
+        _check_same_request(request, ours[request_id], where)
+
+
+def _check_same_request(expected: RequestInfo, actual: RequestInfo, where: str) -> None:
+    pairs = zip(expected.token_ids, actual.token_ids, strict=False)
+    differing = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+    if differing is None and len(expected.token_ids) == len(actual.token_ids):
+        return
+    if differing is None:
+        values = (f"{len(expected.token_ids)} tokens", f"{len(actual.token_ids)} tokens")
+    else:
+        values = (f"token {expected.token_ids[differing]}", f"token {actual.token_ids[differing]}")
+        where += f", position {differing}"
+    raise HarnessError(
+        Code.DIFFERENT_PROMPTS,
+        f"request {expected.id} holds different tokens",
+        where=where,
+        expected=values[0],
+        actual=values[1],
+        hint="feed the engine the golden's tokens (forced tokens), so that rows align",
+    )

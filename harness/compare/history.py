@@ -1,0 +1,102 @@
+"""The history that attention reads: queries of one request with the keys and values recorded before them."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from harness.compare.align import Rows, take
+from harness.oracle.replay import AttentionInputs
+from harness.recording import Step
+from harness.taps import Operation
+
+
+def attention_inputs(
+    operation: Operation, steps: Sequence[Step]
+) -> Iterator[tuple[Rows, torch.Tensor, AttentionInputs]]:
+    """Yield, per request and epoch, the rows, the engine's context [T, N*H], and the inputs of the replay.
+
+    A new *epoch* begins where a request computes a position again (preempted and resumed): from there on its history is
+    what the new epoch wrote over what the earlier ones left.
+    """
+    query, key, value = operation.inputs
+    needed = {operation.tap, query, key, value}
+    with_taps = [step for step in steps if needed <= set(step.tap_names)]
+    for request in _requests(with_taps):
+        rows, tensors = _rows_of_request(with_taps, request, (operation.tap, query, key, value))
+        yield from _epochs(rows, *tensors)
+
+
+def _requests(steps: Sequence[Step]) -> list[int]:
+    return sorted({int(request) for step in steps for request in step.request.unique()})
+
+
+def _rows_of_request(steps: Sequence[Step], request: int, taps: Sequence[str]) -> tuple[Rows, list[torch.Tensor]]:
+    """Collect the rows of one request that have all of the taps, in the order in which they were computed."""
+    identities: list[Rows] = []
+    columns: list[list[torch.Tensor]] = [[] for _ in taps]
+    for step in steps:
+        wanted = (step.request == request).nonzero()[:, 0]
+        if not len(wanted):
+            continue
+        taken = [take(step, tap, wanted) for tap in taps]
+        complete = torch.ones(len(wanted), dtype=torch.bool)
+        for _, found in taken:
+            complete &= True if found is None else found
+        position = step.position.long()[wanted][complete]
+        identities.append(
+            Rows(
+                request=torch.full_like(position, request),
+                position=position,
+                step=torch.full_like(position, step.index),
+            )
+        )
+        for column, (tensor, found) in zip(columns, taken, strict=True):
+            column.append(tensor[complete if found is None else complete[found]])
+    return Rows.concat(identities), [torch.cat(column) for column in columns]
+
+
+def _epochs(
+    rows: Rows, context: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> Iterator[tuple[Rows, torch.Tensor, AttentionInputs]]:
+    latest: dict[int, int] = {}
+    for begin, end in _spans(rows.position.tolist()):
+        own = range(begin, end)
+        first = min(rows.position[begin:end].tolist())
+        earlier = [row for position, row in latest.items() if position < first]
+        history = torch.tensor([*earlier, *own], dtype=torch.int64)
+        chosen = slice(begin, end)
+        if _complete(rows.position[history]):
+            yield (
+                rows.select(torch.arange(begin, end)),
+                context[chosen],
+                AttentionInputs(
+                    query=_heads(query[chosen], query),
+                    key=key[history],
+                    value=_heads(value[history], key),
+                    query_position=rows.position[chosen],
+                    key_position=rows.position[history],
+                ),
+            )
+        latest |= {int(rows.position[row]): row for row in own}
+
+
+def _spans(positions: list[int]) -> Iterator[tuple[int, int]]:
+    """Split where a position comes again."""
+    begin, seen = 0, set[int]()
+    for at, position in enumerate(positions):
+        if position in seen:
+            yield begin, at
+            begin, seen = at, set()
+        seen.add(position)
+    if positions:
+        yield begin, len(positions)
+
+
+def _complete(positions: torch.Tensor) -> bool:
+    """Whether every position below the last is there: attention over a history with holes cannot be replayed."""
+    return len(positions) == int(positions.max()) + 1
+
+
+def _heads(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """[rows, K*H] or [rows, K, H] to the head shape of `like`."""
+    return tensor.reshape(len(tensor), *like.shape[1:])

@@ -1,0 +1,227 @@
+"""Local judgement: every operation by itself, replayed by the oracle on the engine's own recorded inputs."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from harness.compare.align import Rows, is_readback, step_rows, take
+from harness.compare.bounds import local_bound
+from harness.compare.history import attention_inputs
+from harness.metrics import RowMetrics, rounding_unit, row_metrics
+from harness.oracle.replay import Replayed, Replayer
+from harness.recording import Recording, Step
+from harness.taps import DecoderGraph, Kind, Operation
+
+_CHUNK_ROWS = 2048
+"""Rows replayed at a time; steps of a few rows each are put together."""
+_CHUNK_BYTES = 64 << 20
+"""Bytes of one tap replayed at a time."""
+
+EAGER = "scores rounded to the engine's dtype"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalErrors:
+    """Local errors of one operation; tensors [rows] in the order of `rows`."""
+
+    rows: Rows
+    roundings: torch.Tensor
+    """float64; infinite where the engine's row is not finite though its inputs are, NaN where the inputs are not."""
+    bound: torch.Tensor
+    """float64: the largest error that rounding explains."""
+    bad: torch.Tensor
+    """bool: out of bounds."""
+    exact: bool
+    convention: str | None = None
+
+
+@dataclass(slots=True)
+class _Parts:
+    """Results of one operation, piece by piece."""
+
+    rows: list[Rows] = field(default_factory=list)
+    roundings: list[torch.Tensor] = field(default_factory=list)
+    bound: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, rows: Rows, roundings: torch.Tensor, bound: torch.Tensor) -> None:
+        self.rows.append(rows)
+        self.roundings.append(roundings)
+        self.bound.append(bound)
+
+    def joined(self, convention: str | None = None) -> LocalErrors | None:
+        if not self.rows:
+            return None
+        roundings, bound = torch.cat(self.roundings), torch.cat(self.bound)
+        return LocalErrors(
+            rows=Rows.concat(self.rows),
+            roundings=roundings,
+            bound=bound,
+            bad=roundings > bound,
+            exact=bool((roundings == 0).all()),
+            convention=convention,
+        )
+
+
+def local_errors(
+    recording: Recording, graph: DecoderGraph, replayer: Replayer, *, max_rows: int | None = None
+) -> Iterator[tuple[Operation, LocalErrors]]:
+    """Replay every operation whose inputs and output were recorded; yield its errors in graph order.
+
+    Args:
+        recording: the engine's.
+        graph: the operations to replay.
+        replayer: the oracle's operations.
+        max_rows: look at the first steps only, until they hold this many rows (a self-test of the oracle).
+    """
+    dtype = getattr(torch, recording.manifest.dtype) if max_rows is None else None
+    steps = _computing_steps(recording, max_rows)
+    by_layer = {operation.layer: graph.of_layer(operation.layer) for operation in graph}
+    for layer, operations in by_layer.items():
+        with replayer.layer(layer):
+            for operation in operations:
+                errors = _judge(recording, operation, replayer, steps, dtype)
+                if errors is not None:
+                    yield operation, errors
+                recording.release()
+
+
+def _computing_steps(recording: Recording, max_rows: int | None) -> list[Step]:
+    steps, num_rows = [], 0
+    for step in recording.steps:
+        if is_readback(step):
+            continue
+        if max_rows is not None and num_rows >= max_rows:
+            break
+        steps.append(step)
+        num_rows += step.entry.num_rows
+    return steps
+
+
+def _judge(
+    recording: Recording, operation: Operation, replayer: Replayer, steps: Sequence[Step], dtype: torch.dtype | None
+) -> LocalErrors | None:
+    if operation.kind is Kind.CACHE:
+        return None
+    if operation.kind is Kind.ATTENTION:
+        return _judge_attention(operation, replayer, steps, dtype)
+    parts = _Parts()
+    needed = {operation.tap, *operation.inputs}
+    for chunk in _chunks([step for step in steps if needed <= set(step.tap_names)], operation.tap):
+        rows, actual, inputs = _gather(chunk, operation, recording)
+        if not len(rows):
+            continue
+        replayed = replayer.replay(operation, inputs, rows.position)
+        _add(parts, operation.kind, rows, actual, replayed, inputs, dtype)
+    return parts.joined()
+
+
+def _chunks(steps: Sequence[Step], tap: str) -> Iterator[list[Step]]:
+    """Group consecutive steps until they hold enough rows to be worth one replay."""
+    chunk: list[Step] = []
+    rows = 0
+    for step in steps:
+        chunk.append(step)
+        rows += step.entry.num_rows
+        if rows >= _CHUNK_ROWS or rows * step.tap(tap)[:1].nbytes >= _CHUNK_BYTES:
+            yield chunk
+            chunk, rows = [], 0
+    if chunk:
+        yield chunk
+
+
+def _gather(
+    chunk: Sequence[Step], operation: Operation, recording: Recording
+) -> tuple[Rows, torch.Tensor, list[torch.Tensor]]:
+    """Collect an operation's rows of several steps: identity, output and inputs."""
+    rows, actual, inputs = [], [], []
+    for step in chunk:
+        own, covered = step_rows(step, operation.tap), step.rows_of(operation.tap)
+        output = step.tap(operation.tap)
+        taken = [take(step, tap, covered) for tap in operation.inputs]
+        keep = torch.ones(len(own), dtype=torch.bool)
+        for _, found in taken:
+            keep &= True if found is None else found
+        whole = bool(keep.all())
+        rows.append(own if whole else own.select(keep))
+        actual.append(output if whole else output[keep])
+        inputs.append([x if whole else x[keep if found is None else keep[found]] for x, found in taken])
+    joined = Rows.concat(rows)
+    if operation.kind is Kind.EMBEDDING:
+        return joined, torch.cat(actual), [_tokens(recording, joined)]
+    return joined, torch.cat(actual), [torch.cat(column) for column in zip(*inputs, strict=True)]
+
+
+def _tokens(recording: Recording, rows: Rows) -> torch.Tensor:
+    """Token ids of the rows, from the manifest: what the engine was asked to compute, not what it claims to have."""
+    tokens = {request.id: request.token_ids for request in recording.manifest.requests}
+    pairs = zip(rows.request.tolist(), rows.position.tolist(), strict=True)
+    return torch.tensor([tokens[request][position] for request, position in pairs], dtype=torch.int64)
+
+
+def _judge_attention(
+    operation: Operation, replayer: Replayer, steps: Sequence[Step], dtype: torch.dtype | None
+) -> LocalErrors | None:
+    """Judge attention against its definition; if that fails, against HF's eager convention, and keep the better fit."""
+    assert operation.layer is not None
+    defined, eager = _Parts(), _Parts()
+    for rows, actual, inputs in attention_inputs(operation, steps):
+        replayed = replayer.attention(operation.layer, inputs)
+        history = [inputs.key, inputs.value, inputs.query]
+        _add(defined, operation.kind, rows, actual, replayed, history, dtype)
+        if bool((defined.roundings[-1] > defined.bound[-1]).any()) or eager.rows:
+            candidate = replayer.eager_attention(operation.layer, inputs).to(torch.float64)
+            as_eager = Replayed(expected=candidate, amplification=replayed.amplification)
+            eager.add(*_errors(operation.kind, rows, actual, as_eager, history, dtype))
+    default = defined.joined()
+    if default is None or not eager.rows:
+        return default
+    other = eager.joined(EAGER)
+    assert other is not None
+    return other if int(other.bad.sum()) < int(default.bad.sum()) else default
+
+
+def _add(
+    parts: _Parts,
+    kind: Kind,
+    rows: Rows,
+    actual: torch.Tensor,
+    replayed: Replayed,
+    inputs: Sequence[torch.Tensor],
+    dtype: torch.dtype | None,
+) -> None:
+    parts.add(*_errors(kind, rows, actual, replayed, inputs, dtype))
+
+
+def _errors(
+    kind: Kind,
+    rows: Rows,
+    actual: torch.Tensor,
+    replayed: Replayed,
+    inputs: Sequence[torch.Tensor],
+    dtype: torch.dtype | None,
+) -> tuple[Rows, torch.Tensor, torch.Tensor]:
+    """Return the rows with their errors and bounds in roundings."""
+    dtype = dtype or actual.dtype
+    expected = replayed.expected.cpu()
+    metrics: RowMetrics = row_metrics(actual, expected.view_as(actual))
+    roundings = metrics.relative_l2 / rounding_unit(dtype)
+    bound = local_bound(kind, dtype, replayed, metrics)
+    not_finite = ~torch.isfinite(metrics.actual_norm)
+    if bool(not_finite.any()):
+        roundings = torch.where(not_finite, torch.inf, roundings)
+    not_judgeable = ~torch.isfinite(metrics.expected_norm)
+    if bool(not_judgeable.any()):
+        caused_here = _finite_inputs(inputs, len(rows)) & not_finite
+        roundings = torch.where(not_judgeable & ~caused_here, torch.nan, roundings)
+    return rows, roundings, torch.nan_to_num(bound, nan=0.0)
+
+
+def _finite_inputs(inputs: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor:
+    """[rows] bool: the inputs of the row are finite; attention's history counts for all of its rows."""
+    finite = torch.ones(num_rows, dtype=torch.bool)
+    for x in inputs:
+        if x.is_floating_point():
+            ok = torch.isfinite(x.flatten(1)).all(dim=1).cpu()
+            finite &= ok if len(ok) == num_rows else bool(ok.all())
+    return finite

@@ -1,0 +1,66 @@
+"""Greedy choices: the engine's tokens against the truth's, with near-ties told apart from errors."""
+
+import torch
+
+from harness.compare.align import Locator, Rows
+from harness.errors import Code
+from harness.recording import Recording, Step
+from harness.results import Finding, TokenResult
+from harness.taps import LOGITS
+
+
+def compare_tokens(
+    actual: Recording, expected: Recording, logit_noise: torch.Tensor | None
+) -> tuple[TokenResult, list[Finding]]:
+    """Compare the tokens both sides chose, row by row.
+
+    A differing choice is a *tie* if the truth's logit of the chosen token lies below the truth's best by no more than
+    twice the largest error that HF itself makes in the engine's dtype on this golden: each of two logits may be off.
+    """
+    threshold = 0.0 if logit_noise is None or not len(logit_noise) else 2 * float(logit_noise.max())
+    locator, findings = Locator(expected), list[Finding]()
+    compared = equal = ties = 0
+    for step in actual.steps:
+        rows, chosen = _choices(step)
+        found = locator.find(LOGITS, rows)
+        present = found[:, 0] >= 0
+        if not bool(present.any()):
+            continue
+        rows, chosen = rows.select(present), chosen[present]
+        logits = locator.gather(LOGITS, found[present]).to(torch.float64)
+        known = chosen < logits.shape[1]
+        margin = torch.full((len(chosen),), torch.inf, dtype=torch.float64)
+        margin[known] = logits[known].amax(dim=1) - logits[known, chosen[known]]
+        compared += len(chosen)
+        equal += int((margin == 0).sum())
+        ties += int(((margin > 0) & (margin <= threshold)).sum())
+        findings += _differences(rows, chosen, logits, margin, threshold)
+        step.release()
+    expected.release()
+    return TokenResult(compared=compared, equal=equal, ties=ties), findings
+
+
+def _choices(step: Step) -> tuple[Rows, torch.Tensor]:
+    """Rows of a step at which the engine chose a token, and the tokens."""
+    if step.sampled is None:
+        empty = torch.empty(0, dtype=torch.int64)
+        return Rows(request=empty, position=empty, step=empty), empty
+    at = (step.sampled >= 0).nonzero()[:, 0]
+    request, position = step.request.long()[at], step.position.long()[at]
+    return Rows(request=request, position=position, step=torch.full_like(request, step.index)), step.sampled[at]
+
+
+def _differences(
+    rows: Rows, chosen: torch.Tensor, logits: torch.Tensor, margin: torch.Tensor, threshold: float
+) -> list[Finding]:
+    findings = []
+    for at in (~(margin <= threshold)).nonzero()[:, 0].tolist():
+        request, position = int(rows.request[at]), int(rows.position[at])
+        message = (
+            f"request {request} chose token {int(chosen[at])} after position {position}, expected "
+            f"{int(logits[at].argmax())}: its logit is {float(margin[at]):.3g} below the best, noise allows {threshold:.3g}"
+        )
+        findings.append(
+            Finding(code=Code.TOKENS_DIFFER, message=message, tap=LOGITS, request=request, position=position)
+        )
+    return findings

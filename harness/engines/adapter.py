@@ -1,0 +1,119 @@
+"""What an engine must offer to be put under test, and how it is found by name.
+
+An engine of another package joins by an entry point in the group `inference_harness.engines` that names a function
+with the signature of `OpenEngine`. docs/write-an-adapter.md shows a complete one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Protocol
+
+from harness.errors import Code, HarnessError
+from harness.recording import RecordingWriter, RequestInfo
+from harness.schedule import Schedule
+from harness.taps import DecoderGraph
+
+GROUP = "inference_harness.engines"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What an engine is asked to compute."""
+
+    requests: Sequence[RequestInfo]
+    """The tokens to be fed; those after the prompt are *forced*, so that all rows align with the golden's."""
+    schedule: Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What an engine can do. The harness runs every check this allows, and says which it could not."""
+
+    schedules: tuple[str, ...]
+    """Names of the schedules it can follow."""
+    keeps_cache: bool = True
+    """Whether its KV cache can be read back."""
+    lacking: tuple[str, ...] = ()
+    """Sites (`self_attn.q_norm`, `mlp.act`) whose taps it cannot record."""
+
+    def lacks(self) -> tuple[str, ...]:
+        """Return all sites it cannot record."""
+        return self.lacking if self.keeps_cache else (*self.lacking, "k_cache", "v_cache")
+
+    def wanted(self, graph: DecoderGraph) -> list[str]:
+        """Return the taps of the graph that a recording of this engine must hold."""
+        lacking = set(self.lacks())
+        return [operation.tap for operation in graph if operation.site not in lacking]
+
+
+class Engine(Protocol):
+    """An engine under test."""
+
+    name: str
+    offer: Offer
+
+    def run(self, workload: Workload, writer: RecordingWriter) -> None:
+        """Feed every request's tokens under the schedule and write each step's taps to `writer`.
+
+        Every position of every request is computed, the logits of the last prompt token and of every token after it;
+        `writer.end_step` receives the engine's own greedy choice for each of those. What the cache holds at the end of a
+        request is written as a step of phase `readback`.
+        """
+
+
+class OpenEngine(Protocol):
+    """Opens an engine on a checkpoint; the object an entry point names."""
+
+    def __call__(self, folder: Path, *, dtype: str, device: str, options: Mapping[str, str]) -> Engine:
+        """Open the checkpoint in `folder`; raise HarnessError for what the engine cannot serve."""
+
+
+def engine_names() -> list[str]:
+    """Return the names of all installed engines."""
+    return sorted({entry.name for entry in entry_points(group=GROUP)})
+
+
+def open_engine(
+    name: str, folder: Path, *, dtype: str, device: str, options: Mapping[str, str] | None = None
+) -> Engine:
+    """Open the engine of that name on a checkpoint.
+
+    Raises:
+        HarnessError: UNKNOWN_ENGINE, with the names there are; or what the engine's own opening raises.
+    """
+    found = [entry for entry in entry_points(group=GROUP) if entry.name == name]
+    if not found:
+        raise HarnessError(
+            Code.UNKNOWN_ENGINE,
+            f"no engine is called {name!r}",
+            where=f"entry points of the group {GROUP!r}",
+            expected=", ".join(engine_names()),
+            actual=name,
+            hint="install the package that provides it",
+        )
+    return _load(found[0])(folder, dtype=dtype, device=device, options=dict(options or {}))
+
+
+def _load(entry: EntryPoint) -> OpenEngine:
+    try:
+        opened: OpenEngine = entry.load()
+    except Exception as error:  # whatever a foreign package does at import
+        raise HarnessError(
+            Code.ENGINE_FAILED, f"the engine {entry.name!r} cannot be imported: {error}", where=entry.value
+        ) from error
+    return opened
+
+
+def refuse_unknown_options(name: str, options: Mapping[str, str], known: Sequence[str]) -> None:
+    """Raise BAD_OPTION for an engine option that nobody reads."""
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        raise HarnessError(
+            Code.BAD_OPTION,
+            f"engine {name!r} has no option {unknown[0]!r}",
+            where="--engine-option",
+            expected=", ".join(known) or "no options",
+            actual=f"{unknown[0]}={options[unknown[0]]}",
+        )

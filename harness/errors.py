@@ -1,0 +1,130 @@
+"""Every way the harness can fail, each with a stable code, an exit status and a page under docs/errors/.
+
+An *error* (`HarnessError`) ends a command: its input could not be used. A *finding* (`compare`) is a result: the
+numbers are wrong, or something was not checked. Both carry one of the codes below.
+"""
+
+from enum import IntEnum, StrEnum
+
+
+class ExitStatus(IntEnum):
+    """Exit statuses of the command line, and what a script may conclude from each."""
+
+    PASS = 0
+    MISMATCH = 1
+    BAD_INPUT = 2
+    INTERNAL = 3
+    REGRESSION = 4
+    NOTHING_CHECKED = 5
+
+
+class Code(StrEnum):
+    """Stable codes. A code is never reused for another meaning; docs/errors/<code>.md explains it."""
+
+    # Checkpoints
+    NOT_A_CHECKPOINT = "H001"
+    BAD_CONFIG = "H002"
+    UNSUPPORTED_ARCHITECTURE = "H003"
+    DAMAGED_SAFETENSORS = "H004"
+    MISSING_SHARD = "H005"
+    TENSORS_CONTRADICT_CONFIG = "H006"
+    NO_TOKENIZER = "H007"
+    GRAPH_DOES_NOT_FIT = "H008"
+    # Requests and options
+    TOKEN_OUTSIDE_VOCABULARY = "H010"
+    EMPTY_PROMPT = "H011"
+    PROMPT_TOO_LONG = "H012"
+    BAD_OPTION = "H013"
+    UNKNOWN_ENGINE = "H014"
+    ENGINE_CANNOT_SERVE = "H015"
+    NO_DEVICE = "H016"
+    ENGINE_FAILED = "H017"
+    BAD_CASE = "H018"
+    # Recordings
+    NOT_A_RECORDING = "H020"
+    BAD_MANIFEST = "H021"
+    UNKNOWN_SCHEMA = "H022"
+    STEP_MISSING = "H023"
+    STEP_TRUNCATED = "H024"
+    STEP_ALTERED = "H025"
+    STEP_MALFORMED = "H026"
+    DIFFERENT_PROMPTS = "H027"
+    BAD_RECORDER_CALL = "H028"
+    # Output and goldens
+    OUTPUT_EXISTS = "H030"
+    CANNOT_WRITE = "H031"
+    SKETCH_MISSING = "H032"
+    SKETCH_DIFFERS = "H033"
+    UPDATE_REFUSED = "H034"
+    # Findings: the numbers, or what was not checked
+    LOCAL_ERROR = "H040"
+    PROPAGATED_ERROR = "H041"
+    NOT_FINITE = "H042"
+    ORACLE_NOT_FINITE = "H043"
+    TAP_MISSING = "H044"
+    ROWS_MISSING = "H045"
+    TAP_MISMATCH = "H046"
+    CACHE_DIFFERS = "H047"
+    TOKENS_DIFFER = "H048"
+    NO_DECODE = "H049"
+    TRIGGER_NOT_REACHED = "H050"
+    NOTHING_CHECKED = "H051"
+    # Ourselves
+    INTERNAL = "H099"
+
+
+_MISMATCHES = {
+    Code.SKETCH_DIFFERS, Code.LOCAL_ERROR, Code.PROPAGATED_ERROR, Code.NOT_FINITE, Code.ORACLE_NOT_FINITE,
+    Code.TAP_MISSING, Code.ROWS_MISSING, Code.TAP_MISMATCH, Code.CACHE_DIFFERS, Code.TOKENS_DIFFER, Code.NO_DECODE,
+    Code.TRIGGER_NOT_REACHED,
+}  # fmt: skip
+
+
+def exit_status(code: Code) -> ExitStatus:
+    """Return the exit status of a command that ends with `code`."""
+    if code in _MISMATCHES:
+        return ExitStatus.MISMATCH
+    if code is Code.NOTHING_CHECKED:
+        return ExitStatus.NOTHING_CHECKED
+    return ExitStatus.INTERNAL if code is Code.INTERNAL else ExitStatus.BAD_INPUT
+
+
+class HarnessError(Exception):
+    """A failure that its reader can act on: what happened, where, what was expected, and what to do next.
+
+    Attributes:
+        code: stable code, documented in docs/errors/.
+        what: one sentence without the final full stop.
+        where: the file, tensor, request or option concerned.
+        expected, actual: the two values that disagree.
+        hint: the next thing to try.
+    """
+
+    def __init__(
+        self,
+        code: Code,
+        what: str,
+        *,
+        where: object = None,
+        expected: object = None,
+        actual: object = None,
+        hint: str | None = None,
+    ) -> None:
+        self.code = code
+        self.what = what
+        self.where = where
+        self.expected = expected
+        self.actual = actual
+        self.hint = hint
+        super().__init__(str(self))
+
+    @property
+    def exit_status(self) -> ExitStatus:
+        """Exit status of a command that ends with this error."""
+        return exit_status(self.code)
+
+    def __str__(self) -> str:
+        lines = [f"{self.code}: {self.what}"]
+        details = {"where": self.where, "expected": self.expected, "actual": self.actual, "try": self.hint}
+        lines += [f"  {name + ':':10}{value}" for name, value in details.items() if value is not None]
+        return "\n".join(lines)

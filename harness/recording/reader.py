@@ -1,0 +1,328 @@
+"""Reads a recording: everything is checked at opening but the digests, which are checked beside the comparison.
+
+Step files are memory-mapped and a step's mapping goes when it is released, so that peak memory does not grow with the
+recording. Nothing is unpickled. A file that shrinks while it is mapped ends the process (SIGBUS), as with any mapping.
+"""
+
+import hashlib
+import os
+import stat
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from harness.errors import Code, HarnessError
+from harness.recording.check import PARTIAL, StepRules, malformed
+from harness.recording.manifest import MANIFEST_NAME, RESERVED_PREFIXES, Manifest, Phase, StepEntry, load_manifest
+from harness.recording.tensors import TORCH_DTYPES
+from harness.safetensors_header import Header, TensorEntry, read_header
+
+_MAX_DIGEST_THREADS = 4
+
+
+class Recording:
+    """A recording opened for reading.
+
+    Use it as a context manager: the digests of the step files are computed in the background, and leaving the block
+    waits for them. What was read before is to be trusted only after that, or after `verify_all`.
+    """
+
+    path: Path
+    manifest: Manifest
+    steps: Sequence["Step"]
+
+    def __init__(self, path: Path, manifest: Manifest, steps: Sequence["Step"]) -> None:
+        """Use `Recording.open`."""
+        self.path = path
+        self.manifest = manifest
+        self.steps = steps
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, verify: bool = True) -> Self:
+        """Open the recording in the folder `path` and check all of it, the digests in the background.
+
+        Args:
+            path: the folder.
+            verify: whether to compute the digests of the step files.
+
+        Raises:
+            HarnessError: NOT_A_RECORDING, BAD_MANIFEST, UNKNOWN_SCHEMA, STEP_MISSING, STEP_TRUNCATED, STEP_MALFORMED.
+        """
+        path = Path(path)
+        manifest = load_manifest(_manifest_path(path))
+        rules = StepRules(manifest)
+        steps = [Step(path, entry, rules) for entry in manifest.steps]
+        for step in steps:
+            step.check()
+        recording = cls(path, manifest, steps)
+        if verify:
+            recording._start_digests()
+        return recording
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.release()
+
+    @property
+    def unverified(self) -> tuple[str, ...]:
+        """Step files whose digest the producer did not compute, or that nobody asked to verify."""
+        return tuple(step.entry.file for step in self.steps if step.digest is None)
+
+    def verify_all(self) -> None:
+        """Wait until the digest of every step file is known to be right.
+
+        Raises:
+            HarnessError: STEP_ALTERED for the first that is not.
+        """
+        for step in self.steps:
+            step.raise_if_altered(wait=True)
+
+    def release(self) -> None:
+        """Drop every mapping, and the digests that were not computed yet."""
+        for step in self.steps:
+            step.release()
+            if step.digest is not None:
+                step.digest.cancel()
+
+    def close(self) -> None:
+        """Verify all digests, then drop every mapping.
+
+        Raises:
+            HarnessError: STEP_ALTERED.
+        """
+        try:
+            self.verify_all()
+        finally:
+            self.release()
+
+    def _start_digests(self) -> None:
+        num_threads = min(_MAX_DIGEST_THREADS, os.cpu_count() or 1)
+        pool = ThreadPoolExecutor(num_threads, thread_name_prefix="recording-digest")
+        for step in self.steps:
+            if step.entry.sha256 is not None:
+                step.digest = pool.submit(_check_digest, step.path, step.entry.sha256)
+        weakref.finalize(self, pool.shutdown, wait=False, cancel_futures=True)
+
+
+class Step:
+    """One step of a recording. Its tensors are views of the file: read them only, and `release` the step when done."""
+
+    def __init__(self, folder: Path, entry: StepEntry, rules: StepRules) -> None:
+        """Use `Recording.steps`."""
+        self.path = folder / entry.file
+        self.entry = entry
+        self.digest: Future[None] | None = None
+        self._folder = folder
+        self._rules = rules
+        self._mapping: _Mapping | None = None
+
+    @property
+    def index(self) -> int:
+        """Place in the recording."""
+        return self.entry.index
+
+    @property
+    def phase(self) -> Phase:
+        """What the engine did in this step."""
+        return self.entry.phase
+
+    @property
+    def request(self) -> torch.Tensor:
+        """Request id of each row: int32[rows]."""
+        return self._map().view("rows.request")
+
+    @property
+    def position(self) -> torch.Tensor:
+        """Position of each row's token in its request: int32[rows]."""
+        return self._map().view("rows.position")
+
+    @property
+    def sampled(self) -> torch.Tensor | None:
+        """The engine's choice after each row, -1 for none: int64[rows]; None where it sampled nothing."""
+        return self._optional("rows.sampled")
+
+    @property
+    def slot_mapping(self) -> torch.Tensor | None:
+        """KV cache slot of each row, -1 for none: int64[rows]; None where the engine did not say."""
+        return self._optional("kv.slot_mapping")
+
+    @property
+    def block_tables(self) -> Mapping[int, list[int]] | None:
+        """KV cache blocks of each request, by request id; None where the engine did not say."""
+        requests, table = self._optional("kv.requests"), self._optional("kv.block_table")
+        if requests is None or table is None:
+            return None
+        rows = zip(requests.tolist(), table.tolist(), strict=True)
+        return {request: [block for block in blocks if block >= 0] for request, blocks in rows}
+
+    @property
+    def tap_names(self) -> list[str]:
+        """Taps of this step, in the order in which they were written."""
+        return [name for name in self._map().tensors if not name.startswith(RESERVED_PREFIXES)]
+
+    def tap(self, name: str) -> torch.Tensor:
+        """Return the tap `name`, [rows that it covers, ...]: a view of the file, or a copy where it is not aligned.
+
+        Raises:
+            KeyError: this step has no such tap.
+            HarnessError: STEP_ALTERED, where the file's digest is already known to be wrong.
+        """
+        if name.startswith(RESERVED_PREFIXES):
+            raise KeyError(name)
+        return self._map().view(name)
+
+    def rows_of(self, name: str) -> torch.Tensor | None:
+        """Return which of the step's rows the tap covers, int64[its rows]; None for all of them."""
+        return self._optional(PARTIAL + name)
+
+    def check(self) -> None:
+        """Check the file against the manifest, but for its digest.
+
+        Raises:
+            HarnessError: STEP_MISSING, STEP_TRUNCATED or STEP_MALFORMED.
+        """
+        self._map()
+        self.release()
+
+    def raise_if_altered(self, *, wait: bool = False) -> None:
+        """Raise STEP_ALTERED if the digest is known to be wrong, or with `wait` as soon as it is known."""
+        if self.digest is None or self.entry.sha256 is None:
+            return
+        if self.digest.cancelled():
+            if wait:
+                _check_digest(self.path, self.entry.sha256)
+        elif wait or self.digest.done():
+            self.digest.result()
+
+    def release(self) -> None:
+        """Drop the mapping; it goes with the last of its views."""
+        self._mapping = None
+
+    def _optional(self, name: str) -> torch.Tensor | None:
+        mapping = self._map()
+        return mapping.view(name) if name in mapping.tensors else None
+
+    def _map(self) -> "_Mapping":
+        self.raise_if_altered()
+        if self._mapping is None:
+            path = _step_path(self._folder, self.entry)
+            try:
+                self._mapping = _Mapping(path, self.entry, self._rules)
+            except HarnessError:
+                if self.entry.sha256 is not None:
+                    _check_digest(path, self.entry.sha256)  # if the file was altered, that is what to say
+                raise
+        return self._mapping
+
+
+class _Mapping:
+    """A step file that follows the rules: its layout, and one private mapping of its bytes."""
+
+    def __init__(self, path: Path, entry: StepEntry, rules: StepRules) -> None:
+        header = _read_step_header(path)
+        if header.file_bytes != entry.num_bytes:
+            raise _truncated(path, entry, header.file_bytes)
+        self.tensors: dict[str, TensorEntry] = header.by_name()
+        self._data_offset = header.data_offset
+        try:
+            self._bytes = torch.from_file(str(path), shared=False, size=header.file_bytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            malformed(path, f"the file cannot be mapped: {str(error).splitlines()[0]}")
+        rules.check(path, entry, self.tensors, self.view)
+
+    def view(self, name: str) -> torch.Tensor:
+        entry = self.tensors[name]
+        dtype = TORCH_DTYPES[entry.dtype]
+        begin, end = self._data_offset + entry.begin, self._data_offset + entry.end
+        data = self._bytes[begin:end]
+        if begin % dtype.itemsize:
+            data = data.clone()
+        return data.view(dtype).view(entry.shape)
+
+
+def _manifest_path(folder: Path) -> Path:
+    try:
+        found = stat.S_ISREG((folder / MANIFEST_NAME).stat().st_mode)
+    except (OSError, ValueError):
+        found = False
+    if found:
+        return folder / MANIFEST_NAME
+    raise HarnessError(
+        Code.NOT_A_RECORDING,
+        f"the folder has no {MANIFEST_NAME}",
+        where=folder,
+        expected=f"a folder with {MANIFEST_NAME} and one safetensors file per step",
+        hint="record again: a recording that was interrupted has no manifest",
+    )
+
+
+def _step_path(folder: Path, entry: StepEntry) -> Path:
+    """Return the path of a step file that exists, in this folder, as a regular file of the size that it should have."""
+    path = folder / entry.file
+    try:
+        status = path.stat()
+    except OSError as error:
+        hint = "copy the recording again, with all of its files, or record again"
+        what = f"a step file is missing: {error.strerror}"
+        raise HarnessError(Code.STEP_MISSING, what, where=path, expected=entry.file, hint=hint) from None
+    if not stat.S_ISREG(status.st_mode):
+        malformed(path, "a step file is not a regular file")
+    if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+        malformed(path, "a step file leads out of the recording", expected=folder, actual=path.resolve())
+    if status.st_size != entry.num_bytes:
+        raise _truncated(path, entry, status.st_size)
+    return path
+
+
+def _truncated(path: Path, entry: StepEntry, num_bytes: int) -> HarnessError:
+    return HarnessError(
+        Code.STEP_TRUNCATED,
+        "a step file has another size than the manifest says",
+        where=path,
+        expected=f"{entry.num_bytes} bytes",
+        actual=f"{num_bytes} bytes",
+        hint="copy the recording again, or record again",
+    )
+
+
+def _read_step_header(path: Path) -> Header:
+    try:
+        return read_header(path)
+    except HarnessError as error:
+        raise HarnessError(
+            Code.STEP_MALFORMED,
+            f"a step file is no safetensors file: {error.what}",
+            where=error.where,
+            expected=error.expected,
+            actual=error.actual,
+            hint=error.hint,
+        ) from error
+
+
+def _check_digest(path: Path, expected: str) -> None:
+    try:
+        with path.open("rb", buffering=0) as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        actual = f"cannot be read: {error.strerror}"
+    if actual != expected:
+        raise HarnessError(
+            Code.STEP_ALTERED,
+            "a step file is not the one that was recorded: its sha256 differs",
+            where=path,
+            expected=expected,
+            actual=actual,
+            hint="copy the recording again, or record again",
+        )

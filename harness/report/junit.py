@@ -1,0 +1,45 @@
+"""The check for a JUnit file: figures a dashboard can plot, as pairs for pytest's `record_property`."""
+
+from harness.report.merge import largest, merge_taps, sum_coverage, sum_tokens
+from harness.report.sentences import divergence_place, number, printable
+from harness.results import CheckResult, TapResult
+
+
+def check_properties(result: CheckResult) -> list[tuple[str, str]]:
+    """Return (name, value) pairs; what was not measured is left out."""
+    taps = merge_taps(result.runs)
+    tokens, coverage = sum_tokens(result.runs), sum_coverage(result.runs)
+    codes = sorted({finding.code.value for run in result.runs for finding in run.findings})
+    divergence = result.first_divergence
+    figures = {
+        "verdict": result.outcome,
+        "engine": result.engine,
+        "model": result.model,
+        "dtype": result.dtype,
+        "device": result.device,
+        "schedules": " ".join(run.schedule for run in result.runs),
+        "num_rows": sum(run.num_rows for run in result.runs),
+        "num_taps": sum(tap.num_rows > 0 for tap in taps),
+        **_worst_by_kind(taps),
+        "propagated_ratio_max": _figure(largest(tap.propagated_ratio_max for tap in taps)),
+        "first_divergence": divergence and f"{divergence.tap}: {divergence_place(divergence)}",
+        "tokens_compared": tokens.compared,
+        "tokens_equal": tokens.equal,
+        "tokens_ties": tokens.ties,
+        "rows_expected": coverage.expected,
+        "rows_missing": coverage.missing,
+        "findings": " ".join(codes) or None,
+    }
+    return [(name, printable(str(value))) for name, value in figures.items() if value is not None]
+
+
+def _worst_by_kind(taps: tuple[TapResult, ...]) -> dict[str, str | None]:
+    kinds = dict.fromkeys(str(tap.kind) for tap in taps)
+    return {
+        f"roundings_max.{kind}": _figure(largest(tap.local_roundings_max for tap in taps if tap.kind == kind))
+        for kind in kinds
+    }
+
+
+def _figure(value: float | None) -> str | None:
+    return None if value is None else number(value).replace(",", "")

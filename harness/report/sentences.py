@@ -1,0 +1,153 @@
+"""What every form for people says in words: numbers, the headline, the culprit, the findings, the facts at the foot."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from harness.report.merge import largest, smallest, sum_coverage, sum_seconds, sum_tokens
+from harness.report.table import count
+from harness.results import CheckResult, Coverage, Divergence, Finding, LogitResult, RunResult, TokenResult
+
+MAX_FINDINGS = 12
+MAX_FINDINGS_OF_A_CODE = 3
+MAX_NAMES = 8
+
+
+def number(value: float | None) -> str:
+    """Return a number with three significant digits, `-` for what was not measured."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    if 999.5 <= abs(value) < 999_999.5:
+        return f"{value:,.0f}"
+    return f"{value:#.3g}".rstrip(".") if abs(value) >= 1e-4 else f"{value:.2e}"
+
+
+def printable(text: str) -> str:
+    """Return `text` without control characters: names in a recording are anybody's."""
+    return "".join(character if character.isprintable() else "�" for character in text)
+
+
+def subject(result: CheckResult) -> list[str]:
+    """Return what was checked: engine, model, dtype, device."""
+    return [printable(part) for part in (result.engine, result.model, result.dtype, result.device)]
+
+
+def extent(result: CheckResult) -> list[str]:
+    """Return how much of it was checked: requests, rows, taps, schedules."""
+    num_taps = len({tap.name for run in result.runs for tap in run.taps if tap.num_rows})
+    num_rows = sum(run.num_rows for run in result.runs)
+    schedules = printable(", ".join(run.schedule for run in result.runs)) or "no schedule"
+    return [count(result.num_requests, "request"), count(num_rows, "row"), count(num_taps, "tap"), schedules]
+
+
+def divergence_place(divergence: Divergence) -> str:
+    """Return where the first divergence is, beyond its tap."""
+    parts = [f"request {divergence.request}", f"position {divergence.position}"]
+    if divergence.step is not None:
+        parts.append(f"step {divergence.step}")
+    if divergence.phase:
+        parts.append(printable(divergence.phase))
+    if divergence.schedule:
+        parts.append(f"schedule {printable(divergence.schedule)}")
+    return ", ".join(parts)
+
+
+def divergence_size(divergence: Divergence) -> str:
+    """Return how far off the first divergence is."""
+    parts = []
+    if divergence.local_roundings is not None:
+        bound = f" against a bound of {number(divergence.bound_roundings)}" if divergence.bound_roundings else ""
+        parts.append(f"{number(divergence.local_roundings)} roundings{bound}")
+    if divergence.propagated_ratio is not None:
+        parts.append(f"propagated error {number(divergence.propagated_ratio)} times HF's own")
+    return "; ".join(parts) or f"verdict {divergence.verdict}"
+
+
+def finding_lines(result: CheckResult) -> tuple[list[tuple[str, str]], str | None]:
+    """Return (code, sentence) of the findings worth reading first, and a line for the rest of them.
+
+    A finding that several schedules share appears once; of one code only the first few appear.
+    """
+    schedules: dict[Finding, list[str]] = {}
+    for run in result.runs:
+        for finding in run.findings:
+            schedules.setdefault(finding, []).append(run.schedule)
+    shown, left, seen = list[tuple[str, str]](), Counter[str](), Counter[str]()
+    for finding, names in schedules.items():
+        seen[finding.code] += 1
+        if seen[finding.code] > MAX_FINDINGS_OF_A_CODE or len(shown) == MAX_FINDINGS:
+            left[finding.code] += 1
+            continue
+        only = "" if len(names) == len(result.runs) else f" [{', '.join(names)}]"
+        shown.append((finding.code.value, printable(_sentence(finding) + only)))
+    rest = ", ".join(f"{number_left:,} more {code}" for code, number_left in left.items())
+    return shown, f"and {rest}" if left else None
+
+
+def _sentence(finding: Finding) -> str:
+    tap = f"{finding.tap}: " if finding.tap and finding.tap not in finding.message else ""
+    place = ", ".join(
+        f"{name} {value}"
+        for name, value in (("request", finding.request), ("position", finding.position))
+        if value is not None and f"{name} {value}" not in finding.message
+    )
+    return f"{tap}{finding.message}{f' ({place})' if place else ''}"
+
+
+def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
+    """Yield (label, sentence) of everything that is not about one operation; timings last."""
+    runs = result.runs
+    if any(run.tokens.compared for run in runs):
+        yield "tokens", _tokens(sum_tokens(runs))
+    logits = [run.logits for run in runs if run.logits]
+    if logits:
+        yield "logits", _logits(logits)
+    coverage = sum_coverage(runs)
+    yield "coverage", _coverage(coverage)
+    if coverage.triggers:
+        yield "reached", printable(", ".join(coverage.triggers))
+    if coverage.not_offered:
+        yield "not offered", _names(coverage.not_offered)
+    for note in result.notes:
+        yield "note", printable(note)
+    timings = _timings(result.golden_s, runs)
+    if timings:
+        yield "timings", timings
+
+
+def _tokens(tokens: TokenResult) -> str:
+    differ = tokens.compared - tokens.equal - tokens.ties
+    parts = [f"{tokens.equal:,} of {tokens.compared:,} equal"]
+    parts += [f"{count(tokens.ties, 'tie')} (margin below the noise)"] if tokens.ties else []
+    parts += [f"{differ:,} differ"] if differ else []
+    return ", ".join(parts)
+
+
+def _logits(logits: Sequence[LogitResult]) -> str:
+    num_rows = sum(part.num_rows for part in logits)
+    agreement = sum(part.top1_agreement * part.num_rows for part in logits) / max(1, num_rows)
+    kl, margin = largest(part.kl_max for part in logits), smallest(part.margin_min for part in logits)
+    parts = [f"top-1 agrees in {number(100 * agreement)} % of {count(num_rows, 'row')}"]
+    return ", ".join([*parts, f"KL up to {number(kl)} nats", f"smallest margin {number(margin)}"])
+
+
+def _coverage(coverage: Coverage) -> str:
+    total = f"{coverage.recorded:,} of {coverage.expected:,} rows of taps recorded"
+    missing = f", {coverage.missing:,} missing" if coverage.missing else ""
+    return f"{total}{missing}{f': {_names(coverage.missing_taps)}' if coverage.missing_taps else ''}"
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return printable(", ".join(names[:MAX_NAMES])) + more
+
+
+def _timings(golden_s: float | None, runs: Sequence[RunResult]) -> str:
+    seconds = {
+        "golden": golden_s,
+        "engine": sum_seconds([run.engine_s for run in runs]),
+        "compare": sum_seconds([run.compare_s for run in runs]),
+    }
+    return ", ".join(f"{name} {number(value)} s" for name, value in seconds.items() if value is not None)

@@ -1,0 +1,189 @@
+"""What a check found, as plain data: the reports and the pytest plugin know nothing else, and need no torch.
+
+Numbers that could not be measured are None, never 0. NaN is a measurement: the engine produced it.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from harness.errors import Code
+
+
+class Verdict(StrEnum):
+    """What is to be thought of one operation, or of one row of it."""
+
+    EXACT = "exact"
+    """Bit for bit what the oracle gives."""
+    NOISE = "noise"
+    """As good as rounding permits."""
+    CONVENTION = "convention"
+    """Another legitimate order of rounding, held to its own floor."""
+    BUG = "bug"
+    """Out of bounds: rounding cannot explain it."""
+    MISSING = "missing"
+    """Expected and not recorded."""
+    UNJUDGED = "unjudged"
+    """Measured, but nothing recorded allows a judgement."""
+
+
+class Outcome(StrEnum):
+    """What is to be thought of a whole check."""
+
+    PASS = "pass"
+    MISMATCH = "mismatch"
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowId:
+    """One token of one request, and an element of the row where that is meant."""
+
+    request: int
+    position: int
+    index: int | None = None
+    """Index into the flattened row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TapResult:
+    """One operation over all rows that were compared."""
+
+    name: str
+    site: str
+    """Name without the layer."""
+    layer: int | None
+    kind: str
+    num_rows: int
+    verdict: Verdict
+    judged_by: str = "none"
+    """`local` (replay), `propagated` (against the golden's noise), `cache` (bit for bit), or `none`."""
+    convention: str | None = None
+    """The legitimate convention the engine follows, where it is not the default one."""
+    local_roundings_median: float | None = None
+    local_roundings_p99: float | None = None
+    local_roundings_max: float | None = None
+    local_bound_share_max: float | None = None
+    """Largest local error of a row as a share of that row's bound; above 1 is out of bounds."""
+    propagated_relative_l2_max: float | None = None
+    propagated_ratio_median: float | None = None
+    propagated_ratio_max: float | None = None
+    """Propagated error over HF's own in the engine's dtype."""
+    max_abs: float | None = None
+    cosine_min: float | None = None
+    sqnr_db_min: float | None = None
+    max_ulp: float | None = None
+    num_nan: int = 0
+    num_inf: int = 0
+    worst: RowId | None = None
+    """Row of the largest local error, or of the largest propagated one where nothing is local."""
+    num_bad_rows: int = 0
+    first_bad: RowId | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """The first operation in graph order that is wrong, at its first wrong row."""
+
+    tap: str
+    request: int
+    position: int
+    verdict: Verdict
+    code: Code
+    local_roundings: float | None = None
+    bound_roundings: float | None = None
+    propagated_ratio: float | None = None
+    schedule: str | None = None
+    step: int | None = None
+    phase: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is wrong or that was not checked, in words."""
+
+    code: Code
+    message: str
+    tap: str | None = None
+    request: int | None = None
+    position: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenResult:
+    """Greedy choices of the engine against those of the truth."""
+
+    compared: int = 0
+    equal: int = 0
+    ties: int = 0
+    """Unequal, but the truth's own margin is below the noise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitResult:
+    """Logits against the truth's, over the sampled rows."""
+
+    num_rows: int
+    top1_agreement: float
+    kl_max: float
+    """Kullback-Leibler divergence of the engine's distribution from the truth's, nats."""
+    margin_min: float
+    """Smallest distance between the truth's two best logits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """What was to be recorded, counted in rows of taps."""
+
+    expected: int = 0
+    recorded: int = 0
+    missing: int = 0
+    missing_taps: tuple[str, ...] = ()
+    not_offered: tuple[str, ...] = ()
+    """Sites the engine declares it cannot record."""
+    triggers: tuple[str, ...] = ()
+    """Conditions the workload reached: decode, chunked_prefill, batch, block_boundary, ..."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """One schedule of one engine against the golden."""
+
+    schedule: str
+    outcome: Outcome
+    num_rows: int
+    taps: tuple[TapResult, ...]
+    findings: tuple[Finding, ...]
+    first_divergence: Divergence | None
+    tokens: TokenResult
+    logits: LogitResult | None
+    coverage: Coverage
+    engine_s: float | None = None
+    compare_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """A whole check: every schedule of one engine against one golden."""
+
+    engine: str
+    model: str
+    dtype: str
+    device: str
+    num_requests: int
+    runs: tuple[RunResult, ...]
+    golden_s: float | None = None
+    notes: tuple[str, ...] = field(default=())
+    """What a reader should know that is neither error nor finding."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """Mismatch if any run mismatches; nothing if no run compared anything."""
+        outcomes = {run.outcome for run in self.runs}
+        if Outcome.MISMATCH in outcomes:
+            return Outcome.MISMATCH
+        return Outcome.PASS if outcomes == {Outcome.PASS} else Outcome.NOTHING
+
+    @property
+    def first_divergence(self) -> Divergence | None:
+        """The first divergence of the first run that has one."""
+        return next((run.first_divergence for run in self.runs if run.first_divergence), None)

@@ -1,0 +1,73 @@
+"""Schedules: the orders in which an engine may be asked to compute the same rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.errors import Code, HarnessError
+
+DEFAULT_CHUNK_SIZE = 7
+"""Tokens per chunk: no divisor of any usual block size, so that chunks end inside blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """How requests are put into steps.
+
+    Written `name` or `name:chunk_size`: plain, chunked, batched, mixed, `chunked:32`.
+    """
+
+    name: str
+    is_batched: bool
+    """Whether all requests run at once, rather than one after the other."""
+    chunk_size: int | None
+    """Most tokens of prompt in one step; None for whole prompts."""
+
+    def __str__(self) -> str:
+        default = SCHEDULES[self.name].chunk_size
+        return self.name if self.chunk_size == default else f"{self.name}:{self.chunk_size}"
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """Triggers a run under this schedule must reach, or it did not test what it says."""
+        chunked = () if self.chunk_size is None else ("chunked_prefill",)
+        return ("decode", *chunked, *(("batch",) if self.is_batched else ()))
+
+    def is_reachable(self, prompt_lengths: Sequence[int]) -> bool:
+        """Whether prompts of these lengths can reach what the schedule requires."""
+        if self.is_batched and len(prompt_lengths) < 2:
+            return False
+        return self.chunk_size is None or max(prompt_lengths, default=0) > self.chunk_size
+
+
+SCHEDULES = {
+    "plain": Schedule(name="plain", is_batched=False, chunk_size=None),
+    "chunked": Schedule(name="chunked", is_batched=False, chunk_size=DEFAULT_CHUNK_SIZE),
+    "batched": Schedule(name="batched", is_batched=True, chunk_size=None),
+    "mixed": Schedule(name="mixed", is_batched=True, chunk_size=DEFAULT_CHUNK_SIZE),
+}
+DEFAULT_SCHEDULES = ("plain", "chunked", "batched")
+
+
+def parse_schedule(text: str) -> Schedule:
+    """Parse `name` or `name:chunk_size`.
+
+    Raises:
+        HarnessError: BAD_OPTION: no such schedule, or a chunk size that is not a positive integer or does not apply.
+    """
+    name, colon, size = text.partition(":")
+    schedule = SCHEDULES.get(name)
+    if schedule is None:
+        raise HarnessError(
+            Code.BAD_OPTION, f"unknown schedule {name!r}", where="schedule", expected=", ".join(SCHEDULES), actual=text
+        )
+    if not colon:
+        return schedule
+    if schedule.chunk_size is None or not size.isdecimal() or int(size) < 1:
+        raise HarnessError(
+            Code.BAD_OPTION,
+            f"schedule {name!r} takes no chunk size {size!r}",
+            where="schedule",
+            expected="chunked:N or mixed:N with N >= 1",
+            actual=text,
+        )
+    return Schedule(name=name, is_batched=schedule.is_batched, chunk_size=int(size))

@@ -1,0 +1,3 @@
+"""Attention backends: one file each, behind one small Protocol, chosen by name."""
+
+from __future__ import annotations

@@ -1,0 +1,67 @@
+"""What an attention backend is, and how one is found by name.
+
+Shapes: T tokens, C context tokens, N query heads, K KV heads, H head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from reference_engine.attention.contiguous import ContiguousAttention
+from reference_engine.attention.paged import PagedAttention
+from reference_engine.attention.recompute import RecomputeAttention
+from reference_engine.batch import Batch
+from reference_engine.errors import ConfigError
+from reference_engine.kv_cache import CacheSpec
+
+__all__ = ["BACKENDS", "AttentionBackend", "find_backend"]
+
+
+class AttentionBackend(Protocol):
+    """Lets each token see the earlier ones of its request."""
+
+    keeps_cache: bool
+    """Whether K and V outlive the step. Where they do not, every step gets all rows of its requests."""
+    has_blocks: bool
+    """Whether slots and block tables mean something to an observer."""
+    block_size: int
+    """Tokens in a block of the pool that the engine keeps for this backend."""
+    num_blocks: int
+    """Blocks of that pool, the null block included."""
+
+    def plan(self, batch: Batch) -> Any:
+        """Prepare what all layers of a step share; it comes back as `batch.plan`."""
+
+    def attend(
+        self, layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        """Store K and V, and return the context [T, N, H] of softmax(q k / sqrt(H)) v over each row's own past."""
+
+    def read_back(self, layer: int, block_table: Sequence[int], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the stored K and V, each [C, K, H], of a request's first `num_tokens` positions."""
+
+
+BACKENDS: Mapping[str, Callable[[CacheSpec], AttentionBackend]] = {
+    "paged": PagedAttention,
+    "contiguous": ContiguousAttention,
+    "recompute": RecomputeAttention,
+}
+
+
+def find_backend(name: str) -> Callable[[CacheSpec], AttentionBackend]:
+    """Return the backend of this name, to be called with a `CacheSpec`.
+
+    Raises:
+        ConfigError: there is none; the message lists those that there are.
+    """
+    if name not in BACKENDS:
+        raise ConfigError(
+            "unknown attention backend",
+            where="EngineConfig.attention_backend",
+            expected=f"one of {', '.join(BACKENDS)}",
+            actual=name,
+        )
+    return BACKENDS[name]

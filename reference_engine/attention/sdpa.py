@@ -1,0 +1,47 @@
+"""Scaled dot-product attention over packed rows: what the torch backends share.
+
+Shapes: T rows of one request, R requests, C context tokens, N query heads, K KV heads, G = N/K, H head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+__all__ = ["attend_chunk", "attend_single"]
+
+
+def attend_chunk(q_TNH: torch.Tensor, k_CKH: torch.Tensor, v_CKH: torch.Tensor) -> torch.Tensor:
+    """Return the context [T, N, H] of one request's last T of C positions."""
+    num_rows, context_len = len(q_TNH), len(k_CKH)
+    is_whole = num_rows == context_len
+    # is_causal aligns the mask at the top left, which is wrong for fewer rows than keys.
+    mask = None if is_whole or num_rows == 1 else causal_lower_right(num_rows, context_len)
+    context_1NTH = scaled_dot_product_attention(
+        q_TNH.transpose(0, 1)[None],
+        k_CKH.transpose(0, 1)[None],
+        v_CKH.transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=is_whole and num_rows > 1,
+        scale=q_TNH.shape[-1] ** -0.5,
+        enable_gqa=True,
+    )
+    return context_1NTH[0].transpose(0, 1)
+
+
+def attend_single(
+    q_RNH: torch.Tensor, k_RCKH: torch.Tensor, v_RCKH: torch.Tensor, mask_R11C: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the context [R, N, H] of one row per request; `mask_R11C` is false where a shorter request has no key."""
+    num_requests, _, num_kv_heads, head_dim = k_RCKH.shape
+    # The query heads of one KV head become its rows: no key is repeated, and a mask does not rule out the fast kernels.
+    q_RKGH = q_RNH.reshape(num_requests, num_kv_heads, -1, head_dim)
+    context_RKGH = scaled_dot_product_attention(
+        q_RKGH,
+        k_RCKH.transpose(1, 2),
+        v_RCKH.transpose(1, 2),
+        attn_mask=mask_R11C,
+        scale=head_dim**-0.5,
+    )
+    return context_RKGH.flatten(1, 2)

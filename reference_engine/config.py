@@ -1,0 +1,240 @@
+"""What a model is (config.json) and how it is to be run (`EngineConfig`).
+
+One decoder serves every family: what differs between them is the table in `families`, not a copied class. Both
+spellings of the rotary parameters are read: `rope_theta` with `rope_scaling`, and transformers 5's `rope_parameters`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reference_engine.config_file import Fields, read_json
+from reference_engine.errors import ConfigError, UnsupportedModelError
+from reference_engine.families import FAMILIES, Family
+
+__all__ = ["DTYPES", "EngineConfig", "ModelConfig", "RopeConfig"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding: its type, its base, and what else the type needs."""
+
+    rope_type: str
+    theta: float
+    parameters: Mapping[str, Any]
+    """The type's own parameters as config.json gives them (`factor`, `low_freq_factor`, ...)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The sizes and switches of one decoder."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    rope: RopeConfig
+    dtype: str | None
+    """The checkpoint's dtype, where config.json names it."""
+    eos_token_ids: frozenset[int]
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ModelConfig:
+        """Read config.json, and the end-of-sequence ids of generation_config.json where it exists.
+
+        Raises:
+            ConfigError: a file is missing, is not JSON, or holds an impossible value.
+            UnsupportedModelError: the model asks for what this engine does not have.
+        """
+        path = Path(folder) / "config.json"
+        generation_path = Path(folder) / "generation_config.json"
+        generation = read_json(generation_path) if generation_path.is_file() else {}
+        return cls.from_dict(read_json(path), generation, where=str(path))
+
+    @classmethod
+    def from_dict(
+        cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None, *, where: str = "config.json"
+    ) -> ModelConfig:
+        """Interpret the content of config.json; `where` names it in errors, which are those of `from_folder`."""
+        fields = Fields(config, where)
+        family = _family(fields)
+        _refuse_unsupported(fields)
+        hidden_size = fields.positive_int("hidden_size")
+        num_heads = fields.positive_int("num_attention_heads")
+        attention_bias = fields.boolean("attention_bias", default=False)
+        max_position_embeddings = fields.positive_int(
+            "max_position_embeddings", default=family.default_max_position_embeddings
+        )
+        model = cls(
+            model_type=config["model_type"],
+            vocab_size=fields.positive_int("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=fields.positive_int("intermediate_size"),
+            num_hidden_layers=fields.positive_int("num_hidden_layers"),
+            num_attention_heads=num_heads,
+            num_key_value_heads=fields.positive_int("num_key_value_heads", default=num_heads),
+            head_dim=fields.positive_int(
+                "head_dim", default=family.default_head_dim or max(1, hidden_size // num_heads)
+            ),
+            max_position_embeddings=max_position_embeddings,
+            rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
+            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            o_bias=attention_bias if family.o_bias is None else family.o_bias,
+            mlp_bias=family.has_mlp_bias and fields.boolean("mlp_bias", default=False),
+            qk_norm=family.qk_norm,
+            rope=_rope(fields, max_position_embeddings),
+            dtype=config.get("dtype") or config.get("torch_dtype"),
+            eos_token_ids=_eos_token_ids(generation or {}, config, where),
+        )
+        model._check_heads(where)
+        return model
+
+    def _check_heads(self, where: str) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                "query heads do not divide among the KV heads", where=where,
+                expected=f"num_attention_heads a multiple of num_key_value_heads = {self.num_key_value_heads}",
+                actual=self.num_attention_heads,
+            )  # fmt: skip
+        if self.head_dim % 2:
+            raise ConfigError(
+                "rotary embedding needs pairs", where=where, expected="an even head_dim", actual=self.head_dim
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How to run a model.
+
+    Raises:
+        ConfigError: a value is impossible.
+    """
+
+    dtype: str = "auto"
+    """`float32`, `bfloat16`, `float16`, or `auto`: the checkpoint's own."""
+    device: str = "cpu"
+    """`cpu`, `cuda` or `cuda:1`."""
+    attention_backend: str = "paged"
+    """A name in `attention.backend.BACKENDS`: `paged`, `contiguous` or `recompute`."""
+    block_size: int = 16
+    """Tokens in a KV block; only the paged backend has blocks."""
+    num_blocks: int | None = None
+    """KV blocks of the paged backend, the null block among them; None: what the limits below can use, within 1 GiB on
+    the CPU and within 80 % of the free memory on a GPU."""
+    max_num_batched_tokens: int = 2048
+    """Tokens computed in one step, decoded and prefilled ones together."""
+    max_num_seqs: int = 256
+    """Requests that run at once."""
+    max_model_len: int | None = None
+    """Tokens of prompt and continuation together; None: the model's max_position_embeddings."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", *DTYPES):
+            raise ConfigError(
+                "unknown dtype", where="EngineConfig.dtype", expected=f"auto, {', '.join(DTYPES)}", actual=self.dtype
+            )
+        self._check_at_least("block_size", 1)
+        self._check_at_least("num_blocks", 2)
+        self._check_at_least("max_num_batched_tokens", 1)
+        self._check_at_least("max_num_seqs", 1)
+        self._check_at_least("max_model_len", 1)
+
+    def _check_at_least(self, name: str, minimum: int) -> None:
+        value = getattr(self, name)
+        optional = name in ("num_blocks", "max_model_len")
+        if value is None and optional:
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ConfigError(
+                f"{name} is too small or no integer", where=f"EngineConfig.{name}",
+                expected=f"an integer of at least {minimum}", actual=repr(value),
+            )  # fmt: skip
+
+
+def _family(fields: Fields) -> Family:
+    model_type = fields.values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            "unsupported model_type", where=fields.where, expected=f"one of {', '.join(FAMILIES)}", actual=model_type
+        )
+    family = FAMILIES[model_type]
+    architectures = fields.values.get("architectures") or [family.architecture]
+    if not isinstance(architectures, list) or family.architecture not in architectures:
+        raise UnsupportedModelError(
+            "unsupported architecture", where=fields.where, expected=family.architecture, actual=architectures
+        )
+    return family
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    """Refuse what would silently compute something else."""
+    values, where = fields.values, fields.where
+    hidden_act = values.get("hidden_act", "silu")
+    if hidden_act != "silu":
+        raise UnsupportedModelError("unsupported hidden_act", where=where, expected="silu", actual=hidden_act)
+    if values.get("quantization_config") is not None:
+        raise UnsupportedModelError(
+            "quantised weights are not supported", where=where, expected="no quantization_config",
+            actual=json.dumps(values["quantization_config"])[:120],
+        )  # fmt: skip
+    slides = values.get("use_sliding_window") and values.get("sliding_window") is not None
+    # Without layer_types, layers from max_window_layers on slide.
+    if slides and fields.positive_int("max_window_layers", default=28) >= fields.positive_int("num_hidden_layers"):
+        slides = False
+    layer_types = values.get("layer_types") or (["sliding_attention"] if slides else ["full_attention"])
+    if not isinstance(layer_types, list) or any(layer_type != "full_attention" for layer_type in layer_types):
+        raise UnsupportedModelError(
+            "unsupported layer_types", where=where, expected="full_attention in every layer", actual=layer_types
+        )
+
+
+def _rope(fields: Fields, max_position_embeddings: int) -> RopeConfig:
+    values = fields.values
+    parameters = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise ConfigError("rope_parameters is no object", where=fields.where, expected="an object", actual=parameters)
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise UnsupportedModelError(
+            "unsupported rope_parameters",
+            where=fields.where,
+            expected="one set for all layers",
+            actual=list(parameters),
+        )
+    partial = parameters.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
+    if partial not in (None, 1, 1.0):
+        raise UnsupportedModelError(
+            "unsupported partial_rotary_factor", where=fields.where, expected="1.0", actual=partial
+        )
+    theta = Fields({"rope_theta": values.get("rope_theta"), **parameters}, fields.where).number("rope_theta", 10000.0)
+    own = {"original_max_position_embeddings": max_position_embeddings, **parameters}
+    if values.get("original_max_position_embeddings") is not None:  # outranks the nested one, as in transformers
+        own["original_max_position_embeddings"] = values["original_max_position_embeddings"]
+    return RopeConfig(rope_type=str(own.get("rope_type", own.get("type", "default"))), theta=theta, parameters=own)
+
+
+def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any], where: str) -> frozenset[int]:
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(token_id, int) for token_id in ids):
+        raise ConfigError(
+            "eos_token_id is no token id", where=where, expected="an integer or a list of integers", actual=eos
+        )
+    return frozenset(ids)

@@ -1,0 +1,96 @@
+"""The K and V of all computed tokens, in blocks that any request can own.
+
+A slot is one token's place: slot = block * S + offset. K and V are stored by slot, and read back by block table.
+
+Shapes: T tokens, R requests, C context tokens, B blocks, S slots in a block, K KV heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from reference_engine.block_pool import NULL_BLOCK
+from reference_engine.errors import CapacityError
+
+__all__ = ["CacheSpec", "KVCache", "context_slots"]
+
+# Without num_blocks: on the CPU, where untouched memory costs nothing, and on a GPU, as a share of what is free.
+CPU_CACHE_BYTES = 1 << 30
+CUDA_CACHE_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSpec:
+    """What a backend needs to know to lay out its cache."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    block_size: int
+    num_blocks: int | None
+    """None: as many as the limits below can use, within a share of the memory."""
+    max_num_seqs: int
+    max_model_len: int
+
+    def default_num_blocks(self, block_size: int) -> int:
+        """Count the blocks, the null block included, that the limits can use and the memory can hold."""
+        wanted = self.max_num_seqs * -(-self.max_model_len // block_size)
+        block_bytes = 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 1 + max(1, min(wanted, self._budget_bytes() // block_bytes))
+
+    def _budget_bytes(self) -> int:
+        if self.device.type == "cpu":
+            return CPU_CACHE_BYTES
+        num_free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        return int(CUDA_CACHE_SHARE * num_free_bytes)
+
+
+class KVCache:
+    """One tensor [2, layers, B, S, K, H]: K at index 0, V at index 1.
+
+    Raises:
+        CapacityError: the memory does not hold it.
+    """
+
+    def __init__(self, spec: CacheSpec, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        shape = (2, spec.num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        # Not zeroed: no slot is read before it is written, and untouched memory is not even allocated by the system.
+        self.data = _allocate(shape, spec)
+        # The exception is the null block, which padding reads under a mask: 0 * NaN would be NaN.
+        self.data[:, :, NULL_BLOCK] = 0
+        self._k = [layer.flatten(0, 1) for layer in self.data[0]]
+        self._v = [layer.flatten(0, 1) for layer in self.data[1]]
+
+    def store(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor, slots_T: torch.Tensor) -> None:
+        """Write each row's K and V to its slot."""
+        self._k[layer].index_copy_(0, slots_T, k_TKH)
+        self._v[layer].index_copy_(0, slots_T, v_TKH)
+
+    def gather(self, layer: int, slots_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read K and V, each [C, K, H], from slots."""
+        return self._k[layer].index_select(0, slots_C), self._v[layer].index_select(0, slots_C)
+
+
+def context_slots(block_tables_RB: torch.Tensor, block_size: int, num_tokens: int) -> torch.Tensor:
+    """Return the slots [R, C] of the first `num_tokens` positions of each block table."""
+    offsets_S = torch.arange(block_size, device=block_tables_RB.device)
+    slots_RBS = block_tables_RB[:, :, None] * block_size + offsets_S
+    return slots_RBS.flatten(1)[:, :num_tokens]
+
+
+def _allocate(shape: tuple[int, ...], spec: CacheSpec) -> torch.Tensor:
+    try:
+        return torch.empty(shape, dtype=spec.dtype, device=spec.device)
+    except (RuntimeError, TypeError) as error:  # torch's out-of-memory error is a RuntimeError; too large an int is not
+        raise CapacityError(
+            "the KV cache does not fit into memory",
+            where=spec.device,
+            actual=f"{shape[2]} blocks of {shape[3]} tokens = {math.prod(shape) * spec.dtype.itemsize} bytes",
+            hint="Lower num_blocks, max_model_len or max_num_seqs.",
+        ) from error

@@ -1,0 +1,78 @@
+"""The operations of a decoder layer that know nothing of other tokens.
+
+Each rounds where transformers rounds, so that what is left between the two is the noise of a matrix product.
+
+Shapes: T tokens, I inputs, O outputs, D hidden, F ffn, V vocab; X is any one of these.
+"""
+
+# ruff: noqa: N815 (shape suffixes on fields are this field's notation)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import embedding, linear, silu
+
+from reference_engine.batch import Batch
+
+__all__ = ["MLP", "Embedding", "Linear", "RMSNorm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A matrix product, with a bias where the family has one."""
+
+    weight_OI: torch.Tensor
+    bias_O: torch.Tensor | None = None
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Return [T, O]."""
+        return linear(x_TI, self.weight_OI, self.bias_O)
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """One row of the table for each token."""
+
+    weight_VD: torch.Tensor
+
+    def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """Return [T, D]."""
+        return embedding(token_ids_T, self.weight_VD)
+
+
+@dataclass(frozen=True, slots=True)
+class RMSNorm:
+    """Scale to unit root mean square over the last dimension (Zhang and Sennrich 2019, equation 4).
+
+    Statistics are taken in float32; the result is rounded to the dtype, multiplied by the weight, and rounded again.
+    """
+
+    weight_X: torch.Tensor
+    eps: float
+
+    def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
+        """Return a new tensor of the same shape; the input is left as it is."""
+        x32 = x_TX.to(torch.float32)
+        normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight_X * normed.to(x_TX.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class MLP:
+    """down(silu(gate(x)) * up(x)), gate and up in one matrix product (Shazeer 2020, SwiGLU)."""
+
+    gate_up_proj: Linear
+    down_proj: Linear
+
+    def __call__(self, x_TD: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
+        """Return [T, D]; `prefix` starts the names of the taps."""
+        gate_TF, up_TF = self.gate_up_proj(x_TD).chunk(2, dim=-1)
+        batch.tap(prefix, "mlp.gate_proj", gate_TF)
+        batch.tap(prefix, "mlp.up_proj", up_TF)
+        act_TF = silu(gate_TF) * up_TF
+        batch.tap(prefix, "mlp.act", act_TF)
+        out_TD = self.down_proj(act_TF)
+        batch.tap(prefix, "mlp.down_proj", out_TD)
+        return out_TD

@@ -1,0 +1,166 @@
+"""The decoder: one for Llama, Qwen2 and Qwen3, which differ by config alone.
+
+Shapes: T tokens, N query heads, K KV heads, H head dim, D hidden, V vocab, R sampled rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from reference_engine.attention.backend import AttentionBackend
+from reference_engine.batch import Batch
+from reference_engine.config import ModelConfig
+from reference_engine.layers import MLP, Embedding, Linear, RMSNorm
+from reference_engine.rotary import RotaryEmbedding, apply_rotary
+from reference_engine.weights import LM_HEAD, TOKEN_EMBEDDING
+
+__all__ = ["Decoder"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """q, k and v of each token, their rotation, and what each token takes from its past."""
+
+    layer: int
+    head_dim: int
+    qkv_sizes: list[int]
+    """Width of q, k and v in the stacked product."""
+    qkv_proj: Linear
+    o_proj: Linear
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+    backend: AttentionBackend
+
+    def __call__(
+        self, x_TD: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch, prefix: str
+    ) -> torch.Tensor:
+        """Return [T, D]."""
+        q_TNH, k_TKH, v_TKH = self._project(x_TD, batch, prefix)
+        q_TNH, k_TKH = apply_rotary(q_TNH, *rotation), apply_rotary(k_TKH, *rotation)
+        batch.tap(prefix, "q_rope", q_TNH)
+        batch.tap(prefix, "k_rope", k_TKH)
+        context = self.backend.attend(self.layer, q_TNH, k_TKH, v_TKH, batch).flatten(1)
+        batch.tap(prefix, "attention", context)
+        out_TD = self.o_proj(context)
+        batch.tap(prefix, "self_attn.o_proj", out_TD)
+        return out_TD
+
+    def _project(
+        self, x_TD: torch.Tensor, batch: Batch, prefix: str
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = torch.split(self.qkv_proj(x_TD), self.qkv_sizes, dim=-1)
+        batch.tap(prefix, "self_attn.q_proj", q)
+        batch.tap(prefix, "self_attn.k_proj", k)
+        batch.tap(prefix, "self_attn.v_proj", v)
+        q_TNH, k_TKH, v_TKH = (x.view(len(x), -1, self.head_dim) for x in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
+            batch.tap(prefix, "self_attn.q_norm", q_TNH)
+            batch.tap(prefix, "self_attn.k_norm", k_TKH)
+        return q_TNH, k_TKH, v_TKH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayer:
+    """Attention, then MLP, each on a normalised copy of the residual stream and added to it."""
+
+    prefix: str
+    """Start of the names of its taps: `model.layers.3.`."""
+    input_layernorm: RMSNorm
+    attention: Attention
+    post_attention_layernorm: RMSNorm
+    mlp: MLP
+
+    def __call__(self, x_TD: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
+        """Return the residual stream [T, D] behind this layer."""
+        normed_TD = self.input_layernorm(x_TD)
+        batch.tap(self.prefix, "input_layernorm", normed_TD)
+        x_TD = x_TD + self.attention(normed_TD, rotation, batch, self.prefix)
+        batch.tap(self.prefix, "attn_residual", x_TD)
+        normed_TD = self.post_attention_layernorm(x_TD)
+        batch.tap(self.prefix, "post_attention_layernorm", normed_TD)
+        x_TD = x_TD + self.mlp(normed_TD, batch, self.prefix)
+        batch.tap(self.prefix, "output", x_TD)
+        return x_TD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """Tokens in, logits of the sampled rows out."""
+
+    embed_tokens: Embedding
+    rotary: RotaryEmbedding
+    layers: tuple[DecoderLayer, ...]
+    norm: RMSNorm
+    lm_head: Linear
+
+    @classmethod
+    def build(
+        cls,
+        config: ModelConfig,
+        weights: Mapping[str, torch.Tensor],
+        rotary: RotaryEmbedding,
+        backend: AttentionBackend,
+    ) -> Decoder:
+        """Assemble the decoder from the parameters that `load_weights` returns."""
+        return cls(
+            embed_tokens=Embedding(weights[TOKEN_EMBEDDING]),
+            rotary=rotary,
+            layers=tuple(_build_layer(config, weights, backend, i) for i in range(config.num_hidden_layers)),
+            norm=RMSNorm(weights["model.norm.weight"], config.rms_norm_eps),
+            lm_head=Linear(weights[LM_HEAD]),
+        )
+
+    def __call__(self, batch: Batch) -> torch.Tensor | None:
+        """Return the logits [R, V], or None when no row is sampled."""
+        x_TD = self.embed_tokens(batch.token_ids_T)
+        batch.tap("model.", "embed_tokens", x_TD)
+        rotation = self.rotary(batch.positions_T)
+        for layer in self.layers:
+            x_TD = layer(x_TD, rotation, batch)
+        x_TD = self.norm(x_TD)
+        batch.tap("model.", "norm", x_TD)
+        return self._logits(x_TD, batch)
+
+    def _logits(self, x_TD: torch.Tensor, batch: Batch) -> torch.Tensor | None:
+        if not batch.sampled_rows:
+            return None
+        if batch.sampled_rows_ is not None:
+            x_TD = x_TD.index_select(0, batch.sampled_rows_)
+        logits_RV = self.lm_head(x_TD)
+        batch.tap("", "lm_head", logits_RV)
+        return logits_RV
+
+
+def _build_layer(
+    config: ModelConfig, weights: Mapping[str, torch.Tensor], backend: AttentionBackend, layer: int
+) -> DecoderLayer:
+    prefix = f"model.layers.{layer}."
+
+    def norm(name: str) -> RMSNorm:
+        return RMSNorm(weights[f"{prefix}{name}.weight"], config.rms_norm_eps)
+
+    def linear(name: str) -> Linear:
+        return Linear(weights[f"{prefix}{name}.weight"], weights.get(f"{prefix}{name}.bias"))
+
+    num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    attention = Attention(
+        layer=layer,
+        head_dim=config.head_dim,
+        qkv_sizes=[num_q, num_kv, num_kv],
+        qkv_proj=linear("self_attn.qkv_proj"),
+        o_proj=linear("self_attn.o_proj"),
+        q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
+        k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
+        backend=backend,
+    )
+    return DecoderLayer(
+        prefix=prefix,
+        input_layernorm=norm("input_layernorm"),
+        attention=attention,
+        post_attention_layernorm=norm("post_attention_layernorm"),
+        mlp=MLP(linear("mlp.gate_up_proj"), linear("mlp.down_proj")),
+    )

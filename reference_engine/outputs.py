@@ -1,0 +1,45 @@
+"""What the engine hands back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["FinishReason", "RequestOutput", "TokenOutput"]
+
+
+class FinishReason(Enum):
+    """Why a request ended."""
+
+    LENGTH = "length"
+    """`max_new_tokens` were sampled."""
+    EOS = "eos"
+    """An end-of-sequence token was sampled."""
+    ABORTED = "aborted"
+    """The caller aborted it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOutput:
+    """One new token of one request."""
+
+    request_id: int
+    token_id: int
+    """The token that continues the request: the forced one where one is given."""
+    sampled_token_id: int
+    """The engine's own choice."""
+    finish_reason: FinishReason | None
+    """Set on the request's last token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """One finished request."""
+
+    request_id: int
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    """The continuation, forced tokens included."""
+    sampled_token_ids: tuple[int, ...]
+    """The engine's own choice at every step: equal to `token_ids` unless tokens were forced."""
+    finish_reason: FinishReason

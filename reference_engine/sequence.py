@@ -1,0 +1,90 @@
+"""The state of one request on its way through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from reference_engine.outputs import FinishReason, RequestOutput
+from reference_engine.sampling import SamplingParams
+
+__all__ = ["Chunk", "Sequence"]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """A request: its tokens, how many of them are computed, and the blocks that hold their K and V.
+
+    There are no phases: each step computes some of the `num_tokens - num_computed_tokens` remaining tokens, and when
+    none remains the step has also sampled the next one.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    """The prompt, then the continuation as it is fed."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    num_computed_tokens: int = 0
+    """Tokens whose K and V are in the cache."""
+    block_table: list[int] = field(default_factory=list)
+    sampled_token_ids: list[int] = field(default_factory=list)
+    """The engine's own choices, forced over or not."""
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens known and not yet computed."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def append(self, sampled_token_id: int) -> int:
+        """Record the engine's choice and return the token that continues the request, the forced one if there is."""
+        forced = self.params.forced_token_ids or ()
+        index = len(self.sampled_token_ids)
+        token_id = forced[index] if index < len(forced) else sampled_token_id
+        self.sampled_token_ids.append(sampled_token_id)
+        self.token_ids.append(token_id)
+        return token_id
+
+    def reset(self) -> None:
+        """Forget what was computed: the cache no longer holds it."""
+        self.num_computed_tokens = 0
+        self.block_table.clear()
+
+    def output(self) -> RequestOutput:
+        """Describe the request once it is finished."""
+        assert self.finish_reason is not None
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt_token_ids=tuple(self.token_ids[: self.num_prompt_tokens]),
+            token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
+            sampled_token_ids=tuple(self.sampled_token_ids),
+            finish_reason=self.finish_reason,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """The positions `start` to `stop - 1` of a sequence, computed in one step."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the step that are this chunk's."""
+        return self.stop - self.start
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk ends at the last known token, so that the next one is sampled."""
+        return self.stop == self.sequence.num_tokens
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the chunk is one freshly generated token, not a piece of a prompt or of a recomputation."""
+        return self.num_tokens == 1 and self.samples and self.start >= self.sequence.num_prompt_tokens

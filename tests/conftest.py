@@ -1,0 +1,36 @@
+"""What every test shares: one torch thread, and a golden cache that is not the user's."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: a second thread costs more than it brings
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+CASES = Path(__file__).parent.parent / "cases"
+STORIES = Path(__file__).parent.parent.parent / "shared" / "models" / "stories260k"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep goldens made by tests out of the user's cache; tests of one session share them."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("HARNESS_CACHE", str(tmp_path_factory.mktemp("harness-cache")))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="session")
+def checkpoints() -> Path:
+    """Folder of the embedded checkpoints."""
+    return CASES / "checkpoints"
+
+
+@pytest.fixture(scope="session")
+def stories() -> Path:
+    """A real model of somebody else's, where it is at hand."""
+    if not STORIES.exists():
+        pytest.skip("../shared/models/stories260k is not here")
+    return STORIES

@@ -1,0 +1,112 @@
+"""Tiny seeded checkpoints of every family, written by transformers itself, and their logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+STORIES = Path("/work/shared/models/stories260k")
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": 3,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint's folder, and transformers' model of it in float32."""
+
+    folder: Path
+    model: PreTrainedModel
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.config.vocab_size
+
+    @torch.no_grad()
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """[T, V] of one forward over all tokens."""
+        return self.model(torch.tensor([token_ids])).logits[0]
+
+    def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
+        token_ids = list(prompt)
+        for _ in range(num_tokens):
+            token_ids.append(int(self.logits(token_ids)[-1].argmax()))
+        return token_ids[len(prompt) :]
+
+
+def make_model(family: str) -> PreTrainedModel:
+    torch.manual_seed(sum(map(ord, family)))
+    if family == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True))
+    elif family == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**SIZES))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=12))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    return model.eval()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny products on several threads mostly wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    made = {}
+    for family in ("llama", "qwen2", "qwen3"):
+        folder = tmp_path_factory.mktemp(family)
+        model = make_model(family)
+        model.save_pretrained(folder)
+        made[family] = Checkpoint(folder, model)
+    if STORIES.is_dir():
+        made["stories260k"] = Checkpoint(STORIES, AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32))
+    return made
+
+
+@pytest.fixture
+def checkpoint(request: pytest.FixtureRequest, checkpoints: dict[str, Checkpoint]) -> Checkpoint:
+    """The checkpoint named by an indirect parameter; qwen3 without one."""
+    family = getattr(request, "param", "qwen3")
+    if family not in checkpoints:
+        pytest.skip(f"{STORIES} is not on this machine")
+    return checkpoints[family]

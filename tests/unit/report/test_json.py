@@ -1,0 +1,88 @@
+import json
+from dataclasses import fields
+from typing import Any, NoReturn
+
+from harness.report.json import check_json, check_json_text
+from harness.results import CheckResult, TapResult
+
+from .examples import NUM_ROWS, build
+
+KEYS = [
+    "schema_version", "verdict", "engine", "model", "dtype", "device", "num_requests", "num_rows", "num_taps",
+    "schedules", "first_divergence", "taps", "tokens", "coverage", "timings_s", "findings", "notes", "runs",
+]  # fmt: skip
+RUN_KEYS = {
+    "schedule", "verdict", "num_rows", "taps", "findings", "first_divergence", "tokens", "logits", "coverage",
+    "timings_s",
+}  # fmt: skip
+DIVERGENCE_KEYS = {
+    "tap", "request", "position", "verdict", "code", "local_roundings", "bound_roundings", "propagated_ratio",
+    "schedule", "step", "phase",
+}  # fmt: skip
+
+
+def refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def test_the_keys_are_the_promised_ones(result: CheckResult):
+    document = check_json(result)
+    assert list(document) == KEYS
+    assert all(set(run) == RUN_KEYS for run in document["runs"])
+    assert all(set(tap) == {field.name for field in fields(TapResult)} for tap in document["taps"])
+    assert set(document["tokens"]) == {"compared", "equal", "ties"}
+    assert set(document["coverage"]) == {"expected", "recorded", "missing", "missing_taps", "not_offered", "triggers"}
+    assert set(document["timings_s"]) == {"golden", "engine", "compare"}
+    assert document["first_divergence"] is None or set(document["first_divergence"]) == DIVERGENCE_KEYS
+
+
+def test_the_text_is_strict_json_of_plain_types(result: CheckResult):
+    document = check_json(result)
+    assert json.loads(check_json_text(result), parse_constant=refuse) == document
+    assert plain_types(document) <= {dict, list, str, int, float, bool, type(None)}
+
+
+def plain_types(value: Any) -> set[type]:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return {type(value)}.union(*map(plain_types, parts))
+
+
+def test_a_pass():
+    document = check_json(build("pass"))
+    assert (document["verdict"], document["first_divergence"], document["findings"]) == ("pass", None, [])
+    assert (document["num_rows"], document["num_taps"]) == (3 * NUM_ROWS, 60)
+    assert document["schedules"] == ["plain", "chunked", "batched"]
+    assert document["timings_s"]["engine"] == 3 * 1.104
+
+
+def test_a_mismatch_of_one_schedule_among_three():
+    document = check_json(build("schedules"))
+    assert document["verdict"] == "mismatch"
+    assert [run["verdict"] for run in document["runs"]] == ["pass", "pass", "mismatch"]
+    assert document["first_divergence"]["tap"] == "model.layers.20.q_rope"
+    assert {finding["schedule"] for finding in document["findings"]} == {"batched"}
+    by_name = {tap["name"]: tap for tap in document["taps"]}
+    assert by_name["model.layers.20.q_rope"]["verdict"] == "bug"
+    assert by_name["model.layers.20.q_rope"]["num_rows"] == 3 * NUM_ROWS
+
+
+def test_nan_is_a_string_and_what_was_not_measured_is_null():
+    document = check_json(build("nan"))
+    by_name = {tap["name"]: tap for tap in document["taps"]}
+    assert by_name["model.layers.20.q_rope"]["local_roundings_max"] == "nan"
+    assert by_name["model.layers.20.k_cache"]["local_roundings_max"] is None
+    assert document["first_divergence"]["local_roundings"] == "nan"
+
+
+def test_a_missing_tap_is_listed_and_not_counted_as_checked():
+    document = check_json(build("missing"))
+    by_name = {tap["name"]: tap["verdict"] for tap in document["taps"]}
+    assert by_name["model.layers.1.attention"] == "missing"
+    assert document["num_taps"] == len(document["taps"]) - 1
+    assert document["coverage"]["missing_taps"] == ["model.layers.1.attention"]
+
+
+def test_nothing_checked():
+    document = check_json(build("nothing"))
+    assert (document["verdict"], document["num_taps"], document["taps"]) == ("nothing", 0, [])
+    assert document["timings_s"] == {"golden": 2.314, "engine": None, "compare": None}

@@ -1,0 +1,70 @@
+import math
+
+import pytest
+
+from harness.report.merge import merge, merge_taps, sum_coverage, sum_seconds, sum_tokens
+from harness.results import TapResult, Verdict
+
+from .examples import NUM_ROWS, missing_run, sound_run, wrong_run
+
+
+def tap(**fields: object) -> TapResult:
+    base = {"name": "t", "site": "t", "layer": 0, "kind": "linear", "num_rows": 10, "verdict": Verdict.NOISE}
+    return TapResult(**(base | fields))  # type: ignore[arg-type]
+
+
+def test_counts_are_summed_and_errors_are_the_largest():
+    merged = merge(
+        [
+            tap(local_roundings_max=1.5, cosine_min=0.9, num_nan=1),
+            tap(local_roundings_max=2.5, cosine_min=0.8, num_nan=2, num_rows=5),
+        ]
+    )
+    assert (merged.num_rows, merged.num_nan) == (15, 3)
+    assert (merged.local_roundings_max, merged.cosine_min) == (2.5, 0.8)
+
+
+def test_nan_is_the_largest_error_and_none_is_no_error():
+    assert math.isnan(merge([tap(max_abs=math.nan), tap(max_abs=9.0)]).max_abs or 0.0)
+    assert merge([tap(max_abs=None), tap(max_abs=9.0)]).max_abs == 9.0
+    assert merge([tap(), tap()]).max_abs is None
+
+
+def test_the_verdict_and_its_place_are_those_of_the_worst():
+    bug = tap(name="bug", verdict=Verdict.BUG, judged_by="local")
+    assert merge([tap(verdict=Verdict.MISSING), bug, tap(verdict=Verdict.EXACT)]) == merge([bug, tap(num_rows=20)])
+
+
+@pytest.mark.parametrize(
+    ("parts", "median"),
+    [
+        ([(1.0, 10), (2.0, 10)], 2.0),
+        ([(1.0, 11), (2.0, 10)], 1.0),
+        ([(1.0, 1), (2.0, 9), (3.0, 1)], 2.0),
+        ([(None, 99), (2.0, 1)], 2.0),
+        ([(3.0, 0)], 3.0),
+        ([(None, 1)], None),
+    ],
+)
+def test_medians_are_weighted_by_rows(parts: list[tuple[float | None, int]], median: float | None):
+    taps = [tap(local_roundings_median=value, num_rows=weight) for value, weight in parts]
+    assert merge(taps).local_roundings_median == median
+
+
+def test_runs_are_merged_tap_by_tap_in_graph_order():
+    runs = [sound_run(), sound_run("chunked"), missing_run()]
+    taps = merge_taps(runs)
+    assert [tap.name for tap in taps] == [tap.name for tap in runs[0].taps]
+    verdicts = {tap.name: tap.verdict for tap in taps}
+    assert verdicts["model.layers.1.attention"] is Verdict.MISSING
+    assert {tap.num_rows for tap in taps} == {2 * NUM_ROWS, 3 * NUM_ROWS}
+
+
+def test_totals():
+    runs = [sound_run(), wrong_run(num_layers=3, layer=1), missing_run()]
+    tokens, coverage = sum_tokens(runs), sum_coverage(runs)
+    assert (tokens.compared, tokens.equal, tokens.ties) == (288, 280, 3)
+    assert coverage.missing == NUM_ROWS
+    assert coverage.triggers == ("decode", "batch", "block_boundary")
+    assert sum_seconds([None, 1.5, 2.0]) == 3.5
+    assert sum_seconds([None]) is None

@@ -1,0 +1,71 @@
+import math
+from dataclasses import replace
+
+import pytest
+
+from harness.errors import Code
+from harness.report.sentences import MAX_FINDINGS, facts, finding_lines, number, printable
+from harness.results import CheckResult, Finding
+
+from .examples import build, check, sound_run
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"), (0.0, "0"), (1.0, "1.00"), (0.994, "0.994"), (38.24, "38.2"), (614.2, "614"), (999.7, "1,000"),
+        (123456.7, "123,457"), (1.5e9, "1.50e+09"), (0.00312, "0.00312"), (1.234e-5, "1.23e-05"), (-2.5, "-2.50"),
+        (math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf"),
+    ],
+)  # fmt: skip
+def test_number(value: float | None, text: str):
+    assert number(value) == text
+
+
+def test_control_characters_do_not_reach_the_reader():
+    assert printable("a\x1b[31m\nb") == "a�[31m�b"
+
+
+def with_findings(*codes: Code) -> CheckResult:
+    findings = tuple(Finding(code=code, message=f"message {at}") for at, code in enumerate(codes))
+    return check(replace(sound_run(), findings=findings))
+
+
+def test_a_flood_of_one_code_does_not_hide_another():
+    shown, rest = finding_lines(with_findings(*[Code.LOCAL_ERROR] * 40, Code.TOKENS_DIFFER))
+    assert [code for code, _ in shown] == ["H040", "H040", "H040", "H048"]
+    assert rest == "and 37 more H040"
+
+
+def test_the_number_of_findings_is_bounded():
+    codes = [code for code in Code for _ in range(2)]
+    shown, rest = finding_lines(with_findings(*codes))
+    assert len(shown) == MAX_FINDINGS
+    assert rest is not None
+
+
+def test_a_finding_of_several_schedules_appears_once_and_names_them():
+    finding = Finding(code=Code.NO_DECODE, message="no decode step ran")
+    runs = [sound_run(name) for name in ("plain", "chunked", "batched")]
+    everywhere = check(*(replace(run, findings=(finding,)) for run in runs))
+    assert finding_lines(everywhere) == ([("H049", "no decode step ran")], None)
+    twice = check(runs[0], *(replace(run, findings=(finding,)) for run in runs[1:]))
+    assert finding_lines(twice) == ([("H049", "no decode step ran [chunked, batched]")], None)
+
+
+def test_a_place_the_message_names_is_not_repeated():
+    finding = Finding(code=Code.LOCAL_ERROR, message="t at position 3 is off", tap="t", request=1, position=3)
+    shown, _ = finding_lines(check(replace(sound_run(), findings=(finding,))))
+    assert shown == [("H040", "t at position 3 is off (request 1)")]
+
+
+def test_facts_end_with_the_timings():
+    assert dict(facts(build("missing"))) == {
+        "tokens": "95 of 96 equal, 1 tie (margin below the noise)",
+        "logits": "top-1 agrees in 99.0 % of 96 rows, KL up to 1.23e-05 nats, smallest margin 0.0312",
+        "coverage": "36,226 of 36,840 rows of taps recorded, 614 missing: model.layers.1.attention",
+        "reached": "decode, batch, block_boundary",
+        "not offered": "mlp.gate_proj",
+        "timings": "golden 2.31 s, engine 1.10 s, compare 3.02 s",
+    }
+    assert [label for label, _ in facts(build("pass"))][-1] == "timings"
