@@ -1,15 +1,20 @@
 """A case: one TOML file that says what to check (checkpoint, requests, schedules, dtype, device, engine)."""
 
+import reprlib
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness.errors import Code, HarnessError
-from harness.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedule
+from harness.schedule import parse_schedules
 
 DTYPES = ("float32", "bfloat16", "float16")
+Trigger = Literal["decode", "chunked_prefill", "batch", "block_boundary"]
+TRIGGERS: tuple[str, ...] = get_args(Trigger)
+"""Conditions that a workload can be required to reach."""
 
 
 class RequestSpec(BaseModel):
@@ -39,15 +44,48 @@ class Case(BaseModel):
     engine: str = "reference"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
-    schedules: list[str] = list(DEFAULT_SCHEDULES)
+    schedules: list[str] = []
+    """Empty: those of the default ones that the prompts can reach."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 24
     engine_options: dict[str, str | int] = {}
-    require: list[Literal["decode", "chunked_prefill", "batch", "block_boundary"]] = []
+    require: list[Trigger] = []
+    """Triggers that the case as it is written reaches, and must go on reaching."""
     requests: Annotated[list[RequestSpec], Field(min_length=1)]
 
-    def parsed_schedules(self) -> list[Schedule]:
-        """Return the schedules, parsed."""
-        return [parse_schedule(text) for text in self.schedules]
+    def replaced(
+        self,
+        *,
+        model: str | None = None,
+        engine: str | None = None,
+        engine_options: Mapping[str, str] | None = None,
+        dtype: str | None = None,
+        device: str | None = None,
+        requests: Sequence[RequestSpec] = (),
+        max_new_tokens: int | None = None,
+        schedules: Sequence[str] = (),
+    ) -> "Case":
+        """Return the case with what is given in place of its own.
+
+        Another engine has other options, so the case's own stay with its engine. What the case requires to be reached
+        goes as soon as anything is replaced that decides what is reached: all but dtype and device.
+        """
+        own_options = self.engine_options if engine in (None, self.engine) else {}
+        decisive: dict[str, Any] = {
+            "model": model or self.model,
+            "engine": engine or self.engine,
+            "engine_options": {**own_options, **(engine_options or {})},
+            "requests": [_with_length(request, max_new_tokens) for request in requests or self.requests],
+            "max_new_tokens": max_new_tokens or self.max_new_tokens,
+            "schedules": list(schedules or self.schedules),
+        }
+        is_same = all(getattr(self, name) == value for name, value in decisive.items())
+        rest = {"dtype": dtype or self.dtype, "device": device or self.device}
+        return self.model_copy(update={**decisive, **rest, "require": self.require if is_same else []})
+
+
+def _with_length(request: RequestSpec, max_new_tokens: int | None) -> RequestSpec:
+    """Drop the request's own number of new tokens where one was given for all."""
+    return request if max_new_tokens is None else request.model_copy(update={"max_new_tokens": None})
 
 
 def load_case(path: Path) -> Case:
@@ -57,16 +95,19 @@ def load_case(path: Path) -> Case:
         HarnessError: BAD_CASE: it is absent, is not TOML, or breaks the schema; the message names the field.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        case = Case.model_validate(tomllib.loads(text))
-        case.parsed_schedules()
+        case = Case.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        parse_schedules(case.schedules)
     except FileNotFoundError:
         raise HarnessError(Code.BAD_CASE, "there is no such case file", where=path) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise HarnessError(Code.BAD_CASE, f"the case cannot be read: {error}", where=path) from error
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "the case"
-        raise HarnessError(Code.BAD_CASE, f"{field}: {first['msg']}", where=path, actual=first["input"]) from error
+        actual = reprlib.repr(first["input"])
+        raise HarnessError(Code.BAD_CASE, f"{field}: {first['msg']}", where=path, actual=actual) from error
+    except HarnessError as error:
+        what = f"schedules: {error.what}"
+        raise HarnessError(Code.BAD_CASE, what, where=path, expected=error.expected, actual=error.actual) from error
     model = path.parent / case.model
     return case.model_copy(update={"model": str(model)}) if model.exists() else case

@@ -1,9 +1,10 @@
 """The main job: an engine's rows under every schedule against one golden, every operation by itself."""
 
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,16 +12,16 @@ import torch
 
 import harness
 from harness.case import DTYPES, Case, RequestSpec
-from harness.checkpoint import config_hash, read_config, resolve, weights_hash
+from harness.checkpoint import CONFIG_NAME, config_hash, read_config, resolve, weights_hash
 from harness.compare import compare_run
-from harness.engines import Engine, Workload, open_engine
+from harness.engines import Engine, Workload, blaming, open_engine
 from harness.errors import Code, HarnessError
 from harness.oracle.decoder import Decoder, load_decoder
 from harness.oracle.golden import Golden, Progress, Prompt, cached_golden, environment
 from harness.oracle.replay import Replayer
 from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
 from harness.results import CheckResult, RunResult
-from harness.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedule
+from harness.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +90,9 @@ def make_plan(
     """
     folder = resolve(model, local_files_only=local_files_only)
     check_device(device)
-    prompts = tuple(_prompt(request, folder, max_new_tokens) for request in requests)
+    prompts = tuple(_prompt(index, request, folder, max_new_tokens) for index, request in enumerate(requests))
     lengths = [len(prompt.token_ids) for prompt in prompts]
-    chosen = [parse_schedule(text) for text in schedules or DEFAULT_SCHEDULES]
+    chosen = parse_schedules(schedules or DEFAULT_SCHEDULES)
     skipped: list[Schedule] = []
     if not schedules:  # asked for by name, a schedule that is not reached fails; as a default it is left out
         skipped = [schedule for schedule in chosen if not schedule.is_reachable(lengths)]
@@ -113,12 +114,18 @@ def make_plan(
 
 def resolve_dtype(dtype: str, folder: Path) -> str:
     """Return the dtype's full name; `auto` is the one that config.json names."""
+    where, config = "--dtype", read_config(folder)
     if dtype == "auto":
-        config = read_config(folder)
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+        where = f"{folder / CONFIG_NAME}: dtype"
     if dtype not in DTYPES:
         raise HarnessError(
-            Code.BAD_OPTION, f"unknown dtype {dtype!r}", where="--dtype", expected=", ".join(DTYPES), actual=dtype
+            Code.BAD_OPTION,
+            f"unknown dtype {dtype!r}",
+            where=where,
+            expected=", ".join(DTYPES),
+            actual=dtype,
+            hint="--dtype float32",
         )
     return dtype
 
@@ -126,7 +133,7 @@ def resolve_dtype(dtype: str, folder: Path) -> str:
 def check_device(device: str) -> None:
     """Refuse a device that is not there."""
     try:
-        kind = torch.device(device).type
+        kind, index = torch.device(device).type, torch.device(device).index or 0
     except RuntimeError:
         raise HarnessError(
             Code.BAD_OPTION, f"unknown device {device!r}", where="--device", expected="cpu or cuda", actual=device
@@ -135,25 +142,33 @@ def check_device(device: str) -> None:
         raise HarnessError(
             Code.BAD_OPTION, f"device {device!r} is not served", where="--device", expected="cpu or cuda", actual=device
         )
-    if kind == "cuda" and not torch.cuda.is_available():
+    num_devices = torch.cuda.device_count() if kind == "cuda" else 1
+    if index >= num_devices:
         raise HarnessError(
-            Code.NO_DEVICE, "there is no CUDA device", where="--device", actual=device, hint="--device cpu"
+            Code.NO_DEVICE,
+            "there is no such device",
+            where="--device",
+            expected=f"{kind}:0 to {kind}:{num_devices - 1}" if num_devices else "cpu: there is no CUDA device",
+            actual=device,
+            hint="--device cpu",
         )
 
 
-def _prompt(request: RequestSpec, folder: Path, max_new_tokens: int) -> Prompt:
+def _prompt(index: int, request: RequestSpec, folder: Path, max_new_tokens: int) -> Prompt:
     if request.token_ids is not None:
         token_ids = request.token_ids
     else:
         assert request.prompt is not None
-        token_ids = tokenize(request.prompt, folder)
+        token_ids = tokenize(request.prompt, folder, where=f"request {index}")
     return Prompt(token_ids=tuple(token_ids), max_new_tokens=request.max_new_tokens or max_new_tokens)
 
 
-def tokenize(text: str, folder: Path) -> list[int]:
+def tokenize(text: str, folder: Path, *, where: str) -> list[int]:
     """Return the token ids of a text under the checkpoint's own tokenizer."""
     if not text.strip():
-        raise HarnessError(Code.EMPTY_PROMPT, "the prompt is empty", where="--prompt", hint="give some text")
+        raise HarnessError(
+            Code.EMPTY_PROMPT, "the prompt is empty", where=where, actual=repr(text), hint="give some text"
+        )
     if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
         raise HarnessError(
             Code.NO_TOKENIZER,
@@ -162,10 +177,10 @@ def tokenize(text: str, folder: Path) -> list[int]:
             expected="tokenizer.json",
             hint="give the prompt as --token-ids 1,2,3",
         )
-    from transformers import AutoTokenizer  # noqa: PLC0415: seconds to import
+    from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         return [int(token) for token in tokenizer(text)["input_ids"]]
     except Exception as error:  # tokenizers raises bare Exceptions
         raise HarnessError(
@@ -184,18 +199,21 @@ def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None 
     Raises:
         HarnessError: the input cannot be used. Findings are results, not errors.
     """
-    report = progress or (lambda _label, _done, _total: None)
-    if out is not None:
-        refuse_used_folder(out)
+    with nullcontext() if out is None else claimed(out):
+        return _run_plan(plan, out, progress or (lambda _label, _done, _total: None))
+
+
+def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
+    engine = open_planned(plan)  # before the golden, which may take long: what it cannot do is known at once
     begin = time.perf_counter()
     report("oracle", 0, 1)
     decoder = load_decoder(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
-    golden = cached_golden(decoder, plan.prompts, progress=progress)
+    golden = cached_golden(decoder, plan.prompts, progress=report)
     golden_s = time.perf_counter() - begin
     runs = []
     for index, schedule in enumerate(plan.schedules):
         report(f"{plan.engine}, {schedule}", index, len(plan.schedules))
-        runs.append(_run_schedule(plan, schedule, golden, decoder, out))
+        runs.append(_run_schedule(plan, engine, schedule, golden, decoder, out))
     report("done", len(plan.schedules), len(plan.schedules))
     return CheckResult(
         engine=plan.engine,
@@ -209,10 +227,12 @@ def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None 
     )
 
 
-def _run_schedule(plan: Plan, schedule: Schedule, golden: Golden, decoder: Decoder, out: Path | None) -> RunResult:
+def _run_schedule(
+    plan: Plan, engine: Engine, schedule: Schedule, golden: Golden, decoder: Decoder, out: Path | None
+) -> RunResult:
     with _recording_folder(out, str(schedule).replace(":", "-")) as folder:
         begin = time.perf_counter()
-        engine = record_run(plan, schedule, golden.requests, folder)
+        record_run(plan, engine, schedule, golden.requests, folder)
         engine_s = time.perf_counter() - begin
         with Recording.open(folder, verify=False) as actual:  # written a moment ago by ourselves
             return compare_run(
@@ -227,17 +247,24 @@ def _run_schedule(plan: Plan, schedule: Schedule, golden: Golden, decoder: Decod
             )
 
 
-def record_run(plan: Plan, schedule: Schedule, requests: Sequence[RequestInfo], folder: Path) -> Engine:
-    """Run the engine under one schedule and record it into `folder`; return the engine."""
+def open_planned(plan: Plan) -> Engine:
+    """Open the plan's engine, and refuse it if it cannot follow one of the plan's schedules."""
     engine = open_engine(plan.engine, plan.folder, dtype=plan.dtype, device=plan.device, options=plan.engine_options)
-    if schedule.name not in engine.offer.schedules:
-        raise HarnessError(
-            Code.ENGINE_CANNOT_SERVE,
-            f"engine {plan.engine!r} cannot follow the schedule {schedule.name!r}",
-            where="--schedule",
-            expected=", ".join(engine.offer.schedules),
-            actual=str(schedule),
-        )
+    for schedule in plan.schedules:
+        if schedule.name not in engine.offer.schedules:
+            raise HarnessError(
+                Code.ENGINE_CANNOT_SERVE,
+                f"engine {plan.engine!r} cannot follow the schedule {schedule.name!r}",
+                where="--schedule",
+                expected=", ".join(engine.offer.schedules),
+                actual=str(schedule),
+                hint=f"--schedule {engine.offer.schedules[0]}" if engine.offer.schedules else None,
+            )
+    return engine
+
+
+def record_run(plan: Plan, engine: Engine, schedule: Schedule, requests: Sequence[RequestInfo], folder: Path) -> None:
+    """Run the engine under one schedule and record it into `folder`."""
     writer = RecordingWriter(
         folder,
         producer=Producer(name=f"harness.engines.{plan.engine}", version=harness.__version__),
@@ -250,25 +277,8 @@ def record_run(plan: Plan, schedule: Schedule, requests: Sequence[RequestInfo], 
         requests=requests,
         schedule=str(schedule),
     )
-    with writer, _blaming(plan.engine):
+    with writer, blaming(f"{plan.engine}, schedule {schedule}"):
         engine.run(Workload(requests=requests, schedule=schedule), writer)
-    return engine
-
-
-@contextmanager
-def _blaming(engine: str) -> Iterator[None]:
-    """Turn whatever an engine raises into an error that names it."""
-    try:
-        yield
-    except HarnessError:
-        raise
-    except Exception as error:
-        raise HarnessError(
-            Code.ENGINE_FAILED,
-            f"the engine raised {type(error).__name__}: {error}",
-            where=engine,
-            hint="set HARNESS_TRACEBACK=1 to see where",
-        ) from error
 
 
 @contextmanager
@@ -280,13 +290,28 @@ def _recording_folder(out: Path | None, name: str) -> Iterator[Path]:
         yield Path(folder) / name
 
 
-def refuse_used_folder(out: Path) -> None:
-    """Refuse an output folder that holds anything: nothing that exists is overwritten."""
+@contextmanager
+def claimed(out: Path) -> Iterator[None]:
+    """Make an output folder before the work that fills it; remove it again if the work fails and left nothing in it.
+
+    Raises:
+        HarnessError: OUTPUT_EXISTS, nothing that is there is overwritten; CANNOT_WRITE.
+    """
     try:
-        used = out.exists() and (not out.is_dir() or any(out.iterdir()))
+        is_new = not out.exists()
+        if not is_new and (not out.is_dir() or any(out.iterdir())):
+            what = "the output folder exists and is not empty" if out.is_dir() else "the output path is a file"
+            raise HarnessError(Code.OUTPUT_EXISTS, what, where=out, hint="name a new folder")
+        out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise HarnessError(Code.CANNOT_WRITE, f"the output folder cannot be read: {error}", where=out) from error
-    if used:
-        raise HarnessError(
-            Code.OUTPUT_EXISTS, "the output folder exists and is not empty", where=out, hint="name a new folder"
-        )
+        what = f"the output folder cannot be made: {error.strerror}"
+        raise HarnessError(Code.CANNOT_WRITE, what, where=out, hint="name another folder") from error
+    if not os.access(out, os.W_OK):
+        raise HarnessError(Code.CANNOT_WRITE, "the output folder is read-only", where=out, hint="name another folder")
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # it is not empty: a recording of its own was finished in it
+            if is_new:
+                out.rmdir()
+        raise

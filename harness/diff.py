@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 
+from harness.case import DTYPES, TRIGGERS
 from harness.check import check_device
-from harness.checkpoint import resolve
+from harness.checkpoint import resolve, weights_hash
 from harness.compare import compare_run
+from harness.errors import Code, HarnessError
 from harness.oracle.decoder import load_decoder
 from harness.oracle.golden import Golden
 from harness.oracle.replay import Replayer
@@ -38,16 +40,19 @@ def run_diff(
         local_files_only: never ask the hub.
 
     Raises:
-        HarnessError: a recording is missing or damaged, or they hold different prompts.
+        HarnessError: a recording is missing or damaged, they hold different prompts, or an option makes no sense.
     """
+    _refuse_unknown_triggers(require)
     with Recording.open(expected) as theirs, Recording.open(actual) as ours:
         manifest = ours.manifest
-        replayer = None
+        replayer, notes = None, list[str]()
         if model is not None:
             check_device(device)
             folder = resolve(model, local_files_only=local_files_only)
-            replayer = Replayer(load_decoder(folder, dtype=getattr(torch, manifest.dtype), device=device))
-        wanted = [entry.name for entry in theirs.manifest.taps if any(fnmatchcase(entry.name, glob) for glob in taps)]
+            if manifest.model.weights_hash not in (None, weights_hash(folder)):
+                notes.append(f"ACTUAL was recorded from other weights than those of {model}, which judge it")
+            replayer = Replayer(load_decoder(folder, dtype=_dtype(ours), device=device))
+        wanted = _matching(taps, [entry.name for entry in theirs.manifest.taps])
         run = compare_run(ours, theirs, noise=Golden(theirs).noise, replayer=replayer, wanted=wanted, require=require)
         return CheckResult(
             engine=manifest.producer.name,
@@ -56,4 +61,46 @@ def run_diff(
             device=manifest.device,
             num_requests=len(manifest.requests),
             runs=(run,),
+            notes=tuple(notes),
         )
+
+
+def _refuse_unknown_triggers(require: Sequence[str]) -> None:
+    for trigger in require:
+        if trigger not in TRIGGERS:
+            raise HarnessError(
+                Code.BAD_OPTION,
+                f"unknown trigger {trigger!r}",
+                where="--require",
+                expected=", ".join(TRIGGERS),
+                actual=trigger,
+            )
+
+
+def _dtype(recording: Recording) -> torch.dtype:
+    """Return the dtype the engine computed in; a manifest may name any."""
+    name = recording.manifest.dtype
+    if name not in DTYPES:
+        raise HarnessError(
+            Code.BAD_MANIFEST,
+            f"there is no replay for an engine's dtype of {name!r}",
+            where=f"{recording.path}: dtype",
+            expected=", ".join(DTYPES),
+            actual=name,
+            hint="compare without --model",
+        )
+    return getattr(torch, name)  # type: ignore[no-any-return]
+
+
+def _matching(globs: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the names that match a glob; a glob that matches none would quietly check less than was asked for."""
+    for glob in globs:
+        if glob != "*" and not any(fnmatchcase(name, glob) for name in names):
+            raise HarnessError(
+                Code.BAD_OPTION,
+                f"no tap of EXPECTED matches {glob!r}",
+                where="--taps",
+                expected=f"names such as {', '.join(names[:3])}",
+                actual=glob,
+            )
+    return [name for name in names if any(fnmatchcase(name, glob) for glob in globs)]

@@ -1,9 +1,12 @@
 """Schedules: the orders in which an engine may be asked to compute the same rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from harness.errors import Code, HarnessError
+
+_MAX_DIGITS = 9
+"""Of a chunk size: no prompt is as long."""
 
 DEFAULT_CHUNK_SIZE = 7
 """Tokens per chunk: no divisor of any usual block size, so that chunks end inside blocks."""
@@ -62,12 +65,22 @@ def parse_schedule(text: str) -> Schedule:
         )
     if not colon:
         return schedule
-    if schedule.chunk_size is None or not size.isdecimal() or int(size) < 1:
+    if schedule.chunk_size is None or not size.isdecimal() or len(size) > _MAX_DIGITS or int(size) < 1:
         raise HarnessError(
             Code.BAD_OPTION,
             f"schedule {name!r} takes no chunk size {size!r}",
             where="schedule",
-            expected="chunked:N or mixed:N with N >= 1",
+            expected=f"chunked:N or mixed:N, N from 1 to {10**_MAX_DIGITS - 1}",
             actual=text,
         )
     return Schedule(name=name, is_batched=schedule.is_batched, chunk_size=int(size))
+
+
+def parse_schedules(texts: Iterable[str]) -> list[Schedule]:
+    """Parse several, each text one schedule or a comma list; one that is named twice runs once.
+
+    Raises:
+        HarnessError: BAD_OPTION, as `parse_schedule`.
+    """
+    names = [name.strip() for text in texts for name in text.split(",")]
+    return list(dict.fromkeys(parse_schedule(name) for name in names))

@@ -10,12 +10,14 @@ Shapes: T tokens, R requests, B blocks of the longest block table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.observer import Observer
@@ -67,23 +69,28 @@ class Batch:
 def build_batch(
     chunks: Sequence[Chunk], block_size: int, device: torch.device, observer: Observer | None = None
 ) -> Batch:
-    """Pack chunks, those of one token first, into the tensors of one step."""
-    stops = [chunk.stop for chunk in chunks]
-    query_lens = [chunk.num_tokens for chunk in chunks]
+    """Pack chunks, those of one token first, into the tensors of one step.
+
+    All numbers are worked out on the host as one int64 array, which is moved once and then cut into tensors.
+    """
+    starts, stops = [chunk.start for chunk in chunks], [chunk.stop for chunk in chunks]
+    query_lens = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    tables_RB = _padded([chunk.sequence.block_table for chunk in chunks])
+    requests_T, positions_T = _rows(starts, query_lens)
+    slots_T = tables_RB[requests_T, positions_T // block_size] * block_size + positions_T % block_size
     rows = sampled_rows(chunks)
-    width = max(len(chunk.sequence.block_table) for chunk in chunks)
-    padded = (_padded(chunk.sequence.block_table, width) for chunk in chunks)
+    parts = _to_device([_token_ids(chunks), positions_T, slots_T, stops, rows, tables_RB], device)
     return Batch(
-        token_ids_T=_to_device(chain.from_iterable(c.sequence.token_ids[c.start : c.stop] for c in chunks), device),
-        positions_T=_to_device(chain.from_iterable(range(c.start, c.stop) for c in chunks), device),
-        slot_mapping_T=_to_device(chain.from_iterable(slots_of(c, block_size) for c in chunks), device),
-        block_tables_RB=_to_device(chain.from_iterable(padded), device).view(len(chunks), width),
+        token_ids_T=parts[0],
+        positions_T=parts[1],
+        slot_mapping_T=parts[2],
+        block_tables_RB=parts[5].view(tables_RB.shape),
         block_tables=[chunk.sequence.block_table for chunk in chunks],
-        context_lens_R=_to_device(stops, device),
+        context_lens_R=parts[3],
         query_lens=query_lens,
         context_lens=stops,
         sampled_rows=rows,
-        sampled_rows_=None if len(rows) == sum(query_lens) else _to_device(rows, device),
+        sampled_rows_=None if len(rows) == len(positions_T) else parts[4],
         observer=observer,
     )
 
@@ -97,19 +104,42 @@ def slots_of(chunk: Chunk, block_size: int) -> list[int]:
 def sampled_rows(chunks: Sequence[Chunk]) -> list[int]:
     """Return the rows whose logits are needed: the last one of each chunk that has caught up."""
     rows: list[int] = []
-    num_rows = 0
+    last_row = -1
     for chunk in chunks:
-        num_rows += chunk.num_tokens
-        if chunk.samples:
-            rows.append(num_rows - 1)
+        last_row += chunk.stop - chunk.start
+        if chunk.stop == len(chunk.sequence.token_ids):
+            rows.append(last_row)
     return rows
 
 
-def _padded(block_table: Sequence[int], width: int) -> list[int]:
-    return [*block_table, *[NULL_BLOCK] * (width - len(block_table))]
+def _token_ids(chunks: Sequence[Chunk]) -> list[int]:
+    token_ids: list[int] = []
+    for chunk in chunks:
+        token_ids += chunk.sequence.token_ids[chunk.start : chunk.stop]
+    return token_ids
 
 
-def _to_device(values: Iterable[int], device: torch.device) -> torch.Tensor:
-    # Only a copy from pinned memory is asynchronous.
-    host = torch.tensor(list(values), dtype=torch.int64, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+def _rows(starts: Sequence[int], query_lens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the request (its place in the batch) and the position of each row."""
+    lens_R, starts_R = np.array(query_lens), np.array(starts)
+    requests_T = np.repeat(np.arange(len(lens_R)), lens_R)
+    first_rows_R = np.cumsum(lens_R) - lens_R
+    return requests_T, np.arange(len(requests_T)) + (starts_R - first_rows_R)[requests_T]
+
+
+def _padded(block_tables: Sequence[array[int]]) -> np.ndarray:
+    """Return [R, B]: the tables' bytes side by side, the rest zero, which is the null block."""
+    assert NULL_BLOCK == 0
+    width = max(map(len, block_tables))
+    rows = [table.tobytes().ljust(width * table.itemsize, b"\0") for table in block_tables]
+    return np.frombuffer(b"".join(rows), np.int64).reshape(len(rows), width)
+
+
+def _to_device(parts: Sequence[ArrayLike], device: torch.device) -> Sequence[torch.Tensor]:
+    """Move int64 arrays in one copy; each comes back flat."""
+    arrays = [np.asarray(part, np.int64).ravel() for part in parts]
+    host = torch.from_numpy(np.concatenate(arrays))
+    if device.type == "cuda":  # only a copy from pinned memory is asynchronous
+        host = host.pin_memory().to(device, non_blocking=True)
+    tensors: Sequence[torch.Tensor] = host.split([len(part) for part in arrays])
+    return tensors

@@ -48,14 +48,12 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """Choose the next step's chunks, single tokens first, and give each the blocks that it needs."""
-        num_scheduled, has_preempted = self._schedule_running()
-        if not has_preempted:
-            self._admit_waiting(num_scheduled)
-        chunks = [
-            Chunk(sequence=s, start=s.num_computed_tokens, stop=s.num_computed_tokens + n)
-            for s, n in num_scheduled.items()
-        ]
-        return sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)
+        chunks, budget, has_preempted = self._schedule_running()
+        if self.waiting and not has_preempted:
+            budget = self._admit_waiting(chunks, budget)
+        if len(chunks) + budget < self._max_num_batched_tokens:  # somebody has more than one token
+            chunks.sort(key=lambda chunk: chunk.stop - chunk.start > 1)
+        return chunks
 
     def finish(self, sequence: Sequence) -> None:
         """Take a running request out and free its blocks."""
@@ -69,47 +67,56 @@ class Scheduler:
         else:
             self.finish(sequence)
 
-    def _schedule_running(self) -> tuple[dict[Sequence, int], bool]:
-        # A prompt takes all of the budget that is left, so only the youngest running request can be amid its prompt:
-        # the order of arrival already puts the single tokens of the others first.
-        num_scheduled: dict[Sequence, int] = {}
-        budget = self._max_num_batched_tokens
-        has_preempted = False
-        while len(num_scheduled) < len(self.running) and budget > 0:
-            sequence = self.running[len(num_scheduled)]
-            num_tokens = min(sequence.num_remaining_tokens, budget)
-            if self._grow(sequence, num_tokens):
-                num_scheduled[sequence] = num_tokens
-                budget -= num_tokens
-            else:
-                self._preempt_youngest()
-                has_preempted = True
-        return num_scheduled, has_preempted
+    def _schedule_running(self) -> tuple[list[Chunk], int, bool]:
+        """Return the chunks, what is left of the budget, and whether somebody was preempted.
 
-    def _admit_waiting(self, num_scheduled: dict[Sequence, int]) -> None:
-        budget = self._max_num_batched_tokens - sum(num_scheduled.values())
+        This is the loop that every step of every request goes through: a request with room in its blocks costs a few
+        comparisons. A prompt takes all of the budget that is left, so only the youngest running request can be amid its
+        prompt: the order of arrival already puts the single tokens of the others first.
+        """
+        chunks: list[Chunk] = []
+        budget = self._max_num_batched_tokens
+        num_running = len(self.running)
+        for sequence in self.running:  # the loop ends early when its tail is preempted
+            if budget == 0:
+                break
+            start, stop = sequence.num_computed_tokens, len(sequence.token_ids)
+            if stop - start > budget:
+                stop = start + budget
+            while stop > sequence.num_writable_tokens and not self._grow(sequence, stop):
+                if self._preempt_youngest() is sequence:
+                    return chunks, budget, True
+            chunks.append(Chunk(sequence, start, stop))
+            budget -= stop - start
+        return chunks, budget, len(self.running) < num_running
+
+    def _admit_waiting(self, chunks: list[Chunk], budget: int) -> int:
+        """Add chunks of requests that start to run, and return what is left of the budget."""
         while self.waiting and budget > 0 and len(self.running) < self._max_num_seqs:
             sequence = self.waiting[0]
-            num_tokens = min(sequence.num_remaining_tokens, budget)
-            if not self._grow(sequence, num_tokens):
+            start = sequence.num_computed_tokens
+            stop = min(sequence.num_tokens, start + budget)
+            if not self._grow(sequence, stop):
                 break
             self.running.append(self.waiting.popleft())
-            num_scheduled[sequence] = num_tokens
-            budget -= num_tokens
+            chunks.append(Chunk(sequence, start, stop))
+            budget -= stop - start
+        return budget
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Let the block table hold `num_tokens` more, if the pool can."""
-        num_needed = self._pool.num_needed(sequence.num_computed_tokens + num_tokens) - len(sequence.block_table)
-        if num_needed > 0:
-            if not self._pool.can_allocate(num_needed):
-                return False
-            sequence.block_table.extend(self._pool.allocate(num_needed))
+        """Let the block table hold `num_tokens`, if the pool can."""
+        num_new = self._pool.num_needed(num_tokens) - len(sequence.block_table)
+        if not self._pool.can_allocate(num_new):
+            return False
+        sequence.block_table.extend(self._pool.allocate(num_new))
+        sequence.num_writable_tokens = len(sequence.block_table) * self._pool.block_size
         return True
 
-    def _preempt_youngest(self) -> None:
+    def _preempt_youngest(self) -> Sequence:
         sequence = self.running.pop()
         self._release(sequence)
         self.waiting.appendleft(sequence)
+        return sequence
 
     def _release(self, sequence: Sequence) -> None:
         try:

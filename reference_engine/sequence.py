@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from reference_engine.outputs import FinishReason, RequestOutput
@@ -25,7 +26,10 @@ class Sequence:
     params: SamplingParams
     num_computed_tokens: int = 0
     """Tokens whose K and V are in the cache."""
-    block_table: list[int] = field(default_factory=list)
+    block_table: array[int] = field(default_factory=lambda: array("q"))
+    """int64: it reads like a list, and its bytes are a row of the batch's block tables."""
+    num_writable_tokens: int = 0
+    """Tokens that `block_table` holds, or 0 when its last block must be asked for before it is written."""
     sampled_token_ids: list[int] = field(default_factory=list)
     """The engine's own choices, forced over or not."""
     finish_reason: FinishReason | None = None
@@ -51,8 +55,8 @@ class Sequence:
 
     def reset(self) -> None:
         """Forget what was computed: the cache no longer holds it."""
-        self.num_computed_tokens = 0
-        self.block_table.clear()
+        self.num_computed_tokens = self.num_writable_tokens = 0
+        self.block_table = array("q")
 
     def output(self) -> RequestOutput:
         """Describe the request once it is finished."""
@@ -66,9 +70,12 @@ class Sequence:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Chunk:
-    """The positions `start` to `stop - 1` of a sequence, computed in one step."""
+    """The positions `start` to `stop - 1` of a sequence, computed in one step.
+
+    Not frozen and not keyword-only, because hundreds are made in each step, and that would cost three times as much.
+    """
 
     sequence: Sequence
     start: int

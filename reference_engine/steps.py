@@ -22,7 +22,7 @@ def describe(scheduled: Seq[Chunk], computed: Seq[Chunk], backend: AttentionBack
 def show_cache(sequence: Sequence, backend: AttentionBackend, num_layers: int, observer: Observer) -> None:
     """Show K and V of all computed positions as they stand in the cache, as a step of phase `readback`."""
     num_tokens = sequence.num_computed_tokens
-    whole = Chunk(sequence=sequence, start=0, stop=num_tokens)
+    whole = Chunk(sequence, 0, num_tokens)
     observer.begin_step(_step_info("readback", [whole], [], backend))
     for layer in range(num_layers):
         k_CKH, v_CKH = backend.read_back(layer, sequence.block_table, num_tokens)

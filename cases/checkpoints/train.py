@@ -376,7 +376,7 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int
         logits, targets = recital_logits(model, *sample_batch(tokenizer, limit, generator))
         loss = nn.functional.cross_entropy(logits, targets)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())

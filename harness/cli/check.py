@@ -12,30 +12,34 @@ from harness.cli.progress import progress_bar
 
 def check(
     model: opt.Model = None,
-    engine: opt.EngineName = "reference",
+    engine: opt.EngineName = None,
     engine_option: opt.EngineOption = None,
-    dtype: opt.Dtype = "auto",
-    device: opt.Device = "cpu",
+    dtype: opt.Dtype = None,
+    device: opt.Device = None,
     prompt: opt.PromptText = None,
     prompt_file: opt.PromptFile = None,
     token_ids: opt.TokenIds = None,
     max_new_tokens: opt.MaxNewTokens = None,
     schedule: opt.ScheduleNames = None,
     case: opt.CaseFile = None,
-    out: Annotated[Path | None, typer.Option(help="Folder, new or empty, to keep the engine's recordings in.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="New folder to keep the engine's recordings in, one for each schedule."),
+    ] = None,
     local_files_only: opt.LocalFilesOnly = False,
-    format: opt.OutFormat = opt.Format.HUMAN,
+    format: opt.OutReportFormat = opt.ReportFormat.HUMAN,
 ) -> int:
-    """Check an engine against HuggingFace, row by row, operation by operation.
+    """Check an engine against HuggingFace.
 
-    Without arguments: the reference engine on the embedded qwen3-tiny under the schedules plain, chunked and batched.
+    Every operation is compared row by row under every schedule. Without arguments: the reference engine on the
+    embedded qwen3-tiny in float32, under the schedules plain, chunked and batched.
     """
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.check import run_check  # noqa: PLC0415: seconds to import
+        from harness.check import run_check
 
-        plan = opt.build_plan(
-            case_file=case,
+        given = opt.Given(
+            case=case,
             model=model,
             engine=engine,
             engine_options=engine_option,
@@ -46,7 +50,6 @@ def check(
             token_ids=token_ids,
             max_new_tokens=max_new_tokens,
             schedules=schedule,
-            local_files_only=local_files_only,
         )
-        result = run_check(plan, out=out, progress=report)
+        result = run_check(given.plan(local_files_only=local_files_only), out=out, progress=report)
     return print_result(result, format)

@@ -5,30 +5,42 @@ from typing import Annotated
 
 import typer
 
+from harness.case import TRIGGERS
 from harness.cli import options as opt
 from harness.cli.output import print_result
 from harness.cli.progress import progress_bar
 
 
 def diff(
-    expected: Annotated[Path, typer.Argument(help="A golden, or another engine's recording.")],
-    actual: Annotated[Path, typer.Argument(help="The recording under test.")],
-    model: opt.Model = None,
+    expected: Annotated[Path, typer.Argument(metavar="EXPECTED", help="A golden, or another engine's recording.")],
+    actual: Annotated[Path, typer.Argument(metavar="ACTUAL", help="The recording under test.")],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="PATH_OR_HUB_ID", help="Checkpoint, to judge every operation by replay as well."),
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="Where to replay: cpu, cuda, cuda:1, ...")] = "cpu",
     taps: Annotated[
         list[str] | None,
-        typer.Option("--taps", help="Glob of taps that must be recorded; may be given several times. [default: all]"),
+        typer.Option(metavar="GLOB", help="Taps that must have been recorded. Repeatable. [default: all]"),
     ] = None,
-    require: Annotated[list[str] | None, typer.Option(help="Trigger that must be reached. [default: decode]")] = None,
-    local_files_only: opt.LocalFilesOnly = True,
-    format: opt.OutFormat = opt.Format.HUMAN,
+    require: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TRIGGER",
+            help=f"What the recording must have reached: {', '.join(TRIGGERS)}. Repeatable. [default: decode]",
+        ),
+    ] = None,
+    local_files_only: opt.LocalFilesOnly = False,
+    format: opt.OutReportFormat = opt.ReportFormat.HUMAN,
 ) -> int:
-    """Compare two recordings row by row; with --model, judge every operation by replay as well.
+    """Compare two recordings row by row.
 
-    Without --model the rows are measured and judged against the golden's noise only.
+    Without --model the rows are judged by their distance from the golden, as a ratio to the golden's own noise. With it
+    every operation is judged by itself as well, by replaying it on the inputs that were recorded.
     """
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.diff import run_diff  # noqa: PLC0415: seconds to import
+        from harness.diff import run_diff
 
         report("comparing", 0, 1)
         result = run_diff(
@@ -37,6 +49,7 @@ def diff(
             model=model,
             taps=tuple(taps or ("*",)),
             require=tuple(require or ("decode",)),
+            device=device,
             local_files_only=local_files_only,
         )
     return print_result(result, format)

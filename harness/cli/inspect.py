@@ -1,25 +1,28 @@
 """`harness inspect`: what is in a safetensors file or a checkpoint, and what is missing."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from harness.cli import options as opt
+from harness.cli.output import write, write_json
 from harness.errors import ExitStatus
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A .safetensors file or a checkpoint folder.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A .safetensors file or a checkpoint folder.")],
     format: opt.OutFormat = opt.Format.HUMAN,
 ) -> int:
-    """Show header, tensors, dtypes, shapes, offsets and shards, and what is missing for the config."""
-    from harness.inspect import inspect_path, render_text  # noqa: PLC0415: imports torch for a checkpoint
+    """Show what is in a safetensors file or a checkpoint.
+
+    Header, tensors, dtypes, shapes, offsets and shards; for a checkpoint also what is missing for its config.
+    """
+    from harness.inspect import inspect_path, render_text
 
     info = inspect_path(path)
     if format is opt.Format.JSON:
-        typer.echo(json.dumps(info, allow_nan=False, indent=1))
+        write_json(info)
     else:
-        typer.echo(render_text(info))
+        write(render_text(info))
     return ExitStatus.PASS

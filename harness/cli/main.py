@@ -1,16 +1,39 @@
 """Entry point: runs a command and turns every way it can end into an exit status."""
 
-import json
 import os
 import sys
 import traceback
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
-import click
 import typer
 
 from harness import __version__
+from harness.cli.output import write_json
+from harness.engines import engine_names
 from harness.errors import Code, ExitStatus, HarnessError
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+# typer brings click along under a private name, older versions depend on click itself: this is the base of either.
+_ClickError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+_HELP = "Check an LLM inference engine against HuggingFace, row by row, operation by operation."
+_ENVIRONMENT = """\b
+Exit status:
+  0  pass
+  1  mismatch, or something expected was not recorded
+  2  usage or bad input; docs/errors has a page for each code
+  3  internal error, a bug of the harness
+  5  nothing was checked
+
+\b
+Environment:
+  HARNESS_CACHE      folder of goldens and hashes [default: ~/.cache/inference-harness]
+  HARNESS_TRACEBACK  set to 1 to see the traceback of an error
+"""
 
 
 def main() -> None:
@@ -18,32 +41,36 @@ def main() -> None:
     sys.exit(run(sys.argv[1:]))
 
 
-def run(arguments: list[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit status; nothing but its output is left behind."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # the tables use a few characters that not every locale has
-    as_json = "json" in arguments and "--format" in arguments or "--format=json" in arguments
     try:
-        status = typer.main.get_command(build_app())(arguments, prog_name="harness", standalone_mode=False)
-        return int(status or ExitStatus.PASS)
-    except HarnessError as error:
-        return _report(error, as_json)
-    except click.exceptions.Abort:
-        return 130
-    except click.ClickException as error:
-        error.show()
-        return ExitStatus.BAD_INPUT
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitStatus.PASS
-    except KeyboardInterrupt:
-        return 130
+        command = typer.main.get_command(build_app())
+        return int(command(list(arguments), prog_name="harness", standalone_mode=False) or ExitStatus.PASS)
+    except (KeyboardInterrupt, typer.Abort):
+        typer.echo("interrupted", err=True)
+        return INTERRUPTED
     except Exception as error:
-        return _report(_internal(error), as_json)
+        if type(error).__name__ == "NoArgsIsHelpError" and isinstance(error, _ClickError):
+            error.show()
+            return ExitStatus.BAD_INPUT
+        return _report(_as_harness_error(error), as_json=wants_json(arguments))
 
 
-def _internal(error: Exception) -> HarnessError:
+def wants_json(arguments: Sequence[str]) -> bool:
+    """Return whether the arguments ask for JSON, also where they cannot be parsed."""
+    return "--format=json" in arguments or ("--format", "json") in pairwise(arguments)
+
+
+def _as_harness_error(error: Exception) -> HarnessError:
+    if isinstance(error, HarnessError):
+        return error
+    if isinstance(error, _ClickError):
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "harness"
+        return HarnessError(Code.BAD_OPTION, error.format_message(), where=command, hint=f"{command} --help")
     return HarnessError(
         Code.INTERNAL,
         f"{type(error).__name__}: {error}",
@@ -52,12 +79,12 @@ def _internal(error: Exception) -> HarnessError:
     )
 
 
-def _report(error: HarnessError, as_json: bool) -> int:
+def _report(error: HarnessError, *, as_json: bool) -> int:
     if os.environ.get("HARNESS_TRACEBACK"):
         traceback.print_exc()
-    print(error, file=sys.stderr)  # noqa: T201: this is the command line
+    typer.echo(str(error), err=True)
     if as_json:
-        print(json.dumps({"schema_version": 1, "error": error_json(error)}))  # noqa: T201
+        write_json({"schema_version": 1, "error": error_json(error)})
     return error.exit_status
 
 
@@ -71,19 +98,22 @@ def error_json(error: HarnessError) -> dict[str, Any]:
 
 def build_app() -> typer.Typer:
     """Put the commands together."""
-    from harness.cli import check, diff, golden, inspect, run  # noqa: PLC0415: only when a command runs
+    from harness.cli import check, diff, golden, inspect, run  # only when a command runs
 
     app = typer.Typer(
         name="harness",
-        help="Check an LLM inference engine against HuggingFace, row by row, operation by operation.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    app.callback()(_options)
-    for command in (check.check, golden.golden, run.run, diff.diff, inspect.inspect):
-        app.command(name=command.__name__)(command)
+    app.callback(help=_HELP, epilog=_ENVIRONMENT)(_options)
+    engines = f"Engines installed here: {', '.join(engine_names())}. docs/write-an-adapter.md shows how to add one."
+    app.command(epilog=engines)(check.check)
+    app.command()(golden.golden)
+    app.command(epilog=engines)(run.run)
+    app.command()(diff.diff)
+    app.command()(inspect.inspect)
     return app
 
 
@@ -96,4 +126,4 @@ def _version(shown: bool) -> None:
 def _options(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
-    """Check an LLM inference engine against HuggingFace, row by row, operation by operation."""
+    pass

@@ -1,147 +1,187 @@
 """Options that several commands share, and how they become a plan."""
 
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.case import RequestSpec
+from harness.case import Case, RequestSpec, load_case
+from harness.checkpoint import embedded_cases
 from harness.errors import Code, HarnessError
+
+if TYPE_CHECKING:
+    from harness.check import Plan
 
 
 class Format(StrEnum):
     """How a command writes its result to standard output."""
 
     HUMAN = "human"
+    JSON = "json"
+
+
+class ReportFormat(StrEnum):
+    """How a comparison is written to standard output."""
+
+    HUMAN = "human"
     MARKDOWN = "markdown"
     JSON = "json"
 
 
-Model = Annotated[str | None, typer.Option(help="Checkpoint folder or hub id. [default: the embedded qwen3-tiny]")]
-EngineName = Annotated[str, typer.Option("--engine", help="Engine under test; see `harness check --help`.")]
+Model = Annotated[
+    str | None, typer.Option(metavar="PATH_OR_HUB_ID", help="Checkpoint. [default: the embedded qwen3-tiny]")
+]
+EngineName = Annotated[
+    str | None, typer.Option("--engine", metavar="NAME", help="Engine under test. [default: reference]")
+]
 EngineOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="NAME=VALUE for the engine (block_size=32, attention_backend=contiguous; for hf attention=eager)."
+        metavar="NAME=VALUE",
+        help="Option of the engine: block_size=32, attention_backend=contiguous; for hf attention=eager. Repeatable.",
     ),
 ]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's own.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(metavar="DTYPE", help="float32, bfloat16, float16, or auto: the checkpoint's own. [default: auto]"),
+]
+Device = Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, ... [default: cpu]")]
 PromptText = Annotated[
-    list[str] | None, typer.Option("--prompt", help="Text of a request; may be given several times.")
+    list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Text of one request. Repeatable.")
 ]
-PromptFile = Annotated[Path | None, typer.Option(help="File with the text of one request.")]
-TokenIds = Annotated[
-    list[str] | None, typer.Option(help="Token ids of a request, separated by commas; may be given several times.")
+PromptFile = Annotated[Path | None, typer.Option(metavar="FILE", help="File with the text of one request.")]
+TokenIds = Annotated[list[str] | None, typer.Option(metavar="IDS", help="Token ids of one request: 1,2,3. Repeatable.")]
+MaxNewTokens = Annotated[
+    int | None, typer.Option(metavar="N", help="Tokens to generate for each request. [default: 24]")
 ]
-MaxNewTokens = Annotated[int | None, typer.Option(help="Tokens to generate for each request. [default: 24]")]
 ScheduleNames = Annotated[
     list[str] | None,
     typer.Option(
         "--schedule",
-        help="plain, chunked[:N], batched, mixed[:N]; may be given several times. [default: the first three]",
+        metavar="NAME",
+        help="plain, chunked[:N], batched, mixed[:N], where N is the tokens of a chunk; comma list or repeated. "
+        "[default: plain, chunked and batched, as far as the prompts can reach them]",
     ),
+]
+CaseFile = Annotated[
+    Path | None,
+    typer.Option("--case", metavar="FILE", help="Case (TOML) to take everything from that no other option gives."),
 ]
 LocalFilesOnly = Annotated[bool, typer.Option("--local-files-only", help="Never ask the model hub.")]
 OutFormat = Annotated[Format, typer.Option("--format", help="How to print the result.")]
-CaseFile = Annotated[Path | None, typer.Option("--case", help="Take everything from this case file (TOML).")]
-
-DEFAULT_MAX_NEW_TOKENS = 24
+OutReportFormat = Annotated[ReportFormat, typer.Option("--format", help="How to print the result.")]
 
 
-def requests_from(
-    prompts: list[str] | None, prompt_file: Path | None, token_ids: list[str] | None
-) -> list[RequestSpec]:
-    """Return the requests that the options name, in the order text, file, token ids; none if they name none."""
-    requests = [RequestSpec(prompt=text) for text in prompts or ()]
-    if prompt_file is not None:
-        requests.append(RequestSpec(prompt=_read_text(prompt_file)))
-    requests += [RequestSpec(token_ids=_parse_ids(text)) for text in token_ids or ()]
-    for request in requests:
-        if request.prompt is not None and not request.prompt.strip():
-            raise HarnessError(Code.EMPTY_PROMPT, "the prompt is empty", where="--prompt", hint="give some text")
-    return requests
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What was given on the command line to say what is to be run; None or empty for what was not."""
+
+    case: Path | None = None
+    model: str | None = None
+    engine: str | None = None
+    engine_options: list[str] | None = None
+    dtype: str | None = None
+    device: str | None = None
+    prompts: list[str] | None = None
+    prompt_file: Path | None = None
+    token_ids: list[str] | None = None
+    max_new_tokens: int | None = None
+    schedules: list[str] | None = None
+
+    def plan(self, *, local_files_only: bool) -> "Plan":
+        """Return the plan: the case, or the embedded default, with what was given in place of its own.
+
+        Raises:
+            HarnessError: an option makes no sense, or a name in it cannot be resolved.
+        """
+        from harness.check import plan_case  # seconds to import
+
+        case = self._case()
+        chosen = case.replaced(
+            model=self.model,
+            engine=self.engine,
+            engine_options=parse_engine_options(self.engine_options),
+            dtype=self.dtype,
+            device=self.device,
+            requests=self.requests(),
+            max_new_tokens=self._positive_max_new_tokens(),
+            schedules=self.schedules or (),
+        )
+        plan = plan_case(chosen, local_files_only=local_files_only)
+        dropped = [trigger for trigger in case.require if trigger not in chosen.require]
+        if not dropped:
+            return plan
+        note = f"the case's own requirements are left out, since options change what it runs: {', '.join(dropped)}"
+        return replace(plan, notes=(*plan.notes, note))
+
+    def requests(self) -> list[RequestSpec]:
+        """Return the requests that were given, in the order text, file, token ids; none if none were."""
+        texts = [("--prompt", text) for text in self.prompts or ()]
+        if self.prompt_file is not None:
+            texts.append((f"--prompt-file {self.prompt_file}", _read_text(self.prompt_file)))
+        for where, text in texts:
+            if not text.strip():
+                raise HarnessError(
+                    Code.EMPTY_PROMPT, "the prompt is empty", where=where, actual=repr(text), hint="give some text"
+                )
+        requests = [RequestSpec(prompt=text) for _, text in texts]
+        return requests + [RequestSpec(token_ids=_parse_ids(text)) for text in self.token_ids or ()]
+
+    def _case(self) -> Case:
+        """Return the case named, the embedded default, or one of the user's own model or prompts."""
+        if self.case is not None:
+            return load_case(self.case)
+        default, requests = load_case(embedded_cases() / "default.toml"), self.requests()
+        if requests:  # a workload of its own, not a change to the default's
+            return Case(schema_version=1, model=self.model or default.model, requests=requests)
+        if self.model is None:
+            return default
+        what, hint = "a model of your own needs a prompt", 'add --prompt "..." or --token-ids 1,2,3'
+        raise HarnessError(Code.EMPTY_PROMPT, what, where="--model", actual="no prompt", hint=hint)
+
+    def _positive_max_new_tokens(self) -> int | None:
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise HarnessError(
+                Code.BAD_OPTION,
+                "the number of new tokens must be positive",
+                where="--max-new-tokens",
+                expected="at least 1; decode is reached from 2 on",
+                actual=self.max_new_tokens,
+            )
+        return self.max_new_tokens
 
 
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise HarnessError(Code.BAD_OPTION, f"the prompt file cannot be read: {error}", where=path) from error
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        what = f"the prompt file cannot be read: {reason}"
+        raise HarnessError(Code.BAD_OPTION, what, where="--prompt-file", actual=path) from error
 
 
 def _parse_ids(text: str) -> list[int]:
-    words = text.replace(",", " ").split()
-    if not words:
-        raise HarnessError(Code.EMPTY_PROMPT, "the prompt has no token", where="--token-ids", hint="--token-ids 1,2,3")
-    try:
-        return [int(word) for word in words]
-    except ValueError:
+    hint = "--token-ids 1,2,3"
+    if not text.strip():
         raise HarnessError(
-            Code.BAD_OPTION,
-            "token ids must be integers separated by commas",
-            where="--token-ids",
-            actual=text,
-            hint="--token-ids 1,2,3",
-        ) from None
+            Code.EMPTY_PROMPT, "the prompt has no token", where="--token-ids", actual=repr(text), hint=hint
+        )
+    try:
+        return [int(word) for word in (text.split(",") if "," in text else text.split())]
+    except ValueError:
+        what = "token ids must be integers separated by commas"
+        raise HarnessError(Code.BAD_OPTION, what, where="--token-ids", actual=repr(text), hint=hint) from None
 
 
 def parse_engine_options(options: list[str] | None) -> dict[str, str]:
-    """Parse NAME=VALUE options."""
+    """Parse NAME=VALUE options; of a name that is given twice the last counts."""
     parsed = {}
     for option in options or ():
         name, equals, value = option.partition("=")
         if not equals or not name:
-            raise HarnessError(
-                Code.BAD_OPTION, "an engine option is NAME=VALUE", where="--engine-option", actual=option
-            )
+            what = "an engine option is NAME=VALUE"
+            raise HarnessError(Code.BAD_OPTION, what, where="--engine-option", expected="NAME=VALUE", actual=option)
         parsed[name] = value
     return parsed
-
-
-def build_plan(
-    *,
-    case_file: Path | None = None,
-    model: str | None,
-    engine: str,
-    engine_options: list[str] | None,
-    dtype: str,
-    device: str,
-    prompts: list[str] | None,
-    prompt_file: Path | None,
-    token_ids: list[str] | None,
-    max_new_tokens: int | None,
-    schedules: list[str] | None,
-    local_files_only: bool,
-) -> Any:
-    """Return the `check.Plan` of the options: a case file's or the embedded default's, with what is given replaced.
-
-    A model of the user's own without a prompt is an error: no text suits every tokenizer.
-    """
-    from harness.case import load_case  # noqa: PLC0415
-    from harness.check import make_plan  # noqa: PLC0415: imports torch
-    from harness.checkpoint import embedded_cases  # noqa: PLC0415
-
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise HarnessError(Code.BAD_OPTION, "--max-new-tokens must be at least 1", actual=max_new_tokens)
-    requests = requests_from(prompts, prompt_file, token_ids)
-    case = load_case(case_file or embedded_cases() / "default.toml")
-    if case_file is None and model is not None and not requests:
-        raise HarnessError(
-            Code.EMPTY_PROMPT, "a model needs a prompt", where="--model", hint='add --prompt "..." or --token-ids 1,2,3'
-        )
-    own = case_file is None and (model is not None or bool(requests))
-    return make_plan(
-        model=model or case.model,
-        engine=engine if case_file is None or engine != "reference" else case.engine,
-        dtype=dtype if dtype != "auto" else case.dtype,
-        device=device if case_file is None or device != "cpu" else case.device,
-        requests=requests or case.requests,
-        max_new_tokens=max_new_tokens or (DEFAULT_MAX_NEW_TOKENS if own else case.max_new_tokens),
-        schedules=schedules or (None if own else case.schedules),
-        engine_options={name: str(value) for name, value in case.engine_options.items()}
-        | parse_engine_options(engine_options),
-        require=() if own or schedules else case.require,
-        local_files_only=local_files_only,
-    )

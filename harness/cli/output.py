@@ -4,12 +4,17 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from harness.cli.options import Format
-from harness.errors import ExitStatus
-from harness.results import CheckResult, Outcome
+from harness.cli.options import ReportFormat
+from harness.errors import Code, ExitStatus, HarnessError
+from harness.results import Outcome
+
+if TYPE_CHECKING:
+    from harness.results import CheckResult
 
 _STATUS = {
     Outcome.PASS: ExitStatus.PASS,
@@ -18,17 +23,37 @@ _STATUS = {
 }
 
 
-def print_result(result: CheckResult, form: Format) -> int:
+def print_result(result: "CheckResult", form: ReportFormat) -> int:
     """Print the result and return the exit status that goes with it."""
-    from harness.report.json import check_json  # noqa: PLC0415: each form loads only what it needs
-    from harness.report.markdown import check_markdown  # noqa: PLC0415
-    from harness.report.terminal import check_text  # noqa: PLC0415
+    from harness.report.json import check_json
+    from harness.report.markdown import check_markdown
+    from harness.report.terminal import check_text
 
-    if form is Format.JSON:
-        typer.echo(json.dumps(check_json(result), allow_nan=False, indent=1))
-    elif form is Format.MARKDOWN:
-        typer.echo(check_markdown(result))
+    if form is ReportFormat.JSON:
+        write_json(check_json(result))
+    elif form is ReportFormat.MARKDOWN:
+        write(check_markdown(result))
     else:
-        color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        typer.echo(check_text(result, width=shutil.get_terminal_size((100, 24)).columns, color=color), color=color)
+        has_color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        write(check_text(result, width=shutil.get_terminal_size((100, 24)).columns, color=has_color))
     return _STATUS[result.outcome]
+
+
+def write_json(document: Mapping[str, Any]) -> None:
+    """Write a JSON document to standard output."""
+    write(json.dumps(document, allow_nan=False, indent=1))
+
+
+def write(text: str) -> None:
+    """Write to standard output; a reader that went away (`harness check | head`) changes nothing about the result.
+
+    Raises:
+        HarnessError: CANNOT_WRITE.
+    """
+    try:
+        typer.echo(text)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the buffer's rest fails again at exit
+        if not isinstance(error, BrokenPipeError):
+            what = f"standard output cannot be written: {error.strerror}"
+            raise HarnessError(Code.CANNOT_WRITE, what) from error

@@ -1,70 +1,134 @@
 """`harness run`: record an engine without comparing it."""
 
-import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from harness.cli import options as opt
+from harness.cli.output import write, write_json
 from harness.cli.progress import progress_bar
+from harness.errors import Code, ExitStatus, HarnessError
+
+if TYPE_CHECKING:
+    from harness.check import Plan
+    from harness.oracle.golden import Progress
+    from harness.recording import RequestInfo
 
 
 def run(
-    out: Annotated[Path, typer.Option(help="Folder, new or empty, to write the recording to.")],
-    golden: Annotated[Path, typer.Option(help="Golden whose tokens are fed (`harness golden --out`).")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="New folder to write the recording to.")],
+    golden: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Golden that says what to feed: model, dtype and tokens. [default: none]"),
+    ] = None,
     model: opt.Model = None,
-    engine: opt.EngineName = "reference",
+    engine: opt.EngineName = None,
     engine_option: opt.EngineOption = None,
-    device: opt.Device = "cpu",
-    schedule: Annotated[str, typer.Option(help="plain, chunked[:N], batched, mixed[:N].")] = "plain",
+    dtype: opt.Dtype = None,
+    device: opt.Device = None,
+    prompt: opt.PromptText = None,
+    prompt_file: opt.PromptFile = None,
+    token_ids: opt.TokenIds = None,
+    max_new_tokens: opt.MaxNewTokens = None,
+    schedule: Annotated[str, typer.Option(metavar="NAME", help="plain, chunked[:N], batched or mixed[:N].")] = "plain",
+    case: opt.CaseFile = None,
     local_files_only: opt.LocalFilesOnly = False,
     format: opt.OutFormat = opt.Format.HUMAN,
 ) -> int:
-    """Run an engine on a golden's tokens and record its taps, for `harness diff`."""
+    """Record an engine, for `harness diff`.
+
+    The engine is fed the tokens of a golden: the one that --golden names, or that of the same model and prompts as
+    `harness golden` with the same options makes.
+    """
+    given = opt.Given(
+        case=case,
+        model=model,
+        engine=engine,
+        engine_options=engine_option,
+        dtype=dtype,
+        device=device,
+        prompts=prompt,
+        prompt_file=prompt_file,
+        token_ids=token_ids,
+        max_new_tokens=max_new_tokens,
+        schedules=[schedule],
+    )
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.check import Plan, check_device, record_run, refuse_used_folder  # noqa: PLC0415
-        from harness.checkpoint import resolve  # noqa: PLC0415
-        from harness.recording import Recording  # noqa: PLC0415
-        from harness.schedule import parse_schedule  # noqa: PLC0415
+        from harness.check import claimed, open_planned, record_run
+        from harness.recording import Recording
 
-        refuse_used_folder(out)
-        check_device(device)
-        with Recording.open(golden) as expected:
-            requests, dtype, recorded_model = (
-                expected.manifest.requests,
-                expected.manifest.dtype,
-                expected.manifest.model.id,
-            )
-        name = model or recorded_model
-        plan = Plan(
-            model=name,
-            folder=resolve(name, local_files_only=local_files_only),
-            engine=engine,
-            dtype=dtype,
-            device=device,
-            prompts=(),
-            schedules=(),
-            engine_options=opt.parse_engine_options(engine_option),
-        )
-        report(f"{engine}, {schedule}", 0, 1)
-        record_run(plan, parse_schedule(schedule), requests, out)
+        if golden is None:
+            plan = given.plan(local_files_only=local_files_only)
+        else:
+            plan, requests = _planned_by_golden(golden, given, local_files_only)
+        if len(plan.schedules) != 1:
+            what = "a recording has one schedule"
+            raise HarnessError(Code.BAD_OPTION, what, where="--schedule", expected="one", actual=schedule)
+        with claimed(out):
+            subject = open_planned(plan)
+            if golden is None:
+                requests = _continued(plan, report)
+            report(f"{plan.engine}, {schedule}", 0, 1)
+            record_run(plan, subject, plan.schedules[0], requests, out)
     with Recording.open(out, verify=False) as recording:
         manifest = recording.manifest
     summary = {
         "schema_version": 1,
         "recording": str(out),
-        "engine": engine,
-        "model": name,
-        "dtype": dtype,
-        "schedule": schedule,
+        "engine": plan.engine,
+        "model": plan.model,
+        "dtype": plan.dtype,
+        "schedule": str(plan.schedules[0]),
         "num_steps": len(manifest.steps),
-        "num_rows": sum(step.num_rows for step in manifest.steps),
+        "num_rows": sum(step.num_rows for step in manifest.steps if step.phase != "readback"),
         "num_taps": len(manifest.taps),
     }
     if format is opt.Format.JSON:
-        typer.echo(json.dumps(summary, indent=1))
+        write_json(summary)
     else:
-        typer.echo(f"{out}: {summary['num_steps']} steps, {summary['num_rows']} rows, {summary['num_taps']} taps")
-    return 0
+        write(f"{out}: {summary['num_steps']} steps, {summary['num_rows']} rows, {summary['num_taps']} taps")
+    return ExitStatus.PASS
+
+
+def _continued(plan: "Plan", report: "Progress") -> "list[RequestInfo]":
+    """Return the plan's prompts with the continuation of their golden."""
+    import torch
+
+    from harness.oracle.decoder import load_decoder
+    from harness.oracle.golden import cached_golden
+
+    decoder = load_decoder(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
+    return list(cached_golden(decoder, plan.prompts, progress=report).requests)
+
+
+def _planned_by_golden(golden: Path, given: opt.Given, local_files_only: bool) -> "tuple[Plan, list[RequestInfo]]":
+    """Return what the golden and the remaining options say, and the golden's requests."""
+    from harness.check import Plan, check_device
+    from harness.checkpoint import resolve
+    from harness.recording import Recording
+    from harness.schedule import parse_schedules
+
+    said_by_golden = replace(given, model=None, engine=None, engine_options=None, device=None, schedules=None)
+    if said_by_golden != opt.Given():
+        names = "--dtype, --prompt, --prompt-file, --token-ids, --max-new-tokens and --case"
+        raise HarnessError(
+            Code.BAD_OPTION, f"{names} say what the golden says", where="--golden", hint="leave them out"
+        )
+    check_device(given.device or "cpu")
+    with Recording.open(golden) as expected:
+        manifest = expected.manifest
+    model = given.model or manifest.model.id
+    plan = Plan(
+        model=model,
+        folder=resolve(model, local_files_only=local_files_only),
+        engine=given.engine or "reference",
+        dtype=manifest.dtype,
+        device=given.device or "cpu",
+        prompts=(),
+        schedules=tuple(parse_schedules(given.schedules or ())),
+        engine_options=opt.parse_engine_options(given.engine_options),
+    )
+    return plan, manifest.requests

@@ -1,6 +1,6 @@
 """Where each row is: rows of recordings found by (request, position), never by step or call order."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,6 +34,8 @@ class Rows:
     @staticmethod
     def concat(parts: Sequence["Rows"]) -> "Rows":
         """Join several into one."""
+        if len(parts) == 1:
+            return parts[0]
         empty = torch.empty(0, dtype=torch.int64)
         return Rows(
             request=torch.cat([empty, *(part.request for part in parts)]),
@@ -54,6 +56,32 @@ def step_rows(step: Step, tap: str) -> Rows:
     if covered is not None:
         request, position = request[covered], position[covered]
     return Rows(request=request, position=position, step=torch.full_like(request, step.index))
+
+
+_CHUNK_ROWS = 2048
+_CHUNK_BYTES = 64 << 20
+
+
+def chunks(steps: Sequence[Step]) -> Iterator[list[Step]]:
+    """Group consecutive steps until they hold enough rows, of all taps, to be worth handling at once.
+
+    A decode step has a row or two; measuring each by itself would cost a hundred times the arithmetic.
+    """
+    chunk: list[Step] = []
+    rows = num_bytes = 0
+    for step in steps:
+        chunk.append(step)
+        rows, num_bytes = rows + step.entry.num_rows, num_bytes + step.entry.num_bytes
+        if rows >= _CHUNK_ROWS or num_bytes >= _CHUNK_BYTES:
+            yield chunk
+            chunk, rows, num_bytes = [], 0, 0
+    if chunk:
+        yield chunk
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Join along rows; a single tensor, which may be a view of a file, is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def take(step: Step, tap: str, wanted: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -150,9 +178,9 @@ class Locator:
             if bool((rows == torch.arange(start, start + len(rows))).all()):
                 return tensor[start : start + len(rows)]
             return tensor[rows]
-        parts = [self.recording.steps[int(step)].tap(tap)[rows[steps == step]] for step in steps.unique()]
-        order = torch.cat([(steps == step).nonzero()[:, 0] for step in steps.unique()])
-        return torch.cat(parts)[order.argsort()]
+        places = [(steps == step).nonzero()[:, 0] for step in steps.unique()]
+        parts = [self.recording.steps[int(steps[place[0]])].tap(tap)[rows[place]] for place in places]
+        return torch.cat(parts)[torch.cat(places).argsort()]
 
 
 def check_same_prompts(expected: Recording, actual: Recording) -> None:

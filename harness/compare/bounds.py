@@ -67,7 +67,7 @@ def local_bound(kind: Kind, dtype: torch.dtype, replayed: Replayed, metrics: Row
 
 
 def _underflow(dtype: torch.dtype, expected: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """Room for values below the smallest normal number, whose rounding is absolute: half of the smallest subnormal each."""
+    """Room for values below the smallest normal number: their rounding is absolute, a subnormal step each."""
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     num_elements = expected[0].numel() if len(expected) else 1
     absolute = math.sqrt(num_elements) * smallest

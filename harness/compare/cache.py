@@ -1,35 +1,33 @@
 """The KV cache read back through the block table, bit for bit against what was written."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from harness.compare.align import Locator, Rows, is_readback, step_rows
 from harness.compare.local import LocalErrors
 from harness.metrics import rounding_unit, row_metrics
-from harness.recording import Recording
+from harness.recording import Step
 from harness.taps import DecoderGraph, Kind, Operation
 
 
-def cache_errors(recording: Recording, graph: DecoderGraph) -> Iterator[tuple[Operation, LocalErrors]]:
-    """Compare every `k_cache` and `v_cache` row with the key or value recorded for that (request, position).
+def cache_errors(locator: Locator, graph: DecoderGraph) -> Iterator[tuple[Operation, LocalErrors]]:
+    """Compare every `k_cache` and `v_cache` row with the key or value recorded for the same (request, position).
 
-    Any differing bit is an error: a cache stores, it does not compute. A cache of a narrower dtype shows as its rounding.
+    Any differing bit is an error: a cache stores, it does not compute. A cache of a narrower dtype shows as rounding.
     """
-    locator = Locator(recording)
+    read_back = [step for step in locator.recording.steps if is_readback(step)]
     for operation in graph:
         if operation.kind is Kind.CACHE:
-            errors = _read_back(recording, operation, locator)
+            errors = _read_back([step for step in read_back if step.has(operation.tap)], operation, locator)
             if errors is not None:
                 yield operation, errors
-            recording.release()
+            locator.recording.unmap()
 
 
-def _read_back(recording: Recording, operation: Operation, locator: Locator) -> LocalErrors | None:
+def _read_back(steps: Sequence[Step], operation: Operation, locator: Locator) -> LocalErrors | None:
     rows, roundings, differing = list[Rows](), list[torch.Tensor](), list[torch.Tensor]()
-    for step in recording.steps:
-        if not is_readback(step) or operation.tap not in step.tap_names:
-            continue
+    for step in steps:
         own, read = step_rows(step, operation.tap), step.tap(operation.tap)
         found = locator.find(operation.inputs[0], own)
         present = found[:, 0] >= 0

@@ -14,9 +14,9 @@ SAMPLED_ONLY = (FINAL_NORM, LOGITS)
 """Taps that an engine may compute for the rows it samples from, and for no others."""
 
 
-def wanted_rows(recording: Recording, tap: str, locator: Locator) -> torch.Tensor:
+def wanted_rows(tap: str, locator: Locator) -> torch.Tensor:
     """Return [requests, positions] bool: the rows at which `tap` must be recorded."""
-    requests = sorted(recording.manifest.requests, key=lambda request: request.id)
+    requests = sorted(locator.recording.manifest.requests, key=lambda request: request.id)
     wanted = torch.zeros_like(locator.recorded(tap))
     for row, request in enumerate(requests):
         begin = request.prompt_length - 1 if tap in SAMPLED_ONLY else 0
@@ -25,22 +25,22 @@ def wanted_rows(recording: Recording, tap: str, locator: Locator) -> torch.Tenso
 
 
 def check_coverage(
-    recording: Recording, taps: Iterable[str], *, not_offered: Iterable[str] = (), require: Iterable[str] = ()
+    locator: Locator, taps: Iterable[str], *, not_offered: Iterable[str] = (), require: Iterable[str] = ()
 ) -> tuple[Coverage, list[Finding]]:
     """Count what is there of what must be there.
 
     Args:
-        recording: the engine's.
+        locator: of the engine's recording.
         taps: names of the taps that must be there.
         not_offered: sites the engine declares it cannot record; reported only.
         require: triggers the workload must have reached.
     """
-    locator, findings = Locator(recording), list[Finding]()
+    findings = list[Finding]()
     expected = recorded = 0
     missing_taps = []
     recorded_taps = set(locator.taps())
     for tap in taps:
-        wanted = wanted_rows(recording, tap, locator)
+        wanted = wanted_rows(tap, locator)
         there = locator.recorded(tap) & wanted
         expected, recorded = expected + int(wanted.sum()), recorded + int(there.sum())
         if tap not in recorded_taps:
@@ -50,7 +50,7 @@ def check_coverage(
     if missing_taps:
         shown = ", ".join(missing_taps[:4]) + (f" and {len(missing_taps) - 4} more" if len(missing_taps) > 4 else "")
         findings.append(Finding(code=Code.TAP_MISSING, message=f"not recorded: {shown}", tap=missing_taps[0]))
-    reached = triggers(recording)
+    reached = triggers(locator.recording)
     findings += [_not_reached(name) for name in require if name not in reached]
     coverage = Coverage(
         expected=expected,
@@ -97,7 +97,7 @@ def triggers(recording: Recording) -> tuple[str, ...]:
                 reached.add("decode")
             if bool((positions < prompts[request]).any()):
                 prefill_steps[request] += 1
-        step.release()
+    recording.unmap()
     if any(count > 1 for count in prefill_steps.values()):
         reached.add("chunked_prefill")
     return tuple(name for name in _TRIGGERS if name in reached)

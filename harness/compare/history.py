@@ -19,10 +19,10 @@ def attention_inputs(
     what the new epoch wrote over what the earlier ones left.
     """
     query, key, value = operation.inputs
-    needed = {operation.tap, query, key, value}
-    with_taps = [step for step in steps if needed <= set(step.tap_names)]
+    needed = (operation.tap, query, key, value)
+    with_taps = [step for step in steps if all(step.has(tap) for tap in needed)]
     for request in _requests(with_taps):
-        rows, tensors = _rows_of_request(with_taps, request, (operation.tap, query, key, value))
+        rows, tensors = _rows_of_request(with_taps, request, needed)
         yield from _epochs(rows, *tensors)
 
 

@@ -5,18 +5,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from harness.compare.align import Rows, is_readback, step_rows, take
+from harness.compare.align import Rows, chunks, is_readback, joined, step_rows, take
 from harness.compare.bounds import local_bound
 from harness.compare.history import attention_inputs
 from harness.metrics import RowMetrics, rounding_unit, row_metrics
 from harness.oracle.replay import Replayed, Replayer
 from harness.recording import Recording, Step
 from harness.taps import DecoderGraph, Kind, Operation
-
-_CHUNK_ROWS = 2048
-"""Rows replayed at a time; steps of a few rows each are put together."""
-_CHUNK_BYTES = 64 << 20
-"""Bytes of one tap replayed at a time."""
 
 EAGER = "scores rounded to the engine's dtype"
 
@@ -83,7 +78,7 @@ def local_errors(
                 errors = _judge(recording, operation, replayer, steps, dtype)
                 if errors is not None:
                     yield operation, errors
-                recording.release()
+                recording.unmap()
 
 
 def _computing_steps(recording: Recording, max_rows: int | None) -> list[Step]:
@@ -107,27 +102,13 @@ def _judge(
         return _judge_attention(operation, replayer, steps, dtype)
     parts = _Parts()
     needed = {operation.tap, *operation.inputs}
-    for chunk in _chunks([step for step in steps if needed <= set(step.tap_names)], operation.tap):
+    for chunk in chunks([step for step in steps if all(step.has(tap) for tap in needed)]):
         rows, actual, inputs = _gather(chunk, operation, recording)
         if not len(rows):
             continue
         replayed = replayer.replay(operation, inputs, rows.position)
         _add(parts, operation.kind, rows, actual, replayed, inputs, dtype)
     return parts.joined()
-
-
-def _chunks(steps: Sequence[Step], tap: str) -> Iterator[list[Step]]:
-    """Group consecutive steps until they hold enough rows to be worth one replay."""
-    chunk: list[Step] = []
-    rows = 0
-    for step in steps:
-        chunk.append(step)
-        rows += step.entry.num_rows
-        if rows >= _CHUNK_ROWS or rows * step.tap(tap)[:1].nbytes >= _CHUNK_BYTES:
-            yield chunk
-            chunk, rows = [], 0
-    if chunk:
-        yield chunk
 
 
 def _gather(
@@ -146,10 +127,10 @@ def _gather(
         rows.append(own if whole else own.select(keep))
         actual.append(output if whole else output[keep])
         inputs.append([x if whole else x[keep if found is None else keep[found]] for x, found in taken])
-    joined = Rows.concat(rows)
+    identity = Rows.concat(rows)
     if operation.kind is Kind.EMBEDDING:
-        return joined, torch.cat(actual), [_tokens(recording, joined)]
-    return joined, torch.cat(actual), [torch.cat(column) for column in zip(*inputs, strict=True)]
+        return identity, joined(actual), [_tokens(recording, identity)]
+    return identity, joined(actual), [joined(column) for column in zip(*inputs, strict=True)]
 
 
 def _tokens(recording: Recording, rows: Rows) -> torch.Tensor:

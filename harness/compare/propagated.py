@@ -4,15 +4,14 @@ Nothing but a pass over two recordings: tap by tap, memory-mapped, each row foun
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from harness.compare.align import Locator, Rows, step_rows
+from harness.compare.align import Locator, Rows, chunks, joined, step_rows
 from harness.errors import Code
-from harness.metrics import RowMetrics, logit_metrics, row_metrics
-from harness.metrics import rounding_unit as unit_of
+from harness.metrics import RowMetrics, logit_metrics, rounding_unit, row_metrics
 from harness.recording import Recording, Step
 from harness.results import Finding, LogitResult
 from harness.taps import LOGITS
@@ -43,13 +42,21 @@ class Propagation:
 
 @dataclass(slots=True)
 class _Parts:
+    """Results of one tap, chunk by chunk."""
+
     rows: list[Rows] = field(default_factory=list)
     metrics: list[RowMetrics] = field(default_factory=list)
     noise: list[torch.Tensor] = field(default_factory=list)
 
+    def joined(self) -> PropagatedErrors:
+        metrics = RowMetrics.concat(self.metrics)
+        error, noise = metrics.relative_l2, torch.cat(self.noise)
+        ratio = torch.where((error == 0) & (noise == 0), 0.0, error / noise)
+        return PropagatedErrors(rows=Rows.concat(self.rows), metrics=metrics, ratio=ratio)
+
 
 def propagated_errors(
-    actual: Recording, expected: Recording, noise: Mapping[str, torch.Tensor], depths: Mapping[str, int]
+    actual: Recording, expected: Locator, noise: Mapping[str, torch.Tensor], depths: Mapping[str, int]
 ) -> Propagation:
     """Compare every tap that both recordings hold.
 
@@ -60,42 +67,45 @@ def propagated_errors(
             independent roundings would add up to, `unit * sqrt(operations so far)`.
         depths: number of operations up to and including each tap.
     """
-    locator, result = Locator(expected), Propagation()
-    parts: dict[str, _Parts] = {}
-    logits: list[torch.Tensor] = []
-    dtype = getattr(torch, actual.manifest.dtype)
-    for step in actual.steps:
-        for tap in step.tap_names:
-            pair = _pair(step, tap, locator, result)
+    result, parts, logits = Propagation(), dict[str, _Parts](), list[torch.Tensor]()
+    unit = rounding_unit(getattr(torch, actual.manifest.dtype))
+    floors = {tap: float(rows.nanmedian()) for tap, rows in noise.items() if len(rows)}
+    for chunk in chunks(actual.steps):
+        for tap in dict.fromkeys(tap for step in chunk for tap in step.tap_names):
+            pair = _pair([step for step in chunk if step.has(tap)], tap, expected, result)
             if pair is None:
                 continue
             rows, found, ours, theirs = pair
             part = parts.setdefault(tap, _Parts())
             part.rows.append(rows)
             part.metrics.append(row_metrics(ours, theirs))
-            part.noise.append(_noise(noise.get(tap), found, unit_of(dtype) * math.sqrt(depths.get(tap, 1))))
+            if tap in floors:
+                # A row where HF happened to be exact says nothing of what rounding may do: the median is the least.
+                part.noise.append(noise[tap][found[:, 2]].to(torch.float64).clamp(min=floors[tap]))
+            else:
+                part.noise.append(torch.full((len(found),), unit * math.sqrt(depths.get(tap, 1)), dtype=torch.float64))
             if tap == LOGITS:
                 logits.append(logit_metrics(ours, theirs))
-        step.release()
-        _release_if_large(expected, step)
-    expected.release()
-    result.errors = {tap: _joined(part) for tap, part in parts.items()}
+        actual.unmap()
+        expected.recording.unmap()
+    result.errors = {tap: part.joined() for tap, part in parts.items()}
     result.logits = _logit_result(logits)
     return result
 
 
 def _pair(
-    step: Step, tap: str, locator: Locator, result: Propagation
+    steps: Sequence[Step], tap: str, expected: Locator, result: Propagation
 ) -> tuple[Rows, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Find the expected rows of a step's tap; rows that the other side lacks are left out."""
-    rows, ours = step_rows(step, tap), step.tap(tap)
-    found = locator.find(tap, rows)
+    """Find the expected rows of a tap of some steps; rows that the other side lacks are left out."""
+    rows = Rows.concat([step_rows(step, tap) for step in steps])
+    found = expected.find(tap, rows)
     present = found[:, 0] >= 0
     if not bool(present.any()):
         return None
+    ours = joined([step.tap(tap) for step in steps])
     if not bool(present.all()):
         rows, found, ours = rows.select(present), found[present], ours[present]
-    theirs = locator.gather(tap, found)
+    theirs = expected.gather(tap, found)
     if ours[0].numel() != theirs[0].numel():
         if not any(finding.tap == tap for finding in result.findings):
             result.findings.append(_shape_finding(tap, ours, theirs, rows))
@@ -108,27 +118,6 @@ def _shape_finding(tap: str, ours: torch.Tensor, theirs: torch.Tensor, rows: Row
     return Finding(
         code=Code.TAP_MISMATCH, message=message, tap=tap, request=int(rows.request[0]), position=int(rows.position[0])
     )
-
-
-def _noise(noise: torch.Tensor | None, found: torch.Tensor, otherwise: float) -> torch.Tensor:
-    if noise is None:
-        return torch.full((len(found),), otherwise, dtype=torch.float64)
-    rows = noise[found[:, 2]].to(torch.float64)
-    # A row where HF happened to be exact says nothing about what rounding may do: the tap's median is the least.
-    return rows.clamp(min=float(noise.nanmedian()))
-
-
-def _release_if_large(recording: Recording, step: Step) -> None:
-    """Keep the mapped pages of the other side from piling up."""
-    if step.entry.num_bytes > 64 << 20:
-        recording.release()
-
-
-def _joined(part: _Parts) -> PropagatedErrors:
-    metrics = RowMetrics.concat(part.metrics)
-    error, noise = metrics.relative_l2, torch.cat(part.noise)
-    ratio = torch.where((error == 0) & (noise == 0), 0.0, error / noise)
-    return PropagatedErrors(rows=Rows.concat(part.rows), metrics=metrics, ratio=ratio)
 
 
 def _logit_result(parts: list[torch.Tensor]) -> LogitResult | None:

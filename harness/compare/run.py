@@ -3,10 +3,11 @@
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from harness.compare.align import Rows, check_same_prompts
+from harness.compare.align import Locator, Rows, check_same_prompts
 from harness.compare.cache import cache_errors
 from harness.compare.coverage import check_coverage
 from harness.compare.local import LocalErrors, local_errors
@@ -84,17 +85,19 @@ def compare_run(
     local: dict[str, LocalErrors] = {}
     if replayer is not None:
         local = {op.tap: errors for op, errors in local_errors(actual, usable_graph(graph, usable), replayer)}
-    caches = {operation.tap: errors for operation, errors in cache_errors(actual, graph)}
-    propagation = propagated_errors(actual, expected, noise, depths)
+    ours, theirs = Locator(actual), Locator(expected)
+    caches = {operation.tap: errors for operation, errors in cache_errors(ours, graph)}
+    propagation = propagated_errors(actual, theirs, noise, depths)
     findings += [finding for finding in propagation.findings if finding.tap in usable]
     judged = _judge(graph, local, caches, propagation)
     findings += _findings(judged, propagation)
-    tokens, differences = compare_tokens(actual, expected, noise.get(LOGIT_NOISE))
+    tokens, differences = compare_tokens(actual, theirs, noise.get(LOGIT_NOISE))
     coverage, gaps = check_coverage(
-        actual, _wanted(wanted, expected), not_offered=not_offered, require=_applicable(require, actual)
+        ours, _wanted(wanted, expected), not_offered=not_offered, require=_applicable(require, actual)
     )
     findings += differences + gaps
     actual.verify_all()
+    expected.verify_all()
     return RunResult(
         schedule=actual.manifest.schedule or "recorded",
         outcome=_outcome(judged, tokens.compared, findings),
@@ -120,7 +123,7 @@ def _wanted(wanted: Iterable[str] | None, expected: Recording) -> list[str]:
 
 
 def _applicable(require: Sequence[str], actual: Recording) -> Sequence[str]:
-    """A recording without steps reached nothing; that is said once, by its coverage."""
+    """Return nothing for a recording without steps: its coverage says that it reached nothing."""
     return require if actual.steps else ()
 
 
@@ -137,7 +140,8 @@ def _check_taps(actual: Recording, expected: Recording) -> tuple[list[Finding], 
         elif rounding_unit(dtype) > unit * 1.001:
             message = f"dtype of {entry.name} is {entry.dtype}, coarser than the engine's {actual.manifest.dtype}"
         elif entry.name in shapes and _num_elements(entry.shape) != _num_elements(shapes[entry.name]):
-            message = f"shape of {entry.name} differs: expected {list(shapes[entry.name])}, actual {list(entry.shape)} per row"
+            there, here = list(shapes[entry.name]), list(entry.shape)
+            message = f"shape of {entry.name} differs: expected {there}, actual {here} per row"
         if message is None:
             usable.add(entry.name)
         else:
@@ -223,10 +227,7 @@ def _ratio_at(propagated: PropagatedErrors | None, request: int, position: int) 
 
 def _findings(judged: Sequence[_Judged], propagation: Propagation) -> list[Finding]:
     """One finding per operation that is out of bounds, and one per side that is not finite where it should be."""
-    findings = []
-    for each in judged:
-        if bool(each.bad.any()):
-            findings.append(_bad_finding(each))
+    findings = [_bad_finding(each) for each in judged if bool(each.bad.any())]
     for tap, errors in propagation.errors.items():
         broken = ~torch.isfinite(errors.metrics.expected_norm)
         if bool(broken.any()):
@@ -280,8 +281,8 @@ def _tap_result(each: _Judged) -> TapResult:
     judged_by = (
         "local" if each.local else "cache" if each.cache else "propagated" if each.judges_by_propagation else "none"
     )
-    local = {} if errors is None else _local_figures(errors)
-    distances = {} if propagated is None else _propagated_figures(propagated)
+    figures: dict[str, Any] = {} if errors is None else _local_figures(errors)
+    figures |= {} if propagated is None else _propagated_figures(propagated)
     score = errors.roundings if errors is not None else propagated.ratio if propagated is not None else torch.empty(0)
     at = int(torch.nan_to_num(score, nan=-1.0).argmax())
     return TapResult(
@@ -296,8 +297,7 @@ def _tap_result(each: _Judged) -> TapResult:
         worst=_row_id(each, at),
         num_bad_rows=int(each.bad.sum()),
         first_bad=_row_id(each, each.rows.first(each.bad)) if bool(each.bad.any()) else None,
-        **local,
-        **distances,
+        **figures,
     )
 
 

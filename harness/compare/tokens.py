@@ -8,9 +8,11 @@ from harness.recording import Recording, Step
 from harness.results import Finding, TokenResult
 from harness.taps import LOGITS
 
+_BLOCK_ROWS = 256
+
 
 def compare_tokens(
-    actual: Recording, expected: Recording, logit_noise: torch.Tensor | None
+    actual: Recording, expected: Locator, logit_noise: torch.Tensor | None
 ) -> tuple[TokenResult, list[Finding]]:
     """Compare the tokens both sides chose, row by row.
 
@@ -18,26 +20,30 @@ def compare_tokens(
     twice the largest error that HF itself makes in the engine's dtype on this golden: each of two logits may be off.
     """
     threshold = 0.0 if logit_noise is None or not len(logit_noise) else 2 * float(logit_noise.max())
-    locator, findings = Locator(expected), list[Finding]()
-    compared = equal = ties = 0
-    for step in actual.steps:
-        rows, chosen = _choices(step)
-        found = locator.find(LOGITS, rows)
-        present = found[:, 0] >= 0
-        if not bool(present.any()):
-            continue
-        rows, chosen = rows.select(present), chosen[present]
-        logits = locator.gather(LOGITS, found[present]).to(torch.float64)
-        known = chosen < logits.shape[1]
-        margin = torch.full((len(chosen),), torch.inf, dtype=torch.float64)
-        margin[known] = logits[known].amax(dim=1) - logits[known, chosen[known]]
-        compared += len(chosen)
+    pairs = [_choices(step) for step in actual.steps]
+    rows = Rows.concat([pair[0] for pair in pairs])
+    chosen = torch.cat([torch.empty(0, dtype=torch.int64), *(pair[1] for pair in pairs)])
+    found = expected.find(LOGITS, rows)
+    present = found[:, 0] >= 0
+    rows, chosen, found = rows.select(present), chosen[present], found[present]
+    equal, ties, findings = 0, 0, list[Finding]()
+    for at in range(0, len(rows), _BLOCK_ROWS):
+        block = torch.arange(at, min(at + _BLOCK_ROWS, len(rows)))
+        logits = expected.gather(LOGITS, found[block]).to(torch.float64)
+        margin = _margin(logits, chosen[block])
         equal += int((margin == 0).sum())
         ties += int(((margin > 0) & (margin <= threshold)).sum())
-        findings += _differences(rows, chosen, logits, margin, threshold)
-        step.release()
-    expected.release()
-    return TokenResult(compared=compared, equal=equal, ties=ties), findings
+        findings += _differences(rows.select(block), chosen[block], logits, margin, threshold)
+        expected.recording.unmap()
+    return TokenResult(compared=len(rows), equal=equal, ties=ties), findings
+
+
+def _margin(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """[rows]: how far below the best logit the chosen one is; infinite for a token outside the vocabulary."""
+    known = chosen < logits.shape[1]
+    margin = torch.full((len(chosen),), torch.inf, dtype=torch.float64)
+    margin[known] = logits[known].amax(dim=1) - logits[known, chosen[known]]
+    return margin
 
 
 def _choices(step: Step) -> tuple[Rows, torch.Tensor]:
@@ -58,7 +64,8 @@ def _differences(
         request, position = int(rows.request[at]), int(rows.position[at])
         message = (
             f"request {request} chose token {int(chosen[at])} after position {position}, expected "
-            f"{int(logits[at].argmax())}: its logit is {float(margin[at]):.3g} below the best, noise allows {threshold:.3g}"
+            f"{int(logits[at].argmax())}: its logit is {float(margin[at]):.3g} below the best, "
+            f"noise allows {threshold:.3g}"
         )
         findings.append(
             Finding(code=Code.TOKENS_DIFFER, message=message, tap=LOGITS, request=request, position=position)

@@ -1,19 +1,25 @@
 """What an engine must offer to be put under test, and how it is found by name.
 
 An engine of another package joins by an entry point in the group `inference_harness.engines` that names a function
-with the signature of `OpenEngine`. docs/write-an-adapter.md shows a complete one.
+with the signature of `OpenEngine`. docs/write-an-adapter.md shows a complete one. Nothing here imports torch, so that
+the command line can name the installed engines at once.
 """
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from harness.errors import Code, HarnessError
-from harness.recording import RecordingWriter, RequestInfo
 from harness.schedule import Schedule
 from harness.taps import DecoderGraph
+
+if TYPE_CHECKING:
+    from harness.recording import RecordingWriter, RequestInfo
 
 GROUP = "inference_harness.engines"
 
@@ -48,6 +54,7 @@ class Offer:
         return [operation.tap for operation in graph if operation.site not in lacking]
 
 
+@runtime_checkable
 class Engine(Protocol):
     """An engine under test."""
 
@@ -57,9 +64,9 @@ class Engine(Protocol):
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """Feed every request's tokens under the schedule and write each step's taps to `writer`.
 
-        Every position of every request is computed, the logits of the last prompt token and of every token after it;
-        `writer.end_step` receives the engine's own greedy choice for each of those. What the cache holds at the end of a
-        request is written as a step of phase `readback`.
+        Every position of every request is computed, and the logits of the last prompt token and of every token after
+        it; `writer.end_step` receives the engine's own greedy choice for each of those. What the cache holds at the
+        end of a request is written as a step of phase `readback`. Nothing is left over from one run to the next.
         """
 
 
@@ -81,29 +88,38 @@ def open_engine(
     """Open the engine of that name on a checkpoint.
 
     Raises:
-        HarnessError: UNKNOWN_ENGINE, with the names there are; or what the engine's own opening raises.
+        HarnessError: UNKNOWN_ENGINE, with the names there are; ENGINE_FAILED where it cannot be imported or opened;
+            or what the engine's own opening raises.
     """
-    found = [entry for entry in entry_points(group=GROUP) if entry.name == name]
-    if not found:
+    opener = _load(_entry(name))
+    with blaming(name):
+        engine = opener(folder, dtype=dtype, device=device, options=dict(options or {}))
+    if not isinstance(engine, Engine):
         raise HarnessError(
-            Code.UNKNOWN_ENGINE,
-            f"no engine is called {name!r}",
-            where=f"entry points of the group {GROUP!r}",
-            expected=", ".join(engine_names()),
-            actual=name,
-            hint="install the package that provides it",
+            Code.ENGINE_FAILED,
+            "what the entry point opens is no engine",
+            where=name,
+            expected="an object with name, offer and run",
+            actual=type(engine).__name__,
+            hint="docs/write-an-adapter.md shows a complete one",
         )
-    return _load(found[0])(folder, dtype=dtype, device=device, options=dict(options or {}))
+    return engine
 
 
-def _load(entry: EntryPoint) -> OpenEngine:
+@contextmanager
+def blaming(engine: str) -> Iterator[None]:
+    """Turn whatever an engine raises, an attempt to end the process included, into an error that names it."""
     try:
-        opened: OpenEngine = entry.load()
-    except Exception as error:  # whatever a foreign package does at import
+        yield
+    except HarnessError:
+        raise
+    except (Exception, SystemExit) as error:
         raise HarnessError(
-            Code.ENGINE_FAILED, f"the engine {entry.name!r} cannot be imported: {error}", where=entry.value
+            Code.ENGINE_FAILED,
+            f"the engine raised {type(error).__name__}: {error}",
+            where=engine,
+            hint="set HARNESS_TRACEBACK=1 to see where",
         ) from error
-    return opened
 
 
 def refuse_unknown_options(name: str, options: Mapping[str, str], known: Sequence[str]) -> None:
@@ -117,3 +133,38 @@ def refuse_unknown_options(name: str, options: Mapping[str, str], known: Sequenc
             expected=", ".join(known) or "no options",
             actual=f"{unknown[0]}={options[unknown[0]]}",
         )
+
+
+def _entry(name: str) -> EntryPoint:
+    found = [entry for entry in entry_points(group=GROUP) if entry.name == name]
+    if not found:
+        raise HarnessError(
+            Code.UNKNOWN_ENGINE,
+            f"no engine is called {name!r}",
+            where=f"entry points of the group {GROUP!r}",
+            expected=", ".join(engine_names()),
+            actual=name,
+            hint="install the package that provides it",
+        )
+    if len({entry.value for entry in found}) > 1:
+        raise HarnessError(
+            Code.UNKNOWN_ENGINE,
+            f"several engines are called {name!r}",
+            where=f"entry points of the group {GROUP!r}",
+            actual=", ".join(sorted(entry.value for entry in found)),
+            hint="uninstall one of the packages",
+        )
+    return found[0]
+
+
+def _load(entry: EntryPoint) -> OpenEngine:
+    try:
+        opened: OpenEngine = entry.load()
+    except (Exception, SystemExit) as error:  # whatever a foreign package does at import
+        raise HarnessError(
+            Code.ENGINE_FAILED,
+            f"the engine {entry.name!r} cannot be imported: {type(error).__name__}: {error}",
+            where=entry.value,
+            hint="set HARNESS_TRACEBACK=1 to see where",
+        ) from error
+    return opened

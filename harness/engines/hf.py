@@ -44,7 +44,7 @@ class _Lane:
     num_fed: int = 0
 
     def next_tokens(self, count: int) -> list[int]:
-        """The next tokens to feed; a request that is done is fed zeros, which nobody looks at."""
+        """Return the next tokens to feed; a request that is done is fed zeros, which nobody looks at."""
         tokens = self.request.token_ids[self.num_fed : self.num_fed + count]
         return tokens + [0] * (count - len(tokens))
 
@@ -89,7 +89,7 @@ class _Batch:
     def __init__(
         self, decoder: Decoder, attention: str, requests: Sequence[RequestInfo], writer: RecordingWriter
     ) -> None:
-        from transformers import DynamicCache  # noqa: PLC0415: seconds to import
+        from transformers import DynamicCache  # seconds to import
 
         self._decoder, self._attention, self._writer = decoder, attention, writer
         self._longest = max(request.prompt_length for request in requests)

@@ -91,7 +91,7 @@ def attending(decoder: Decoder, attention: str, sink: Sink | None = None) -> Ite
     The queries and keys exist only between two lines of HF's attention module; its registry of attention functions is
     the public way to see them.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415: seconds to import
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     function = _attention_function(decoder, attention)
 
@@ -116,7 +116,7 @@ def attending(decoder: Decoder, attention: str, sink: Sink | None = None) -> Ite
 
 def _attention_function(decoder: Decoder, attention: str) -> Callable[..., Any]:
     """Return HF's function of that name; `eager` is defined in each model's own file."""
-    from transformers import AttentionInterface  # noqa: PLC0415
+    from transformers import AttentionInterface
 
     if attention == "eager":
         return decoder.library_function("eager_attention_forward")

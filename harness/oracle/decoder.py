@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.checkpoint import read_config
+from harness.checkpoint import CONFIG_NAME, read_config
 from harness.errors import Code, HarnessError
+from harness.inspect import inspect_path
 from harness.taps import DecoderGraph, decoder_graph
 
 _LAYER_CHILDREN = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
@@ -79,7 +80,7 @@ def load_decoder(folder: Path, *, dtype: torch.dtype, device: str = "cpu") -> De
         HarnessError: the architecture is unknown to transformers, or is not a decoder of the known graph, or the
             tensors do not fit the config.
     """
-    read_config(folder)
+    _check_tensors(folder)
     model = _from_pretrained(folder, dtype).to(device).eval().requires_grad_(False)
     _check_structure(model, folder)
     attention = model.model.layers[0].self_attn
@@ -87,14 +88,50 @@ def load_decoder(folder: Path, *, dtype: torch.dtype, device: str = "cpu") -> De
     return Decoder(model=model, graph=graph, folder=folder, dtype=dtype, device=torch.device(device))
 
 
+def _check_tensors(folder: Path) -> None:
+    """Refuse a checkpoint whose tensors are not those that its config asks for, before any of them is read."""
+    if read_config(folder).get("quantization_config"):
+        raise HarnessError(
+            Code.UNSUPPORTED_ARCHITECTURE,
+            "the checkpoint's weights are quantised",
+            where=f"{folder / CONFIG_NAME}: quantization_config",
+            expected="weights in float32, bfloat16 or float16",
+            hint="pass the model it was quantised from",
+        )
+    against = inspect_path(folder)["against_config"]
+    if not against["compared"]:
+        return
+    for kind in ("misshapen", "missing", "unexpected"):
+        if against[kind]:
+            raise _contradiction(folder, kind, against[kind])
+
+
+def _contradiction(folder: Path, kind: str, tensors: Sequence[Any]) -> HarnessError:
+    names = [tensor["name"] if kind == "misshapen" else tensor for tensor in tensors]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return HarnessError(
+        Code.TENSORS_CONTRADICT_CONFIG,
+        f"the checkpoint's tensors do not fit its config: {kind}: {', '.join(names[:3])}{more}",
+        where=folder,
+        expected=tensors[0]["expected"] if kind == "misshapen" else None,
+        actual=tensors[0]["actual"] if kind == "misshapen" else None,
+        hint=f"harness inspect {folder}",
+    )
+
+
 def _from_pretrained(folder: Path, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415: seconds to import
+    from transformers import AutoModelForCausalLM
 
     try:
         with _quiet_transformers(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model, loading = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+                folder,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                local_files_only=True,
+                output_loading_info=True,
+                trust_remote_code=False,
             )
     except HarnessError:
         raise
@@ -129,7 +166,7 @@ def _loading_error(folder: Path, error: Exception) -> HarnessError:
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """Silence transformers' loading reports and bars: what they say of a bad checkpoint we say ourselves."""
-    from transformers.utils import logging  # noqa: PLC0415
+    from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
@@ -158,6 +195,6 @@ def _check_structure(model: Any, folder: Path) -> None:
             Code.UNSUPPORTED_ARCHITECTURE,
             f"{type(model).__name__} is not a decoder of the known graph: it lacks {', '.join(missing[:6])}",
             where=folder,
-            expected="pre-norm layers with self_attn.{q,k,v,o}_proj and mlp.{gate,up,down}_proj (Llama, Qwen2, Qwen3, ...)",
+            expected="pre-norm layers with self_attn.{q,k,v,o}_proj and mlp.{gate,up,down}_proj (Llama, Qwen2, Qwen3)",
             actual=type(model).__name__,
         )

@@ -25,6 +25,7 @@ from harness.errors import Code, HarnessError
 from harness.metrics import row_metrics
 from harness.oracle.capture import capturing
 from harness.oracle.decoder import Decoder
+from harness.oracle.self_check import check_graph
 from harness.oracle.truth import truth_forward
 from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
 from harness.taps import LOGITS
@@ -60,7 +61,8 @@ class Golden:
     def noise(self) -> dict[str, torch.Tensor]:
         """Relative L2 error per row of every tap, float64 [rows], in the order of the golden's steps."""
         try:
-            return safetensors.torch.load_file(self.recording.path / NOISE_FILE)
+            noise: dict[str, torch.Tensor] = safetensors.torch.load_file(self.recording.path / NOISE_FILE)
+            return noise
         except FileNotFoundError:
             return {}
         except (safetensors.SafetensorError, OSError) as error:
@@ -155,6 +157,7 @@ def make_golden(decoder: Decoder, prompts: Sequence[Prompt], out: Path, *, progr
             report("truth", index, len(requests))
             _record_truth(decoder, request, writer)
     recording = Recording.open(out, verify=False)
+    check_graph(decoder, recording)
     noise: list[dict[str, torch.Tensor]] = []
     for index, request in enumerate(requests):
         report("noise", index, len(requests))
@@ -197,7 +200,7 @@ def check_prompt(decoder: Decoder, prompt: Prompt, index: int) -> None:
 @torch.no_grad()
 def greedy_continuation(decoder: Decoder, prompt: Prompt) -> list[int]:
     """Return `max_new_tokens` greedy tokens of HF in the engine's dtype; an end-of-text token does not end it."""
-    from transformers import DynamicCache  # noqa: PLC0415
+    from transformers import DynamicCache
 
     cache = DynamicCache(config=decoder.config)
     feed, tokens = list(prompt.token_ids), list[int]()

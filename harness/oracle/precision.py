@@ -43,8 +43,8 @@ def keeping_double() -> Iterator[None]:
 def raised(*modules: nn.Module) -> Iterator[None]:
     """Hold the parameters and buffers of `modules` in float64 for the duration of the block.
 
-    The original tensors are kept and put back, so nothing is rounded twice and a tied parameter stays tied. Extra memory:
-    the modules once in float64.
+    The original tensors are kept and put back, so nothing is rounded twice and a tied parameter stays tied. Extra
+    memory: the modules once in float64.
     """
     originals: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:

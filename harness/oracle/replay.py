@@ -7,6 +7,7 @@ feeds the *engine's own* input of an operation to HF's module and so yields what
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -72,7 +73,7 @@ class Replayer:
 
         Args:
             operation: any operation but attention and cache read-back.
-            inputs: recorded tensors [rows, ...] in the order of `operation.inputs`; for the embedding, token ids [rows].
+            inputs: recorded tensors [rows, ...] in the order of `operation.inputs`; token ids [rows] for the embedding.
             positions: [rows], read by rotary only.
         """
         with keeping_double():
@@ -91,22 +92,22 @@ class Replayer:
         if operation.kind is Kind.ADD:
             return Replayed(expected=doubles[0] + doubles[1])
         if operation.kind is Kind.ACTIVATION:
-            mlp = self.decoder.module(operation.tap.removesuffix(".act"))
-            return Replayed(expected=mlp.act_fn(doubles[0]) * doubles[1])  # type: ignore[operator]
+            mlp: Any = self.decoder.module(operation.tap.removesuffix(".act"))
+            return Replayed(expected=mlp.act_fn(doubles[0]) * doubles[1])
         raise ValueError(f"{operation.kind} is not replayed row by row")
 
     def _linear(self, operation: Operation, x: torch.Tensor) -> Replayed:
-        module = self.decoder.module(operation.tap)
+        module: Any = self.decoder.module(operation.tap)
         expected = linear_in_double(module, x)
         weight = module.weight
         column_norm2 = torch.zeros(x.shape[-1], dtype=TRUTH_DTYPE, device=x.device)
-        for rows in weight.split(max(1, _SCORE_BYTES // (8 * x.shape[-1]))):  # type: ignore[operator]
+        for rows in weight.split(max(1, _SCORE_BYTES // (8 * x.shape[-1]))):
             column_norm2 += rows.to(TRUTH_DTYPE).square().sum(dim=0)
         scale = (x.square() @ column_norm2).sqrt()
         return Replayed(expected=expected, amplification=scale / expected.norm(dim=-1))
 
     def _norm(self, operation: Operation, x: torch.Tensor) -> torch.Tensor:
-        module = self.decoder.module(operation.tap)
+        module: Any = self.decoder.module(operation.tap)
         size = module.weight.shape[0]
         # q_norm and k_norm see heads of the flat projection
         expected: torch.Tensor = module(x if x.shape[-1] == size else x.unflatten(-1, (-1, size)))
@@ -125,20 +126,20 @@ class Replayer:
 
         The sensitivities, per row: with p the probabilities, o the context, s the scores,
         `amplification` is sqrt(sum_j p_j^2 ||v_j||^2) / ||o|| (each product p_j v_j rounded by itself), and
-        `score_sensitivity` is sqrt(sum_j p_j^2 b_j^2 ||v_j - o||^2) / ||o|| with b_j = ||q|| ||k_j|| scale, the bound of
-        the score (each score rounded by itself), both with the sums running over all heads as well.
+        `score_sensitivity` is sqrt(sum_j p_j^2 b_j^2 ||v_j - o||^2) / ||o|| with b_j = ||q|| ||k_j|| scale, the bound
+        of the score (each score rounded by itself), both with the sums running over all heads as well.
         """
-        module = self.decoder.layers[layer].self_attn
+        module: Any = self.decoder.layers[layer].self_attn
         device, num_groups = self.decoder.device, module.num_key_value_groups
         q_NTH = inputs.query.to(device, TRUTH_DTYPE).transpose(0, 1)
-        k_NSH = inputs.key.to(device, TRUTH_DTYPE).transpose(0, 1).repeat_interleave(num_groups, dim=0)  # type: ignore[arg-type]
-        v_NSH = inputs.value.to(device, TRUTH_DTYPE).transpose(0, 1).repeat_interleave(num_groups, dim=0)  # type: ignore[arg-type]
+        k_NSH = inputs.key.to(device, TRUTH_DTYPE).transpose(0, 1).repeat_interleave(num_groups, dim=0)
+        v_NSH = inputs.value.to(device, TRUTH_DTYPE).transpose(0, 1).repeat_interleave(num_groups, dim=0)
         step = max(1, _SCORE_BYTES // (8 * k_NSH.shape[0] * max(1, k_NSH.shape[1])))
         window = getattr(module, "sliding_window", None)
         parts = []
         for at in range(0, q_NTH.shape[1], step):
             visible = _visible(inputs.query_position[at : at + step], inputs.key_position, window).to(device)
-            parts.append(_attend(q_NTH[:, at : at + step], k_NSH, v_NSH, visible, float(module.scaling)))  # type: ignore[arg-type]
+            parts.append(_attend(q_NTH[:, at : at + step], k_NSH, v_NSH, visible, float(module.scaling)))
         columns = [torch.cat(column) for column in zip(*parts, strict=True)]
         return Replayed(expected=columns[0], amplification=columns[1], score_sensitivity=columns[2])
 
@@ -147,7 +148,7 @@ class Replayer:
 
         A legitimate convention that is coarser than scores in float32; an engine that follows it is held to it.
         """
-        module = self.decoder.layers[layer].self_attn
+        module: Any = self.decoder.layers[layer].self_attn
         dtype, device = self.decoder.dtype, self.decoder.device
         visible = _visible(inputs.query_position, inputs.key_position, getattr(module, "sliding_window", None)).to(
             device

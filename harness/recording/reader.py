@@ -10,6 +10,7 @@ import stat
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -89,6 +90,11 @@ class Recording:
         for step in self.steps:
             step.raise_if_altered(wait=True)
 
+    def unmap(self) -> None:
+        """Drop every mapping: its pages leave this process's memory, and a later access maps the file again."""
+        for step in self.steps:
+            step.release()
+
     def release(self) -> None:
         """Drop every mapping, and the digests that were not computed yet."""
         for step in self.steps:
@@ -126,6 +132,7 @@ class Step:
         self.digest: Future[None] | None = None
         self._folder = folder
         self._rules = rules
+        self._layout: _Layout | None = None
         self._mapping: _Mapping | None = None
 
     @property
@@ -170,7 +177,13 @@ class Step:
     @property
     def tap_names(self) -> list[str]:
         """Taps of this step, in the order in which they were written."""
-        return [name for name in self._map().tensors if not name.startswith(RESERVED_PREFIXES)]
+        layout = self._layout or self._map().layout
+        return [name for name in layout.tensors if not name.startswith(RESERVED_PREFIXES)]
+
+    def has(self, name: str) -> bool:
+        """Whether this step holds the tap `name`; costs no mapping once the recording is open."""
+        layout = self._layout or self._map().layout
+        return name in layout.tensors and not name.startswith(RESERVED_PREFIXES)
 
     def tap(self, name: str) -> torch.Tensor:
         """Return the tap `name`, [rows that it covers, ...]: a view of the file, or a copy where it is not aligned.
@@ -219,7 +232,10 @@ class Step:
         if self._mapping is None:
             path = _step_path(self._folder, self.entry)
             try:
-                self._mapping = _Mapping(path, self.entry, self._rules)
+                self._mapping = _Mapping(path, self._layout or _Layout.read(path, self.entry))
+                if self._layout is None:
+                    self._rules.check(path, self.entry, self._mapping.tensors, self._mapping.view)
+                    self._layout = self._mapping.layout
             except HarnessError:
                 if self.entry.sha256 is not None:
                     _check_digest(path, self.entry.sha256)  # if the file was altered, that is what to say
@@ -227,20 +243,33 @@ class Step:
         return self._mapping
 
 
-class _Mapping:
-    """A step file that follows the rules: its layout, and one private mapping of its bytes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """Where the tensors of a step file lie. It is read and checked once and outlives the mappings."""
 
-    def __init__(self, path: Path, entry: StepEntry, rules: StepRules) -> None:
+    tensors: dict[str, TensorEntry]
+    data_offset: int
+    file_bytes: int
+
+    @classmethod
+    def read(cls, path: Path, entry: StepEntry) -> Self:
         header = _read_step_header(path)
         if header.file_bytes != entry.num_bytes:
             raise _truncated(path, entry, header.file_bytes)
-        self.tensors: dict[str, TensorEntry] = header.by_name()
-        self._data_offset = header.data_offset
+        return cls(tensors=header.by_name(), data_offset=header.data_offset, file_bytes=header.file_bytes)
+
+
+class _Mapping:
+    """One private mapping of a step file's bytes."""
+
+    def __init__(self, path: Path, layout: _Layout) -> None:
+        self.layout = layout
+        self.tensors = layout.tensors
+        self._data_offset = layout.data_offset
         try:
-            self._bytes = torch.from_file(str(path), shared=False, size=header.file_bytes, dtype=torch.uint8)
+            self._bytes = torch.from_file(str(path), shared=False, size=layout.file_bytes, dtype=torch.uint8)
         except RuntimeError as error:
             malformed(path, f"the file cannot be mapped: {str(error).splitlines()[0]}")
-        rules.check(path, entry, self.tensors, self.view)
 
     def view(self, name: str) -> torch.Tensor:
         entry = self.tensors[name]

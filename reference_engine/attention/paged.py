@@ -73,7 +73,7 @@ class PagedAttention:
 
     def read_back(self, layer: int, block_table: Sequence[int], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AttentionBackend.read_back`."""
-        table_1B = torch.tensor([block_table], device=self.cache.data.device)
+        table_1B = torch.tensor([list(block_table)], device=self.cache.data.device)
         return self.cache.gather(layer, context_slots(table_1B, self.block_size, num_tokens)[0])
 
     def _plan_single(self, batch: Batch, num_single: int) -> tuple[torch.Tensor, torch.Tensor | None]:

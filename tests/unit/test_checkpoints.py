@@ -148,13 +148,16 @@ def test_recites_over_a_distance(name: str, bucket: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_generation_completes_a_half_recited_prompt(name: str) -> None:
-    tokenizer = load_tokenizer(name)
-    prompt, expected = train.half_recited(num_words=80, num_recited=40, seed=SEED)
-    inputs = tokenizer(prompt, return_tensors="pt")
-    output = load_model(name).generate(**inputs, max_new_tokens=100)[0, inputs["input_ids"].shape[1] :]
-    assert output[-1] == train.EOS_ID
-    assert tokenizer.decode(output, skip_special_tokens=True).split() == expected.split()
+def test_greedy_generation_completes_half_recited_prompts(name: str) -> None:
+    tokenizer, num_right = load_tokenizer(name), 0
+    for seed in range(SEED, SEED + 3):
+        prompt, expected = train.half_recited(num_words=80, num_recited=40, seed=seed)
+        inputs = tokenizer(prompt, return_tensors="pt")
+        output = load_model(name).generate(**inputs, max_new_tokens=100)[0, inputs["input_ids"].shape[1] :]
+        assert output[-1] == train.EOS_ID
+        words = tokenizer.decode(output, skip_special_tokens=True).split()
+        num_right += sum(map(str.__eq__, words, expected.split()))
+    assert num_right >= 0.95 * 3 * 40
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_the_youngest_gives_way_and_resumes_before_later_arrivals() -> None:
     assert spans(scheduler.schedule()) == [(0, 8, 9)]
     assert list(scheduler.waiting) == [young, late]
     assert young.num_computed_tokens == 0
-    assert young.block_table == []
+    assert len(young.block_table) == 0
     assert len(young.token_ids) == 9, "what was generated is kept"
     assert len(old.block_table) == 3
 

@@ -1,0 +1,97 @@
+"""The pytest plugin: case files are collected as tests (docs/pytest.md).
+
+pytest imports this in every session of everybody who has the harness installed, so that nothing heavy is imported here:
+pydantic waits until a case file is collected, torch and transformers until a case runs.
+"""
+
+import os
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from harness.errors import Code, HarnessError
+from harness.pytest_plugin.failure import (
+    pytest_configure_node,
+    pytest_report_from_serializable,
+    pytest_report_to_serializable,
+)
+from harness.pytest_plugin.items import UPDATE_SECTION, CaseFile
+
+__all__ = [
+    "pytest_addoption",
+    "pytest_collect_file",
+    "pytest_configure",
+    "pytest_configure_node",
+    "pytest_report_from_serializable",
+    "pytest_report_to_serializable",
+    "pytest_terminal_summary",
+]
+
+CASES_FOLDER = "cases"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the options of the plugin."""
+    parser.getgroup("inference-harness").addoption(
+        "--golden-update",
+        action="store_true",
+        help="Rewrite the sketches of the cases' goldens and show what changed. Refused where CI is set.",
+    )
+    parser.addini(
+        "harness_cases",
+        type="linelist",
+        default=[],
+        help="Case files besides those in folders named `cases`: globs relative to rootdir, `*` matches `/` too.",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse to rewrite expectations in continuous integration."""
+    if config.getoption("golden_update") and _in_continuous_integration():
+        error = HarnessError(
+            Code.UPDATE_REFUSED,
+            "--golden-update is refused where CI is set",
+            where="environment variable CI",
+            actual=os.environ["CI"],
+            hint="update on your machine and commit the change",
+        )
+        raise pytest.UsageError(str(error))
+
+
+def _in_continuous_integration() -> bool:
+    return os.environ.get("CI", "").lower() not in ("", "0", "false")
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> CaseFile | None:
+    """Collect a case file."""
+    if file_path.suffix != ".toml":
+        return None
+    is_declared = _is_declared(file_path, parent.config)
+    if not is_declared and file_path.parent.name != CASES_FOLDER:
+        return None
+    return CaseFile.from_parent(parent, path=file_path, is_declared=is_declared)
+
+
+def _is_declared(path: Path, config: pytest.Config) -> bool:
+    if not path.is_relative_to(config.rootpath):
+        return False
+    relative = path.relative_to(config.rootpath).as_posix()
+    return any(fnmatch(relative, pattern) for pattern in config.getini("harness_cases"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Show what --golden-update changed. The texts travel in the reports, so that xdist's workers can send them."""
+    texts = list(_update_texts(terminalreporter))
+    if config.getoption("golden_update") and texts:
+        terminalreporter.section("golden update")
+        for text in texts:
+            terminalreporter.write_line(text)
+
+
+def _update_texts(terminalreporter: pytest.TerminalReporter) -> Iterator[str]:
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport) and report.when == "call":
+                yield from (text for title, text in report.sections if title == f"Captured {UPDATE_SECTION} call")

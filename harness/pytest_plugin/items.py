@@ -1,0 +1,103 @@
+"""Case files and cases as pytest sees them: a file with one item, named `check`."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from harness.errors import Code, HarnessError
+from harness.pytest_plugin.failure import CheckFailedError, failure_text
+from harness.results import Outcome
+
+if TYPE_CHECKING:
+    from harness.case import Case
+    from harness.check import Plan
+
+UPDATE_SECTION = "golden update"
+"""Key of the report section that says what --golden-update did."""
+
+_MARKS_OF_A_CASE = re.compile(rb"^\s*(schema_version\s*=|\[\[\s*requests\s*\]\])", re.MULTILINE)
+
+
+class CaseFile(pytest.File):
+    """A TOML file with one case."""
+
+    def __init__(self, *, is_declared: bool, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.is_declared = is_declared
+        """Whether the configuration says that this is a case, rather than the name of its folder."""
+
+    def collect(self) -> Iterable["CaseItem"]:
+        """Yield the case; nothing for a file in a folder `cases` that is somebody else's."""
+        from harness.case import load_case
+
+        if not self.is_declared and not _looks_like_a_case(self.path):
+            return
+        try:
+            case = load_case(self.path)
+        except HarnessError as error:
+            raise self.CollectError(str(error)) from error
+        yield CaseItem.from_parent(self, name="check", case=case)
+
+
+def _looks_like_a_case(path: Path) -> bool:
+    """Whether the file has either of the two things no case is without; a case that breaks the schema has one."""
+    try:
+        return _MARKS_OF_A_CASE.search(path.read_bytes()) is not None
+    except OSError:
+        return True  # loading it says what is wrong
+
+
+class CaseItem(pytest.Item):
+    """A case: the golden against its sketch, then the engine against the golden under every schedule."""
+
+    def __init__(self, *, case: "Case", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.case = case
+        self.extra_keyword_matches |= {case.engine, case.dtype, case.device}
+
+    def runtest(self) -> None:
+        """Run the case."""
+        from harness.check import plan_case, run_check
+        from harness.report.junit import check_properties
+
+        try:
+            plan = plan_case(self.case)
+        except HarnessError as error:
+            if error.code is Code.NO_DEVICE:
+                pytest.skip(f"{error.code}: {error.what} {self.case.device}")
+            raise
+        self._check_sketch(plan)
+        result = run_check(plan)
+        self.user_properties += check_properties(result)
+        if result.outcome is not Outcome.PASS:
+            raise CheckFailedError(result)
+
+    def _check_sketch(self, plan: "Plan") -> None:
+        import torch
+
+        from harness import sketch
+        from harness.oracle.decoder import load_decoder
+        from harness.oracle.golden import cached_golden
+
+        decoder = load_decoder(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
+        golden = cached_golden(decoder, plan.prompts)
+        if self.config.getoption("golden_update"):
+            self.add_report_section("call", UPDATE_SECTION, f"{self.where}: {sketch.update(self.path, golden)}")
+        else:
+            sketch.check(self.path, golden, command=f"pytest {self.where} --golden-update")
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """Return the report of the check or the message of the error; a traceback only for a bug of the harness."""
+        return failure_text(excinfo.value, self.config) or super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, int | None, str]:
+        """Return what the headline of a failure says."""
+        return self.path, None, self.where
+
+    @property
+    def where(self) -> str:
+        """Path of the case file as it is typed on the command line."""
+        return self.nodeid.removesuffix(f"::{self.name}")

@@ -1,0 +1,136 @@
+"""Measure the local error of sound engines per kind of operation and dtype, and what share of its bound it takes.
+
+The bounds of `harness.compare.bounds` were chosen from this table. Writes reports/<kind>/noise-floors.md.
+
+    python tests/benchmarks/noise_floors.py [--stories ../shared/models/stories260k] [--device cpu] [--out FILE]
+"""
+
+import argparse
+import platform
+import subprocess
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from harness.case import RequestSpec, load_case
+from harness.check import Plan, make_plan, record_run
+from harness.compare import compare_run
+from harness.compare.local import local_errors
+from harness.oracle.decoder import load_decoder
+from harness.oracle.golden import cached_golden, environment
+from harness.oracle.replay import Replayer
+from harness.recording import Recording
+
+ROOT = Path(__file__).parents[2]
+ENGINES = {"hf eager": ("hf", {"attention": "eager"}), "hf sdpa": ("hf", {}), "reference": ("reference", {})}
+SCHEDULES = ("plain", "chunked", "batched")
+STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the sun with her friends. "
+
+
+@dataclass(slots=True)
+class Floor:
+    """Local errors and bounds of one kind of operation under one engine and dtype."""
+
+    roundings: list[torch.Tensor] = field(default_factory=list)
+    shares: list[torch.Tensor] = field(default_factory=list)
+    conventions: set[str] = field(default_factory=set)
+
+    def cells(self) -> list[str]:
+        errors, shares = torch.cat(self.roundings), torch.cat(self.shares)
+        ordered = errors.sort().values
+        p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+        figures = [f"{float(x):.3g}" for x in (errors.median(), p99, errors.max(), shares.max())]
+        return [f"{len(errors):,}", *figures, ", ".join(sorted(self.conventions)) or "-"]
+
+
+def plans(stories: Path | None, dtype: str, device: str) -> Iterator[tuple[str, Plan]]:
+    """Yield the models to measure, each with its requests."""
+    common = {"engine": "reference", "dtype": dtype, "device": device, "local_files_only": True}
+    for family in ("llama", "qwen2", "qwen3"):
+        case = load_case(ROOT / "cases" / f"{family}-float32.toml")
+        yield (
+            f"{family}-tiny",
+            make_plan(model=case.model, requests=case.requests, max_new_tokens=48, schedules=SCHEDULES, **common),
+        )
+    if stories is not None:
+        requests = [RequestSpec(prompt=STORY * 4), RequestSpec(prompt=STORY), RequestSpec(prompt="Once upon a time")]
+        yield (
+            "stories260k",
+            make_plan(model=str(stories), requests=requests, max_new_tokens=64, schedules=SCHEDULES, **common),
+        )
+
+
+def measure(plan: Plan, floors: dict[tuple[str, str, str], Floor], alarms: list[str]) -> int:
+    """Run every engine under every schedule; collect the local errors by kind, and any alarm. Return the runs."""
+    decoder = load_decoder(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
+    golden, num_runs = cached_golden(decoder, plan.prompts), 0
+    for label, (engine, options) in ENGINES.items():
+        for schedule in plan.schedules:
+            own = Plan(**{name: getattr(plan, name) for name in Plan.__slots__} | {"engine": engine, "engine_options": options})
+            with tempfile.TemporaryDirectory() as folder:
+                opened = record_run(own, schedule, golden.requests, Path(folder) / "run")
+                with Recording.open(Path(folder) / "run", verify=False) as recording:
+                    for operation, errors in local_errors(recording, decoder.graph, Replayer(decoder)):
+                        floor = floors[plan.dtype, label, operation.kind.value]
+                        floor.roundings.append(errors.roundings)
+                        floor.shares.append(torch.where(errors.roundings == 0, 0.0, errors.roundings / errors.bound))
+                        floor.conventions |= {errors.convention} if errors.convention else set()
+                    result = compare_run(
+                        recording,
+                        golden.recording,
+                        noise=golden.noise,
+                        replayer=Replayer(decoder),
+                        wanted=opened.offer.wanted(decoder.graph),
+                        require=schedule.requires,
+                    )
+                    ratio = max(tap.propagated_ratio_max or 0 for tap in result.taps)
+                    floors[plan.dtype, label, "(propagated ratio)"].roundings.append(torch.tensor([ratio]))
+                    floors[plan.dtype, label, "(propagated ratio)"].shares.append(torch.tensor([0.0]))
+                    alarms += [f"{plan.model} {plan.dtype} {label} {schedule}: {x.message}" for x in result.findings]
+            num_runs += 1
+    return num_runs
+
+
+def machine() -> str:
+    """Return what the figures depend on."""
+    flags = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in Path("/proc/cpuinfo").read_text()]
+    facts = ", ".join(f"{name} {value}" for name, value in environment().items() if value != "")
+    return f"{platform.processor() or platform.machine()} ({' '.join(flags)}); {facts}"
+
+
+def main() -> None:
+    """Measure and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stories", type=Path, default=ROOT.parent / "shared" / "models" / "stories260k")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=ROOT / "reports" / "cpu" / "noise-floors.md")
+    arguments = parser.parse_args()
+    stories = arguments.stories if arguments.stories.exists() else None
+    floors: dict[tuple[str, str, str], Floor] = defaultdict(Floor)
+    alarms: list[str] = []
+    num_runs, models = 0, []
+    for dtype in ("float32", "bfloat16", "float16"):
+        for name, plan in plans(stories, dtype, arguments.device):
+            models.append(name)
+            num_runs += measure(plan, floors, alarms)
+            print(f"{dtype} {name}: {len(alarms)} alarms so far", flush=True)  # noqa: T201
+    rows = [[*key, *floor.cells()] for key, floor in floors.items()]
+    headers = ["dtype", "engine", "operation", "rows", "median", "99 %", "max", "largest share of bound", "convention"]
+    table = tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+    date = subprocess.run(["date", "-I"], capture_output=True, text=True, check=True).stdout.strip()
+    head = (
+        f"# Noise floors\n\n`python tests/benchmarks/noise_floors.py`, {date}. {machine()}.\n\n"
+        f"Models: {', '.join(dict.fromkeys(models))}; schedules {', '.join(SCHEDULES)}; {num_runs} runs, "
+        f"{len(alarms)} alarms.\n\nLocal error of each row in roundings to the dtype, over all layers.\n\n"
+    )
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(head + table + "\n" + "".join(f"\n- {alarm}" for alarm in alarms))
+
+
+if __name__ == "__main__":
+    main()

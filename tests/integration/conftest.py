@@ -1,0 +1,117 @@
+"""The command line in this process, a golden and a recording to look at, and engines of other packages."""
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cli.main import run
+
+ENGINE = """
+from harness.engines import open_engine as open_any
+
+
+class Between:
+    def __init__(self, writer):
+        self.writer = writer
+
+    def __getattr__(self, name):
+        return getattr(self.writer, name)
+
+
+class Engine:
+    name = "foreign"
+
+    def __init__(self, inner):
+        self.inner, self.offer = inner, inner.offer
+
+    def run(self, workload, writer):
+        self.inner.run(workload, Between(writer))
+
+
+def open_engine(folder, *, dtype, device, options):
+    return Engine(open_any("reference", folder, dtype=dtype, device=device, options=options))
+"""
+"""The reference engine as another package's; tests replace a part of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """Standard output as JSON."""
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def harness(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """Run a command of the harness; no way to end shows a traceback."""
+    monkeypatch.delenv("HARNESS_TRACEBACK", raising=False)
+
+    def call(*arguments: object) -> Ran:
+        capsys.readouterr()
+        status = run([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return Ran(status=status, out=out, err=err)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def llama(checkpoints: Path) -> Path:
+    """The smallest checkpoint."""
+    return checkpoints / "llama-tiny"
+
+
+@pytest.fixture(scope="session")
+def workload() -> list[str]:
+    """Options of a workload of two requests that decodes, as short as can be."""
+    return ["--token-ids", "1,4,5,6,7,8", "--token-ids", "1,9,10", "--max-new-tokens", "3"]
+
+
+@pytest.fixture(scope="session")
+def golden(tmp_path_factory: pytest.TempPathFactory, llama: Path, workload: list[str]) -> Path:
+    """A golden of that workload; copy it to damage it."""
+    folder = tmp_path_factory.mktemp("golden") / "golden"
+    assert run(["golden", "--model", str(llama), *workload, "--out", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def recording(tmp_path_factory: pytest.TempPathFactory, golden: Path) -> Path:
+    """A sound recording of the reference engine on that golden; copy it to damage it."""
+    folder = tmp_path_factory.mktemp("recording") / "recording"
+    assert run(["run", "--golden", str(golden), "--schedule", "batched", "--out", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Install an engine of another package, as pip does: a module and the entry point in its metadata."""
+
+    def install_engine(source: str, *, name: str = "foreign", opener: str = "open_engine") -> str:
+        module = f"{name}_package_{abs(hash(tmp_path))}"
+        site = tmp_path / f"site-{name}"
+        metadata = site / f"{module}-1.0.dist-info"
+        metadata.mkdir(parents=True)
+        (site / f"{module}.py").write_text(source)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text(f"[inference_harness.engines]\n{name} = {module}:{opener}\n")
+        monkeypatch.syspath_prepend(site)
+        importlib.invalidate_caches()
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        return name
+
+    return install_engine

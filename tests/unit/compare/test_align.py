@@ -1,0 +1,171 @@
+"""Rows are found by (request, position), whatever the steps, their order, or the requests' ids."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.compare.align import Locator, Rows, check_same_prompts, take
+from harness.errors import Code, HarnessError
+from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+
+TAP, PARTIAL = "model.embed_tokens", "lm_head"
+
+
+def rows_at(*pairs):
+    request, position = (torch.tensor(column, dtype=torch.int64) for column in zip(*pairs, strict=True))
+    return Rows(request=request, position=position, step=torch.zeros_like(request))
+
+
+def write(path, requests, steps, *, partial=None):
+    """A recording whose value at a row is 1000 * request + position + 0.1 * step; steps are lists of rows."""
+    writer = RecordingWriter(
+        path,
+        producer=Producer(name="tests", version="1"),
+        model=ModelInfo(id="tiny"),
+        dtype="float32",
+        device="cpu",
+        environment={},
+        requests=[RequestInfo(id=id_, token_ids=[1] * n, prompt_length=1) for id_, n in requests.items()],
+    )
+    with writer:
+        for index, step in enumerate(steps):
+            chosen = list(partial(step)) if partial else []
+            writer.begin_step(
+                phase="prefill",
+                request=[request for request, _ in step],
+                position=[position for _, position in step],
+                partial_rows={PARTIAL: chosen} if chosen else None,
+            )
+            values = torch.tensor([value(row, index) for row in step])
+            writer.tap(TAP, values[:, None].expand(-1, 3).contiguous())
+            if chosen:
+                writer.tap(PARTIAL, values[chosen][:, None])
+            writer.end_step()
+    return Recording.open(path)
+
+
+def value(row, step):
+    return 1000 * (row[0] % 97) + row[1] + step / 10
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_every_row_is_found_where_it_was_recorded_last(tmp_path_factory, data):
+    ids = data.draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4, unique=True))
+    requests = {id_: data.draw(st.integers(1, 6)) for id_ in ids}
+    every = [(id_, position) for id_, n in requests.items() for position in range(n)]
+    steps = data.draw(
+        st.lists(st.lists(st.sampled_from(every), min_size=1, max_size=6, unique=True), min_size=1, max_size=5)
+    )
+    has_partial = [data.draw(st.booleans()) for _ in steps]
+    index = {id(step): flag for step, flag in zip(steps, has_partial, strict=True)}
+    recording = write(
+        tmp_path_factory.mktemp("aligned") / "r",
+        requests,
+        steps,
+        partial=lambda step: range(0, len(step), 2) if index[id(step)] else (),
+    )
+    locator = Locator(recording)
+    last = {tap: {} for tap in (TAP, PARTIAL)}
+    running = dict.fromkeys(last, 0)
+    for at, step in enumerate(steps):
+        for row, name in enumerate(step):
+            last[TAP][name] = (at, row, running[TAP] + row)
+        running[TAP] += len(step)
+        if has_partial[at]:
+            for row, name in enumerate(step[::2]):
+                last[PARTIAL][name] = (at, row, running[PARTIAL] + row)
+            running[PARTIAL] += len(step[::2])
+    wanted = data.draw(st.permutations(every))
+    for tap, known in last.items():
+        found = locator.find(tap, rows_at(*wanted))
+        assert [tuple(row) for row in found.tolist()] == [known.get(name, (-1, -1, -1)) for name in wanted]
+        recorded = locator.recorded(tap)
+        for row, id_ in enumerate(sorted(requests)):
+            assert int(locator.request_ids[row]) == id_
+            assert [bool(x) for x in recorded[row, : requests[id_]]] == [
+                (id_, position) in known for position in range(requests[id_])
+            ]
+        present = [name for name in wanted if name in known]
+        if present:
+            gathered = locator.gather(tap, locator.find(tap, rows_at(*present)))[:, 0]
+            torch.testing.assert_close(gathered, torch.tensor([value(name, known[name][0]) for name in present]))
+
+
+def test_a_tap_that_was_never_recorded_is_nowhere(tmp_path):
+    locator = Locator(write(tmp_path / "r", {3: 2}, [[(3, 0), (3, 1)]]))
+    assert locator.find("lm_head", rows_at((3, 0), (3, 1))).tolist() == [[-1] * 3] * 2
+    assert not locator.recorded("lm_head").any()
+    assert locator.taps() == [TAP]
+
+
+def test_rows_that_lie_side_by_side_are_not_copied(tmp_path):
+    recording = write(tmp_path / "r", {3: 6}, [[(3, position) for position in range(6)]])
+    locator = Locator(recording)
+    found = locator.find(TAP, rows_at((3, 2), (3, 3), (3, 4)))
+    gathered = locator.gather(TAP, found)
+    assert gathered.data_ptr() == recording.steps[0].tap(TAP)[2:].data_ptr()
+
+
+def test_take_of_a_partial_tap(tmp_path):
+    recording = write(tmp_path / "r", {3: 5}, [[(3, p) for p in (4, 2, 0, 1, 3)]], partial=lambda _: [4, 0, 2])
+    step = recording.steps[0]
+    tensor, there = take(step, PARTIAL, torch.tensor([2, 1, 4]))
+    assert there.tolist() == [True, False, True]
+    assert tensor.flatten().tolist() == [3000.0, 3003.0]
+    tensor, there = take(step, PARTIAL, None)
+    assert there.tolist() == [True, False, True, False, True]
+    assert tensor.flatten().tolist() == [3004.0, 3000.0, 3003.0], "in the order of the step's rows"
+    tensor, there = take(step, TAP, torch.tensor([1]))
+    assert there is None
+    assert tensor[:, 0].tolist() == [3002.0]
+
+
+def test_the_first_row_is_of_the_smallest_request_then_position():
+    rows = rows_at((7, 0), (2, 9), (2, 4), (2**31 - 1, 0), (2, 1))
+    everywhere = torch.ones(5, dtype=torch.bool)
+    assert rows.first(everywhere) == 4
+    assert rows.first(torch.tensor([True, True, True, True, False])) == 2
+    assert rows.first(torch.tensor([True, False, False, True, False])) == 0
+    assert rows.first(torch.tensor([False, False, False, True, False])) == 3
+
+
+def test_rows_selected_and_joined():
+    rows = rows_at((7, 0), (2, 9), (2, 4))
+    assert len(Rows.concat([])) == 0
+    joined = Rows.concat([rows.select(torch.tensor([2])), rows.select(torch.tensor([True, False, True]))])
+    assert joined.position.tolist() == [4, 0, 4]
+    assert joined.request.tolist() == [2, 7, 2]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        ({3: [1, 2]}, {4: [1, 2]}, "different requests"),
+        ({3: [1, 2]}, {3: [1, 2], 4: [1]}, "different requests"),
+        ({3: [1, 2, 9]}, {3: [1, 2, 8]}, "position 2"),
+        ({3: [1, 2, 9]}, {3: [1, 2]}, "2 tokens"),
+    ],
+)
+def test_recordings_of_other_prompts_are_refused(tmp_path, theirs, ours, said):
+    def recorded(name, requests):
+        writer = RecordingWriter(
+            tmp_path / name,
+            producer=Producer(name="tests", version="1"),
+            model=ModelInfo(id="tiny"),
+            dtype="float32",
+            device="cpu",
+            environment={},
+            requests=[RequestInfo(id=id_, token_ids=tokens, prompt_length=1) for id_, tokens in requests.items()],
+        )
+        with writer:
+            pass
+        return Recording.open(tmp_path / name)
+
+    expected, actual = recorded("theirs", theirs), recorded("ours", ours)
+    check_same_prompts(expected, expected)
+    with pytest.raises(HarnessError) as caught:
+        check_same_prompts(expected, actual)
+    assert caught.value.code is Code.DIFFERENT_PROMPTS
+    assert said in str(caught.value)
