@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from harness import __version__
-from harness.cli.output import write_json
+from harness.cli.output import write, write_json
 from harness.engines import engine_names
 from harness.errors import Code, ExitStatus, HarnessError
 
@@ -48,15 +48,17 @@ def run(arguments: Sequence[str]) -> int:
             stream.reconfigure(errors="replace")  # the tables use a few characters that not every locale has
     try:
         command = typer.main.get_command(build_app())
-        return int(command(list(arguments), prog_name="harness", standalone_mode=False) or ExitStatus.PASS)
-    except (KeyboardInterrupt, typer.Abort):
-        typer.echo("interrupted", err=True)
-        return INTERRUPTED
+        status = int(command(list(arguments), prog_name="harness", standalone_mode=False) or ExitStatus.PASS)
+    except (KeyboardInterrupt, typer.Abort):  # older versions of typer: newer ones return a status
+        status = INTERRUPTED
     except Exception as error:
         if type(error).__name__ == "NoArgsIsHelpError" and isinstance(error, _ClickError):
             error.show()
             return ExitStatus.BAD_INPUT
         return _report(_as_harness_error(error), as_json=wants_json(arguments))
+    if status == INTERRUPTED:
+        typer.echo("interrupted", err=True)
+    return status
 
 
 def wants_json(arguments: Sequence[str]) -> bool:
@@ -119,7 +121,7 @@ def build_app() -> typer.Typer:
 
 def _version(shown: bool) -> None:
     if shown:
-        typer.echo(f"harness {__version__}")
+        write(f"harness {__version__}")
         raise typer.Exit
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import torch
 
 from harness.compare.align import Rows, chunks, is_readback, joined, step_rows, take
-from harness.compare.bounds import local_bound
+from harness.compare.bounds import EAGER_MODEL, ERROR_MODELS, ErrorModel, local_bound
 from harness.compare.history import attention_inputs
 from harness.metrics import RowMetrics, rounding_unit, row_metrics
-from harness.oracle.replay import Replayed, Replayer
+from harness.oracle.replay import AttentionInputs, Replayed, Replayer
 from harness.recording import Recording, Step
 from harness.taps import DecoderGraph, Kind, Operation
 
@@ -107,7 +107,7 @@ def _judge(
         if not len(rows):
             continue
         replayed = replayer.replay(operation, inputs, rows.position)
-        _add(parts, operation.kind, rows, actual, replayed, inputs, dtype)
+        parts.add(*_errors(ERROR_MODELS[operation.kind], rows, actual, replayed, inputs, dtype))
     return parts.joined()
 
 
@@ -148,34 +148,26 @@ def _judge_attention(
     defined, eager = _Parts(), _Parts()
     for rows, actual, inputs in attention_inputs(operation, steps):
         replayed = replayer.attention(operation.layer, inputs)
-        history = [inputs.key, inputs.value, inputs.query]
-        _add(defined, operation.kind, rows, actual, replayed, history, dtype)
-        if bool((defined.roundings[-1] > defined.bound[-1]).any()) or eager.rows:
-            candidate = replayer.eager_attention(operation.layer, inputs).to(torch.float64)
-            as_eager = Replayed(expected=candidate, amplification=replayed.amplification)
-            eager.add(*_errors(operation.kind, rows, actual, as_eager, history, dtype))
+        defined.add(*_errors(ERROR_MODELS[operation.kind], rows, actual, replayed, _tensors(inputs), dtype))
     default = defined.joined()
-    if default is None or not eager.rows:
+    if default is None or not bool(default.bad.any()):
         return default
+    for rows, actual, inputs in attention_inputs(operation, steps):
+        amplification = replayer.attention(operation.layer, inputs).amplification
+        candidate = replayer.eager_attention(operation.layer, inputs).to(torch.float64)
+        as_eager = Replayed(expected=candidate, amplification=amplification)
+        eager.add(*_errors(EAGER_MODEL, rows, actual, as_eager, _tensors(inputs), dtype))
     other = eager.joined(EAGER)
     assert other is not None
     return other if int(other.bad.sum()) < int(default.bad.sum()) else default
 
 
-def _add(
-    parts: _Parts,
-    kind: Kind,
-    rows: Rows,
-    actual: torch.Tensor,
-    replayed: Replayed,
-    inputs: Sequence[torch.Tensor],
-    dtype: torch.dtype | None,
-) -> None:
-    parts.add(*_errors(kind, rows, actual, replayed, inputs, dtype))
+def _tensors(inputs: AttentionInputs) -> list[torch.Tensor]:
+    return [inputs.query, inputs.key, inputs.value]
 
 
 def _errors(
-    kind: Kind,
+    model: ErrorModel,
     rows: Rows,
     actual: torch.Tensor,
     replayed: Replayed,
@@ -187,8 +179,8 @@ def _errors(
     expected = replayed.expected.cpu()
     metrics: RowMetrics = row_metrics(actual, expected.view_as(actual))
     roundings = metrics.relative_l2 / rounding_unit(dtype)
-    bound = local_bound(kind, dtype, replayed, metrics)
-    not_finite = ~torch.isfinite(metrics.actual_norm)
+    bound = local_bound(model, dtype, replayed, metrics)
+    not_finite = ~metrics.is_finite
     if bool(not_finite.any()):
         roundings = torch.where(not_finite, torch.inf, roundings)
     not_judgeable = ~torch.isfinite(metrics.expected_norm)

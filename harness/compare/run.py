@@ -184,7 +184,7 @@ def _code(each: _Judged, at: int) -> Code:
     errors = each.local or each.cache
     if errors is None:
         assert each.propagated is not None
-        finite = torch.isfinite(each.propagated.metrics.actual_norm[at])
+        finite = each.propagated.metrics.is_finite[at]
         return Code.PROPAGATED_ERROR if finite else Code.NOT_FINITE
     if each.cache is not None and each.local is None:
         return Code.CACHE_DIFFERS
@@ -306,6 +306,7 @@ def _row_id(each: _Judged, at: int) -> RowId:
     index = None
     if each.propagated is not None and len(each.propagated.rows) == len(each.rows):
         index = int(each.propagated.metrics.worst_index[at])
+        index = None if index < 0 else index
     return RowId(request=int(each.rows.request[at]), position=int(each.rows.position[at]), index=index)
 
 
@@ -324,16 +325,14 @@ def _local_figures(errors: LocalErrors) -> dict[str, float]:
 
 def _propagated_figures(propagated: PropagatedErrors) -> dict[str, float | int]:
     metrics = propagated.metrics
-    figures = {
+    return {
         "propagated_relative_l2_max": float(metrics.relative_l2.max()),
         "propagated_ratio_median": float(propagated.ratio.median()),
         "propagated_ratio_max": float(propagated.ratio.max()),
         "max_abs": float(metrics.max_abs.max()),
+        "max_ulp": float(metrics.max_ulp.max()),
         "cosine_min": float(metrics.cosine.min()),
         "sqnr_db_min": float(metrics.sqnr_db.min()),
         "num_nan": metrics.num_nan,
         "num_inf": metrics.num_inf,
     }
-    if not bool(metrics.max_ulp.isnan().all()):
-        figures["max_ulp"] = float(metrics.max_ulp.max())
-    return figures

@@ -135,13 +135,18 @@ class Replayer:
         k_NSH = inputs.key.to(device, TRUTH_DTYPE).transpose(0, 1).repeat_interleave(num_groups, dim=0)
         v_NSH = inputs.value.to(device, TRUTH_DTYPE).transpose(0, 1).repeat_interleave(num_groups, dim=0)
         step = max(1, _SCORE_BYTES // (8 * k_NSH.shape[0] * max(1, k_NSH.shape[1])))
-        window = getattr(module, "sliding_window", None)
+        window = self._window(module)
         parts = []
         for at in range(0, q_NTH.shape[1], step):
             visible = _visible(inputs.query_position[at : at + step], inputs.key_position, window).to(device)
             parts.append(_attend(q_NTH[:, at : at + step], k_NSH, v_NSH, visible, float(module.scaling)))
         columns = [torch.cat(column) for column in zip(*parts, strict=True)]
         return Replayed(expected=columns[0], amplification=columns[1], score_sensitivity=columns[2])
+
+    def _window(self, module: Any) -> int | None:
+        """Return the layer's sliding window: its own where the family has one a layer, else the config's (Mistral)."""
+        window: int | None = getattr(module, "sliding_window", getattr(self.decoder.config, "sliding_window", None))
+        return window
 
     def eager_attention(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
         """Compute attention as HF's eager code does in the engine's dtype, scores rounded: [T, N*H].
@@ -150,9 +155,7 @@ class Replayer:
         """
         module: Any = self.decoder.layers[layer].self_attn
         dtype, device = self.decoder.dtype, self.decoder.device
-        visible = _visible(inputs.query_position, inputs.key_position, getattr(module, "sliding_window", None)).to(
-            device
-        )
+        visible = _visible(inputs.query_position, inputs.key_position, self._window(module)).to(device)
         mask = torch.zeros(visible.shape, dtype=dtype, device=device)
         mask.masked_fill_(~visible, torch.finfo(dtype).min)
         q, k, v = (x.to(device, dtype).transpose(0, 1)[None] for x in (inputs.query, inputs.key, inputs.value))

@@ -67,7 +67,7 @@ class CaseItem(pytest.Item):
             plan = plan_case(self.case)
         except HarnessError as error:
             if error.code is Code.NO_DEVICE:
-                pytest.skip(f"{error.code}: {error.what} {self.case.device}")
+                pytest.skip(f"{self.where}: {error.code}: {error.what} ({self.case.device})")
             raise
         self._check_sketch(plan)
         result = run_check(plan)
@@ -91,7 +91,12 @@ class CaseItem(pytest.Item):
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """Return the report of the check or the message of the error; a traceback only for a bug of the harness."""
-        return failure_text(excinfo.value, self.config) or super().repr_failure(excinfo, style)
+        failure = failure_text(excinfo.value, self.config)
+        if failure:
+            return failure
+        excinfo.traceback = excinfo.traceback.cut(path=__file__)  # begins with pytest's own frames
+        chosen = self.config.getoption("tbstyle", "auto")
+        return super().repr_failure(excinfo, style or ("short" if chosen == "auto" else chosen))
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
         """Return what the headline of a failure says."""

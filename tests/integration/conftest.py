@@ -1,5 +1,6 @@
 """The command line in this process, a golden and a recording to look at, and engines of other packages."""
 
+import hashlib
 import importlib
 import json
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 
 from harness.cli.main import run
 
@@ -95,6 +98,22 @@ def recording(tmp_path_factory: pytest.TempPathFactory, golden: Path) -> Path:
     folder = tmp_path_factory.mktemp("recording") / "recording"
     assert run(["run", "--golden", str(golden), "--schedule", "batched", "--out", str(folder)]) == 0
     return folder
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], *, step: int = 0) -> None:
+    """Change a step's tensors and put the manifest right, as another producer would have written them."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    entry = manifest["steps"][step]
+    path = folder / entry["file"]
+    tensors = safetensors.torch.load(path.read_bytes())
+    change(tensors)
+    safetensors.torch.save_file(tensors, path)
+    entry |= {"num_bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    taps = {tap["name"]: tap for tap in manifest["taps"]}
+    for name in taps.keys() & tensors.keys():
+        dtype = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}[tensors[name].dtype]
+        taps[name] |= {"dtype": dtype, "shape": list(tensors[name].shape[1:])}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Whatever is wrong with the input: a stable code, the values that are wrong, exit status 2, and no traceback."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,7 +13,7 @@ import torch
 
 from harness.errors import Code
 
-from .conftest import ENGINE
+from .conftest import ENGINE, rewrite
 
 TOKENS = ["--token-ids", "1,4,5", "--max-new-tokens", "2", "--schedule", "plain"]
 TAP = "model.layers.1.mlp.up_proj"
@@ -315,22 +314,6 @@ def damaged(recording: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(recording, tmp_path / "damaged"))
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], *, step: int = 0) -> None:
-    """Change a step's tensors and put the manifest right, as another producer would have written them."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    entry = manifest["steps"][step]
-    path = folder / entry["file"]
-    tensors = safetensors.torch.load(path.read_bytes())
-    change(tensors)
-    safetensors.torch.save_file(tensors, path)
-    entry |= {"num_bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    taps = {tap["name"]: tap for tap in manifest["taps"]}
-    for name in taps.keys() & tensors.keys():
-        dtype = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}[tensors[name].dtype]
-        taps[name] |= {"dtype": dtype, "shape": list(tensors[name].shape[1:])}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
 def test_a_folder_that_is_no_recording(refused, golden, tmp_path):
     message = refused(Code.NOT_A_RECORDING, "diff", golden, tmp_path)
     assert "manifest.json" in message
@@ -504,7 +487,8 @@ def test_an_output_folder_that_cannot_be_made(refused, writing_command, folder):
 
 def test_a_read_only_output_folder(refused, writing_command, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
-    monkeypatch.setattr(os, "access", lambda _path, _mode: False)  # root may write anywhere but on a read-only mount
+    access = os.access  # root may write anywhere but on a read-only mount
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
     assert "read-only" in refused(Code.CANNOT_WRITE, *writing_command, tmp_path / "out")
 
 

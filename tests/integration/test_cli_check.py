@@ -1,0 +1,196 @@
+"""`harness check`: what its options change, and the JSON that others rely on."""
+
+import json
+
+import pytest
+
+from harness.errors import Code
+
+from .conftest import ENGINE
+
+KEYS = [
+    "schema_version", "verdict", "engine", "model", "dtype", "device", "num_requests", "num_rows", "num_taps",
+    "schedules", "first_divergence", "taps", "tokens", "coverage", "timings_s",
+]  # fmt: skip
+TAP_KEYS = {"name", "num_rows", "local_roundings_max", "local_roundings_median", "propagated_ratio_max", "verdict"}
+DIVERGENCE_KEYS = {"tap", "request", "position", "local_roundings", "propagated_ratio", "verdict"}
+
+# What the reference engine records, but for one tap at one row of the batched schedule.
+PERTURBED = ENGINE.replace(
+    "    def __getattr__",
+    """    def begin_step(self, **step):
+        self.rows = list(zip(list(step["request"]), list(step["position"])))
+        self.writer.begin_step(**step)
+
+    def tap(self, name, tensor):
+        if name == "model.layers.1.mlp.up_proj" and (1, 2) in self.rows:
+            tensor = tensor.clone()
+            tensor[self.rows.index((1, 2))] *= 1.01
+        self.writer.tap(name, tensor)
+
+    def __getattr__""",
+)
+
+
+@pytest.fixture
+def check(harness, llama, workload):
+    """Check the smallest model under a short workload."""
+    return lambda *options: harness("check", "--model", llama, *workload, *options)
+
+
+def test_the_keys_of_a_check_that_passes(check, llama):
+    ran = check("--format", "json")
+    assert ran.status == 0
+    assert ran.err == ""
+    document = ran.json
+    assert list(document)[: len(KEYS)] == KEYS
+    assert (document["schema_version"], document["verdict"]) == (1, "pass")
+    assert (document["engine"], document["model"]) == ("reference", str(llama))
+    assert (document["dtype"], document["device"]) == ("float32", "cpu")
+    assert document["schedules"] == ["plain", "batched"]  # no prompt is longer than a chunk
+    assert document["num_requests"] == 2
+    assert document["num_rows"] == 2 * (6 + 2 + 3 + 2)
+    assert document["num_taps"] == len(document["taps"]) == 3 + 3 * 17
+    assert document["first_divergence"] is None
+    assert document["tokens"] == {"compared": 12, "equal": 12, "ties": 0}
+    assert set(document["timings_s"]) == {"golden", "engine", "compare"}
+    assert all(seconds > 0 for seconds in document["timings_s"].values())
+    coverage = document["coverage"]
+    assert coverage["missing"] == 0
+    assert coverage["recorded"] == coverage["expected"] > 0
+    for tap in document["taps"]:
+        assert set(tap) >= TAP_KEYS
+        assert tap["num_rows"] > 0
+        assert tap["verdict"] in ("exact", "noise", "convention")
+        assert tap["local_roundings_median"] <= tap["local_roundings_max"] < 20
+        assert tap["propagated_ratio_max"] is None or tap["propagated_ratio_max"] < 10
+
+
+def test_the_keys_of_a_check_that_does_not(check, install):
+    ran = check("--engine", install(PERTURBED), "--format", "json")
+    assert ran.status == 1
+    document = ran.json
+    assert document["verdict"] == "mismatch"
+    divergence = document["first_divergence"]
+    assert set(divergence) >= DIVERGENCE_KEYS
+    assert (divergence["tap"], divergence["request"], divergence["position"]) == ("model.layers.1.mlp.up_proj", 1, 2)
+    assert divergence["verdict"] == "bug"
+    assert divergence["local_roundings"] > 1e4
+    assert divergence["propagated_ratio"] > 1e3
+    (tap,) = [tap for tap in document["taps"] if tap["verdict"] == "bug" and tap["name"].endswith("up_proj")]
+    assert tap["name"] == divergence["tap"]
+    assert Code.LOCAL_ERROR in {finding["code"] for finding in document["findings"]}
+
+
+def test_a_mismatch_for_people(check, install):
+    ran = check("--engine", install(PERTURBED))
+    assert ran.status == 1
+    assert "MISMATCH" in ran.out
+    assert "model.layers.1.mlp.up_proj" in ran.out
+    assert "request 1, position 2" in ran.out
+
+
+def test_markdown(check):
+    ran = check("--schedule", "plain", "--format", "markdown")
+    assert ran.status == 0
+    assert ran.out.startswith("#")
+    assert "| " in ran.out
+
+
+def test_schedules_are_repeated_or_listed_and_run_once(check):
+    options = ["--schedule", "chunked:4,plain", "--schedule", "batched", "--schedule", "plain"]
+    ran = check(*options, "--format", "json")
+    assert ran.json["schedules"] == ["chunked:4", "plain", "batched"]
+    assert ran.status == 0
+
+
+def test_a_schedule_that_is_not_reached_passes_only_as_a_default(check):
+    assert check().status == 0
+    ran = check("--schedule", "chunked", "--format", "json")
+    assert ran.status == 1
+    assert [finding["code"] for finding in ran.json["findings"]] == [Code.TRIGGER_NOT_REACHED]
+
+
+def test_a_workload_without_decode_does_not_pass(check):
+    ran = check("--schedule", "plain", "--max-new-tokens", "1", "--format", "json")
+    assert ran.status == 1
+    assert [finding["code"] for finding in ran.json["findings"]] == [Code.NO_DECODE]
+
+
+def test_recordings_are_kept_one_folder_a_schedule(check, harness, golden, tmp_path):
+    assert check("--schedule", "plain,chunked:2", "--out", tmp_path / "out").status == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["chunked-2", "plain"]
+    assert harness("diff", golden, tmp_path / "out" / "plain").status == 0
+
+
+def test_an_empty_output_folder_is_used(check, tmp_path):
+    assert check("--schedule", "plain", "--out", tmp_path).status == 0
+    assert (tmp_path / "plain" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_another_dtype_than_the_checkpoints(check, dtype):
+    ran = check("--schedule", "plain", "--dtype", dtype, "--format", "json")
+    assert ran.status == 0, ran.out
+    assert ran.json["dtype"] == dtype
+
+
+def test_auto_is_the_checkpoints_dtype(harness, llama, tmp_path):
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    for file in llama.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((llama / "config.json").read_text())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    options = ["--token-ids", "1,4", "--max-new-tokens", "2", "--schedule", "plain", "--format", "json"]
+    assert harness("check", "--model", folder, *options).json["dtype"] == "bfloat16"
+
+
+def test_a_text_and_a_file_and_ids_are_requests(harness, tmp_path):
+    (tmp_path / "prompt.txt").write_text("bun hon dou | bun")
+    options = ["--prompt", "bun hon", "--prompt-file", tmp_path / "prompt.txt", "--token-ids", "1 4", "--prompt", "dou"]
+    ran = harness("check", *options, "--max-new-tokens", "2", "--schedule", "batched", "--format", "json")
+    assert ran.status == 0, ran.err
+    assert ran.json["num_requests"] == 4
+    assert ran.json["model"].endswith("qwen3-tiny")
+
+
+def test_without_prompts_the_embedded_default_is_checked(harness):
+    ran = harness("check", "--engine", "hf", "--schedule", "plain", "--max-new-tokens", "2", "--format", "json")
+    assert ran.status == 0, ran.out
+    assert ran.json["num_requests"] == 4
+    (note,) = ran.json["notes"]
+    assert "block_boundary" in note  # HF has no blocks, so the default's own requirement cannot hold
+
+
+@pytest.fixture
+def case(tmp_path, llama):
+    path = tmp_path / "case.toml"
+    path.write_text(
+        f"""schema_version = 1
+model = "{llama}"
+engine = "hf"
+dtype = "bfloat16"
+schedules = ["plain"]
+max_new_tokens = 2
+engine_options = {{ attention = "eager" }}
+
+[[requests]]
+token_ids = [1, 4, 5]
+"""
+    )
+    return path
+
+
+def test_a_case_says_everything(harness, case):
+    document = harness("check", "--case", case, "--format", "json").json
+    assert (document["engine"], document["dtype"], document["schedules"]) == ("hf", "bfloat16", ["plain"])
+
+
+def test_what_is_given_outranks_the_case(harness, case):
+    options = ["--engine", "reference", "--dtype", "auto", "--schedule", "chunked:2", "--device", "cpu"]
+    ran = harness("check", "--case", case, *options, "--format", "json")
+    assert ran.status == 0, ran.err
+    document = ran.json
+    assert (document["engine"], document["dtype"], document["schedules"]) == ("reference", "float32", ["chunked:2"])

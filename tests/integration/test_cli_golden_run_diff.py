@@ -1,0 +1,144 @@
+"""`harness golden`, `harness run` and `harness diff`: the check in three steps, by hand."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+
+from harness.errors import Code
+from harness.recording import Recording, RecordingWriter
+from harness.recording.manifest import ModelInfo, Producer, RequestInfo
+
+from .conftest import rewrite
+from .test_cli_check import DIVERGENCE_KEYS, KEYS, TAP_KEYS
+
+TAP = "model.layers.1.mlp.up_proj"
+
+
+def test_golden_says_what_it_made(harness, llama, workload, tmp_path):
+    out = tmp_path / "new" / "golden"
+    ran = harness("golden", "--model", llama, *workload, "--out", out, "--format", "json")
+    assert ran.status == 0
+    sizes = [path.stat().st_size for path in out.glob("step-*")]
+    assert ran.json == {
+        "schema_version": 1, "golden": str(out), "model": str(llama), "dtype": "float32", "num_requests": 2,
+        "num_rows": 13, "num_taps": 48, "num_bytes": sum(sizes),
+    }  # fmt: skip
+    with Recording.open(out) as recording:
+        assert recording.manifest.schedule == "oracle"
+        assert [request.prompt_length for request in recording.manifest.requests] == [6, 3]
+
+
+def test_golden_without_a_folder_is_in_the_cache_where_check_finds_it(harness, llama, workload, monkeypatch, tmp_path):
+    monkeypatch.setenv("HARNESS_CACHE", str(tmp_path))
+    ran = harness("golden", "--model", llama, *workload)
+    assert ran.status == 0
+    folder, summary = ran.out.split(": ", 1)
+    assert Path(folder).parent == tmp_path / "goldens"
+    assert summary.startswith("2 requests, 13 rows, 48 taps")
+    assert harness("check", "--model", llama, *workload, "--schedule", "plain").status == 0
+    assert [path.name for path in (tmp_path / "goldens").iterdir()] == [Path(folder).name]
+
+
+def test_run_records_what_a_golden_says(harness, golden, tmp_path):
+    ran = harness("run", "--golden", golden, "--engine", "hf", "--schedule", "batched", "--out", tmp_path / "r")
+    assert ran.status == 0
+    assert ran.out.startswith(f"{tmp_path / 'r'}: ")
+    with Recording.open(tmp_path / "r") as ours, Recording.open(golden) as theirs:
+        assert ours.manifest.requests == theirs.manifest.requests
+        assert (ours.manifest.schedule, ours.manifest.producer.name) == ("batched", "harness.engines.hf")
+
+
+def test_run_without_a_golden_finds_the_tokens_itself(harness, golden, llama, workload, tmp_path):
+    options = ["--schedule", "chunked:4", "--engine-option", "block_size=2", "--format", "json"]
+    ran = harness("run", "--model", llama, *workload, *options, "--out", tmp_path / "r")
+    assert ran.status == 0
+    summary = ran.json
+    assert (summary["schedule"], summary["num_rows"], summary["engine"]) == ("chunked:4", 13, "reference")
+    assert harness("diff", golden, tmp_path / "r", "--require", "chunked_prefill").status == 0
+
+
+def test_the_keys_of_diff(harness, golden, recording, llama):
+    for options in ([], ["--model", llama]):
+        ran = harness("diff", golden, recording, *options, "--format", "json")
+        assert ran.status == 0
+        document = ran.json
+        assert list(document)[: len(KEYS)] == KEYS
+        assert (document["verdict"], document["schedules"]) == ("pass", ["batched"])
+        assert document["tokens"] == {"compared": 6, "equal": 6, "ties": 0}
+        assert document["timings_s"]["golden"] is None
+        assert document["notes"] == []
+        assert all(set(tap) >= TAP_KEYS for tap in document["taps"])
+        judged = {tap["judged_by"] for tap in document["taps"]}
+        assert judged == ({"local", "cache"} if options else {"propagated", "cache"})
+
+
+def test_the_keys_of_diff_for_other_numbers(harness, golden, llama, workload, tmp_path):
+    assert harness("run", "--model", llama, *workload, "--dtype", "bfloat16", "--out", tmp_path / "r").status == 0
+    manifest = json.loads((tmp_path / "r" / "manifest.json").read_text())
+    (tmp_path / "r" / "manifest.json").write_text(json.dumps({**manifest, "dtype": "float32"}))
+    ran = harness("diff", golden, tmp_path / "r", "--format", "json")
+    assert ran.status == 1
+    assert ran.json["verdict"] == "mismatch"
+    assert {finding["code"] for finding in ran.json["findings"]} >= {Code.TAP_MISMATCH}
+    assert ran.json["first_divergence"] is None or set(ran.json["first_divergence"]) >= DIVERGENCE_KEYS
+
+
+def test_a_tap_that_was_not_recorded_fails_unless_it_was_not_asked_for(harness, golden, recording, tmp_path):
+    folder = Path(shutil.copytree(recording, tmp_path / "narrower"))
+    for step, path in enumerate(sorted(folder.glob("step-*"))):
+        if TAP in safetensors.torch.load(path.read_bytes()):
+            rewrite(folder, lambda tensors: tensors.pop(TAP), step=step)
+    ran = harness("diff", golden, folder, "--format", "json")
+    assert ran.status == 1
+    assert [(finding["code"], finding["tap"]) for finding in ran.json["findings"]] == [(Code.TAP_MISSING, TAP)]
+    assert ran.json["coverage"]["missing"] == 13
+    assert ran.json["coverage"]["missing_taps"] == [TAP]
+    assert harness("diff", golden, folder, "--taps", "model.layers.*.output", "--taps", "lm_head").status == 0
+
+
+def test_other_weights_than_those_that_were_recorded_are_noted(
+    harness, golden, recording, checkpoints, tmp_path, llama
+):
+    folder = Path(shutil.copytree(llama, tmp_path / "other"))
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(bytes(weights))
+    ran = harness("diff", golden, recording, "--model", folder, "--format", "json")
+    (note,) = ran.json["notes"]
+    assert "other weights" in note
+
+
+def record_nothing(folder: Path) -> None:
+    writer = RecordingWriter(
+        folder,
+        producer=Producer(name="test", version="1"),
+        model=ModelInfo(id="none"),
+        dtype="float32",
+        device="cpu",
+        environment={},
+        requests=[RequestInfo(id=0, token_ids=[5, 7, 9], prompt_length=2)],
+    )
+    with writer:
+        writer.begin_step(phase="prefill", request=[0, 0], position=[0, 1])
+        writer.end_step()
+        writer.begin_step(phase="decode", request=[0], position=[2])
+        writer.end_step()
+
+
+def test_recordings_without_taps_and_tokens_check_nothing(harness, tmp_path):
+    record_nothing(tmp_path / "a")
+    record_nothing(tmp_path / "b")
+    ran = harness("diff", tmp_path / "a", tmp_path / "b", "--format", "json")
+    assert ran.status == 5, ran.err
+    assert ran.json["verdict"] == "nothing"
+    assert harness("diff", tmp_path / "a", tmp_path / "b").status == 5
+
+
+@pytest.mark.parametrize("form", ["markdown", "human"])
+def test_diff_in_words(harness, golden, recording, form):
+    ran = harness("diff", golden, recording, "--format", form)
+    assert ran.status == 0
+    assert "6 of 6" in ran.out

@@ -1,0 +1,85 @@
+"""The command as a process of its own, and the ways in which it is cut short."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from harness.errors import Code, HarnessError
+
+HARNESS = [sys.executable, "-c", "from harness.cli import main; main()"]
+
+
+def test_the_exit_status_and_both_streams_of_a_process(tmp_path):
+    command = [*HARNESS, "check", "--model", str(tmp_path), "--token-ids", "1", "--format", "json"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("H001: ")
+    assert '"code": "H001"' in ran.stdout
+    assert "Traceback" not in ran.stderr
+
+
+def test_ctrl_c_ends_a_process_quietly_and_leaves_nothing_behind(tmp_path):
+    environment = {**os.environ, "HARNESS_CACHE": str(tmp_path / "cache")}
+    command = [*HARNESS, "check", "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "out").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert (out, err) == ("", "interrupted\n")
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_space_for_the_output():
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        ran = subprocess.run([*HARNESS, "--version"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert ran.returncode == 2
+    assert ran.stderr == "H031: standard output cannot be written: No space left on device\n"
+
+
+def test_a_reader_that_goes_away_changes_nothing():
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = subprocess.run([*HARNESS, "--version"], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("raised", "status", "words"), [
+    (KeyboardInterrupt(), 130, "interrupted"),
+    (RuntimeError("what nobody foresaw"), 3, "H099: RuntimeError: what nobody foresaw"),
+    (RecursionError(), 3, "H099: RecursionError"),
+    (HarnessError(Code.NO_DEVICE, "gone"), 2, "H016: gone"),
+])  # fmt: skip
+def test_whatever_a_command_raises_ends_it_with_a_status(harness, monkeypatch, tmp_path, raised, status, words):
+    def fail(*_args: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("harness.check._run_plan", fail)
+    ran = harness("check", "--out", tmp_path / "out")
+    assert (ran.status, ran.out) == (status, "")
+    assert ran.err.startswith(words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_internal_error_is_json_too(harness, monkeypatch):
+    monkeypatch.setattr("harness.check._run_plan", lambda *_args: 1 / 0)
+    ran = harness("check", "--format", "json")
+    assert ran.status == 3
+    assert ran.json["error"]["code"] == Code.INTERNAL
+    assert "HARNESS_TRACEBACK=1" in ran.json["error"]["hint"]
+
+
+def test_the_traceback_is_shown_to_who_asks_for_it(capsys, monkeypatch):
+    from harness.cli.main import run
+
+    monkeypatch.setattr("harness.check._run_plan", lambda *_args: 1 / 0)
+    monkeypatch.setenv("HARNESS_TRACEBACK", "1")
+    assert run(["check"]) == 3
+    assert "Traceback (most recent call last)" in capsys.readouterr().err

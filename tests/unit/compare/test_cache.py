@@ -1,0 +1,168 @@
+"""The cache stores and does not compute: whatever bit differs between what was written and what is read is an error."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from harness.errors import Code
+from harness.results import Verdict
+
+KEY, ROPE = "model.layers.1.k_cache", "model.layers.1.k_rope"
+VALUE, V_PROJ = "model.layers.1.v_cache", "model.layers.1.self_attn.v_proj"
+ROW = (2, 3)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def one(request, bench):
+    return bench(dtype=request.param)
+
+
+def tap(result, name):
+    (found,) = [tap for tap in result.taps if tap.name == name]
+    return found
+
+
+def wrong(result):
+    return {tap.name for tap in result.taps if tap.verdict is Verdict.BUG}
+
+
+def test_a_sound_cache_is_exact(one, tmp_path):
+    result = one.measure(one.recorded().write(tmp_path / "r"))
+    caches = [tap for tap in result.taps if tap.kind == "cache"]
+    assert len(caches) == 6
+    assert {(tap.verdict, tap.judged_by) for tap in caches} == {(Verdict.EXACT, "cache")}
+
+
+@pytest.mark.parametrize("name", [KEY, VALUE])
+def test_one_bit_of_one_element(one, tmp_path, name):
+    actual = one.recorded()
+    row = actual.at(name, *ROW)
+    bits = row.view(torch.int16 if row.dtype == torch.bfloat16 else torch.int32)
+    bits[0, 5] ^= 1
+    result = one.measure(actual.write(tmp_path / "r"))
+    assert wrong(result) == {name}
+    assert result.first_divergence.tap == name
+    assert result.first_divergence.code is Code.CACHE_DIFFERS
+    assert result.first_divergence.phase == "readback"
+    assert (result.first_divergence.request, result.first_divergence.position) == ROW
+    assert tap(result, name).num_bad_rows == 1
+    assert 0 < result.first_divergence.local_roundings < 10
+    assert [finding.code for finding in result.findings] == [Code.CACHE_DIFFERS]
+
+
+def test_two_requests_swapped(one, tmp_path):
+    actual = one.recorded()
+    ours, theirs = actual.at(KEY, 0, 2), actual.at(KEY, 2, 2)
+    ours[:], theirs[:] = theirs.clone(), ours.clone()
+    result = one.measure(actual.write(tmp_path / "r"))
+    assert tap(result, KEY).num_bad_rows == 2
+    assert (result.first_divergence.request, result.first_divergence.position) == (0, 2)
+
+
+def write_and_read(actual, written, read):
+    """One element of a value as written and as read back."""
+    actual.at(V_PROJ, *ROW)[0] = written
+    actual.at(VALUE, *ROW).view(-1)[0] = read
+
+
+def cached(one, actual, tmp_path):
+    """The cache's own judgement of the values of layer 1, whatever the rest of the result says."""
+    result = one.measure(actual.write(tmp_path / "r"))
+    return tap(result, VALUE)
+
+
+def test_a_zero_that_lost_its_sign(one, tmp_path):
+    actual = one.recorded()
+    write_and_read(actual, 0.0, -0.0)
+    result = cached(one, actual, tmp_path)
+    assert result.verdict is Verdict.BUG
+    assert (result.first_bad.request, result.first_bad.position) == ROW
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.0])
+def test_odd_values_that_were_stored_as_they_are(one, tmp_path, value):
+    actual = one.recorded()
+    write_and_read(actual, value, value)
+    assert cached(one, actual, tmp_path).verdict is not Verdict.BUG
+
+
+@pytest.mark.parametrize(("written", "read"), [(1.0, math.nan), (math.nan, 1.0), (1.0, math.inf), (math.nan, math.inf)])
+def test_odd_values_that_were_not_stored_as_they_are(one, tmp_path, written, read):
+    actual = one.recorded()
+    write_and_read(actual, written, read)
+    assert cached(one, actual, tmp_path).num_bad_rows == 1
+
+
+def test_a_nan_of_other_bits(one, tmp_path):
+    actual = one.recorded()
+    write_and_read(actual, math.nan, math.nan)
+    row = actual.at(VALUE, *ROW).view(-1)
+    row.view(torch.int16 if row.dtype == torch.bfloat16 else torch.int32)[0] ^= 1
+    assert cached(one, actual, tmp_path).num_bad_rows == 1
+
+
+def test_a_cache_of_a_narrower_dtype_shows_as_its_rounding(bench, tmp_path):
+    one = bench()
+    actual = one.recorded()
+    for step in actual.steps:
+        if KEY in step.taps:
+            step.taps[KEY] = step.taps[KEY].to(torch.bfloat16)
+    result = one.measure(actual.write(tmp_path / "r"))
+    assert tap(result, KEY).verdict is Verdict.BUG
+    assert 0.5 < tap(result, KEY).local_roundings_median < 2, "in roundings of the cache's own dtype"
+
+
+def test_a_cache_of_a_wider_dtype_that_holds_the_same_numbers(bench, tmp_path):
+    one = bench(dtype=torch.bfloat16)
+    actual = one.recorded()
+    for step in actual.steps:
+        if KEY in step.taps:
+            step.taps[KEY] = step.taps[KEY].float()
+    assert tap(one.measure(actual.write(tmp_path / "r")), KEY).verdict is Verdict.EXACT
+
+
+def test_heads_recorded_as_one_dimension(one, tmp_path):
+    actual = one.recorded()
+    for step in actual.steps:
+        for name in (KEY, VALUE):
+            if name in step.taps:
+                step.taps[name] = step.taps[name].flatten(1)
+    result = one.measure(actual.write(tmp_path / "r"))
+    assert wrong(result) == set()
+
+
+def test_a_preempted_request_is_read_back_as_it_was_written_last(one, tmp_path):
+    """Its rows were computed twice; the cache holds the second ones."""
+    actual = one.recorded("plain")
+    again = [replace(step, taps={name: x.clone() for name, x in step.taps.items()}) for step in actual.computing()]
+    for step in again:
+        step.taps[ROPE] = step.taps[ROPE] * 2
+    readback = [step for step in actual.steps if step.phase == "readback"]
+    for step in readback:
+        step.taps[KEY] = step.taps[KEY] * 2
+    actual.steps = [*actual.computing(), *again, *readback]
+    assert tap(one.measure(actual.write(tmp_path / "r")), KEY).verdict is Verdict.EXACT
+
+
+def test_rows_whose_writing_was_not_recorded_are_left_out(one, tmp_path):
+    actual = one.recorded("plain")
+    for step in actual.computing():
+        if step.row(1, 0) is not None:
+            del step.taps[ROPE]
+    result = one.measure(actual.write(tmp_path / "r"))
+    rows = sum(len(request.token_ids) for request in actual.requests)
+    prompt = next(request.prompt_length for request in actual.requests if request.id == 1)
+    assert tap(result, KEY).num_rows == rows - prompt
+    assert Code.ROWS_MISSING in {finding.code for finding in result.findings}
+
+
+@pytest.mark.xfail(strict=True, raises=ValueError, reason="the shapes of k_cache and v_cache are not looked at")
+def test_a_cache_of_another_shape_is_a_finding(one, tmp_path):
+    actual = one.recorded()
+    for step in actual.steps:
+        if KEY in step.taps:
+            step.taps[KEY] = step.taps[KEY][:, :1].contiguous()
+    result = one.measure(actual.write(tmp_path / "r"))
+    assert (Code.TAP_MISMATCH, KEY) in {(finding.code, finding.tap) for finding in result.findings}

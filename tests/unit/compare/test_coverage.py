@@ -1,0 +1,164 @@
+"""What is not there, or was never reached, is said: nothing passes because it was not looked at."""
+
+import pytest
+
+from harness.errors import Code
+from harness.results import Outcome
+
+from .conftest import LENGTHS, NUM_NEW
+
+NUM_ROWS = sum(LENGTHS) + len(LENGTHS) * (NUM_NEW - 1)
+NUM_SAMPLED = len(LENGTHS) * NUM_NEW
+
+
+@pytest.fixture
+def one(bench):
+    return bench()
+
+
+def findings(result):
+    return [(finding.code, finding.tap, finding.request, finding.position) for finding in result.findings]
+
+
+def test_all_of_it(one, tmp_path):
+    result = one.measure(one.recorded().write(tmp_path / "r"))
+    sampled = 2 * NUM_SAMPLED
+    assert result.coverage.expected == result.coverage.recorded == NUM_ROWS * (len(one.decoder.graph) - 8) + sampled
+    assert result.coverage.missing == 0
+    assert result.num_rows == NUM_ROWS
+    assert findings(result) == []
+
+
+def test_a_tap_that_is_not_there(one, tmp_path):
+    actual = one.recorded()
+    actual.drop("model.layers.1.mlp.act")
+    result = one.measure(actual.write(tmp_path / "r"))
+    assert findings(result) == [(Code.TAP_MISSING, "model.layers.1.mlp.act", None, None)]
+    assert result.outcome is Outcome.MISMATCH
+    assert result.coverage.missing_taps == ("model.layers.1.mlp.act",)
+    assert result.coverage.missing == NUM_ROWS
+
+
+def test_a_tap_that_need_not_be_there(one, tmp_path):
+    actual = one.recorded()
+    actual.drop("model.layers.1.mlp.act")
+    wanted = [op.tap for op in one.decoder.graph if op.site != "mlp.act"]
+    result = one.measure(actual.write(tmp_path / "r"), wanted=wanted, not_offered=["mlp.act"])
+    assert findings(result) == []
+    assert result.coverage.not_offered == ("mlp.act",)
+
+
+def test_the_cache_must_be_read_back_where_it_is_wanted(one, tmp_path):
+    actual = one.recorded()
+    actual.steps = list(actual.computing())
+    wanted = [op.tap for op in one.decoder.graph]
+    assert findings(one.measure(actual.write(tmp_path / "a"))) == []
+    result = one.measure(actual.write(tmp_path / "b"), wanted=wanted)
+    assert [code for code, *_ in findings(result)] == [Code.TAP_MISSING]
+    assert set(result.coverage.missing_taps) == {op.tap for op in one.decoder.graph if op.kind == "cache"}
+
+
+@pytest.mark.parametrize(("request_id", "position"), [(1, 0), (0, LENGTHS[0] + NUM_NEW - 2), (2, LENGTHS[2])])
+def test_a_row_that_is_not_there(one, tmp_path, request_id, position):
+    """Of one tap: the first row of a request, the last of another, the first decoded one."""
+    actual, tap = one.recorded("plain"), "model.layers.2.mlp.gate_proj"
+    for step in actual.computing():
+        row = step.row(request_id, position)
+        if row is not None:
+            kept = [at for at in range(len(step.request)) if at != row]
+            if kept:
+                step.taps[tap], step.rows_of[tap] = step.taps[tap][kept], kept
+            else:
+                del step.taps[tap]
+    result = one.measure(actual.write(tmp_path / "r"))
+    assert findings(result) == [(Code.ROWS_MISSING, tap, request_id, position)]
+    assert result.coverage.missing == 1
+    assert result.coverage.missing_taps == ()
+
+
+def test_a_whole_row_that_is_not_there(one, tmp_path):
+    actual = one.recorded("plain")
+    actual.steps = [step for step in actual.steps if step.phase == "readback" or step.row(1, LENGTHS[1] + 1) is None]
+    result = one.measure(actual.write(tmp_path / "r"))
+    missing = [finding for finding in result.findings if finding.code is Code.ROWS_MISSING]
+    assert {(finding.request, finding.position) for finding in missing} == {(1, LENGTHS[1] + 1)}
+    assert len(missing) == len(one.golden.recording.manifest.taps)
+
+
+def test_logits_are_wanted_of_sampled_rows_only_and_of_all_of_those(one, tmp_path):
+    actual = one.recorded("plain")
+    step = next(step for step in actual.computing() if step.row(2, LENGTHS[2] - 1) is not None)
+    for tap in ("lm_head",):
+        step.taps.pop(tap)
+        step.rows_of.pop(tap)
+    result = one.measure(actual.write(tmp_path / "r"))
+    assert findings(result) == [(Code.ROWS_MISSING, "lm_head", 2, LENGTHS[2] - 1)]
+
+
+def prefill_only(actual):
+    prompts = {request.id: request.prompt_length for request in actual.requests}
+    actual.steps = [
+        step
+        for step in actual.steps
+        if all(position < prompts[request] for request, position in zip(step.request, step.position, strict=True))
+    ]
+
+
+def test_no_decode_step(one, tmp_path):
+    actual = one.recorded("plain")
+    prefill_only(actual)
+    result = one.measure(actual.write(tmp_path / "r"))
+    assert Code.NO_DECODE in [finding.code for finding in result.findings]
+    assert "decode" not in result.coverage.triggers
+
+
+@pytest.mark.xfail(strict=True, reason="rows behind the prompt count as decode, also where a prefill computed them")
+def test_a_prefill_of_prompt_and_continuation_is_no_decode(one):
+    """The golden itself: one forward over everything. An engine that does so never used its cache."""
+    result = one.measure(one.golden.recording)
+    assert [finding.code for finding in result.findings] == [Code.NO_DECODE]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "engine", "reached"),
+    [
+        ("plain", "hf", {"decode"}),
+        ("chunked:3", "hf", {"decode", "chunked_prefill"}),
+        ("batched", "hf", {"decode", "batch"}),
+        ("plain", "reference", {"decode"}),
+    ],
+)
+def test_triggers(one, tmp_path, schedule, engine, reached):
+    result = one.measure(one.recorded(schedule, engine=engine).write(tmp_path / "r"))
+    assert set(result.coverage.triggers) == reached
+
+
+def test_a_block_boundary(one, tmp_path):
+    actual = one.recorded("plain")
+    step = next(iter(actual.computing()))
+    step.block_tables = {0: [4]}
+    assert "block_boundary" not in one.measure(actual.write(tmp_path / "a")).coverage.triggers
+    step.block_tables = {0: [4, 9]}
+    assert "block_boundary" in one.measure(actual.write(tmp_path / "b")).coverage.triggers
+
+
+@pytest.mark.parametrize("trigger", ["chunked_prefill", "batch", "block_boundary", "window_exceeded"])
+def test_a_trigger_that_was_never_reached(one, tmp_path, trigger):
+    result = one.measure(one.recorded("plain").write(tmp_path / "r"), require=["decode", trigger])
+    assert [finding.code for finding in result.findings] == [Code.TRIGGER_NOT_REACHED]
+    assert result.outcome is Outcome.MISMATCH
+
+
+def test_a_recording_without_steps(one, tmp_path):
+    actual = one.recorded("plain")
+    actual.steps = []
+    result = one.measure(actual.write(tmp_path / "r"))
+    assert result.outcome is not Outcome.PASS
+    assert result.coverage.recorded == 0
+
+
+def test_nothing_wanted_and_nothing_there_is_no_pass(one, tmp_path):
+    actual = one.recorded("plain")
+    actual.steps = []
+    result = one.measure(actual.write(tmp_path / "r"), wanted=[])
+    assert result.outcome is Outcome.NOTHING

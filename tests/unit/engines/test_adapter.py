@@ -1,0 +1,37 @@
+"""Finding engines, and what they declare."""
+
+import subprocess
+import sys
+
+import pytest
+
+from harness.engines import Offer, engine_names, open_engine
+from harness.errors import Code, HarnessError
+from harness.taps import decoder_graph
+
+
+def test_ours_are_installed():
+    assert {"hf", "reference"} <= set(engine_names())
+
+
+def test_an_unknown_engine_is_told_which_there_are(tmp_path):
+    with pytest.raises(HarnessError) as caught:
+        open_engine("refrence", tmp_path, dtype="float32", device="cpu")
+    assert caught.value.code is Code.UNKNOWN_ENGINE
+    assert "hf, reference" in str(caught.value)
+    assert "actual:   refrence" in str(caught.value)
+
+
+def test_what_is_wanted_is_the_graph_without_what_is_lacking():
+    graph = decoder_graph(num_layers=2, has_qk_norm=False)
+    offer = Offer(schedules=("plain",), lacking=("mlp.act",), keeps_cache=False)
+    assert offer.lacks() == ("mlp.act", "k_cache", "v_cache")
+    left_out = {f"model.layers.{layer}.{site}" for layer in (0, 1) for site in offer.lacks()}
+    assert left_out.isdisjoint(offer.wanted(graph))
+    assert len(offer.wanted(graph)) == len(graph) - len(left_out)
+    assert Offer(schedules=()).wanted(graph) == [operation.tap for operation in graph]
+
+
+def test_naming_the_engines_imports_no_torch():
+    code = "import sys, harness.cli.main, harness.engines as e; e.engine_names(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

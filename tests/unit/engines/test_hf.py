@@ -1,0 +1,174 @@
+"""HF as an engine: every row once, padding dropped, and its own tokens those of `generate`."""
+
+from collections import Counter
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from harness.engines.hf import open_engine
+from harness.errors import Code, HarnessError
+from harness.oracle.decoder import load_decoder
+from harness.oracle.golden import Prompt, greedy_continuation
+from harness.recording.manifest import RequestInfo
+
+from .conftest import REQUESTS
+
+SCHEDULES = ["plain", "chunked:3", "chunked:100", "batched"]
+
+
+@pytest.fixture(scope="module")
+def engines(checkpoints):
+    folder = checkpoints / "llama-tiny"
+    return {
+        attention: open_engine(folder, dtype="float32", device="cpu", options={"attention": attention})
+        for attention in ("sdpa", "eager")
+    }
+
+
+@pytest.fixture(scope="module")
+def model(checkpoints):
+    return AutoModelForCausalLM.from_pretrained(checkpoints / "llama-tiny", dtype=torch.float32).eval()
+
+
+def computed(recording):
+    return [step for step in recording.steps if step.phase != "readback"]
+
+
+def rows(step, tap):
+    """Return (request, position) of each row of a tap."""
+    pairs = list(zip(step.request.tolist(), step.position.tolist(), strict=True))
+    covered = step.rows_of(tap)
+    return pairs if covered is None else [pairs[row] for row in covered.tolist()]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_position_is_recorded_once_with_its_own_values(engines, model, record, schedule, attention):
+    with record(engines[attention], schedule) as recording:
+        seen = Counter()
+        for step in computed(recording):
+            for row, values in zip(rows(step, "model.layers.2.output"), step.tap("model.layers.2.output"), strict=True):
+                seen[row] += 1
+                torch.testing.assert_close(values, hidden_of(model, row), rtol=2e-4, atol=2e-4)
+        expected = {(request.id, at) for request in REQUESTS for at in range(len(request.token_ids))}
+        assert seen == Counter(expected)
+
+
+def hidden_of(model, row, cache={}):  # noqa: B006
+    """Return the last layer's output of one row, from one forward of the whole request."""
+    request = next(request for request in REQUESTS if request.id == row[0])
+    if row[0] not in cache:
+        kept = []
+        hook = model.model.layers[-1].register_forward_hook(lambda _m, _a, out: kept.append(out))
+        with torch.no_grad():
+            model(input_ids=torch.tensor([request.token_ids]), use_cache=False)
+        hook.remove()
+        cache[row[0]] = (kept[0][0] if isinstance(kept[0], tuple) else kept[0]).view(len(request.token_ids), -1)
+    return cache[row[0]][row[1]]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_it_samples_after_the_prompt_and_after_every_token_of_the_continuation(engines, model, record, schedule):
+    with record(engines["sdpa"], schedule) as recording:
+        chosen = {}
+        for step in computed(recording):
+            sampled = [-1] * len(step.request) if step.sampled is None else step.sampled.tolist()
+            pairs = list(zip(step.request.tolist(), step.position.tolist(), strict=True))
+            at = [pair for pair, token in zip(pairs, sampled, strict=True) if token >= 0]
+            assert ("lm_head" in step.tap_names) == bool(at)
+            if at:
+                assert rows(step, "lm_head") == at
+                chosen |= {pair: token for pair, token in zip(pairs, sampled, strict=True) if token >= 0}
+    expected = {}
+    for request in REQUESTS:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([request.token_ids]), use_cache=False).logits[0]
+        expected |= {
+            (request.id, at): int(logits[at].argmax())
+            for at in range(request.prompt_length - 1, len(request.token_ids))
+        }
+    assert chosen == expected
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_it_reads_back_its_cache_without_the_padding(engines, record, schedule):
+    with record(engines["sdpa"], schedule) as recording:
+        written, read = {}, {}
+        for step in recording.steps:
+            source, target = ("k_cache", read) if step.phase == "readback" else ("k_rope", written)
+            for layer in range(3):
+                tap = f"model.layers.{layer}.{source}"
+                for row, values in zip(rows(step, tap), step.tap(tap).flatten(1), strict=True):
+                    assert (layer, row) not in target
+                    target[layer, row] = values.tolist()
+        assert read == written
+        assert len(read) == 3 * sum(len(request.token_ids) for request in REQUESTS)
+
+
+def test_phases_are_named_for_what_they_compute(engines, record):
+    with record(engines["sdpa"], "plain") as recording:
+        phases = [step.phase for step in recording.steps]
+    first = ["prefill", "decode", "decode", "readback"]
+    assert phases == [*first, "prefill", *["decode"] * 4, "readback", "prefill", "readback"]
+
+
+def test_chunks_are_as_long_as_the_schedule_says(engines, record):
+    with record(engines["sdpa"], "chunked:3", REQUESTS[:1]) as recording:
+        assert [len(step.request) for step in computed(recording)] == [3, 3, 2, 1, 1]
+
+
+def test_its_own_tokens_are_those_of_generate(engines, checkpoints, model, record):
+    """The loop is closed: the golden's continuation is `generate`'s, and so are the engine's choices when fed it."""
+    decoder = load_decoder(checkpoints / "llama-tiny", dtype=torch.float32)
+    prompts = [[1, 4, 5, 6, 7, 8], [1, 20]]
+    requests = []
+    for index, prompt in enumerate(prompts):
+        with torch.no_grad():
+            generated = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                max_new_tokens=8,
+                min_new_tokens=8,
+                do_sample=False,
+                eos_token_id=-1,
+                pad_token_id=0,
+            )[0].tolist()
+        assert (
+            greedy_continuation(decoder, Prompt(token_ids=tuple(prompt), max_new_tokens=8)) == generated[len(prompt) :]
+        )
+        requests.append(RequestInfo(id=index, token_ids=generated[:-1], prompt_length=len(prompt)))
+        with record(engines["sdpa"], "plain", [requests[-1]]) as recording:
+            chosen = [token for step in computed(recording) for token in step.sampled.tolist() if token >= 0]
+        assert chosen == generated[len(prompt) :]
+        recording_folder = recording.path
+        for file in recording_folder.iterdir():
+            file.unlink()
+
+
+@pytest.mark.parametrize("options", [{"attention": "flash"}, {"attn": "sdpa"}])
+def test_an_option_it_does_not_have(checkpoints, options):
+    with pytest.raises(HarnessError) as caught:
+        open_engine(checkpoints / "llama-tiny", dtype="float32", device="cpu", options=options)
+    assert caught.value.code is Code.BAD_OPTION
+
+
+def test_the_model_is_as_before_after_a_run_that_failed(engines, record):
+    class BrokenError(Exception):
+        pass
+
+    engine = engines["sdpa"]
+    before = engine._decoder.config._attn_implementation
+    original, engine._decoder.model.model.norm.forward = engine._decoder.model.model.norm.forward, None
+
+    def fail(_hidden):
+        raise BrokenError
+
+    engine._decoder.model.model.norm.forward = fail
+    try:
+        with pytest.raises(BrokenError):
+            record(engine, "plain")
+    finally:
+        engine._decoder.model.model.norm.forward = original
+    assert engine._decoder.config._attn_implementation == before
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in engine._decoder.model.modules())

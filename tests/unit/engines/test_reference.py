@@ -1,0 +1,113 @@
+"""The reference engine's adapter: ids, schedules, options and errors are translated and nothing is lost."""
+
+import pytest
+
+from harness.engines.reference import open_engine
+from harness.errors import Code, HarnessError
+from harness.recording.manifest import RequestInfo
+
+from .conftest import REQUESTS
+
+
+@pytest.fixture
+def opened(checkpoints):
+    def call(**options):
+        return open_engine(checkpoints / "llama-tiny", dtype="float32", device="cpu", options=options)
+
+    return call
+
+
+def computed(recording):
+    return [step for step in recording.steps if step.phase != "readback"]
+
+
+@pytest.mark.parametrize("schedule", ["plain", "chunked:3", "batched", "mixed:3"])
+def test_rows_carry_the_harnesss_own_request_ids(opened, record, schedule):
+    with record(opened(), schedule) as recording:
+        rows = [
+            row
+            for step in computed(recording)
+            for row in zip(step.request.tolist(), step.position.tolist(), strict=True)
+        ]
+    assert sorted(rows) == sorted((request.id, at) for request in REQUESTS for at in range(len(request.token_ids)))
+
+
+def test_block_tables_carry_them_too(opened, record):
+    with record(opened(block_size="4"), "batched") as recording:
+        tables = [set(step.block_tables or {}) for step in recording.steps]
+    assert set().union(*tables) == {request.id for request in REQUESTS}
+
+
+def test_plain_computes_one_request_at_a_time(opened, record):
+    with record(opened(), "plain") as recording:
+        assert all(len(set(step.request.tolist())) == 1 for step in computed(recording))
+
+
+def test_batched_computes_them_together(opened, record):
+    with record(opened(), "batched") as recording:
+        assert max(len(set(step.request.tolist())) for step in computed(recording)) == 3
+
+
+def test_chunks_are_as_long_as_the_schedule_says(opened, record):
+    with record(opened(), "chunked:3", REQUESTS[:1]) as recording:
+        assert [len(step.request) for step in computed(recording)] == [3, 3, 2, 1, 1]
+
+
+def test_an_explicit_limit_outranks_the_schedule(opened, record):
+    with record(opened(max_num_batched_tokens="2"), "chunked:3", REQUESTS[:1]) as recording:
+        assert max(len(step.request) for step in computed(recording)) == 2
+
+
+def test_a_run_starts_from_nothing(opened, record):
+    engine = opened()
+    with record(engine, "plain", REQUESTS[:1]) as recording:
+        first = recording.steps[0].tap("lm_head").clone()
+        folder = recording.path
+    for file in folder.iterdir():
+        file.unlink()
+    with record(engine, "plain", REQUESTS[:1]) as recording:
+        assert recording.steps[0].tap("lm_head").equal(first)
+
+
+def test_what_keeps_no_cache_does_not_offer_one(opened):
+    assert opened().offer.lacks() == ()
+    assert opened(attention_backend="recompute").offer.lacks() == ("k_cache", "v_cache")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"blocksize": "4"}, "no option 'blocksize'"),
+        ({"dtype": "float16"}, "no option 'dtype'"),
+        ({"block_size": "four"}, "block_size must be an integer"),
+        ({"block_size": "0"}, "at least 1"),
+        ({"attention_backend": "telepathy"}, "telepathy"),
+    ],
+)
+def test_an_option_that_makes_no_sense(opened, record, options, words):
+    with pytest.raises(HarnessError, match=words) as caught:
+        record(opened(**options), "plain")
+    assert caught.value.code is Code.BAD_OPTION
+
+
+@pytest.mark.parametrize(
+    ("options", "requests", "code"),
+    [
+        ({"num_blocks": "2", "block_size": "4"}, REQUESTS, Code.ENGINE_CANNOT_SERVE),
+        ({"max_model_len": "8"}, REQUESTS, Code.ENGINE_CANNOT_SERVE),
+        ({}, [RequestInfo(id=0, token_ids=[1, 999], prompt_length=2)], Code.ENGINE_CANNOT_SERVE),
+    ],
+)
+def test_what_the_engine_cannot_serve(opened, record, options, requests, code, tmp_path):
+    with pytest.raises(HarnessError) as caught:
+        record(opened(**options), "plain", requests)
+    assert caught.value.code is code
+    assert not (tmp_path / "recording").exists()
+
+
+def test_a_checkpoint_it_does_not_know(checkpoints, record, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    engine = open_engine(tmp_path, dtype="float32", device="cpu", options={})
+    with pytest.raises(HarnessError, match="gpt2") as caught:
+        record(engine, "plain")
+    assert caught.value.code is Code.UNSUPPORTED_ARCHITECTURE
