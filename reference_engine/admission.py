@@ -8,6 +8,7 @@ from operator import index
 
 from reference_engine.errors import CapacityError, RequestError
 from reference_engine.sampling import SamplingParams
+from reference_engine.sequence import Sequence
 
 __all__ = ["Admission"]
 
@@ -36,6 +37,28 @@ class Admission:
         self._check_length(len(prompt), params.max_new_tokens)
         self._check_blocks(len(prompt), params.max_new_tokens)
         return prompt
+
+    def check_fork(self, parent: Sequence, params: SamplingParams) -> None:
+        """Check that a copy of `parent` may go on under `params`.
+
+        Raises:
+            RequestError: no token is left to sample, the salt changes, or the request gets too long for the model.
+            CapacityError: the request gets larger than the whole pool of blocks.
+        """
+        self._check_token_ids(params.forced_token_ids or (), "forced_token_ids")
+        num_sampled = len(parent.sampled_token_ids)
+        if params.max_new_tokens <= num_sampled:
+            raise RequestError(
+                "the fork has nothing to sample", where="SamplingParams",
+                expected=f"max_new_tokens above the {num_sampled} tokens sampled so far", actual=params.max_new_tokens,
+            )  # fmt: skip
+        if params.cache_salt != parent.params.cache_salt:
+            raise RequestError(
+                "a fork keeps its past and so its salt", where="SamplingParams",
+                expected=repr(parent.params.cache_salt), actual=repr(params.cache_salt),
+            )  # fmt: skip
+        self._check_length(parent.num_prompt_tokens, params.max_new_tokens)
+        self._check_blocks(parent.num_prompt_tokens, params.max_new_tokens)
 
     def _check_token_ids(self, token_ids: Iterable[int], name: str) -> list[int]:
         try:

@@ -1,14 +1,16 @@
 """Who owns which KV block. Pure Python: no tensor is touched here, and torch is not imported.
 
-Block 0 is the null block: never handed out, it is what padding points at.
+A block is live (in one or more block tables), unused, or idle: owned by nobody, but kept for the prefix that it holds
+until its place is needed. Block 0 is the null block: never handed out, it is what padding points at.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 
 from reference_engine.errors import BlockError, CapacityError, ConfigError
+from reference_engine.prefix_cache import Prefix, PrefixCache
 
 __all__ = ["NULL_BLOCK", "BlockPool"]
 
@@ -16,13 +18,21 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """A fixed number of blocks, each free or owned by one or more block tables.
+    """A fixed number of blocks, each free (unused or idle) or owned by one or more block tables.
+
+    Without a `prefix_cache` no block is ever idle. `on_discard` is called with each block whose content is given up.
 
     Raises:
         ConfigError: there is not at least the null block and one more, or `block_size` is below one.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_cache: PrefixCache | None = None,
+        on_discard: Callable[[int], None] | None = None,
+    ) -> None:
         if num_blocks < 2:
             raise ConfigError(
                 "num_blocks is too small", where="BlockPool", expected="at least 2 (one is the null block)",
@@ -32,14 +42,18 @@ class BlockPool:
             raise ConfigError("block_size is too small", where="BlockPool", expected="at least 1", actual=block_size)
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.prefix_cache = prefix_cache
+        self._on_discard = on_discard
         self._num_owners = [0] * num_blocks
         # Freed blocks go to the back: a stale reader meets old content for as long as possible, not the next owner's.
-        self._free = deque(range(NULL_BLOCK + 1, num_blocks))
+        self._unused = deque(range(NULL_BLOCK + 1, num_blocks))
+        # Least recently used first; of one table, the tail before the head. Taking one out of the middle is O(1).
+        self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated now."""
-        return len(self._free)
+        return len(self._unused) + len(self._idle)
 
     @property
     def num_usable(self) -> int:
@@ -52,7 +66,7 @@ class BlockPool:
 
     def can_allocate(self, num_blocks: int) -> bool:
         """Tell whether `allocate(num_blocks)` would succeed now."""
-        return num_blocks <= len(self._free)
+        return num_blocks <= len(self._unused) + len(self._idle)
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Take `num_blocks` blocks, each with one owner. All or nothing.
@@ -68,7 +82,7 @@ class BlockPool:
                 actual=f"{self.num_free} free of {self.num_usable}",
                 hint="Wait for a request to finish, or raise num_blocks.",
             )
-        blocks = [self._free.popleft() for _ in range(num_blocks)]
+        blocks = [self._unused.popleft() if self._unused else self._evict() for _ in range(num_blocks)]
         for block in blocks:
             self._num_owners[block] = 1
         return blocks
@@ -91,6 +105,29 @@ class BlockPool:
         for block in blocks:
             self._num_owners[block] += 1
 
+    def share_prefix(self, chain: Iterable[Prefix]) -> list[int]:
+        """Find the blocks that hold the longest cached part of `chain` and add an owner to each, in one step."""
+        blocks: list[int] = []
+        for prefix in chain if self.prefix_cache is not None else ():
+            block = self.prefix_cache.find(prefix)  # type: ignore[union-attr]
+            if block is None:
+                break
+            if self._num_owners[block] == 0:
+                del self._idle[block]
+            self._num_owners[block] += 1
+            blocks.append(block)
+        return blocks
+
+    def publish(self, block: int, prefix: Prefix) -> None:
+        """Let others find an owned block, full and computed.
+
+        Raises:
+            BlockError: nobody owns it.
+        """
+        self._check_owned([block], "publish")
+        if self.prefix_cache is not None:
+            self.prefix_cache.publish(block, prefix)
+
     def free(self, blocks: Sequence[int]) -> None:
         """Take one owner from each block; a block without owners is free again. All or nothing.
 
@@ -101,22 +138,60 @@ class BlockPool:
         for block in reversed(blocks):
             self._num_owners[block] -= 1
             if self._num_owners[block] == 0:
-                self._free.append(block)
+                if self.prefix_cache is not None and block in self.prefix_cache:
+                    self._idle[block] = None
+                else:
+                    self._unused.append(block)
+                    self._discard(block)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all prefixes; blocks that are owned stay so."""
+        if self.prefix_cache is not None:
+            while self._idle:
+                self._unused.append(self._evict())
+            for block in list(self.prefix_cache.prefixes):
+                self.prefix_cache.forget(block)
 
     def num_owners(self, block: int) -> int:
         """Count the block tables that own `block`."""
         return self._num_owners[block]
 
-    def check(self) -> None:
-        """Verify that free and owned blocks partition the pool.
+    def check(self, block_tables: Iterable[Sequence[int]] | None = None) -> None:
+        """Verify that unused, idle and live blocks partition the pool, and that owners are `block_tables`, if given.
 
         Raises:
             BlockError: they do not; this is a bug of the pool or of whoever reached into it.
         """
-        free = list(self._free)
-        unowned = [block for block in range(1, self.num_blocks) if self._num_owners[block] == 0]
-        if sorted(free) != unowned or min(self._num_owners) < 0 or self._num_owners[NULL_BLOCK] != 0:
-            raise BlockError("the pool is inconsistent", where="BlockPool.check", expected=unowned, actual=sorted(free))
+        expected = [block for block in range(1, self.num_blocks) if self._num_owners[block] == 0]
+        free = [*self._unused, *self._idle]
+        self._expect("free blocks are not those without an owner", expected, sorted(free))
+        self._expect("an owner count is impossible", (0, True), (self._num_owners[0], min(self._num_owners) >= 0))
+        cached = set() if self.prefix_cache is None else set(self.prefix_cache.prefixes)
+        self._expect("idle blocks are not the cached ones without an owner", cached & set(free), set(self._idle))
+        if block_tables is not None:
+            tables = [list(table) for table in block_tables]
+            self._expect(
+                "a block is twice in one table", [], [table for table in tables if len(set(table)) < len(table)]
+            )
+            counts = Counter(block for table in tables for block in table)
+            owners = {block: num for block, num in enumerate(self._num_owners) if num}
+            self._expect("owner counts are not those of the block tables", dict(counts), owners)
+
+    def _expect(self, what: str, expected: object, actual: object) -> None:
+        if expected != actual:
+            raise BlockError(what, where="BlockPool.check", expected=expected, actual=actual)
+
+    def _evict(self) -> int:
+        """Give up the content of the idle block that is least likely to be asked for again."""
+        assert self.prefix_cache is not None
+        block, _ = self._idle.popitem(last=False)
+        self.prefix_cache.forget(block)
+        self._discard(block)
+        return block
+
+    def _discard(self, block: int) -> None:
+        if self._on_discard is not None:
+            self._on_discard(block)
 
     def _check_owned(self, blocks: Sequence[int], verb: str) -> None:
         for block in blocks:

@@ -146,6 +146,11 @@ class EngineConfig:
     max_model_len: int | None = None
     """Tokens of prompt and continuation together; None: the model's max_position_embeddings."""
 
+    enable_prefix_caching: bool = False
+    """Keep the K and V of finished requests for those that begin with the same tokens; needs a backend with blocks."""
+    debug_checks: bool = False
+    """Verify the cache's invariants at every step, and fill freed blocks with NaN. Slow."""
+
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", *DTYPES):
             raise ConfigError(
@@ -156,6 +161,15 @@ class EngineConfig:
         self._check_at_least("max_num_batched_tokens", 1)
         self._check_at_least("max_num_seqs", 1)
         self._check_at_least("max_model_len", 1)
+        self._check_boolean("enable_prefix_caching")
+        self._check_boolean("debug_checks")
+
+    def _check_boolean(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, bool):
+            raise ConfigError(
+                f"{name} is no boolean", where=f"EngineConfig.{name}", expected="True or False", actual=repr(value)
+            )
 
     def _check_at_least(self, name: str, minimum: int) -> None:
         value = getattr(self, name)

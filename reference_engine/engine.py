@@ -1,36 +1,25 @@
-"""The engine: requests in, tokens out, one step at a time.
-
-Shapes: R sampled rows.
-"""
+"""The engine: requests in, tokens out, one step at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-import torch
-
 from reference_engine.admission import Admission
-from reference_engine.attention.backend import find_backend
-from reference_engine.batch import build_batch
+from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
-from reference_engine.checkpoint import load_weights
-from reference_engine.config import DTYPES, EngineConfig, ModelConfig
-from reference_engine.device import open_device
-from reference_engine.errors import ConfigError, RequestError
-from reference_engine.kv_cache import CacheSpec
-from reference_engine.model import Decoder
+from reference_engine.config import EngineConfig, ModelConfig
+from reference_engine.debug_checks import DebugChecks
+from reference_engine.errors import RequestError
+from reference_engine.model_runner import ModelRunner
 from reference_engine.observer import Observer
 from reference_engine.outputs import FinishReason, RequestOutput, TokenOutput
-from reference_engine.rotary import RotaryEmbedding
-from reference_engine.sampler import sample
+from reference_engine.prefix_cache import HashFunction, PrefixCache, sha256_digest
 from reference_engine.sampling import SamplingParams
 from reference_engine.scheduler import Scheduler
-from reference_engine.sequence import Chunk, Sequence
-from reference_engine.steps import describe, show_cache
+from reference_engine.sequence import Sequence
 
 __all__ = ["LLMEngine"]
 
@@ -38,7 +27,8 @@ __all__ = ["LLMEngine"]
 class LLMEngine:
     """Runs one model for many requests.
 
-    `observer` may be set at any time between steps; None, the default, costs nothing.
+    `observer` may be set at any time between steps; None, the default, costs nothing. `hash_function` is what the
+    prefix cache finds blocks by; a bad one costs hits, never correctness.
 
     Raises:
         ConfigError: config.json or `config` holds an impossible value.
@@ -48,30 +38,34 @@ class LLMEngine:
     """
 
     def __init__(
-        self, model_dir: str | Path, config: EngineConfig | None = None, *, observer: Observer | None = None
+        self,
+        model_dir: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        observer: Observer | None = None,
+        hash_function: HashFunction = sha256_digest,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.model_config = model_config = ModelConfig.from_folder(model_dir)
         self.observer = observer
-        self.device = open_device(config.device)
-        self.dtype = _resolve_dtype(config, model_config)
-        self.max_model_len = _resolve_max_model_len(config, model_config)
-        open_backend = find_backend(config.attention_backend)
-        rotary = RotaryEmbedding(model_config, self.device, self.dtype)
-        weights = load_weights(model_dir, model_config, self.dtype, self.device)
-        # After the weights, so that on a GPU the cache takes its share of what they leave.
-        self.backend = open_backend(self._cache_spec())
-        self.model = Decoder.build(model_config, weights, rotary, self.backend)
-        self.pool = BlockPool(self.backend.num_blocks, self.backend.block_size)
+        self.runner = ModelRunner(model_dir, config, model_config)
+        self.backend = backend = self.runner.backend
+        self._debug = DebugChecks(backend.cache) if config.debug_checks else None
+        self.pool = BlockPool(
+            backend.num_blocks,
+            backend.block_size,
+            prefix_cache=PrefixCache(backend.block_size, hash_function) if config.enable_prefix_caching else None,
+            on_discard=self._debug.discard if self._debug is not None else None,
+        )
         self.scheduler = Scheduler(
-            self.pool,
+            BlockManager(self.pool, self._copy_block),
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             before_release=self._read_back,
         )
         self._admission = Admission(
             vocab_size=model_config.vocab_size,
-            max_model_len=self.max_model_len,
+            max_model_len=self.runner.max_model_len,
             num_usable_blocks=self.pool.num_usable,
             block_size=self.pool.block_size,
         )
@@ -92,17 +86,19 @@ class LLMEngine:
         """Whether `step` has anything to do."""
         return self.scheduler.has_unfinished
 
-    @torch.no_grad()
     def step(self) -> list[TokenOutput]:
         """Compute one batch and return its new tokens, one for each request that has caught up."""
         chunks = self.scheduler.schedule()
         assert chunks or not self.has_unfinished(), "the oldest request can always take the blocks of the others"
         if not chunks:
             return []
-        sampled = self._compute(chunks)
+        if self._debug is not None:
+            self._debug.before_step(chunks, self.pool)
+        sampled = self.runner.run(chunks, self.observer)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        for chunk in chunks:
-            chunk.sequence.num_computed_tokens = chunk.stop
+        self.scheduler.advance(chunks)
+        if self._debug is not None:
+            self._debug.after_step(chunks, self.scheduler.running, self.pool)
         return [self._commit(sequence, token_id) for sequence, token_id in zip(sampling, sampled, strict=True)]
 
     def generate(
@@ -128,21 +124,41 @@ class LLMEngine:
             raise
         return [sequence.output() for sequence in sequences]
 
-    @torch.no_grad()
+    def fork(self, request_id: int, params: SamplingParams | None = None) -> int:
+        """Continue a request a second time from where it is, and return the new request's id.
+
+        The two share the K and V of their past. Without `params` the fork keeps those of the original.
+
+        Raises:
+            RequestError: the request is unknown or finished; or `params` allow no further token, or change the salt.
+            CapacityError: `params` allow more tokens than the whole pool of blocks holds.
+        """
+        parent = self._find(request_id, "LLMEngine.fork")
+        params = params or parent.params
+        self._admission.check_fork(parent, params)
+        child = parent.fork(next(self._request_ids), params)
+        self.scheduler.fork(parent, child)
+        self._sequences[child.request_id] = child
+        return child.request_id
+
     def abort(self, request_id: int) -> None:
         """Drop a request and free its blocks.
 
         Raises:
             RequestError: it is unknown or finished.
         """
-        if request_id not in self._sequences:
-            raise RequestError(
-                "no such unfinished request", where="LLMEngine.abort", expected=f"one of {sorted(self._sequences)}",
-                actual=request_id,
-            )  # fmt: skip
-        sequence = self._sequences.pop(request_id)
+        sequence = self._find(request_id, "LLMEngine.abort")
+        del self._sequences[request_id]
         sequence.finish_reason = FinishReason.ABORTED
         self.scheduler.abort(sequence)
+
+    def _find(self, request_id: int, where: str) -> Sequence:
+        if request_id not in self._sequences:
+            raise RequestError(
+                "no such unfinished request", where=where, expected=f"one of {sorted(self._sequences)}",
+                actual=request_id,
+            )  # fmt: skip
+        return self._sequences[request_id]
 
     def _check_all(
         self, prompts: list[Iterable[int]], params: SamplingParams | Seq[SamplingParams] | None
@@ -170,19 +186,6 @@ class LLMEngine:
             self.abort(request_id)
         self.observer = observer
 
-    def _compute(self, chunks: list[Chunk]) -> list[int]:
-        """Run the model over the chunks and return the sampled token of each sampled row."""
-        computed = chunks if self.backend.keeps_cache else [replace(chunk, start=0) for chunk in chunks]
-        batch = build_batch(computed, self.backend.block_size, self.device, self.observer)
-        batch = replace(batch, plan=self.backend.plan(batch))
-        if self.observer is not None:
-            self.observer.begin_step(describe(chunks, computed, self.backend))
-        logits_RV = self.model(batch)
-        sampled: list[int] = [] if logits_RV is None else sample(logits_RV).tolist()
-        if self.observer is not None:
-            self.observer.end_step(sampled)
-        return sampled
-
     def _commit(self, sequence: Sequence, sampled_token_id: int) -> TokenOutput:
         token_id = sequence.append(sampled_token_id)
         sequence.finish_reason = self._finish_reason(sequence, token_id)
@@ -203,40 +206,9 @@ class LLMEngine:
         return FinishReason.LENGTH if is_complete else None
 
     def _read_back(self, sequence: Sequence) -> None:
-        if self.observer is not None and self.backend.keeps_cache and sequence.num_computed_tokens:
-            show_cache(sequence, self.backend, self.model_config.num_hidden_layers, self.observer)
+        self.runner.read_back(sequence, self.observer)
 
-    def _cache_spec(self) -> CacheSpec:
-        return CacheSpec(
-            num_layers=self.model_config.num_hidden_layers,
-            num_kv_heads=self.model_config.num_key_value_heads,
-            head_dim=self.model_config.head_dim,
-            dtype=self.dtype,
-            device=self.device,
-            block_size=self.config.block_size,
-            num_blocks=self.config.num_blocks,
-            max_num_seqs=self.config.max_num_seqs,
-            max_model_len=self.max_model_len,
-        )
-
-
-def _resolve_dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:
-    name = (model_config.dtype or "float32") if config.dtype == "auto" else config.dtype
-    if name not in DTYPES:
-        raise ConfigError(
-            "the checkpoint's dtype is not supported", where="config.json", expected=" or ".join(DTYPES), actual=name,
-            hint="Name one with EngineConfig.dtype.",
-        )  # fmt: skip
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def _resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
-    limit = model_config.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > limit:
-        raise ConfigError(
-            "max_model_len is more than the model allows", where="EngineConfig.max_model_len",
-            expected=f"at most max_position_embeddings = {limit}", actual=config.max_model_len,
-        )  # fmt: skip
-    return config.max_model_len or limit
+    def _copy_block(self, source: int, target: int) -> None:
+        self.runner.copy_block(source, target)
+        if self._debug is not None:
+            self._debug.copy(source, target)

@@ -72,6 +72,14 @@ class KVCache:
         self._k[layer].index_copy_(0, slots_T, k_TKH)
         self._v[layer].index_copy_(0, slots_T, v_TKH)
 
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy the K and V of all layers."""
+        self.data[:, :, target] = self.data[:, :, source]
+
+    def poison_block(self, block: int) -> None:
+        """Make whoever reads a block that he does not own notice it."""
+        self.data[:, :, block] = math.nan
+
     def gather(self, layer: int, slots_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Read K and V, each [C, K, H], from slots."""
         return self._k[layer].index_select(0, slots_C), self._v[layer].index_select(0, slots_C)

@@ -25,6 +25,9 @@ class SamplingParams:
     ignore_eos: bool | None = None
     """Whether to go on after an end-of-sequence token. Unset, it is true exactly when tokens are forced."""
 
+    cache_salt: str = ""
+    """Requests share cached prefixes only with those of the same salt."""
+
     def __post_init__(self) -> None:
         if not isinstance(self.max_new_tokens, int) or isinstance(self.max_new_tokens, bool) or self.max_new_tokens < 1:
             raise RequestError(
@@ -32,6 +35,10 @@ class SamplingParams:
                 where="SamplingParams",
                 expected="an integer above 0",
                 actual=repr(self.max_new_tokens),
+            )
+        if not isinstance(self.cache_salt, str):
+            raise RequestError(
+                "cache_salt is no string", where="SamplingParams", expected="a string", actual=repr(self.cache_salt)
             )
         if self.forced_token_ids is not None:
             object.__setattr__(self, "forced_token_ids", tuple(self.forced_token_ids))

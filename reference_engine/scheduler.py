@@ -8,9 +8,9 @@ youngest request gives its own back and starts again later, before all that arri
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from reference_engine.block_pool import BlockPool
+from reference_engine.block_manager import BlockManager
 from reference_engine.sequence import Chunk, Sequence
 
 __all__ = ["Scheduler"]
@@ -24,13 +24,13 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: BlockPool,
+        blocks: BlockManager,
         *,
         max_num_batched_tokens: int,
         max_num_seqs: int,
-        before_release: Callable[[Sequence], None],
+        before_release: Callable[[Sequence], None] = lambda sequence: None,
     ) -> None:
-        self._pool = pool
+        self._blocks = blocks
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._before_release = before_release
@@ -54,6 +54,26 @@ class Scheduler:
         if len(chunks) + budget < self._max_num_batched_tokens:  # somebody has more than one token
             chunks.sort(key=lambda chunk: chunk.stop - chunk.start > 1)
         return chunks
+
+    def advance(self, chunks: Iterable[Chunk]) -> None:
+        """Record that chunks are computed, and let others find the blocks that have become full."""
+        for chunk in chunks:
+            chunk.sequence.num_computed_tokens = chunk.stop
+            self._blocks.publish(chunk)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Queue a copy of `parent` right behind it.
+
+        Where both can run, they share their blocks until one of them writes. Where not, the child waits for its turn
+        and is computed from its tokens.
+        """
+        if parent in self.waiting:
+            self.waiting.insert(self.waiting.index(parent) + 1, child)
+        elif len(self.running) >= self._max_num_seqs:
+            self.waiting.appendleft(child)
+        else:
+            self._blocks.share(parent, child)
+            self.running.insert(self.running.index(parent) + 1, child)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a running request out and free its blocks."""
@@ -83,7 +103,7 @@ class Scheduler:
             start, stop = sequence.num_computed_tokens, len(sequence.token_ids)
             if stop - start > budget:
                 stop = start + budget
-            while stop > sequence.num_writable_tokens and not self._grow(sequence, stop):
+            while stop > sequence.num_writable_tokens and not self._blocks.grow(sequence, stop):
                 if self._preempt_youngest() is sequence:
                     return chunks, budget, True
             chunks.append(Chunk(sequence, start, stop))
@@ -94,23 +114,15 @@ class Scheduler:
         """Add chunks of requests that start to run, and return what is left of the budget."""
         while self.waiting and budget > 0 and len(self.running) < self._max_num_seqs:
             sequence = self.waiting[0]
-            start = sequence.num_computed_tokens
+            start = self._blocks.take_prefix(sequence)
             stop = min(sequence.num_tokens, start + budget)
-            if not self._grow(sequence, stop):
+            if not self._blocks.grow(sequence, stop):
+                self._blocks.release(sequence)
                 break
             self.running.append(self.waiting.popleft())
             chunks.append(Chunk(sequence, start, stop))
             budget -= stop - start
         return budget
-
-    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Let the block table hold `num_tokens`, if the pool can."""
-        num_new = self._pool.num_needed(num_tokens) - len(sequence.block_table)
-        if not self._pool.can_allocate(num_new):
-            return False
-        sequence.block_table.extend(self._pool.allocate(num_new))
-        sequence.num_writable_tokens = len(sequence.block_table) * self._pool.block_size
-        return True
 
     def _preempt_youngest(self) -> Sequence:
         sequence = self.running.pop()
@@ -122,5 +134,4 @@ class Scheduler:
         try:
             self._before_release(sequence)
         finally:
-            self._pool.free(sequence.block_table)
-            sequence.reset()
+            self._blocks.release(sequence)

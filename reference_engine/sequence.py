@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from reference_engine.outputs import FinishReason, RequestOutput
+from reference_engine.prefix_cache import Prefix
 from reference_engine.sampling import SamplingParams
 
 __all__ = ["Chunk", "Sequence"]
@@ -29,7 +30,9 @@ class Sequence:
     block_table: array[int] = field(default_factory=lambda: array("q"))
     """int64: it reads like a list, and its bytes are a row of the batch's block tables."""
     num_writable_tokens: int = 0
-    """Tokens that `block_table` holds, or 0 when its last block must be asked for before it is written."""
+    """Tokens that `block_table` holds, or 0 when a fork may share its last block, which must not be written then."""
+    prefixes: list[Prefix] = field(default_factory=list)
+    """Names of the full blocks' content, as far as they were needed; only with a prefix cache."""
     sampled_token_ids: list[int] = field(default_factory=list)
     """The engine's own choices, forced over or not."""
     finish_reason: FinishReason | None = None
@@ -52,6 +55,17 @@ class Sequence:
         self.sampled_token_ids.append(sampled_token_id)
         self.token_ids.append(token_id)
         return token_id
+
+    def fork(self, request_id: int, params: SamplingParams) -> Sequence:
+        """Return a request with the same past and nothing computed."""
+        return Sequence(
+            request_id=request_id,
+            token_ids=list(self.token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            params=params,
+            prefixes=list(self.prefixes),
+            sampled_token_ids=list(self.sampled_token_ids),
+        )
 
     def reset(self) -> None:
         """Forget what was computed: the cache no longer holds it."""

@@ -131,7 +131,6 @@ class Locator:
             for tap in step.tap_names:
                 own = f":{tap}" if step.rows_of(tap) is not None else ""
                 parts.setdefault(tap, []).append(f"{step.index}{own}")
-            step.release()
         return {tap: tuple(signature) for tap, signature in parts.items()}
 
     def taps(self) -> list[str]:

@@ -22,7 +22,6 @@ def cache_errors(locator: Locator, graph: DecoderGraph) -> Iterator[tuple[Operat
             errors = _read_back([step for step in read_back if step.has(operation.tap)], operation, locator)
             if errors is not None:
                 yield operation, errors
-            locator.recording.unmap()
 
 
 def _read_back(steps: Sequence[Step], operation: Operation, locator: Locator) -> LocalErrors | None:

@@ -97,7 +97,6 @@ def triggers(recording: Recording) -> tuple[str, ...]:
                 reached.add("decode")
             if bool((positions < prompts[request]).any()):
                 prefill_steps[request] += 1
-    recording.unmap()
     if any(count > 1 for count in prefill_steps.values()):
         reached.add("chunked_prefill")
     return tuple(name for name in _TRIGGERS if name in reached)

@@ -78,7 +78,6 @@ def local_errors(
                 errors = _judge(recording, operation, replayer, steps, dtype)
                 if errors is not None:
                     yield operation, errors
-                recording.unmap()
 
 
 def _computing_steps(recording: Recording, max_rows: int | None) -> list[Step]:

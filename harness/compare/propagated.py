@@ -86,8 +86,6 @@ def propagated_errors(
                 part.noise.append(torch.full((len(found),), unit * math.sqrt(depths.get(tap, 1)), dtype=torch.float64))
             if tap == LOGITS:
                 logits.append(logit_metrics(ours, theirs))
-        actual.unmap()
-        expected.recording.unmap()
     result.errors = {tap: part.joined() for tap, part in parts.items()}
     result.logits = _logit_result(logits)
     return result

@@ -34,7 +34,6 @@ def compare_tokens(
         equal += int((margin == 0).sum())
         ties += int(((margin > 0) & (margin <= threshold)).sum())
         findings += _differences(rows.select(block), chosen[block], logits, margin, threshold)
-        expected.recording.unmap()
     return TokenResult(compared=len(rows), equal=equal, ties=ties), findings
 
 

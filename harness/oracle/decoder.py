@@ -154,7 +154,7 @@ def _loading_error(folder: Path, error: Exception) -> HarnessError:
     lowered = text.lower()
     if "model type" in lowered or "unrecognized configuration" in lowered or "does not recognize" in lowered:
         code = Code.UNSUPPORTED_ARCHITECTURE
-    elif "mismatch" in lowered or "size" in lowered:
+    elif "mismatch" in lowered:
         code = Code.TENSORS_CONTRADICT_CONFIG
     elif type(error).__name__ == "SafetensorError":
         code = Code.DAMAGED_SAFETENSORS
@@ -184,6 +184,7 @@ def _check_structure(model: Any, folder: Path) -> None:
     base = getattr(model, "model", None)
     missing = [name for name in ("embed_tokens", "layers", "norm", "rotary_emb") if not hasattr(base, name)]
     missing += [] if hasattr(model, "lm_head") else ["lm_head"]
+    missing += [] if len(getattr(base, "layers", ())) else ["layers.0"]
     for index, layer in enumerate(getattr(base, "layers", ())):
         parts = [(layer, "", _LAYER_CHILDREN), (getattr(layer, "self_attn", None), "self_attn.", _ATTENTION_CHILDREN)]
         parts.append((getattr(layer, "mlp", None), "mlp.", _MLP_CHILDREN))

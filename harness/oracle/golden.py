@@ -286,7 +286,6 @@ def _measure_noise(decoder: Decoder, request: RequestInfo, truth: Recording) -> 
     ids = torch.tensor([request.token_ids], device=decoder.device)
     with capturing(decoder, measure):
         decoder.model(input_ids=ids, use_cache=False, logits_to_keep=len(sampled_positions(request)))
-    step.release()
     return noise
 
 

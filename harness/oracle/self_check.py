@@ -8,7 +8,7 @@ false alarm against an engine.
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.metrics import row_metrics, rounding_unit
+from harness.metrics import rounding_unit, row_metrics
 from harness.oracle.decoder import Decoder
 from harness.oracle.replay import AttentionInputs, Replayer
 from harness.recording import Recording, Step
@@ -34,7 +34,6 @@ def check_graph(decoder: Decoder, truth: Recording) -> None:
             for operation in decoder.graph.of_layer(layer):
                 if operation.kind is not Kind.CACHE:
                     _check(operation, replayer, step, truth.manifest.requests[0].token_ids)
-    truth.unmap()
 
 
 def _check(operation: Operation, replayer: Replayer, step: Step, token_ids: list[int]) -> None:

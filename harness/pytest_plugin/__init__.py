@@ -83,7 +83,7 @@ def _is_declared(path: Path, config: pytest.Config) -> bool:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Show what --golden-update changed. The texts travel in the reports, so that xdist's workers can send them."""
-    texts = list(_update_texts(terminalreporter))
+    texts = sorted(_update_texts(terminalreporter))
     if config.getoption("golden_update") and texts:
         terminalreporter.section("golden update")
         for text in texts:

@@ -1,10 +1,12 @@
 """Reads a recording: everything is checked at opening but the digests, which are checked beside the comparison.
 
-Step files are memory-mapped and a step's mapping goes when it is released, so that peak memory does not grow with the
-recording. Nothing is unpickled. A file that shrinks while it is mapped ends the process (SIGBUS), as with any mapping.
+A large tensor is a memory mapping of its own that goes when the tensor is dropped, a small one is read, so that peak
+memory does not grow with the recording. Nothing is unpickled. A file that shrinks while it is mapped ends the process
+(SIGBUS), as with any mapping.
 """
 
 import hashlib
+import mmap
 import os
 import stat
 import weakref
@@ -24,6 +26,8 @@ from harness.recording.tensors import TORCH_DTYPES
 from harness.safetensors_header import Header, TensorEntry, read_header
 
 _MAX_DIGEST_THREADS = 4
+_MAP_FROM_BYTES = 1 << 20
+"""Smaller tensors are read: a copy costs less than the page faults of a mapping."""
 
 
 class Recording:
@@ -74,7 +78,7 @@ class Recording:
         if kind is None:
             self.close()
         else:
-            self.release()
+            self._cancel_digests()
 
     @property
     def unverified(self) -> tuple[str, ...]:
@@ -90,20 +94,8 @@ class Recording:
         for step in self.steps:
             step.raise_if_altered(wait=True)
 
-    def unmap(self) -> None:
-        """Drop every mapping: its pages leave this process's memory, and a later access maps the file again."""
-        for step in self.steps:
-            step.release()
-
-    def release(self) -> None:
-        """Drop every mapping, and the digests that were not computed yet."""
-        for step in self.steps:
-            step.release()
-            if step.digest is not None:
-                step.digest.cancel()
-
     def close(self) -> None:
-        """Verify all digests, then drop every mapping.
+        """Verify all digests, and stop verifying.
 
         Raises:
             HarnessError: STEP_ALTERED.
@@ -111,7 +103,12 @@ class Recording:
         try:
             self.verify_all()
         finally:
-            self.release()
+            self._cancel_digests()
+
+    def _cancel_digests(self) -> None:
+        for step in self.steps:
+            if step.digest is not None:
+                step.digest.cancel()
 
     def _start_digests(self) -> None:
         num_threads = min(_MAX_DIGEST_THREADS, os.cpu_count() or 1)
@@ -123,7 +120,7 @@ class Recording:
 
 
 class Step:
-    """One step of a recording. Its tensors are views of the file: read them only, and `release` the step when done."""
+    """One step of a recording. Its tensors may be views of the file: read them only, and drop them when done."""
 
     def __init__(self, folder: Path, entry: StepEntry, rules: StepRules) -> None:
         """Use `Recording.steps`."""
@@ -132,8 +129,8 @@ class Step:
         self.digest: Future[None] | None = None
         self._folder = folder
         self._rules = rules
-        self._layout: _Layout | None = None
-        self._mapping: _Mapping | None = None
+        self._checked_layout: _Layout | None = None
+        self._indices: dict[str, torch.Tensor] = {}
 
     @property
     def index(self) -> int:
@@ -148,12 +145,12 @@ class Step:
     @property
     def request(self) -> torch.Tensor:
         """Request id of each row: int32[rows]."""
-        return self._map().view("rows.request")
+        return self._index("rows.request")
 
     @property
     def position(self) -> torch.Tensor:
         """Position of each row's token in its request: int32[rows]."""
-        return self._map().view("rows.position")
+        return self._index("rows.position")
 
     @property
     def sampled(self) -> torch.Tensor | None:
@@ -177,16 +174,14 @@ class Step:
     @property
     def tap_names(self) -> list[str]:
         """Taps of this step, in the order in which they were written."""
-        layout = self._layout or self._map().layout
-        return [name for name in layout.tensors if not name.startswith(RESERVED_PREFIXES)]
+        return [name for name in self._layout().tensors if not name.startswith(RESERVED_PREFIXES)]
 
     def has(self, name: str) -> bool:
-        """Whether this step holds the tap `name`; costs no mapping once the recording is open."""
-        layout = self._layout or self._map().layout
-        return name in layout.tensors and not name.startswith(RESERVED_PREFIXES)
+        """Whether this step holds the tap `name`."""
+        return name in self._layout().tensors and not name.startswith(RESERVED_PREFIXES)
 
     def tap(self, name: str) -> torch.Tensor:
-        """Return the tap `name`, [rows that it covers, ...]: a view of the file, or a copy where it is not aligned.
+        """Return the tap `name`, [rows that it covers, ...]: mapped if it is large, and gone when it is dropped.
 
         Raises:
             KeyError: this step has no such tap.
@@ -194,7 +189,8 @@ class Step:
         """
         if name.startswith(RESERVED_PREFIXES):
             raise KeyError(name)
-        return self._map().view(name)
+        self.raise_if_altered()
+        return _read_tensor(self.path, self._layout(), name)
 
     def rows_of(self, name: str) -> torch.Tensor | None:
         """Return which of the step's rows the tap covers, int64[its rows]; None for all of them."""
@@ -206,8 +202,7 @@ class Step:
         Raises:
             HarnessError: STEP_MISSING, STEP_TRUNCATED or STEP_MALFORMED.
         """
-        self._map()
-        self.release()
+        self._layout()
 
     def raise_if_altered(self, *, wait: bool = False) -> None:
         """Raise STEP_ALTERED if the digest is known to be wrong, or with `wait` as soon as it is known."""
@@ -219,66 +214,70 @@ class Step:
         elif wait or self.digest.done():
             self.digest.result()
 
-    def release(self) -> None:
-        """Drop the mapping; it goes with the last of its views."""
-        self._mapping = None
-
     def _optional(self, name: str) -> torch.Tensor | None:
-        mapping = self._map()
-        return mapping.view(name) if name in mapping.tensors else None
+        return self._index(name) if name in self._layout().tensors else None
 
-    def _map(self) -> "_Mapping":
-        self.raise_if_altered()
-        if self._mapping is None:
+    def _index(self, name: str) -> torch.Tensor:
+        """Return an index tensor; they are small and asked for often, so they stay."""
+        if name not in self._indices:
+            self._indices[name] = _read_tensor(self.path, self._layout(), name)
+        return self._indices[name]
+
+    def _layout(self) -> "_Layout":
+        """Return where the tensors lie, read and checked at the first call."""
+        if self._checked_layout is None:
             path = _step_path(self._folder, self.entry)
             try:
-                self._mapping = _Mapping(path, self._layout or _Layout.read(path, self.entry))
-                if self._layout is None:
-                    self._rules.check(path, self.entry, self._mapping.tensors, self._mapping.view)
-                    self._layout = self._mapping.layout
+                layout = _Layout.read(path, self.entry)
+                self._rules.check(path, self.entry, layout.tensors, lambda name: _read_tensor(path, layout, name))
             except HarnessError:
                 if self.entry.sha256 is not None:
                     _check_digest(path, self.entry.sha256)  # if the file was altered, that is what to say
                 raise
-        return self._mapping
+            self._checked_layout = layout
+        return self._checked_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """Where the tensors of a step file lie. It is read and checked once and outlives the mappings."""
+    """Where the tensors of a step file lie."""
 
     tensors: dict[str, TensorEntry]
     data_offset: int
-    file_bytes: int
+    entry: StepEntry
 
     @classmethod
     def read(cls, path: Path, entry: StepEntry) -> Self:
         header = _read_step_header(path)
         if header.file_bytes != entry.num_bytes:
             raise _truncated(path, entry, header.file_bytes)
-        return cls(tensors=header.by_name(), data_offset=header.data_offset, file_bytes=header.file_bytes)
+        return cls(tensors=header.by_name(), data_offset=header.data_offset, entry=entry)
 
 
-class _Mapping:
-    """One private mapping of a step file's bytes."""
-
-    def __init__(self, path: Path, layout: _Layout) -> None:
-        self.layout = layout
-        self.tensors = layout.tensors
-        self._data_offset = layout.data_offset
-        try:
-            self._bytes = torch.from_file(str(path), shared=False, size=layout.file_bytes, dtype=torch.uint8)
-        except RuntimeError as error:
-            malformed(path, f"the file cannot be mapped: {str(error).splitlines()[0]}")
-
-    def view(self, name: str) -> torch.Tensor:
-        entry = self.tensors[name]
-        dtype = TORCH_DTYPES[entry.dtype]
-        begin, end = self._data_offset + entry.begin, self._data_offset + entry.end
-        data = self._bytes[begin:end]
-        if begin % dtype.itemsize:
-            data = data.clone()
-        return data.view(dtype).view(entry.shape)
+def _read_tensor(path: Path, layout: _Layout, name: str) -> torch.Tensor:
+    """Return one tensor of a step file: read if it is small, else a private mapping that goes when the tensor does."""
+    entry = layout.tensors[name]
+    dtype = TORCH_DTYPES[entry.dtype]
+    begin, num_bytes = layout.data_offset + entry.begin, entry.end - entry.begin
+    if not num_bytes:
+        return torch.empty(entry.shape, dtype=dtype)
+    try:
+        with path.open("rb", buffering=0) as file:
+            if (size := os.fstat(file.fileno()).st_size) != layout.entry.num_bytes:
+                raise _truncated(path, layout.entry, size)
+            if num_bytes < _MAP_FROM_BYTES or begin % dtype.itemsize:
+                file.seek(begin)
+                data: bytearray | mmap.mmap = bytearray(num_bytes)
+                skipped = 0
+                if file.readinto(data) != num_bytes:
+                    raise _truncated(path, layout.entry, path.stat().st_size)
+            else:
+                skipped = begin % mmap.ALLOCATIONGRANULARITY
+                data = mmap.mmap(file.fileno(), num_bytes + skipped, access=mmap.ACCESS_COPY, offset=begin - skipped)
+    except (OSError, ValueError) as error:  # mmap raises ValueError beyond the end of the file
+        hint = "the recording changed while it was read: copy it again, or record again"
+        raise HarnessError(Code.STEP_MISSING, f"a step file cannot be read: {error}", where=path, hint=hint) from None
+    return torch.frombuffer(data, dtype=dtype, count=entry.num_elements, offset=skipped).view(entry.shape)
 
 
 def _manifest_path(folder: Path) -> Path:

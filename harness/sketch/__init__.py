@@ -54,4 +54,4 @@ def update(case_path: Path, golden: Golden) -> str:
         change = None
     if change is None or change.first:
         write_sketch(path, actual)
-    return describe(change) if change else f"new sketch: {len(actual.requests)} requests, {len(actual.taps)} taps"
+    return describe(change) if change else f"new sketch of {len(actual.taps)} taps"

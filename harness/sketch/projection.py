@@ -24,7 +24,7 @@ SIGNIFICANT_DIGITS = 12
 
 
 def make_sketch(golden: Golden) -> Sketch:
-    """Return the sketch of a golden; one step is mapped at a time, one tap of it in float64.
+    """Return the sketch of a golden; one tap of one step is held in float64 at a time.
 
     Raises:
         HarnessError: ORACLE_NOT_FINITE: the golden holds NaN or Inf.
@@ -34,7 +34,6 @@ def make_sketch(golden: Golden) -> Sketch:
     for step in golden.recording.steps:
         for name in step.tap_names:
             sums.setdefault(name, _Sums(name)).add(step, step.tap(name))
-        step.release()
     return Sketch(
         made_with={name: str(manifest.environment[name]) for name in ("torch", "transformers")},
         requests=[RequestSketch(prompt_length=r.prompt_length, token_ids=r.token_ids) for r in manifest.requests],

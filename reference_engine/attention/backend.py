@@ -15,7 +15,7 @@ from reference_engine.attention.paged import PagedAttention
 from reference_engine.attention.recompute import RecomputeAttention
 from reference_engine.batch import Batch
 from reference_engine.errors import ConfigError
-from reference_engine.kv_cache import CacheSpec
+from reference_engine.kv_cache import CacheSpec, KVCache
 
 __all__ = ["BACKENDS", "AttentionBackend", "find_backend"]
 
@@ -23,14 +23,16 @@ __all__ = ["BACKENDS", "AttentionBackend", "find_backend"]
 class AttentionBackend(Protocol):
     """Lets each token see the earlier ones of its request."""
 
-    keeps_cache: bool
-    """Whether K and V outlive the step. Where they do not, every step gets all rows of its requests."""
     has_blocks: bool
     """Whether slots and block tables mean something to an observer."""
     block_size: int
     """Tokens in a block of the pool that the engine keeps for this backend."""
     num_blocks: int
     """Blocks of that pool, the null block included."""
+
+    @property
+    def cache(self) -> KVCache | None:
+        """Where K and V outlive the step. Without one, every step gets all rows of its requests."""
 
     def plan(self, batch: Batch) -> Any:
         """Prepare what all layers of a step share; it comes back as `batch.plan`."""

@@ -22,7 +22,6 @@ __all__ = ["ContiguousAttention"]
 class ContiguousAttention:
     """Slice K and V out of the request's own buffer, then torch's scaled dot-product attention."""
 
-    keeps_cache = True
     has_blocks = False
 
     def __init__(self, spec: CacheSpec) -> None:

@@ -37,7 +37,6 @@ class PagedPlan:
 class PagedAttention:
     """Gather K and V through the block table, then torch's scaled dot-product attention."""
 
-    keeps_cache = True
     has_blocks = True
 
     def __init__(self, spec: CacheSpec) -> None:

@@ -22,7 +22,7 @@ __all__ = ["RecomputeAttention"]
 class RecomputeAttention:
     """Attend to this step's own K and V, which are those of the whole prefix."""
 
-    keeps_cache = False
+    cache = None
     has_blocks = False
 
     def __init__(self, spec: CacheSpec) -> None:

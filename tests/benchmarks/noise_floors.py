@@ -71,7 +71,9 @@ def measure(plan: Plan, floors: dict[tuple[str, str, str], Floor], alarms: list[
     golden, num_runs = cached_golden(decoder, plan.prompts), 0
     for label, (engine, options) in ENGINES.items():
         for schedule in plan.schedules:
-            own = Plan(**{name: getattr(plan, name) for name in Plan.__slots__} | {"engine": engine, "engine_options": options})
+            own = Plan(
+                **{name: getattr(plan, name) for name in Plan.__slots__} | {"engine": engine, "engine_options": options}
+            )
             with tempfile.TemporaryDirectory() as folder:
                 opened = record_run(own, schedule, golden.requests, Path(folder) / "run")
                 with Recording.open(Path(folder) / "run", verify=False) as recording:
@@ -98,7 +100,9 @@ def measure(plan: Plan, floors: dict[tuple[str, str, str], Floor], alarms: list[
 
 def machine() -> str:
     """Return what the figures depend on."""
-    flags = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in Path("/proc/cpuinfo").read_text()]
+    flags = [
+        name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in Path("/proc/cpuinfo").read_text()
+    ]
     facts = ", ".join(f"{name} {value}" for name, value in environment().items() if value != "")
     return f"{platform.processor() or platform.machine()} ({' '.join(flags)}); {facts}"
 

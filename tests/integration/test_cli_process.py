@@ -14,7 +14,7 @@ HARNESS = [sys.executable, "-c", "from harness.cli import main; main()"]
 
 
 def test_the_exit_status_and_both_streams_of_a_process(tmp_path):
-    command = [*HARNESS, "check", "--model", str(tmp_path), "--token-ids", "1", "--format", "json"]
+    command = [*HARNESS, "inspect", str(tmp_path), "--format", "json"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 2
     assert ran.stderr.startswith("H001: ")

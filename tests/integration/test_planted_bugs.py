@@ -167,7 +167,7 @@ def test_without_a_bug_nothing_is_found(check, model, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["llama-tiny", "qwen3-tiny"])
 @pytest.mark.parametrize("name", BUGS)
 def test_the_bug_is_found_where_it_is(check, monkeypatch, name, model, dtype):
     bug = BUGS[name]
@@ -192,7 +192,7 @@ def test_the_bug_is_found_where_it_is(check, monkeypatch, name, model, dtype):
     assert {finding.code for finding in run.findings} - {Code.TOKENS_DIFFER} == {bug.code}
 
 
-@pytest.mark.parametrize("schedule", ["plain", "chunked", "mixed"])
+@pytest.mark.parametrize("schedule", ["plain", "mixed"])
 @pytest.mark.parametrize("name", BUGS)
 def test_the_schedule_makes_no_difference(check, monkeypatch, name, schedule):
     bug = BUGS[name]

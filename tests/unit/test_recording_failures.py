@@ -167,7 +167,6 @@ def test_memory_does_not_grow_with_the_recording(tmp_path):
             for name in step.tap_names:
                 assert float(step.tap(name).max()) == step.index
                 reading.sample()
-            step.release()
     end = Peak()
     end.base = reading.base
     end.sample()

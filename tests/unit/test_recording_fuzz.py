@@ -75,7 +75,6 @@ def read_all(path):
                     rows = step.rows_of(name)
                     assert len(step.tap(name)) == (len(step.request) if rows is None else len(rows))
                     step.tap(name).double().sum()
-                step.release()
     except HarnessError as error:
         str(error).encode()  # printable
         return True

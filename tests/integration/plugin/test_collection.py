@@ -68,7 +68,7 @@ def test_a_file_that_the_ini_option_names_must_be_a_case(project: pytest.Pyteste
         ("schema_version = 1\nmodel = \n", "H018: the case cannot be read: *"),
         ("schema_version = 1\nmodel = 'm'\nmax_new_token = 3\n", "H018: *"),
         ("[[requests]]\nprompt = 'hello'\n", "H018: *"),
-        ("schema_version = 1\nmodel = 'm'\nschedules = ['wild']\n[[requests]]\nprompt = 'x'\n", "H013: *wild*"),
+        ("schema_version = 1\nmodel = 'm'\nschedules = ['wild']\n[[requests]]\nprompt = 'x'\n", "H018: *wild*"),
     ],
 )
 def test_a_broken_case_is_a_collection_error_without_traceback(

@@ -35,7 +35,7 @@ def test_update_makes_a_missing_sketch(project: pytest.Pytester, sketch_file: Pa
     sketch_file.parent.rmdir()
     result = project.runpytest("--golden-update")
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["*= golden update =*", "cases/tiny.toml: new sketch: 1 requests, 48 taps"])
+    result.stdout.fnmatch_lines(["*= golden update =*", "cases/tiny.toml: new sketch of 48 taps"])
     assert sketch_file.read_text() == sketch_text
     assert [path.name for path in sketch_file.parent.iterdir()] == ["tiny.json"]
 

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from harness.engines.hf import open_engine
 from harness.errors import Code, HarnessError
+from harness.oracle.capture import capturing
 from harness.oracle.decoder import load_decoder
 from harness.oracle.golden import Prompt, greedy_continuation
 from harness.recording.manifest import RequestInfo
@@ -42,30 +43,28 @@ def rows(step, tap):
     return pairs if covered is None else [pairs[row] for row in covered.tolist()]
 
 
+@pytest.fixture(scope="module")
+def expected(checkpoints):
+    """Return two taps of every row, each request computed by one forward of its own: by request id, by tap."""
+    decoder = load_decoder(checkpoints / "llama-tiny", dtype=torch.float32)
+    kept = {request.id: {} for request in REQUESTS}
+    for request in REQUESTS:
+        with torch.no_grad(), capturing(decoder, lambda tap, values, own=kept[request.id]: own.update({tap: values})):
+            decoder.model(input_ids=torch.tensor([request.token_ids]), use_cache=False)
+    return kept
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_position_is_recorded_once_with_its_own_values(engines, model, record, schedule, attention):
+def test_every_position_is_recorded_once_with_its_own_values(engines, expected, record, schedule, attention):
     with record(engines[attention], schedule) as recording:
-        seen = Counter()
-        for step in computed(recording):
-            for row, values in zip(rows(step, "model.layers.2.output"), step.tap("model.layers.2.output"), strict=True):
-                seen[row] += 1
-                torch.testing.assert_close(values, hidden_of(model, row), rtol=2e-4, atol=2e-4)
-        expected = {(request.id, at) for request in REQUESTS for at in range(len(request.token_ids))}
-        assert seen == Counter(expected)
-
-
-def hidden_of(model, row, cache={}):  # noqa: B006
-    """Return the last layer's output of one row, from one forward of the whole request."""
-    request = next(request for request in REQUESTS if request.id == row[0])
-    if row[0] not in cache:
-        kept = []
-        hook = model.model.layers[-1].register_forward_hook(lambda _m, _a, out: kept.append(out))
-        with torch.no_grad():
-            model(input_ids=torch.tensor([request.token_ids]), use_cache=False)
-        hook.remove()
-        cache[row[0]] = (kept[0][0] if isinstance(kept[0], tuple) else kept[0]).view(len(request.token_ids), -1)
-    return cache[row[0]][row[1]]
+        for tap in ("model.layers.0.k_rope", "model.layers.2.output"):  # the one has the position, the other all of it
+            seen = Counter()
+            for step in computed(recording):
+                for row, values in zip(rows(step, tap), step.tap(tap), strict=True):
+                    seen[row] += 1
+                    torch.testing.assert_close(values, expected[row[0]][tap][row[1]], rtol=2e-4, atol=2e-4)
+            assert seen == Counter({(request.id, at) for request in REQUESTS for at in range(len(request.token_ids))})
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

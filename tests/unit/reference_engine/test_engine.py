@@ -220,7 +220,7 @@ def test_requests_are_held_to_model_and_pool(checkpoint: Any) -> None:
 
 
 def test_auto_is_the_checkpoint_s_dtype(checkpoint: Any) -> None:
-    assert LLMEngine(checkpoint.folder).dtype is torch.float32
+    assert LLMEngine(checkpoint.folder).runner.dtype is torch.float32
 
 
 @pytest.mark.gpu

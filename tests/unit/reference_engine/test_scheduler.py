@@ -3,6 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
 from reference_engine.sampling import SamplingParams
 from reference_engine.scheduler import Scheduler
@@ -12,7 +13,10 @@ from reference_engine.sequence import Chunk, Sequence
 def make_scheduler(*, num_blocks: int = 100, block_size: int = 4, budget: int = 8, max_num_seqs: int = 4) -> Scheduler:
     pool = BlockPool(num_blocks, block_size)
     scheduler = Scheduler(
-        pool, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, before_release=lambda sequence: None
+        BlockManager(pool),
+        max_num_batched_tokens=budget,
+        max_num_seqs=max_num_seqs,
+        before_release=lambda sequence: None,
     )
     scheduler.pool = pool  # for the tests' eyes
     return scheduler

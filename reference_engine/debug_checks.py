@@ -1,0 +1,108 @@
+"""The invariants of a paged KV cache, verified at every step: for tests, and for whoever changes the engine.
+
+The oracle is content: for every slot, remember which token was written there behind which others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from itertools import chain
+
+from reference_engine.batch import slots_of
+from reference_engine.block_pool import NULL_BLOCK, BlockPool
+from reference_engine.errors import BlockError
+from reference_engine.kv_cache import KVCache
+from reference_engine.prefix_cache import Prefix
+from reference_engine.sequence import Chunk, Sequence
+
+__all__ = ["DebugChecks"]
+
+
+class DebugChecks:
+    """Watches the pool from outside, and fills what nobody may read any more with NaN."""
+
+    def __init__(self, cache: KVCache | None) -> None:
+        self._cache = cache
+        self._prefix_ids: dict[tuple[int | str, int], int] = {}
+        self._content: dict[int, int] = {}
+        """By slot, the prefix whose last token's K and V it holds."""
+        if cache is not None:
+            cache.data[:, :, NULL_BLOCK + 1 :] = float("nan")
+
+    def discard(self, block: int) -> None:
+        """Poison a block whose content is given up."""
+        if self._cache is not None:
+            self._cache.poison_block(block)
+            for slot in self._slots(block):
+                self._content.pop(slot, None)
+
+    def copy(self, source: int, target: int) -> None:
+        """Note that a block was copied."""
+        if self._cache is not None:
+            for source_slot, slot in zip(self._slots(source), self._slots(target), strict=True):
+                if source_slot in self._content:
+                    self._content[slot] = self._content[source_slot]
+
+    def before_step(self, chunks: Iterable[Chunk], pool: BlockPool) -> None:
+        """Verify that what is about to be written belongs to its request alone.
+
+        Raises:
+            BlockError: it does not.
+        """
+        for chunk in chunks:
+            for slot in slots_of(chunk, pool.block_size):
+                block = slot // pool.block_size
+                if block == NULL_BLOCK or pool.num_owners(block) != 1:
+                    raise BlockError(
+                        f"request {chunk.sequence.request_id} would write a block that is not its own",
+                        where=f"block {block}", expected="1 owner", actual=pool.num_owners(block),
+                    )  # fmt: skip
+
+    def after_step(self, chunks: Iterable[Chunk], running: Seq[Sequence], pool: BlockPool) -> None:
+        """Verify owners, tables and content of everything that is live or cached.
+
+        Raises:
+            BlockError: an invariant is broken.
+        """
+        pool.check([sequence.block_table for sequence in running])
+        if self._cache is None:
+            return
+        for chunk in chunks:
+            ids = self._ids(chunk.sequence.token_ids[: chunk.stop], chunk.sequence.params.cache_salt)
+            self._content.update(zip(slots_of(chunk, pool.block_size), ids[chunk.start :], strict=True))
+        for sequence in running:
+            whole = Chunk(sequence, 0, sequence.num_computed_tokens)
+            ids = self._ids(sequence.token_ids[: whole.stop], sequence.params.cache_salt)
+            self._expect(f"request {sequence.request_id}", slots_of(whole, pool.block_size), ids)
+        for block, prefix in pool.prefix_cache.prefixes.items() if pool.prefix_cache is not None else ():
+            self._expect(f"the prefix cached in block {block}", self._slots(block), self._ids_of(prefix))
+
+    def _expect(self, what: str, slots: Iterable[int], expected: Seq[int]) -> None:
+        actual = [self._content.get(slot) for slot in slots]
+        if actual != list(expected):
+            position = next(i for i, (a, b) in enumerate(zip(actual, expected, strict=True)) if a != b)
+            raise BlockError(
+                f"a slot of {what} does not hold its own prefix", where=f"position {position}",
+                expected=f"prefix {expected[position]}", actual=actual[position],
+            )  # fmt: skip
+
+    def _slots(self, block: int) -> range:
+        assert self._cache is not None
+        return range(block * self._cache.block_size, (block + 1) * self._cache.block_size)
+
+    def _ids(self, token_ids: Iterable[int], salt: str) -> list[int]:
+        """Return a number for each prefix of the tokens: two are equal exactly when the tokens are."""
+        prefix_id: int | str = salt
+        ids = []
+        for token_id in token_ids:
+            prefix_id = self._prefix_ids.setdefault((prefix_id, token_id), len(self._prefix_ids))
+            ids.append(prefix_id)
+        return ids
+
+    def _ids_of(self, prefix: Prefix) -> list[int]:
+        ancestors = [prefix]
+        while ancestors[-1].parent is not None:
+            ancestors.append(ancestors[-1].parent)
+        token_ids = chain.from_iterable(ancestor.token_ids for ancestor in reversed(ancestors))
+        return self._ids(token_ids, prefix.salt)[-len(prefix.token_ids) :]

@@ -1,0 +1,104 @@
+"""Measure what it costs to capture every tap of an HF forward to disk, beside the plain forward in the same run.
+
+The model has the shape of a small real one and seeded random weights. Printed: the ratio of the captured forward to the
+plain one with its spread, and the same after the time that writing the same bytes to the same disk takes is taken off.
+
+    python tests/benchmarks/capture_cost.py [--tokens 512] [--repeats 7] [--folder /tmp]
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from harness.oracle.capture import capturing
+from harness.oracle.decoder import Decoder, load_decoder
+from harness.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
+
+SHAPE = {
+    "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def plain(decoder: Decoder, ids: torch.Tensor) -> float:
+    """Return the seconds of a forward."""
+    begin = time.perf_counter()
+    decoder.model(input_ids=ids, use_cache=False, logits_to_keep=1)
+    return time.perf_counter() - begin
+
+
+def captured(decoder: Decoder, ids: torch.Tensor, folder: Path) -> tuple[float, int]:
+    """Return the seconds of a forward whose taps are streamed to disk, and the bytes written."""
+    tokens = ids[0].tolist()
+    writer = RecordingWriter(
+        folder,
+        producer=Producer(name="capture_cost", version="0"),
+        model=ModelInfo(id="random", revision=None, config_hash=None, weights_hash=None),
+        dtype=str(decoder.dtype).removeprefix("torch."),
+        device="cpu",
+        environment={},
+        requests=[RequestInfo(id=0, token_ids=tokens, prompt_length=len(tokens))],
+        expected_taps=len(decoder.graph),
+    )
+    begin = time.perf_counter()
+    with writer:
+        rows = range(len(tokens))
+        writer.begin_step(
+            phase="prefill", request=[0] * len(tokens), position=rows, partial_rows={"lm_head": [len(tokens) - 1]}
+        )
+        with capturing(decoder, writer.tap):
+            decoder.model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        writer.end_step()
+    seconds = time.perf_counter() - begin
+    return seconds, sum(file.stat().st_size for file in folder.iterdir())
+
+
+def copied(folder: Path, target: Path) -> float:
+    """Return the seconds that writing the same bytes once more takes: the disk's own speed."""
+    data = [file.read_bytes() for file in folder.iterdir()]
+    begin = time.perf_counter()
+    with target.open("wb", buffering=0) as file:
+        for block in data:
+            file.write(block)
+    return time.perf_counter() - begin
+
+
+@torch.no_grad()
+def main() -> None:
+    """Measure in interleaved pairs and print the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--folder", type=Path, default=None)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as root:
+        checkpoint = Path(root) / "model"
+        LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(checkpoint)
+        decoder = load_decoder(checkpoint, dtype=torch.float32)
+        ids = torch.randint(0, SHAPE["vocab_size"], (1, arguments.tokens))
+        plain(decoder, ids)
+        rows = []
+        for repeat in range(arguments.repeats):
+            folder = Path(root) / f"run{repeat}"
+            before = plain(decoder, ids)
+            with_taps, num_bytes = captured(decoder, ids, folder)
+            disk = copied(folder, Path(root) / f"copy{repeat}")
+            rows.append((with_taps / before, (with_taps - disk) / before, before, num_bytes, disk))
+            for file in (*folder.iterdir(), Path(root) / f"copy{repeat}"):
+                file.unlink()
+    for name, at in (("captured / plain", 0), ("(captured - copy of the bytes) / plain", 1), ("plain forward, s", 2)):
+        column = sorted(row[at] for row in rows)
+        print(f"{name:42} min {column[0]:.2f}  median {statistics.median(column):.2f}  max {column[-1]:.2f}")  # noqa: T201
+    disk = statistics.median(row[3] / row[4] for row in rows)
+    print(f"bytes written {rows[0][3]:,}, copy of the bytes {disk / 1e9:.2f} GB/s, {arguments.tokens} tokens")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
