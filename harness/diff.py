@@ -9,7 +9,7 @@ import torch
 from harness.case import DTYPES, TRIGGERS
 from harness.check import check_device
 from harness.checkpoint import resolve, weights_hash
-from harness.compare import compare_run
+from harness.compare import TOKENS, compare_run
 from harness.errors import Code, HarnessError
 from harness.oracle.decoder import load_decoder
 from harness.oracle.golden import Golden
@@ -53,7 +53,16 @@ def run_diff(
                 notes.append(f"ACTUAL was recorded from other weights than those of {model}, which judge it")
             replayer = Replayer(load_decoder(folder, dtype=_dtype(ours), device=device))
         wanted = _matching(taps, [entry.name for entry in theirs.manifest.taps])
-        run = compare_run(ours, theirs, noise=Golden(theirs).noise, replayer=replayer, wanted=wanted, require=require)
+        chose_tokens = any(step.sampled is not None for step in ours.steps)
+        run = compare_run(
+            ours,
+            theirs,
+            noise=Golden(theirs).noise,
+            replayer=replayer,
+            wanted=wanted,
+            not_offered=() if chose_tokens else (TOKENS,),
+            require=require,
+        )
         return CheckResult(
             engine=manifest.producer.name,
             model=manifest.model.id,

@@ -5,7 +5,6 @@ no memory, so that every architecture that transformers knows is covered without
 """
 
 import os
-import reprlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -166,7 +165,7 @@ def _meta_model(folder: Path, config: Mapping[str, Any]) -> "PreTrainedModel":
             return AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
     except Exception as error:  # any value of the config may be the one that transformers fails on
         what = "transformers cannot build the model that the config describes"
-        reason = f"{type(error).__name__}: {reprlib.repr(str(error))}"
+        reason = f"{type(error).__name__}: {str(error)[:300]}"
         _refuse(Code.BAD_CONFIG, what, where, reason, hint="correct config.json, or download the checkpoint again")
 
 

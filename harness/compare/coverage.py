@@ -70,6 +70,16 @@ def _rows_missing(tap: str, missing: torch.Tensor, locator: Locator) -> Finding:
     return Finding(code=Code.ROWS_MISSING, message=message, tap=tap, request=request, position=position)
 
 
+def check_tokens(recording: Recording, num_compared: int) -> list[Finding]:
+    """Return a finding if the engine did not report its own choice at every sampled row."""
+    requests = recording.manifest.requests
+    expected = sum(len(request.token_ids) - request.prompt_length + 1 for request in requests)
+    if num_compared >= expected:
+        return []
+    message = f"the engine reported its own choice at {num_compared} of {expected} sampled rows"
+    return [Finding(code=Code.ROWS_MISSING, message=message)]
+
+
 _TRIGGERS: Mapping[str, str] = {
     "decode": "no decode step ran: every row was a prompt's (raise --max-new-tokens to at least 2)",
     "chunked_prefill": "no prompt was split into chunks (lower the chunk size or lengthen the prompt)",

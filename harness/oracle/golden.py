@@ -4,6 +4,7 @@ A golden is a recording of the float64 forward (`recording-format.md`) with one 
 every tap and row the relative L2 error that HF itself makes in the engine's dtype. One golden serves every schedule.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -11,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 
 import safetensors
@@ -30,6 +30,9 @@ from harness.oracle.truth import truth_forward
 from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
 from harness.taps import LOGITS
 
+ORACLE_VERSION = 1
+"""Part of a cached golden's name: raise it with every change of the oracle that moves its numbers."""
+
 NOISE_FILE = "noise.safetensors"
 LOGIT_NOISE = "lm_head.max_abs"
 """Entry of the noise file: the largest absolute error of HF's logits per sampled row, which decides ties."""
@@ -47,37 +50,66 @@ class Prompt:
 
 
 class Golden:
-    """A golden on disk: the truth and the noise of HF in the engine's dtype."""
+    """A golden on disk: the truth and the noise of HF in the engine's dtype.
+
+    Raises:
+        HarnessError: DAMAGED_SAFETENSORS: its noise cannot be read, or is no noise.
+    """
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
+        self.noise = _read_noise(recording)
+        """Relative L2 error per row of every tap, float64 [rows], in the order of the steps; empty where unknown."""
 
     @property
     def requests(self) -> Sequence[RequestInfo]:
         """The requests with the tokens to be fed: prompt and continuation without its last token."""
         return self.recording.manifest.requests
 
-    @cached_property
-    def noise(self) -> dict[str, torch.Tensor]:
-        """Relative L2 error per row of every tap, float64 [rows], in the order of the golden's steps."""
-        try:
-            noise: dict[str, torch.Tensor] = safetensors.torch.load_file(self.recording.path / NOISE_FILE)
-            return noise
-        except FileNotFoundError:
-            return {}
-        except (safetensors.SafetensorError, OSError) as error:
-            raise HarnessError(
-                Code.DAMAGED_SAFETENSORS,
-                f"the golden's noise cannot be read: {error}",
-                where=self.recording.path / NOISE_FILE,
-                hint="delete the folder; the golden is made again",
-            ) from error
+
+def _read_noise(recording: Recording) -> dict[str, torch.Tensor]:
+    path = recording.path / NOISE_FILE
+    try:
+        noise: dict[str, torch.Tensor] = safetensors.torch.load_file(path)
+    except FileNotFoundError:
+        return {}
+    except (safetensors.SafetensorError, OSError) as error:
+        raise _damaged(path, f"the golden's noise cannot be read: {error}") from error
+    rows = _num_rows(recording)
+    for tap, values in noise.items():
+        expected = rows.get(LOGITS if tap == LOGIT_NOISE else tap)
+        if values.shape != (expected,):
+            raise _damaged(path, f"noise of {tap} has shape {list(values.shape)}", expected=[expected])
+        if not bool((torch.isfinite(values) & (values >= 0)).all()):
+            raise _damaged(path, f"noise of {tap} is not finite, or negative", expected="errors of 0 and more")
+    return noise
+
+
+def _num_rows(recording: Recording) -> dict[str, int]:
+    """Count the rows of every tap over all steps."""
+    counts: dict[str, int] = {}
+    for step in recording.steps:
+        for tap in step.tap_names:
+            covered = step.rows_of(tap)
+            counts[tap] = counts.get(tap, 0) + (step.entry.num_rows if covered is None else len(covered))
+    return counts
+
+
+def _damaged(path: Path, what: str, *, expected: object = None) -> HarnessError:
+    return HarnessError(
+        Code.DAMAGED_SAFETENSORS,
+        what,
+        where=path,
+        expected=expected,
+        hint="delete the folder and make the golden again",
+    )
 
 
 def golden_key(decoder: Decoder, prompts: Sequence[Prompt]) -> str:
     """Return the name under which a golden is cached: a digest of all that its numbers depend on."""
     content = {
         "harness": harness.__version__,
+        "oracle": ORACLE_VERSION,
         "weights": weights_hash(decoder.folder),
         "config": config_hash(decoder.folder),
         "prompts": [asdict(prompt) for prompt in prompts],
@@ -101,40 +133,22 @@ def cached_golden(decoder: Decoder, prompts: Sequence[Prompt], *, progress: Prog
     try:
         return open_golden(folder)
     except HarnessError:
-        pass  # absent, or damaged: make it again
+        shutil.rmtree(folder, ignore_errors=True)  # absent, or damaged: make it again
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as making:
-            make_golden(decoder, prompts, Path(making) / "golden", progress=progress)
-            _move_into_place(Path(making) / "golden", folder)
+        return make_golden(decoder, prompts, folder, progress=progress)
     except OSError as error:
         raise HarnessError(
             Code.CANNOT_WRITE, f"the golden cannot be cached: {error}", where=folder, hint="set HARNESS_CACHE"
         ) from error
-    return open_golden(folder)
-
-
-def _move_into_place(made: Path, folder: Path) -> None:
-    """Rename atomically; if another process was faster, its golden is the same one."""
-    try:
-        made.rename(folder)
-    except OSError:
-        if _readable(folder):
-            return
-        shutil.rmtree(folder, ignore_errors=True)
-        made.rename(folder)
-
-
-def _readable(folder: Path) -> bool:
-    try:
-        open_golden(folder)
-    except HarnessError:
-        return False
-    return True
+    except HarnessError as error:
+        if error.code is Code.OUTPUT_EXISTS:  # another process was faster: its golden is the same
+            return open_golden(folder)
+        raise
 
 
 def open_golden(folder: Path) -> Golden:
-    """Open a golden; raises HarnessError as `Recording.open` does."""
+    """Open a golden; raises HarnessError as `Recording.open` and `Golden` do."""
     return Golden(Recording.open(folder))
 
 
@@ -147,24 +161,37 @@ def make_golden(decoder: Decoder, prompts: Sequence[Prompt], out: Path, *, progr
     report = progress or (lambda _label, _done, _total: None)
     for index, prompt in enumerate(prompts):
         check_prompt(decoder, prompt, index)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".making-") as making:
+            folder = Path(making) / "golden"
+            _make(decoder, prompts, folder, report)
+            folder.rename(out)  # replaces an empty folder, and no other
+    except OSError as error:
+        exists = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+        code = Code.OUTPUT_EXISTS if exists else Code.CANNOT_WRITE
+        raise HarnessError(code, f"the golden cannot be put in its place: {error}", where=out) from error
+    report("golden", len(prompts), len(prompts))
+    return open_golden(out)
+
+
+def _make(decoder: Decoder, prompts: Sequence[Prompt], folder: Path, report: Progress) -> None:
     requests = []
     for index, prompt in enumerate(prompts):
         report("continuation", index, len(prompts))
         fed = (*prompt.token_ids, *greedy_continuation(decoder, prompt)[:-1])
         requests.append(RequestInfo(id=index, token_ids=list(fed), prompt_length=len(prompt.token_ids)))
-    with _truth_writer(decoder, requests, out) as writer:
+    with _truth_writer(decoder, requests, folder) as writer:
         for index, request in enumerate(requests):
             report("truth", index, len(requests))
             _record_truth(decoder, request, writer)
-    recording = Recording.open(out, verify=False)
+    recording = Recording.open(folder, verify=False)
     check_graph(decoder, recording)
     noise: list[dict[str, torch.Tensor]] = []
     for index, request in enumerate(requests):
         report("noise", index, len(requests))
         noise.append(_measure_noise(decoder, request, recording))
-    _save_noise({tap: torch.cat([part[tap] for part in noise]) for tap in noise[0]} if noise else {}, out)
-    report("golden", len(prompts), len(prompts))
-    return Golden(recording)
+    _save_noise({tap: torch.cat([part[tap] for part in noise]) for tap in noise[0]} if noise else {}, folder)
 
 
 def check_prompt(decoder: Decoder, prompt: Prompt, index: int) -> None:

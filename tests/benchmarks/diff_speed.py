@@ -2,7 +2,7 @@
 
     python tests/benchmarks/diff_speed.py [--gigabytes 2] [--folder /dev/shm] [--dtype float32]
 
-The peak memory is the diff's own (VmHWM of a child process, less what it held before it opened the recordings).
+The peak memory is the diff's own (maximal resident size of a child process, less what it held before it opened the recordings).
 """
 
 import argparse
@@ -48,22 +48,19 @@ def write(folder: Path, num_steps: int, dtype: torch.dtype, noise: float) -> int
 
 
 def baseline(expected: Path, actual: Path, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the seconds of a plain read of both recordings, and of that plus one pass (a sum of squares) over them."""
-    files = [(file, actual / file.name) for file in sorted(expected.glob("*.safetensors"))]
-    begin = time.perf_counter()
-    for pair in files:
-        for file in pair:
-            file.read_bytes()
-    read = time.perf_counter() - begin
-    begin, total = time.perf_counter(), 0.0
-    for pair in files:
-        ours, theirs = (
-            torch.frombuffer(bytearray(file.read_bytes())[-(file.stat().st_size // 8 * 8 - 8192) :], dtype=dtype)
-            for file in pair
-        )
+    """Return the seconds of a plain read of both recordings, and of one pass (a sum of squares) over what was read."""
+    read = one_pass = total = 0.0
+    for file in sorted(expected.glob("*.safetensors")):
+        begin = time.perf_counter()
+        data = [side.read_bytes() for side in (file, actual / file.name)]
+        read += time.perf_counter() - begin
+        begin = time.perf_counter()
+        num_elements = len(data[0]) // dtype.itemsize
+        ours, theirs = (torch.frombuffer(side, dtype=dtype, count=num_elements) for side in data)
         for a, b in zip(ours.split(1 << 16), theirs.split(1 << 16), strict=True):
             total += float((a.to(torch.float64) - b.to(torch.float64)).square().sum())
-    return read, time.perf_counter() - begin
+        one_pass += time.perf_counter() - begin
+    return read, read + one_pass
 
 
 CHILD = """
@@ -71,11 +68,12 @@ import json, resource, sys, time
 from pathlib import Path
 import torch
 from harness.diff import run_diff
-def rss(key):
-    return int(next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(key)).split()[1]) * 1024
-before, begin = rss("VmHWM"), time.perf_counter()
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before, begin = peak(), time.perf_counter()
 result = run_diff(Path(sys.argv[1]), Path(sys.argv[2]))
-print(json.dumps({"seconds": time.perf_counter() - begin, "peak_bytes": rss("VmHWM") - before, "outcome": result.outcome}))
+seconds = time.perf_counter() - begin
+print(json.dumps({"seconds": seconds, "peak_bytes": peak() - before, "outcome": result.outcome}))
 """
 
 
