@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from harness.case import DTYPES, TRIGGERS
-from harness.check import check_device
 from harness.checkpoint import resolve, weights_hash
 from harness.compare import TOKENS, compare_run
 from harness.errors import Code, HarnessError
 from harness.oracle.decoder import load_decoder
 from harness.oracle.golden import Golden
 from harness.oracle.replay import Replayer
+from harness.plan import check_device
 from harness.recording import Recording
 from harness.results import CheckResult
 

@@ -1,4 +1,4 @@
-"""A small, readable LLM inference engine: paged KV cache, chunked prefill, continuous batching.
+"""A small, readable LLM inference engine: paged KV cache with shared prefixes, chunked prefill, continuous batching.
 
 Importing the package costs nothing: torch is loaded when the first name that needs it is asked for.
 """
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from reference_engine.engine import LLMEngine
     from reference_engine.errors import EngineError
     from reference_engine.observer import Observer, StepInfo
-    from reference_engine.outputs import FinishReason, RequestOutput, TokenOutput
+    from reference_engine.outputs import FinishReason, RequestOutput, TokenLogprobs, TokenOutput
     from reference_engine.sampling import SamplingParams
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StepInfo",
+    "TokenLogprobs",
     "TokenOutput",
 ]
 
@@ -39,6 +40,7 @@ _HOMES = {
     "RequestOutput": "outputs",
     "SamplingParams": "sampling",
     "StepInfo": "observer",
+    "TokenLogprobs": "outputs",
     "TokenOutput": "outputs",
 }
 

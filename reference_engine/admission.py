@@ -31,7 +31,7 @@ class Admission:
             CapacityError: the request is larger than the whole pool of blocks.
         """
         prompt = self._check_token_ids(prompt_token_ids, "prompt_token_ids")
-        self._check_token_ids(params.forced_token_ids or (), "forced_token_ids")
+        self._check_params(params)
         if not prompt:
             raise RequestError("the prompt is empty", where="prompt_token_ids", expected="at least 1 token", actual=0)
         self._check_length(len(prompt), params.max_new_tokens)
@@ -45,7 +45,7 @@ class Admission:
             RequestError: no token is left to sample, the salt changes, or the request gets too long for the model.
             CapacityError: the request gets larger than the whole pool of blocks.
         """
-        self._check_token_ids(params.forced_token_ids or (), "forced_token_ids")
+        self._check_params(params)
         num_sampled = len(parent.sampled_token_ids)
         if params.max_new_tokens <= num_sampled:
             raise RequestError(
@@ -59,6 +59,15 @@ class Admission:
             )  # fmt: skip
         self._check_length(parent.num_prompt_tokens, params.max_new_tokens)
         self._check_blocks(parent.num_prompt_tokens, params.max_new_tokens)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        self._check_token_ids(params.forced_token_ids or (), "forced_token_ids")
+        self._check_token_ids(params.stop_token_ids, "stop_token_ids")
+        if (params.num_logprobs or 0) > self.vocab_size:
+            raise RequestError(
+                "more log probabilities than tokens", where="SamplingParams.num_logprobs",
+                expected=f"at most the vocabulary of {self.vocab_size}", actual=params.num_logprobs,
+            )  # fmt: skip
 
     def _check_token_ids(self, token_ids: Iterable[int], name: str) -> list[int]:
         try:

@@ -5,7 +5,7 @@ The pool knows blocks, the scheduler knows turns; here the two meet, one request
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from reference_engine.block_pool import BlockPool
 from reference_engine.sequence import Chunk, Sequence
@@ -52,17 +52,18 @@ class BlockManager:
             sequence.num_computed_tokens = len(sequence.block_table) * self._cache.block_size
         return sequence.num_computed_tokens
 
-    def publish(self, chunk: Chunk) -> None:
-        """Let others find the blocks that a computed chunk has filled."""
+    def publish(self, chunks: Iterable[Chunk]) -> None:
+        """Let others find the blocks that computed chunks have filled."""
         if self._cache is None:
             return
-        first, end = chunk.start // self._cache.block_size, chunk.stop // self._cache.block_size
-        if first == end:
-            return
-        sequence = chunk.sequence
-        self._cache.extend(sequence.prefixes, sequence.token_ids, chunk.stop, sequence.params.cache_salt)
-        for index in range(first, end):
-            self.pool.publish(sequence.block_table[index], sequence.prefixes[index])
+        block_size = self._cache.block_size
+        for chunk in chunks:
+            first, end = chunk.start // block_size, chunk.stop // block_size
+            if first < end:
+                sequence = chunk.sequence
+                self._cache.extend(sequence.prefixes, sequence.token_ids, chunk.stop, sequence.params.cache_salt)
+                for index in range(first, end):
+                    self.pool.publish(sequence.block_table[index], sequence.prefixes[index])
 
     def share(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` own all that `parent` has computed, until one of them writes."""

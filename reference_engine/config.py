@@ -15,6 +15,7 @@ from typing import Any
 from reference_engine.config_file import Fields, read_json
 from reference_engine.errors import ConfigError, UnsupportedModelError
 from reference_engine.families import FAMILIES, Family
+from reference_engine.sliding_window import layer_windows
 
 __all__ = ["DTYPES", "EngineConfig", "ModelConfig", "RopeConfig"]
 
@@ -51,6 +52,8 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     rope: RopeConfig
+    layer_windows: tuple[int | None, ...]
+    """Latest tokens that each layer sees, itself included; None: all of them."""
     dtype: str | None
     """The checkpoint's dtype, where config.json names it."""
     eos_token_ids: frozenset[int]
@@ -101,6 +104,7 @@ class ModelConfig:
             mlp_bias=family.has_mlp_bias and fields.boolean("mlp_bias", default=False),
             qk_norm=family.qk_norm,
             rope=_rope(fields, max_position_embeddings),
+            layer_windows=layer_windows(fields, family),
             dtype=config.get("dtype") or config.get("torch_dtype"),
             eos_token_ids=_eos_token_ids(generation or {}, config, where),
         )
@@ -147,7 +151,11 @@ class EngineConfig:
     """Tokens of prompt and continuation together; None: the model's max_position_embeddings."""
 
     enable_prefix_caching: bool = False
-    """Keep the K and V of finished requests for those that begin with the same tokens; needs a backend with blocks."""
+    """Keep the K and V of requests for others that begin with the same tokens; needs a backend with blocks.
+
+    Off unless asked for: an observer does not see the rows that a hit skips, and who checks an engine wants all."""
+    seed: int = 0
+    """What the draws of requests without a seed depend on, together with the order in which they were added."""
     debug_checks: bool = False
     """Verify the cache's invariants at every step, and fill freed blocks with NaN. Slow."""
 
@@ -161,6 +169,7 @@ class EngineConfig:
         self._check_at_least("max_num_batched_tokens", 1)
         self._check_at_least("max_num_seqs", 1)
         self._check_at_least("max_model_len", 1)
+        self._check_at_least("seed", 0)
         self._check_boolean("enable_prefix_caching")
         self._check_boolean("debug_checks")
 
@@ -209,15 +218,6 @@ def _refuse_unsupported(fields: Fields) -> None:
             "quantised weights are not supported", where=where, expected="no quantization_config",
             actual=json.dumps(values["quantization_config"])[:120],
         )  # fmt: skip
-    slides = values.get("use_sliding_window") and values.get("sliding_window") is not None
-    # Without layer_types, layers from max_window_layers on slide.
-    if slides and fields.positive_int("max_window_layers", default=28) >= fields.positive_int("num_hidden_layers"):
-        slides = False
-    layer_types = values.get("layer_types") or (["sliding_attention"] if slides else ["full_attention"])
-    if not isinstance(layer_types, list) or any(layer_type != "full_attention" for layer_type in layer_types):
-        raise UnsupportedModelError(
-            "unsupported layer_types", where=where, expected="full_attention in every layer", actual=layer_types
-        )
 
 
 def _rope(fields: Fields, max_position_embeddings: int) -> RopeConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 
@@ -15,11 +16,13 @@ from reference_engine.debug_checks import DebugChecks
 from reference_engine.errors import RequestError
 from reference_engine.model_runner import ModelRunner
 from reference_engine.observer import Observer
-from reference_engine.outputs import FinishReason, RequestOutput, TokenOutput
+from reference_engine.outputs import FinishReason, RequestOutput, TokenLogprobs, TokenOutput
 from reference_engine.prefix_cache import HashFunction, PrefixCache, sha256_digest
 from reference_engine.sampling import SamplingParams
 from reference_engine.scheduler import Scheduler
 from reference_engine.sequence import Sequence
+from reference_engine.stopping import finish_reason
+from reference_engine.tokenizer import Tokenizer
 
 __all__ = ["LLMEngine"]
 
@@ -48,6 +51,7 @@ class LLMEngine:
         self.config = config = config or EngineConfig()
         self.model_config = model_config = ModelConfig.from_folder(model_dir)
         self.observer = observer
+        self._model_dir = model_dir
         self.runner = ModelRunner(model_dir, config, model_config)
         self.backend = backend = self.runner.backend
         self._debug = DebugChecks(backend.cache) if config.debug_checks else None
@@ -78,9 +82,15 @@ class LLMEngine:
         Raises:
             RequestError: the prompt is empty, holds an id outside the vocabulary, or is too long for the model.
             CapacityError: the request is larger than the whole pool of blocks.
+            ConfigError: it has stop strings, and the checkpoint has no tokenizer to find them with.
         """
         params = params or SamplingParams()
-        return self._add(self._admission.check(prompt_token_ids, params), params)
+        return self._add(self._check(prompt_token_ids, params), params)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer, read when it is first asked for."""
+        return Tokenizer(self._model_dir)
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do."""
@@ -99,7 +109,10 @@ class LLMEngine:
         self.scheduler.advance(chunks)
         if self._debug is not None:
             self._debug.after_step(chunks, self.scheduler.running, self.pool)
-        return [self._commit(sequence, token_id) for sequence, token_id in zip(sampling, sampled, strict=True)]
+        return [
+            self._commit(sequence, token_id, logprobs)
+            for sequence, token_id, logprobs in zip(sampling, sampled.token_ids, sampled.logprobs, strict=True)
+        ]
 
     def generate(
         self, prompts: Iterable[Iterable[int]], params: SamplingParams | Seq[SamplingParams] | None = None
@@ -127,16 +140,20 @@ class LLMEngine:
     def fork(self, request_id: int, params: SamplingParams | None = None) -> int:
         """Continue a request a second time from where it is, and return the new request's id.
 
-        The two share the K and V of their past. Without `params` the fork keeps those of the original.
+        The two share the K and V of their past. Without `params` the fork keeps those of the original; where these
+        have no seed, the two draw differently.
 
         Raises:
             RequestError: the request is unknown or finished; or `params` allow no further token, or change the salt.
             CapacityError: `params` allow more tokens than the whole pool of blocks holds.
+            ConfigError: as `add_request`.
         """
         parent = self._find(request_id, "LLMEngine.fork")
         params = params or parent.params
         self._admission.check_fork(parent, params)
-        child = parent.fork(next(self._request_ids), params)
+        self._check_stops(params)
+        request_id = next(self._request_ids)
+        child = parent.fork(request_id, params, self._seed(params, request_id))
         self.scheduler.fork(parent, child)
         self._sequences[child.request_id] = child
         return child.request_id
@@ -170,14 +187,31 @@ class LLMEngine:
                 "prompts and params do not pair", where="LLMEngine.generate", expected=f"{len(prompts)} params",
                 actual=len(params),
             )  # fmt: skip
-        return [(self._admission.check(prompt, own), own) for prompt, own in zip(prompts, params, strict=True)]
+        return [(self._check(prompt, own), own) for prompt, own in zip(prompts, params, strict=True)]
 
     def _add(self, prompt: list[int], params: SamplingParams) -> int:
         request_id = next(self._request_ids)
-        sequence = Sequence(request_id=request_id, token_ids=prompt, num_prompt_tokens=len(prompt), params=params)
+        sequence = Sequence(
+            request_id=request_id,
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            params=params,
+            seed=self._seed(params, request_id),
+        )
         self._sequences[request_id] = sequence
         self.scheduler.add(sequence)
         return request_id
+
+    def _seed(self, params: SamplingParams, request_id: int) -> int:
+        return (self.config.seed << 32) + request_id if params.seed is None else params.seed
+
+    def _check(self, prompt: Iterable[int], params: SamplingParams) -> list[int]:
+        self._check_stops(params)
+        return self._admission.check(prompt, params)
+
+    def _check_stops(self, params: SamplingParams) -> None:
+        if params.stop:
+            self.tokenizer.decode([])
 
     def _drop_all(self) -> None:
         """Abort everything behind the observer's back: it may be the one that failed."""
@@ -186,9 +220,11 @@ class LLMEngine:
             self.abort(request_id)
         self.observer = observer
 
-    def _commit(self, sequence: Sequence, sampled_token_id: int) -> TokenOutput:
+    def _commit(self, sequence: Sequence, sampled_token_id: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         token_id = sequence.append(sampled_token_id)
-        sequence.finish_reason = self._finish_reason(sequence, token_id)
+        if logprobs is not None:
+            sequence.logprobs.append(logprobs)
+        sequence.finish_reason = finish_reason(sequence, self.model_config.eos_token_ids, self._decode)
         if sequence.finish_reason is not None:
             del self._sequences[sequence.request_id]
             self.scheduler.finish(sequence)
@@ -197,13 +233,11 @@ class LLMEngine:
             token_id=token_id,
             sampled_token_id=sampled_token_id,
             finish_reason=sequence.finish_reason,
+            logprobs=logprobs,
         )
 
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        if sequence.params.stops_at_eos and token_id in self.model_config.eos_token_ids:
-            return FinishReason.EOS
-        is_complete = len(sequence.sampled_token_ids) == sequence.params.max_new_tokens
-        return FinishReason.LENGTH if is_complete else None
+    def _decode(self, token_ids: Seq[int]) -> str:
+        return self.tokenizer.decode(token_ids)
 
     def _read_back(self, sequence: Sequence) -> None:
         self.runner.read_back(sequence, self.observer)

@@ -36,6 +36,8 @@ class CacheSpec:
     """None: as many as the limits below can use, within a share of the memory."""
     max_num_seqs: int
     max_model_len: int
+    layer_windows: tuple[int | None, ...]
+    """Latest tokens that each layer sees; None: all of them."""
 
     def default_num_blocks(self, block_size: int) -> int:
         """Count the blocks, the null block included, that the limits can use and the memory can hold."""
@@ -85,8 +87,13 @@ class KVCache:
         return self._k[layer].index_select(0, slots_C), self._v[layer].index_select(0, slots_C)
 
 
-def context_slots(block_tables_RB: torch.Tensor, block_size: int, num_tokens: int) -> torch.Tensor:
-    """Return the slots [R, C] of the first `num_tokens` positions of each block table."""
+def context_slots(
+    block_tables_RB: torch.Tensor, block_size: int, num_tokens: int, first_R: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the slots [R, C] of `num_tokens` positions of each block table, from `first_R` on (None: from 0)."""
+    if first_R is not None:
+        positions_RC = first_R[:, None] + torch.arange(num_tokens, device=first_R.device)
+        return block_tables_RB.gather(1, positions_RC // block_size) * block_size + positions_RC % block_size
     offsets_S = torch.arange(block_size, device=block_tables_RB.device)
     slots_RBS = block_tables_RB[:, :, None] * block_size + offsets_S
     return slots_RBS.flatten(1)[:, :num_tokens]

@@ -1,4 +1,4 @@
-"""The decoder: one for Llama, Qwen2 and Qwen3, which differ by config alone.
+"""The decoder: one for Llama, Qwen2, Qwen3 and Mistral, which differ by config alone.
 
 Shapes: T tokens, N query heads, K KV heads, H head dim, D hidden, V vocab, R sampled rows.
 """

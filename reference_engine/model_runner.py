@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from reference_engine.attention.backend import find_backend
+from reference_engine.attention.backend import BACKENDS, find_backend
 from reference_engine.batch import build_batch
 from reference_engine.checkpoint import load_weights
 from reference_engine.config import DTYPES, EngineConfig, ModelConfig
@@ -18,7 +18,7 @@ from reference_engine.kv_cache import CacheSpec
 from reference_engine.model import Decoder
 from reference_engine.observer import Observer
 from reference_engine.rotary import RotaryEmbedding
-from reference_engine.sampler import sample
+from reference_engine.sampler import Sampled, sample
 from reference_engine.sequence import Chunk, Sequence
 from reference_engine.steps import describe, show_cache
 
@@ -40,30 +40,33 @@ class ModelRunner:
         self.device = open_device(config.device)
         self.dtype = _resolve_dtype(config, model_config)
         self.max_model_len = _resolve_max_model_len(config, model_config)
-        open_backend = find_backend(config.attention_backend)
+        spec = self._cache_spec(config)
+        open_backend = find_backend(config.attention_backend, spec)
+        if config.enable_prefix_caching and not open_backend.has_blocks:
+            raise ConfigError(
+                "prefix caching needs blocks", where="EngineConfig.enable_prefix_caching",
+                expected=f"attention_backend {' or '.join(name for name, own in BACKENDS.items() if own.has_blocks)}",
+                actual=config.attention_backend,
+            )  # fmt: skip
         rotary = RotaryEmbedding(model_config, self.device, self.dtype)
         weights = load_weights(model_dir, model_config, self.dtype, self.device)
         # After the weights, so that on a GPU the cache takes its share of what they leave.
-        self.backend = open_backend(self._cache_spec(config))
-        if config.enable_prefix_caching and not self.backend.has_blocks:
-            raise ConfigError(
-                "prefix caching needs blocks", where="EngineConfig.enable_prefix_caching",
-                expected="attention_backend paged", actual=config.attention_backend,
-            )  # fmt: skip
+        self.backend = open_backend(spec)
         self.model = Decoder.build(model_config, weights, rotary, self.backend)
 
     @torch.no_grad()
-    def run(self, chunks: Seq[Chunk], observer: Observer | None) -> list[int]:
-        """Compute the chunks and return the sampled token of each that has caught up."""
+    def run(self, chunks: Seq[Chunk], observer: Observer | None) -> Sampled:
+        """Compute the chunks and choose the next token of each that has caught up."""
         computed = chunks if self.backend.cache is not None else [replace(chunk, start=0) for chunk in chunks]
         batch = build_batch(computed, self.backend.block_size, self.device, observer)
         batch = replace(batch, plan=self.backend.plan(batch))
         if observer is not None:
             observer.begin_step(describe(chunks, computed, self.backend))
         logits_RV = self.model(batch)
-        sampled: list[int] = [] if logits_RV is None else sample(logits_RV).tolist()
+        sequences = [chunk.sequence for chunk in chunks if chunk.samples]
+        sampled = Sampled([], []) if logits_RV is None else sample(logits_RV, sequences)
         if observer is not None:
-            observer.end_step(sampled)
+            observer.end_step(sampled.token_ids)
         return sampled
 
     @torch.no_grad()
@@ -88,6 +91,7 @@ class ModelRunner:
             num_blocks=config.num_blocks,
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len,
+            layer_windows=self.model_config.layer_windows,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["FinishReason", "RequestOutput", "TokenOutput"]
+__all__ = ["FinishReason", "RequestOutput", "TokenLogprobs", "TokenOutput"]
 
 
 class FinishReason(Enum):
@@ -15,13 +15,25 @@ class FinishReason(Enum):
     """`max_new_tokens` were sampled."""
     EOS = "eos"
     """An end-of-sequence token was sampled."""
+    STOP = "stop"
+    """A stop string appeared, or a stop token was sampled."""
     ABORTED = "aborted"
     """The caller aborted it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """What the model made of one new token, before temperature and all other changes to the logits."""
+
+    logprob: float
+    """Natural logarithm of the probability of the token that continues the request."""
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens and theirs, the likeliest first."""
+
+
+@dataclass(slots=True, kw_only=True)
 class TokenOutput:
-    """One new token of one request."""
+    """One new token of one request. Not frozen: every step makes one for each request, and that would be slow."""
 
     request_id: int
     token_id: int
@@ -30,6 +42,8 @@ class TokenOutput:
     """The engine's own choice."""
     finish_reason: FinishReason | None
     """Set on the request's last token."""
+    logprobs: TokenLogprobs | None = None
+    """Where the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,3 +57,7 @@ class RequestOutput:
     sampled_token_ids: tuple[int, ...]
     """The engine's own choice at every step: equal to `token_ids` unless tokens were forced."""
     finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `token_ids`, where the request asks for them."""
+    text: str | None = None
+    """The continuation up to the stop string, for requests that have stop strings."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from reference_engine.errors import RequestError
 
@@ -12,34 +13,74 @@ __all__ = ["SamplingParams"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Length, stopping and forcing of a greedy continuation.
+    """Choice, length, stopping and forcing of a continuation; greedy unless a temperature is given.
+
+    The logits go through repetition penalty, temperature, top-k, top-p and min-p, in transformers' order.
 
     Raises:
-        RequestError: `max_new_tokens` is below one, or more tokens are forced than generated.
+        RequestError: a value is impossible, or more tokens are forced than generated.
     """
 
     max_new_tokens: int = 16
     """Tokens to sample. The last one is never fed back, so positions up to prompt + max_new_tokens - 2 are computed."""
+    temperature: float = 0.0
+    """What the logits are divided by before a token is drawn; 0: the likeliest token, nothing is drawn."""
+    top_k: int = 0
+    """Draw among this many likeliest tokens; 0: among all."""
+    top_p: float = 1.0
+    """Draw among the fewest likeliest tokens that have this probability together (Holtzman et al. 2020)."""
+    min_p: float = 0.0
+    """Draw among tokens that have at least this share of the likeliest one's probability (Nguyen et al. 2024)."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of all tokens seen so far (Keskar et al. 2019, section 4.1)."""
+    seed: int | None = None
+    """Equal seeds draw equally, whoever else is in the batch; None: a seed of the request's own."""
+    num_logprobs: int | None = None
+    """Report log probabilities, before any of the above, of each new token and of this many likeliest ones."""
+    stop: str | Sequence[str] = ()
+    """Strings that end the request when they appear in the text of the continuation."""
+    stop_token_ids: Sequence[int] = ()
+    """Tokens that end the request, whatever `ignore_eos` says."""
     forced_token_ids: Sequence[int] | None = None
     """Tokens to feed in place of the engine's own choices, which are still reported as the sampled tokens."""
     ignore_eos: bool | None = None
     """Whether to go on after an end-of-sequence token. Unset, it is true exactly when tokens are forced."""
-
     cache_salt: str = ""
     """Requests share cached prefixes only with those of the same salt."""
+    is_plain: bool = field(init=False)
+    """Whether the likeliest token of the unchanged logits is all that is asked for."""
+    stops_at_eos: bool = field(init=False)
+    """Whether an end-of-sequence token ends the request."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_new_tokens, int) or isinstance(self.max_new_tokens, bool) or self.max_new_tokens < 1:
-            raise RequestError(
-                "max_new_tokens is impossible",
-                where="SamplingParams",
-                expected="an integer above 0",
-                actual=repr(self.max_new_tokens),
-            )
-        if not isinstance(self.cache_salt, str):
-            raise RequestError(
-                "cache_salt is no string", where="SamplingParams", expected="a string", actual=repr(self.cache_salt)
-            )
+        self._check_integer("max_new_tokens", minimum=1)
+        self._check_integer("top_k", minimum=0)
+        self._check_integer("seed", minimum=0, optional=True)
+        self._check_integer("num_logprobs", minimum=0, optional=True)
+        self._check_number("temperature", "a finite number of at least 0", lambda x: x >= 0)
+        self._check_number("top_p", "a number above 0, at most 1", lambda x: 0 < x <= 1)
+        self._check_number("min_p", "a number of at least 0, at most 1", lambda x: 0 <= x <= 1)
+        self._check_number("repetition_penalty", "a finite number above 0", lambda x: x > 0)
+        self._check("cache_salt", isinstance(self.cache_salt, str), "a string")
+        self._check("ignore_eos", self.ignore_eos in (None, True, False), "True, False or None")
+        self._freeze_stops()
+        self._freeze_forced()
+        is_plain = self.temperature == 0 and self.repetition_penalty == 1 and self.num_logprobs is None
+        object.__setattr__(self, "is_plain", is_plain)
+        stops_at_eos = self.forced_token_ids is None if self.ignore_eos is None else not self.ignore_eos
+        object.__setattr__(self, "stops_at_eos", stops_at_eos)
+
+    def _freeze_stops(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        are_strings = isinstance(stop, Sequence) and all(isinstance(text, str) and text for text in stop)
+        self._check("stop", are_strings, "a string or a list of strings, none of them empty")
+        object.__setattr__(self, "stop", tuple(stop))
+        self._check(
+            "stop_token_ids", isinstance(self.stop_token_ids, Sequence | set | frozenset), "a list of token ids"
+        )
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+    def _freeze_forced(self) -> None:
         if self.forced_token_ids is not None:
             object.__setattr__(self, "forced_token_ids", tuple(self.forced_token_ids))
         num_forced = len(self.forced_token_ids or ())
@@ -52,7 +93,20 @@ class SamplingParams:
                 hint="Raise max_new_tokens or shorten forced_token_ids.",
             )
 
-    @property
-    def stops_at_eos(self) -> bool:
-        """Whether an end-of-sequence token ends the request."""
-        return self.forced_token_ids is None if self.ignore_eos is None else not self.ignore_eos
+    def _check_integer(self, name: str, minimum: int, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        self._check(name, is_integer and value >= minimum, f"an integer of at least {minimum}")
+
+    def _check_number(self, name: str, expected: str, is_possible: Callable[[float], bool]) -> None:
+        value = getattr(self, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        self._check(name, is_number and is_possible(value), expected)
+
+    def _check(self, name: str, is_possible: bool, expected: str) -> None:
+        if not is_possible:
+            raise RequestError(
+                f"{name} is impossible", where="SamplingParams", expected=expected, actual=repr(getattr(self, name))
+            )

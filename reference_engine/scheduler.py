@@ -8,7 +8,7 @@ youngest request gives its own back and starts again later, before all that arri
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from reference_engine.block_manager import BlockManager
 from reference_engine.sequence import Chunk, Sequence
@@ -55,11 +55,11 @@ class Scheduler:
             chunks.sort(key=lambda chunk: chunk.stop - chunk.start > 1)
         return chunks
 
-    def advance(self, chunks: Iterable[Chunk]) -> None:
+    def advance(self, chunks: list[Chunk]) -> None:
         """Record that chunks are computed, and let others find the blocks that have become full."""
         for chunk in chunks:
             chunk.sequence.num_computed_tokens = chunk.stop
-            self._blocks.publish(chunk)
+        self._blocks.publish(chunks)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Queue a copy of `parent` right behind it.
@@ -91,8 +91,8 @@ class Scheduler:
         """Return the chunks, what is left of the budget, and whether somebody was preempted.
 
         This is the loop that every step of every request goes through: a request with room in its blocks costs a few
-        comparisons. A prompt takes all of the budget that is left, so only the youngest running request can be amid its
-        prompt: the order of arrival already puts the single tokens of the others first.
+        comparisons. A prompt takes all of the budget that is left, so only the youngest running request, with its
+        forks, can be amid its prompt: the order of arrival already puts the single tokens of the others first.
         """
         chunks: list[Chunk] = []
         budget = self._max_num_batched_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from reference_engine.outputs import FinishReason, RequestOutput
+from reference_engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from reference_engine.prefix_cache import Prefix
 from reference_engine.sampling import SamplingParams
 
@@ -36,6 +36,12 @@ class Sequence:
     sampled_token_ids: list[int] = field(default_factory=list)
     """The engine's own choices, forced over or not."""
     finish_reason: FinishReason | None = None
+    seed: int = 0
+    """What the request's draws depend on, together with how many tokens it has sampled."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One for each sampled token, where they are asked for."""
+    text: str | None = None
+    """The continuation's text, where stop strings are looked for."""
 
     @property
     def num_tokens(self) -> int:
@@ -47,16 +53,22 @@ class Sequence:
         """Tokens known and not yet computed."""
         return len(self.token_ids) - self.num_computed_tokens
 
+    @property
+    def forced_token_id(self) -> int | None:
+        """What continues the request in place of the next sampled token."""
+        forced = self.params.forced_token_ids
+        index = len(self.sampled_token_ids)
+        return forced[index] if forced is not None and index < len(forced) else None
+
     def append(self, sampled_token_id: int) -> int:
         """Record the engine's choice and return the token that continues the request, the forced one if there is."""
-        forced = self.params.forced_token_ids or ()
-        index = len(self.sampled_token_ids)
-        token_id = forced[index] if index < len(forced) else sampled_token_id
+        forced = self.forced_token_id
+        token_id = sampled_token_id if forced is None else forced
         self.sampled_token_ids.append(sampled_token_id)
         self.token_ids.append(token_id)
         return token_id
 
-    def fork(self, request_id: int, params: SamplingParams) -> Sequence:
+    def fork(self, request_id: int, params: SamplingParams, seed: int) -> Sequence:
         """Return a request with the same past and nothing computed."""
         return Sequence(
             request_id=request_id,
@@ -65,6 +77,8 @@ class Sequence:
             params=params,
             prefixes=list(self.prefixes),
             sampled_token_ids=list(self.sampled_token_ids),
+            seed=seed,
+            logprobs=list(self.logprobs),
         )
 
     def reset(self) -> None:
@@ -81,6 +95,8 @@ class Sequence:
             token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
             sampled_token_ids=tuple(self.sampled_token_ids),
             finish_reason=self.finish_reason,
+            logprobs=tuple(self.logprobs),
+            text=self.text,
         )
 
 

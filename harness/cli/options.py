@@ -12,7 +12,7 @@ from harness.checkpoint import embedded_cases
 from harness.errors import Code, HarnessError
 
 if TYPE_CHECKING:
-    from harness.check import Plan
+    from harness.plan import Plan
 
 
 class Format(StrEnum):
@@ -96,7 +96,7 @@ class Given:
         Raises:
             HarnessError: an option makes no sense, or a name in it cannot be resolved.
         """
-        from harness.check import plan_case  # seconds to import
+        from harness.plan import plan_case  # seconds to import
 
         case = self._case()
         chosen = case.replaced(

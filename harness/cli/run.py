@@ -12,8 +12,8 @@ from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 
 if TYPE_CHECKING:
-    from harness.check import Plan
     from harness.oracle.golden import Progress
+    from harness.plan import Plan
     from harness.recording import RequestInfo
 
 
@@ -106,8 +106,8 @@ def _continued(plan: "Plan", report: "Progress") -> "list[RequestInfo]":
 
 def _planned_by_golden(golden: Path, given: opt.Given, local_files_only: bool) -> "tuple[Plan, list[RequestInfo]]":
     """Return what the golden and the remaining options say, and the golden's requests."""
-    from harness.check import Plan, check_device
     from harness.checkpoint import resolve
+    from harness.plan import Plan, check_device
     from harness.recording import Recording
     from harness.schedule import parse_schedules
 

@@ -13,7 +13,7 @@ from harness.results import Outcome
 
 if TYPE_CHECKING:
     from harness.case import Case
-    from harness.check import Plan
+    from harness.plan import Plan
 
 UPDATE_SECTION = "golden update"
 """Key of the report section that says what --golden-update did."""
@@ -60,7 +60,8 @@ class CaseItem(pytest.Item):
 
     def runtest(self) -> None:
         """Run the case."""
-        from harness.check import plan_case, run_check
+        from harness.check import run_check
+        from harness.plan import plan_case
         from harness.report.junit import check_properties
 
         try:

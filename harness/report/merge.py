@@ -26,13 +26,15 @@ def merge_taps(runs: Iterable[RunResult]) -> tuple[TapResult, ...]:
 def merge(taps: Sequence[TapResult]) -> TapResult:
     """Return one result that stands for all of `taps`, named as the worst of them."""
     worst = max(taps, key=severity)
+    # The cache's exact zeros say nothing of the operations it may be folded with.
+    computed = [tap for tap in taps if tap.judged_by != "cache"] or taps
     return replace(
         worst,
         num_rows=sum(tap.num_rows for tap in taps),
-        local_roundings_median=_median((tap.local_roundings_median, tap.num_rows) for tap in taps),
-        local_roundings_p99=largest(tap.local_roundings_p99 for tap in taps),
-        local_roundings_max=largest(tap.local_roundings_max for tap in taps),
-        local_bound_share_max=largest(tap.local_bound_share_max for tap in taps),
+        local_roundings_median=_median((tap.local_roundings_median, tap.num_rows) for tap in computed),
+        local_roundings_p99=largest(tap.local_roundings_p99 for tap in computed),
+        local_roundings_max=largest(tap.local_roundings_max for tap in computed),
+        local_bound_share_max=largest(tap.local_bound_share_max for tap in computed),
         propagated_relative_l2_max=largest(tap.propagated_relative_l2_max for tap in taps),
         propagated_ratio_median=_median((tap.propagated_ratio_median, tap.num_rows) for tap in taps),
         propagated_ratio_max=largest(tap.propagated_ratio_max for tap in taps),

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import PurePath
 
 from harness.report.merge import largest, smallest, sum_coverage, sum_seconds, sum_tokens
 from harness.report.table import count
@@ -31,7 +32,9 @@ def printable(text: str) -> str:
 
 def subject(result: CheckResult) -> list[str]:
     """Return what was checked: engine, model, dtype, device."""
-    return [printable(part) for part in (result.engine, result.model, result.dtype, result.device)]
+    # A hub id says who made the model; of a folder on this machine only the name does.
+    model = PurePath(result.model).name if result.model.startswith(("/", ".")) else result.model
+    return [printable(part) for part in (result.engine, model, result.dtype, result.device)]
 
 
 def extent(result: CheckResult) -> list[str]:

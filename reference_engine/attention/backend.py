@@ -5,12 +5,13 @@ Shapes: T tokens, C context tokens, N query heads, K KV heads, H head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from reference_engine.attention.contiguous import ContiguousAttention
+from reference_engine.attention.limits import Limits
 from reference_engine.attention.paged import PagedAttention
 from reference_engine.attention.recompute import RecomputeAttention
 from reference_engine.batch import Batch
@@ -23,6 +24,8 @@ __all__ = ["BACKENDS", "AttentionBackend", "find_backend"]
 class AttentionBackend(Protocol):
     """Lets each token see the earlier ones of its request."""
 
+    limits: Limits
+    """What it can serve."""
     has_blocks: bool
     """Whether slots and block tables mean something to an observer."""
     block_size: int
@@ -46,24 +49,49 @@ class AttentionBackend(Protocol):
         """Return the stored K and V, each [C, K, H], of a request's first `num_tokens` positions."""
 
 
-BACKENDS: Mapping[str, Callable[[CacheSpec], AttentionBackend]] = {
+class BackendClass(Protocol):
+    """Opens a backend; knows its limits before."""
+
+    @property
+    def limits(self) -> Limits:
+        """See `AttentionBackend.limits`."""
+
+    @property
+    def has_blocks(self) -> bool:
+        """See `AttentionBackend.has_blocks`."""
+
+    def __call__(self, spec: CacheSpec, /) -> AttentionBackend:
+        """Allocate the cache."""
+
+
+BACKENDS: Mapping[str, BackendClass] = {
     "paged": PagedAttention,
     "contiguous": ContiguousAttention,
     "recompute": RecomputeAttention,
 }
 
 
-def find_backend(name: str) -> Callable[[CacheSpec], AttentionBackend]:
-    """Return the backend of this name, to be called with a `CacheSpec`.
+def find_backend(name: str, spec: CacheSpec) -> BackendClass:
+    """Return the backend of this name, to be called with `spec`; nothing is allocated yet.
 
     Raises:
-        ConfigError: there is none; the message lists those that there are.
+        ConfigError: there is none, or it cannot serve `spec`; the message lists those that can.
     """
+    fitting = [other for other, backend in BACKENDS.items() if not backend.limits.refusals(spec)]
     if name not in BACKENDS:
         raise ConfigError(
             "unknown attention backend",
             where="EngineConfig.attention_backend",
-            expected=f"one of {', '.join(BACKENDS)}",
+            expected=f"one of {', '.join(fitting)}",
             actual=name,
+        )
+    refusals = BACKENDS[name].limits.refusals(spec)
+    if refusals:
+        raise ConfigError(
+            f"the attention backend {name} does not serve this",
+            where="EngineConfig.attention_backend",
+            expected="; ".join(expected for expected, _ in refusals),
+            actual="; ".join(actual for _, actual in refusals),
+            hint=f"Backends that do: {', '.join(fitting) or 'none'}.",
         )
     return BACKENDS[name]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from reference_engine.attention.limits import Limits
 from reference_engine.attention.sdpa import attend_chunk
 from reference_engine.batch import Batch
 from reference_engine.kv_cache import CacheSpec, KVCache
@@ -22,10 +23,12 @@ __all__ = ["ContiguousAttention"]
 class ContiguousAttention:
     """Slice K and V out of the request's own buffer, then torch's scaled dot-product attention."""
 
+    limits = Limits()
     has_blocks = False
 
     def __init__(self, spec: CacheSpec) -> None:
         self.block_size = spec.max_model_len
+        self._layer_windows = spec.layer_windows
         self.num_blocks = spec.default_num_blocks(self.block_size)
         self.cache = KVCache(spec, self.num_blocks, self.block_size)
 
@@ -37,10 +40,10 @@ class ContiguousAttention:
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         self.cache.store(layer, k_TKH, v_TKH, batch.slot_mapping_T)
-        q_chunks = torch.split(q_TNH, batch.query_lens)
+        q_chunks, window = torch.split(q_TNH, batch.query_lens), self._layer_windows[layer]
         return torch.cat(
             [
-                attend_chunk(q_chunk, *self.read_back(layer, table, context_len))
+                attend_chunk(q_chunk, *self.read_back(layer, table, context_len), window)
                 for q_chunk, table, context_len in zip(q_chunks, batch.block_tables, batch.context_lens, strict=True)
             ]
         )

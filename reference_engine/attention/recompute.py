@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from reference_engine.attention.limits import Limits
 from reference_engine.attention.sdpa import attend_chunk
 from reference_engine.batch import Batch
 from reference_engine.errors import EngineError
@@ -23,11 +24,13 @@ class RecomputeAttention:
     """Attend to this step's own K and V, which are those of the whole prefix."""
 
     cache = None
+    limits = Limits()
     has_blocks = False
 
     def __init__(self, spec: CacheSpec) -> None:
         # The pool counts requests only: one "block" each, and no memory behind it.
         self.block_size = spec.max_model_len
+        self._layer_windows = spec.layer_windows
         self.num_blocks = 1 + spec.max_num_seqs
 
     def plan(self, batch: Batch) -> None:
@@ -38,7 +41,7 @@ class RecomputeAttention:
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         q, k, v = (torch.split(x, batch.query_lens) for x in (q_TNH, k_TKH, v_TKH))
-        return torch.cat([attend_chunk(*qkv) for qkv in zip(q, k, v, strict=True)])
+        return torch.cat([attend_chunk(*qkv, self._layer_windows[layer]) for qkv in zip(q, k, v, strict=True)])
 
     def read_back(self, layer: int, block_table: Sequence[int], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Fail: there is no cache to read.

@@ -9,25 +9,48 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-__all__ = ["attend_chunk", "attend_single"]
+__all__ = ["attend_chunk", "attend_single", "first_key"]
 
 
-def attend_chunk(q_TNH: torch.Tensor, k_CKH: torch.Tensor, v_CKH: torch.Tensor) -> torch.Tensor:
-    """Return the context [T, N, H] of one request's last T of C positions."""
-    num_rows, context_len = len(q_TNH), len(k_CKH)
-    is_whole = num_rows == context_len
-    # is_causal aligns the mask at the top left, which is wrong for fewer rows than keys.
-    mask = None if is_whole or num_rows == 1 else causal_lower_right(num_rows, context_len)
+def attend_chunk(
+    q_TNH: torch.Tensor, k_CKH: torch.Tensor, v_CKH: torch.Tensor, window: int | None = None
+) -> torch.Tensor:
+    """Return the context [T, N, H] of one request's last T of C positions.
+
+    With a window, keys before the first row's are not needed, and not looked at.
+    """
+    num_rows = len(q_TNH)
+    first = first_key(len(k_CKH), num_rows, window)
+    k_CKH, v_CKH = k_CKH[first:], v_CKH[first:]
+    context_len = len(k_CKH)
+    mask: torch.Tensor | None = None
+    if window is not None and context_len > window:
+        mask = _band(num_rows, context_len, window, q_TNH.device)
+    elif 1 < num_rows < context_len:
+        # is_causal aligns the mask at the top left, which is wrong for fewer rows than keys.
+        mask = causal_lower_right(num_rows, context_len)
     context_1NTH = scaled_dot_product_attention(
         q_TNH.transpose(0, 1)[None],
         k_CKH.transpose(0, 1)[None],
         v_CKH.transpose(0, 1)[None],
         attn_mask=mask,
-        is_causal=is_whole and num_rows > 1,
+        is_causal=mask is None and num_rows > 1,
         scale=q_TNH.shape[-1] ** -0.5,
         enable_gqa=True,
     )
     return context_1NTH[0].transpose(0, 1)
+
+
+def first_key(context_len: int, num_rows: int, window: int | None) -> int:
+    """Return the first of `context_len` positions that the last `num_rows` of them see."""
+    return 0 if window is None else max(0, context_len - num_rows - window + 1)
+
+
+def _band(num_rows: int, context_len: int, window: int, device: torch.device) -> torch.Tensor:
+    """Return [T, C] bool: row t is position i = C - T + t and sees positions i - window + 1 to i."""
+    positions_T1 = torch.arange(context_len - num_rows, context_len, device=device)[:, None]
+    keys_C = torch.arange(context_len, device=device)
+    return (keys_C <= positions_T1) & (keys_C > positions_T1 - window)
 
 
 def attend_single(

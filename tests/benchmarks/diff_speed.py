@@ -2,7 +2,8 @@
 
     python tests/benchmarks/diff_speed.py [--gigabytes 2] [--folder /dev/shm] [--dtype float32]
 
-The peak memory is the diff's own (maximal resident size of a child process, less what it held before it opened the recordings).
+The peak memory is the diff's own: the maximal resident size of a child process, less what it held before it opened the
+recordings.
 """
 
 import argparse

@@ -11,19 +11,20 @@ import subprocess
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from tabulate import tabulate
 
 from harness.case import RequestSpec, load_case
-from harness.check import Plan, make_plan, record_run
+from harness.check import open_planned, record_run
 from harness.compare import compare_run
 from harness.compare.local import local_errors
-from harness.oracle.decoder import load_decoder
+from harness.oracle.decoder import Decoder, load_decoder
 from harness.oracle.golden import cached_golden, environment
 from harness.oracle.replay import Replayer
+from harness.plan import Plan, make_plan
 from harness.recording import Recording
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +41,14 @@ class Floor:
     shares: list[torch.Tensor] = field(default_factory=list)
     conventions: set[str] = field(default_factory=set)
 
+    def add(self, roundings: torch.Tensor, shares: torch.Tensor, convention: str | None) -> None:
+        """Add some rows."""
+        self.roundings.append(roundings)
+        self.shares.append(shares)
+        self.conventions |= {convention} if convention else set()
+
     def cells(self) -> list[str]:
+        """Return the columns of the table."""
         errors, shares = torch.cat(self.roundings), torch.cat(self.shares)
         ordered = errors.sort().values
         p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
@@ -69,33 +77,34 @@ def measure(plan: Plan, floors: dict[tuple[str, str, str], Floor], alarms: list[
     """Run every engine under every schedule; collect the local errors by kind, and any alarm. Return the runs."""
     decoder = load_decoder(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
     golden, num_runs = cached_golden(decoder, plan.prompts), 0
-    for label, (engine, options) in ENGINES.items():
+    for label, (name, options) in ENGINES.items():
+        own = replace(plan, engine=name, engine_options=options)
+        engine = open_planned(own)
         for schedule in plan.schedules:
-            own = Plan(
-                **{name: getattr(plan, name) for name in Plan.__slots__} | {"engine": engine, "engine_options": options}
-            )
             with tempfile.TemporaryDirectory() as folder:
-                opened = record_run(own, schedule, golden.requests, Path(folder) / "run")
+                record_run(own, engine, schedule, golden.requests, Path(folder) / "run")
                 with Recording.open(Path(folder) / "run", verify=False) as recording:
-                    for operation, errors in local_errors(recording, decoder.graph, Replayer(decoder)):
-                        floor = floors[plan.dtype, label, operation.kind.value]
-                        floor.roundings.append(errors.roundings)
-                        floor.shares.append(torch.where(errors.roundings == 0, 0.0, errors.roundings / errors.bound))
-                        floor.conventions |= {errors.convention} if errors.convention else set()
+                    collect(recording, decoder, floors, label)
                     result = compare_run(
                         recording,
                         golden.recording,
                         noise=golden.noise,
                         replayer=Replayer(decoder),
-                        wanted=opened.offer.wanted(decoder.graph),
+                        wanted=engine.offer.wanted(decoder.graph),
                         require=schedule.requires,
                     )
-                    ratio = max(tap.propagated_ratio_max or 0 for tap in result.taps)
-                    floors[plan.dtype, label, "(propagated ratio)"].roundings.append(torch.tensor([ratio]))
-                    floors[plan.dtype, label, "(propagated ratio)"].shares.append(torch.tensor([0.0]))
-                    alarms += [f"{plan.model} {plan.dtype} {label} {schedule}: {x.message}" for x in result.findings]
+            ratio = max(tap.propagated_ratio_max or 0 for tap in result.taps)
+            floors[plan.dtype, label, "(propagated ratio)"].add(torch.tensor([ratio]), torch.tensor([torch.nan]), None)
+            alarms += [f"{plan.model} {plan.dtype} {label} {schedule}: {x.message}" for x in result.findings]
             num_runs += 1
     return num_runs
+
+
+def collect(recording: Recording, decoder: Decoder, floors: dict[tuple[str, str, str], Floor], label: str) -> None:
+    """Add the local errors of a recording to the floors of its engine."""
+    for operation, errors in local_errors(recording, decoder.graph, Replayer(decoder)):
+        shares = torch.where(errors.roundings == 0, 0.0, errors.roundings / errors.bound)
+        floors[recording.manifest.dtype, label, operation.kind.value].add(errors.roundings, shares, errors.convention)
 
 
 def machine() -> str:

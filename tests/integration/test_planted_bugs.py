@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import reference_engine.engine
 import reference_engine.model
+import reference_engine.model_runner
 from harness.case import RequestSpec
-from harness.check import make_plan, run_check
+from harness.check import run_check
 from harness.errors import Code
+from harness.plan import make_plan
 from harness.results import CheckResult, Outcome, RunResult, Verdict
 from reference_engine.attention.paged import PagedAttention
 
@@ -39,14 +40,14 @@ def plant_interleaved_rotary(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_decode_position_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    build = reference_engine.engine.build_batch
+    build = reference_engine.model_runner.build_batch
 
     def build_off_by_one(chunks, *args, **kwargs):
         batch = build(chunks, *args, **kwargs)
         is_decode = torch.tensor([chunk.is_decode for chunk in chunks for _ in range(chunk.num_tokens)])
         return dataclasses.replace(batch, positions_T=batch.positions_T + is_decode)
 
-    patch.setattr(reference_engine.engine, "build_batch", build_off_by_one)
+    patch.setattr(reference_engine.model_runner, "build_batch", build_off_by_one)
 
 
 def plant_wrong_block_in_attention(patch: pytest.MonkeyPatch) -> None:

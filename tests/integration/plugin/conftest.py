@@ -53,9 +53,10 @@ def sketch_text(case_text: str, tmp_path_factory: pytest.TempPathFactory) -> str
 
     from harness import sketch
     from harness.case import load_case
-    from harness.check import plan_case, run_check
+    from harness.check import run_check
     from harness.oracle.decoder import load_decoder
     from harness.oracle.golden import cached_golden
+    from harness.plan import plan_case
 
     path = tmp_path_factory.mktemp("project") / "tiny.toml"
     path.write_text(case_text)

@@ -79,6 +79,7 @@ def test_a_zero_that_lost_its_sign(one, tmp_path):
     result = cached(one, actual, tmp_path)
     assert result.verdict is Verdict.BUG
     assert (result.first_bad.request, result.first_bad.position) == ROW
+    assert result.local_roundings_max == math.inf, "the row is not taken for a sound one where it has no distance"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.0])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from harness.compare import TOKENS
 from harness.errors import Code
 from harness.oracle.golden import LOGIT_NOISE
 
@@ -101,11 +102,15 @@ def test_a_choice_where_the_truth_is_not_finite(one, tmp_path):
     assert result.tokens.equal == result.tokens.compared - 1
 
 
-@pytest.mark.xfail(strict=True, reason="an engine that reports no choices at all passes")
 def test_choices_that_were_never_reported(one, tmp_path):
-    actual = one.recorded()
+    actual, num_choices = one.recorded(), len(LENGTHS) * NUM_NEW
+    step, row = sampled_row(actual)
+    step.sampled[row] = -1
+    (finding,) = one.measure(actual.write(tmp_path / "a")).findings
+    assert finding.code is Code.ROWS_MISSING
+    assert f"{num_choices - 1} of {num_choices}" in finding.message
     for step in actual.steps:
         step.sampled = None
-    result = one.measure(actual.write(tmp_path / "r"))
-    assert result.tokens.compared == 0
-    assert result.findings != ()
+    recording = actual.write(tmp_path / "b")
+    assert [finding.code for finding in one.measure(recording).findings] == [Code.ROWS_MISSING]
+    assert one.measure(recording, not_offered=[TOKENS]).findings == ()

@@ -85,18 +85,7 @@ def windowed(tmp_path, family):
     return load_decoder(tmp_path / family, dtype=torch.float32)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "qwen2",
-        pytest.param(
-            "mistral",
-            marks=pytest.mark.xfail(
-                strict=True, reason="Mistral's window is in its config, not in its attention module"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
 def test_the_truth_replays_to_itself_behind_a_window(tmp_path, family):
     decoder, token_ids = windowed(tmp_path, family), list(range(3, 23))
     errors = replay_all(decoder, truth_of(decoder, token_ids), token_ids)

@@ -12,6 +12,8 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -71,6 +73,10 @@ def make_model(family: str) -> PreTrainedModel:
         model = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True))
     elif family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**SIZES))
+    elif family == "qwen2-sliding":
+        model = Qwen2ForCausalLM(Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1))
+    elif family == "mistral":
+        model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=12))
     for name, parameter in model.named_parameters():
@@ -93,7 +99,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
     made = {}
-    for family in ("llama", "qwen2", "qwen3"):
+    for family in ("llama", "qwen2", "qwen3", "mistral", "qwen2-sliding"):
         folder = tmp_path_factory.mktemp(family)
         model = make_model(family)
         model.save_pretrained(folder)

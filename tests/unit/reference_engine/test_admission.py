@@ -45,7 +45,7 @@ def test_forced_tokens_must_be_tokens() -> None:
 
 @pytest.mark.parametrize("max_new_tokens", [0, -3, 1.5, True, "4", None])
 def test_an_impossible_length_is_refused(max_new_tokens: object) -> None:
-    with pytest.raises(RequestError, match="expected an integer above 0, found"):
+    with pytest.raises(RequestError, match="expected an integer of at least 1, found"):
         SamplingParams(max_new_tokens=max_new_tokens)
 
 

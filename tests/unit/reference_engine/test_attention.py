@@ -1,22 +1,32 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
-from reference_engine.attention.backend import BACKENDS, find_backend
-from reference_engine.attention.sdpa import attend_chunk, attend_single
+from reference_engine import EngineConfig, LLMEngine
+from reference_engine.attention import backend
+from reference_engine.attention.limits import Limits
+from reference_engine.attention.recompute import RecomputeAttention
+from reference_engine.attention.sdpa import attend_chunk, attend_single, first_key
 from reference_engine.errors import ConfigError
+
+from .test_kv_cache import make_spec
 
 N, K, H = 6, 2, 8
 
 
-def naive(q_TNH: torch.Tensor, k_CKH: torch.Tensor, v_CKH: torch.Tensor) -> torch.Tensor:
+def naive(q_TNH: torch.Tensor, k_CKH: torch.Tensor, v_CKH: torch.Tensor, window: int | None = None) -> torch.Tensor:
     """Row by row and head by head, in float64."""
     offset = len(k_CKH) - len(q_TNH)
     out = torch.empty(q_TNH.shape, dtype=torch.float64)
     for row in range(len(q_TNH)):
         for head in range(N):
-            k, v = (x[: offset + row + 1, head // (N // K)].double() for x in (k_CKH, v_CKH))
+            stop = offset + row + 1
+            first = max(0, stop - window) if window is not None else 0
+            k, v = (x[first:stop, head // (N // K)].double() for x in (k_CKH, v_CKH))
             out[row, head] = torch.softmax(k @ q_TNH[row, head].double() * H**-0.5, dim=0) @ v
     return out
 
@@ -26,6 +36,18 @@ def test_a_chunk_sees_its_past_and_nothing_else(num_rows: int, context_len: int)
     torch.manual_seed(0)
     q, k, v = torch.randn(num_rows, N, H), torch.randn(context_len, K, H), torch.randn(context_len, K, H)
     torch.testing.assert_close(attend_chunk(q, k, v).double(), naive(q, k, v), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, 9, 10])
+@pytest.mark.parametrize(("num_rows", "context_len"), [(1, 1), (1, 9), (9, 9), (4, 9), (8, 9), (1, 20), (7, 20)])
+def test_a_window_ends_where_it_should(num_rows: int, context_len: int, window: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(num_rows, N, H), torch.randn(context_len, K, H), torch.randn(context_len, K, H)
+    actual = attend_chunk(q, k, v, window)
+    torch.testing.assert_close(actual.double(), naive(q, k, v, window), rtol=1e-5, atol=1e-6)
+    first = first_key(context_len, num_rows, window)
+    k[:first], v[:first] = torch.nan, torch.nan
+    assert torch.equal(attend_chunk(q, k, v, window), actual), "what no row sees is not read"
 
 
 def test_single_rows_of_uneven_lengths_do_not_see_padding() -> None:
@@ -39,7 +61,54 @@ def test_single_rows_of_uneven_lengths_do_not_see_padding() -> None:
         torch.testing.assert_close(actual[i : i + 1].double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_an_unknown_backend_is_told_the_right_names() -> None:
+class Picky(RecomputeAttention):
+    limits = Limits(
+        dtypes=(torch.bfloat16, torch.float16), head_dims=(64, 128), block_size_multiple=256, device_types=("cuda",),
+        has_windows=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def _picky(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "BACKENDS", {**backend.BACKENDS, "picky": Picky})
+
+
+@pytest.mark.usefixtures("_picky")
+@pytest.mark.parametrize(
+    ("change", "expected", "actual"),
+    [
+        ({"dtype": torch.float32}, "dtype bfloat16 or float16", "float32"),
+        ({"head_dim": 96}, "head_dim 64 or 128", "96"),
+        ({"block_size": 16}, "block_size a multiple of 256", "16"),
+        ({"device": torch.device("cpu")}, "device cuda", "cpu"),
+        ({"layer_windows": (None, 7)}, "no sliding window", "7"),
+        ({"block_size": 16, "head_dim": 96}, "head_dim 64 or 128; block_size a multiple of 256", "96; 16"),
+    ],
+)
+def test_a_backend_that_cannot_serve_says_which_can(change: dict[str, object], expected: str, actual: str) -> None:
+    served = make_spec(dtype=torch.bfloat16, head_dim=64, block_size=512, device=torch.device("cuda"))
+    assert backend.find_backend("picky", served) is Picky
+    with pytest.raises(ConfigError) as caught:
+        backend.find_backend("picky", replace(served, **change))
+    assert str(caught.value) == (
+        f"the attention backend picky does not serve this, in EngineConfig.attention_backend: expected {expected}, "
+        f"found {actual}. Backends that do: paged, contiguous, recompute."
+    )
+
+
+@pytest.mark.usefixtures("_picky")
+def test_an_unknown_backend_is_told_the_names_that_fit() -> None:
     with pytest.raises(ConfigError, match="expected one of paged, contiguous, recompute, found flash"):
-        find_backend("flash")
-    assert set(BACKENDS) == {"paged", "contiguous", "recompute"}
+        backend.find_backend("flash", make_spec())
+    with pytest.raises(ConfigError, match="expected one of paged, contiguous, recompute, picky, found flash"):
+        backend.find_backend(
+            "flash", make_spec(dtype=torch.float16, head_dim=128, block_size=256, device=torch.device("cuda"))
+        )
+
+
+@pytest.mark.usefixtures("_picky")
+def test_the_engine_asks_before_it_loads(checkpoint: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"the attention backend picky does not serve this.*found float32; 12; 16; cpu"
+    ):
+        LLMEngine(checkpoint.folder, EngineConfig(attention_backend="picky"))

@@ -29,6 +29,7 @@ def make_cache(num_blocks: int, block_size: int) -> KVCache:
     spec = CacheSpec(
         num_layers=1, num_kv_heads=1, head_dim=2, dtype=torch.float32, device=torch.device("cpu"),
         block_size=block_size, num_blocks=num_blocks, max_num_seqs=1, max_model_len=1,
+        layer_windows=(None,),
     )  # fmt: skip
     return KVCache(spec, num_blocks, block_size)
 
@@ -71,7 +72,7 @@ class EngineWithoutModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data: Any) -> None:
         parent = data.draw(st.sampled_from(self.requests))
-        child = parent.fork(self._new_id(), parent.params)
+        child = parent.fork(self._new_id(), parent.params, seed=0)
         self.scheduler.fork(parent, child)
         self.requests.append(child)
 
@@ -139,7 +140,7 @@ def compute(manager: BlockManager, sequence: Sequence) -> int:
     start = manager.take_prefix(sequence)
     assert manager.grow(sequence, sequence.num_tokens)
     sequence.num_computed_tokens = sequence.num_tokens
-    manager.publish(Chunk(sequence, start, sequence.num_tokens))
+    manager.publish([Chunk(sequence, start, sequence.num_tokens)])
     return start
 
 

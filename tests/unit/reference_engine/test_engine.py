@@ -12,11 +12,11 @@ from reference_engine.errors import CapacityError, ConfigError, DeviceError, Req
 
 from .recorder import Recorder
 
-FAMILIES = ["llama", "qwen2", "qwen3", "stories260k"]
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "qwen2-sliding", "stories260k"]
 SCHEDULES: dict[str, dict[str, int]] = {
     "whole": {"max_num_seqs": 1},
     "batched": {},
-    **{f"chunked-{size}": {"max_num_batched_tokens": size} for size in (1, 3, 7, 16, 17)},
+    **{f"chunked-{size}": {"max_num_batched_tokens": size} for size in (1, 7, 16)},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     **{f"paged-{size}": {"block_size": size} for size in (1, 3, 16, 256)},

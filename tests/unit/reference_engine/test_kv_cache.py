@@ -11,6 +11,7 @@ def make_spec(**changes: object) -> CacheSpec:
     values: dict[str, object] = {
         "num_layers": 2, "num_kv_heads": 3, "head_dim": 4, "dtype": torch.float32, "device": torch.device("cpu"),
         "block_size": 4, "num_blocks": None, "max_num_seqs": 5, "max_model_len": 10,
+        "layer_windows": (None, None),
     }  # fmt: skip
     return CacheSpec(**{**values, **changes})
 

@@ -1,0 +1,177 @@
+"""A plan: what is to be checked, with every name resolved before anything costs time."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from harness.case import DTYPES, Case, RequestSpec
+from harness.checkpoint import CONFIG_NAME, read_config, resolve
+from harness.errors import Code, HarnessError
+from harness.oracle.golden import Prompt
+from harness.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be checked, with every name resolved."""
+
+    model: str
+    """As the user named it."""
+    folder: Path
+    engine: str
+    dtype: str
+    device: str
+    prompts: tuple[Prompt, ...]
+    schedules: tuple[Schedule, ...]
+    engine_options: Mapping[str, str] = field(default_factory=dict)
+    require: tuple[str, ...] = ()
+    """Triggers to be reached by every schedule, besides the schedule's own."""
+    notes: tuple[str, ...] = ()
+
+
+def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
+    """Resolve a case into a plan."""
+    return make_plan(
+        model=case.model,
+        engine=case.engine,
+        dtype=case.dtype,
+        device=case.device,
+        requests=case.requests,
+        max_new_tokens=case.max_new_tokens,
+        schedules=case.schedules,
+        engine_options={name: str(value) for name, value in case.engine_options.items()},
+        require=case.require,
+        local_files_only=local_files_only,
+    )
+
+
+def make_plan(
+    *,
+    model: str,
+    engine: str,
+    dtype: str,
+    device: str,
+    requests: Sequence[RequestSpec],
+    max_new_tokens: int,
+    schedules: Sequence[str] | None = None,
+    engine_options: Mapping[str, str] | None = None,
+    require: Sequence[str] = (),
+    local_files_only: bool = False,
+) -> Plan:
+    """Resolve names into a plan: the model to a folder, texts to token ids, schedules to their definitions.
+
+    Args:
+        model: folder or hub id.
+        engine: name of an installed engine.
+        dtype: one of `case.DTYPES`, or `auto` for the checkpoint's own.
+        device: a torch device.
+        requests: texts or token ids.
+        max_new_tokens: tokens to generate for requests that do not say.
+        schedules: `plain`, `chunked:5`, ...; None for the default ones that these prompts can reach.
+        engine_options: passed to the engine.
+        require: triggers every schedule must reach.
+        local_files_only: never ask the hub.
+
+    Raises:
+        HarnessError: any of it cannot be resolved.
+    """
+    folder = resolve(model, local_files_only=local_files_only)
+    check_device(device)
+    prompts = tuple(_prompt(index, request, folder, max_new_tokens) for index, request in enumerate(requests))
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    chosen = parse_schedules(schedules or DEFAULT_SCHEDULES)
+    skipped: list[Schedule] = []
+    if not schedules:  # asked for by name, a schedule that is not reached fails; as a default it is left out
+        skipped = [schedule for schedule in chosen if not schedule.is_reachable(lengths)]
+        chosen = [schedule for schedule in chosen if schedule.is_reachable(lengths)]
+    notes = [f"schedule {schedule} left out: these prompts cannot reach it" for schedule in skipped]
+    return Plan(
+        model=model,
+        folder=folder,
+        engine=engine,
+        dtype=resolve_dtype(dtype, folder),
+        device=device,
+        prompts=prompts,
+        schedules=tuple(chosen),
+        engine_options=engine_options or {},
+        require=tuple(require),
+        notes=tuple(notes),
+    )
+
+
+def resolve_dtype(dtype: str, folder: Path) -> str:
+    """Return the dtype's full name; `auto` is the one that config.json names."""
+    where, config = "--dtype", read_config(folder)
+    if dtype == "auto":
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+        where = f"{folder / CONFIG_NAME}: dtype"
+    if dtype not in DTYPES:
+        raise HarnessError(
+            Code.BAD_OPTION,
+            f"unknown dtype {dtype!r}",
+            where=where,
+            expected=", ".join(DTYPES),
+            actual=dtype,
+            hint="--dtype float32",
+        )
+    return dtype
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that is not there."""
+    try:
+        kind, index = torch.device(device).type, torch.device(device).index or 0
+    except RuntimeError:
+        raise HarnessError(
+            Code.BAD_OPTION, f"unknown device {device!r}", where="--device", expected="cpu or cuda", actual=device
+        ) from None
+    if kind not in ("cpu", "cuda"):
+        raise HarnessError(
+            Code.BAD_OPTION, f"device {device!r} is not served", where="--device", expected="cpu or cuda", actual=device
+        )
+    num_devices = torch.cuda.device_count() if kind == "cuda" else 1
+    if index >= num_devices:
+        raise HarnessError(
+            Code.NO_DEVICE,
+            "there is no such device",
+            where="--device",
+            expected=f"{kind}:0 to {kind}:{num_devices - 1}" if num_devices else "cpu: there is no CUDA device",
+            actual=device,
+            hint="--device cpu",
+        )
+
+
+def _prompt(index: int, request: RequestSpec, folder: Path, max_new_tokens: int) -> Prompt:
+    if request.token_ids is not None:
+        token_ids = request.token_ids
+    else:
+        assert request.prompt is not None
+        token_ids = tokenize(request.prompt, folder, where=f"request {index}")
+    return Prompt(token_ids=tuple(token_ids), max_new_tokens=request.max_new_tokens or max_new_tokens)
+
+
+def tokenize(text: str, folder: Path, *, where: str) -> list[int]:
+    """Return the token ids of a text under the checkpoint's own tokenizer."""
+    if not text.strip():
+        raise HarnessError(
+            Code.EMPTY_PROMPT, "the prompt is empty", where=where, actual=repr(text), hint="give some text"
+        )
+    if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
+        raise HarnessError(
+            Code.NO_TOKENIZER,
+            "the checkpoint has no tokenizer",
+            where=folder,
+            expected="tokenizer.json",
+            hint="give the prompt as --token-ids 1,2,3",
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return [int(token) for token in tokenizer(text)["input_ids"]]
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise HarnessError(
+            Code.NO_TOKENIZER, f"the tokenizer cannot be loaded: {error}", where=folder, hint="give --token-ids"
+        ) from error

@@ -1,0 +1,39 @@
+"""The README's code runs, and its commands are the ones that CI runs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_planted_bug_is_found_where_the_readme_says():
+    (code,) = blocks("python")
+    environment = os.environ | {"COLUMNS": "100"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.startswith("MISMATCH  reference · qwen3-tiny · float32")
+    told = [line.strip() for line in blocks("text")[0].splitlines() if "First divergence" in line or "position" in line]
+    for line in told:
+        assert line in done.stdout
+
+
+def test_the_two_commands_stand_on_the_first_screen():
+    first, second = (block.strip() for block in blocks("sh")[:2])
+    assert (first, second) == ("pip install -e . && harness check", "pip install -e '.[test]' && pytest")
+    assert README.index(second) < 400
+
+
+def test_ci_runs_the_test_command_word_for_word():
+    assert blocks("sh")[1].strip() in (ROOT / ".ci" / "run").read_text()
+
+
+def test_every_page_the_readme_links_to_is_there():
+    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / target).exists(), target

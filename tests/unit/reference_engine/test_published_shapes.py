@@ -1,0 +1,95 @@
+"""The name table against transformers' own modules, in the shapes that people run. No weights: the meta device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from reference_engine.config import ModelConfig
+from reference_engine.rotary import RotaryEmbedding
+from reference_engine.weights import weight_table
+
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+         "max_position_embeddings": 131072, "num_hidden_layers": 28, "use_sliding_window": False}  # fmt: skip
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+         "max_position_embeddings": 40960, "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128,
+         "rope_theta": 1e6, "attention_bias": False, "use_sliding_window": False, "sliding_window": None}  # fmt: skip
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Qwen2.5-7B": (
+        {**QWEN2, "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
+         "num_key_value_heads": 4, "rope_theta": 1e6, "sliding_window": 131072, "max_window_layers": 28,
+         "tie_word_embeddings": False}, 7_615_616_512,
+    ),
+    "DeepSeek-R1-Distill-Qwen-1.5B": (
+        {**QWEN2, "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12,
+         "num_key_value_heads": 2, "rope_theta": 10000, "sliding_window": 4096, "max_window_layers": 21,
+         "tie_word_embeddings": False}, 1_777_088_000,
+    ),
+    "Qwen3-0.6B": (
+        {**QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+         "max_window_layers": 28, "tie_word_embeddings": True}, 596_049_920,
+    ),
+    "Qwen3-1.7B": (
+        {**QWEN3, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+         "max_window_layers": 28, "tie_word_embeddings": True}, 1_720_574_976,
+    ),
+    "Qwen3-4B": (
+        {**QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+         "max_window_layers": 36, "tie_word_embeddings": True}, 4_022_468_096,
+    ),
+    "Qwen3-8B": (
+        {**QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+         "max_window_layers": 36, "tie_word_embeddings": False}, 8_190_735_360,
+    ),
+    "Llama-3.2-1B": (
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
+         "max_position_embeddings": 131072, "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
+         "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+         "attention_bias": False, "mlp_bias": False, "rope_theta": 500000.0, "tie_word_embeddings": True,
+         "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                          "original_max_position_embeddings": 8192}}, 1_235_814_400,
+    ),
+    "Mistral-7B-v0.1": (
+        {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_act": "silu", "rms_norm_eps": 1e-5,
+         "max_position_embeddings": 32768, "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 10000.0,
+         "sliding_window": 4096, "tie_word_embeddings": False}, 7_241_732_096,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_name_table_is_the_module_s_parameters(name: str, tmp_path: Path) -> None:
+    values, num_parameters = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    hf_config = AutoConfig.from_pretrained(tmp_path, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    config = ModelConfig.from_folder(tmp_path)
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert {name: placement.shape for name, placement in weight_table(config).items()} == expected
+    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
+    rotary = RotaryEmbedding(config, torch.device("cpu"), torch.float32)
+    module = type(model.model.rotary_emb)(hf_config)  # on the CPU: the meta device has no values
+    assert torch.equal(rotary.inv_freq, module.inv_freq)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_stacked_parameters_are_filled_without_gap_or_overlap(name: str) -> None:
+    rows: dict[str, list[tuple[int, int]]] = {}
+    for placement in weight_table(ModelConfig.from_dict(PUBLISHED[name][0])).values():
+        rows.setdefault(placement.parameter, []).append((placement.row, placement.row + placement.shape[0]))
+    for spans in rows.values():
+        starts, stops = zip(*sorted(spans), strict=True)
+        assert starts == (0, *stops[:-1])
+
+
+def test_only_mistral_slides_here() -> None:
+    windows = {name: set(ModelConfig.from_dict(values).layer_windows) for name, (values, _) in PUBLISHED.items()}
+    assert windows.pop("Mistral-7B-v0.1") == {4096}
+    assert set().union(*windows.values()) == {None}
