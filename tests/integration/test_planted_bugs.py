@@ -55,11 +55,11 @@ def plant_wrong_block_in_attention(patch: pytest.MonkeyPatch) -> None:
     plan = PagedAttention.plan
 
     def plan_wrongly(self, batch):
-        planned = plan(self, batch)
         if batch.num_single and batch.context_lens[0] > PROMPT_LENGTHS[0]:  # request 0, decoding
-            slots = planned.single_slots_RC
-            slots[0, BLOCK_SIZE : 2 * BLOCK_SIZE] = slots[0, :BLOCK_SIZE].clone()
-        return planned
+            tables = batch.block_tables_RB.clone()
+            tables[0, 1] = tables[0, 0]
+            batch = dataclasses.replace(batch, block_tables_RB=tables)  # what is written goes by slot_mapping_T
+        return plan(self, batch)
 
     patch.setattr(PagedAttention, "plan", plan_wrongly)
 

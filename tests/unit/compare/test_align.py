@@ -128,6 +128,7 @@ def test_the_first_row_is_of_the_smallest_request_then_position():
     everywhere = torch.ones(5, dtype=torch.bool)
     assert rows.first(everywhere) == 4
     assert rows.first(torch.tensor([True, True, True, True, False])) == 2
+    assert rows.first(torch.tensor([True, True, False, False, False])) == 1
     assert rows.first(torch.tensor([True, False, False, True, False])) == 0
     assert rows.first(torch.tensor([False, False, False, True, False])) == 3
 

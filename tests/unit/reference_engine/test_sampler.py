@@ -108,6 +108,15 @@ def test_each_token_and_each_seed_has_its_own_number() -> None:
     assert uniforms([5], [3]).tolist() == uniforms([2**64 + 5], [3]).tolist()
 
 
+def test_every_token_of_a_request_is_drawn_anew() -> None:
+    drawn = set()
+    for num_sampled in range(30):
+        sequence = make_sequence(seed=4, temperature=1.0)
+        sequence.sampled_token_ids = [0] * num_sampled
+        drawn |= set(sample(torch.zeros(1, V), [sequence]).token_ids)
+    assert len(drawn) > 15
+
+
 def test_temperature_near_zero_is_greedy() -> None:
     assert frequencies(logits_of(2)[0], 50, temperature=1e-3).argmax() == logits_of(2)[0].argmax()
 
