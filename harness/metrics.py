@@ -9,8 +9,8 @@ All sums are in float64. A NaN equals nothing, not even a NaN, and every one is 
     max_ulp      max |actual - expected| / ulp(expected), with the ulp of the actual's dtype (Muller et al., Handbook of
                  Floating-Point Arithmetic, section 2.6); fractional, since the expected side is finer than the dtype
 
-The other inner products follow from three that are measured, with d = actual - expected and e = expected: ||d||, ||e||
-and <d, e>; every pass over the data that is saved is speed.
+With d = actual - expected, <actual, expected> is taken as ||expected||^2 + <d, expected>, which does not cancel where
+the two are near.
 """
 
 from collections.abc import Sequence
@@ -34,6 +34,7 @@ class RowMetrics:
     max_ulp: torch.Tensor
     error_norm: torch.Tensor
     expected_norm: torch.Tensor
+    actual_norm: torch.Tensor
     error_dot: torch.Tensor
     """<actual - expected, expected>."""
     is_finite: torch.Tensor
@@ -53,11 +54,11 @@ class RowMetrics:
 
     @property
     def cosine(self) -> torch.Tensor:
-        """Cosine of the angle; 1 where both vanish."""
-        dot = self.expected_norm.square() + self.error_dot
-        actual_norm = (self.expected_norm.square() + 2 * self.error_dot + self.error_norm.square()).clamp(min=0).sqrt()
-        both_vanish = (self.error_norm == 0) & (self.expected_norm == 0)
-        return torch.where(both_vanish, 1.0, dot / (actual_norm * self.expected_norm)).clamp(-1, 1)
+        """Cosine of the angle; 1 where both vanish, NaN where one does."""
+        norms = self.actual_norm * self.expected_norm
+        cosine = ((self.expected_norm.square() + self.error_dot) / norms).clamp(-1, 1)
+        both_vanish = (self.actual_norm == 0) & (self.expected_norm == 0)
+        return torch.where(both_vanish, 1.0, torch.where(norms == 0, torch.nan, cosine))
 
     @property
     def sqnr_db(self) -> torch.Tensor:
@@ -73,7 +74,7 @@ class RowMetrics:
         )
 
 
-_COLUMNS = ("max_abs", "max_ulp", "error_norm", "expected_norm", "error_dot", "is_finite", "worst_index")
+_COLUMNS = ("max_abs", "max_ulp", "error_norm", "expected_norm", "actual_norm", "error_dot", "is_finite", "worst_index")
 
 
 def row_metrics(actual: torch.Tensor, expected: torch.Tensor) -> RowMetrics:
@@ -85,7 +86,7 @@ def row_metrics(actual: torch.Tensor, expected: torch.Tensor) -> RowMetrics:
     if actual.shape != expected.shape:
         raise ValueError(f"shapes differ: actual {tuple(actual.shape)}, expected {tuple(expected.shape)}")
     num_rows = actual.shape[0]
-    actual, expected = actual.reshape(num_rows, -1), expected.reshape(num_rows, -1)
+    actual, expected = (x[:, None] if x.dim() == 1 else x.flatten(1) for x in (actual, expected))
     step = max(1, _BLOCK_ELEMENTS // max(1, actual.shape[1]))
     starts = range(0, num_rows, step) if num_rows else (0,)
     return RowMetrics.concat([_block_metrics(actual[at : at + step], expected[at : at + step]) for at in starts])
@@ -94,9 +95,11 @@ def row_metrics(actual: torch.Tensor, expected: torch.Tensor) -> RowMetrics:
 def _block_metrics(actual: torch.Tensor, expected: torch.Tensor) -> RowMetrics:
     e = expected.to(torch.float64)
     expected_norm = torch.linalg.vector_norm(e, dim=1)
-    if not actual.numel() or (actual.dtype == expected.dtype and torch.equal(actual, expected)):
+    is_same = actual.dtype == expected.dtype and torch.equal(actual, expected)
+    if not actual.numel() or (is_same and bool(torch.isfinite(expected_norm).all())):
         return _equal_rows(expected_norm)
-    difference = actual.to(torch.float64) - e
+    a = actual.to(torch.float64)
+    difference = a - e
     error_norm = torch.linalg.vector_norm(difference, dim=1)
     error_dot = torch.linalg.vecdot(difference, e, dim=1)
     magnitude = difference.abs_()
@@ -113,6 +116,7 @@ def _block_metrics(actual: torch.Tensor, expected: torch.Tensor) -> RowMetrics:
         max_ulp=magnitude.div_(_ulps(e, actual.dtype)).amax(dim=1),
         error_norm=error_norm,
         expected_norm=expected_norm,
+        actual_norm=torch.linalg.vector_norm(a, dim=1),
         error_dot=error_dot,
         is_finite=is_finite,
         worst_index=worst_index,
@@ -128,8 +132,9 @@ def _equal_rows(expected_norm: torch.Tensor) -> RowMetrics:
         max_ulp=zero,
         error_norm=zero,
         expected_norm=expected_norm,
+        actual_norm=expected_norm,
         error_dot=zero,
-        is_finite=torch.isfinite(expected_norm),
+        is_finite=torch.ones_like(zero, dtype=torch.bool),
         worst_index=torch.full_like(zero, -1, dtype=torch.int64),
         num_nan=0,
         num_inf=0,
@@ -174,5 +179,6 @@ def logit_metrics(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
         divergence.append((log_p.exp() * (log_p - log_q)).sum(dim=-1))
         best = e.topk(min(2, e.shape[-1]), dim=-1).values
         margin.append(best[:, 0] - best[:, -1])
-        agreement.append((a.argmax(dim=-1) == e.argmax(dim=-1)).to(torch.float64))
+        is_number = ~(a.isnan().any(dim=-1) | e.isnan().any(dim=-1))
+        agreement.append((is_number & (a.argmax(dim=-1) == e.argmax(dim=-1))).to(torch.float64))
     return torch.stack([torch.cat(agreement), torch.cat(divergence), torch.cat(margin)])

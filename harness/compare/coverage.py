@@ -103,8 +103,8 @@ def triggers(recording: Recording) -> tuple[str, ...]:
             reached.add("batch")
         for request in present:
             positions = step.position[step.request == request]
-            if bool((positions >= prompts[request]).any()):
-                reached.add("decode")
+            if len(positions) == 1 and int(positions[0]) >= prompts[request]:
+                reached.add("decode")  # a token alone, after its prompt: the history came from the cache
             if bool((positions < prompts[request]).any()):
                 prefill_steps[request] += 1
     if any(count > 1 for count in prefill_steps.values()):

@@ -70,9 +70,9 @@ def _epochs(
                 rows.select(torch.arange(begin, end)),
                 context[chosen],
                 AttentionInputs(
-                    query=_heads(query[chosen], query),
+                    query=query[chosen],
                     key=key[history],
-                    value=_heads(value[history], key),
+                    value=value[history],
                     query_position=rows.position[chosen],
                     key_position=rows.position[history],
                 ),
@@ -95,8 +95,3 @@ def _spans(positions: list[int]) -> Iterator[tuple[int, int]]:
 def _complete(positions: torch.Tensor) -> bool:
     """Whether every position below the last is there: attention over a history with holes cannot be replayed."""
     return len(positions) == int(positions.max()) + 1
-
-
-def _heads(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[rows, K*H] or [rows, K, H] to the head shape of `like`."""
-    return tensor.reshape(len(tensor), *like.shape[1:])

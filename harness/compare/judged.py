@@ -192,10 +192,12 @@ def tap_result(judged: Judged) -> TapResult:
 
 def _row_id(judged: Judged, at: int) -> RowId:
     """Name a row, and within it the element that is furthest off where that was measured."""
-    index = -1
-    if judged.propagated is not None and len(judged.propagated.rows) == len(judged.rows):
-        index = int(judged.propagated.metrics.worst_index[at])
     request, position = int(judged.rows.request[at]), int(judged.rows.position[at])
+    index = -1
+    if judged.propagated is not None:
+        rows = judged.propagated.rows
+        here = (rows.request == request) & (rows.position == position) & (rows.step == judged.rows.step[at])
+        index = int(judged.propagated.metrics.worst_index[here].max()) if bool(here.any()) else -1
     return RowId(request=request, position=position, index=None if index < 0 else index)
 
 

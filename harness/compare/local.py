@@ -1,14 +1,15 @@
 """Local judgement: every operation by itself, replayed by the oracle on the engine's own recorded inputs."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from harness.compare.align import Rows, chunks, is_readback, joined, step_rows, take
 from harness.compare.bounds import EAGER_MODEL, ERROR_MODELS, ErrorModel, local_bound
 from harness.compare.history import attention_inputs
-from harness.metrics import RowMetrics, rounding_unit, row_metrics
+from harness.compare.shapes import engine_dtype
+from harness.metrics import rounding_unit, row_metrics
 from harness.oracle.replay import AttentionInputs, Replayed, Replayer
 from harness.recording import Recording, Step
 from harness.taps import DecoderGraph, Kind, Operation
@@ -59,7 +60,7 @@ class _Parts:
 
 
 def local_errors(
-    recording: Recording, graph: DecoderGraph, replayer: Replayer, *, max_rows: int | None = None
+    recording: Recording, graph: DecoderGraph, replayer: Replayer
 ) -> Iterator[tuple[Operation, LocalErrors]]:
     """Replay every operation whose inputs and output were recorded; yield its errors in graph order.
 
@@ -67,46 +68,29 @@ def local_errors(
         recording: the engine's.
         graph: the operations to replay.
         replayer: the oracle's operations.
-        max_rows: look at the first steps only, until they hold this many rows (a self-test of the oracle).
     """
-    dtype = getattr(torch, recording.manifest.dtype) if max_rows is None else None
-    steps = _computing_steps(recording, max_rows)
-    by_layer = {operation.layer: graph.of_layer(operation.layer) for operation in graph}
-    for layer, operations in by_layer.items():
+    steps = [step for step in recording.steps if not is_readback(step)]
+    for layer in dict.fromkeys(operation.layer for operation in graph):
         with replayer.layer(layer):
-            for operation in operations:
-                errors = _judge(recording, operation, replayer, steps, dtype)
+            for operation in graph.of_layer(layer):
+                errors = None
+                if operation.kind is Kind.ATTENTION:
+                    errors = _judge_attention(recording, operation, replayer, steps)
+                elif operation.kind is not Kind.CACHE:
+                    errors = _judge(recording, operation, replayer, steps)
                 if errors is not None:
                     yield operation, errors
 
 
-def _computing_steps(recording: Recording, max_rows: int | None) -> list[Step]:
-    steps, num_rows = [], 0
-    for step in recording.steps:
-        if is_readback(step):
-            continue
-        if max_rows is not None and num_rows >= max_rows:
-            break
-        steps.append(step)
-        num_rows += step.entry.num_rows
-    return steps
-
-
-def _judge(
-    recording: Recording, operation: Operation, replayer: Replayer, steps: Sequence[Step], dtype: torch.dtype | None
-) -> LocalErrors | None:
-    if operation.kind is Kind.CACHE:
-        return None
-    if operation.kind is Kind.ATTENTION:
-        return _judge_attention(operation, replayer, steps, dtype)
-    parts = _Parts()
+def _judge(recording: Recording, operation: Operation, replayer: Replayer, steps: Sequence[Step]) -> LocalErrors | None:
+    parts, dtype = _Parts(), engine_dtype(recording)
     needed = {operation.tap, *operation.inputs}
     for chunk in chunks([step for step in steps if all(step.has(tap) for tap in needed)]):
         rows, actual, inputs = _gather(chunk, operation, recording)
-        if not len(rows):
-            continue
-        replayed = replayer.replay(operation, inputs, rows.position)
-        parts.add(*_errors(ERROR_MODELS[operation.kind], rows, actual, replayed, inputs, dtype))
+        if len(rows):
+            replayed = replayer.replay(operation, inputs, rows.position)
+            is_given = _finite_rows(inputs, len(rows))
+            parts.add(rows, *_errors(ERROR_MODELS[operation.kind], actual, replayed, is_given, dtype))
     return parts.joined()
 
 
@@ -140,60 +124,62 @@ def _tokens(recording: Recording, rows: Rows) -> torch.Tensor:
 
 
 def _judge_attention(
-    operation: Operation, replayer: Replayer, steps: Sequence[Step], dtype: torch.dtype | None
+    recording: Recording, operation: Operation, replayer: Replayer, steps: Sequence[Step]
 ) -> LocalErrors | None:
     """Judge attention against its definition; if that fails, against HF's eager convention, and keep the better fit."""
     assert operation.layer is not None
-    defined, eager = _Parts(), _Parts()
-    for rows, actual, inputs in attention_inputs(operation, steps):
+    defined, eager, dtype = _Parts(), _Parts(), engine_dtype(recording)
+    for rows, actual, recorded in attention_inputs(operation, steps):
+        inputs, is_given = _without_holes(recorded)
         replayed = replayer.attention(operation.layer, inputs)
-        defined.add(*_errors(ERROR_MODELS[operation.kind], rows, actual, replayed, _tensors(inputs), dtype))
+        defined.add(rows, *_errors(ERROR_MODELS[operation.kind], actual, replayed, is_given, dtype))
     default = defined.joined()
     if default is None or not bool(default.bad.any()):
         return default
-    for rows, actual, inputs in attention_inputs(operation, steps):
+    for rows, actual, recorded in attention_inputs(operation, steps):
+        inputs, is_given = _without_holes(recorded)
         amplification = replayer.attention(operation.layer, inputs).amplification
         candidate = replayer.eager_attention(operation.layer, inputs).to(torch.float64)
         as_eager = Replayed(expected=candidate, amplification=amplification)
-        eager.add(*_errors(EAGER_MODEL, rows, actual, as_eager, _tensors(inputs), dtype))
+        eager.add(rows, *_errors(EAGER_MODEL, actual, as_eager, is_given, dtype))
     other = eager.joined(EAGER)
     assert other is not None
     return other if int(other.bad.sum()) < int(default.bad.sum()) else default
 
 
-def _tensors(inputs: AttentionInputs) -> list[torch.Tensor]:
-    return [inputs.query, inputs.key, inputs.value]
+def _without_holes(inputs: AttentionInputs) -> tuple[AttentionInputs, torch.Tensor]:
+    """Replace what is not finite in the history, and say which queries do not see it: [T] bool.
+
+    A row of NaN that is masked for a query would still poison it in the product with the values.
+    """
+    sound = _finite_rows([inputs.key, inputs.value], len(inputs.key_position))
+    is_given = _finite_rows([inputs.query], len(inputs.query_position))
+    if bool(sound.all()):
+        return inputs, is_given
+    first_hole = int(inputs.key_position[~sound].min())
+    cleaned = replace(inputs, key=torch.nan_to_num(inputs.key, 0, 0, 0), value=torch.nan_to_num(inputs.value, 0, 0, 0))
+    return cleaned, is_given & (inputs.query_position < first_hole)
 
 
 def _errors(
-    model: ErrorModel,
-    rows: Rows,
-    actual: torch.Tensor,
-    replayed: Replayed,
-    inputs: Sequence[torch.Tensor],
-    dtype: torch.dtype | None,
-) -> tuple[Rows, torch.Tensor, torch.Tensor]:
-    """Return the rows with their errors and bounds in roundings."""
-    dtype = dtype or actual.dtype
-    expected = replayed.expected.cpu()
-    metrics: RowMetrics = row_metrics(actual, expected.view_as(actual))
+    model: ErrorModel, actual: torch.Tensor, replayed: Replayed, is_given: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the error and the bound of each row in roundings.
+
+    A row that is not finite though its inputs are (`is_given`) is infinitely wrong; one whose inputs are not finite
+    cannot be judged.
+    """
+    metrics = row_metrics(actual, replayed.expected.cpu().view_as(actual))
     roundings = metrics.relative_l2 / rounding_unit(dtype)
+    roundings = torch.where(metrics.is_finite, roundings, torch.inf)
     bound = local_bound(model, dtype, replayed, metrics)
-    not_finite = ~metrics.is_finite
-    if bool(not_finite.any()):
-        roundings = torch.where(not_finite, torch.inf, roundings)
-    not_judgeable = ~torch.isfinite(metrics.expected_norm)
-    if bool(not_judgeable.any()):
-        caused_here = _finite_inputs(inputs, len(rows)) & not_finite
-        roundings = torch.where(not_judgeable & ~caused_here, torch.nan, roundings)
-    return rows, roundings, torch.nan_to_num(bound, nan=0.0)
+    return torch.where(is_given, roundings, torch.nan), torch.nan_to_num(bound, nan=0.0)
 
 
-def _finite_inputs(inputs: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor:
-    """[rows] bool: the inputs of the row are finite; attention's history counts for all of its rows."""
+def _finite_rows(inputs: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor:
+    """[rows] bool: every input of the row is finite."""
     finite = torch.ones(num_rows, dtype=torch.bool)
     for x in inputs:
         if x.is_floating_point():
-            ok = torch.isfinite(x.flatten(1)).all(dim=1).cpu()
-            finite &= ok if len(ok) == num_rows else bool(ok.all())
+            finite &= torch.isfinite(x.flatten(1)).all(dim=1).cpu()
     return finite

@@ -4,16 +4,16 @@ Nothing but a pass over two recordings: tap by tap, memory-mapped, each row foun
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from harness.compare.align import Locator, Rows, chunks, joined, step_rows
-from harness.errors import Code
+from harness.compare.shapes import engine_dtype
 from harness.metrics import RowMetrics, logit_metrics, rounding_unit, row_metrics
 from harness.recording import Recording, Step
-from harness.results import Finding, LogitResult
+from harness.results import LogitResult
 from harness.taps import LOGITS
 
 RATIO_BOUND = 10.0
@@ -33,10 +33,9 @@ class PropagatedErrors:
 
 @dataclass(slots=True)
 class Propagation:
-    """All taps' distances, and what could not be compared."""
+    """All taps' distances."""
 
     errors: dict[str, PropagatedErrors] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
     logits: LogitResult | None = None
 
 
@@ -56,9 +55,13 @@ class _Parts:
 
 
 def propagated_errors(
-    actual: Recording, expected: Locator, noise: Mapping[str, torch.Tensor], depths: Mapping[str, int]
+    actual: Recording,
+    expected: Locator,
+    noise: Mapping[str, torch.Tensor],
+    depths: Mapping[str, int],
+    usable: Collection[str],
 ) -> Propagation:
-    """Compare every tap that both recordings hold.
+    """Compare every usable tap that both recordings hold.
 
     Args:
         actual: the engine's recording.
@@ -66,13 +69,14 @@ def propagated_errors(
         noise: HF's own relative L2 error per row of `expected`; taps without it are measured against the noise that
             independent roundings would add up to, `unit * sqrt(operations so far)`.
         depths: number of operations up to and including each tap.
+        usable: taps whose shape and dtype fit.
     """
     result, parts, logits = Propagation(), dict[str, _Parts](), list[torch.Tensor]()
-    unit = rounding_unit(getattr(torch, actual.manifest.dtype))
+    unit = rounding_unit(engine_dtype(actual))
     floors = {tap: float(rows.nanmedian()) for tap, rows in noise.items() if len(rows)}
     for chunk in chunks(actual.steps):
-        for tap in dict.fromkeys(tap for step in chunk for tap in step.tap_names):
-            pair = _pair([step for step in chunk if step.has(tap)], tap, expected, result)
+        for tap in dict.fromkeys(tap for step in chunk for tap in step.tap_names if tap in usable):
+            pair = _pair([step for step in chunk if step.has(tap)], tap, expected)
             if pair is None:
                 continue
             rows, found, ours, theirs = pair
@@ -92,7 +96,7 @@ def propagated_errors(
 
 
 def _pair(
-    steps: Sequence[Step], tap: str, expected: Locator, result: Propagation
+    steps: Sequence[Step], tap: str, expected: Locator
 ) -> tuple[Rows, torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Find the expected rows of a tap of some steps; rows that the other side lacks are left out."""
     rows = Rows.concat([step_rows(step, tap) for step in steps])
@@ -103,19 +107,7 @@ def _pair(
     ours = joined([step.tap(tap) for step in steps])
     if not bool(present.all()):
         rows, found, ours = rows.select(present), found[present], ours[present]
-    theirs = expected.gather(tap, found)
-    if ours[0].numel() != theirs[0].numel():
-        if not any(finding.tap == tap for finding in result.findings):
-            result.findings.append(_shape_finding(tap, ours, theirs, rows))
-        return None
-    return rows, found, ours.flatten(1), theirs.flatten(1)
-
-
-def _shape_finding(tap: str, ours: torch.Tensor, theirs: torch.Tensor, rows: Rows) -> Finding:
-    message = f"shape of {tap} differs: expected {tuple(theirs.shape[1:])}, actual {tuple(ours.shape[1:])} per row"
-    return Finding(
-        code=Code.TAP_MISMATCH, message=message, tap=tap, request=int(rows.request[0]), position=int(rows.position[0])
-    )
+    return rows, found, ours.flatten(1), expected.gather(tap, found).flatten(1)
 
 
 def _logit_result(parts: list[torch.Tensor]) -> LogitResult | None:

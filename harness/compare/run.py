@@ -53,19 +53,18 @@ def compare_run(
     check_same_prompts(expected, actual)
     graph = replayer.decoder.graph if replayer else graph_of_taps(entry.name for entry in expected.manifest.taps)
     depths = {operation.tap: depth for depth, operation in enumerate(graph, start=1)}
-    findings, usable = check_taps(actual, expected)
+    findings, usable = check_taps(actual, expected, graph)
     local: dict[str, LocalErrors] = {}
     if replayer is not None:
         local = {op.tap: errors for op, errors in local_errors(actual, usable_graph(graph, usable), replayer)}
     ours, theirs = Locator(actual), Locator(expected)
-    caches = {operation.tap: errors for operation, errors in cache_errors(ours, graph)}
-    propagation = propagated_errors(actual, theirs, noise, depths)
+    caches = {operation.tap: errors for operation, errors in cache_errors(ours, usable_graph(graph, usable))}
+    propagation = propagated_errors(actual, theirs, noise, depths, usable)
     judged = judge(graph, local, caches, propagation)
     tokens, differences = compare_tokens(actual, theirs, noise.get(LOGIT_NOISE))
     wanted = [entry.name for entry in expected.manifest.taps] if wanted is None else wanted
     coverage, gaps = check_coverage(ours, wanted, not_offered=not_offered, require=require if actual.steps else ())
     not_finite = oracle_finding(propagation)
-    findings += [finding for finding in propagation.findings if finding.tap in usable]
     findings += [bad_finding(each) for each in judged if each.is_bad] + ([not_finite] if not_finite else [])
     findings += differences + gaps + ([] if TOKENS in not_offered else check_tokens(actual, tokens.compared))
     actual.verify_all()

@@ -4,20 +4,42 @@ from collections.abc import Sequence
 
 import torch
 
-from harness.errors import Code
+from harness.errors import Code, HarnessError
 from harness.metrics import rounding_unit
 from harness.recording import Recording, TapEntry
 from harness.recording.tensors import TORCH_DTYPES
 from harness.results import Finding
-from harness.taps import DecoderGraph
+from harness.taps import DecoderGraph, Kind
 
 
-def check_taps(actual: Recording, expected: Recording) -> tuple[list[Finding], set[str]]:
+def engine_dtype(recording: Recording) -> torch.dtype:
+    """Return the dtype that the engine computed in.
+
+    Raises:
+        HarnessError: BAD_MANIFEST: the manifest names no floating-point dtype of torch.
+    """
+    dtype = getattr(torch, recording.manifest.dtype, None)
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    raise HarnessError(
+        Code.BAD_MANIFEST,
+        "the manifest's dtype is none that an engine computes in",
+        where=f"{recording.path}: dtype",
+        expected="float32, bfloat16, float16, ...",
+        actual=recording.manifest.dtype,
+    )
+
+
+def check_taps(actual: Recording, expected: Recording, graph: DecoderGraph) -> tuple[list[Finding], set[str]]:
     """Compare the taps' shapes and dtypes; return what is wrong, and the names of the taps that can be used."""
     shapes = {entry.name: entry.shape for entry in expected.manifest.taps}
+    caches = {operation.tap: operation.inputs[0] for operation in graph if operation.kind is Kind.CACHE}
+    shapes |= {cache: shapes[written] for cache, written in caches.items() if written in shapes}
     findings, usable = [], set[str]()
     for entry in actual.manifest.taps:
-        message = _mismatch(entry, shapes.get(entry.name), actual.manifest.dtype)
+        # What a cache of a coarser dtype has lost shows when it is read back.
+        finest = None if entry.name in caches else engine_dtype(actual)
+        message = _mismatch(entry, shapes.get(entry.name), finest)
         if message is None:
             usable.add(entry.name)
         else:
@@ -30,13 +52,13 @@ def usable_graph(graph: DecoderGraph, usable: set[str]) -> DecoderGraph:
     return DecoderGraph(tuple(op for op in graph if {op.tap, *op.inputs} <= usable))
 
 
-def _mismatch(entry: TapEntry, shape: Sequence[int] | None, engine_dtype: str) -> str | None:
+def _mismatch(entry: TapEntry, shape: Sequence[int] | None, engine: torch.dtype | None) -> str | None:
     dtype = TORCH_DTYPES[entry.dtype]
     if not dtype.is_floating_point:
         return f"dtype of {entry.name} is {entry.dtype}, expected a floating-point dtype"
     # A finer dtype is welcome (logits in float32); a coarser one has lost what was to be judged.
-    if rounding_unit(dtype) > rounding_unit(getattr(torch, engine_dtype)) * 1.001:
-        return f"dtype of {entry.name} is {entry.dtype}, coarser than the engine's {engine_dtype}"
+    if engine is not None and rounding_unit(dtype) > rounding_unit(engine) * 1.001:
+        return f"dtype of {entry.name} is {entry.dtype}, coarser than the engine's {str(engine).removeprefix('torch.')}"
     if shape is not None and torch.Size(shape).numel() != torch.Size(entry.shape).numel():
         return f"shape of {entry.name} differs: expected {list(shape)}, actual {list(entry.shape)} per row"
     return None

@@ -6,6 +6,7 @@ back, also when the forward raises.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from harness.taps import EMBEDDING, FINAL_NORM, LOGITS, layer_prefix
 Sink = Callable[[str, torch.Tensor], None]
 """Receives a tap's name and its tensor [batch * tokens, ...]; it must copy what it keeps."""
 
-_REGISTERED = "harness_capture"
+_CAPTURES = count()
+"""Numbers the captures: one inside of another, of two models, are two entries of HF's registry."""
 _BY_OUTPUT = (
     "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm",
     "self_attn.k_norm", "self_attn.o_proj", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
@@ -102,16 +104,16 @@ def attending(decoder: Decoder, attention: str, sink: Sink | None = None) -> Ite
             sink(f"{prefix}k_rope", _rows(key[:, :, -query.shape[2] :].transpose(1, 2)))
         return function(module, query, key, *args, **kwargs)
 
-    before = decoder.config._attn_implementation
+    before, registered = decoder.config._attn_implementation, f"harness_capture_{next(_CAPTURES)}"
     try:
-        AttentionInterface.register(_REGISTERED, listen)
-        AttentionMaskInterface.register(_REGISTERED, AttentionMaskInterface()[attention])
-        decoder.model.set_attn_implementation(_REGISTERED)
+        AttentionInterface.register(registered, listen)
+        AttentionMaskInterface.register(registered, AttentionMaskInterface()[attention])
+        decoder.model.set_attn_implementation(registered)
         yield
     finally:
         decoder.model.set_attn_implementation(before)
-        AttentionInterface._global_mapping.pop(_REGISTERED, None)
-        AttentionMaskInterface._global_mapping.pop(_REGISTERED, None)
+        AttentionInterface._global_mapping.pop(registered, None)
+        AttentionMaskInterface._global_mapping.pop(registered, None)
 
 
 def _attention_function(decoder: Decoder, attention: str) -> Callable[..., Any]:

@@ -8,9 +8,9 @@ import errno
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -130,10 +130,14 @@ def record_dtype(dtype: torch.dtype) -> torch.dtype:
 def cached_golden(decoder: Decoder, prompts: Sequence[Prompt], *, progress: Progress | None = None) -> Golden:
     """Return the golden of `prompts` from the cache, made first if it is not there or cannot be read."""
     folder = cache_dir() / "goldens" / golden_key(decoder, prompts)
-    try:
-        return open_golden(folder)
-    except HarnessError:
-        shutil.rmtree(folder, ignore_errors=True)  # absent, or damaged: make it again
+    if folder.exists():
+        try:
+            golden = open_golden(folder)
+            if golden.noise:
+                return golden
+        except HarnessError:
+            pass  # damaged
+        _discard(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         return make_golden(decoder, prompts, folder, progress=progress)
@@ -145,6 +149,12 @@ def cached_golden(decoder: Decoder, prompts: Sequence[Prompt], *, progress: Prog
         if error.code is Code.OUTPUT_EXISTS:  # another process was faster: its golden is the same
             return open_golden(folder)
         raise
+
+
+def _discard(folder: Path) -> None:
+    """Take a damaged golden away, by a rename first: another process may be reading what is put in its place."""
+    with suppress(OSError), tempfile.TemporaryDirectory(dir=folder.parent, prefix=".damaged-") as aside:
+        folder.rename(Path(aside) / "golden")
 
 
 def open_golden(folder: Path) -> Golden:

@@ -16,13 +16,28 @@ from torch.overrides import TorchFunctionMode
 TRUTH_DTYPE = torch.float64
 
 
-class _KeepDouble(TorchFunctionMode):
-    """Ignore requests to lower a float64 tensor to float32."""
+class KeepDouble(TorchFunctionMode):
+    """Ignore requests to lower a float64 tensor to float32, but for the time that it is paused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let casts do what they say: for code that is not the model's."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if self._is_paused:
+            return func(*args, **kwargs)
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == TRUTH_DTYPE:
             if func is torch.Tensor.float:
                 return args[0]
@@ -33,10 +48,10 @@ class _KeepDouble(TorchFunctionMode):
 
 
 @contextmanager
-def keeping_double() -> Iterator[None]:
+def keeping_double() -> Iterator[KeepDouble]:
     """Keep float64 tensors in float64 where HF's code asks for float32."""
-    with _KeepDouble():
-        yield
+    with KeepDouble() as mode:
+        yield mode
 
 
 @contextmanager
@@ -61,13 +76,21 @@ def raised(*modules: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Switch TF32 off, so that float32 on CUDA means float32; put the settings back afterwards."""
-    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    """Switch TF32 off in matrix products, so that float32 on CUDA means float32; put the setting back afterwards.
+
+    Torch has an older and a newer switch and lets a process use one of them: whichever is in use here is used.
+    """
+    matmul: Any = torch.backends.cuda.matmul
+    switch: tuple[str, Any]
+    try:
+        switch, before = ("allow_tf32", False), matmul.allow_tf32
+    except RuntimeError:  # somebody set the newer switch
+        switch, before = ("fp32_precision", "ieee"), matmul.fp32_precision
+    setattr(matmul, *switch)
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+        setattr(matmul, switch[0], before)
 
 
 def linear_in_double(module: nn.Module, x: torch.Tensor, *, block_bytes: int = 64 << 20) -> torch.Tensor:

@@ -37,15 +37,16 @@ class Replayed:
 class AttentionInputs:
     """Rows of one request that attend to its history.
 
-    `N` query heads, `K` KV heads, `H` head size, `T` query rows, `S` history rows.
+    `N` query heads, `K` KV heads, `H` head size, `T` query rows, `S` history rows. Heads may be a dimension of their
+    own or not, as the engine recorded them.
     """
 
     query: torch.Tensor
-    """[T, N, H]."""
+    """[T, N, H] or [T, N*H]."""
     key: torch.Tensor
-    """[S, K, H], row s at position `key_position[s]`."""
+    """[S, K, H] or [S, K*H], row s at position `key_position[s]`."""
     value: torch.Tensor
-    """[S, K, H]."""
+    """[S, K, H] or [S, K*H]."""
     query_position: torch.Tensor
     """[T] int64."""
     key_position: torch.Tensor
@@ -82,7 +83,7 @@ class Replayer:
     def _replay(self, operation: Operation, inputs: list[torch.Tensor], positions: torch.Tensor) -> Replayed:
         if operation.kind is Kind.EMBEDDING:
             return Replayed(expected=self.decoder.module(operation.tap)(inputs[0]).to(TRUTH_DTYPE))
-        doubles = [x.to(TRUTH_DTYPE) for x in inputs]
+        doubles = [x.to(TRUTH_DTYPE).flatten(1) for x in inputs]
         if operation.kind is Kind.LINEAR:
             return self._linear(operation, doubles[0])
         if operation.kind is Kind.NORM:
@@ -115,7 +116,7 @@ class Replayer:
 
     def _rotary(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         head_dim = self.decoder.head_dim()
-        x_NTH = (x if x.dim() == 3 else x.unflatten(-1, (-1, head_dim))).transpose(0, 1)
+        x_NTH = x.unflatten(-1, (-1, head_dim)).transpose(0, 1)
         cos, sin = self.decoder.model.model.rotary_emb(x, positions.to(x.device)[None])
         rotate = self.decoder.library_function("apply_rotary_pos_emb")
         rotated: torch.Tensor = rotate(x_NTH[None], x_NTH[None], cos, sin)[0]
@@ -131,9 +132,8 @@ class Replayer:
         """
         module: Any = self.decoder.layers[layer].self_attn
         device, num_groups = self.decoder.device, module.num_key_value_groups
-        q_NTH = inputs.query.to(device, TRUTH_DTYPE).transpose(0, 1)
-        k_NSH = inputs.key.to(device, TRUTH_DTYPE).transpose(0, 1).repeat_interleave(num_groups, dim=0)
-        v_NSH = inputs.value.to(device, TRUTH_DTYPE).transpose(0, 1).repeat_interleave(num_groups, dim=0)
+        q_NTH, k_KSH, v_KSH = (self._heads(x.to(device, TRUTH_DTYPE)) for x in (inputs.query, inputs.key, inputs.value))
+        k_NSH, v_NSH = (x.repeat_interleave(num_groups, dim=0) for x in (k_KSH, v_KSH))
         step = max(1, _SCORE_BYTES // (8 * k_NSH.shape[0] * max(1, k_NSH.shape[1])))
         window = self._window(module)
         parts = []
@@ -142,6 +142,11 @@ class Replayer:
             parts.append(_attend(q_NTH[:, at : at + step], k_NSH, v_NSH, visible, float(module.scaling)))
         columns = [torch.cat(column) for column in zip(*parts, strict=True)]
         return Replayed(expected=columns[0], amplification=columns[1], score_sensitivity=columns[2])
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, ...] to [heads, rows, head size]."""
+        heads: torch.Tensor = x.flatten(1).unflatten(-1, (-1, self.decoder.head_dim())).transpose(0, 1)
+        return heads
 
     def _window(self, module: Any) -> int | None:
         """Return the layer's sliding window: its own where the family has one a layer, else the config's (Mistral)."""
@@ -158,7 +163,7 @@ class Replayer:
         visible = _visible(inputs.query_position, inputs.key_position, self._window(module)).to(device)
         mask = torch.zeros(visible.shape, dtype=dtype, device=device)
         mask.masked_fill_(~visible, torch.finfo(dtype).min)
-        q, k, v = (x.to(device, dtype).transpose(0, 1)[None] for x in (inputs.query, inputs.key, inputs.value))
+        q, k, v = (self._heads(x.to(device, dtype))[None] for x in (inputs.query, inputs.key, inputs.value))
         eager = self.decoder.library_function("eager_attention_forward")
         context: torch.Tensor = eager(module, q, k, v, mask[None, None], scaling=module.scaling)[0]
         return context[0].flatten(1)

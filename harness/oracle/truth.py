@@ -29,14 +29,19 @@ def truth_forward(decoder: Decoder, token_ids: Sequence[int], sink: Sink, *, log
     ids = torch.tensor([list(token_ids)], device=decoder.device)
     with ExitStack() as stack:
         stack.enter_context(without_tf32())
-        stack.enter_context(keeping_double())
+        mode = stack.enter_context(keeping_double())
+
+        def listen(tap: str, tensor: torch.Tensor) -> None:
+            with mode.paused():
+                sink(tap, tensor)
+
         stack.enter_context(_embedding_raised(decoder.module(EMBEDDING)))
         for module in (*decoder.layers, decoder.module(FINAL_NORM)):
             stack.enter_context(_raised_while_running(module))
-        stack.enter_context(capturing(decoder, sink))
+        stack.enter_context(capturing(decoder, listen))
         hidden = decoder.model.model(input_ids=ids, use_cache=False).last_hidden_state[0]
         rows = torch.tensor(list(logit_rows), device=decoder.device)
-        sink(LOGITS, linear_in_double(decoder.module(LOGITS), hidden[rows]))
+        listen(LOGITS, linear_in_double(decoder.module(LOGITS), hidden[rows]))
 
 
 @contextmanager

@@ -113,7 +113,6 @@ def test_no_decode_step(one, tmp_path):
     assert "decode" not in result.coverage.triggers
 
 
-@pytest.mark.xfail(strict=True, reason="rows behind the prompt count as decode, also where a prefill computed them")
 def test_a_prefill_of_prompt_and_continuation_is_no_decode(one):
     """The golden itself: one forward over everything. An engine that does so never used its cache."""
     result = one.measure(one.golden.recording)

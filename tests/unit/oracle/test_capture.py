@@ -209,7 +209,6 @@ def test_the_setting_found_is_the_setting_left(decoder, token_ids):
         assert decoder.config._attn_implementation == "eager"
 
 
-@pytest.mark.xfail(strict=True, raises=KeyError, reason="both captures are registered under one name")
 def test_captures_of_two_models_do_not_mix(load, token_ids):
     """A capture inside of a capture: each sink gets its own model's taps, and only those."""
     outer, inner = load("llama-tiny"), load("qwen3-tiny")

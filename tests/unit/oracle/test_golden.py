@@ -140,15 +140,12 @@ def test_noise_is_that_of_hf_in_the_engines_dtype(load, tmp_path, dtype):
         place += len(truth)
 
 
-wide = pytest.mark.xfail(strict=True, reason="keeping_double is on while the sink runs and ignores its .to(float32)")
-
-
 @pytest.mark.parametrize(
     ("dtype", "kept"),
     [
         (torch.float32, "F64"),
-        pytest.param(torch.bfloat16, "F32", marks=wide),
-        pytest.param(torch.float16, "F32", marks=wide),
+        (torch.bfloat16, "F32"),
+        (torch.float16, "F32"),
     ],
 )
 def test_the_truth_is_kept_finer_than_the_engine_computes_and_no_wider(load, tmp_path, dtype, kept):
@@ -248,9 +245,6 @@ def truncate_noise(folder):
     path.write_bytes(path.read_bytes()[:-9])
 
 
-unnoticed = pytest.mark.xfail(strict=True, reason="a cached golden without its noise is taken for a whole one")
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -259,7 +253,7 @@ unnoticed = pytest.mark.xfail(strict=True, reason="a cached golden without its n
         remove_manifest,
         garble_manifest,
         empty_the_folder,
-        pytest.param(remove_noise, marks=unnoticed),
+        remove_noise,
         truncate_noise,
     ],
 )

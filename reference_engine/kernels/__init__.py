@@ -1,0 +1,7 @@
+"""Triton kernels: the KV store, paged prefill and paged decode.
+
+Nothing here is imported until the `triton` backend is opened: Triton is an optional dependency. The kernels are tested
+on the CPU through Triton's interpreter (`TRITON_INTERPRET=1`); their speed on a GPU is unmeasured.
+"""
+
+from __future__ import annotations
