@@ -21,6 +21,7 @@ from harness.plan import Plan
 from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
 from harness.results import CheckResult, RunResult
 from harness.schedule import Schedule
+from harness.threads import suitable_threads
 
 
 def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None = None) -> CheckResult:
@@ -43,12 +44,13 @@ def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
     begin = time.perf_counter()
     report("oracle", 0, 1)
     decoder = load_decoder(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
-    golden = cached_golden(decoder, plan.prompts, progress=report)
-    golden_s = time.perf_counter() - begin
     runs = []
-    for index, schedule in enumerate(plan.schedules):
-        report(f"{plan.engine}, {schedule}", index, len(plan.schedules))
-        runs.append(_run_schedule(plan, engine, schedule, golden, decoder, out))
+    with suitable_threads(decoder.config.hidden_size):
+        golden = cached_golden(decoder, plan.prompts, progress=report)
+        golden_s = time.perf_counter() - begin
+        for index, schedule in enumerate(plan.schedules):
+            report(f"{plan.engine}, {schedule}", index, len(plan.schedules))
+            runs.append(_run_schedule(plan, engine, schedule, golden, decoder, out))
     report("done", len(plan.schedules), len(plan.schedules))
     return CheckResult(
         engine=plan.engine,

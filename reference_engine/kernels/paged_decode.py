@@ -70,7 +70,7 @@ def paged_decode(
         GROUP=group, PADDED_GROUP=power_of_two(group), SLOT_WIDTH=num_kv_heads * head_dim, BLOCK_SIZE=block_size,
         WINDOW=window, HEAD_DIM=head_dim, PADDED_DIM=tiling.padded_head_dim, TILE_KEYS=tiling.keys,
         IS_SPLIT=is_split, MAX_SPLITS=MAX_SPLITS, MIN_SPLIT_KEYS=min_split_keys,
-        num_warps=4, num_stages=tiling.num_stages,
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     if is_split:
         _merge_kernel[num_requests, num_heads](

@@ -66,7 +66,7 @@ def paged_prefill(
         q_TNH.stride(0), out_TNH.stride(0), block_tables_RB.stride(0), head_dim**-0.5 * LOG2_E,
         GROUP=num_heads // num_kv_heads, SLOT_WIDTH=num_kv_heads * head_dim, BLOCK_SIZE=block_size, WINDOW=window,
         HEAD_DIM=head_dim, PADDED_DIM=tiling.padded_head_dim, TILE_ROWS=tiling.rows, TILE_KEYS=tiling.keys,
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        num_warps=tiling.num_warps, num_stages=2,
     )  # fmt: skip
 
 
