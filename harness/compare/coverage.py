@@ -6,7 +6,7 @@ import torch
 
 from harness.compare.align import Locator, is_readback
 from harness.errors import Code
-from harness.recording import Recording
+from harness.recording import Recording, Step
 from harness.results import Coverage, Finding
 from harness.taps import FINAL_NORM, LOGITS
 
@@ -103,13 +103,19 @@ def triggers(recording: Recording) -> tuple[str, ...]:
             reached.add("batch")
         for request in present:
             positions = step.position[step.request == request]
-            if len(positions) == 1 and int(positions[0]) >= prompts[request]:
-                reached.add("decode")  # a token alone, after its prompt: the history came from the cache
+            if _is_decode(step, request, positions, prompts[request]):
+                reached.add("decode")
             if bool((positions < prompts[request]).any()):
                 prefill_steps[request] += 1
     if any(count > 1 for count in prefill_steps.values()):
         reached.add("chunked_prefill")
     return tuple(name for name in _TRIGGERS if name in reached)
+
+
+def _is_decode(step: Step, request: int, positions: torch.Tensor, prompt_length: int) -> bool:
+    """Whether the step made one token after the prompt; an engine without a cache computes all rows for it again."""
+    made = positions if step.sampled is None else step.position[(step.request == request) & (step.sampled >= 0)]
+    return len(made) == 1 and int(made[0]) >= prompt_length
 
 
 def _not_reached(name: str) -> Finding:

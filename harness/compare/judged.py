@@ -50,8 +50,10 @@ class Judged:
         assert self.propagated is not None
         if not self.is_in_graph:
             return torch.zeros(len(self.rows), dtype=torch.bool)
-        # Where the expected side is not finite there is nothing to hold the engine to; that is a finding of its own.
-        return ~(self.propagated.ratio <= RATIO_BOUND) & self.propagated.metrics.expected_norm.isfinite()
+        # Where the expected side is not finite there is nothing to hold finite rows to; that is a finding of its own.
+        metrics = self.propagated.metrics
+        is_far = ~(self.propagated.ratio <= RATIO_BOUND) & metrics.expected_norm.isfinite()
+        return is_far | ~metrics.is_finite
 
     @property
     def is_bad(self) -> bool:

@@ -96,7 +96,7 @@ def _keys_and_split(
     return num_keys, tl.maximum(split_keys, MIN_SPLIT_KEYS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tables_ptr", "table_stride", "context_lens_ptr"])
 def _decode_kernel(
     q_ptr,
     k_ptr,
@@ -157,7 +157,7 @@ def _decode_kernel(
         tl.store(out_ptr + request * out_stride + offsets_GH, context_GH, mask=is_head_GH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_places", "context_lens_ptr"])
 def _merge_kernel(
     part_ptr,
     log_sum_ptr,

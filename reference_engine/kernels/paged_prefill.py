@@ -70,7 +70,7 @@ def paged_prefill(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tables_ptr", "table_stride"])
 def _prefill_kernel(
     q_ptr,
     k_ptr,

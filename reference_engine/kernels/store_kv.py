@@ -36,7 +36,7 @@ def store_kv(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots_ptr"])
 def _store_kernel(
     k_ptr,
     v_ptr,

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from .launching import IGNORE_NUMPY
+from .workload import TOLERANCE, Workload, relative_l2
+
+pytestmark = IGNORE_NUMPY
+LENS = (1, 15, 16, 17, 33, 64)
+ONES = (1,) * len(LENS)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 4])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        *({"group": group} for group in (1, 3, 4)),
+        *({"head_dim": head_dim} for head_dim in (12, 32, 64, 80)),
+        *({"block_size": block_size} for block_size in (1, 6, 32)),
+        *({"dtype": dtype} for dtype in (torch.bfloat16, torch.float16)),
+        {"group": 3, "head_dim": 64, "block_size": 32, "dtype": torch.bfloat16},
+    ],
+    ids=str,
+)
+def test_each_row_sees_its_whole_past(device: torch.device, shape: dict[str, Any], num_splits: int) -> None:
+    workload = Workload(context_lens=LENS, **shape, device=device)
+    q = workload.queries(ONES)
+    actual = workload.decode(q, min_split_keys=64 // num_splits)
+    assert relative_l2(actual, workload.expected(q, ONES)) < TOLERANCE[workload.dtype]
+
+
+@pytest.mark.parametrize("min_split_keys", [16, 256])
+@pytest.mark.parametrize("window", [1, 5, 16, 17, 40])
+def test_a_window_ends_where_it_should(device: torch.device, window: int, min_split_keys: int) -> None:
+    workload = Workload(context_lens=LENS, device=device)
+    q = workload.queries(ONES)
+    actual = workload.decode(q, window, min_split_keys)
+    assert relative_l2(actual, workload.expected(q, ONES, window)) < TOLERANCE[torch.float32]
+    for request, context_len in enumerate(LENS):  # what is behind the window is not read
+        for cache in workload.caches:
+            cache.flatten(0, 1)[workload.slots(request)[: max(0, context_len - window)]] = torch.nan
+    assert torch.equal(workload.decode(q, window, min_split_keys), actual)
+
+
+@pytest.mark.parametrize("context_len", [256, 257, 400])
+def test_long_contexts_make_longer_splits_not_more(device: torch.device, context_len: int) -> None:
+    workload = Workload(context_lens=(context_len, 20), num_kv_heads=1, device=device)
+    q = workload.queries((1, 1))
+    actual = workload.decode(q, min_split_keys=16)
+    assert relative_l2(actual, workload.expected(q, (1, 1))) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("min_split_keys", [16, 32, 256])
+def test_a_row_is_the_same_in_every_batch_bit_for_bit(
+    device: torch.device, min_split_keys: int, window: int | None
+) -> None:
+    workload = Workload(context_lens=LENS, device=device)
+    q = workload.queries(ONES)
+    batched = workload.decode(q, window, min_split_keys)
+    for request in range(len(LENS)):
+        own_q = q[request : request + 1]
+        alone = workload.alone(request, lambda own, own_q=own_q: own.decode(own_q, window, min_split_keys))
+        assert torch.equal(alone, batched[request : request + 1])
+
+
+@pytest.mark.parametrize("min_split_keys", [16, 256])
+def test_a_request_without_keys_gets_zeros(device: torch.device, min_split_keys: int) -> None:
+    workload = Workload(context_lens=(0, 33), device=device)
+    actual = workload.decode(workload.queries((1, 1)), min_split_keys=min_split_keys)
+    assert not actual[0].any()
+    assert actual[1].isfinite().all()
+
+
+@pytest.mark.parametrize("tensor", ["k", "v"])
+@pytest.mark.parametrize("min_split_keys", [16, 256])
+def test_a_nan_in_one_s_own_past_shows(device: torch.device, min_split_keys: int, tensor: str) -> None:
+    workload = Workload(context_lens=(40, 40), device=device)
+    getattr(workload, tensor)[0][20] = torch.nan
+    workload.write(0)
+    actual = workload.decode(workload.queries((1, 1)), min_split_keys=min_split_keys)
+    assert actual[0].isnan().all()
+    assert not actual[1].isnan().any()
+
+
+def test_requests_may_share_blocks(device: torch.device) -> None:
+    workload = Workload(context_lens=(33, 40), device=device)
+    workload.tables[1, :2] = workload.tables[0, :2]
+    for rows in (workload.k, workload.v):
+        rows[1][:32] = rows[0][:32]
+    workload.write(1)
+    q = workload.queries((1, 1))
+    actual = workload.decode(q, min_split_keys=16)
+    assert relative_l2(actual, workload.expected(q, (1, 1))) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("min_split_keys", [16, 256])
+def test_large_scores_do_not_overflow(device: torch.device, min_split_keys: int) -> None:
+    workload = Workload(context_lens=LENS, device=device)
+    q = workload.queries(ONES) * 1000
+    actual = workload.decode(q, min_split_keys=min_split_keys)
+    assert relative_l2(actual, workload.expected(q, ONES)) < 1e-4
+
+
+def test_prefill_and_decode_agree(device: torch.device) -> None:
+    workload = Workload(context_lens=LENS, device=device)
+    q = workload.queries(ONES)
+    assert relative_l2(workload.decode(q, min_split_keys=16), workload.prefill(q, ONES).double()) < 1e-6
