@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -12,12 +12,17 @@ busy otherwise, a thousand times longer (measured: 8 ms an operation)."""
 
 
 @contextmanager
-def suitable_threads(hidden_size: int) -> Iterator[None]:
-    """Use one thread for a small model, and put the number back afterwards; `OMP_NUM_THREADS` is left to rule."""
+def one_thread() -> Iterator[None]:
+    """Use one thread, and put the number back afterwards."""
     before = torch.get_num_threads()
-    if hidden_size < SMALL_HIDDEN_SIZE and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def suitable_threads(hidden_size: int) -> AbstractContextManager[None]:
+    """Use one thread for a small model, and put the number back afterwards; `OMP_NUM_THREADS` is left to rule."""
+    is_small = hidden_size < SMALL_HIDDEN_SIZE and "OMP_NUM_THREADS" not in os.environ
+    return one_thread() if is_small else nullcontext()

@@ -18,6 +18,7 @@ from harness.oracle.replay import Replayer
 from harness.recording import Recording
 from harness.results import Finding, Outcome, RunResult
 from harness.taps import graph_of_taps
+from harness.threads import one_thread
 
 TOKENS = "tokens"
 """What an engine that cannot report its own choices declares as lacking."""
@@ -59,7 +60,8 @@ def compare_run(
         local = {op.tap: errors for op, errors in local_errors(actual, usable_graph(graph, usable), replayer)}
     ours, theirs = Locator(actual), Locator(expected)
     caches = {operation.tap: errors for operation, errors in cache_errors(ours, usable_graph(graph, usable))}
-    propagation = propagated_errors(actual, theirs, noise, depths, usable)
+    with one_thread():  # blocks of the cache's size: a second thread is better spent on the digests
+        propagation = propagated_errors(actual, theirs, noise, depths, usable)
     judged = judge(graph, local, caches, propagation)
     tokens, differences = compare_tokens(actual, theirs, noise.get(LOGIT_NOISE))
     wanted = [entry.name for entry in expected.manifest.taps] if wanted is None else wanted

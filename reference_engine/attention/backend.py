@@ -14,6 +14,7 @@ from reference_engine.attention.contiguous import ContiguousAttention
 from reference_engine.attention.limits import Limits
 from reference_engine.attention.paged import PagedAttention
 from reference_engine.attention.recompute import RecomputeAttention
+from reference_engine.attention.triton import TritonAttention
 from reference_engine.batch import Batch
 from reference_engine.errors import ConfigError
 from reference_engine.kv_cache import CacheSpec, KVCache
@@ -65,6 +66,7 @@ class BackendClass(Protocol):
 
 
 BACKENDS: Mapping[str, BackendClass] = {
+    "triton": TritonAttention,
     "paged": PagedAttention,
     "contiguous": ContiguousAttention,
     "recompute": RecomputeAttention,

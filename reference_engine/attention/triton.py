@@ -44,6 +44,9 @@ class TritonLimits(Limits):
         return found
 
 
+_LIMITS: Limits = TritonLimits()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TritonPlan:
     """How the step's rows are shared out, for all layers."""
@@ -57,7 +60,7 @@ class TritonPlan:
 class TritonAttention:
     """Read K and V through the block table inside the kernel."""
 
-    limits = TritonLimits()
+    limits = _LIMITS
     has_blocks = True
 
     def __init__(self, spec: CacheSpec) -> None:
@@ -76,9 +79,7 @@ class TritonAttention:
     def plan(self, batch: Batch) -> TritonPlan:
         """Cut the chunks into tiles, on the host."""
         num_single = batch.num_single
-        tiles = self._cut_into_tiles(
-            batch.query_lens, batch.context_lens, self._tiling.rows, first_request=num_single
-        )
+        tiles = self._cut_into_tiles(batch.query_lens, batch.context_lens, self._tiling.rows, first_request=num_single)
         return TritonPlan(num_single=num_single, tiles_M4=_to_device(tiles, self.cache.data.device))
 
     def attend(
@@ -86,19 +87,27 @@ class TritonAttention:
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         plan: TritonPlan = batch.plan
-        cache, window = self.cache.data[:, layer], self._layer_windows[layer]
+        k_cache_BSKH, v_cache_BSKH = self.cache.data[:, layer]
+        window = self._layer_windows[layer]
         out_TNH = torch.empty(q_TNH.shape, dtype=self._out_dtype, device=q_TNH.device)
         with torch.cuda.device_of(q_TNH):  # Triton launches on the current device, which need not be this one
-            self._store_kv(k_TKH, v_TKH, batch.slot_mapping_T, *cache)
+            self._store_kv(k_TKH, v_TKH, batch.slot_mapping_T, k_cache_BSKH, v_cache_BSKH)
             if plan.num_single:
-                single = slice(plan.num_single)
+                own = slice(plan.num_single)
                 self._decode(
-                    q_TNH[single], *cache, batch.block_tables_RB[single], batch.context_lens_R[single],
-                    out_TNH[single], window=window, tiling=self._tiling,
+                    q_TNH[own], k_cache_BSKH, v_cache_BSKH, batch.block_tables_RB[own], batch.context_lens_R[own],
+                    out_TNH[own], window=window, tiling=self._tiling,
                 )  # fmt: skip
             if len(plan.tiles_M4):
                 self._prefill(
-                    q_TNH, *cache, batch.block_tables_RB, plan.tiles_M4, out_TNH, window=window, tiling=self._tiling
+                    q_TNH,
+                    k_cache_BSKH,
+                    v_cache_BSKH,
+                    batch.block_tables_RB,
+                    plan.tiles_M4,
+                    out_TNH,
+                    window=window,
+                    tiling=self._tiling,
                 )
         return out_TNH.to(q_TNH.dtype)
 

@@ -1,8 +1,11 @@
 """What Triton's interpreter does otherwise than a GPU.
 
 It keeps bfloat16 as bit patterns, which it multiplies as the integers they look like, and rounds towards zero where a
-GPU rounds to nearest (triton#11584; as of 3.9). So under the interpreter bfloat16 tiles are widened to float32, which is
-exact, and outputs stay float32 for torch to round. Other dtypes go the same way in both.
+GPU rounds to nearest (triton#11584; so as of 3.9). Under the interpreter bfloat16 tiles are therefore widened to
+float32, which is exact, and outputs stay float32 for torch to round. Other dtypes go the same way in both.
+
+It must be chosen before Python starts, with TRITON_INTERPRET=1: torch may import Triton early. Triton before 3.7 needs
+numpy before 2.4 to interpret loops (triton#9171).
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def paged_decode(
     num_requests, num_heads, head_dim = q_RNH.shape
     block_size, num_kv_heads = k_cache_BSKH.shape[1:3]
     assert q_RNH.stride()[1:] == out_RNH.stride()[1:] == (head_dim, 1), "the heads of a row lie side by side"
-    assert k_cache_BSKH.is_contiguous() and v_cache_BSKH.is_contiguous(), "the cache is [B, S, K, H]"
+    assert all(cache.is_contiguous() for cache in (k_cache_BSKH, v_cache_BSKH)), "a layer's cache is one piece"
     assert block_tables_RB.stride(1) == context_lens_R.stride(0) == 1, "tables and lengths are contiguous"
     assert min_split_keys % tiling.keys == 0, "splits are whole tiles"
     # From shapes alone: no request can have more keys than the tables are wide.

@@ -1,9 +1,9 @@
 """Attention of chunks of several rows, K and V read through block tables.
 
 The rows of all requests are packed, and cut into tiles that never span two requests; one program takes one tile of one
-query head (FlashAttention-2, Dao 2023, arXiv:2307.08691, section 3.2: parallel over rows). Key tiles begin at multiples
-of their size in the request, whatever the chunk: a row's result depends on its own request alone, and is bit for bit
-the same in every chunk and batch. Performance on a GPU is unmeasured.
+query head (FlashAttention-2, Dao 2023, arXiv:2307.08691, section 3.2: parallel over rows). What a tile computes depends
+on its own request alone, so a chunk's results are bit for bit the same in every batch; and key tiles begin at multiples
+of their size, so that the same keys are summed together whatever the chunk. Performance on a GPU is unmeasured.
 
 Shapes: T packed rows, M tiles, Q rows of a tile, C keys of a tile, R requests, B blocks, S slots in a block,
 N query heads, K KV heads, H head dim.
@@ -14,6 +14,7 @@ N query heads, K KV heads, H head dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -33,8 +34,10 @@ def cut_into_tiles(
     for request in range(first_request, len(query_lens)):
         query_len = query_lens[request]
         position = context_lens[request] - query_len
-        for start in range(0, query_len, tile_rows):
-            tiles.append((request, row + start, min(tile_rows, query_len - start), position + start))
+        tiles += [
+            (request, row + start, min(tile_rows, query_len - start), position + start)
+            for start in range(0, query_len, tile_rows)
+        ]
         row += query_len
     return tiles
 
@@ -59,7 +62,7 @@ def paged_prefill(
     num_heads, head_dim = q_TNH.shape[1:]
     block_size, num_kv_heads = k_cache_BSKH.shape[1:3]
     assert q_TNH.stride()[1:] == out_TNH.stride()[1:] == (head_dim, 1), "the heads of a row lie side by side"
-    assert k_cache_BSKH.is_contiguous() and v_cache_BSKH.is_contiguous(), "the cache is [B, S, K, H]"
+    assert all(cache.is_contiguous() for cache in (k_cache_BSKH, v_cache_BSKH)), "a layer's cache is one piece"
     assert block_tables_RB.stride(1) == 1, "a block table is contiguous"
     _prefill_kernel[len(tiles_M4), num_heads](
         q_TNH, k_cache_BSKH, v_cache_BSKH, out_TNH, block_tables_RB, tiles_M4,

@@ -28,8 +28,10 @@ def store_kv(
     num_rows, num_kv_heads, head_dim = k_TKH.shape
     width = num_kv_heads * head_dim
     for rows, cache in ((k_TKH, k_cache_BSKH), (v_TKH, v_cache_BSKH)):
-        assert rows.shape == k_TKH.shape and rows.stride()[1:] == (head_dim, 1), "a row of K or V is contiguous"
-        assert cache.shape[2:] == rows.shape[1:] and cache.is_contiguous(), "the cache is [B, S, K, H]"
+        assert rows.shape == k_TKH.shape, "K and V go together"
+        assert rows.stride()[1:] == (head_dim, 1), "the heads of a row lie side by side"
+        assert cache.shape[2:] == rows.shape[1:], "the cache is [B, S, K, H]"
+        assert cache.is_contiguous(), "a layer's cache is one piece"
     _store_kernel[num_rows,](
         k_TKH, v_TKH, slots_T, k_cache_BSKH, v_cache_BSKH, k_TKH.stride(0), v_TKH.stride(0),
         WIDTH=width, PADDED_WIDTH=triton.next_power_of_2(width),

@@ -53,7 +53,10 @@ def baseline(expected: Path, actual: Path, dtype: torch.dtype) -> tuple[float, f
     read = one_pass = total = 0.0
     for file in sorted(expected.glob("*.safetensors")):
         begin = time.perf_counter()
-        data = [side.read_bytes() for side in (file, actual / file.name)]
+        data = [bytearray(side.stat().st_size) for side in (file, actual / file.name)]
+        for buffer, side in zip(data, (file, actual / file.name), strict=True):
+            with side.open("rb", buffering=0) as opened:
+                opened.readinto(buffer)
         read += time.perf_counter() - begin
         begin = time.perf_counter()
         num_elements = len(data[0]) // dtype.itemsize
@@ -65,12 +68,13 @@ def baseline(expected: Path, actual: Path, dtype: torch.dtype) -> tuple[float, f
 
 
 CHILD = """
-import json, resource, sys, time
+import json, sys, time
 from pathlib import Path
 import torch
 from harness.diff import run_diff
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak():  # getrusage would count the parent's peak as well
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 before, begin = peak(), time.perf_counter()
 result = run_diff(Path(sys.argv[1]), Path(sys.argv[2]))
 seconds = time.perf_counter() - begin

@@ -1,12 +1,13 @@
-"""Compile for a GPU, without one, what the wrappers launch; print shared memory and whether matrix units are used.
+"""Compile for GPUs, without one, what the wrappers launch; print shared memory and whether matrix units are used.
 
-A program of its own: in the test's process the kernels are interpreted, and the interpreter takes what no compiler does.
+A program of its own: in the test's process the kernels are interpreted, and the interpreter takes more than a compiler.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -19,32 +20,30 @@ from reference_engine.kernels.paged_prefill import cut_into_tiles, paged_prefill
 from reference_engine.kernels.store_kv import store_kv
 from reference_engine.kernels.tiling import find_tiling
 
-COMPILED: list[dict[str, object]] = []
+CASES = [(90, torch.bfloat16, 128), (89, torch.float32, 80)]
 
 
-def compile_only(kernel: JITFunction, grid: object) -> object:
-    def launch(*args: object, **kwargs: object) -> None:
-        compiled = kernel.warmup(*args, grid=grid, **kwargs)
-        ptx = compiled.asm["ptx"]
-        COMPILED.append(
-            {
-                "name": compiled.metadata.name,
-                "shared_bytes": compiled.metadata.shared,
-                "has_matrix_units": "wgmma" in ptx or "mma.sync" in ptx,
-            }
-        )
-
-    return launch
+def compile_only(kernel: JITFunction, compiled: list[dict[str, object]], *args: object, **kwargs: object) -> None:
+    result = kernel.warmup(*args, **kwargs)
+    compiled.append(
+        {
+            "name": result.metadata.name,
+            "shared_bytes": result.metadata.shared,
+            "has_matrix_units": "wgmma" in result.asm["ptx"] or "mma.sync" in result.asm["ptx"],
+        }
+    )
 
 
-def main(capability: int, dtype: torch.dtype, head_dim: int) -> None:
-    target = GPUTarget("cuda", capability, 32)
+def compile_all(capability: int, dtype: torch.dtype, head_dim: int) -> list[dict[str, object]]:
+    target, compiled = GPUTarget("cuda", capability, 32), []
     triton.runtime.driver.set_active(
         SimpleNamespace(
-            get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target
+            get_current_device=lambda: capability,  # what Triton keeps compiled kernels by
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: target,
         )
     )
-    JITFunction.__getitem__ = lambda self, grid: compile_only(self, grid)
+    JITFunction.__getitem__ = lambda self, grid: partial(compile_only, self, compiled, grid=grid)
     q, kv = torch.zeros(3, 8, head_dim, dtype=dtype), torch.zeros(3, 2, head_dim, dtype=dtype)
     caches = [torch.zeros(4, 16, 2, head_dim, dtype=dtype) for _ in "kv"]
     narrow, wide = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 40, dtype=torch.int64)
@@ -55,8 +54,8 @@ def main(capability: int, dtype: torch.dtype, head_dim: int) -> None:
         for tables in (narrow, wide):
             paged_decode(q, *caches, tables, lens, torch.empty_like(q), window=window, tiling=tiling)
         paged_prefill(q, *caches, narrow, tiles, torch.empty_like(q), window=window, tiling=tiling)
-    print(json.dumps(COMPILED))
+    return compiled
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]))
+    json.dump([compile_all(*case) for case in CASES], sys.stdout)

@@ -45,7 +45,7 @@ def _check_interpreter() -> None:
 
 
 def _interpret_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do to `tl.max` and its like what importing triton under TRITON_INTERPRET=1 does: transformers imports it first."""
+    """Do to `tl.max` and its like what TRITON_INTERPRET=1 does at triton's import: torch has imported it by now."""
     jit, language = importlib.import_module("triton.runtime.jit"), importlib.import_module("triton.language")
     for name, function in list(vars(language.standard).items()):
         if isinstance(function, jit.JITFunction):

@@ -18,13 +18,13 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
 class Workload:
     """Shapes: C context tokens, N query heads, K KV heads, G = N / K, H head dim, S slots in a block, R requests."""
 
+    device: torch.device
     context_lens: tuple[int, ...] = (1, 15, 16, 17, 33)
     num_kv_heads: int = 2
     group: int = 2
     head_dim: int = 16
     block_size: int = 16
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
     seed: int = 0
     k: list[torch.Tensor] = field(init=False)
     """[C, K, H] of each request."""
@@ -80,9 +80,7 @@ class Workload:
         chosen = self.tiling(**tiling)
         tiles = torch.tensor(cut_into_tiles(query_lens, self.context_lens, chosen.rows), dtype=torch.int32)
         out = self.output(q)
-        paged_prefill(
-            q, *self.caches, self.tables, tiles.to(self.device), out, window=window, tiling=chosen
-        )
+        paged_prefill(q, *self.caches, self.tables, tiles.to(self.device), out, window=window, tiling=chosen)
         return out.to(self.dtype)
 
     def decode(self, q: torch.Tensor, window: int | None = None, min_split_keys: int = 256) -> torch.Tensor:
