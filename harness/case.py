@@ -12,7 +12,7 @@ from harness.errors import Code, HarnessError
 from harness.schedule import parse_schedules
 
 DTYPES = ("float32", "bfloat16", "float16")
-Trigger = Literal["decode", "chunked_prefill", "batch", "block_boundary"]
+Trigger = Literal["decode", "chunked_prefill", "batch", "block_boundary", "prefix_hit", "forked", "preempted"]
 TRIGGERS: tuple[str, ...] = get_args(Trigger)
 """Conditions that a workload can be required to reach."""
 

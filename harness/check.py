@@ -14,6 +14,7 @@ from harness.checkpoint import config_hash, weights_hash
 from harness.compare import compare_run
 from harness.engines import Engine, Workload, blaming, open_engine
 from harness.errors import Code, HarnessError
+from harness.oracle.copies import forks, repeated
 from harness.oracle.decoder import Decoder, load_decoder
 from harness.oracle.golden import Golden, Progress, cached_golden, environment
 from harness.oracle.replay import Replayer
@@ -67,9 +68,10 @@ def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
 def _run_schedule(
     plan: Plan, engine: Engine, schedule: Schedule, golden: Golden, decoder: Decoder, out: Path | None
 ) -> RunResult:
+    golden, copies = _with_copies(plan, golden, schedule, decoder)
     with _recording_folder(out, str(schedule).replace(":", "-")) as folder:
         begin = time.perf_counter()
-        record_run(plan, engine, schedule, golden.requests, folder)
+        record_run(plan, engine, schedule, golden.requests[: len(plan.prompts)], folder, copies=copies)
         engine_s = time.perf_counter() - begin
         with Recording.open(folder, verify=False) as actual:  # written a moment ago by ourselves
             return compare_run(
@@ -82,6 +84,20 @@ def _run_schedule(
                 require=sorted({*schedule.requires, *plan.require}),
                 engine_s=engine_s,
             )
+
+
+def _with_copies(
+    plan: Plan, golden: Golden, schedule: Schedule, decoder: Decoder
+) -> tuple[Golden, Sequence[RequestInfo] | None]:
+    """Return the golden that serves the schedule, and the copies of its requests.
+
+    Forks go another way than what they are forked from, or it would not matter if they wrote over it. So their rows are
+    in a larger golden.
+    """
+    if schedule.trigger != "forked":
+        return golden, None
+    larger = cached_golden(decoder, [*plan.prompts, *forks(golden)])
+    return larger, larger.requests[len(plan.prompts) :]
 
 
 def open_planned(plan: Plan) -> Engine:
@@ -100,8 +116,21 @@ def open_planned(plan: Plan) -> Engine:
     return engine
 
 
-def record_run(plan: Plan, engine: Engine, schedule: Schedule, requests: Sequence[RequestInfo], folder: Path) -> None:
-    """Run the engine under one schedule and record it into `folder`."""
+def record_run(
+    plan: Plan,
+    engine: Engine,
+    schedule: Schedule,
+    requests: Sequence[RequestInfo],
+    folder: Path,
+    *,
+    copies: Sequence[RequestInfo] | None = None,
+) -> None:
+    """Run the engine under one schedule and record it into `folder`.
+
+    A repeated schedule's `copies` are by default the same requests once more.
+    """
+    if copies is None:
+        copies = repeated(requests) if schedule.is_repeated else ()
     writer = RecordingWriter(
         folder,
         producer=Producer(name=f"harness.engines.{plan.engine}", version=harness.__version__),
@@ -111,11 +140,11 @@ def record_run(plan: Plan, engine: Engine, schedule: Schedule, requests: Sequenc
         dtype=plan.dtype,
         device=plan.device,
         environment=environment(),
-        requests=requests,
+        requests=[*requests, *copies],
         schedule=str(schedule),
     )
     with writer, blaming(f"{plan.engine}, schedule {schedule}"):
-        engine.run(Workload(requests=requests, schedule=schedule), writer)
+        engine.run(Workload(requests=requests, schedule=schedule, copies=copies), writer)
 
 
 @contextmanager

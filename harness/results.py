@@ -45,6 +45,46 @@ class RowId:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Whose content one place of the KV cache holds, and how it came there."""
+
+    layer: int
+    head: int | None
+    """KV head that is furthest off; None where all are alike."""
+    request: int
+    """Whose history the place belongs to."""
+    position: int
+    block: int | None
+    """Physical block, of the engine's own numbering; None where the engine did not say."""
+    slot: int | None
+    writer_request: int | None
+    """Request whose step wrote the slot last, as the recorded slot mappings tell; None if nobody did."""
+    writer_step: int | None
+    holds: str
+    """Whose content it is, found by matching it against all recorded keys and values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """The way to get an operation wrong under which the engine's numbers come out."""
+
+    cause: str
+    """What was done instead of what should be; says so where nothing known fits."""
+    scope: str
+    """Which rows are wrong: `decode rows`, `request 1`, `every row`."""
+    residual_before: float | None
+    """Median error of the wrong rows in roundings, against what they should be; None where none was measured."""
+    residual_after: float | None
+    """The same against what they would be under the cause; None where no known cause fits."""
+    num_rows: int
+    """Wrong rows that were looked at."""
+    num_explained: int
+    """Those whose error falls to the rounding floor."""
+    detail: str = ""
+    provenance: Provenance | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TapResult:
     """One operation over all rows that were compared."""
 
@@ -95,6 +135,7 @@ class Divergence:
     schedule: str | None = None
     step: int | None = None
     phase: str | None = None
+    explanation: Explanation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +147,7 @@ class Finding:
     tap: str | None = None
     request: int | None = None
     position: int | None = None
+    explanation: Explanation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

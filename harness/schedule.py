@@ -1,7 +1,7 @@
 """Schedules: the orders in which an engine may be asked to compute the same rows."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.errors import Code, HarnessError
 
@@ -16,14 +16,18 @@ DEFAULT_CHUNK_SIZE = 7
 class Schedule:
     """How requests are put into steps.
 
-    Written `name` or `name:chunk_size`: plain, chunked, batched, mixed, `chunked:32`.
+    Written `name` or `name:chunk_size`: plain, chunked, batched, mixed, prefix-hit, forked, preempted, `chunked:32`.
     """
 
     name: str
     is_batched: bool
     """Whether all requests run at once, rather than one after the other."""
-    chunk_size: int | None
+    chunk_size: int | None = None
     """Most tokens of prompt in one step; None for whole prompts."""
+    is_repeated: bool = False
+    """Whether every request is followed by a copy of itself, which shares what it can of the first one's cache."""
+    trigger: str | None = None
+    """What the schedule is for, where that is more than batches and chunks."""
 
     def __str__(self) -> str:
         default = SCHEDULES[self.name].chunk_size
@@ -33,20 +37,24 @@ class Schedule:
     def requires(self) -> tuple[str, ...]:
         """Triggers a run under this schedule must reach, or it did not test what it says."""
         chunked = () if self.chunk_size is None else ("chunked_prefill",)
-        return ("decode", *chunked, *(("batch",) if self.is_batched else ()))
+        own = () if self.trigger is None else (self.trigger,)
+        return ("decode", *chunked, *(("batch",) if self.is_batched else ()), *own)
 
     def is_reachable(self, prompt_lengths: Sequence[int]) -> bool:
         """Whether prompts of these lengths can reach what the schedule requires."""
-        if self.is_batched and len(prompt_lengths) < 2:
+        if self.is_batched and len(prompt_lengths) * (1 + self.is_repeated) < 2:
             return False
         return self.chunk_size is None or max(prompt_lengths, default=0) > self.chunk_size
 
 
 SCHEDULES = {
-    "plain": Schedule(name="plain", is_batched=False, chunk_size=None),
+    "plain": Schedule(name="plain", is_batched=False),
     "chunked": Schedule(name="chunked", is_batched=False, chunk_size=DEFAULT_CHUNK_SIZE),
-    "batched": Schedule(name="batched", is_batched=True, chunk_size=None),
+    "batched": Schedule(name="batched", is_batched=True),
     "mixed": Schedule(name="mixed", is_batched=True, chunk_size=DEFAULT_CHUNK_SIZE),
+    "prefix-hit": Schedule(name="prefix-hit", is_batched=False, is_repeated=True, trigger="prefix_hit"),
+    "forked": Schedule(name="forked", is_batched=True, is_repeated=True, trigger="forked"),
+    "preempted": Schedule(name="preempted", is_batched=True, trigger="preempted"),
 }
 DEFAULT_SCHEDULES = ("plain", "chunked", "batched")
 
@@ -73,7 +81,7 @@ def parse_schedule(text: str) -> Schedule:
             expected=f"chunked:N or mixed:N, N from 1 to {10**_MAX_DIGITS - 1}",
             actual=text,
         )
-    return Schedule(name=name, is_batched=schedule.is_batched, chunk_size=int(size))
+    return replace(schedule, chunk_size=int(size))
 
 
 def parse_schedules(texts: Iterable[str]) -> list[Schedule]:

@@ -32,7 +32,7 @@ def run(
     prompt_file: opt.PromptFile = None,
     token_ids: opt.TokenIds = None,
     max_new_tokens: opt.MaxNewTokens = None,
-    schedule: Annotated[str, typer.Option(metavar="NAME", help="plain, chunked[:N], batched or mixed[:N].")] = "plain",
+    schedule: Annotated[str, typer.Option(metavar="NAME", help="One of those of `harness check`.")] = "plain",
     case: opt.CaseFile = None,
     local_files_only: opt.LocalFilesOnly = False,
     format: opt.OutFormat = opt.Format.HUMAN,

@@ -1,6 +1,6 @@
 """Where each row is: rows of recordings found by (request, position), never by step or call order."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -105,8 +105,10 @@ def take(step: Step, tap: str, wanted: torch.Tensor | None) -> tuple[torch.Tenso
 class Locator:
     """Finds rows of a recording by (request, position); a row recorded more than once is found where it was last."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, aliases: Mapping[int, int] | None = None) -> None:
+        """Read nothing yet; a request named in `aliases` is looked up as the one it repeats."""
         self.recording = recording
+        self._aliases = aliases or {}
         self._tables: dict[tuple[str, ...], torch.Tensor] = {}
 
     @cached_property
@@ -121,6 +123,8 @@ class Locator:
 
     def _dense(self, request: torch.Tensor) -> torch.Tensor:
         """Request ids to rows of a table: ids may be any integers."""
+        for alias, original in self._aliases.items():
+            request = torch.where(request == alias, original, request)
         return torch.searchsorted(self.request_ids, request)
 
     @cached_property
@@ -133,9 +137,22 @@ class Locator:
                 parts.setdefault(tap, []).append(f"{step.index}{own}")
         return {tap: tuple(signature) for tap, signature in parts.items()}
 
+    @cached_property
+    def computed(self) -> torch.Tensor:
+        """[requests, positions] bool: rows of any step that computed them."""
+        computed = torch.zeros(self._shape, dtype=torch.bool)
+        for step in self.recording.steps:
+            if not is_readback(step):
+                computed[self._dense(step.request.long()), step.position.long()] = True
+        return computed
+
     def taps(self) -> list[str]:
         """Return the names of all taps of the recording."""
         return list(self._signatures)
+
+    def signature(self, tap: str) -> tuple[str, ...]:
+        """Return what is equal for taps that were recorded at exactly the same rows."""
+        return self._signatures.get(tap, ())
 
     def find(self, tap: str, rows: Rows) -> torch.Tensor:
         """Return [rows, 3] int64: step, row within the tap, running number over all steps; -1 where there is none."""
@@ -182,12 +199,20 @@ class Locator:
         return torch.cat(parts)[torch.cat(places).argsort()]
 
 
-def check_same_prompts(expected: Recording, actual: Recording) -> None:
-    """Refuse to compare recordings of different requests: their rows mean different things."""
+def match_requests(expected: Recording, actual: Recording) -> dict[int, int]:
+    """Return which request of `expected` each additional request of `actual` repeats, by their ids.
+
+    Every request of `expected` is in `actual` under the same id. What `actual` has besides are the same tokens once
+    more, or their beginning: a request that was sent again, or forked.
+
+    Raises:
+        HarnessError: DIFFERENT_PROMPTS: rows of different requests mean different things.
+    """
     theirs = {request.id: request for request in expected.manifest.requests}
     ours = {request.id: request for request in actual.manifest.requests}
     where = f"{actual.path} against {expected.path}"
-    if theirs.keys() != ours.keys():
+    aliases = {own.id: _original(own, theirs.values()) for own in ours.values() if own.id not in theirs}
+    if not theirs.keys() <= ours.keys() or None in aliases.values():
         raise HarnessError(
             Code.DIFFERENT_PROMPTS,
             "the recordings hold different requests",
@@ -198,6 +223,12 @@ def check_same_prompts(expected: Recording, actual: Recording) -> None:
         )
     for request_id, request in sorted(theirs.items()):
         _check_same_request(request, ours[request_id], where)
+    return {own: original for own, original in aliases.items() if original is not None}
+
+
+def _original(request: RequestInfo, candidates: Iterable[RequestInfo]) -> int | None:
+    tokens = list(request.token_ids)
+    return next((other.id for other in candidates if list(other.token_ids[: len(tokens)]) == tokens), None)
 
 
 def _check_same_request(expected: RequestInfo, actual: RequestInfo, where: str) -> None:

@@ -8,6 +8,7 @@ import torch
 from harness.compare.align import Rows, chunks, is_readback, joined, step_rows, take
 from harness.compare.bounds import EAGER_MODEL, ERROR_MODELS, ErrorModel, local_bound
 from harness.compare.history import attention_inputs
+from harness.compare.prefixes import Prefixes
 from harness.compare.shapes import engine_dtype
 from harness.metrics import rounding_unit, row_metrics
 from harness.oracle.replay import AttentionInputs, Replayed, Replayer
@@ -70,12 +71,13 @@ def local_errors(
         replayer: the oracle's operations.
     """
     steps = [step for step in recording.steps if not is_readback(step)]
+    prefixes = Prefixes(recording.manifest.requests)
     for layer in dict.fromkeys(operation.layer for operation in graph):
         with replayer.layer(layer):
             for operation in graph.of_layer(layer):
                 errors = None
                 if operation.kind is Kind.ATTENTION:
-                    errors = _judge_attention(recording, operation, replayer, steps)
+                    errors = _judge_attention(recording, operation, replayer, steps, prefixes)
                 elif operation.kind is not Kind.CACHE:
                     errors = _judge(recording, operation, replayer, steps)
                 if errors is not None:
@@ -124,19 +126,19 @@ def _tokens(recording: Recording, rows: Rows) -> torch.Tensor:
 
 
 def _judge_attention(
-    recording: Recording, operation: Operation, replayer: Replayer, steps: Sequence[Step]
+    recording: Recording, operation: Operation, replayer: Replayer, steps: Sequence[Step], prefixes: Prefixes
 ) -> LocalErrors | None:
     """Judge attention against its definition; if that fails, against HF's eager convention, and keep the better fit."""
     assert operation.layer is not None
     defined, eager, dtype = _Parts(), _Parts(), engine_dtype(recording)
-    for rows, actual, recorded in attention_inputs(operation, steps):
+    for rows, actual, recorded in attention_inputs(operation, steps, prefixes):
         inputs, is_given = _without_holes(recorded)
         replayed = replayer.attention(operation.layer, inputs)
         defined.add(rows, *_errors(ERROR_MODELS[operation.kind], actual, replayed, is_given, dtype))
     default = defined.joined()
     if default is None or not bool(default.bad.any()):
         return default
-    for rows, actual, recorded in attention_inputs(operation, steps):
+    for rows, actual, recorded in attention_inputs(operation, steps, prefixes):
         inputs, is_given = _without_holes(recorded)
         amplification = replayer.attention(operation.layer, inputs).amplification
         candidate = replayer.eager_attention(operation.layer, inputs).to(torch.float64)

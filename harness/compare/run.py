@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from harness.compare.align import Locator, check_same_prompts
+from harness.compare.align import Locator, match_requests
 from harness.compare.cache import cache_errors
 from harness.compare.coverage import check_coverage, check_tokens
 from harness.compare.judged import Judged, bad_finding, divergence, judge, oracle_finding, tap_result
@@ -51,14 +51,14 @@ def compare_run(
         HarnessError: the recordings hold different prompts, or one of them is damaged.
     """
     begin, noise = time.perf_counter(), noise or {}
-    check_same_prompts(expected, actual)
+    aliases = match_requests(expected, actual)
     graph = replayer.decoder.graph if replayer else graph_of_taps(entry.name for entry in expected.manifest.taps)
     depths = {operation.tap: depth for depth, operation in enumerate(graph, start=1)}
     findings, usable = check_taps(actual, expected, graph)
     local: dict[str, LocalErrors] = {}
     if replayer is not None:
         local = {op.tap: errors for op, errors in local_errors(actual, usable_graph(graph, usable), replayer)}
-    ours, theirs = Locator(actual), Locator(expected)
+    ours, theirs = Locator(actual), Locator(expected, aliases)
     caches = {operation.tap: errors for operation, errors in cache_errors(ours, usable_graph(graph, usable))}
     with one_thread():  # blocks of the cache's size: a second thread is better spent on the digests
         propagation = propagated_errors(actual, theirs, noise, depths, usable)
@@ -68,7 +68,7 @@ def compare_run(
     coverage, gaps = check_coverage(ours, wanted, not_offered=not_offered, require=require if actual.steps else ())
     not_finite = oracle_finding(propagation)
     findings += [bad_finding(each) for each in judged if each.is_bad] + ([not_finite] if not_finite else [])
-    findings += differences + gaps + ([] if TOKENS in not_offered else check_tokens(actual, tokens.compared))
+    findings += differences + gaps + ([] if TOKENS in not_offered else check_tokens(ours, tokens.compared))
     actual.verify_all()
     expected.verify_all()
     return RunResult(

@@ -31,6 +31,9 @@ class Workload:
     requests: Sequence[RequestInfo]
     """The tokens to be fed; those after the prompt are *forced*, so that all rows align with the golden's."""
     schedule: Schedule
+    copies: Sequence[RequestInfo] = ()
+    """Under a repeated schedule, the same requests in the same order, to be sent again (`prefix-hit`: when all have
+    ended) or forked from the first ones (`forked`: as soon as these have made a token)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +67,10 @@ class Engine(Protocol):
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """Feed every request's tokens under the schedule and write each step's taps to `writer`.
 
-        Every position of every request is computed, and the logits of the last prompt token and of every token after
-        it; `writer.end_step` receives the engine's own greedy choice for each of those. What the cache holds at the
-        end of a request is written as a step of phase `readback`. Nothing is left over from one run to the next.
+        Every position of every request is computed (a copy's where it cannot share the first one's), and the logits of
+        the last prompt token and of every token after it; `writer.end_step` receives the engine's own greedy choice for
+        each of those. What the cache holds at the end of a request is written as a step of phase `readback`. Nothing is
+        left over from one run to the next.
         """
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.compare.align import Locator, Rows, check_same_prompts, take
+from harness.compare.align import Locator, Rows, match_requests, take
 from harness.errors import Code, HarnessError
 from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
 
@@ -145,7 +145,8 @@ def test_rows_selected_and_joined():
     ("theirs", "ours", "said"),
     [
         ({3: [1, 2]}, {4: [1, 2]}, "different requests"),
-        ({3: [1, 2]}, {3: [1, 2], 4: [1]}, "different requests"),
+        ({3: [1, 2]}, {3: [1, 2], 4: [2]}, "different requests"),
+        ({3: [1, 2], 4: [1]}, {3: [1, 2]}, "different requests"),
         ({3: [1, 2, 9]}, {3: [1, 2, 8]}, "position 2"),
         ({3: [1, 2, 9]}, {3: [1, 2]}, "2 tokens"),
     ],
@@ -166,8 +167,32 @@ def test_recordings_of_other_prompts_are_refused(tmp_path, theirs, ours, said):
         return Recording.open(tmp_path / name)
 
     expected, actual = recorded("theirs", theirs), recorded("ours", ours)
-    check_same_prompts(expected, expected)
+    match_requests(expected, expected)
     with pytest.raises(HarnessError) as caught:
-        check_same_prompts(expected, actual)
+        match_requests(expected, actual)
     assert caught.value.code is Code.DIFFERENT_PROMPTS
     assert said in str(caught.value)
+
+
+def test_requests_that_repeat_others_are_matched_by_their_tokens(tmp_path):
+    def recorded(name, requests):
+        writer = RecordingWriter(
+            tmp_path / name,
+            producer=Producer(name="tests", version="1"),
+            model=ModelInfo(id="tiny"),
+            dtype="float32",
+            device="cpu",
+            environment={},
+            requests=[RequestInfo(id=id_, token_ids=tokens, prompt_length=1) for id_, tokens in requests.items()],
+        )
+        with writer:
+            writer.begin_step(phase="prefill", request=[3], position=[1])
+            writer.tap(TAP, torch.ones(1, 2))
+            writer.end_step()
+        return Recording.open(tmp_path / name)
+
+    theirs = recorded("theirs", {3: [1, 2], 4: [1, 5, 6]})
+    aliases = match_requests(theirs, recorded("ours", {3: [1, 2], 4: [1, 5, 6], 8: [1, 5], 9: [1, 2]}))
+    assert aliases == {8: 4, 9: 3}
+    locator = Locator(theirs, aliases)
+    assert locator.find(TAP, rows_at((9, 1), (3, 1), (8, 1)))[:, 0].tolist() == [0, 0, -1]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from harness.compare.history import attention_inputs
+from harness.compare.prefixes import Prefixes
 from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
 from harness.taps import decoder_graph
 
@@ -16,7 +17,10 @@ def number(request, position, step):
     return 100 * request + position + step / 10
 
 
-def record(path, steps, *, partial=None, lacking=None):
+UNRELATED = {1: [1] * 20, 5: [5] * 20}
+
+
+def record(path, steps, *, requests=UNRELATED, partial=None, lacking=None):
     """Steps are lists of (request, position); every value of a row is its `number`."""
     writer = RecordingWriter(
         path,
@@ -25,7 +29,7 @@ def record(path, steps, *, partial=None, lacking=None):
         dtype="float64",
         device="cpu",
         environment={},
-        requests=[RequestInfo(id=id_, token_ids=[1] * 20, prompt_length=1) for id_ in (1, 5)],
+        requests=[RequestInfo(id=id_, token_ids=tokens, prompt_length=1) for id_, tokens in requests.items()],
     )
     shapes = {Q: (HEADS, HEAD_DIM), K: (KV_HEADS, HEAD_DIM), V: (KV_HEADS * HEAD_DIM,), OPERATION.tap: (12,)}
     with writer:
@@ -49,7 +53,7 @@ def record(path, steps, *, partial=None, lacking=None):
 def epochs(recording):
     """Return per epoch (request, {query position: query number}, {key position: key number})."""
     found = []
-    for rows, context, inputs in attention_inputs(OPERATION, recording.steps):
+    for rows, context, inputs in attention_inputs(OPERATION, recording.steps, Prefixes(recording.manifest.requests)):
         assert len(rows) == len(context) == len(inputs.query)
         assert rows.position.tolist() == inputs.query_position.tolist()
         assert inputs.query.shape[1:] == (HEADS, HEAD_DIM)
@@ -129,3 +133,26 @@ def test_the_other_request_is_replayed_all_the_same(tmp_path):
     steps = [[(1, 0), (5, 0)], [(1, 1), (5, 1)]]
     found = epochs(record(tmp_path / "r", steps, partial={(0, K): [1]}))
     assert [request for request, _, _ in found] == [5]
+
+
+ALIKE = {1: [1, 2, 3, 4, 5], 5: [1, 2, 3, 9, 9], 7: [1, 2, 3, 4, 5]}
+
+
+def test_a_beginning_found_in_the_cache_is_read_from_whoever_computed_it_first(tmp_path):
+    steps = [[(1, 0), (1, 1), (1, 2), (1, 3)], [(5, 2), (5, 3)], [(7, 3), (7, 4)]]
+    by_request = {
+        request: (queries, keys) for request, queries, keys in epochs(record(tmp_path / "r", steps, requests=ALIKE))
+    }
+    assert by_request[5] == (expected(5, {2: 1, 3: 1}), expected(1, {0: 0, 1: 0}) | expected(5, {2: 1, 3: 1}))
+    assert by_request[7] == (expected(7, {3: 2, 4: 2}), expected(1, {0: 0, 1: 0, 2: 0}) | expected(7, {3: 2, 4: 2}))
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [[(5, 0), (5, 1), (5, 2), (5, 3)], [(1, 4)]],  # position 3 holds another token
+        [[(1, 2), (1, 3)], [(5, 0), (5, 1), (5, 2)]],  # computed only afterwards
+    ],
+)
+def test_what_nobody_computed_before_is_a_hole(tmp_path, steps):
+    assert 1 not in [request for request, _, _ in epochs(record(tmp_path / "r", steps, requests=ALIKE))]

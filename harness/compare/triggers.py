@@ -1,0 +1,100 @@
+"""Triggers: conditions that a workload must reach, or a check of it says nothing about them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from harness.compare.align import is_readback
+from harness.compare.prefixes import Prefixes
+from harness.errors import Code
+from harness.recording import Recording, Step
+from harness.results import Finding
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the requests have done so far."""
+
+    prompt_lengths: dict[int, int]
+    prefixes: Prefixes
+    computed: dict[int, set[int]] = field(default_factory=dict)
+    """Positions computed so far, by request."""
+
+
+def reached_triggers(recording: Recording) -> tuple[str, ...]:
+    """Return the names of the conditions that the recorded workload reached."""
+    requests = recording.manifest.requests
+    seen = _Seen({request.id: request.prompt_length for request in requests}, Prefixes(requests))
+    reached = {name for step in recording.steps for name in _of_step(step, seen)}
+    return tuple(name for name in _MESSAGES if name in reached)
+
+
+def not_reached(name: str) -> Finding:
+    """Return the finding that a required condition was not reached."""
+    code = Code.NO_DECODE if name == "decode" else Code.TRIGGER_NOT_REACHED
+    return Finding(code=code, message=_MESSAGES.get(name, f"the workload never reached {name!r}"))
+
+
+def _of_step(step: Step, seen: _Seen) -> Iterator[str]:
+    has_tables = bool(step.block_tables)
+    if any(len(blocks) > 1 for blocks in (step.block_tables or {}).values()):
+        yield "block_boundary"
+    if is_readback(step):
+        return
+    present = step.request.unique().tolist()
+    if len(present) > 1:
+        yield "batch"
+    for request in present:
+        positions = step.position[step.request == request]
+        yield from _of_request(request, positions, step, seen, has_tables)
+
+
+def _of_request(request: int, positions: torch.Tensor, step: Step, seen: _Seen, has_tables: bool) -> Iterator[str]:
+    prompt_length, first = seen.prompt_lengths[request], int(positions.min())
+    if _is_decode(step, request, positions, prompt_length):
+        yield "decode"
+    if request not in seen.computed and first > 0:
+        yield "prefix_hit"
+        if any(_has_computed(other, request, first, seen) for other in step.request.unique().tolist()):
+            yield "forked"
+    computed, new = seen.computed.setdefault(request, set()), set(positions.tolist())
+    # An engine without a cache computes every position in every step: it has no blocks that it could have lost.
+    if has_tables and not computed.isdisjoint(new):
+        yield "preempted"
+    if new - computed and max(new) < prompt_length - 1 and (step.sampled is None or not len(_sampled(step, request))):
+        yield "chunked_prefill"
+    computed |= new
+
+
+def _sampled(step: Step, request: int) -> torch.Tensor:
+    """Positions of a request after which the step chose a token."""
+    assert step.sampled is not None
+    return step.position[(step.request == request) & (step.sampled >= 0)]
+
+
+def _has_computed(other: int, request: int, first: int, seen: _Seen) -> bool:
+    """Whether another request of the same step had computed all that comes before a request's first row."""
+    past = seen.prefixes.up_to(request, first)
+    return (
+        set(range(first)) <= seen.computed.get(other, set())
+        and len(theirs := seen.prefixes.up_to(other, first)) == first
+        and bool((theirs == past).all())
+    )
+
+
+def _is_decode(step: Step, request: int, positions: torch.Tensor, prompt_length: int) -> bool:
+    """Whether the step made one token after the prompt; an engine without a cache computes all rows for it again."""
+    made = positions if step.sampled is None else _sampled(step, request)
+    return len(made) == 1 and int(made[0]) >= prompt_length
+
+
+_MESSAGES: Mapping[str, str] = {
+    "decode": "no decode step ran: every row was a prompt's (raise --max-new-tokens to at least 2)",
+    "chunked_prefill": "no prompt was split into chunks (lower the chunk size or lengthen the prompt)",
+    "batch": "no step held rows of more than one request",
+    "block_boundary": "no request filled more than one KV block (lengthen the prompt or lower the block size)",
+    "prefix_hit": "no request found its beginning in the cache (lengthen the prompt beyond a block)",
+    "forked": "no request went on from one that was still running (raise --max-new-tokens to at least 2)",
+    "preempted": "no request lost its blocks and was computed again (give several requests, or lower num_blocks)",
+}
