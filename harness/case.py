@@ -12,7 +12,10 @@ from harness.errors import Code, HarnessError
 from harness.schedule import parse_schedules
 
 DTYPES = ("float32", "bfloat16", "float16")
-Trigger = Literal["decode", "chunked_prefill", "batch", "block_boundary", "prefix_hit", "forked", "preempted"]
+Trigger = Literal[
+    "decode", "chunked_prefill", "batch", "ragged_batch", "block_boundary", "new_block", "prefix_hit", "forked",
+    "preempted", "gqa", "window_exceeded", "rope_extended", "near_tie",
+]  # fmt: skip
 TRIGGERS: tuple[str, ...] = get_args(Trigger)
 """Conditions that a workload can be required to reach."""
 

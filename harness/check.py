@@ -14,6 +14,7 @@ from harness.checkpoint import config_hash, weights_hash
 from harness.compare import compare_run
 from harness.engines import Engine, Workload, blaming, open_engine
 from harness.errors import Code, HarnessError
+from harness.explain import explain_run
 from harness.oracle.copies import forks, repeated
 from harness.oracle.decoder import Decoder, load_decoder
 from harness.oracle.golden import Golden, Progress, cached_golden, environment
@@ -68,25 +69,27 @@ def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
 def _run_schedule(
     plan: Plan, engine: Engine, schedule: Schedule, golden: Golden, decoder: Decoder, out: Path | None
 ) -> RunResult:
-    golden, copies = _with_copies(plan, golden, schedule, decoder)
+    golden, copies = with_copies(plan, golden, schedule, decoder)
     with _recording_folder(out, str(schedule).replace(":", "-")) as folder:
         begin = time.perf_counter()
         record_run(plan, engine, schedule, golden.requests[: len(plan.prompts)], folder, copies=copies)
         engine_s = time.perf_counter() - begin
         with Recording.open(folder, verify=False) as actual:  # written a moment ago by ourselves
-            return compare_run(
+            replayer = Replayer(decoder)
+            found = compare_run(
                 actual,
                 golden.recording,
                 noise=golden.noise,
-                replayer=Replayer(decoder),
+                replayer=replayer,
                 wanted=engine.offer.wanted(decoder.graph),
                 not_offered=engine.offer.lacks(),
                 require=sorted({*schedule.requires, *plan.require}),
                 engine_s=engine_s,
             )
+            return explain_run(found, actual, golden.recording, replayer, golden.noise)
 
 
-def _with_copies(
+def with_copies(
     plan: Plan, golden: Golden, schedule: Schedule, decoder: Decoder
 ) -> tuple[Golden, Sequence[RequestInfo] | None]:
     """Return the golden that serves the schedule, and the copies of its requests.

@@ -10,6 +10,7 @@ from harness.case import DTYPES, TRIGGERS
 from harness.checkpoint import resolve, weights_hash
 from harness.compare import TOKENS, compare_run
 from harness.errors import Code, HarnessError
+from harness.explain import explain_run
 from harness.oracle.decoder import load_decoder
 from harness.oracle.golden import Golden
 from harness.oracle.replay import Replayer
@@ -52,17 +53,20 @@ def run_diff(
             if manifest.model.weights_hash not in (None, weights_hash(folder)):
                 notes.append(f"ACTUAL was recorded from other weights than those of {model}, which judge it")
             replayer = Replayer(load_decoder(folder, dtype=_dtype(ours), device=device))
+        noise = Golden(theirs).noise
         wanted = _matching(taps, [entry.name for entry in theirs.manifest.taps])
         chose_tokens = any(step.sampled is not None for step in ours.steps)
         run = compare_run(
             ours,
             theirs,
-            noise=Golden(theirs).noise,
+            noise=noise,
             replayer=replayer,
             wanted=wanted,
             not_offered=() if chose_tokens else (TOKENS,),
             require=require,
         )
+        if replayer is not None:
+            run = explain_run(run, ours, theirs, replayer, noise)
         return CheckResult(
             engine=manifest.producer.name,
             model=manifest.model.id,

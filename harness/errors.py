@@ -69,6 +69,21 @@ class Code(StrEnum):
     NO_DECODE = "H049"
     TRIGGER_NOT_REACHED = "H050"
     NOTHING_CHECKED = "H051"
+    # Profiles
+    ENGINE_HAS_NO_STEPS = "H060"
+    PHASE_WITHOUT_STEP = "H061"
+    RECORDER_RUNNING = "H062"
+    STEPS_DIFFER = "H063"
+    PROFILER_FAILED = "H064"
+    # Generation and its speed
+    NO_CHAT_TEMPLATE = "H080"
+    PEER_TOKENS_DIFFER = "H081"
+    # Findings below one rounding
+    SYSTEMATIC_ERROR = "H087"
+    # Properties
+    NO_HYPOTHESIS = "H090"
+    BAD_ADAPTER = "H091"
+    PROPERTY_VIOLATED = "H092"
     # Ourselves
     INTERNAL = "H099"
 
@@ -76,7 +91,8 @@ class Code(StrEnum):
 _MISMATCHES = {
     Code.SKETCH_DIFFERS, Code.LOCAL_ERROR, Code.PROPAGATED_ERROR, Code.NOT_FINITE, Code.ORACLE_NOT_FINITE,
     Code.TAP_MISSING, Code.ROWS_MISSING, Code.TAP_MISMATCH, Code.CACHE_DIFFERS, Code.TOKENS_DIFFER, Code.NO_DECODE,
-    Code.TRIGGER_NOT_REACHED,
+    Code.TRIGGER_NOT_REACHED, Code.PEER_TOKENS_DIFFER, Code.SYSTEMATIC_ERROR,
+    Code.PROPERTY_VIOLATED,
 }  # fmt: skip
 
 

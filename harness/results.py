@@ -18,6 +18,8 @@ class Verdict(StrEnum):
     """As good as rounding permits."""
     CONVENTION = "convention"
     """Another legitimate order of rounding, held to its own floor."""
+    SYSTEMATIC = "systematic"
+    """Within bounds row by row, and off in one direction over all rows: rounding has none."""
     BUG = "bug"
     """Out of bounds: rounding cannot explain it."""
     MISSING = "missing"
@@ -85,6 +87,27 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """A direction that an operation's error has over all rows."""
+
+    kind: str
+    """`gain`, `gain of head`, `trend` (gain from the first position to the last), or `offset` (of one channel)."""
+    which: str
+    """Head or channel; empty where it is all of them."""
+    size: float
+    """Relative: 3e-4 is a gain of 1.0003; an offset is in units of the channel's RMS."""
+    low: float
+    high: float
+    """Interval of the size at 95 %."""
+    roundings: float
+    """The size in roundings to the engine's dtype."""
+    statistic: float
+    """Size over its standard error, clustered by row and by channel."""
+    num_rows: int
+    """Distinct rows it was seen in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TapResult:
     """One operation over all rows that were compared."""
 
@@ -118,6 +141,10 @@ class TapResult:
     """Row of the largest local error, or of the largest propagated one where nothing is local."""
     num_bad_rows: int = 0
     first_bad: RowId | None = None
+    effect: Effect | None = None
+    """What makes the verdict `systematic`."""
+    through: tuple[str, ...] = ()
+    """Taps that the engine did not record and that the replay computed on the way; an error may be in any of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

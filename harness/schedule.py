@@ -16,7 +16,8 @@ DEFAULT_CHUNK_SIZE = 7
 class Schedule:
     """How requests are put into steps.
 
-    Written `name` or `name:chunk_size`: plain, chunked, batched, mixed, prefix-hit, forked, preempted, `chunked:32`.
+    Written `name` or `name:number`: plain, chunked, batched, mixed, prefix-hit, forked, preempted, tensor-parallel,
+    `chunked:32` (tokens of a chunk), `tensor-parallel:4` (ranks).
     """
 
     name: str
@@ -26,12 +27,15 @@ class Schedule:
     """Most tokens of prompt in one step; None for whole prompts."""
     is_repeated: bool = False
     """Whether every request is followed by a copy of itself, which shares what it can of the first one's cache."""
+    num_ranks: int = 1
+    """Processes that share the model."""
     trigger: str | None = None
     """What the schedule is for, where that is more than batches and chunks."""
 
     def __str__(self) -> str:
-        default = SCHEDULES[self.name].chunk_size
-        return self.name if self.chunk_size == default else f"{self.name}:{self.chunk_size}"
+        if self == SCHEDULES[self.name]:
+            return self.name
+        return f"{self.name}:{self.chunk_size if self.num_ranks == 1 else self.num_ranks}"
 
     @property
     def requires(self) -> tuple[str, ...]:
@@ -54,16 +58,17 @@ SCHEDULES = {
     "mixed": Schedule(name="mixed", is_batched=True, chunk_size=DEFAULT_CHUNK_SIZE),
     "prefix-hit": Schedule(name="prefix-hit", is_batched=False, is_repeated=True, trigger="prefix_hit"),
     "forked": Schedule(name="forked", is_batched=True, is_repeated=True, trigger="forked"),
+    "tensor-parallel": Schedule(name="tensor-parallel", is_batched=True, num_ranks=2),
     "preempted": Schedule(name="preempted", is_batched=True, trigger="preempted"),
 }
 DEFAULT_SCHEDULES = ("plain", "chunked", "batched")
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Parse `name` or `name:chunk_size`.
+    """Parse `name` or `name:number`.
 
     Raises:
-        HarnessError: BAD_OPTION: no such schedule, or a chunk size that is not a positive integer or does not apply.
+        HarnessError: BAD_OPTION: no such schedule, or a number that is not a positive integer or does not apply.
     """
     name, colon, size = text.partition(":")
     schedule = SCHEDULES.get(name)
@@ -73,15 +78,18 @@ def parse_schedule(text: str) -> Schedule:
         )
     if not colon:
         return schedule
-    if schedule.chunk_size is None or not size.isdecimal() or len(size) > _MAX_DIGITS or int(size) < 1:
-        raise HarnessError(
-            Code.BAD_OPTION,
-            f"schedule {name!r} takes no chunk size {size!r}",
-            where="schedule",
-            expected=f"chunked:N or mixed:N, N from 1 to {10**_MAX_DIGITS - 1}",
-            actual=text,
-        )
-    return replace(schedule, chunk_size=int(size))
+    is_number = size.isdecimal() and len(size) <= _MAX_DIGITS and int(size) >= 1
+    if is_number and schedule.num_ranks > 1 and int(size) > 1:
+        return replace(schedule, num_ranks=int(size))
+    if is_number and schedule.chunk_size is not None:
+        return replace(schedule, chunk_size=int(size))
+    raise HarnessError(
+        Code.BAD_OPTION,
+        f"schedule {name!r} takes no number {size!r}",
+        where="schedule",
+        expected=f"chunked:N or mixed:N, N from 1 to {10**_MAX_DIGITS - 1}; or tensor-parallel:N, N at least 2",
+        actual=text,
+    )
 
 
 def parse_schedules(texts: Iterable[str]) -> list[Schedule]:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from reference_engine.config import ModelConfig
 from reference_engine.errors import CheckpointError
+from reference_engine.parallel import Ranks, shard_config
 from reference_engine.weights import LM_HEAD, TOKEN_EMBEDDING, Placement, weight_table
 
 __all__ = ["load_weights"]
@@ -30,9 +31,9 @@ IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 
 
 def load_weights(
-    folder: str | Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    folder: str | Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return the engine's parameters by name, in `dtype` on `device`.
+    """Return the engine's parameters by name, in `dtype` on `device`; with several ranks, this one's parts of them.
 
     A tied head is the embedding's own tensor, unless the checkpoint holds a different `lm_head.weight`, which then
     counts, as in transformers.
@@ -44,15 +45,21 @@ def load_weights(
     with ExitStack() as stack:
         files = {path: stack.enter_context(_open(path)) for path in shards}
         source = _locate_tensors(files, shards)
-        table = weight_table(config)
-        if config.tie_word_embeddings and LM_HEAD in source:
-            table[LM_HEAD] = Placement(LM_HEAD, (config.vocab_size, config.hidden_size))
+        table = _table(config, source)
         _check_names(table, source, folder)
         _check_tensors(table, source, folder)
-        parameters = _read(table, source, dtype, device)
+        local = table if ranks is None else _table(shard_config(config, ranks.size), source)
+        parameters = _read(local, source, dtype, device, rank=0 if ranks is None else ranks.rank)
     if config.tie_word_embeddings:
         _tie(parameters)
     return parameters
+
+
+def _table(config: ModelConfig, source: Mapping[str, Any]) -> dict[str, Placement]:
+    table = weight_table(config)
+    if config.tie_word_embeddings and LM_HEAD in source:
+        table[LM_HEAD] = Placement(LM_HEAD, (config.vocab_size, config.hidden_size))
+    return table
 
 
 def _find_shards(folder: Path) -> dict[Path, frozenset[str] | None]:
@@ -148,9 +155,9 @@ def _describe_wrong(table: Mapping[str, Placement], source: Mapping[str, Any]) -
 
 
 def _read(
-    table: Mapping[str, Placement], source: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+    table: Mapping[str, Placement], source: Mapping[str, Any], dtype: torch.dtype, device: torch.device, *, rank: int
 ) -> dict[str, torch.Tensor]:
-    """Copy each tensor to its rows, so that at most one lies in memory twice."""
+    """Copy each tensor, or the rank's part of it, to its rows, so that at most one lies in memory twice."""
     num_rows: dict[str, int] = {}
     for placement in table.values():
         num_rows[placement.parameter] = max(num_rows.get(placement.parameter, 0), placement.row + placement.shape[0])
@@ -159,9 +166,19 @@ def _read(
         shape = (num_rows[placement.parameter], *placement.shape[1:])
         if placement.parameter not in parameters:
             parameters[placement.parameter] = torch.empty(shape, dtype=dtype, device=device)
-        tensor = source[name].get_tensor(name)
+        tensor = _part(source[name].get_slice(name), placement.shape, rank)
         parameters[placement.parameter][placement.row : placement.row + placement.shape[0]].copy_(tensor)
     return parameters
+
+
+def _part(header: Any, shape: tuple[int, ...], rank: int) -> torch.Tensor:
+    """Read the rank's part along each dimension in which a part is smaller than the whole."""
+    whole = header.get_shape()
+    parts = [
+        slice(rank * n, (rank + 1) * n) if n < total else slice(total) for n, total in zip(shape, whole, strict=True)
+    ]
+    tensor: torch.Tensor = header[tuple(parts)]
+    return tensor
 
 
 def _tie(parameters: dict[str, torch.Tensor]) -> None:

@@ -17,6 +17,7 @@ from reference_engine.errors import RequestError
 from reference_engine.model_runner import ModelRunner
 from reference_engine.observer import Observer
 from reference_engine.outputs import FinishReason, RequestOutput, TokenLogprobs, TokenOutput
+from reference_engine.parallel import Ranks
 from reference_engine.prefix_cache import HashFunction, PrefixCache, sha256_digest
 from reference_engine.sampling import SamplingParams
 from reference_engine.scheduler import Scheduler
@@ -31,7 +32,8 @@ class LLMEngine:
     """Runs one model for many requests.
 
     `observer` may be set at any time between steps; None, the default, costs nothing. `hash_function` is what the
-    prefix cache finds blocks by; a bad one costs hits, never correctness.
+    prefix cache finds blocks by; a bad one costs hits, never correctness. `ranks` are the processes that share the
+    model, of which this is the first (`worker.parallel_engine`); None is one process.
 
     Raises:
         ConfigError: config.json or `config` holds an impossible value.
@@ -47,12 +49,13 @@ class LLMEngine:
         *,
         observer: Observer | None = None,
         hash_function: HashFunction = sha256_digest,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.model_config = model_config = ModelConfig.from_folder(model_dir)
         self.observer = observer
         self._model_dir = model_dir
-        self.runner = ModelRunner(model_dir, config, model_config)
+        self.runner = ModelRunner(model_dir, config, model_config, ranks)
         self.backend = backend = self.runner.backend
         self._debug = DebugChecks(backend.cache) if config.debug_checks else None
         self.pool = BlockPool(

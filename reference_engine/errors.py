@@ -13,6 +13,7 @@ __all__ = [
     "ConfigError",
     "DeviceError",
     "EngineError",
+    "RankError",
     "RequestError",
     "UnsupportedModelError",
 ]
@@ -69,3 +70,7 @@ class CapacityError(EngineError):
 
 class BlockError(EngineError):
     """A KV block was freed twice, or used without being owned."""
+
+
+class RankError(EngineError):
+    """Another process of a tensor-parallel engine has ended or does not answer."""

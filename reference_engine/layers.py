@@ -9,12 +9,14 @@ Shapes: T tokens, I inputs, O outputs, D hidden, F ffn, V vocab; X is any one of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import embedding, linear, silu
 
 from reference_engine.batch import Batch
+from reference_engine.packing import packed_linear
 
 __all__ = ["MLP", "Embedding", "Linear", "RMSNorm"]
 
@@ -24,10 +26,13 @@ class Linear:
     """A matrix product, with a bias where the family has one."""
 
     weight_OI: torch.Tensor
+    """Plain, or packed for the CPU (see `packing`)."""
     bias_O: torch.Tensor | None = None
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Return [T, O]."""
+        if self.weight_OI.is_mkldnn:
+            return packed_linear(x_TI, self.weight_OI, self.bias_O)
         return linear(x_TI, self.weight_OI, self.bias_O)
 
 
@@ -64,7 +69,7 @@ class MLP:
     """down(silu(gate(x)) * up(x)), gate and up in one matrix product (Shazeer 2020, SwiGLU)."""
 
     gate_up_proj: Linear
-    down_proj: Linear
+    down_proj: Callable[[torch.Tensor], torch.Tensor]
 
     def __call__(self, x_TD: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
         """Return [T, D]; `prefix` starts the names of the taps."""

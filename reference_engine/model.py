@@ -5,8 +5,7 @@ Shapes: T tokens, N query heads, K KV heads, H head dim, D hidden, V vocab, R sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,6 +13,8 @@ from reference_engine.attention.backend import AttentionBackend
 from reference_engine.batch import Batch
 from reference_engine.config import ModelConfig
 from reference_engine.layers import MLP, Embedding, Linear, RMSNorm
+from reference_engine.packing import pack
+from reference_engine.parallel import Ranks, RowParallel, VocabParallelEmbedding, VocabParallelHead
 from reference_engine.rotary import RotaryEmbedding, apply_rotary
 from reference_engine.weights import LM_HEAD, TOKEN_EMBEDDING
 
@@ -29,7 +30,7 @@ class Attention:
     qkv_sizes: list[int]
     """Width of q, k and v in the stacked product."""
     qkv_proj: Linear
-    o_proj: Linear
+    o_proj: Linear | RowParallel
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     backend: AttentionBackend
@@ -91,27 +92,32 @@ class DecoderLayer:
 class Decoder:
     """Tokens in, logits of the sampled rows out."""
 
-    embed_tokens: Embedding
+    embed_tokens: Embedding | VocabParallelEmbedding
     rotary: RotaryEmbedding
     layers: tuple[DecoderLayer, ...]
     norm: RMSNorm
-    lm_head: Linear
+    lm_head: Linear | VocabParallelHead
 
     @classmethod
     def build(
         cls,
         config: ModelConfig,
-        weights: Mapping[str, torch.Tensor],
+        weights: dict[str, torch.Tensor],
         rotary: RotaryEmbedding,
         backend: AttentionBackend,
+        ranks: Ranks | None = None,
     ) -> Decoder:
-        """Assemble the decoder from the parameters that `load_weights` returns."""
+        """Assemble the decoder from the parameters that `load_weights` returns.
+
+        Those of matrix products are taken out of `weights`, so that a packed one replaces the plain one in memory.
+        """
+        table, head = weights[TOKEN_EMBEDDING], Linear(pack(weights[LM_HEAD]))
         return cls(
-            embed_tokens=Embedding(weights[TOKEN_EMBEDDING]),
+            embed_tokens=Embedding(table) if ranks is None else VocabParallelEmbedding(table, ranks),
             rotary=rotary,
-            layers=tuple(_build_layer(config, weights, backend, i) for i in range(config.num_hidden_layers)),
+            layers=tuple(_build_layer(config, weights, backend, i, ranks) for i in range(config.num_hidden_layers)),
             norm=RMSNorm(weights["model.norm.weight"], config.rms_norm_eps),
-            lm_head=Linear(weights[LM_HEAD]),
+            lm_head=head if ranks is None else VocabParallelHead(head, ranks),
         )
 
     def __call__(self, batch: Batch) -> torch.Tensor | None:
@@ -136,7 +142,11 @@ class Decoder:
 
 
 def _build_layer(
-    config: ModelConfig, weights: Mapping[str, torch.Tensor], backend: AttentionBackend, layer: int
+    config: ModelConfig,
+    weights: dict[str, torch.Tensor],
+    backend: AttentionBackend,
+    layer: int,
+    ranks: Ranks | None,
 ) -> DecoderLayer:
     prefix = f"model.layers.{layer}."
 
@@ -144,7 +154,13 @@ def _build_layer(
         return RMSNorm(weights[f"{prefix}{name}.weight"], config.rms_norm_eps)
 
     def linear(name: str) -> Linear:
-        return Linear(weights[f"{prefix}{name}.weight"], weights.get(f"{prefix}{name}.bias"))
+        return Linear(pack(weights.pop(f"{prefix}{name}.weight")), weights.get(f"{prefix}{name}.bias"))
+
+    def row_parallel(name: str) -> Linear | RowParallel:
+        own = linear(name)
+        if ranks is None:
+            return own
+        return RowParallel(own if ranks.rank == 0 else replace(own, bias_O=None), ranks)  # a bias is added once
 
     num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     attention = Attention(
@@ -152,7 +168,7 @@ def _build_layer(
         head_dim=config.head_dim,
         qkv_sizes=[num_q, num_kv, num_kv],
         qkv_proj=linear("self_attn.qkv_proj"),
-        o_proj=linear("self_attn.o_proj"),
+        o_proj=row_parallel("self_attn.o_proj"),
         q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
         k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
         backend=backend,
@@ -162,5 +178,5 @@ def _build_layer(
         input_layernorm=norm("input_layernorm"),
         attention=attention,
         post_attention_layernorm=norm("post_attention_layernorm"),
-        mlp=MLP(linear("mlp.gate_up_proj"), linear("mlp.down_proj")),
+        mlp=MLP(linear("mlp.gate_up_proj"), row_parallel("mlp.down_proj")),
     )

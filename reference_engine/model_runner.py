@@ -15,8 +15,10 @@ from reference_engine.config import DTYPES, EngineConfig, ModelConfig
 from reference_engine.device import open_device
 from reference_engine.errors import ConfigError
 from reference_engine.kv_cache import CacheSpec
+from reference_engine.messages import Command, encode_chunks
 from reference_engine.model import Decoder
 from reference_engine.observer import Observer
+from reference_engine.parallel import Ranks, ShardedTaps, shard_config
 from reference_engine.rotary import RotaryEmbedding
 from reference_engine.sampler import Sampled, sample
 from reference_engine.sequence import Chunk, Sequence
@@ -35,8 +37,11 @@ class ModelRunner:
         CapacityError: the KV cache does not fit into memory.
     """
 
-    def __init__(self, model_dir: str | Path, config: EngineConfig, model_config: ModelConfig) -> None:
-        self.model_config = model_config
+    def __init__(
+        self, model_dir: str | Path, config: EngineConfig, model_config: ModelConfig, ranks: Ranks | None = None
+    ) -> None:
+        self._ranks = ranks
+        self.model_config = model_config if ranks is None else shard_config(model_config, ranks.size)
         self.device = open_device(config.device)
         self.dtype = _resolve_dtype(config, model_config)
         self.max_model_len = _resolve_max_model_len(config, model_config)
@@ -49,20 +54,21 @@ class ModelRunner:
                 actual=config.attention_backend,
             )  # fmt: skip
         rotary = RotaryEmbedding(model_config, self.device, self.dtype)
-        weights = load_weights(model_dir, model_config, self.dtype, self.device)
+        weights = load_weights(model_dir, model_config, self.dtype, self.device, ranks)
         # After the weights, so that on a GPU the cache takes its share of what they leave.
         self.backend = open_backend(spec)
-        self.model = Decoder.build(model_config, weights, rotary, self.backend)
+        self.model = Decoder.build(self.model_config, weights, rotary, self.backend, ranks)
 
     @torch.no_grad()
     def run(self, chunks: Seq[Chunk], observer: Observer | None) -> Sampled:
         """Compute the chunks and choose the next token of each that has caught up."""
         computed = chunks if self.backend.cache is not None else [replace(chunk, start=0) for chunk in chunks]
-        batch = build_batch(computed, self.backend.block_size, self.device, observer)
-        batch = replace(batch, plan=self.backend.plan(batch))
+        if self._ranks is not None:
+            self._ranks.tell([Command.STEP, observer is not None, *encode_chunks(computed)])
+            observer = observer and ShardedTaps(self._ranks, observer)
         if observer is not None:
             observer.begin_step(describe(chunks, computed, self.backend))
-        logits_RV = self.model(batch)
+        logits_RV = self._forward(computed, observer)
         sequences = [chunk.sequence for chunk in chunks if chunk.samples]
         sampled = Sampled([], []) if logits_RV is None else sample(logits_RV, sequences)
         if observer is not None:
@@ -72,13 +78,40 @@ class ModelRunner:
     @torch.no_grad()
     def read_back(self, sequence: Sequence, observer: Observer | None) -> None:
         """Show an observer what the cache holds of a request."""
-        if observer is not None and self.backend.cache is not None and sequence.num_computed_tokens:
-            show_cache(sequence, self.backend, self.model_config.num_hidden_layers, observer)
+        if observer is None or self.backend.cache is None or not sequence.num_computed_tokens:
+            return
+        if self._ranks is not None:
+            whole = Chunk(sequence, 0, sequence.num_computed_tokens)
+            self._ranks.tell([Command.READ_BACK, *encode_chunks([whole])])
+            observer = ShardedTaps(self._ranks, observer)
+        show_cache(sequence, self.backend, self.model_config.num_hidden_layers, observer)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy the K and V of one block to another."""
+        if self._ranks is not None:
+            self._ranks.tell([Command.COPY_BLOCK, source, target])
+        self.follow_copy(source, target)
+
+    @torch.no_grad()
+    def follow(self, computed: Seq[Chunk], *, is_observed: bool) -> None:
+        """Compute this rank's part of a step that rank 0 runs."""
+        assert self._ranks is not None
+        self._forward(computed, ShardedTaps(self._ranks, None) if is_observed else None)
+
+    def follow_copy(self, source: int, target: int) -> None:
+        """Copy a block of this rank's cache alone."""
         if self.backend.cache is not None:
             self.backend.cache.copy_block(source, target)
+
+    @torch.no_grad()
+    def follow_read_back(self, sequence: Sequence) -> None:
+        """Give this rank's part of what the cache holds of a request."""
+        assert self._ranks is not None
+        show_cache(sequence, self.backend, self.model_config.num_hidden_layers, ShardedTaps(self._ranks, None))
+
+    def _forward(self, computed: Seq[Chunk], observer: Observer | None) -> torch.Tensor | None:
+        batch = build_batch(computed, self.backend.block_size, self.device, observer)
+        return self.model(replace(batch, plan=self.backend.plan(batch)))
 
     def _cache_spec(self, config: EngineConfig) -> CacheSpec:
         return CacheSpec(

@@ -1,13 +1,20 @@
 """`harness check`: the main job."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from harness.cli import options as opt
 from harness.cli.output import print_result
 from harness.cli.progress import progress_bar
+from harness.errors import Code, HarnessError
+
+if TYPE_CHECKING:
+    from harness.plan import Plan
 
 
 def check(
@@ -25,6 +32,10 @@ def check(
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="New folder to keep the engine's recordings in, one for each schedule."),
+    ] = None,
+    fault: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Check the reference engine with a known bug in it; `harness faults` has all."),
     ] = None,
     local_files_only: opt.LocalFilesOnly = False,
     format: opt.OutReportFormat = opt.ReportFormat.HUMAN,
@@ -51,5 +62,24 @@ def check(
             max_new_tokens=max_new_tokens,
             schedules=schedule,
         )
-        result = run_check(given.plan(local_files_only=local_files_only), out=out, progress=report)
+        with (
+            nullcontext(given.plan(local_files_only=local_files_only))
+            if fault is None
+            else _broken(fault, given) as plan
+        ):
+            result = run_check(plan, out=out, progress=report)
     return print_result(result, format)
+
+
+@contextmanager
+def _broken(fault: str, given: opt.Given) -> "Iterator[Plan]":
+    """Put a fault into the reference engine, and yield the plan of a check that reaches it."""
+    from harness.faults.catalogue import choose
+    from harness.faults.trial import checkpoint, plan_of
+
+    if given != opt.Given():
+        what = "a fault comes with the model, the prompts and the schedule that show it"
+        raise HarnessError(Code.BAD_OPTION, what, where="--fault", hint="leave the other options out")
+    (chosen,) = choose([fault])
+    with checkpoint(chosen.setting) as folder, chosen.plant():
+        yield replace(plan_of(chosen.setting, folder), notes=(f"planted: {chosen.summary}",))

@@ -100,7 +100,17 @@ def error_json(error: HarnessError) -> dict[str, Any]:
 
 def build_app() -> typer.Typer:
     """Put the commands together."""
-    from harness.cli import check, diff, golden, inspect, run  # only when a command runs
+    from harness.cli import (
+        bench,
+        check,
+        diff,
+        faults,
+        generate,
+        golden,
+        inspect,
+        profile,
+        run,
+    )  # only when a command runs
 
     app = typer.Typer(
         name="harness",
@@ -116,6 +126,10 @@ def build_app() -> typer.Typer:
     app.command(epilog=engines)(run.run)
     app.command()(diff.diff)
     app.command()(inspect.inspect)
+    app.command()(generate.generate)
+    app.command(epilog=engines)(profile.profile)
+    app.command()(faults.faults)
+    app.add_typer(bench.app)
     return app
 
 

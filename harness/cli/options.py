@@ -61,8 +61,8 @@ ScheduleNames = Annotated[
     typer.Option(
         "--schedule",
         metavar="NAME",
-        help="plain, chunked[:N], batched, mixed[:N], prefix-hit, forked, preempted, where N is the tokens of a chunk; "
-        "comma list or repeated. "
+        help="plain, chunked[:N], batched, mixed[:N], prefix-hit, forked, preempted, tensor-parallel[:N], where N is "
+        "the tokens of a chunk or the number of ranks; comma list or repeated. "
         "[default: plain, chunked and batched, as far as the prompts can reach them]",
     ),
 ]

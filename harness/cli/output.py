@@ -44,14 +44,14 @@ def write_json(document: Mapping[str, Any]) -> None:
     write(json.dumps(document, allow_nan=False, indent=1))
 
 
-def write(text: str) -> None:
+def write(text: str, *, end: str = "\n") -> None:
     """Write to standard output; a reader that went away (`harness check | head`) changes nothing about the result.
 
     Raises:
         HarnessError: CANNOT_WRITE.
     """
     try:
-        typer.echo(text)
+        typer.echo(text + end, nl=False)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the buffer's rest fails again at exit
         if not isinstance(error, BrokenPipeError):

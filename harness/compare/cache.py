@@ -1,28 +1,39 @@
 """The KV cache read back through the block table, bit for bit against what was written."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from harness.compare.align import Locator, Rows, is_readback, step_rows
 from harness.compare.local import LocalErrors
 from harness.compare.prefixes import Prefixes
+from harness.compare.propagated import RATIO_BOUND
 from harness.metrics import rounding_unit, row_metrics
 from harness.recording import Step
 from harness.taps import DecoderGraph, Kind, Operation
 
 
-def cache_errors(locator: Locator, graph: DecoderGraph) -> Iterator[tuple[Operation, LocalErrors]]:
+def cache_errors(
+    locator: Locator,
+    graph: DecoderGraph,
+    expected: Locator | None = None,
+    noise: Mapping[str, torch.Tensor] | None = None,
+) -> Iterator[tuple[Operation, LocalErrors]]:
     """Compare every `k_cache` and `v_cache` row with the key or value last recorded before it for the same tokens.
 
     Any differing bit is an error: a cache stores, it does not compute. A cache of a narrower dtype shows as rounding.
+    Where nobody has computed these tokens, the row is somebody else's unless it is as near to the golden's as HF's own
+    noise allows.
     """
     writes = _Writes(locator)
     for operation in graph:
         if operation.kind is Kind.CACHE:
-            errors = _read_back(operation, writes)
-            if errors is not None:
-                yield operation, errors
+            parts = [*_read_back(operation, writes)]
+            if expected is not None and noise:
+                parts += _found_there(operation, writes, expected, noise)
+            if parts:
+                yield operation, _joined(parts)
 
 
 class _Writes:
@@ -64,35 +75,68 @@ class _Writes:
         return kept
 
 
-def _read_back(operation: Operation, writes: _Writes) -> LocalErrors | None:
-    rows, roundings, differing = list[Rows](), list[torch.Tensor](), list[torch.Tensor]()
-    source, locator = operation.inputs[0], writes.locator
-    for step in locator.recording.steps:
-        if not is_readback(step) or not step.has(operation.tap):
-            continue
-        own, read = step_rows(step, operation.tap), step.tap(operation.tap)
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Errors of the rows of one step; tensors [rows]."""
+
+    rows: Rows
+    roundings: torch.Tensor
+    bound: torch.Tensor
+    bad: torch.Tensor
+
+
+def _read_back(operation: Operation, writes: _Writes) -> Iterator[_Part]:
+    """Compare the rows that somebody is known to have written."""
+    source = operation.inputs[0]
+    for step, own, read in _read(operation, writes):
         found = writes.before(step, own, source)
         present = found[:, 0] >= 0
         if not bool(present.any()):
             continue
-        own = own.select(present)
-        written, read = locator.gather(source, found[present]).flatten(1), read[present].flatten(1)
+        own, read = own.select(present), read[present]
+        written = writes.locator.gather(source, found[present]).flatten(1)
         bad = _differs(read, written)
         if bool(bad.any()):  # of several who computed the same tokens, the cache may keep any
             bad[bad.clone()] = ~writes.is_kept(step, own.select(bad), read[bad], source)
-        rows.append(own)
         errors = row_metrics(read, written).relative_l2 / rounding_unit(read.dtype)
-        roundings.append(torch.where(bad, errors, 0.0))
-        differing.append(bad)
-    if not rows:
-        return None
-    errors, bad = torch.cat(roundings), torch.cat(differing)
+        roundings = torch.where(bad, torch.where(errors > 0, errors, torch.inf), 0.0)
+        yield _Part(own, roundings, torch.zeros_like(roundings), bad)
+
+
+def _found_there(
+    operation: Operation, writes: _Writes, expected: Locator, noise: Mapping[str, torch.Tensor]
+) -> Iterator[_Part]:
+    """Compare the rows that nobody has computed with the golden's, where the engine recorded the tap at all."""
+    source = operation.inputs[0]
+    if source not in noise or source not in writes.locator.taps():
+        return
+    for step, own, read in _read(operation, writes):
+        theirs = expected.find(source, own)
+        wanted = (writes.before(step, own, source)[:, 0] < 0) & (theirs[:, 0] >= 0)
+        if not bool(wanted.any()):
+            continue
+        metrics = row_metrics(read[wanted], expected.gather(source, theirs[wanted]).flatten(1))
+        unit = rounding_unit(read.dtype)
+        roundings = torch.where(metrics.is_finite, metrics.relative_l2 / unit, torch.inf)
+        bound = torch.full_like(roundings, RATIO_BOUND * float(noise[source].nanmedian()) / unit)
+        yield _Part(own.select(wanted), roundings, bound, roundings > bound)
+
+
+def _read(operation: Operation, writes: _Writes) -> Iterator[tuple[Step, Rows, torch.Tensor]]:
+    """Yield each step that reads this cache back, with its rows and what was read, flat."""
+    for step in writes.locator.recording.steps:
+        if is_readback(step) and step.has(operation.tap):
+            yield step, step_rows(step, operation.tap), step.tap(operation.tap).flatten(1)
+
+
+def _joined(parts: Sequence[_Part]) -> LocalErrors:
+    bad, roundings = torch.cat([part.bad for part in parts]), torch.cat([part.roundings for part in parts])
     return LocalErrors(
-        rows=Rows.concat(rows),
-        roundings=torch.where(bad & ~(errors > 0), torch.inf, errors),
-        bound=torch.zeros_like(errors),
+        rows=Rows.concat([part.rows for part in parts]),
+        roundings=roundings,
+        bound=torch.cat([part.bound for part in parts]),
         bad=bad,
-        exact=not bool(bad.any()),
+        exact=not bool((roundings != 0).any()),
     )
 
 

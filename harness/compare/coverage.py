@@ -6,6 +6,7 @@ import torch
 
 from harness.compare.align import Locator
 from harness.compare.prefixes import Prefixes
+from harness.compare.traits import Traits
 from harness.compare.triggers import not_reached, reached_triggers
 from harness.errors import Code
 from harness.results import Coverage, Finding
@@ -37,7 +38,13 @@ def shared_rows(recorded: torch.Tensor, prefixes: Prefixes) -> torch.Tensor:
 
 
 def check_coverage(
-    locator: Locator, taps: Iterable[str], *, not_offered: Iterable[str] = (), require: Iterable[str] = ()
+    locator: Locator,
+    taps: Iterable[str],
+    *,
+    not_offered: Iterable[str] = (),
+    require: Iterable[str] = (),
+    traits: Traits | None = None,
+    also: Iterable[str] = (),
 ) -> tuple[Coverage, list[Finding]]:
     """Count what is there of what must be there.
 
@@ -46,6 +53,8 @@ def check_coverage(
         taps: names of the taps that must be there.
         not_offered: sites the engine declares it cannot record; reported only.
         require: triggers the workload must have reached.
+        traits: of the model, as far as it is known.
+        also: triggers that were reached and cannot be told from the recording's steps.
     """
     findings = list[Finding]()
     expected = recorded = 0
@@ -64,7 +73,7 @@ def check_coverage(
     if missing_taps:
         shown = ", ".join(missing_taps[:4]) + (f" and {len(missing_taps) - 4} more" if len(missing_taps) > 4 else "")
         findings.append(Finding(code=Code.TAP_MISSING, message=f"not recorded: {shown}", tap=missing_taps[0]))
-    reached = reached_triggers(locator.recording)
+    reached = (*reached_triggers(locator.recording, traits), *also)
     findings += [not_reached(name) for name in require if name not in reached]
     coverage = Coverage(
         expected=expected,

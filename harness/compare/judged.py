@@ -60,6 +60,11 @@ class Judged:
         """Whether any row is out of bounds."""
         return bool(self.bad.any())
 
+    @property
+    def is_systematic(self) -> bool:
+        """Whether no row is out of bounds, and all of them are off in one direction."""
+        return not self.is_bad and self.errors is not None and self.errors.effect is not None
+
     @cached_property
     def first_bad(self) -> int:
         """Index of the first bad row by (request, position)."""
@@ -88,6 +93,8 @@ class Judged:
             return Verdict.NOISE if self.is_in_graph else Verdict.UNJUDGED
         if self.errors.exact:
             return Verdict.EXACT
+        if self.is_systematic:
+            return Verdict.SYSTEMATIC
         return Verdict.CONVENTION if self.errors.convention else Verdict.NOISE
 
     def ratio_at(self, at: int) -> float | None:
@@ -119,15 +126,16 @@ def judge(
 
 
 def divergence(judged: Judged, actual: Recording) -> Divergence:
-    """Describe the first bad row of a bad tap."""
-    at, errors = judged.first_bad, judged.errors
+    """Describe the first bad row of a bad tap, or the first row of all where the tap is systematically off."""
+    errors = judged.errors
+    at = judged.first_bad if judged.is_bad else judged.rows.first(torch.ones(len(judged.rows), dtype=torch.bool))
     step = int(judged.rows.step[at])
     return Divergence(
         tap=judged.operation.tap,
         request=int(judged.rows.request[at]),
         position=int(judged.rows.position[at]),
-        verdict=Verdict.BUG,
-        code=judged.code,
+        verdict=judged.verdict,
+        code=judged.code if judged.is_bad else Code.SYSTEMATIC_ERROR,
         local_roundings=None if errors is None else float(errors.roundings[at]),
         bound_roundings=None if errors is None else float(errors.bound[at]),
         propagated_ratio=judged.ratio_at(at),
@@ -150,10 +158,25 @@ def bad_finding(judged: Judged) -> Finding:
         message = f"{tap} read back through the block table differs from what was written in {count}"
     elif errors is not None:
         share = f"{float(errors.roundings[at]):.3g} roundings, bound {float(errors.bound[at]):.3g}"
-        message = f"{tap} is out of bounds in {count}: {share}"
+        way = f", computed through {len(errors.through)} taps that were not recorded" if errors.through else ""
+        message = f"{tap} is out of bounds in {count}: {share}{way}"
     else:
         message = f"{tap} is {judged.ratio_at(at):.3g} times as far from the truth as HF in {count}"
     return Finding(code=code, message=message, tap=tap, request=request, position=position)
+
+
+def systematic_finding(judged: Judged) -> Finding:
+    """Say in words in which direction a tap is off."""
+    assert judged.errors is not None
+    assert judged.errors.effect is not None
+    effect, tap = judged.errors.effect, judged.operation.tap
+    what = f"{effect.kind} {effect.which}".strip()
+    message = (
+        f"{tap} has a {what} of {effect.size:+.3g} ({effect.low:+.3g} to {effect.high:+.3g} at 95 %), "
+        f"{abs(effect.roundings):.2g} roundings, in {effect.num_rows} rows (t = {abs(effect.statistic):.3g}): "
+        "rounding has no direction"
+    )
+    return Finding(code=Code.SYSTEMATIC_ERROR, message=message, tap=tap)
 
 
 def oracle_finding(propagation: Propagation) -> Finding | None:
@@ -188,6 +211,8 @@ def tap_result(judged: Judged) -> TapResult:
         worst=_row_id(judged, at),
         num_bad_rows=int(judged.bad.sum()),
         first_bad=_row_id(judged, judged.first_bad) if judged.is_bad else None,
+        through=judged.errors.through if judged.errors else (),
+        effect=judged.errors.effect if judged.errors and judged.is_systematic else None,
         **figures,
     )
 

@@ -10,12 +10,18 @@ from harness.compare.bounds import EAGER_MODEL, ERROR_MODELS, ErrorModel, local_
 from harness.compare.history import attention_inputs
 from harness.compare.prefixes import Prefixes
 from harness.compare.shapes import engine_dtype
+from harness.compare.systematic import Effects
 from harness.metrics import rounding_unit, row_metrics
 from harness.oracle.replay import AttentionInputs, Replayed, Replayer
 from harness.recording import Recording, Step
+from harness.results import Effect
 from harness.taps import DecoderGraph, Kind, Operation
 
 EAGER = "scores rounded to the engine's dtype"
+IN_PARTS = "added up from {} parts, each rounded"
+ROW_PARALLEL = ("self_attn.o_proj", "mlp.down_proj")
+"""Sites that tensor-parallel engines add up over their ranks."""
+NUM_RANKS = (2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +37,10 @@ class LocalErrors:
     """bool: out of bounds."""
     exact: bool
     convention: str | None = None
+    effect: Effect | None = None
+    """A direction that the errors have over all rows."""
+    through: tuple[str, ...] = ()
+    """Taps that were not recorded and were computed on the way; empty where the operation was judged by itself."""
 
 
 @dataclass(slots=True)
@@ -40,6 +50,7 @@ class _Parts:
     rows: list[Rows] = field(default_factory=list)
     roundings: list[torch.Tensor] = field(default_factory=list)
     bound: list[torch.Tensor] = field(default_factory=list)
+    effects: Effects | None = None
 
     def add(self, rows: Rows, roundings: torch.Tensor, bound: torch.Tensor) -> None:
         self.rows.append(rows)
@@ -57,6 +68,7 @@ class _Parts:
             bad=roundings > bound,
             exact=bool((roundings == 0).all()),
             convention=convention,
+            effect=self.effects.strongest() if self.effects else None,
         )
 
 
@@ -85,7 +97,9 @@ def local_errors(
 
 
 def _judge(recording: Recording, operation: Operation, replayer: Replayer, steps: Sequence[Step]) -> LocalErrors | None:
-    parts, dtype = _Parts(), engine_dtype(recording)
+    dtype = engine_dtype(recording)
+    effects = Effects(operation.kind, dtype, replayer.decoder.head_dim())
+    parts = _Parts(effects=effects)
     needed = {operation.tap, *operation.inputs}
     for chunk in chunks([step for step in steps if all(step.has(tap) for tap in needed)]):
         rows, actual, inputs = _gather(chunk, operation, recording)
@@ -93,7 +107,31 @@ def _judge(recording: Recording, operation: Operation, replayer: Replayer, steps
             replayed = replayer.replay(operation, inputs, rows.position)
             is_given = _finite_rows(inputs, len(rows))
             parts.add(rows, *_errors(ERROR_MODELS[operation.kind], actual, replayed, is_given, dtype))
-    return parts.joined()
+            effects.add(rows.position, actual, replayed.expected.cpu(), is_given)
+    default = parts.joined()
+    if default is None or operation.site not in ROW_PARALLEL or not bool(default.bad.any()):
+        return default
+    return min([default, *_judge_in_parts(recording, operation, replayer, steps)], key=lambda each: int(each.bad.sum()))
+
+
+def _judge_in_parts(
+    recording: Recording, operation: Operation, replayer: Replayer, steps: Sequence[Step]
+) -> Iterator[LocalErrors]:
+    """Judge a product as the ranks of a tensor-parallel engine compute it, under every number of them."""
+    dtype, needed = engine_dtype(recording), {operation.tap, *operation.inputs}
+    for num_ranks in NUM_RANKS:
+        parts = _Parts()
+        for chunk in chunks([step for step in steps if all(step.has(tap) for tap in needed)]):
+            rows, actual, (x,) = _gather(chunk, operation, recording)
+            if not len(rows) or x.flatten(1).shape[1] % num_ranks:
+                continue
+            amplification = replayer.replay(operation, [x], rows.position).amplification
+            replayed = Replayed(expected=replayer.in_parts(operation, x, num_ranks, dtype), amplification=amplification)
+            is_given = _finite_rows([x], len(rows))
+            parts.add(rows, *_errors(ERROR_MODELS[operation.kind], actual, replayed, is_given, dtype))
+        errors = parts.joined(IN_PARTS.format(num_ranks))
+        if errors is not None:
+            yield errors
 
 
 def _gather(
@@ -130,11 +168,15 @@ def _judge_attention(
 ) -> LocalErrors | None:
     """Judge attention against its definition; if that fails, against HF's eager convention, and keep the better fit."""
     assert operation.layer is not None
-    defined, eager, dtype = _Parts(), _Parts(), engine_dtype(recording)
+    dtype = engine_dtype(recording)
+    effects = Effects(operation.kind, dtype, replayer.decoder.head_dim())
+    defined = _Parts(effects=effects)
+    eager = _Parts()
     for rows, actual, recorded in attention_inputs(operation, steps, prefixes):
         inputs, is_given = _without_holes(recorded)
         replayed = replayer.attention(operation.layer, inputs)
         defined.add(rows, *_errors(ERROR_MODELS[operation.kind], actual, replayed, is_given, dtype))
+        effects.add(rows.position, actual, replayed.expected.cpu(), is_given)
     default = defined.joined()
     if default is None or not bool(default.bad.any()):
         return default

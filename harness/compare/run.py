@@ -7,16 +7,26 @@ import torch
 
 from harness.compare.align import Locator, match_requests
 from harness.compare.cache import cache_errors
+from harness.compare.composite import composite_errors
 from harness.compare.coverage import check_coverage, check_tokens
-from harness.compare.judged import Judged, bad_finding, divergence, judge, oracle_finding, tap_result
+from harness.compare.judged import (
+    Judged,
+    bad_finding,
+    divergence,
+    judge,
+    oracle_finding,
+    systematic_finding,
+    tap_result,
+)
 from harness.compare.local import LocalErrors, local_errors
 from harness.compare.propagated import propagated_errors
 from harness.compare.shapes import check_taps, usable_graph
 from harness.compare.tokens import compare_tokens
+from harness.compare.traits import Traits
 from harness.oracle.golden import LOGIT_NOISE
 from harness.oracle.replay import Replayer
 from harness.recording import Recording
-from harness.results import Finding, Outcome, RunResult
+from harness.results import Divergence, Finding, LogitResult, Outcome, RunResult
 from harness.taps import graph_of_taps
 from harness.threads import one_thread
 
@@ -58,16 +68,25 @@ def compare_run(
     local: dict[str, LocalErrors] = {}
     if replayer is not None:
         local = {op.tap: errors for op, errors in local_errors(actual, usable_graph(graph, usable), replayer)}
+        local |= {op.tap: errors for op, errors in composite_errors(actual, graph, usable, replayer)}
     ours, theirs = Locator(actual), Locator(expected, aliases)
-    caches = {operation.tap: errors for operation, errors in cache_errors(ours, usable_graph(graph, usable))}
+    caches = {op.tap: errors for op, errors in cache_errors(ours, usable_graph(graph, usable), theirs, noise)}
     with one_thread():  # blocks of the cache's size: a second thread is better spent on the digests
         propagation = propagated_errors(actual, theirs, noise, depths, usable)
     judged = judge(graph, local, caches, propagation)
     tokens, differences = compare_tokens(actual, theirs, noise.get(LOGIT_NOISE))
     wanted = [entry.name for entry in expected.manifest.taps] if wanted is None else wanted
-    coverage, gaps = check_coverage(ours, wanted, not_offered=not_offered, require=require if actual.steps else ())
+    coverage, gaps = check_coverage(
+        ours,
+        wanted,
+        not_offered=not_offered,
+        require=require if actual.steps else (),
+        traits=_traits(replayer),
+        also=_ties(propagation.logits, noise.get(LOGIT_NOISE)),
+    )
     not_finite = oracle_finding(propagation)
     findings += [bad_finding(each) for each in judged if each.is_bad] + ([not_finite] if not_finite else [])
+    findings += [systematic_finding(each) for each in judged if each.is_systematic]
     findings += differences + gaps + ([] if TOKENS in not_offered else check_tokens(ours, tokens.compared))
     actual.verify_all()
     expected.verify_all()
@@ -77,13 +96,33 @@ def compare_run(
         num_rows=sum(step.entry.num_rows for step in actual.steps if step.phase != "readback"),
         taps=tuple(tap_result(each) for each in judged),
         findings=tuple(findings),
-        first_divergence=next((divergence(each, actual) for each in judged if each.is_bad), None),
+        first_divergence=_first_divergence(judged, actual),
         tokens=tokens,
         logits=propagation.logits,
         coverage=coverage,
         engine_s=engine_s,
         compare_s=time.perf_counter() - begin,
     )
+
+
+def _traits(replayer: Replayer | None) -> Traits | None:
+    if replayer is None:
+        return None
+    decoder = replayer.decoder
+    return Traits.of(decoder.config, [replayer.window(layer.self_attn) for layer in decoder.layers])
+
+
+def _ties(logits: LogitResult | None, noise: torch.Tensor | None) -> tuple[str, ...]:
+    """Name the trigger of a near-tie if the truth's two best logits were ever nearer than two errors of HF's own."""
+    if logits is None or noise is None or not len(noise):
+        return ()
+    return ("near_tie",) if logits.margin_min <= 2 * float(noise.max()) else ()
+
+
+def _first_divergence(judged: Sequence[Judged], actual: Recording) -> Divergence | None:
+    """Describe the first operation that is out of bounds; where none is, the first that is systematically off."""
+    first = next((each for each in judged if each.is_bad), next((each for each in judged if each.is_systematic), None))
+    return None if first is None else divergence(first, actual)
 
 
 def _outcome(judged: Sequence[Judged], num_tokens: int, findings: Sequence[Finding]) -> Outcome:

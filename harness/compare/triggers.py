@@ -7,6 +7,7 @@ import torch
 
 from harness.compare.align import is_readback
 from harness.compare.prefixes import Prefixes
+from harness.compare.traits import Traits
 from harness.errors import Code
 from harness.recording import Recording, Step
 from harness.results import Finding
@@ -20,14 +21,32 @@ class _Seen:
     prefixes: Prefixes
     computed: dict[int, set[int]] = field(default_factory=dict)
     """Positions computed so far, by request."""
+    num_blocks: dict[int, int] = field(default_factory=dict)
+    """Blocks of each request in its latest step."""
 
 
-def reached_triggers(recording: Recording) -> tuple[str, ...]:
-    """Return the names of the conditions that the recorded workload reached."""
+def reached_triggers(recording: Recording, traits: Traits | None = None) -> tuple[str, ...]:
+    """Return the names of the conditions that the recorded workload reached.
+
+    Args:
+        recording: the engine's.
+        traits: of the model; without them, what depends on the model counts as not reached.
+    """
     requests = recording.manifest.requests
     seen = _Seen({request.id: request.prompt_length for request in requests}, Prefixes(requests))
     reached = {name for step in recording.steps for name in _of_step(step, seen)}
+    reached |= set() if traits is None else _of_model(recording, traits)
     return tuple(name for name in _MESSAGES if name in reached)
+
+
+def _of_model(recording: Recording, traits: Traits) -> set[str]:
+    last = max((int(step.position.max()) for step in recording.steps if len(step.position)), default=-1)
+    conditions = {
+        "gqa": traits.num_groups > 1,
+        "window_exceeded": traits.window is not None and last >= traits.window,
+        "rope_extended": traits.original_positions is not None and last >= traits.original_positions,
+    }
+    return {name for name, holds in conditions.items() if holds and last >= 0}
 
 
 def not_reached(name: str) -> Finding:
@@ -45,6 +64,8 @@ def _of_step(step: Step, seen: _Seen) -> Iterator[str]:
     present = step.request.unique().tolist()
     if len(present) > 1:
         yield "batch"
+        if len({int(step.position[step.request == request].max()) for request in present}) > 1:
+            yield "ragged_batch"
     for request in present:
         positions = step.position[step.request == request]
         yield from _of_request(request, positions, step, seen, has_tables)
@@ -52,8 +73,12 @@ def _of_step(step: Step, seen: _Seen) -> Iterator[str]:
 
 def _of_request(request: int, positions: torch.Tensor, step: Step, seen: _Seen, has_tables: bool) -> Iterator[str]:
     prompt_length, first = seen.prompt_lengths[request], int(positions.min())
+    num_blocks = len((step.block_tables or {}).get(request, ()))
     if _is_decode(step, request, positions, prompt_length):
         yield "decode"
+        if num_blocks > seen.num_blocks.get(request, num_blocks):
+            yield "new_block"
+    seen.num_blocks[request] = num_blocks
     if request not in seen.computed and first > 0:
         yield "prefix_hit"
         if any(_has_computed(other, request, first, seen) for other in step.request.unique().tolist()):
@@ -93,8 +118,14 @@ _MESSAGES: Mapping[str, str] = {
     "decode": "no decode step ran: every row was a prompt's (raise --max-new-tokens to at least 2)",
     "chunked_prefill": "no prompt was split into chunks (lower the chunk size or lengthen the prompt)",
     "batch": "no step held rows of more than one request",
+    "ragged_batch": "no step held requests of different lengths (give prompts of different lengths)",
+    "new_block": "no decode step opened a new KV block (raise --max-new-tokens or lower the block size)",
     "block_boundary": "no request filled more than one KV block (lengthen the prompt or lower the block size)",
     "prefix_hit": "no request found its beginning in the cache (lengthen the prompt beyond a block)",
     "forked": "no request went on from one that was still running (raise --max-new-tokens to at least 2)",
     "preempted": "no request lost its blocks and was computed again (give several requests, or lower num_blocks)",
+    "gqa": "the model has as many KV heads as query heads, or nobody gave the model (name one with --model)",
+    "window_exceeded": "no request was longer than the model's sliding window (lengthen the prompt)",
+    "rope_extended": "no position lay beyond those the model was trained on before its rope scaling",
+    "near_tie": "no row's two best logits were nearer than the noise (add requests, or take a coarser dtype)",
 }

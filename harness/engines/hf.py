@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from harness.engines.adapter import Engine, Offer, Workload, refuse_unknown_options
+from harness.engines.hf_session import HFSession
 from harness.errors import Code, HarnessError
 from harness.oracle.capture import capturing
 from harness.oracle.decoder import Decoder, load_decoder
@@ -81,6 +82,10 @@ class HFEngine:
         groups = [list(workload.requests)] if together else [[request] for request in workload.requests]
         for group in groups:
             _Batch(self._decoder, self._attention, group, writer).run(workload.schedule.chunk_size)
+
+    def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> HFSession:
+        """See `Steppable.open_session`; HF takes steps of any size."""
+        return HFSession(self._decoder, self._attention)
 
 
 class _Batch:

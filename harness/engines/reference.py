@@ -1,6 +1,7 @@
 """The reference engine under test: the one place where the harness imports it."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from harness.recording import RecordingWriter, RequestInfo
 from harness.schedule import SCHEDULES
 from harness.taps import LOGITS
 from reference_engine import EngineConfig, LLMEngine, SamplingParams, StepInfo
+from reference_engine.worker import parallel_engine
 
 _NOT_SERVED = {"contiguous": ("prefix-hit", "preempted"), "recompute": ("prefix-hit", "forked", "preempted")}
 """Schedules that mean nothing to a backend without blocks, or without a cache."""
@@ -41,13 +43,8 @@ class ReferenceEngine:
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """Run the workload on a fresh engine; see `Engine.run`."""
         with reference_errors(self._folder):
-            engine = LLMEngine(self._folder, self._config(workload))
-            observer = _Recorder(writer)
-            copies = dict(zip((request.id for request in workload.requests), workload.copies, strict=False))
-            forks = copies if workload.schedule.trigger == "forked" else {}
-            _drive(engine, observer, workload.requests, forks)
-            if not forks:
-                _drive(engine, observer, workload.copies, {})
+            with self._opened(workload) as engine:
+                _run(engine, workload, _Recorder(writer))
 
     def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> ReferenceSession:
         """See `Steppable.open_session`; explicit options win."""
@@ -55,6 +52,12 @@ class ReferenceEngine:
         with reference_errors(self._folder):
             engine = LLMEngine(self._folder, EngineConfig(**{**limits, **self._options}))  # type: ignore[arg-type]
         return ReferenceSession(engine, self._folder)
+
+    def _opened(self, workload: Workload) -> AbstractContextManager[LLMEngine]:
+        config, num_ranks = self._config(workload), workload.schedule.num_ranks
+        if num_ranks == 1:
+            return nullcontext(LLMEngine(self._folder, config))
+        return parallel_engine(self._folder, config, num_ranks)
 
     def _config(self, workload: Workload) -> EngineConfig:
         """Translate the schedule into the engine's own limits; explicit options win."""
@@ -70,6 +73,14 @@ class ReferenceEngine:
             options["block_size"] = int(self._options.get("block_size", _SMALL_BLOCK))
             options["num_blocks"] = _too_few_blocks(workload.requests, int(options["block_size"]))
         return EngineConfig(**{**options, **self._options})  # type: ignore[arg-type]
+
+
+def _run(engine: LLMEngine, workload: Workload, observer: "_Recorder") -> None:
+    copies = dict(zip((request.id for request in workload.requests), workload.copies, strict=False))
+    forks = copies if workload.schedule.trigger == "forked" else {}
+    _drive(engine, observer, workload.requests, forks)
+    if not forks:
+        _drive(engine, observer, workload.copies, {})
 
 
 def _drive(

@@ -123,7 +123,7 @@ def _from_pretrained(folder: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        with _quiet_transformers(), warnings.catch_warnings():
+        with quiet_transformers(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model, loading = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -164,7 +164,7 @@ def _loading_error(folder: Path, error: Exception) -> HarnessError:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Silence transformers' loading reports and bars: what they say of a bad checkpoint we say ourselves."""
     from transformers.utils import logging
 

@@ -107,6 +107,24 @@ class Replayer:
         scale = (x.square() @ column_norm2).sqrt()
         return Replayed(expected=expected, amplification=scale / expected.norm(dim=-1))
 
+    def in_parts(self, operation: Operation, x: torch.Tensor, num_parts: int, dtype: torch.dtype) -> torch.Tensor:
+        """Compute a linear operation as that many ranks do: [rows, outputs] float64, not yet rounded.
+
+        Each has a share of the inputs, and what it makes of it is rounded to `dtype` before all are added up; the first
+        adds the bias.
+        """
+        module: Any = self.decoder.module(operation.tap)
+        x = x.to(self.decoder.device, TRUTH_DTYPE).flatten(1)
+        size = x.shape[1] // num_parts
+        total: torch.Tensor | float = 0.0
+        for part in range(num_parts):
+            own = slice(part * size, (part + 1) * size)
+            bias = None if module.bias is None or part else module.bias.to(TRUTH_DTYPE)
+            share = torch.nn.functional.linear(x[:, own], module.weight[:, own].to(TRUTH_DTYPE), bias)
+            total = total + share.to(dtype).to(TRUTH_DTYPE)
+        assert isinstance(total, torch.Tensor)
+        return total
+
     def _norm(self, operation: Operation, x: torch.Tensor) -> torch.Tensor:
         module: Any = self.decoder.module(operation.tap)
         size = module.weight.shape[0]
@@ -135,7 +153,7 @@ class Replayer:
         q_NTH, k_KSH, v_KSH = (self._heads(x.to(device, TRUTH_DTYPE)) for x in (inputs.query, inputs.key, inputs.value))
         k_NSH, v_NSH = (x.repeat_interleave(num_groups, dim=0) for x in (k_KSH, v_KSH))
         step = max(1, _SCORE_BYTES // (8 * k_NSH.shape[0] * max(1, k_NSH.shape[1])))
-        window = self._window(module)
+        window = self.window(module)
         parts = []
         for at in range(0, q_NTH.shape[1], step):
             visible = _visible(inputs.query_position[at : at + step], inputs.key_position, window).to(device)
@@ -148,7 +166,7 @@ class Replayer:
         heads: torch.Tensor = x.flatten(1).unflatten(-1, (-1, self.decoder.head_dim())).transpose(0, 1)
         return heads
 
-    def _window(self, module: Any) -> int | None:
+    def window(self, module: Any) -> int | None:
         """Return the layer's sliding window: its own where the family has one a layer, else the config's (Mistral)."""
         window: int | None = getattr(module, "sliding_window", getattr(self.decoder.config, "sliding_window", None))
         return window
@@ -160,7 +178,7 @@ class Replayer:
         """
         module: Any = self.decoder.layers[layer].self_attn
         dtype, device = self.decoder.dtype, self.decoder.device
-        visible = _visible(inputs.query_position, inputs.key_position, self._window(module)).to(device)
+        visible = _visible(inputs.query_position, inputs.key_position, self.window(module)).to(device)
         mask = torch.zeros(visible.shape, dtype=dtype, device=device)
         mask.masked_fill_(~visible, torch.finfo(dtype).min)
         q, k, v = (self._heads(x.to(device, dtype))[None] for x in (inputs.query, inputs.key, inputs.value))

@@ -24,6 +24,7 @@ __all__ = [
     "pytest_collect_file",
     "pytest_configure",
     "pytest_configure_node",
+    "pytest_load_initial_conftests",
     "pytest_report_from_serializable",
     "pytest_report_to_serializable",
     "pytest_terminal_summary",
@@ -45,6 +46,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         help="Case files besides those in folders named `cases`: globs relative to rootdir, `*` matches `/` too.",
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
+    """Declare the options of the property suites where they are asked for."""
+    if any("harness.properties" in arg or "harness/properties" in arg for arg in args):
+        from harness.pytest_plugin import properties
+
+        early_config.pluginmanager.register(properties, properties.__name__)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -8,6 +8,7 @@ from tabulate import tabulate
 from harness.report.sentences import (
     divergence_place,
     divergence_size,
+    explanation_lines,
     extent,
     facts,
     finding_lines,
@@ -50,6 +51,10 @@ def _section(section: Section, *, is_only: bool) -> Iterator[str]:
     if section.divergence:
         yield _divergence(section.divergence)
         yield ""
+        if section.divergence.explanation:
+            cause, *rest = map(escaped, explanation_lines(section.divergence.explanation))
+            yield f"**Cause: {cause}** ({'; '.join(rest)})"
+            yield ""
     rows = section.rows()
     if rows:
         state = " open" if section.outcome is Outcome.MISMATCH else ""

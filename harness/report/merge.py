@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from harness.results import Coverage, RunResult, TapResult, TokenResult, Verdict
 
-SEVERITY = (Verdict.EXACT, Verdict.NOISE, Verdict.CONVENTION, Verdict.UNJUDGED, Verdict.MISSING, Verdict.BUG)
+SEVERITY = (Verdict.EXACT, Verdict.NOISE, Verdict.CONVENTION, Verdict.UNJUDGED, Verdict.SYSTEMATIC,
+            Verdict.MISSING, Verdict.BUG)  # fmt: skip
 """Verdicts from the best to the worst."""
 
 

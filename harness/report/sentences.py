@@ -3,11 +3,22 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 
 from harness.report.merge import largest, smallest, sum_coverage, sum_seconds, sum_tokens
 from harness.report.table import count
-from harness.results import CheckResult, Coverage, Divergence, Finding, LogitResult, RunResult, TokenResult
+from harness.results import (
+    CheckResult,
+    Coverage,
+    Divergence,
+    Explanation,
+    Finding,
+    LogitResult,
+    Provenance,
+    RunResult,
+    TokenResult,
+)
 
 MAX_FINDINGS = 12
 MAX_FINDINGS_OF_A_CODE = 3
@@ -68,6 +79,33 @@ def divergence_size(divergence: Divergence) -> str:
     return "; ".join(parts) or f"verdict {divergence.verdict}"
 
 
+def explanation_lines(explanation: Explanation) -> Iterator[str]:
+    """Yield what was done wrong, to which rows, how well that fits, and where a wrong place of the cache leads."""
+    yield printable(explanation.cause)
+    fit = printable(explanation.scope)
+    if explanation.residual_after is not None:
+        change = f"{number(explanation.residual_before)} to {number(explanation.residual_after)} roundings"
+        fit += f"; it takes the median error from {change}"
+        fit += f" ({explanation.num_explained:,} of {count(explanation.num_rows, 'row')})"
+    yield fit
+    if explanation.detail:
+        yield printable(explanation.detail)
+    if explanation.provenance:
+        yield _provenance(explanation.provenance)
+
+
+def _provenance(provenance: Provenance) -> str:
+    head = "" if provenance.head is None else f", KV head {provenance.head}"
+    place = f"layer {provenance.layer}{head}: position {provenance.position} of request {provenance.request}"
+    if provenance.slot is not None:
+        place += f" (block {provenance.block}, slot {provenance.slot}"
+        if provenance.writer_request is None:
+            place += ", which nobody is recorded to have written)"
+        else:
+            place += f", written last by request {provenance.writer_request} in step {provenance.writer_step})"
+    return printable(f"{place} holds {provenance.holds}")
+
+
 def finding_lines(result: CheckResult) -> tuple[list[tuple[str, str]], str | None]:
     """Return (code, sentence) of the findings worth reading first, and a line for the rest of them.
 
@@ -76,7 +114,9 @@ def finding_lines(result: CheckResult) -> tuple[list[tuple[str, str]], str | Non
     schedules: dict[Finding, list[str]] = {}
     for run in result.runs:
         for finding in run.findings:
-            schedules.setdefault(finding, []).append(run.schedule)
+            schedules.setdefault(replace(finding, explanation=_cause_only(finding.explanation)), []).append(
+                run.schedule
+            )
     shown, left, seen = list[tuple[str, str]](), Counter[str](), Counter[str]()
     for finding, names in schedules.items():
         seen[finding.code] += 1
@@ -89,6 +129,14 @@ def finding_lines(result: CheckResult) -> tuple[list[tuple[str, str]], str | Non
     return shown, f"and {rest}" if left else None
 
 
+def _cause_only(explanation: Explanation | None) -> Explanation | None:
+    """Leave out what differs between schedules that share a cause."""
+    if explanation is None:
+        return None
+    nothing = {"scope": "", "detail": "", "provenance": None, "num_rows": 0, "num_explained": 0}
+    return replace(explanation, residual_before=None, residual_after=None, **nothing)  # type: ignore[arg-type]
+
+
 def _sentence(finding: Finding) -> str:
     tap = f"{finding.tap}: " if finding.tap and finding.tap not in finding.message else ""
     place = ", ".join(
@@ -96,7 +144,8 @@ def _sentence(finding: Finding) -> str:
         for name, value in (("request", finding.request), ("position", finding.position))
         if value is not None and f"{name} {value}" not in finding.message
     )
-    return f"{tap}{finding.message}{f' ({place})' if place else ''}"
+    cause = f": {finding.explanation.cause}" if finding.explanation else ""
+    return f"{tap}{finding.message}{f' ({place})' if place else ''}{cause}"
 
 
 def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
@@ -111,6 +160,10 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
     yield "coverage", _coverage(coverage)
     if coverage.triggers:
         yield "reached", printable(", ".join(coverage.triggers))
+    ways = {tap.name: tap.through for run in runs for tap in run.taps if tap.through}
+    if ways:
+        longest = max(map(len, ways.values()))
+        yield "granularity", f"{count(len(ways), 'tap')} judged through up to {longest} that were not recorded"
     if coverage.not_offered:
         yield "not offered", _names(coverage.not_offered)
     for note in result.notes:

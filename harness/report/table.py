@@ -19,7 +19,7 @@ CONSEQUENCE_RATIO = 3.0
 MAX_FOLDED_ROWS = 6
 """Wrong operations that are listed one by one for the layers that are folded."""
 
-_FAILURES = (Verdict.BUG, Verdict.MISSING)
+_FAILURES = (Verdict.BUG, Verdict.SYSTEMATIC, Verdict.MISSING)
 
 
 class Role(StrEnum):
@@ -128,7 +128,7 @@ def _part(tap: TapResult, layer: int | None) -> str:
 
 
 def _role(tap: TapResult, is_behind: bool) -> Role:
-    if tap.verdict is Verdict.BUG:
+    if tap.verdict in (Verdict.BUG, Verdict.SYSTEMATIC):
         return Role.WRONG
     if tap.verdict is Verdict.MISSING:
         return Role.MISSING

@@ -13,6 +13,7 @@ from tabulate import tabulate
 from harness.report.sentences import (
     divergence_place,
     divergence_size,
+    explanation_lines,
     extent,
     facts,
     finding_lines,
@@ -35,6 +36,7 @@ _VERDICTS = {
     Verdict.EXACT: "green",
     Verdict.NOISE: "green",
     Verdict.CONVENTION: "cyan",
+    Verdict.SYSTEMATIC: "red",
     Verdict.BUG: "red",
     Verdict.MISSING: "yellow",
     Verdict.UNJUDGED: "dim",
@@ -129,6 +131,11 @@ def _divergence(divergence: Divergence, page: _Page) -> Iterator[str]:
     yield from page.wrap("First divergence:", tap, "bold", "red", indent=18)
     yield from page.wrap("", divergence_place(divergence), indent=18)
     yield from page.wrap("", f"{divergence_size(divergence)} ({divergence.code})", indent=18)
+    if divergence.explanation:
+        cause, *rest = explanation_lines(divergence.explanation)
+        yield from page.wrap("           Cause:", cause, "bold", "red", indent=18)
+        for line in rest:
+            yield from page.wrap("", line, indent=18)
 
 
 def _table(rows: Sequence[Row], page: _Page) -> list[str]:

@@ -15,6 +15,7 @@ from reference_engine.attention.limits import Limits
 from reference_engine.attention.paged import PagedAttention
 from reference_engine.attention.recompute import RecomputeAttention
 from reference_engine.attention.triton import TritonAttention
+from reference_engine.attention.varlen import VarlenAttention
 from reference_engine.batch import Batch
 from reference_engine.errors import ConfigError
 from reference_engine.kv_cache import CacheSpec, KVCache
@@ -67,6 +68,7 @@ class BackendClass(Protocol):
 
 BACKENDS: Mapping[str, BackendClass] = {
     "triton": TritonAttention,
+    "varlen": VarlenAttention,
     "paged": PagedAttention,
     "contiguous": ContiguousAttention,
     "recompute": RecomputeAttention,

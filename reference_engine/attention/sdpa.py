@@ -58,6 +58,16 @@ def attend_single(
 ) -> torch.Tensor:
     """Return the context [R, N, H] of one row per request; `mask_R11C` is false where a shorter request has no key."""
     num_requests, _, num_kv_heads, head_dim = k_RCKH.shape
+    if q_RNH.dtype == torch.float32 and q_RNH.device.type == "cpu":  # a third faster; in bfloat16 eight times slower
+        context_RN1H = scaled_dot_product_attention(
+            q_RNH[:, :, None],
+            k_RCKH.transpose(1, 2),
+            v_RCKH.transpose(1, 2),
+            attn_mask=mask_R11C,
+            scale=head_dim**-0.5,
+            enable_gqa=True,
+        )
+        return context_RN1H[:, :, 0]
     # The query heads of one KV head become its rows: no key is repeated, and a mask does not rule out the fast kernels.
     q_RKGH = q_RNH.reshape(num_requests, num_kv_heads, -1, head_dim)
     context_RKGH = scaled_dot_product_attention(

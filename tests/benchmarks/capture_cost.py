@@ -95,9 +95,9 @@ def main() -> None:
                 file.unlink()
     for name, at in (("captured / plain", 0), ("(captured - copy of the bytes) / plain", 1), ("plain forward, s", 2)):
         column = sorted(row[at] for row in rows)
-        print(f"{name:42} min {column[0]:.2f}  median {statistics.median(column):.2f}  max {column[-1]:.2f}")  # noqa: T201
+        print(f"{name:42} min {column[0]:.2f}  median {statistics.median(column):.2f}  max {column[-1]:.2f}")
     disk = statistics.median(row[3] / row[4] for row in rows)
-    print(f"bytes written {rows[0][3]:,}, copy of the bytes {disk / 1e9:.2f} GB/s, {arguments.tokens} tokens")  # noqa: T201
+    print(f"bytes written {rows[0][3]:,}, copy of the bytes {disk / 1e9:.2f} GB/s, {arguments.tokens} tokens")
 
 
 if __name__ == "__main__":

@@ -96,14 +96,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as root:
         expected, actual = Path(root) / "expected", Path(root) / "actual"
         num_bytes = write(expected, num_steps, dtype, 0.0) + write(actual, num_steps, dtype, 1e-6)
-        print(f"two recordings, {num_bytes / 1e9:.2f} GB together, {num_steps} steps, {arguments.dtype}")  # noqa: T201
+        print(f"two recordings, {num_bytes / 1e9:.2f} GB together, {num_steps} steps, {arguments.dtype}")
         for _ in range(arguments.repeats):
             read, with_pass = baseline(expected, actual, dtype)
             child = subprocess.run(
                 [sys.executable, "-c", CHILD, expected, actual], capture_output=True, text=True, check=True
             )
             figures = json.loads(child.stdout)
-            print(  # noqa: T201
+            print(
                 f"read {num_bytes / read / 1e9:.2f} GB/s, read + one pass {num_bytes / with_pass / 1e9:.2f} GB/s, "
                 f"diff {num_bytes / figures['seconds'] / 1e9:.2f} GB/s = {with_pass / figures['seconds']:.2f} of it, "
                 f"peak above start {figures['peak_bytes'] / 1e6:.0f} MB, {figures['outcome']}"

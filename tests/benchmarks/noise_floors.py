@@ -131,7 +131,7 @@ def main() -> None:
         for name, plan in plans(stories, dtype, arguments.device):
             models.append(name)
             num_runs += measure(plan, floors, alarms)
-            print(f"{dtype} {name}: {len(alarms)} alarms so far", flush=True)  # noqa: T201
+            print(f"{dtype} {name}: {len(alarms)} alarms so far", flush=True)
     rows = [[*key, *floor.cells()] for key, floor in floors.items()]
     headers = ["dtype", "engine", "operation", "rows", "median", "99 %", "max", "largest share of bound", "convention"]
     table = tabulate(rows, headers, tablefmt="github", disable_numparse=True)

@@ -49,7 +49,9 @@ def test_the_engine_of_the_page(check, install):
     assert document["coverage"]["missing"] == 0
     judged = {tap["name"]: tap["judged_by"] for tap in document["taps"]}
     assert judged["model.layers.0.self_attn.q_proj"] == "local"
-    assert judged["model.layers.0.self_attn.o_proj"] == "propagated"
+    through = {tap["name"]: tap["through"] for tap in document["taps"]}
+    assert judged["model.layers.0.self_attn.o_proj"] == "local"
+    assert through["model.layers.0.self_attn.o_proj"] == [f"model.layers.0.{tap}" for tap in lacking[:3]]
     assert len(judged) == 3 + 3 * 9
 
 

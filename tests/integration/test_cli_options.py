@@ -11,12 +11,20 @@ from harness.cli.main import build_app, wants_json
 WORKLOAD = ["--dtype", "--device", "--prompt", "--prompt-file", "--token-ids", "--max-new-tokens"]
 OPTIONS = {
     "check": ["--model", "--engine", "--engine-option", *WORKLOAD, "--schedule", "--case", "--out",
-              "--local-files-only", "--format"],
+              "--fault", "--local-files-only", "--format"],
     "golden": ["--model", *WORKLOAD, "--case", "--out", "--local-files-only", "--format"],
     "run": ["--out", "--golden", "--model", "--engine", "--engine-option", *WORKLOAD, "--schedule", "--case",
             "--local-files-only", "--format"],
     "diff": ["expected", "actual", "--model", "--device", "--taps", "--require", "--local-files-only", "--format"],
     "inspect": ["path", "--format"],
+    "generate": ["--prompt", "--model", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--seed",
+                 "--device", "--dtype", "--engine-option", "--local-files-only", "--chat", "--stream", "--show-stats",
+                 "--format"],
+    "profile": ["--out", "--model", "--engine", "--engine-option", "--dtype", "--device", "--prompt-tokens",
+                "--max-new-tokens", "--batch-size", "--phase", "--wait", "--warmup", "--active", "--repeat", "--runs",
+                "--local-files-only", "--format"],
+    "faults": ["--only", "--category", "--seeds", "--format"],
+    "bench": [],  # a group
 }  # fmt: skip
 FORMATS = {
     "check": ["human", "markdown", "json"],
@@ -24,6 +32,9 @@ FORMATS = {
     "run": ["human", "json"],
     "diff": ["human", "markdown", "json"],
     "inspect": ["human", "json"],
+    "generate": ["human", "json"],
+    "profile": ["human", "json"],
+    "faults": ["human", "json"],
 }
 
 

@@ -147,16 +147,29 @@ def test_a_preempted_request_is_read_back_as_it_was_written_last(one, tmp_path):
     assert tap(one.measure(actual.write(tmp_path / "r")), KEY).verdict is Verdict.EXACT
 
 
-def test_rows_whose_writing_was_not_recorded_are_left_out(one, tmp_path):
+def without_the_writing_of_request_1(one):
     actual = one.recorded("plain")
     for step in actual.computing():
         if step.row(1, 0) is not None:
             del step.taps[ROPE]
+    return actual
+
+
+def test_rows_whose_writing_was_not_recorded_are_held_to_the_golden(one, tmp_path):
+    actual = without_the_writing_of_request_1(one)
     result = one.measure(actual.write(tmp_path / "r"))
-    rows = sum(len(request.token_ids) for request in actual.requests)
-    prompt = next(request.prompt_length for request in actual.requests if request.id == 1)
-    assert tap(result, KEY).num_rows == rows - prompt
-    assert Code.ROWS_MISSING in {finding.code for finding in result.findings}
+    assert tap(result, KEY).num_rows == sum(len(request.token_ids) for request in actual.requests)
+    assert tap(result, KEY).verdict is Verdict.NOISE
+    assert {finding.code for finding in result.findings} == {Code.ROWS_MISSING}
+
+
+def test_content_that_nobody_computed_is_found(one, tmp_path):
+    actual = without_the_writing_of_request_1(one)
+    actual.at(KEY, 1, 2)[:] = actual.at(KEY, 0, 2)
+    result = one.measure(actual.write(tmp_path / "r"))
+    assert result.first_divergence.tap == KEY
+    assert (result.first_divergence.request, result.first_divergence.position) == (1, 2)
+    assert tap(result, KEY).num_bad_rows == 1
 
 
 def test_a_cache_of_another_shape_is_a_finding(one, tmp_path):

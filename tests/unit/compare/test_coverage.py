@@ -124,7 +124,7 @@ def test_a_prefill_of_prompt_and_continuation_is_no_decode(one):
     [
         ("plain", "hf", {"decode"}),
         ("chunked:3", "hf", {"decode", "chunked_prefill"}),
-        ("batched", "hf", {"decode", "batch"}),
+        ("batched", "hf", {"decode", "batch", "ragged_batch"}),
         ("plain", "reference", {"decode"}),
     ],
 )

@@ -182,16 +182,16 @@ def test_a_nan_where_only_propagation_can_judge(one, tmp_path):
     assert result.first_divergence.code is Code.NOT_FINITE
 
 
-def test_an_operation_without_its_input_is_judged_by_propagation(one, tmp_path):
-    actual = one.recorded()
-    actual.drop("model.layers.1.mlp.act")
-    wanted = [op.tap for op in one.decoder.graph if op.tap != "model.layers.1.mlp.act"]
+def test_an_operation_whose_way_leads_back_to_the_tokens_is_judged_by_propagation(one, tmp_path):
+    actual, first = one.recorded(), "model.layers.0.input_layernorm"
+    actual.drop("model.embed_tokens")
+    wanted = [op.tap for op in one.decoder.graph if op.tap != "model.embed_tokens"]
     sound = one.compare(actual.write(tmp_path / "a"), wanted=wanted)
     assert sound.findings == ()
-    assert tap(sound, "model.layers.1.mlp.down_proj").judged_by == "propagated"
-    actual.at("model.layers.1.mlp.down_proj", *ROW).mul_(1.01)
+    assert tap(sound, first).judged_by == "propagated"
+    actual.at(first, *ROW).mul_(1.01)
     result = one.compare(actual.write(tmp_path / "b"), wanted=wanted)
-    assert result.first_divergence.tap == "model.layers.1.mlp.down_proj"
+    assert result.first_divergence.tap == first
     assert result.first_divergence.code is Code.PROPAGATED_ERROR
 
 

@@ -74,12 +74,18 @@ def test_what_keeps_no_cache_does_not_offer_one(opened):
     assert opened(attention_backend="recompute").offer.lacks() == ("k_cache", "v_cache")
 
 
+def test_options_have_the_types_of_their_fields(opened, record):
+    assert record(opened(enable_prefix_caching="true", debug_checks="true", seed="7", num_blocks="64"), "plain")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"blocksize": "4"}, "no option 'blocksize'"),
         ({"dtype": "float16"}, "no option 'dtype'"),
         ({"block_size": "four"}, "block_size must be an integer"),
+        ({"seed": "one"}, "seed must be an integer"),
+        ({"debug_checks": "1"}, "debug_checks must be true or false"),
         ({"block_size": "0"}, "at least 1"),
         ({"attention_backend": "telepathy"}, "telepathy"),
     ],

@@ -70,7 +70,8 @@ class Picky(RecomputeAttention):
 
 @pytest.fixture
 def _picky(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "BACKENDS", {**backend.BACKENDS, "picky": Picky})
+    plain = {name: backend.BACKENDS[name] for name in ("paged", "contiguous", "recompute")}
+    monkeypatch.setattr(backend, "BACKENDS", {**plain, "picky": Picky})
 
 
 @pytest.mark.usefixtures("_picky")

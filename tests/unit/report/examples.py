@@ -8,9 +8,11 @@ from harness.results import (
     CheckResult,
     Coverage,
     Divergence,
+    Explanation,
     Finding,
     LogitResult,
     Outcome,
+    Provenance,
     RowId,
     RunResult,
     TapResult,
@@ -132,6 +134,36 @@ def broken(tap: TapResult, value: float) -> TapResult:
     )
 
 
+EXPLANATION = Explanation(
+    cause="rotary at a position off by one (+1)",
+    scope="decode rows",
+    residual_before=38.2,
+    residual_after=1.42,
+    num_rows=37,
+    num_explained=36,
+    detail="positions: 17 as 18",
+    provenance=Provenance(
+        layer=20,
+        head=1,
+        request=1,
+        position=17,
+        block=4,
+        slot=65,
+        writer_request=0,
+        writer_step=3,
+        holds="the key of request 0, position 1",
+    ),
+)
+
+
+def explained_run() -> RunResult:
+    """Return `wrong_run` with its cause."""
+    run = wrong_run()
+    assert run.first_divergence is not None
+    findings = (replace(run.findings[0], explanation=EXPLANATION), *run.findings[1:])
+    return replace(run, findings=findings, first_divergence=replace(run.first_divergence, explanation=EXPLANATION))
+
+
 def check(*runs: RunResult) -> CheckResult:
     return CheckResult(
         engine="reference",
@@ -159,6 +191,8 @@ def build(name: str) -> CheckResult:
         finding = Finding(code=Code.NOTHING_CHECKED, message="the engine offers neither taps nor tokens")
         empty = replace(sound, outcome=Outcome.NOTHING, taps=(), num_rows=0, findings=(finding,), logits=None)
         return check(replace(empty, tokens=TokenResult(), coverage=Coverage(), engine_s=None, compare_s=None))
+    if name == "explained":
+        return check(explained_run())
     if name == "missing":
         return check(missing_run())
     raise ValueError(name)
@@ -190,4 +224,4 @@ def missing_run() -> RunResult:
     )
 
 
-NAMES = ("pass", "mismatch", "nan", "schedules", "nothing", "missing")
+NAMES = ("pass", "mismatch", "explained", "nan", "schedules", "nothing", "missing")

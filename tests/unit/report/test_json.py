@@ -17,7 +17,7 @@ RUN_KEYS = {
 }  # fmt: skip
 DIVERGENCE_KEYS = {
     "tap", "request", "position", "verdict", "code", "local_roundings", "bound_roundings", "propagated_ratio",
-    "schedule", "step", "phase",
+    "schedule", "step", "phase", "explanation",
 }  # fmt: skip
 
 
@@ -53,6 +53,15 @@ def test_a_pass():
     assert (document["num_rows"], document["num_taps"]) == (3 * NUM_ROWS, 60)
     assert document["schedules"] == ["plain", "chunked", "batched"]
     assert document["timings_s"]["engine"] == 3 * 1.104
+
+
+def test_the_cause_is_in_the_first_divergence_and_in_its_finding():
+    document = check_json(build("explained"))
+    explanation = document["first_divergence"]["explanation"]
+    assert explanation == document["findings"][0]["explanation"]
+    assert (explanation["cause"], explanation["residual_after"]) == ("rotary at a position off by one (+1)", 1.42)
+    assert (explanation["provenance"]["slot"], explanation["provenance"]["writer_request"]) == (65, 0)
+    assert document["findings"][1]["explanation"] is None
 
 
 def test_a_mismatch_of_one_schedule_among_three():

@@ -14,6 +14,11 @@ def test_a_mismatch_is_open_and_marks_the_culprit():
     assert "<details open>" in text
 
 
+def test_the_cause_stands_behind_the_first_divergence():
+    text = check_markdown(build("explained"))
+    assert "**Cause: rotary at a position off by one (+1)** (decode rows; it takes the median error from 38.2" in text
+
+
 def test_a_pass_is_folded():
     text = check_markdown(build("pass"))
     assert "<details><summary>" in text

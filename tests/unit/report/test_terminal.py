@@ -38,6 +38,15 @@ First divergence: model.layers.20.q_rope
                   38.2 roundings against a bound of 2.00; propagated error 9.12
                   times HF's own (H040)
 """
+CAUSE = """\
+           Cause: rotary at a position off by one (+1)
+                  decode rows; it takes the median error from 38.2 to 1.42
+                  roundings (36 of 37 rows)
+                  positions: 17 as 18
+                  layer 20, KV head 1: position 17 of request 1 (block 4, slot
+                  65, written last by request 0 in step 3) holds the key of
+                  request 0, position 1
+"""
 NOTHING = """\
 NOTHING  reference · qwen3-tiny · bfloat16 · cpu · 3 requests · 0 rows ·
          0 taps · plain
@@ -61,6 +70,12 @@ def test_a_mismatch_points_at_the_culprit_between_what_is_sound_and_what_follows
     assert CULPRIT in text
     assert DIVERGENCE in text
     assert text.count("▸") == 1
+
+
+def test_the_cause_and_the_way_into_the_cache_stand_under_the_first_divergence():
+    text = check_text(build("explained"), width=80, color=False)
+    assert CAUSE in text
+    assert "times HF's own (H040)\n           Cause:" in text.replace("\n                  times", " times")
 
 
 def test_nothing_checked_has_no_table():

@@ -1,0 +1,108 @@
+"""Whether the peers generate the same tokens: two engines that compute different things cannot be compared.
+
+Random weights leave many near ties, and rounding decides those. So where two engines part, the logits of both tokens
+are looked up in float32, once for each request, at the first token that differs: what follows has another past.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from harness.bench.peer import OURS
+from harness.bench.workload import Workload
+from harness.errors import Code, HarnessError
+
+TIE_STDS = {"float32": 0.01, "bfloat16": 0.2, "float16": 0.05}
+"""Largest distance from the likeliest token, in standard deviations of the row's logits, that rounding may hide."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parting:
+    """Where a peer's tokens part from ours for the first time, in one request."""
+
+    peer: str
+    workload: str
+    request: int
+    token: int
+    """Index among the generated tokens."""
+    ours: int
+    theirs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """How far one peer agrees with us."""
+
+    peer: str
+    num_requests: int
+    num_ties: int
+    """Requests that part at a tie."""
+    worst_tie_stds: float
+    """Distance from the likeliest token of the farther of the two, in standard deviations of the logits; 0: no tie."""
+
+
+def find_partings(workload: Workload, tokens: Mapping[str, Sequence[Sequence[int]]]) -> list[Parting]:
+    """Return the first difference of each request and peer; `tokens` has one list a request for each peer.
+
+    Raises:
+        HarnessError: PEER_TOKENS_DIFFER: a peer has another number of tokens than was asked for.
+    """
+    for peer, lists in tokens.items():
+        actual = [len(own) for own in lists]
+        if actual != list(workload.output_lens):
+            raise HarnessError(
+                Code.PEER_TOKENS_DIFFER, f"{peer} generates another number of tokens than it was asked for",
+                where=workload.name, expected=list(workload.output_lens), actual=actual,
+            )  # fmt: skip
+    return [
+        Parting(peer=peer, workload=workload.name, request=request, token=token, ours=ours[token], theirs=theirs[token])
+        for peer, lists in tokens.items()
+        for request, (ours, theirs) in enumerate(zip(tokens[OURS], lists, strict=True))
+        for token in _first_difference(ours, theirs)
+    ]
+
+
+def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> Iterable[int]:
+    pairs = enumerate(zip(ours, theirs, strict=True))
+    return [index for index, (own, other) in pairs if own != other][:1]
+
+
+@torch.no_grad()
+def judge_partings(
+    partings: Sequence[Parting],
+    workload: Workload,
+    ours: Sequence[Sequence[int]],
+    model: Any,
+    *,
+    dtype: str,
+) -> dict[str, list[float]]:
+    """Return for each peer the distances of its ties; `model` is HuggingFace's in float32, `ours` our tokens.
+
+    Raises:
+        HarnessError: PEER_TOKENS_DIFFER: two tokens are too far apart for a tie.
+    """
+    ties: dict[str, list[float]] = {}
+    for parting in partings:
+        past = [*workload.prompts[parting.request], *ours[parting.request][: parting.token]]
+        logits_V = model(torch.tensor([past], device=model.device), logits_to_keep=1).logits[0, -1].double()
+        distances = [
+            float((logits_V.max() - logits_V[token]) / logits_V.std()) for token in (parting.ours, parting.theirs)
+        ]
+        if max(distances) > TIE_STDS[dtype]:
+            _refuse(parting, distances, TIE_STDS[dtype])
+        ties.setdefault(parting.peer, []).append(max(distances))
+    return ties
+
+
+def _refuse(parting: Parting, distances: list[float], limit: float) -> None:
+    ours, theirs = distances
+    raise HarnessError(
+        Code.PEER_TOKENS_DIFFER,
+        f"{parting.peer} and the reference engine generate different tokens",
+        where=f"{parting.workload}, request {parting.request}, token {parting.token}",
+        expected=f"logits within {limit} standard deviations of the largest",
+        actual=f"{parting.peer} {theirs:.3g} for token {parting.theirs}, reference {ours:.3g} for token {parting.ours}",
+        hint="harness check",
+    )

@@ -1,0 +1,56 @@
+"""HuggingFace's continuous batching: what `generate_batch` does, with a length for each request."""
+
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from harness.bench.hf_generate import load_hf_model
+from harness.bench.peer import Generation, Setting
+from harness.bench.workload import Workload
+from harness.errors import Code, HarnessError
+
+PAGE_SIZE = 256
+TIMEOUT_SECONDS = 600
+
+
+class HfContinuousPeer:
+    """A manager that is made and warmed up before the clock starts."""
+
+    name = "hf-continuous"
+    shows_steps = False
+
+    def __init__(self, setting: Setting) -> None:
+        self._model = load_hf_model(setting)
+        self._config = ContinuousBatchingConfig(
+            page_size=PAGE_SIZE,
+            num_blocks=1 + setting.max_requests + setting.max_total_len // PAGE_SIZE,
+            max_batch_tokens=max(2048, setting.max_request_len),
+            allow_block_sharing=False,
+        )
+
+    def generate(self, workload: Workload) -> Generation:
+        """See `Peer.generate`."""
+        greedy = GenerationConfig(do_sample=False, max_new_tokens=max(workload.output_lens), eos_token_id=-1)
+        with (
+            torch.no_grad(),
+            self._model.continuous_batching_context_manager(
+                generation_config=greedy, continuous_batching_config=self._config
+            ) as manager,
+        ):
+            generation = Generation()
+            names = [
+                manager.add_request(list(prompt), max_new_tokens=length, eos_token_id=-1)
+                for prompt, length in zip(workload.prompts, workload.output_lens, strict=True)
+            ]
+            results: dict[str, Any] = {}
+            while len(results) < len(names):
+                result = manager.get_result(timeout=TIMEOUT_SECONDS)
+                if result is None:
+                    what = "HuggingFace's continuous batching ended without an answer"
+                    raise HarnessError(Code.ENGINE_FAILED, what, where=self.name, actual=f"{len(results)} results")
+                if result.is_finished():
+                    results[result.request_id] = result
+            generation.end_step()
+        generation.token_ids = [list(results[name].generated_tokens) for name in names]
+        return generation

@@ -1,0 +1,124 @@
+"""llama.cpp through llama-cpp-python's low-level interface, where it is installed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from harness.bench.gguf_file import write_gguf
+from harness.bench.peer import Generation, PeerMissingError, Setting
+from harness.bench.workload import Workload
+from harness.errors import Code, HarnessError
+
+BATCH_TOKENS = 2048
+
+
+@dataclass(slots=True)
+class _Request:
+    """One request on its way; llama.cpp calls its number the sequence id."""
+
+    prompt: Sequence[int]
+    num_wanted: int
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def pending(self) -> Sequence[int]:
+        """Tokens that are not in the cache."""
+        return self.tokens[-1:] or self.prompt
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens in the cache."""
+        return len(self.prompt) + len(self.tokens) - 1 if self.tokens else 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to generate."""
+        return len(self.tokens) == self.num_wanted
+
+
+class LlamaCppPeer:
+    """All requests at once: each step decodes one token of every request that goes on, as its `batched` example does.
+
+    Raises:
+        PeerMissingError: llama-cpp-python or gguf is not installed, or the device is no CPU.
+    """
+
+    name = "llamacpp"
+    shows_steps = True
+
+    def __init__(self, setting: Setting) -> None:
+        try:
+            import llama_cpp
+        except ImportError as error:
+            raise PeerMissingError(str(error)) from error
+        if setting.device != "cpu":
+            raise PeerMissingError("it is timed on the CPU only")
+        self._llama = llama_cpp
+        path = setting.folder / "model.gguf"
+        write_gguf(setting.folder, path, dtype=setting.dtype)
+        self._silence = llama_cpp.llama_log_callback(lambda level, text, data: None)  # kept: C calls it
+        llama_cpp.llama_log_set(self._silence, None)
+        llama_cpp.llama_backend_init()
+        self._model = self._opened(llama_cpp.llama_model_load_from_file, str(path).encode(), self._model_params())
+        self._context = self._opened(llama_cpp.llama_init_from_model, self._model, self._context_params(setting))
+        self._batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
+        self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+
+    def generate(self, workload: Workload) -> Generation:
+        """See `Peer.generate`."""
+        requests = [_Request(*pair) for pair in zip(workload.prompts, workload.output_lens, strict=True)]
+        generation = Generation()
+        self._llama.llama_memory_clear(self._llama.llama_get_memory(self._context), True)
+        while not all(request.is_finished for request in requests):
+            self._step({i: request for i, request in enumerate(requests) if not request.is_finished})
+            generation.end_step()
+        generation.token_ids = [request.tokens for request in requests]
+        return generation
+
+    def _step(self, requests: Mapping[int, _Request]) -> None:
+        """Compute all pending tokens, and append the likeliest next one to each request."""
+        rows = [
+            (token, request.num_computed + offset, sequence, offset == len(request.pending) - 1)
+            for sequence, request in requests.items()
+            for offset, token in enumerate(request.pending)
+        ]
+        for start in range(0, len(rows), BATCH_TOKENS):
+            for sequence, token in self._decode(rows[start : start + BATCH_TOKENS]):
+                requests[sequence].tokens.append(token)
+
+    def _decode(self, rows: Sequence[tuple[int, int, int, bool]]) -> list[tuple[int, int]]:
+        """Compute rows of (token, position, sequence, is sampled); return sequence and next token of sampled ones."""
+        batch = self._batch
+        batch.n_tokens = len(rows)
+        for i, (token, position, sequence, is_sampled) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, is_sampled
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+        status = self._llama.llama_decode(self._context, batch)
+        if status != 0:
+            raise HarnessError(Code.ENGINE_FAILED, "llama_decode fails", where=self.name, actual=f"status {status}")
+        return [(row[2], self._likeliest(i)) for i, row in enumerate(rows) if row[3]]
+
+    def _likeliest(self, row: int) -> int:
+        logits = self._llama.llama_get_logits_ith(self._context, row)
+        return int(np.ctypeslib.as_array(logits, shape=(self._vocab_size,)).argmax())
+
+    def _model_params(self) -> Any:
+        params = self._llama.llama_model_default_params()
+        params.n_gpu_layers = 0
+        return params
+
+    def _context_params(self, setting: Setting) -> Any:
+        params = self._llama.llama_context_default_params()
+        params.n_ctx = setting.max_requests * setting.max_request_len
+        params.n_batch = BATCH_TOKENS
+        params.n_seq_max = setting.max_requests
+        params.n_threads = params.n_threads_batch = setting.num_threads
+        return params
+
+    def _opened(self, open_it: Any, *arguments: Any) -> Any:
+        opened = open_it(*arguments)
+        if not opened:
+            raise HarnessError(Code.ENGINE_FAILED, f"{open_it.__name__} fails", where=self.name)
+        return opened

@@ -1,0 +1,59 @@
+"""What a figure depends on besides the code: the processor, its threads, and versions."""
+
+import importlib.metadata
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
+PACKAGES = ("torch", "transformers", "triton", "llama-cpp-python")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The machine of a run."""
+
+    device: str
+    """The processor's or GPU's name."""
+    cpu_flags: tuple[str, ...]
+    """Those of `FLAGS` that the processor has; empty where the system does not tell."""
+    num_threads: int
+    """Threads of torch, and of peers that have their own."""
+    versions: dict[str, str]
+
+
+def describe_machine(device: str) -> Machine:
+    """Look at the machine; `device` is the one that is timed."""
+    cpu = _cpu_info()
+    name = (
+        torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu.get("model name", platform.machine())
+    )
+    own = cpu.get("flags", "").split()
+    return Machine(
+        device=name,
+        cpu_flags=tuple(flag for flag in FLAGS if flag in own),
+        num_threads=torch.get_num_threads(),
+        versions={"python": platform.python_version(), **_versions()},
+    )
+
+
+def _cpu_info() -> dict[str, str]:
+    """Return what Linux says of the first processor."""
+    path = Path("/proc/cpuinfo")
+    if not path.is_file():
+        return {}
+    first = path.read_text(encoding="utf-8").split("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,184 @@
+"""The benchmark: build the model, open the engines, see that they agree, and time them in turn."""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from harness.bench.agreement import Agreement, find_partings, judge_partings
+from harness.bench.bandwidth import copy_bandwidth
+from harness.bench.hf_generate import load_hf_model
+from harness.bench.machine import describe_machine
+from harness.bench.peer import OURS, Generation, Peer, Setting, check_peer_names, open_peers
+from harness.bench.quiet import quiet_peers
+from harness.bench.results import BandwidthShare, BenchResult, Measure
+from harness.bench.shape import Shape, build_checkpoint, find_shape
+from harness.bench.workload import Workload, even_workload, uneven_workload
+from harness.case import DTYPES
+from harness.errors import Code, HarnessError
+
+BATCH_SIZES = (1, 16)
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """A workload with all of its generations, one a repeat, by engine."""
+
+    workload: Workload
+    generations: dict[str, list[Generation]]
+
+
+def run_bench(
+    *,
+    shape_name: str,
+    dtype: str,
+    device: str,
+    repeats: int,
+    seed: int = 0,
+    peer_names: Sequence[str] = (),
+    num_requests: int | None = None,
+    engine_options: Mapping[str, str],
+    progress: Progress,
+) -> BenchResult:
+    """Benchmark the reference engine and its peers on a model of a shape.
+
+    `num_requests` replaces the shape's own number of requests of the uneven workload.
+
+    Raises:
+        HarnessError: BAD_OPTION: a shape, dtype or peer is unknown. PEER_TOKENS_DIFFER: the engines disagree.
+    """
+    shape = find_shape(shape_name)
+    check_peer_names(peer_names)
+    _check_dtype(dtype)
+    workloads = _workloads(shape, seed, num_requests or shape.uneven.num_requests)
+    with quiet_peers(), tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        progress("building the model", 0, 1)
+        num_parameters = build_checkpoint(shape, folder, dtype=dtype, seed=seed, device=device)
+        setting = _setting(folder, workloads, dtype=dtype, device=device, engine_options=engine_options)
+        peers, absent = open_peers(peer_names, setting)
+        agreements = _agree(peers, workloads, setting, progress)
+        timed, copies = _time(peers, workloads, device, repeats, progress)
+    return BenchResult(
+        shape=shape_name,
+        num_parameters=num_parameters,
+        dtype=dtype,
+        seed=seed,
+        repeats=repeats,
+        machine=describe_machine(device),
+        copy_bytes_per_second=median(copies),
+        copy_spread=(min(copies), max(copies)),
+        measures=_measures(timed),
+        shares=[_share(shape, num_parameters, dtype, own, median(copies)) for own in timed[: len(BATCH_SIZES)]],
+        agreements=agreements,
+        absent=absent,
+    )
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise HarnessError(Code.BAD_OPTION, "unknown dtype", where="--dtype", expected=", ".join(DTYPES), actual=dtype)
+
+
+def _workloads(shape: Shape, seed: int, num_requests: int) -> list[Workload]:
+    """Return the even workloads, one for each of `BATCH_SIZES`, and behind them the uneven one."""
+    even = [
+        even_workload(
+            size, prompt_len=shape.prompt_len, output_len=shape.decode_len, vocab_size=shape.vocab_size, seed=seed
+        )
+        for size in BATCH_SIZES
+    ]
+    uneven = replace(shape.uneven, num_requests=num_requests)
+    return [*even, uneven_workload(uneven, vocab_size=shape.vocab_size, seed=seed)]
+
+
+def _setting(
+    folder: Path, workloads: Sequence[Workload], *, dtype: str, device: str, engine_options: Mapping[str, str]
+) -> Setting:
+    lens = [
+        [len(prompt) + length for prompt, length in zip(own.prompts, own.output_lens, strict=True)] for own in workloads
+    ]
+    return Setting(
+        folder=folder,
+        dtype=dtype,
+        device=device,
+        num_threads=torch.get_num_threads(),
+        max_request_len=max(map(max, lens)),
+        max_total_len=max(map(sum, lens)),
+        max_requests=max(map(len, lens)),
+        engine_options=engine_options,
+    )
+
+
+def _agree(
+    peers: Sequence[Peer], workloads: Sequence[Workload], setting: Setting, progress: Progress
+) -> list[Agreement]:
+    """Run everything once, which also warms everything up, and compare the tokens."""
+    ties: dict[str, list[float]] = {peer.name: [] for peer in peers if peer.name != OURS}
+    model = None
+    for index, workload in enumerate(workloads):
+        progress("comparing tokens", index, len(workloads))
+        tokens = {peer.name: peer.generate(workload).token_ids for peer in peers}
+        partings = find_partings(workload, tokens)
+        if partings:
+            model = model or load_hf_model(setting, "float32")
+            judged = judge_partings(partings, workload, tokens[OURS], model, dtype=setting.dtype)
+            for name, distances in judged.items():
+                ties[name] += distances
+    num_requests = sum(len(workload.prompts) for workload in workloads)
+    return [
+        Agreement(peer=name, num_requests=num_requests, num_ties=len(own), worst_tie_stds=max(own, default=0.0))
+        for name, own in ties.items()
+    ]
+
+
+def _time(
+    peers: Sequence[Peer], workloads: Sequence[Workload], device: str, repeats: int, progress: Progress
+) -> tuple[list[Timed], list[float]]:
+    """Time all engines in turn within each repeat, in the opposite order in every second one."""
+    timed = [Timed(workload=own, generations={peer.name: [] for peer in peers}) for own in workloads]
+    copies = []
+    for repeat in range(repeats):
+        progress("timing", repeat, repeats)
+        copies.append(copy_bandwidth(device))
+        for own in timed:
+            for peer in peers if repeat % 2 == 0 else reversed(peers):
+                if peer.shows_steps or own is timed[-1]:
+                    own.generations[peer.name].append(peer.generate(own.workload))
+    return timed, copies
+
+
+def _measures(timed: Sequence[Timed]) -> list[Measure]:
+    *even, uneven = timed
+    num_prompt_tokens = len(even[0].workload.prompts[0])
+    return [
+        _measure("prefill, batch 1", "tok/s", even[0], lambda run: num_prompt_tokens / run.prefill_seconds),
+        *(
+            _measure(f"decode step, {own.workload.name}", "ms", own, lambda run: 1000 * run.decode_step_seconds)
+            for own in even
+        ),
+        _measure("uneven workload", "tok/s", uneven, lambda run: uneven.workload.num_output_tokens / run.seconds),
+    ]
+
+
+def _measure(name: str, unit: str, timed: Timed, value: Callable[[Generation], float]) -> Measure:
+    samples = {peer: [value(run) for run in runs] for peer, runs in timed.generations.items() if runs}
+    return Measure(name=name, unit=unit, is_higher_better=unit == "tok/s", samples=samples)
+
+
+def _share(shape: Shape, num_parameters: int, dtype: str, timed: Timed, copy_bytes_per_second: float) -> BandwidthShare:
+    """Relate a decode step's bytes to its time; an embedding that is not the head is read by the row, for nothing."""
+    workload = timed.workload
+    num_read = num_parameters - (0 if shape.is_tied else shape.vocab_size * shape.hidden_size)
+    num_cached = len(workload.prompts) * workload.mean_decode_context * shape.kv_elements_per_token
+    num_bytes = int((num_read + num_cached) * getattr(torch, dtype).itemsize)
+    steps = {name: median(run.decode_step_seconds for run in runs) for name, runs in timed.generations.items() if runs}
+    return BandwidthShare(
+        batch_size=len(workload.prompts),
+        bytes_per_step=num_bytes,
+        shares={name: num_bytes / seconds / copy_bytes_per_second for name, seconds in steps.items()},
+    )

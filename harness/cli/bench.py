@@ -1,0 +1,82 @@
+"""`harness bench`: how fast, against whom."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.cli import options as opt
+from harness.cli.output import write, write_json
+from harness.cli.progress import progress_bar
+from harness.errors import Code, ExitStatus, HarnessError
+
+app = typer.Typer(name="bench", no_args_is_help=True, help="Time the reference engine against its peers.")
+
+
+@app.callback()
+def bench() -> None:
+    """Time the reference engine against its peers."""
+
+
+@app.command("engine")
+def engine(
+    shape: Annotated[
+        str, typer.Option(metavar="NAME", help="tiny, 142m, qwen3-0.6b or qwen3-8b, with random weights.")
+    ] = "142m",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, ...")] = "cpu",
+    repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Times that everything is timed, in turn.")] = 3,
+    requests: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Requests of uneven lengths. [default: the shape's own]")
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="hf-generate, hf-continuous or llamacpp. Repeatable. [default: all installed]"
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the weights and prompts.")] = 0,
+    engine_option: opt.EngineOption = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write the JSON to as well.")] = None,
+    format: opt.OutFormat = opt.Format.HUMAN,
+) -> int:
+    """Time prefill, decode and continuous batching of the reference engine, HuggingFace and llama.cpp.
+
+    All get the same weights and prompts, in the same run, and must generate the same tokens first.
+    """
+    if out is not None and out.exists():
+        raise HarnessError(Code.OUTPUT_EXISTS, "the file is there already", where=out, hint="choose another --out")
+    with progress_bar() as report:
+        report("loading libraries", 0, 1)
+        from harness.bench.measure import run_bench
+        from harness.bench.table import bench_text
+        from harness.plan import check_device
+
+        check_device(device)
+        result = run_bench(
+            shape_name=shape,
+            dtype=dtype,
+            device=device,
+            repeats=repeats,
+            seed=seed,
+            num_requests=requests,
+            peer_names=peer or (),
+            engine_options=opt.parse_engine_options(engine_option),
+            progress=report,
+        )
+    if out is not None:
+        _save(out, json.dumps(result.json(), indent=1))
+    if format is opt.Format.JSON:
+        write_json(result.json())
+    else:
+        write(bench_text(result))
+    return ExitStatus.PASS
+
+
+def _save(path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        what = f"the file cannot be written: {error.strerror}"
+        raise HarnessError(Code.CANNOT_WRITE, what, where=path) from error

@@ -1,0 +1,81 @@
+"""`harness profile`: what prefill and decode cost, and where."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.checkpoint import embedded_cases
+from harness.cli import options as opt
+from harness.cli.output import write, write_json
+from harness.cli.progress import progress_bar
+from harness.errors import ExitStatus
+
+
+def profile(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for traces, memory snapshots and profile.json.")],
+    model: opt.Model = None,
+    engine: Annotated[str, typer.Option(metavar="NAME", help="Engine to profile.")] = "reference",
+    engine_option: opt.EngineOption = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help="float32, bfloat16, float16, or auto: the checkpoint's own.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, ...")] = "cpu",
+    prompt_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of each prompt; they are random.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens to generate for each request.")] = 32,
+    batch_size: Annotated[int, typer.Option(metavar="N", help="Requests that arrive together.")] = 1,
+    phase: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="prefill, decode or mixed. Repeatable. [default: all the engine has]"),
+    ] = None,
+    wait: Annotated[int, typer.Option(metavar="N", help="Units left alone before a capture: decode steps, runs.")] = 1,
+    warmup: Annotated[int, typer.Option(metavar="N", help="Units with the profiler on that are thrown away.")] = 1,
+    active: Annotated[int, typer.Option(metavar="N", help="Most steps of a phase that are captured.")] = 8,
+    repeat: Annotated[int, typer.Option(metavar="N", help="Traces of each phase.")] = 1,
+    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Runs without a profiler, for the latencies.")] = 5,
+    local_files_only: opt.LocalFilesOnly = False,
+    format: opt.OutFormat = opt.Format.HUMAN,
+) -> int:
+    """Profile an engine, prefill and decode by themselves.
+
+    Four passes over the same steps: times without a profiler, a trace, memory, and exact counts. Without --model, the
+    embedded qwen3-tiny.
+    """
+    with progress_bar() as report:
+        report("loading libraries", 0, 1)
+        from harness.check import claimed
+        from harness.checkpoint import resolve
+        from harness.plan import check_device, resolve_dtype
+        from harness.profiling.load import CaptureSchedule
+        from harness.profiling.profile import ProfileSpec, run_profile
+        from harness.profiling.workload import ProfileWorkload
+        from harness.report.profile_json import profile_document, profile_json
+        from harness.report.profile_text import profile_text
+
+        name = model or str(embedded_cases() / "checkpoints" / "qwen3-tiny")
+        folder = resolve(name, local_files_only=local_files_only)
+        check_device(device)
+        spec = ProfileSpec(
+            model=name,
+            folder=folder,
+            engine=engine,
+            dtype=resolve_dtype(dtype, folder),
+            device=device,
+            engine_options=opt.parse_engine_options(engine_option),
+            workload=ProfileWorkload(
+                batch_size=batch_size, num_prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens
+            ),
+            phases=tuple(dict.fromkeys(phase or ())),
+            schedule=CaptureSchedule(wait=wait, warmup=warmup, active=active, repeat=repeat),
+            num_runs=runs,
+        )
+        with claimed(out):
+            result = run_profile(spec, out, report)
+            document = json.dumps(profile_document(result), allow_nan=False)
+            (out / "profile.json").write_text(document, encoding="utf-8")
+    if format is opt.Format.JSON:
+        write_json(profile_json(result))
+    else:
+        write(profile_text(result))
+    return ExitStatus.PASS

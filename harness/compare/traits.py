@@ -1,0 +1,27 @@
+"""What a model can be asked for: conditions that depend on the model as much as on the workload."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """Of a decoder, what decides whether a workload reaches a condition."""
+
+    num_groups: int
+    """Query heads of one KV head."""
+    window: int | None
+    """Smallest sliding window of any layer; None where all see everything."""
+    original_positions: int | None
+    """Positions the model was trained on before its rotary embedding was stretched; None where it was not."""
+
+    @classmethod
+    def of(cls, config: Any, windows: list[int | None]) -> "Traits":
+        """Read the traits off HF's configuration and the windows of the layers."""
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        rope = getattr(config, "rope_parameters", None) or {}
+        return cls(
+            num_groups=config.num_attention_heads // num_kv_heads,
+            window=min((window for window in windows if window is not None), default=None),
+            original_positions=rope.get("original_max_position_embeddings"),
+        )

@@ -1,0 +1,188 @@
+"""A transformers model step by step, through its own KV cache, watched through hooks on its modules.
+
+Requests that are added together are one batch of equally long prompts: HF pads what is not, and padding is not what is
+to be measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.engines.stepping import PREPARE, ROTARY, SAMPLE, ModelShape, Watcher
+from harness.errors import Code, HarnessError
+from harness.oracle.decoder import Decoder
+from harness.profile_results import StepShape
+from harness.taps import EMBEDDING, layer_prefix
+
+_READERS = {"attention": "self_attn.o_proj", "attn_residual": "post_attention_layernorm", "mlp.act": "mlp.down_proj"}
+"""Taps that no module produces, and the module that reads each."""
+
+
+class HFSession:
+    """A loaded model and the cache of the requests at hand; see `Session`."""
+
+    phases = ("prefill", "decode")
+
+    def __init__(self, decoder: Decoder, attention: str) -> None:
+        self._decoder = decoder
+        decoder.model.set_attn_implementation(attention)
+        self._prompts: list[list[int]] = []
+        self._num_added = 0
+        self._num_cached = 0
+        self._next_ids: torch.Tensor | None = None
+        self._cache: Any = None
+        self._watcher: Watcher | None = None
+        self.model = _model_shape(decoder)
+
+    def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
+        """See `Session.add`; raises HarnessError (ENGINE_CANNOT_SERVE) for a prompt that would have to be padded."""
+        if self._num_cached or any(len(prompt) != len(other) for other in self._prompts):
+            raise HarnessError(
+                Code.ENGINE_CANNOT_SERVE,
+                "one batch of HF starts together and has equally long prompts",
+                expected=len(self._prompts[0]) if self._prompts else "no batch on its way",
+                actual=len(prompt),
+            )
+        self._prompts.append(list(prompt))
+        self._num_added += 1
+        return self._num_added - 1
+
+    @torch.no_grad()
+    def step(self) -> Sequence[int]:
+        """See `Session.step`."""
+        ids = self._input_ids()
+        batch_size, num_tokens = ids.shape
+        self._num_cached += num_tokens
+        if self._watcher is not None:
+            self._watcher.begin_step(self._shape(batch_size, num_tokens))
+        output = self._decoder.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        self._next_ids = output.logits[:, -1].argmax(dim=-1, keepdim=True)
+        if self._watcher is not None:
+            self._watcher.reached(SAMPLE)
+        return range(self._num_added - batch_size, self._num_added)
+
+    @contextmanager
+    def watching(self, watcher: Watcher) -> Iterator[None]:
+        """See `Session.watching`."""
+        with ExitStack() as stack:
+            stack.callback(setattr, self, "_watcher", self._watcher)
+            self._watcher = watcher
+            self._hook(stack, watcher.reached)
+            yield
+
+    def stop(self) -> None:
+        """See `Session.stop`."""
+        self._prompts, self._num_cached = [], 0
+        self._cache = self._next_ids = None
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """See `Session.weights`."""
+        return dict(self._decoder.model.named_parameters(remove_duplicate=False))
+
+    def cache_tensors(self) -> Sequence[torch.Tensor]:
+        """See `Session.cache_tensors`."""
+        layers = [] if self._cache is None else self._cache.layers
+        return [states for layer in layers if layer.is_initialized for states in (layer.keys, layer.values)]
+
+    def _input_ids(self) -> torch.Tensor:
+        if self._next_ids is not None:
+            return self._next_ids
+        self._cache = _new_cache(self._decoder.config, self._update_ends)
+        return torch.tensor(self._prompts, device=self._decoder.device)
+
+    def _update_ends(self, layer: int, site: str) -> None:
+        if self._watcher is not None:
+            self._watcher.reached(f"{layer_prefix(layer)}{site}")
+
+    def _shape(self, batch_size: int, num_tokens: int) -> StepShape:
+        return StepShape(
+            phase="prefill" if self._num_cached == num_tokens else "decode",
+            query_lens=(num_tokens,) * batch_size,
+            context_lens=(self._num_cached,) * batch_size,
+            num_sampled=batch_size,
+        )
+
+    def _hook(self, stack: ExitStack, reached: Callable[[str], None]) -> None:
+        decoder = self._decoder
+        model = decoder.model.model
+        stack.enter_context(_before(model.embed_tokens, PREPARE, reached))
+        stack.enter_context(_before(model.rotary_emb, PREPARE, reached))
+        stack.enter_context(_after(model.rotary_emb, ROTARY, reached))
+        stack.enter_context(_after(model.embed_tokens, EMBEDDING, reached))
+        for operation in decoder.graph:
+            reader, prefix = _READERS.get(operation.site), operation.tap.removesuffix(operation.site)
+            if operation.site == "mlp.act":  # silu comes before up_proj, the product with it after
+                stack.enter_context(_after(decoder.module(f"{prefix}mlp.act_fn"), operation.tap, reached))
+            if reader is not None:
+                stack.enter_context(_before(decoder.module(prefix + reader), operation.tap, reached))
+            elif operation.site == "output":
+                layer = decoder.module(operation.tap.removesuffix(".output"))
+                stack.enter_context(_after(layer, operation.tap, reached))
+            elif operation.inputs and _is_module(decoder, operation.tap):
+                stack.enter_context(_after(decoder.module(operation.tap), operation.tap, reached))
+
+
+def _is_module(decoder: Decoder, tap: str) -> bool:
+    try:
+        decoder.module(tap)
+    except AttributeError:
+        return False
+    return True
+
+
+@contextmanager
+def _before(module: nn.Module, name: str, reached: Callable[[str], None]) -> Iterator[None]:
+    handle = module.register_forward_pre_hook(lambda _module, _args: reached(name))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _after(module: nn.Module, name: str, reached: Callable[[str], None]) -> Iterator[None]:
+    handle = module.register_forward_hook(lambda _module, _args, _output: reached(name))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _new_cache(config: Any, ends: Callable[[int, str], None]) -> Any:
+    """Make HF's own growing cache, which says where rotary ends and where the update of the cache does."""
+    from transformers import DynamicCache  # seconds to import
+
+    class WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
+        def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+            ends(layer_idx, "q_rope")
+            updated = super().update(keys, values, layer_idx, *args, **kwargs)
+            ends(layer_idx, "k_cache")
+            return updated
+
+    return WatchedCache(config=config)
+
+
+def _model_shape(decoder: Decoder) -> ModelShape:
+    config = decoder.config
+    first: Any = decoder.layers[0]
+    windows = tuple(getattr(layer.self_attn, "sliding_window", None) for layer in decoder.layers)
+    return ModelShape(
+        num_layers=len(decoder.layers),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        vocab_size=decoder.vocab_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=decoder.head_dim(),
+        has_qk_norm=hasattr(first.self_attn, "q_norm"),
+        itemsize=decoder.dtype.itemsize,
+        windows=windows,
+        qkv_bias=first.self_attn.q_proj.bias is not None,
+        o_bias=first.self_attn.o_proj.bias is not None,
+        mlp_bias=first.mlp.gate_proj.bias is not None,
+    )

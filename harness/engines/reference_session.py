@@ -1,0 +1,142 @@
+"""The reference engine step by step, watched through its own observer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from harness.engines.reference_errors import reference_errors
+from harness.engines.stepping import COMMIT, PREPARE, SAMPLE, ModelShape, Watcher
+from harness.profile_results import StepShape
+from reference_engine import LLMEngine, SamplingParams, StepInfo
+
+_COMPUTED_WITH_ANOTHER = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm", "k_rope", "mlp.up_proj")
+"""Taps that are there as soon as the one before them is: q, k and v are one product, and so are gate and up; q and k
+are normed, and rotated, before either is shown."""
+
+
+class ReferenceSession:
+    """A loaded `LLMEngine`; see `Session`."""
+
+    phases = ("prefill", "decode", "mixed")
+
+    def __init__(self, engine: LLMEngine, folder: Path) -> None:
+        self._engine, self._folder = engine, folder
+        self._requests: set[int] = set()
+        self.model = _model_shape(engine)
+
+    def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
+        """See `Session.add`."""
+        with reference_errors(self._folder):
+            request = self._engine.add_request(prompt, SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True))
+        self._requests.add(request)
+        return request
+
+    def step(self) -> Sequence[int]:
+        """See `Session.step`."""
+        outputs = self._engine.step()
+        self._requests -= {output.request_id for output in outputs if output.finish_reason is not None}
+        if isinstance(self._engine.observer, _Boundaries):
+            self._engine.observer.end()
+        return [output.request_id for output in outputs]
+
+    @contextmanager
+    def watching(self, watcher: Watcher) -> Iterator[None]:
+        """See `Session.watching`."""
+        before, self._engine.observer = self._engine.observer, _Boundaries(watcher)
+        try:
+            yield
+        finally:
+            self._engine.observer = before
+
+    def stop(self) -> None:
+        """See `Session.stop`."""
+        for request in sorted(self._requests):
+            self._engine.abort(request)
+        self._requests.clear()
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """See `Session.weights`."""
+        return dict(_tensors("", self._engine.runner.model))
+
+    def cache_tensors(self) -> Sequence[torch.Tensor]:
+        """See `Session.cache_tensors`."""
+        cache = self._engine.runner.backend.cache
+        return [] if cache is None else [cache.data]
+
+
+class _Boundaries:
+    """The engine's observer: a tap is where the operation ends that made it."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._is_readback = False
+
+    def begin_step(self, step: StepInfo) -> None:
+        self._is_readback = step.phase == "readback"
+        if not self._is_readback:
+            self._watcher.begin_step(_step_shape(step))
+            self._watcher.reached(PREPARE)
+
+    def tap(self, name: str, tensor: torch.Tensor) -> None:
+        if not (self._is_readback or name.endswith(_COMPUTED_WITH_ANOTHER)):
+            self._watcher.reached(name)
+
+    def end_step(self, sampled: Sequence[int]) -> None:
+        if not self._is_readback:
+            self._watcher.reached(SAMPLE)
+
+    def end(self) -> None:
+        self._watcher.reached(COMMIT)
+
+
+def _step_shape(step: StepInfo) -> StepShape:
+    """Rows of one request follow one another."""
+    runs = [
+        [position for _, position in run]
+        for _, run in groupby(zip(step.request_ids, step.positions, strict=True), key=lambda row: row[0])
+    ]
+    return StepShape(
+        phase=step.phase,
+        query_lens=tuple(map(len, runs)),
+        context_lens=tuple(run[-1] + 1 for run in runs),
+        num_sampled=len(step.sampled_rows),
+    )
+
+
+def _tensors(name: str, part: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a tree of the engine's layers by their paths: `layers.3.mlp.down_proj.weight`."""
+    if isinstance(part, torch.Tensor):
+        yield name, part
+    elif isinstance(part, tuple):
+        for index, child in enumerate(part):
+            yield from _tensors(f"{name}.{index}", child)
+    elif is_dataclass(part):
+        for field in fields(part):
+            own = re.sub("_[A-Z]+$", "", field.name)  # weight_OI, whose shape is not part of its name
+            yield from _tensors(f"{name}.{own}" if name else own, getattr(part, field.name))
+
+
+def _model_shape(engine: LLMEngine) -> ModelShape:
+    config = engine.model_config
+    return ModelShape(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        has_qk_norm=config.qk_norm,
+        itemsize=engine.runner.dtype.itemsize,
+        windows=config.layer_windows,
+        qkv_bias=config.qkv_bias,
+        o_bias=config.o_bias,
+        mlp_bias=config.mlp_bias,
+    )

@@ -1,0 +1,145 @@
+"""What an engine must offer to be profiled: its steps, one at a time, and the boundaries between operations in them.
+
+This is optional, beside `Engine`: an engine that has it gets a method `open_session`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from harness.engines.adapter import Engine, blaming
+from harness.errors import Code, HarnessError
+from harness.profile_results import StepShape
+
+if TYPE_CHECKING:
+    import torch
+
+PREPARE, SAMPLE, COMMIT = "engine.prepare", "engine.sample", "engine.commit"
+"""Names of what an engine does on the host: before its model runs, to choose the tokens, and afterwards."""
+ROTARY = "model.rotary_emb"
+"""Name of the cosines and sines of the step, where an engine shows them by themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes that decide what a step costs."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    has_qk_norm: bool
+    itemsize: int
+    """Bytes of one element of weights, activations, K and V."""
+    windows: tuple[int | None, ...]
+    """Latest tokens that each layer sees; None: all of them."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of one token in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
+
+
+class Watcher(Protocol):
+    """Is told where one operation of a step ends, which is where the next one begins."""
+
+    def begin_step(self, shape: StepShape) -> None:
+        """Say what the step computes; called once in each step, before its model runs."""
+
+    def reached(self, name: str) -> None:
+        """Say that everything since the previous call, or since the step's begin, was `name`.
+
+        Names are those of the taps. Operations that an engine computes in one are reached under the first one's name.
+        """
+
+
+class Session(Protocol):
+    """An engine that is driven step by step. One that is given the same requests again computes the same steps."""
+
+    phases: tuple[str, ...]
+    """Phases that its steps can have."""
+    model: ModelShape
+
+    def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
+        """Queue a request, to be continued greedily and past every end-of-sequence token; return its number."""
+
+    def step(self) -> Sequence[int]:
+        """Compute one step and return the numbers of the requests that have got a token by it."""
+
+    def watching(self, watcher: Watcher) -> AbstractContextManager[None]:
+        """Show the steps of this block to `watcher`; afterwards nothing of it is left in the engine."""
+
+    def stop(self) -> None:
+        """Drop all requests and what is kept for them."""
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """Return the parameters by name."""
+
+    def cache_tensors(self) -> Sequence[torch.Tensor]:
+        """Return the tensors that K and V are kept in at this moment."""
+
+
+@runtime_checkable
+class Steppable(Protocol):
+    """An engine whose steps can be driven."""
+
+    def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> Session:
+        """Load the engine for steps of up to so many tokens and requests, as far as its own options allow."""
+
+
+def open_session(engine: Engine, *, max_num_tokens: int, max_num_seqs: int) -> Session:
+    """Open a session of an engine; whatever the engine raises in it is an error that names the engine.
+
+    Raises:
+        HarnessError: ENGINE_HAS_NO_STEPS, or what the engine raises.
+    """
+    if not isinstance(engine, Steppable):
+        raise HarnessError(
+            Code.ENGINE_HAS_NO_STEPS,
+            f"engine {engine.name!r} offers no steps to separate prefill from decode by",
+            where="--engine",
+            expected="a method open_session, as harness.engines.stepping.Steppable has it",
+            actual=type(engine).__name__,
+            hint="harness profile --engine reference",
+        )
+    with blaming(engine.name):
+        session = engine.open_session(max_num_tokens=max_num_tokens, max_num_seqs=max_num_seqs)
+    return _BlamedSession(engine.name, session)
+
+
+class _BlamedSession:
+    """A session whose errors are the engine's: neither the profiler's nor the harness's."""
+
+    def __init__(self, engine: str, session: Session) -> None:
+        self._engine, self._session = engine, session
+        self.phases, self.model = session.phases, session.model
+
+    def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
+        with blaming(self._engine):
+            return self._session.add(prompt, max_new_tokens)
+
+    def step(self) -> Sequence[int]:
+        with blaming(self._engine):
+            return self._session.step()
+
+    def watching(self, watcher: Watcher) -> AbstractContextManager[None]:
+        return self._session.watching(watcher)
+
+    def stop(self) -> None:
+        with blaming(self._engine):
+            self._session.stop()
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return self._session.weights()
+
+    def cache_tensors(self) -> Sequence[torch.Tensor]:
+        return self._session.cache_tensors()

@@ -1,0 +1,310 @@
+"""Ways to get attention wrong in what a row sees, how scores are scaled and summed, and which KV head is read.
+
+`T` query rows, `S` history rows, `N` query heads, `K` KV heads, `H` head size.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from harness.explain.hypothesis import Hypothesis
+from harness.explain.scene import Scene
+from harness.explain.view import View
+from harness.oracle.precision import TRUTH_DTYPE
+
+_MAX_SPLIT_SIZES = 24
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def _joined(scene: Scene, attend: Callable[[View], torch.Tensor]) -> torch.Tensor:
+    """[R, N*H] over all views."""
+    return torch.cat([attend(view) for view in scene.views])
+
+
+def causal_mask_off(scene: Scene) -> Iterator[Hypothesis]:
+    """The diagonal is on the wrong side, or there is no causal mask."""
+    masks: dict[str, Callable[[View], torch.Tensor]] = {
+        "causal mask off by one: a row does not see itself": lambda view: view.visible() & (view.distance > 0),
+        "causal mask off by one: a row sees the next token": lambda view: (view.distance >= -1) & view.is_computed,
+        "no causal mask: a row sees all tokens of its step": lambda view: view.is_computed,
+    }
+    yield from _masked(scene, masks)
+
+
+def _masked(scene: Scene, masks: dict[str, Callable[[View], torch.Tensor]]) -> Iterator[Hypothesis]:
+    for cause, mask in masks.items():
+        yield Hypothesis(cause=cause, output=_joined(scene, lambda view, mask=mask: view.attend(visible=mask(view))))  # type: ignore[misc]
+
+
+def mask_misaligned(scene: Scene) -> Iterator[Hypothesis]:
+    """The mask is aligned at the top left, or a row sees its own step only, or all but it."""
+
+    def own_step(view: View) -> torch.Tensor:
+        return view.visible() & (view.key_step == view.rows.step[:, None])
+
+    def top_left(view: View) -> torch.Tensor:
+        first = [int((view.key_step == step).nonzero()[0, 0]) for step in view.rows.step.tolist()]
+        index = view.rows.position - torch.tensor(first)
+        return torch.arange(len(view.key)) <= index[:, None]
+
+    masks: dict[str, Callable[[View], torch.Tensor]] = {
+        "causal mask aligned top-left instead of bottom-right": top_left,
+        "a row sees only the tokens of its own step: the cache is not read": own_step,
+        "a row does not see the tokens of its own step": lambda view: (
+            view.visible() & (view.key_step != view.rows.step[:, None])
+        ),
+    }
+    yield from _masked(scene, masks)
+
+
+def wrong_window(scene: Scene) -> Iterator[Hypothesis]:
+    """The sliding window is off by one, ignored, or one where there should be none."""
+    window = scene.views[0].window
+    if window is not None:
+        sizes = {window - 1: "off by one (too narrow)", window + 1: "off by one (too wide)"}
+        masks: dict[str, Callable[[View], torch.Tensor]] = {
+            f"sliding window {name}: {size} instead of {window}": lambda view, size=size: (  # type: ignore[misc]
+                (view.distance >= 0) & (view.distance < size)
+            )
+            for size, name in sizes.items()
+        }
+        masks["the sliding window is ignored"] = lambda view: view.distance >= 0
+        yield from _masked(scene, masks)
+    yield from _fitted_spans(scene)
+
+
+def _fitted_spans(scene: Scene) -> Iterator[Hypothesis]:
+    """A row sees only its last n tokens, or only the first n, or all but the last n: n fitted to the last row."""
+    view = max(scene.views, key=lambda each: int(each.rows.position.max()))
+    at = int(view.rows.position.argmax())
+    length = int(view.rows.position[at]) + 1
+    probe, actual = view.select(torch.tensor([at])), _actual_of(scene, view)[at]
+    spans: dict[str, Callable[[View, int], torch.Tensor]] = {
+        "a row sees only the last {n} tokens": lambda each, n: (each.distance >= 0) & (each.distance < n),
+        "a row sees only the first {n} tokens": lambda each, n: each.visible() & (torch.arange(len(each.key)) < n),
+        "the first {n} tokens are not seen": lambda each, n: each.visible() & (torch.arange(len(each.key)) >= n),
+        "a row does not see its last {n} tokens": lambda each, n: each.visible() & (each.distance >= n),
+    }
+    for cause, span in spans.items():
+        numbers = range(1, length, max(1, length // 512))
+        errors = [float((probe.attend(visible=span(probe, n)) - actual).norm()) for n in numbers]
+        if errors:
+            n = numbers[min(range(len(errors)), key=errors.__getitem__)]
+            output = _joined(scene, lambda each, n=n, span=span: each.attend(visible=span(each, n)))  # type: ignore[misc]
+            yield Hypothesis(cause=cause.format(n=n), output=output)
+
+
+def _actual_of(scene: Scene, view: View) -> torch.Tensor:
+    """The recorded context of a view's rows."""
+    begin = 0
+    for each in scene.views:
+        if each is view:
+            return scene.actual[begin : begin + len(each.rows)]
+        begin += len(each.rows)
+    raise ValueError("the view is not of this scene")
+
+
+def padding_attended(scene: Scene) -> Iterator[Hypothesis]:
+    """Keys of zeros take part: each adds one to the sum of the exponentials. Their number is fitted to every row."""
+    scores = [view.scores().masked_fill(~view.visible(), -torch.inf) for view in scene.views]
+    log_total = torch.cat([each.logsumexp(dim=-1).T for each in scores])  # [R, N]
+    heads = log_total.shape[1]
+    actual, expected = (x.unflatten(1, (heads, -1)) for x in (scene.actual, scene.expected))
+    gain = (actual * expected).sum(-1) / expected.square().sum(-1)
+    if not bool((gain > 0).all()):
+        return
+    number = (log_total.exp() * (1 / gain - 1)).median(dim=1).values.round().clamp(min=0)
+    share = 1 / (1 + number[:, None] * (-log_total).exp())
+    shown = ", ".join(str(int(n)) for n in number[:6].tolist())
+    yield Hypothesis(
+        cause="padding is attended to: keys of zeros take part",
+        output=(expected * share[..., None]).flatten(1),
+        detail=f"number of them, row by row: {shown}",
+        freedom=1,
+    )
+
+
+def wrong_scale(scene: Scene) -> Iterator[Hypothesis]:
+    """The scores are scaled by another factor: a known one, or one that is fitted."""
+    view = scene.views[0]
+    own, head_dim = view.scale, view.query.shape[-1]
+    hidden = int(scene.decoder.config.hidden_size)
+    known = {
+        "missing": 1.0,
+        "taken from the hidden size": hidden**-0.5,
+        "applied twice": own * own,
+        "the head size without its root": 1 / head_dim,
+        "the root itself, not its inverse": head_dim**0.5,
+        "in base 2 without log2(e)": own * math.log(2),
+        "with log2(e) though the base is e": own / math.log(2),
+        "taken from the number of heads": view.query.shape[1] ** -0.5,
+        "taken from the KV heads' total size": (view.key.shape[1] * head_dim) ** -0.5,
+    }
+    for name, scale in known.items():
+        output = _joined(scene, lambda each, scale=scale: each.attend(scale=scale))  # type: ignore[misc]
+        yield Hypothesis(cause=f"the softmax scale is {name}: {scale:.4g} instead of {own:.4g}", output=output)
+    fitted = _fitted_scale(scene)
+    yield Hypothesis(
+        cause=f"the softmax scale is {fitted:.6g} instead of {own:.6g}",
+        output=_joined(scene, lambda each: each.attend(scale=fitted)),
+        freedom=1,
+    )
+
+
+def _fitted_scale(scene: Scene) -> float:
+    """Return the factor under which the first rows come out nearest, by a search over its logarithm."""
+    view = scene.views[0]
+    probe = view.select(torch.arange(min(len(view.rows), 4)))
+    actual = _actual_of(scene, view)[: len(probe.rows)]
+
+    def error(log_scale: float) -> float:
+        return float((probe.attend(scale=math.exp(log_scale)) - actual).norm())
+
+    grid = [math.log(view.scale) + step / 8 for step in range(-32, 33)]
+    at, width = min(grid, key=error), 1 / 8
+    for _ in range(50):
+        width *= 0.65
+        at = min((at - width, at, at + width), key=error)
+    return math.exp(at)
+
+
+def other_kv_heads(scene: Scene) -> Iterator[Hypothesis]:
+    """Each query head reads another KV head: tiled instead of repeated, or any map that fits."""
+    view = scene.views[0]
+    num_heads, num_kv = view.query.shape[1], view.key.shape[1]
+    if num_kv == 1:
+        return
+    candidates = torch.stack(
+        [_joined(scene, lambda each, k=k: each.attend(heads=torch.full((num_heads,), k))) for k in range(num_kv)]  # type: ignore[misc]
+    ).unflatten(2, (num_heads, -1))  # [K, R, N, H]
+    actual = scene.actual.unflatten(1, (num_heads, -1))
+    heads = (candidates - actual).norm(dim=-1).norm(dim=1).argmin(dim=0)
+    repeated = torch.arange(num_heads) // view.num_groups
+    if torch.equal(heads, repeated):
+        return
+    tiled = torch.equal(heads, torch.arange(num_heads) % num_kv)
+    output = _joined(scene, lambda each: each.attend(heads=heads))
+    cause = "KV heads are tiled instead of repeated" if tiled else "query heads read the wrong KV heads"
+    yield Hypothesis(cause=cause, output=output, detail=f"KV head of each query head: {heads.tolist()}")
+
+
+def coarse_softmax(scene: Scene) -> Iterator[Hypothesis]:
+    """Scores, probabilities, or the recorded q, k and v are rounded to a 16-bit dtype."""
+    for dtype in _HALF_DTYPES:
+        name = str(dtype).removeprefix("torch.")
+
+        def rounded(x: torch.Tensor, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return x.to(dtype).to(TRUTH_DTYPE)
+
+        softmaxes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "its result": lambda s, rounded=rounded: rounded(s.softmax(dim=-1)),  # type: ignore[misc]
+            "its input": lambda s, rounded=rounded: rounded(s).softmax(dim=-1),  # type: ignore[misc]
+            "input and result": lambda s, rounded=rounded: rounded(rounded(s).softmax(dim=-1)),  # type: ignore[misc]
+            "all of it": lambda s, dtype=dtype: s.to(dtype).softmax(dim=-1).to(TRUTH_DTYPE),  # type: ignore[misc]
+        }
+        for part, softmax in softmaxes.items():
+            output = _joined(scene, lambda each, softmax=softmax: each.attend(softmax=softmax))  # type: ignore[misc]
+            yield Hypothesis(cause=f"the softmax is in {name}", output=output, detail=part)
+
+
+def splits_merged_wrongly(scene: Scene) -> Iterator[Hypothesis]:
+    """The history is attended to in pieces whose results are put together without the right weights."""
+    splits = {f"pieces of {size} tokens": [_pieces(view, size) for view in scene.views] for size in _split_sizes(scene)}
+    splits |= {f"{count} pieces": _even_pieces(scene, count) for count in range(2, 9)}
+    for detail, views in splits.items():
+        for cause, weigh in _MERGES.items():
+            yield Hypothesis(cause=cause, output=torch.cat([each.merged(weigh) for each in views]), detail=detail)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Attention over each piece of a history by itself."""
+
+    outputs: torch.Tensor
+    """[pieces, N, T, H]."""
+    log_sums: torch.Tensor
+    """[pieces, N, T]."""
+    maxima: torch.Tensor
+    """[pieces, N, T]."""
+
+    def merged(self, weigh: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """[T, N*H]: the pieces put together by the weights that `weigh` gives them."""
+        weights = weigh(self.log_sums, self.maxima)
+        return (weights[..., None] * self.outputs).sum(dim=0).transpose(0, 1).flatten(1)
+
+
+def _pieces(view: View, size: int) -> _Pieces:
+    scores = view.scores().masked_fill(~view.visible(), -torch.inf)
+    values = view.spread(view.value)
+    pieces = [(scores[..., at : at + size], values[:, at : at + size]) for at in range(0, scores.shape[-1], size)]
+    return _Pieces(
+        torch.stack([piece.softmax(dim=-1).nan_to_num(0.0) @ value for piece, value in pieces]),
+        torch.stack([piece.logsumexp(dim=-1) for piece, _ in pieces]),
+        torch.stack([piece.amax(dim=-1) for piece, _ in pieces]),
+    )
+
+
+def _even_pieces(scene: Scene, count: int) -> list[_Pieces]:
+    """Each row's own history in a number of pieces of one size."""
+    return [
+        _pieces(view.select(torch.tensor([at])), -(-(position + 1) // count))
+        for view in scene.views
+        for at, position in enumerate(view.rows.position.tolist())
+    ]
+
+
+def _split_sizes(scene: Scene) -> list[int]:
+    longest = max(len(view.key) for view in scene.views)
+    block = scene.memory.block_size or 16
+    sizes = {1 << power for power in range(13)} | {block * number for number in range(1, 9)}
+    return sorted(size for size in sizes if size < longest)[:_MAX_SPLIT_SIZES]
+
+
+def _in_base_2(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
+    return (log_sum * math.log(2)).softmax(dim=0)
+
+
+def _base_e_of_log2(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
+    return (log_sum / math.log(2)).softmax(dim=0)
+
+
+def _not_rescaled(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
+    return (log_sum - maximum).nan_to_num(-torch.inf).softmax(dim=0)
+
+
+def _averaged(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
+    exists = log_sum.isfinite().to(log_sum.dtype)
+    return exists / exists.sum(dim=0)
+
+
+def _summed(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
+    return log_sum.isfinite().to(log_sum.dtype)
+
+
+def _last_only(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
+    exists = log_sum.isfinite()
+    last = exists & (exists.cumsum(dim=0) == exists.sum(dim=0))
+    return last.to(log_sum.dtype)
+
+
+_MERGES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "split KV: natural log-sum-exp is merged in base 2": _in_base_2,
+    "split KV: log-sum-exp in base 2 is merged in base e": _base_e_of_log2,
+    "split KV: the pieces are not rescaled to a common maximum": _not_rescaled,
+    "split KV: the pieces are averaged": _averaged,
+    "split KV: the pieces are summed without weights": _summed,
+    "split KV: only the last piece counts": _last_only,
+}
+
+EXPLANATIONS = (
+    causal_mask_off,
+    mask_misaligned,
+    wrong_window,
+    padding_attended,
+    wrong_scale,
+    other_kv_heads,
+    coarse_softmax,
+    splits_merged_wrongly,
+)

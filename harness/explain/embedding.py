@@ -1,0 +1,49 @@
+"""Ways to get the embedding wrong: the row of another token, or a scaled one."""
+
+from collections.abc import Iterator
+
+import torch
+
+from harness.explain.hypothesis import Hypothesis
+from harness.explain.scene import Scene, token_ids
+
+_BLOCK_ROWS = 1 << 14
+
+
+def another_token(scene: Scene) -> Iterator[Hypothesis]:
+    """Each row is matched with all rows of the table; what the tokens found have in common is the cause."""
+    table = scene.weight(scene.operation.tap)
+    if table is None or not bool(scene.actual.isfinite().all()):
+        return
+    nearest = torch.cat([_distances(scene.actual, part) for part in table.split(_BLOCK_ROWS)], dim=1).argmin(dim=1)
+    own = token_ids(scene.recording, scene.rows)
+    pairs = ", ".join(f"{at} for {token}" for token, at in list(zip(own.tolist(), nearest.tolist(), strict=True))[:6])
+    yield Hypothesis(
+        cause=_named(scene, own, nearest), output=table[nearest], detail=f"rows of the table: {pairs}", freedom=1
+    )
+
+
+def _distances(actual: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return torch.cdist(actual, table)
+
+
+def _named(scene: Scene, own: torch.Tensor, found: torch.Tensor) -> str:
+    tokens = {request.id: request.token_ids for request in scene.recording.manifest.requests}
+    places = list(zip(scene.rows.request.tolist(), scene.rows.position.tolist(), strict=True))
+    for shift, name in ((-1, "before"), (1, "behind")):
+        there = [tokens[r][p + shift] if 0 <= p + shift < len(tokens[r]) else -1 for r, p in places]
+        if there == found.tolist():
+            return f"the embedding is that of the token {name} it"
+    difference = (found - own).unique()
+    if len(difference) == 1:
+        return f"the embedding is that of token id {int(difference):+d}"
+    return "the embedding is that of another token"
+
+
+def scaled(scene: Scene) -> Iterator[Hypothesis]:
+    """The embedding is scaled by the root of the hidden size, as Gemma does."""
+    factor = scene.expected.shape[1] ** 0.5
+    yield Hypothesis(cause="the embedding is scaled by the root of the hidden size", output=scene.expected * factor)
+
+
+EXPLANATIONS = (scaled, another_token)

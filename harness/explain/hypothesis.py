@@ -1,0 +1,26 @@
+"""A way to get an operation wrong, and the numbers that would come of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from harness.results import Provenance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hypothesis:
+    """What was done instead of the operation, and what it would have given."""
+
+    cause: str
+    """What was done, in the words of the report: `rotary over neighbouring pairs`."""
+    output: torch.Tensor
+    """[rows, width] float64, what the wrong rows would be."""
+    detail: str = ""
+    """What else is known under it: a fitted value, a list of rows."""
+    freedom: int = 0
+    """Numbers that were fitted to every row; an explanation without any is preferred to one with some."""
+    unknown: torch.Tensor | None = None
+    """[rows] bool: rows that would have read memory nobody wrote, so that `output` cannot be known there."""
+    provenance: Callable[[], Provenance | None] | None = None
+    """Traces one wrong place of the KV cache, where the cause lies in one."""

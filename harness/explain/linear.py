@@ -1,0 +1,187 @@
+"""Ways to get a matrix product wrong: no bias, other weights, weights in another order, a coarser dtype.
+
+`R` rows, `I` inputs, `O` outputs.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from harness.explain.hypothesis import Hypothesis
+from harness.explain.scene import Scene
+from harness.oracle.precision import TRUTH_DTYPE
+from harness.taps import EMBEDDING, LOGITS
+
+_MAX_MATCHED = 4096
+"""Outputs whose order is looked for: beyond it, matching each with each would take too long."""
+_MANTISSA_BITS_OF_TF32 = 10
+
+
+def bias_dropped(scene: Scene) -> Iterator[Hypothesis]:
+    """The bias is not added."""
+    bias = _bias(scene, scene.operation.tap)
+    if bias is not None:
+        yield Hypothesis(cause="the bias is dropped", output=scene.expected - bias)
+        yield Hypothesis(cause="the bias is added twice", output=scene.expected + bias)
+
+
+def zero_weights(scene: Scene) -> Iterator[Hypothesis]:
+    """The product is zero: nothing was loaded into the weight."""
+    bias = _bias(scene, scene.operation.tap)
+    zero = torch.zeros_like(scene.expected)
+    yield Hypothesis(cause="the weights are zero: not loaded", output=zero if bias is None else zero + bias)
+    if bias is not None:
+        yield Hypothesis(cause="weights and bias are zero: not loaded", output=zero)
+
+
+def other_weights(scene: Scene) -> Iterator[Hypothesis]:
+    """The weights are those of another module of the same shape: of this layer, or the same of another layer."""
+    own = scene.weight(scene.operation.tap)
+    if own is None:
+        return
+    x = _x(scene)
+    for operation in scene.decoder.graph:
+        tap = operation.tap
+        is_near = operation.layer == scene.operation.layer or operation.site == scene.operation.site
+        if operation.kind is not scene.operation.kind or tap == scene.operation.tap or not is_near:
+            continue
+        weight = scene.weight(tap)
+        if weight is not None and weight.shape == own.shape:
+            yield Hypothesis(cause=f"the weights are those of {tap}", output=_product(x, weight, _bias(scene, tap)))
+            if (bias := _bias(scene, scene.operation.tap)) is not None:
+                yield Hypothesis(
+                    cause=f"the weight, without its bias, is that of {tap}", output=_product(x, weight, bias)
+                )
+
+
+def tied_head(scene: Scene) -> Iterator[Hypothesis]:
+    """The head's weights are those of the embedding though they are not tied."""
+    if scene.operation.tap == LOGITS:
+        table = scene.weight(EMBEDDING)
+        if table is not None and table.shape == scene.decoder.module(LOGITS).weight.shape:
+            yield Hypothesis(
+                cause="the head is tied to the embedding though it has weights of its own",
+                output=_product(_x(scene), table),
+            )
+
+
+def transposed(scene: Scene) -> Iterator[Hypothesis]:
+    """A square weight is used the wrong way round."""
+    weight = scene.weight(scene.operation.tap)
+    if weight is not None and weight.shape[0] == weight.shape[1]:
+        output = _product(_x(scene), weight.T, _bias(scene, scene.operation.tap))
+        yield Hypothesis(cause="the weight is transposed", output=output)
+
+
+def outputs_in_another_order(scene: Scene) -> Iterator[Hypothesis]:
+    """Each output is matched with the outputs of this module and of those that read the same input.
+
+    Modules that are stacked into one product (q, k and v; gate and up) are split again by rows of the weight.
+    """
+    pool, names = _pool(scene)
+    actual = scene.actual
+    if max(pool.shape[1], actual.shape[1]) > _MAX_MATCHED or len(actual) < 2:
+        return
+    # One row alone could be matched by chance; over several, only the true source is near in all of them.
+    distance = torch.cdist(actual.T.contiguous(), pool.T.contiguous())
+    source = distance.argmin(dim=1)
+    if torch.equal(source, torch.arange(len(source))):
+        return
+    yield Hypothesis(cause=_order(source, names, scene), output=pool[:, source], detail=_sources(source, names))
+
+
+def _pool(scene: Scene) -> tuple[torch.Tensor, list[tuple[str, int]]]:
+    """What every output of this module and its siblings should be, [R, O of all], and each one's module and index."""
+    columns, names = [scene.expected], [(scene.operation.site, i) for i in range(scene.expected.shape[1])]
+    for operation in scene.siblings():
+        weight = scene.weight(operation.tap)
+        if weight is not None:
+            columns.append(_product(_x(scene), weight, _bias(scene, operation.tap)))
+            names += [(operation.site, i) for i in range(len(weight))]
+    return torch.cat(columns, dim=1), names
+
+
+def _order(source: torch.Tensor, names: Sequence[tuple[str, int]], scene: Scene) -> str:
+    modules = {names[at][0] for at in source.tolist()}
+    if modules == {scene.operation.site}:
+        return "the rows of the weight are in another order"
+    others = sorted(module for module in modules if module != scene.operation.site)
+    if len(modules) == 1:
+        return f"the outputs are those of {others[0]}"
+    return f"the rows of the stacked weight are in the wrong order: outputs of {', '.join(others)} among its own"
+
+
+def _sources(source: torch.Tensor, names: Sequence[tuple[str, int]]) -> str:
+    """List the runs of outputs that come from one place: `0-31 from self_attn.k_proj 0-31`."""
+    runs: list[list[int]] = []
+    for at, origin in enumerate(source.tolist()):
+        if runs and origin == source[at - 1] + 1 and names[origin][0] == names[int(source[at - 1])][0]:
+            runs[-1][1] = at
+        else:
+            runs.append([at, at])
+    shown = [
+        f"{begin}-{end} from {names[int(source[begin])][0]} {names[int(source[begin])][1]}-{names[int(source[end])][1]}"
+        for begin, end in runs[:4]
+    ]
+    return "outputs " + ", ".join(shown) + (f" and {len(runs) - 4} more runs" if len(runs) > 4 else "")
+
+
+def coarse_product(scene: Scene) -> Iterator[Hypothesis]:
+    """Weight, input or both were rounded to a coarser dtype before the product."""
+    weight, bias, x = scene.weight(scene.operation.tap), _bias(scene, scene.operation.tap), _x(scene)
+    if weight is None:
+        return
+    roundings = {"bfloat16": _to(torch.bfloat16), "float16": _to(torch.float16), "TF32": _to_tf32}
+    for name, rounded in roundings.items():
+        yield Hypothesis(cause=f"the weight is in {name}", output=_product(x, rounded(weight), bias))
+        yield Hypothesis(
+            cause=f"the product is of inputs in {name}", output=_product(rounded(x), rounded(weight), bias)
+        )
+
+
+def _to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x.to(dtype).to(TRUTH_DTYPE)
+
+
+def _to_tf32(x: torch.Tensor) -> torch.Tensor:
+    mantissa, exponent = torch.frexp(x)
+    step = 2.0 ** (_MANTISSA_BITS_OF_TF32 + 1)
+    return torch.ldexp((mantissa * step).round() / step, exponent)
+
+
+def nobodys_weights(scene: Scene) -> Iterator[Hypothesis]:
+    """The outputs are linear in the inputs, under a weight that is nobody's: fitted where there are rows enough."""
+    x = _x(scene)
+    if len(x) > 1.5 * (x.shape[1] + 1):
+        ones = torch.cat((x, torch.ones(len(x), 1, dtype=TRUTH_DTYPE)), dim=1)
+        weight = torch.linalg.lstsq(ones, scene.actual).solution
+        yield Hypothesis(
+            cause="the weights are none of this checkpoint: not loaded, or another checkpoint's",
+            output=ones @ weight,
+            freedom=2,
+        )
+
+
+def _x(scene: Scene) -> torch.Tensor:
+    return scene.inputs[0].flatten(1)
+
+
+def _bias(scene: Scene, module: str) -> torch.Tensor | None:
+    return scene.weight(module, "bias")
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    y = x @ weight.T
+    return y if bias is None else y + bias
+
+
+EXPLANATIONS = (
+    bias_dropped,
+    zero_weights,
+    other_weights,
+    tied_head,
+    transposed,
+    outputs_in_another_order,
+    coarse_product,
+    nobodys_weights,
+)

@@ -1,0 +1,68 @@
+"""Ways to get the gated activation act(gate) * up wrong."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from harness.explain.hypothesis import Hypothesis
+from harness.explain.scene import Scene
+from harness.oracle.precision import TRUTH_DTYPE
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "SiLU": functional.silu,
+    "GELU": functional.gelu,
+    "GELU (tanh)": lambda x: functional.gelu(x, approximate="tanh"),
+    "quick GELU": lambda x: x * torch.sigmoid(1.702 * x),
+    "ReLU": functional.relu,
+    "squared ReLU": lambda x: functional.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+
+def gate_and_up_swapped(scene: Scene) -> Iterator[Hypothesis]:
+    """The activation is applied to the other half."""
+    gate, up = scene.inputs
+    yield Hypothesis(cause="gate and up are swapped: the activation is applied to up", output=_act(scene)(up) * gate)
+
+
+def other_activation(scene: Scene) -> Iterator[Hypothesis]:
+    """Another activation function, or none."""
+    gate, up = scene.inputs
+    for name, function in _ACTIVATIONS.items():
+        yield Hypothesis(cause=f"the activation is {name}", output=function(gate) * up)
+        yield Hypothesis(cause=f"the activation is {name}, with gate and up swapped", output=function(up) * gate)
+    yield Hypothesis(cause="no activation is applied", output=gate * up)
+
+
+def factor_missing(scene: Scene) -> Iterator[Hypothesis]:
+    """One of the two factors is left out."""
+    gate, up = scene.inputs
+    yield Hypothesis(cause="the product with up is missing", output=_act(scene)(gate))
+    yield Hypothesis(cause="the gate is missing", output=up)
+
+
+def activation_of_product(scene: Scene) -> Iterator[Hypothesis]:
+    """The activation comes after the product."""
+    gate, up = scene.inputs
+    yield Hypothesis(cause="the activation is applied to the product", output=_act(scene)(gate * up))
+
+
+def coarse_activation(scene: Scene) -> Iterator[Hypothesis]:
+    """The activation is computed in a 16-bit dtype."""
+    gate, up = scene.inputs
+    for dtype in (torch.bfloat16, torch.float16):
+        activated = _act(scene)(gate.to(dtype)).to(TRUTH_DTYPE)
+        yield Hypothesis(
+            cause=f"the activation is computed in {str(dtype).removeprefix('torch.')}", output=activated * up
+        )
+
+
+def _act(scene: Scene) -> Any:
+    mlp: Any = scene.decoder.module(scene.operation.tap.removesuffix(".act"))
+    return mlp.act_fn
+
+
+EXPLANATIONS = (gate_and_up_swapped, other_activation, factor_missing, activation_of_product, coarse_activation)

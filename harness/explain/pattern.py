@@ -1,0 +1,54 @@
+"""What can be said of wrong rows where no known cause fits: how large, which heads and elements, how it grows."""
+
+import torch
+
+from harness.explain.scene import Scene
+from harness.taps import Kind
+
+_UNRELATED = 0.3
+"""Cosine below which two rows have nothing to do with each other."""
+_TREND = 0.8
+"""Correlation of ranks from which an error is said to grow with the position."""
+
+
+def pattern(scene: Scene) -> str:
+    """Describe the difference between what is and what should be."""
+    parts = [_size(scene), _blocks(scene), _growth(scene)]
+    return "; ".join(part for part in parts if part)
+
+
+def _size(scene: Scene) -> str:
+    actual, expected = scene.actual, scene.expected
+    cosine = float(torch.nn.functional.cosine_similarity(actual, expected, dim=1).median())
+    ratio = float((actual.norm(dim=1) / expected.norm(dim=1)).median())
+    if abs(cosine) < _UNRELATED:
+        return f"unrelated to what it should be (cosine {cosine:.2g}, norm {ratio:.3g} times)"
+    error = float(((actual - expected).norm(dim=1) / expected.norm(dim=1)).median())
+    return f"off by {error:.2g} of the row's norm (cosine {cosine:.6g}, norm {ratio:.6g} times)"
+
+
+def _blocks(scene: Scene) -> str:
+    """Name the heads that carry the error, or the run of elements, where that is not all of them."""
+    error = (scene.actual - scene.expected).norm(dim=0)
+    head_dim = scene.decoder.head_dim()
+    if scene.operation.kind in (Kind.ROTARY, Kind.ATTENTION) and len(error) > head_dim:
+        per_head = error.view(-1, head_dim).norm(dim=1)
+        heads = (per_head > 0.01 * per_head.max()).nonzero()[:, 0].tolist()
+        if len(heads) < len(per_head):
+            return f"only in heads {', '.join(map(str, heads))} of {len(per_head)}"
+    wrong = (error > 0.01 * error.max()).nonzero()[:, 0]
+    first, last = int(wrong[0]), int(wrong[-1])
+    if len(wrong) == last - first + 1 < len(error):
+        return f"only in elements {first} to {last} of {len(error)}"
+    return f"only in {len(wrong)} of {len(error)} elements" if len(wrong) < len(error) else ""
+
+
+def _growth(scene: Scene) -> str:
+    error = (scene.actual - scene.expected).norm(dim=1) / scene.expected.norm(dim=1)
+    if len(error) < 8 or len(scene.positions.unique()) < 8:
+        return ""
+    ranks = [x.argsort().argsort().double() for x in (scene.positions, error)]
+    correlation = float(torch.corrcoef(torch.stack(ranks))[0, 1])
+    if abs(correlation) < _TREND:
+        return ""
+    return f"{'grows' if correlation > 0 else 'falls'} with the position (rank correlation {correlation:.2f})"

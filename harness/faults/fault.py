@@ -1,0 +1,86 @@
+"""What a fault is: a bug that engines have had, put into the reference engine, with the truth of where it shows."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from harness.faults.plant import Planted
+
+PROMPT_LENGTHS = (37, 9, 21)
+"""Tokens of the usual workload's prompts: behind several blocks, inside the second, inside the third."""
+NUM_NEW_TOKENS = 6
+BLOCK_SIZE = 8
+Row = tuple[int, int]
+"""(request, position)."""
+FIRST: Row = (0, 0)
+SECOND: Row = (0, 1)
+FIRST_DECODE: Row = (0, PROMPT_LENGTHS[0])
+FIRST_SAMPLED: Row = (0, PROMPT_LENGTHS[0] - 1)
+
+
+class Category(StrEnum):
+    """What part of an engine is wrong."""
+
+    POSITION = "position"
+    NORM = "norm"
+    WEIGHTS = "weights"
+    ATTENTION = "attention"
+    CACHE = "cache"
+    SCHEDULER = "scheduler"
+    SAMPLING = "sampling"
+    NUMBERS = "numbers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a check must be like for a fault to show: its trigger, in the terms of a case."""
+
+    model: str = "qwen3-tiny"
+    dtype: str = "float32"
+    schedule: str = "batched"
+    prompts: tuple[tuple[int, ...], ...] | None = None
+    """Token ids; None: random ones of `PROMPT_LENGTHS`."""
+    max_new_tokens: int = NUM_NEW_TOKENS
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Engine options besides the block size."""
+    config: Mapping[str, object] = field(default_factory=dict)
+    """Fields of config.json that the checkpoint is given instead of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One bug and the truth about it."""
+
+    id: str
+    category: Category
+    summary: str
+    """What is done wrong, in one sentence."""
+    plant: Callable[[], AbstractContextManager[Planted]]
+    tap: str | None
+    """Where it first shows, in the order of the graph; None where the engine itself raises."""
+    row: Row | None
+    """The first row of that tap, by request and position, that is wrong."""
+    cause: str
+    """Pattern that the explanation of the first divergence matches if it names the cause."""
+    setting: Setting = Setting()
+    instance: str = ""
+    """A public report of the same bug."""
+    equivalent: str = ""
+    """The proof that nothing can show it, where that is so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A legitimate difference, which must not alarm."""
+
+    id: str
+    summary: str
+    setting: Setting
+    engine: str = "reference"
+    plant: Callable[[], AbstractContextManager[Planted]] | None = None
+
+
+def of(category: Category, faults: Sequence[Fault]) -> list[Fault]:
+    """Return the faults of one category."""
+    return [fault for fault in faults if fault.category is category]

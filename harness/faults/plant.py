@@ -1,0 +1,43 @@
+"""Putting a fault in and taking it out again."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
+
+@dataclass(slots=True)
+class Planted:
+    """How often the changed code ran: a fault that was never reached proves nothing."""
+
+    num_calls: int = 0
+
+
+@contextmanager
+def replaced(*changes: tuple[object, str, Callable[[Any], Any]]) -> Iterator[Planted]:
+    """Replace functions by what a callable makes of them, until the block ends.
+
+    Args:
+        changes: owner, name, and the callable that takes the original and returns its replacement.
+    """
+    planted = Planted()
+    with ExitStack() as stack:
+        for owner, name, change in changes:
+            stack.enter_context(patch.object(owner, name, _counted(change(getattr(owner, name)), planted)))
+        yield planted
+
+
+def replacing(*changes: tuple[object, str, Callable[[Any], Any]]) -> Callable[[], AbstractContextManager[Planted]]:
+    """Return what plants the changes when it is called."""
+    return lambda: replaced(*changes)
+
+
+def _counted(function: Callable[..., Any], planted: Planted) -> Callable[..., Any]:
+    @wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        planted.num_calls += 1
+        return function(*args, **kwargs)
+
+    return counted

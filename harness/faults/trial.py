@@ -1,0 +1,118 @@
+"""One check under one setting, with a fault in the engine or without."""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from harness.case import RequestSpec
+from harness.check import run_check, with_copies
+from harness.checkpoint import embedded_cases
+from harness.errors import HarnessError
+from harness.faults.fault import BLOCK_SIZE, PROMPT_LENGTHS, Fault, Setting, Variant
+from harness.faults.peers import PeerVerdict, judge_as_peers
+from harness.faults.plant import Planted
+from harness.oracle.decoder import load_decoder
+from harness.oracle.golden import Golden, cached_golden
+from harness.plan import Plan, make_plan
+from harness.recording import Recording
+from harness.results import CheckResult, Outcome
+
+_VOCABULARY = range(3, 256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What came of a check."""
+
+    result: CheckResult | None
+    """None where the engine raised."""
+    error: HarnessError | None
+    num_calls: int
+    """How often the planted code ran."""
+    peers: Mapping[str, PeerVerdict]
+    """What other people's rules say of the same recording; empty where the engine raised."""
+
+    @property
+    def is_alarm(self) -> bool:
+        """Whether the check would have failed."""
+        return self.error is not None or (self.result is not None and self.result.outcome is not Outcome.PASS)
+
+
+def try_fault(fault: Fault, *, seed: int = 0) -> Trial:
+    """Check the reference engine with a fault in it, and take the fault out again."""
+    with checkpoint(fault.setting) as folder, fault.plant() as planted:
+        return _checked(folder, fault.setting, "reference", seed, planted)
+
+
+def try_variant(variant: Variant, *, seed: int = 0) -> Trial:
+    """Check an engine that is legitimately different."""
+    plant = variant.plant() if variant.plant else nullcontext(Planted())
+    with checkpoint(variant.setting) as folder, plant as planted:
+        return _checked(folder, variant.setting, variant.engine, seed, planted)
+
+
+def plan_of(setting: Setting, folder: Path, *, engine: str = "reference", seed: int = 0) -> Plan:
+    """Return the check that a setting describes, of the checkpoint in `folder`."""
+    return make_plan(
+        model=str(folder),
+        engine=engine,
+        dtype=setting.dtype,
+        device="cpu",
+        requests=[RequestSpec(token_ids=list(tokens)) for tokens in setting.prompts or random_prompts(seed)],
+        max_new_tokens=setting.max_new_tokens,
+        schedules=[setting.schedule],
+        engine_options=_options(setting) if engine == "reference" else setting.options,
+        local_files_only=True,
+    )
+
+
+def _checked(folder: Path, setting: Setting, engine: str, seed: int, planted: Planted) -> Trial:
+    plan = plan_of(setting, folder, engine=engine, seed=seed)
+    with tempfile.TemporaryDirectory(prefix="harness-") as out:
+        try:
+            result = run_check(plan, out=Path(out))
+        except HarnessError as error:
+            return Trial(result=None, error=error, num_calls=planted.num_calls, peers={})
+        (recording,) = Path(out).iterdir()
+        with Recording.open(recording, verify=False) as actual:
+            peers = judge_as_peers(actual, _golden(plan), result.runs[0])
+    return Trial(result=result, error=None, num_calls=planted.num_calls, peers=peers)
+
+
+def _golden(plan: Plan) -> Golden:
+    """Return the golden that the check was made against."""
+    decoder = load_decoder(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
+    golden, _ = with_copies(plan, cached_golden(decoder, plan.prompts), plan.schedules[0], decoder)
+    return golden
+
+
+def _options(setting: Setting) -> dict[str, str]:
+    return {"block_size": str(BLOCK_SIZE), **setting.options}
+
+
+def random_prompts(seed: int) -> list[list[int]]:
+    """Return token ids of `PROMPT_LENGTHS`."""
+    generator = torch.Generator().manual_seed(seed)
+    low, high = _VOCABULARY.start, _VOCABULARY.stop
+    return [torch.randint(low, high, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+
+
+@contextmanager
+def checkpoint(setting: Setting) -> Iterator[Path]:
+    """Yield the setting's checkpoint: an embedded one, or a copy of it with another config."""
+    source = embedded_cases() / "checkpoints" / setting.model
+    if not setting.config:
+        yield source
+        return
+    with tempfile.TemporaryDirectory(prefix="harness-") as folder:
+        for path in source.iterdir():
+            (Path(folder) / path.name).symlink_to(path.resolve())
+        config = json.loads((source / "config.json").read_text(encoding="utf-8")) | dict(setting.config)
+        (Path(folder) / "config.json").unlink()
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        yield Path(folder)

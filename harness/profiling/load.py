@@ -1,0 +1,189 @@
+"""What a profile makes an engine compute, and which steps of it each phase is judged by.
+
+Every pass runs the same requests again, so the steps that a first run found are those of every later one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from harness.engines.stepping import Session
+from harness.errors import Code, HarnessError
+from harness.profile_results import StepShape
+
+Take = Callable[[int], Sequence[int]]
+"""Computes the step of this index and returns the requests that got a token by it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Requests that arrive together, and perhaps one that arrives while these are being decoded."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    max_new_tokens: int
+    late: tuple[int, ...] | None = None
+    """Prompt of a request that arrives when all others have a token; the load ends when it has one too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureSchedule:
+    """How much of a phase is captured, in the words of torch.profiler."""
+
+    wait: int = 1
+    """Units left alone: steps of decode, whole runs of the other phases, which come but once in each run."""
+    warmup: int = 1
+    """Units with the profiler on whose events are thrown away."""
+    active: int = 8
+    """Most steps of a phase that are captured."""
+    repeat: int = 1
+    """Cycles, each from a run of its own into a trace of its own."""
+
+    def __post_init__(self) -> None:
+        for name, minimum in (("wait", 0), ("warmup", 0), ("active", 1), ("repeat", 1)):
+            if getattr(self, name) < minimum:
+                raise HarnessError(
+                    Code.BAD_OPTION,
+                    f"{name} is too small",
+                    where=f"--{name}",
+                    expected=f"at least {minimum}",
+                    actual=getattr(self, name),
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """One step of a load as an earlier run has computed it."""
+
+    index: int
+    shape: StepShape
+    names: tuple[str, ...]
+    """Operations in the order in which they end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The steps of one phase that every pass captures."""
+
+    phase: str
+    load: Load
+    steps: tuple[PlannedStep, ...]
+    """Consecutive."""
+    before: tuple[PlannedStep, ...]
+    """All that the load runs before them."""
+    schedule: CaptureSchedule
+    runs: tuple[tuple[range, ...], ...] = field(default=())
+    """Of one cycle: for each run of the load, the units of the schedule as ranges of step indices."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of a run up to the last that is captured."""
+        return len(self.before) + len(self.steps)
+
+    @property
+    def shapes(self) -> tuple[StepShape, ...]:
+        """Shapes of the captured steps."""
+        return tuple(step.shape for step in self.steps)
+
+    @property
+    def shapes_so_far(self) -> tuple[StepShape, ...]:
+        """Shapes of all steps up to the last that is captured."""
+        return (*(step.shape for step in self.before), *self.shapes)
+
+
+def drive(session: Session, load: Load, take: Take, *, num_steps: int | None = None) -> None:
+    """Run a load, or its first `num_steps` steps, taking each step by `take`; the requests are dropped afterwards."""
+    num_tokens: Counter[int] = Counter()
+    try:
+        requests = [session.add(prompt, load.max_new_tokens + 1) for prompt in load.prompts]
+        late: int | None = None
+        index = 0
+        while num_steps is None or index < num_steps:
+            num_tokens.update(take(index))
+            index += 1
+            if load.late is not None and late is None and all(num_tokens[request] for request in requests):
+                late = session.add(load.late, load.max_new_tokens + 1)
+            if _is_done(load, [num_tokens[request] for request in requests], num_tokens[late] if late else None):
+                break
+    finally:
+        session.stop()
+
+
+def _is_done(load: Load, num_tokens: list[int], num_late_tokens: int | None) -> bool:
+    if load.late is not None:
+        return bool(num_late_tokens)
+    return min(num_tokens) >= load.max_new_tokens
+
+
+class _Rehearsal:
+    """Notes what the steps are and where their operations end."""
+
+    def __init__(self) -> None:
+        self.steps: list[PlannedStep] = []
+        self._shape: StepShape | None = None
+        self._names: list[str] = []
+
+    def begin_step(self, shape: StepShape) -> None:
+        self._shape = shape
+
+    def reached(self, name: str) -> None:
+        self._names.append(name)
+
+    def end_step(self) -> None:
+        assert self._shape is not None, "every session announces its steps"
+        self.steps.append(PlannedStep(index=len(self.steps), shape=self._shape, names=tuple(self._names)))
+        self._shape, self._names = None, []
+
+
+def rehearse(session: Session, load: Load) -> tuple[PlannedStep, ...]:
+    """Run a load twice, the first time to warm everything up, and return its steps."""
+    drive(session, load, lambda _index: session.step())
+    rehearsal = _Rehearsal()
+
+    def take(_index: int) -> Sequence[int]:
+        requests = session.step()
+        rehearsal.end_step()
+        return requests
+
+    with session.watching(rehearsal):
+        drive(session, load, take)
+    return tuple(rehearsal.steps)
+
+
+def window(phase: str, load: Load, steps: Sequence[PlannedStep], schedule: CaptureSchedule) -> Window:
+    """Choose the steps of a phase that are captured.
+
+    Raises:
+        HarnessError: PHASE_WITHOUT_STEP.
+    """
+    own = [step.index for step in steps if step.shape.phase == phase]
+    if not own:
+        seen = ", ".join(sorted({step.shape.phase for step in steps}))
+        hint = "--max-new-tokens 2 or more: the first token comes from prefill" if phase == "decode" else None
+        raise HarnessError(
+            Code.PHASE_WITHOUT_STEP,
+            f"the phase {phase!r} ran no step",
+            expected="at least one step",
+            actual=f"{len(steps)} step{'s' * (len(steps) != 1)}: {seen}",
+            hint=hint,
+        )
+    num_skipped = min(schedule.wait + schedule.warmup, len(own) - 1) if phase == "decode" else 0
+    first = own[num_skipped]
+    captured = [index for offset, index in enumerate(own[num_skipped:]) if index == first + offset][: schedule.active]
+    return Window(
+        phase=phase,
+        load=load,
+        steps=tuple(steps[index] for index in captured),
+        before=tuple(steps[:first]),
+        schedule=schedule,
+        runs=_decode_runs(own, num_skipped, captured) if phase == "decode" else _whole_runs(captured, schedule),
+    )
+
+
+def _decode_runs(own: list[int], num_skipped: int, captured: list[int]) -> tuple[tuple[range, ...], ...]:
+    return (tuple(range(index, index + 1) for index in (*own[:num_skipped], *captured)),)
+
+
+def _whole_runs(captured: list[int], schedule: CaptureSchedule) -> tuple[tuple[range, ...], ...]:
+    return ((range(captured[0], captured[-1] + 1),),) * (schedule.wait + schedule.warmup + 1)

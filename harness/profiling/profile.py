@@ -1,0 +1,247 @@
+"""A whole profile: the four passes over each phase of an engine, one after another, so that none distorts another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from harness.checkpoint import read_config
+from harness.engines import open_engine
+from harness.engines.stepping import Session, open_session
+from harness.errors import Code, HarnessError
+from harness.profile_results import Ceilings, Overhead, PhaseProfile, ProfileResult, RooflinePoint
+from harness.profiling.ceilings import best_of, measure_ceilings
+from harness.profiling.counters import PhaseCounts, count
+from harness.profiling.environment import describe_environment
+from harness.profiling.formulas import Cost, kv_bytes, operation_costs
+from harness.profiling.load import CaptureSchedule, Load, PlannedStep, Window, rehearse, window
+from harness.profiling.memory import MemoryCapture, capture_memory
+from harness.profiling.roofline import bound_by, fold, point
+from harness.profiling.tables import PhaseTables, tables
+from harness.profiling.timing import Latencies, measure, percentiles_ms
+from harness.profiling.trace import trace
+from harness.profiling.trace_events import read_events
+from harness.profiling.workload import ProfileWorkload
+from harness.threads import suitable_threads
+
+MIN_ATTRIBUTED_SHARE = 0.95
+"""Less than this of a trace inside of named operations means that the system took the thread away between two."""
+_MAX_CAPTURES = 3
+"""Traces taken of a phase until one is attributed well enough."""
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileSpec:
+    """What is to be profiled, with every name resolved."""
+
+    model: str
+    """As the user named it."""
+    folder: Path
+    engine: str
+    dtype: str
+    device: str
+    engine_options: Mapping[str, str] = field(default_factory=dict)
+    workload: ProfileWorkload = field(default_factory=ProfileWorkload)
+    phases: tuple[str, ...] = ()
+    """Empty: all that the engine has."""
+    schedule: CaptureSchedule = field(default_factory=CaptureSchedule)
+    num_runs: int = 5
+    """Runs of the load without a profiler."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """What the passes found of one phase."""
+
+    window: Window
+    paths: tuple[Path, ...]
+    tables: PhaseTables
+    memory: MemoryCapture
+    snapshot: Path
+    counts: PhaseCounts
+
+
+def run_profile(spec: ProfileSpec, out: Path, progress: Progress | None = None) -> ProfileResult:
+    """Profile an engine and write its traces and memory snapshots into `out`, an existing folder.
+
+    Raises:
+        HarnessError: the engine offers no steps, a phase has none, a recorder runs already, or the profiler failed.
+            What was captured before stays in `out`, and the engine and torch are as they were.
+    """
+    report = progress or (lambda _label, _done, _total: None)
+    report("loading", 0, 1)
+    with suitable_threads(int(read_config(spec.folder).get("hidden_size", 0))):
+        engine = open_engine(
+            spec.engine, spec.folder, dtype=spec.dtype, device=spec.device, options=spec.engine_options
+        )
+        workload = spec.workload
+        session = open_session(
+            engine,
+            max_num_tokens=workload.batch_size * workload.num_prompt_tokens + workload.batch_size,
+            max_num_seqs=workload.batch_size + 1,
+        )
+        return _Profile(spec, session, out, report).run()
+
+
+class _Profile:
+    """The profile on its way."""
+
+    def __init__(self, spec: ProfileSpec, session: Session, out: Path, report: Progress) -> None:
+        self._spec, self._session, self._out, self._report = spec, session, out, report
+        self._about = describe_environment() | {
+            "engine": spec.engine,
+            "model": spec.model,
+            "dtype": spec.dtype,
+            "device": spec.device,
+            "options": " ".join(f"{name}={value}" for name, value in spec.engine_options.items()),
+        }
+
+    def run(self) -> ProfileResult:
+        spec = self._spec
+        ceilings = measure_ceilings(getattr(torch, spec.dtype), spec.device)
+        windows = self._windows()
+        self._report("timing", 0, len(windows))
+        main = self._main_load()
+        latencies = {
+            load: measure(self._session, load, num_runs=spec.num_runs, device=spec.device)
+            for load in {main, *(window.load for window in windows)}
+        }
+        passes = [self._capture(window, index, len(windows)) for index, window in enumerate(windows)]
+        self._report("ceilings", len(windows), len(windows))
+        ceilings = best_of(ceilings, measure_ceilings(getattr(torch, spec.dtype), spec.device))
+        phases = [self._phase(found, latencies[found.window.load].wall_s(found.window), ceilings) for found in passes]
+        return self._result(latencies[main], phases, passes, ceilings)
+
+    def _main_load(self) -> Load:
+        return self._spec.workload.load(self._session.model.vocab_size)
+
+    def _windows(self) -> list[Window]:
+        """Run each load and find the steps of each phase in it."""
+        phases = self._spec.phases or self._session.phases
+        for phase in phases:
+            if phase not in self._session.phases:
+                raise HarnessError(
+                    Code.PHASE_WITHOUT_STEP,
+                    f"engine {self._spec.engine!r} has no steps of phase {phase!r}",
+                    where="--phase",
+                    expected=", ".join(self._session.phases),
+                    actual=phase,
+                )
+        main = self._main_load()
+        steps: dict[Load, tuple[PlannedStep, ...]] = {}
+        windows = []
+        for phase in phases:
+            load = self._spec.workload.mixed_load(self._session.model.vocab_size) if phase == "mixed" else main
+            self._report(f"warming up for {phase}", 0, len(phases))
+            if load not in steps:
+                steps[load] = rehearse(self._session, load)
+            windows.append(window(phase, load, steps[load], self._spec.schedule))
+        return windows
+
+    def _capture(self, window: Window, index: int, total: int) -> _Pass:
+        spec = self._spec
+        worker = f"{spec.engine}-{window.phase}-r0"
+        for folder in ("trace", "memory"):
+            (self._out / folder).mkdir(exist_ok=True)
+        self._report(f"{window.phase}: trace", index, total)
+        paths, found = self._trace(window, worker)
+        self._report(f"{window.phase}: memory", index, total)
+        snapshot = self._out / "memory" / f"{worker}.pickle"
+        memory = capture_memory(self._session, window, snapshot, device=spec.device)
+        self._report(f"{window.phase}: counters", index, total)
+        counts = count(self._session, window, device=spec.device)
+        return _Pass(window=window, paths=paths, tables=found, memory=memory, snapshot=snapshot, counts=counts)
+
+    def _trace(self, window: Window, worker: str) -> tuple[tuple[Path, ...], PhaseTables]:
+        """Trace a window, again where the system took the thread away so that too little is attributed."""
+        names = {name for step in window.steps for name in step.names}
+        folder = self._out / "trace"
+        about = {**self._about, "config": read_config(self._spec.folder)}
+        for attempt in range(_MAX_CAPTURES):
+            paths = trace(self._session, window, folder, worker=worker, device=self._spec.device, about=about)
+            found = tables(read_events(paths[-1]), names)
+            if found.attributed_share >= MIN_ATTRIBUTED_SHARE or attempt == _MAX_CAPTURES - 1:
+                break
+            for path in paths:
+                path.unlink()
+        return paths, found
+
+    def _phase(self, found: _Pass, wall_s: float, ceilings: Ceilings) -> PhaseProfile:
+        window = found.window
+        costs = operation_costs(self._session.model, window.shapes)
+        whole = sum(costs.values(), Cost(site=window.phase))
+        peak = found.memory.timeline.peak
+        return PhaseProfile(
+            name=window.phase,
+            steps=window.shapes,
+            wall_ms=wall_s * 1e3,
+            trace_wall_ms=found.tables.wall_us / 1e3,
+            attributed_share=found.tables.attributed_share,
+            flops_measured=found.counts.flops,
+            flops_formula=whole.flops,
+            bytes_formula=whole.bytes_moved,
+            kv_bytes_measured=found.counts.kv_bytes,
+            kv_bytes_formula=kv_bytes(self._session.model, window.shapes_so_far),
+            peak_bytes=peak.allocated_bytes if peak else 0,
+            bytes_allocated=found.counts.bytes_allocated,
+            num_python_calls=found.counts.num_python_calls,
+            mfu=whole.flops / wall_s / ceilings.matmul_flops_per_s,
+            mbu=whole.bytes_moved / wall_s / ceilings.copy_bytes_per_s,
+            bound_by=bound_by(whole.flops, whole.bytes_moved, wall_s, ceilings),
+            counts=found.counts.counts,
+            layers=found.tables.layers,
+            operations=found.tables.operations,
+            operators=found.tables.operators,
+            roofline=(point(window.phase, whole, wall_s * 1e6, ceilings), *_points(found.tables, costs, ceilings)),
+            memory=found.memory.timeline,
+            traces=tuple(str(path.relative_to(self._out)) for path in found.paths),
+            snapshot=str(found.snapshot.relative_to(self._out)),
+            notes=_notes(found),
+        )
+
+    def _result(
+        self, latencies: Latencies, phases: list[PhaseProfile], passes: list[_Pass], ceilings: Ceilings
+    ) -> ProfileResult:
+        spec, plain_s = self._spec, sum(phase.wall_ms for phase in phases) / 1e3
+        return ProfileResult(
+            engine=spec.engine,
+            model=spec.model,
+            dtype=spec.dtype,
+            device=spec.device,
+            batch_size=spec.workload.batch_size,
+            num_prompt_tokens=spec.workload.num_prompt_tokens,
+            max_new_tokens=spec.workload.max_new_tokens,
+            ttft_ms=percentiles_ms(latencies.ttft_s),
+            tpot_ms=percentiles_ms(latencies.tpot_s) if latencies.tpot_s else None,
+            inter_token_ms=percentiles_ms(latencies.inter_token_s) if latencies.inter_token_s else None,
+            tokens_per_second=latencies.tokens_per_second,
+            phases=tuple(phases),
+            overhead=Overhead(
+                trace=sum(found.tables.wall_us for found in passes) / 1e6 / plain_s,
+                memory=sum(found.memory.elapsed_s for found in passes) / plain_s,
+                counters=sum(found.counts.elapsed_s for found in passes) / plain_s,
+            ),
+            ceilings=ceilings,
+            environment=tuple(self._about.items()),
+        )
+
+
+def _points(found: PhaseTables, costs: Mapping[str, Cost], ceilings: Ceilings) -> list[RooflinePoint]:
+    folded = fold(costs, {row.name for row in found.operations})
+    times = {row.name: row.total_us for row in found.operations}
+    return [point(name, cost, times[name], ceilings) for name, cost in folded.items() if name in times]
+
+
+def _notes(found: _Pass) -> tuple[str, ...]:
+    notes = []
+    if found.tables.attributed_share < MIN_ATTRIBUTED_SHARE:
+        notes.append(
+            f"{found.tables.attributed_share:.1%} of the trace is attributed, after {_MAX_CAPTURES} captures: "
+            "the machine is busy with something else"
+        )
+    return tuple(notes)

@@ -1,0 +1,19 @@
+"""Where tensors lie in memory, those in oneDNN's own layout included, which hide their storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Return the bytes of each storage behind the tensors by its address."""
+    return dict(_storage(tensor) for tensor in tensors)
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+    if tensor.is_mkldnn:
+        return int(torch.ops.mkldnn.data_ptr(tensor)), int(torch.ops.mkldnn._nbytes(tensor))
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()

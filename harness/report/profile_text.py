@@ -1,0 +1,123 @@
+"""A profile for a terminal: latencies, one line a phase, and where the time of each phase goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tabulate import tabulate
+
+from harness.profile_results import Frame, Percentiles, PhaseProfile, ProfileResult, TableRow
+
+MAX_OPERATORS = 12
+"""Rows of the table by operator."""
+
+
+def profile_text(result: ProfileResult) -> str:
+    """Return the whole text."""
+    parts = [_head(result), _phases(result.phases), _overhead(result)]
+    parts += [_phase(phase) for phase in result.phases]
+    return "\n\n".join(parts)
+
+
+def _head(result: ProfileResult) -> str:
+    what = f"{result.engine}, {result.model}, {result.dtype} on {result.device}"
+    load = (
+        f"{result.batch_size} x {result.num_prompt_tokens} prompt tokens, {result.max_new_tokens} new tokens each: "
+        f"{result.tokens_per_second:.1f} tok/s"
+    )
+    rows = [
+        [name, *_percentiles(found)]
+        for name, found in (
+            ("TTFT ms", result.ttft_ms), ("TPOT ms", result.tpot_ms), ("inter-token ms", result.inter_token_ms)
+        )
+    ]  # fmt: skip
+    return "\n".join([what, load, "", _table(rows, ["", "median", "p90", "p99"])])
+
+
+def _percentiles(found: Percentiles | None) -> list[str]:
+    return ["-"] * 3 if found is None else [f"{value:.3f}" for value in (found.median, found.p90, found.p99)]
+
+
+def _phases(phases: Sequence[PhaseProfile]) -> str:
+    rows = [
+        [
+            phase.name,
+            phase.num_steps,
+            f"{phase.wall_ms:.2f}",
+            f"{phase.flops_measured / 1e9:.3f}",
+            _against(phase.flops_measured, phase.flops_formula),
+            _mib(phase.kv_bytes_measured),
+            _against(phase.kv_bytes_measured, phase.kv_bytes_formula),
+            _mib(phase.peak_bytes),
+            f"{phase.mfu:.1%}",
+            f"{phase.mbu:.1%}",
+            phase.bound_by.value,
+        ]
+        for phase in phases
+    ]
+    header = ["phase", "steps", "ms", "GFLOP", "formula", "KV MiB", "formula", "peak MiB", "MFU", "MBU", "bound by"]
+    return _table(rows, header)
+
+
+def _against(measured: int, formula: int) -> str:
+    """Say how a measured count stands to its formula."""
+    if measured == formula:
+        return "equal"
+    return f"x{measured / formula:.4f}" if formula else "none"
+
+
+def _overhead(result: ProfileResult) -> str:
+    cost, roofs = result.overhead, result.ceilings
+    return (
+        f"cost of the passes, as a ratio to the plain run: trace {cost.trace:.2f}, memory {cost.memory:.2f}, "
+        f"counters {cost.counters:.2f}\n"
+        f"this machine: copy {roofs.copy_bytes_per_s / 1e9:.1f} GB/s, "
+        f"matmul {roofs.matmul_flops_per_s / 1e9:.1f} GFLOP/s"
+    )
+
+
+def _phase(phase: PhaseProfile) -> str:
+    title = f"{phase.name}: {phase.trace_wall_ms:.2f} ms in the trace, {phase.attributed_share:.1%} attributed"
+    operators = _rows(phase.operators[:MAX_OPERATORS])
+    parts = [title, _rows(phase.layers), _rows(phase.operations), operators, _peak(phase), *phase.notes]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _rows(rows: Sequence[TableRow]) -> str:
+    has_device = any(row.device_us is not None for row in rows)
+    lines = [
+        [
+            row.name,
+            row.calls,
+            f"{row.total_us:.0f}",
+            f"{row.self_us:.0f}",
+            f"{row.share:.1%}",
+            "" if row.spread is None or row.num_collapsed == 1 else f"{row.spread[0]:.0f} to {row.spread[1]:.0f}",
+            *([f"{row.device_us or 0:.0f}"] if has_device else []),
+        ]
+        for row in rows
+    ]
+    return _table(lines, ["", "calls", "us", "self us", "share", "of one", *(["GPU us"] if has_device else [])])
+
+
+def _peak(phase: PhaseProfile) -> str:
+    peak = phase.memory.peak
+    if peak is None or peak.stack is None:
+        return ""
+    lines = [f"peak of {_mib(peak.allocated_bytes)} MiB after {peak.time_us / 1e3:.2f} ms, in"]
+    lines += [f"  {_frame(frame)}" for frame in phase.memory.stacks[peak.stack][:6]]
+    return "\n".join(lines)
+
+
+def _frame(frame: Frame) -> str:
+    return f"{frame.name}  {frame.filename}:{frame.line}" if frame.filename else frame.name
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.2f}"
+
+
+def _table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
+    return tabulate(
+        rows, header, tablefmt="simple", disable_numparse=True, colalign=("left", *["right"] * (len(header) - 1))
+    )

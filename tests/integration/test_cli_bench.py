@@ -1,0 +1,104 @@
+"""`harness bench engine` on the tiny shape: what it prints, and how it ends."""
+
+import json
+import logging
+import sys
+
+import pytest
+import typer
+
+from harness.bench import peer as peer_module
+from harness.bench.peer import Generation
+from harness.cli.main import build_app
+from harness.errors import Code
+
+TINY = ("bench", "engine", "--shape", "tiny", "--repeats", "1")
+
+
+@pytest.fixture
+def wrong_peer(monkeypatch):
+    """A peer that says 0 for every token."""
+
+    class Zeros:
+        name, shows_steps = "hf-generate", True
+
+        def generate(self, workload):
+            generation = Generation(token_ids=[[0] * length for length in workload.output_lens])
+            generation.end_step()
+            return generation
+
+    monkeypatch.setitem(peer_module.PEERS, "hf-generate", lambda setting: Zeros())
+
+
+def test_the_options_are_those_that_were_promised():
+    command = typer.main.get_command(build_app()).commands["bench"].commands["engine"]
+    assert [parameter.opts[0] for parameter in command.params] == [
+        "--shape", "--dtype", "--device", "--repeats", "--requests", "--peer", "--seed", "--engine-option", "--out",
+        "--format",
+    ]  # fmt: skip
+    assert all(parameter.help for parameter in command.params)
+
+
+def test_all_measures_of_all_peers(harness, tmp_path):
+    ran = harness(*TINY, "--out", tmp_path / "bench.json", "--peer", "hf-generate", "--peer", "hf-continuous")
+    assert (ran.status, ran.err) == (0, "")
+    measures = ["prefill, batch 1", "decode step, batch 1", "decode step, batch 16", "uneven workload"]
+    assert all(measure in ran.out for measure in measures)
+    document = json.loads((tmp_path / "bench.json").read_text())
+    assert [measure["name"] for measure in document["measures"]] == measures
+    assert set(document["measures"][0]["samples"]) == {"reference", "hf-generate"}
+    assert set(document["measures"][-1]["samples"]) == {"reference", "hf-generate", "hf-continuous"}
+    assert all(value > 0 for measure in document["measures"] for own in measure["samples"].values() for value in own)
+    assert [own["batch_size"] for own in document["shares"]] == [1, 16]
+    assert {own["peer"]: own["num_requests"] for own in document["agreements"]} == dict.fromkeys(
+        ["hf-generate", "hf-continuous"], 22
+    )
+    assert document["copy_bytes_per_second"] > 1e8
+    assert document["machine"]["num_threads"] >= 1
+
+
+def test_json_goes_to_standard_output(harness):
+    ran = harness(*TINY, "--peer", "hf-generate", "--dtype", "bfloat16", "--requests", "3", "--format", "json")
+    assert (ran.status, ran.err) == (0, "")
+    assert (ran.json["shape"], ran.json["dtype"], ran.json["repeats"]) == ("tiny", "bfloat16", 1)
+    assert ran.json["agreements"][0]["num_requests"] == 20
+    assert logging.getLogger("ContinuousBatchingLogger").disabled is False
+
+
+def test_engine_options_reach_the_engine(harness):
+    ran = harness(*TINY, "--peer", "hf-generate", "--engine-option", "attention_backend=nope")
+    assert (ran.status, ran.err.split(":")[0]) == (2, Code.BAD_OPTION)
+    assert "unknown attention backend" in ran.err
+
+
+def test_a_peer_with_other_tokens_ends_it_before_anything_is_timed(harness, wrong_peer):
+    ran = harness(*TINY, "--peer", "hf-generate")
+    assert (ran.status, ran.out) == (1, "")
+    assert ran.err.startswith(f"{Code.PEER_TOKENS_DIFFER}: hf-generate and the reference engine generate different")
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    (["--shape", "huge"], "tiny, 142m"),
+    (["--peer", "vllm"], "hf-generate, hf-continuous, llamacpp"),
+    (["--repeats", "0"], "--repeats"),
+    (["--dtype", "int8"], "float32, bfloat16, float16"),
+    (["--device", "tpu"], "cpu or cuda"),
+])  # fmt: skip
+def test_bad_input(harness, options, words):
+    ran = harness("bench", "engine", *options)
+    assert (ran.status, ran.err.split(":")[0]) == (2, Code.BAD_OPTION)
+    assert words in ran.err
+
+
+def test_a_file_that_is_there_is_not_overwritten(harness, tmp_path):
+    (tmp_path / "bench.json").write_text("mine")
+    ran = harness(*TINY, "--out", tmp_path / "bench.json")
+    assert (ran.status, ran.err.split(":")[0]) == (2, Code.OUTPUT_EXISTS)
+    assert (tmp_path / "bench.json").read_text() == "mine"
+
+
+def test_a_named_peer_that_is_not_installed(harness, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    ran = harness(*TINY, "--peer", "llamacpp")
+    assert (ran.status, ran.err.split(":")[0]) == (2, Code.BAD_OPTION)
+    assert "inference-harness[llamacpp]" in ran.err

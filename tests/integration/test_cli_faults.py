@@ -1,0 +1,33 @@
+"""`harness faults` and `harness check --fault`."""
+
+import json
+
+from harness.cli.main import run
+
+
+def test_the_score_of_one_fault(capsys):
+    assert run(["faults", "--only", "rotary-interleaved", "--format", "json"]) == 0
+    score = json.loads(capsys.readouterr().out)
+    assert (score["num_faults"], score["detected"], score["localised"], score["named"]) == (1, 1, 1, 1)
+    assert (score["num_variants"], score["false_alarms"], score["equivalent"]) == (0, 0, [])
+    (fault,) = score["faults"]
+    assert fault["first_divergence"] == {"tap": "model.layers.0.q_rope", "request": 0, "position": 1}
+    assert "interleaved" in fault["explanation"]
+
+
+def test_the_score_for_people(capsys):
+    assert run(["faults", "--category", "sampling"]) == 0
+    text = capsys.readouterr().out
+    assert "logits-of-the-row-before" in text
+    assert "allclose 1e-3" in text
+
+
+def test_a_planted_fault_is_a_mismatch(capsys):
+    assert run(["check", "--fault", "wrong-block"]) == 1
+    assert "block 1 of the table is read from its own block 0" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_fault_comes_with_its_own_workload(capsys):
+    assert run(["check", "--fault", "wrong-block", "--dtype", "float32"]) == 2
+    assert run(["check", "--fault", "nope"]) == 2
+    assert "H013" in capsys.readouterr().err

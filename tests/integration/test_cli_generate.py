@@ -1,0 +1,181 @@
+"""`harness generate`: what it writes to which stream, and how it ends."""
+
+import json
+import math
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from harness.errors import Code
+
+PROMPT = "shau zen shu zei da dan dei lou zo ge vau win to | shau zen"
+STATS = (
+    r"prompt_tokens=(\d+) generated_tokens=(\d+) elapsed_seconds=([\d.]+) tokens_per_second=([\d.]+) "
+    r"ttft_ms=([\d.]+) tpot_ms=([\d.]+|nan) device=(\S+) dtype=(\S+)\n"
+)
+
+
+@pytest.fixture
+def generate(harness):
+    return lambda *options: harness("generate", "--prompt", PROMPT, *options)
+
+
+@pytest.fixture
+def changed(checkpoints, tmp_path):
+    """A copy of a checkpoint with changes to its JSON files."""
+
+    def change(name: str, **files: dict[str, object]):
+        folder = tmp_path / name
+        shutil.copytree(checkpoints / name, folder)
+        for file, values in files.items():
+            path = folder / f"{file}.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | values))
+        return folder
+
+    return change
+
+
+def hf_text(folder, prompt: str, num_tokens: int) -> str:
+    """Continue a prompt with HuggingFace, greedily."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    with torch.no_grad():
+        tokens = model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
+    return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", ["qwen3-tiny", "llama-tiny", "qwen2-tiny"])
+def test_the_text_is_huggingfaces_and_nothing_else_is_written(generate, checkpoints, name):
+    ran = generate("--model", checkpoints / name, "--max-new-tokens", 8, "--dtype", "float32")
+    assert (ran.status, ran.err) == (0, "")
+    assert ran.out == hf_text(checkpoints / name, PROMPT, 8) + "\n"
+
+
+def test_the_embedded_model_recites_without_being_named(generate):
+    assert generate("--max-new-tokens", 4).out == "shu zei da dan\n"
+
+
+def test_statistics_go_to_standard_error(generate):
+    ran = generate("--max-new-tokens", 4, "--show-stats")
+    assert ran.out == "shu zei da dan\n"
+    prompt, generated, elapsed, rate, ttft, tpot, device, dtype = re.fullmatch(STATS, ran.err).groups()
+    assert (prompt, generated, device, dtype) == ("17", "4", "cpu", "float32")
+    assert float(rate) == pytest.approx(4 / float(elapsed), rel=0.05)
+    assert float(ttft) + 3 * float(tpot) == pytest.approx(1000 * float(elapsed), rel=0.05)
+
+
+def test_one_token_has_no_time_between_tokens(generate):
+    ran = generate("--max-new-tokens", 1, "--show-stats")
+    assert math.isnan(float(re.fullmatch(STATS, ran.err)[6]))
+    assert generate("--max-new-tokens", 1, "--format", "json").json["tpot_ms"] is None
+
+
+def test_json_has_text_tokens_and_statistics(generate):
+    document = generate("--max-new-tokens", 4, "--format", "json").json
+    assert document["text"] == "shu zei da dan"
+    assert len(document["token_ids"]) == document["generated_tokens"] == 4
+    assert (document["finish_reason"], document["prompt_tokens"]) == ("length", 17)
+    assert {"elapsed_seconds", "tokens_per_second", "ttft_ms", "tpot_ms", "device", "dtype"} < set(document)
+
+
+@pytest.mark.parametrize("name", ["qwen3-tiny", "qwen2-tiny"])
+def test_a_stream_adds_up_to_the_text(generate, checkpoints, monkeypatch, name):
+    pieces = []
+    monkeypatch.setattr("harness.cli.generate.write", lambda text, end="\n": pieces.append(text + end))
+    generate("--model", checkpoints / name, "--max-new-tokens", 8, "--stream")
+    monkeypatch.undo()
+    assert len(pieces) > 4
+    assert "".join(pieces) == generate("--model", checkpoints / name, "--max-new-tokens", 8).out
+
+
+def test_equal_seeds_draw_equal_texts(generate):
+    options = ("--max-new-tokens", 12, "--temperature", "4", "--seed")
+    first, again, other = (generate(*options, seed).out for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_top_k_of_one_is_greedy_at_any_temperature(generate):
+    greedy = generate("--max-new-tokens", 6).out
+    assert generate("--max-new-tokens", 6, "--temperature", "9", "--top-k", "1").out == greedy
+
+
+def test_the_end_of_sequence_tokens_of_the_generation_config_end_it(generate, changed):
+    first = generate("--max-new-tokens", 3, "--format", "json").json["token_ids"]
+    folder = changed("qwen3-tiny", generation_config={"eos_token_id": [255, first[2]]})
+    document = generate("--model", folder, "--format", "json").json
+    assert (document["token_ids"], document["finish_reason"]) == (first, "eos")
+
+
+def test_a_chat_goes_through_the_template(harness, changed):
+    message = "{% for m in messages %}{{ m.content }} | {% endfor %}"
+    template = "{{ bos_token }} " + message + "{% if add_generation_prompt %}shau{% endif %}"
+    folder = changed("qwen3-tiny", tokenizer_config={"chat_template": template})
+    options = ("--model", folder, "--max-new-tokens", "3", "--format", "json")
+    chat = harness("generate", "--prompt", "shau zen shu zei", "--chat", *options).json
+    plain = harness("generate", "--prompt", "shau zen shu zei | shau", *options).json
+    assert (chat["text"], chat["token_ids"]) == (plain["text"], plain["token_ids"])
+
+
+def test_a_chat_without_a_template(generate):
+    ran = generate("--chat")
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith(f"{Code.NO_CHAT_TEMPLATE}: the tokenizer has no chat template\n")
+
+
+def test_a_template_that_refuses_the_message(generate, changed):
+    template = "{{ raise_exception('a system message comes first') }}"
+    ran = generate("--chat", "--model", changed("qwen3-tiny", tokenizer_config={"chat_template": template}))
+    assert ran.status == 2
+    assert ran.err.startswith(f"{Code.NO_CHAT_TEMPLATE}: the chat template cannot be applied: a system message")
+
+
+@pytest.mark.parametrize(("options", "code", "words"), [
+    (["--temperature", "nan"], Code.ENGINE_CANNOT_SERVE, "temperature is impossible"),
+    (["--max-new-tokens", "0"], Code.ENGINE_CANNOT_SERVE, "max_new_tokens is impossible"),
+    (["--max-new-tokens", "100000"], Code.ENGINE_CANNOT_SERVE, "longer than the model allows"),
+    (["--top-p", "0"], Code.ENGINE_CANNOT_SERVE, "top_p is impossible"),
+    (["--seed", "-1"], Code.ENGINE_CANNOT_SERVE, "seed is impossible"),
+    (["--dtype", "int8"], Code.BAD_OPTION, "unknown dtype"),
+    (["--device", "cuda:99"], Code.NO_DEVICE, "no such device"),
+    (["--model", "/nowhere"], Code.NOT_A_CHECKPOINT, "no such folder"),
+    (["--engine-option", "debug_checks=yes"], Code.BAD_OPTION, "debug_checks must be true or false"),
+    (["--engine-option", "attention_backend=nope"], Code.BAD_OPTION, "unknown attention backend"),
+    (["--engine-option", "num_blocks=2"], Code.ENGINE_CANNOT_SERVE, "larger than the whole KV pool"),
+    (["--stream", "--format", "json"], Code.BAD_OPTION, "not streamed"),
+])  # fmt: skip
+def test_bad_input(generate, options, code, words):
+    ran = generate(*options)
+    assert ran.status == 2
+    assert ran.err.startswith(f"{code}: ")
+    assert words in ran.err
+
+
+def test_an_empty_prompt(harness):
+    ran = harness("generate", "--prompt", " ")
+    assert (ran.status, ran.err.split(":")[0]) == (2, Code.EMPTY_PROMPT)
+
+
+def test_no_tokenizer(generate, changed):
+    folder = changed("qwen3-tiny")
+    (folder / "tokenizer.json").unlink()
+    ran = generate("--model", folder)
+    assert (ran.status, ran.err.split(":")[0]) == (2, Code.NO_TOKENIZER)
+
+
+def test_ctrl_c_amid_a_stream():
+    command = [sys.executable, "-c", "from harness.cli import main; main()", "generate", "--prompt", PROMPT, "--stream"]
+    # So hot that what is drawn is no text that ends soon.
+    options = ["--max-new-tokens", "490", "--temperature", "50", "--engine-option", "debug_checks=true"]
+    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (130, "interrupted\n")

@@ -1,0 +1,190 @@
+"""`harness profile`: its figures, its files, and every way it refuses."""
+
+import json
+import pickle
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+KEYS = {"schema_version", "engine", "model", "dtype", "device", "ttft_ms", "tpot_ms", "tokens_per_second", "phases",
+        "overhead", "report"}  # fmt: skip
+PHASE_KEYS = {"name", "num_steps", "wall_ms", "attributed_share", "flops_measured", "flops_formula",
+              "kv_bytes_measured", "kv_bytes_formula", "peak_bytes", "mfu", "mbu", "bound_by", "trace",
+              "snapshot"}  # fmt: skip
+SMALL = ["--prompt-tokens", "24", "--max-new-tokens", "6", "--runs", "2"]
+
+
+@pytest.fixture(autouse=True)
+def small_ceilings(monkeypatch):
+    """Measure the machine's roofs on small tensors: their height is not what is tested."""
+    from harness.profiling import profile
+
+    small = partial(profile.measure_ceilings, num_bytes=1 << 16, matrix_size=32)
+    monkeypatch.setattr(profile, "measure_ceilings", small)
+
+
+@pytest.fixture(params=["reference", "hf"])
+def engine(request):
+    return request.param
+
+
+def test_a_profile_says_what_each_phase_costs(harness, tmp_path, engine):
+    out = tmp_path / "profile"
+    ran = harness("profile", "--engine", engine, *SMALL, "--batch-size", "2", "--out", out, "--format", "json")
+    assert ran.status == 0, ran.err
+    assert ran.json.keys() >= KEYS
+    assert ran.json["schema_version"] == 1
+    assert (ran.json["engine"], ran.json["dtype"], ran.json["device"]) == (engine, "float32", "cpu")
+    for latency in ("ttft_ms", "tpot_ms"):
+        assert 0 < ran.json[latency]["median"] <= ran.json[latency]["p90"] <= ran.json[latency]["p99"]
+    assert ran.json["overhead"].keys() == {"trace", "memory", "counters"}
+    phases = {phase["name"]: phase for phase in ran.json["phases"]}
+    assert list(phases) == ["prefill", "decode", *(["mixed"] if engine == "reference" else [])]
+    assert phases["prefill"]["kv_bytes_formula"] == 2 * 3 * 2 * 32 * 4 * 2 * 24
+    for phase in phases.values():
+        check_phase(out, phase)
+    whole = json.loads((out / "profile.json").read_text())
+    assert whole["phases"][0]["flops_measured"] == phases["prefill"]["flops_measured"]
+    assert whole["phases"][0]["memory"]["points"]
+
+
+def problems_of(path: Path) -> list[str]:
+    """Return what torch's own validator says of a trace; older versions of torch have none, and no file fails there."""
+    if find_spec("torch.profiler._trace_validator") is None:
+        return []
+    from torch.profiler._trace_validator import validate_trace
+
+    _, problems = validate_trace(str(path))
+    return list(problems)
+
+
+def check_phase(out: Path, phase):
+    assert phase.keys() >= PHASE_KEYS
+    assert phase["num_steps"] >= 1
+    assert phase["flops_measured"] == phase["flops_formula"] > 0
+    assert phase["kv_bytes_measured"] == phase["kv_bytes_formula"] > 0
+    assert phase["num_allocations"] == phase["num_frees"] > 0
+    assert phase["bound_by"] in ("compute", "memory", "overhead")
+    assert 0 < phase["attributed_share"] <= 1
+    assert phase["operations"][-1]["name"] == "unattributed"
+    assert problems_of(out / phase["trace"]) == []
+    snapshot = pickle.loads((out / phase["snapshot"]).read_bytes())
+    assert snapshot.keys() == {"segments", "device_traces"}
+    assert phase["peak_bytes"] > sum(segment["total_size"] for segment in snapshot["segments"]) / 2
+
+
+def test_a_profile_for_people(harness, tmp_path, llama):
+    ran = harness("profile", "--model", llama, *SMALL, "--phase", "decode", "--out", tmp_path / "profile")
+    assert ran.status == 0, ran.err
+    for words in ("TTFT ms", "tok/s", "decode", "equal", "aten::mm", "self_attn.q_proj", "unattributed", "peak of"):
+        assert words in ran.out
+    assert "prefill:" not in ran.out
+
+
+def test_the_schedule_can_be_set(harness, tmp_path):
+    schedule = ["--wait", "0", "--warmup", "0", "--active", "2", "--repeat", "2", "--phase", "decode"]
+    ran = harness("profile", *SMALL, *schedule, "--out", tmp_path / "profile", "--format", "json")
+    (decode,) = ran.json["phases"]
+    assert decode["num_steps"] == 2
+    assert [step["label"] for step in decode["steps"]] == ["decode[bs=1 toks=1 kv=24]", "decode[bs=1 toks=1 kv=25]"]
+    assert len(decode["traces"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--max-new-tokens", "1"], "H061", "the phase 'decode' ran no step"),
+        (["--engine", "hf", "--phase", "mixed"], "H061", "engine 'hf' has no steps of phase 'mixed'"),
+        (["--phase", "verify"], "H061", "has no steps of phase 'verify'"),
+        (["--batch-size", "0"], "H013", "must be positive"),
+        (["--active", "0"], "H013", "active is too small"),
+        (["--engine", "none"], "H014", "no engine is called 'none'"),
+        (["--prompt-tokens", "100000"], "H015", ""),
+        (["--engine-option", "nonsense=1"], "H013", "nonsense"),
+    ],
+)
+def test_what_cannot_be_profiled_is_an_error_and_leaves_nothing(harness, tmp_path, options, code, message):
+    out = tmp_path / "profile"
+    ran = harness("profile", *SMALL, *options, "--out", out, "--format", "json")
+    assert ran.status == 2
+    assert ran.json["error"]["code"] == code
+    assert message in ran.json["error"]["message"]
+    assert not out.exists()
+
+
+def test_an_engine_that_offers_no_steps_is_an_error(harness, tmp_path, install):
+    name = install("""
+from harness.engines import Offer
+
+class Engine:
+    name = "whole"
+    offer = Offer(schedules=("plain",))
+
+    def run(self, workload, writer):
+        raise AssertionError
+
+def open_engine(folder, *, dtype, device, options):
+    return Engine()
+""")
+    ran = harness("profile", "--engine", name, *SMALL, "--out", tmp_path / "profile", "--format", "json")
+    assert (ran.status, ran.json["error"]["code"]) == (2, "H060")
+    assert "open_session" in ran.json["error"]["expected"]
+
+
+def test_an_output_folder_that_is_not_empty_is_left_alone(harness, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    ran = harness("profile", *SMALL, "--out", tmp_path, "--format", "json")
+    assert (ran.status, ran.json["error"]["code"]) == (2, "H030")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_what_was_captured_before_a_failure_stays(harness, tmp_path, monkeypatch):
+    from harness.errors import Code, HarnessError
+    from harness.profiling import profile
+
+    original = profile.capture_memory
+
+    def capture(session, window, path, *, device):
+        if window.phase == "decode":
+            raise HarnessError(Code.PROFILER_FAILED, "no space left")
+        return original(session, window, path, device=device)
+
+    monkeypatch.setattr(profile, "capture_memory", capture)
+    out = tmp_path / "profile"
+    ran = harness("profile", *SMALL, "--out", out, "--format", "json")
+    assert (ran.status, ran.json["error"]["code"]) == (2, "H064")
+    traces = sorted(path.name for path in (out / "trace").iterdir())
+    assert [name.split(".")[0] for name in traces] == ["reference-decode-r0", "reference-prefill-r0"]
+    assert [problems_of(path) for path in (out / "trace").iterdir()] == [[], []]
+    assert [path.name for path in (out / "memory").iterdir()] == ["reference-prefill-r0.pickle"]
+
+
+def test_an_engine_that_fails_is_named(harness, tmp_path, install):
+    name = install("""
+from harness.engines import open_engine as open_any
+
+class Engine:
+    def __init__(self, inner):
+        self.inner, self.name, self.offer, self.run = inner, "failing", inner.offer, inner.run
+
+    def open_session(self, **limits):
+        session, steps = self.inner.open_session(**limits), []
+        original = session.step
+
+        def step():
+            steps.append(1)
+            if len(steps) == 30:
+                raise RuntimeError("out of pages")
+            return original()
+
+        session.step = step
+        return session
+
+def open_engine(folder, *, dtype, device, options):
+    return Engine(open_any("reference", folder, dtype=dtype, device=device, options=options))
+""")
+    ran = harness("profile", "--engine", name, *SMALL, "--out", tmp_path / "profile", "--format", "json")
+    assert (ran.status, ran.json["error"]["code"]) == (2, "H017")
+    assert "out of pages" in ran.json["error"]["message"]

@@ -1,0 +1,120 @@
+"""Two processes on the loopback address: the same tokens, the same rows, and an end when one of them ends."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import reference_engine.worker
+from harness.case import RequestSpec
+from harness.check import run_check
+from harness.plan import make_plan
+from harness.results import Outcome
+from reference_engine import EngineConfig, LLMEngine, SamplingParams
+from reference_engine.errors import ConfigError, RankError
+from reference_engine.worker import parallel_engine
+
+PROMPTS = [list(range(10, 31)), [5, 6, 7]]
+PARAMS = SamplingParams(max_new_tokens=5, ignore_eos=True)
+SECONDS = 30
+"""More than any of this takes, and less than any timeout of torch's."""
+
+
+@pytest.mark.parametrize(("model", "dtype"), [("qwen2-tiny", "float32"), ("llama-tiny", "bfloat16")])
+def test_every_row_is_that_of_the_oracle(checkpoints: Path, model: str, dtype: str) -> None:
+    plan = make_plan(
+        model=str(checkpoints / model), engine="reference", dtype=dtype, device="cpu",
+        requests=[RequestSpec(token_ids=prompt) for prompt in PROMPTS], max_new_tokens=4, schedules=["tensor-parallel"],
+    )  # fmt: skip
+    (run,) = run_check(plan).runs
+    assert run.findings == ()
+    assert run.outcome is Outcome.PASS
+    assert run.coverage.missing == 0
+
+
+def test_forks_and_tokens_are_those_of_one_rank(checkpoints: Path) -> None:
+    config = EngineConfig(dtype="float32", block_size=4)
+
+    def tokens(engine: LLMEngine) -> list[list[int]]:
+        first = engine.add_request(PROMPTS[0], PARAMS)
+        engine.step()
+        engine.fork(first, SamplingParams(max_new_tokens=5, forced_token_ids=[1, 2, 3, 4], ignore_eos=True))
+        made: dict[int, list[int]] = {}
+        while engine.has_unfinished():
+            for output in engine.step():
+                made.setdefault(output.request_id, []).append(output.sampled_token_id)
+        return list(made.values())
+
+    folder = checkpoints / "qwen3-tiny"
+    expected = tokens(LLMEngine(folder, config))
+    with parallel_engine(folder, config, 2) as engine:
+        assert tokens(engine) == expected
+
+
+def test_when_a_rank_ends_the_others_end(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+
+    def starting(*args: object, **kwargs: object) -> "subprocess.Popen[bytes]":
+        workers.append(start(*args, **kwargs))  # type: ignore[call-overload]
+        return workers[-1]
+
+    monkeypatch.setattr(reference_engine.worker.subprocess, "Popen", starting)
+
+    def run_and_lose_one() -> None:
+        with parallel_engine(checkpoints / "qwen3-tiny", EngineConfig(), 2) as engine:
+            engine.add_request(PROMPTS[0], PARAMS)
+            engine.step()
+            workers[0].kill()
+            while engine.has_unfinished():
+                engine.step()
+
+    begin = time.monotonic()
+    with pytest.raises(RankError, match="lost each other"):
+        run_and_lose_one()
+    assert time.monotonic() - begin < SECONDS
+    assert workers[0].poll() is not None
+
+
+def test_heads_that_do_not_divide_are_said_before_anything_starts(checkpoints: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match="num_attention_heads does not divide"),
+        parallel_engine(checkpoints / "qwen3-tiny", EngineConfig(), 4),
+    ):
+        pass
+
+
+SCRIPT = """
+import sys
+from reference_engine import EngineConfig, LLMEngine, SamplingParams
+from reference_engine.messages import Command
+from reference_engine.parallel import Ranks
+from reference_engine.worker import serve
+
+ranks, config = Ranks.from_torchrun(), EngineConfig(dtype="float32")
+if ranks.rank:
+    serve(sys.argv[1], config, ranks)
+else:
+    engine = LLMEngine(sys.argv[1], config, ranks=ranks)
+    print(engine.generate([[10, 11, 12]], SamplingParams(max_new_tokens=4, ignore_eos=True))[0].token_ids)
+    ranks.tell([Command.STOP])
+ranks.leave()
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks(checkpoints: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(SCRIPT)
+    folder = checkpoints / "qwen3-tiny"
+    expected = LLMEngine(folder, EngineConfig(dtype="float32")).generate(
+        [[10, 11, 12]], SamplingParams(max_new_tokens=4, ignore_eos=True)
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29611",
+         str(tmp_path / "run.py"), str(folder)],
+        capture_output=True, text=True, check=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert str(expected[0].token_ids) in done.stdout

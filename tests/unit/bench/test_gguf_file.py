@@ -1,0 +1,31 @@
+"""The GGUF file holds the checkpoint's own bits."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from harness.bench.gguf_file import write_gguf
+from harness.bench.peer import PeerMissingError
+from harness.bench.shape import SHAPES, build_checkpoint
+
+
+def test_weights_are_the_same_bits_and_norms_float32(tmp_path):
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+    build_checkpoint(SHAPES["tiny"], tmp_path, dtype="bfloat16", seed=0, device="cpu")
+    write_gguf(tmp_path, tmp_path / "model.gguf", dtype="bfloat16")
+    read = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    own = load_file(tmp_path / "model.safetensors")
+    assert len(read) == len(own)
+    up = read["blk.1.ffn_up.weight"]
+    assert up.tensor_type == gguf.GGMLQuantizationType.BF16
+    assert up.data.tobytes() == own["model.layers.1.mlp.up_proj.weight"].view(torch.uint8).numpy().tobytes()
+    assert read["output_norm.weight"].data.dtype == np.float32
+
+
+def test_without_the_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(PeerMissingError, match="gguf"):
+        write_gguf(tmp_path, tmp_path / "model.gguf", dtype="float32")

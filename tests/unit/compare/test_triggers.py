@@ -1,0 +1,79 @@
+"""Conditions of the model and of the workload that a case can require."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from harness.compare.traits import Traits
+from harness.compare.triggers import reached_triggers
+from harness.errors import Code
+from harness.recording.manifest import RequestInfo
+
+PLAIN = Traits(num_groups=1, window=None, original_positions=None)
+
+
+def step(index, request, position, *, sampled=None, tables=None, phase="mixed"):
+    return SimpleNamespace(
+        index=index,
+        phase=phase,
+        request=torch.tensor(request),
+        position=torch.tensor(position),
+        sampled=None if sampled is None else torch.tensor(sampled),
+        block_tables=tables,
+    )
+
+
+def recording(*steps, prompt_lengths=(4, 4)):
+    requests = [
+        RequestInfo(id=index, prompt_length=length, token_ids=list(range(length + 8)))
+        for index, length in enumerate(prompt_lengths)
+    ]
+    return SimpleNamespace(steps=steps, manifest=SimpleNamespace(requests=requests))
+
+
+@pytest.mark.parametrize(
+    ("traits", "name"),
+    [
+        (Traits(num_groups=2, window=None, original_positions=None), "gqa"),
+        (Traits(num_groups=1, window=4, original_positions=None), "window_exceeded"),
+        (Traits(num_groups=1, window=None, original_positions=4), "rope_extended"),
+    ],
+)
+def test_what_the_model_decides(traits, name):
+    long = recording(step(0, [0] * 5, range(5)))
+    assert name in reached_triggers(long, traits)
+    assert name not in reached_triggers(long, PLAIN)
+    assert name not in reached_triggers(long)
+    if name != "gqa":
+        assert name not in reached_triggers(recording(step(0, [0] * 4, range(4))), traits)
+
+
+def test_a_ragged_batch_holds_requests_of_different_lengths():
+    assert "ragged_batch" in reached_triggers(recording(step(0, [0, 1], [3, 2])))
+    even = reached_triggers(recording(step(0, [0, 1], [3, 3])))
+    assert "batch" in even
+    assert "ragged_batch" not in even
+
+
+def test_a_decode_step_that_opens_a_block():
+    prefill = step(0, [0] * 4, range(4), sampled=[-1, -1, -1, 9], tables={0: [1]})
+    assert "new_block" in reached_triggers(recording(prefill, step(1, [0], [4], sampled=[9], tables={0: [1, 2]})))
+    assert "new_block" not in reached_triggers(recording(prefill, step(1, [0], [4], sampled=[9], tables={0: [1]})))
+
+
+def test_traits_of_a_configuration():
+    config = SimpleNamespace(
+        num_attention_heads=6, num_key_value_heads=2, rope_parameters={"original_max_position_embeddings": 64}
+    )
+    assert Traits.of(config, [None, 32, 16]) == Traits(num_groups=3, window=16, original_positions=64)
+
+
+def test_a_requirement_that_is_not_reached_fails(bench, tmp_path):
+    bench = bench("llama-tiny")
+    sound = bench.recorded().write(tmp_path / "r")
+    assert "gqa" in bench.compare(sound).coverage.triggers
+    assert bench.compare(sound, require=("gqa", "ragged_batch")).findings == ()
+    (finding,) = bench.compare(sound, require=("window_exceeded",)).findings
+    assert finding.code is Code.TRIGGER_NOT_REACHED
+    assert "sliding window" in finding.message

@@ -1,0 +1,75 @@
+import torch
+
+TAP = "model.layers.1.mlp.down_proj"
+
+
+def test_gain_and_offset(bench):
+    bench = bench()
+    right = bench.tap(TAP)
+    found = bench.explain(TAP, right * 1.25)
+    assert found.cause == "a constant gain of 1.25"
+    offset = torch.linspace(-1, 1, right.shape[1], dtype=torch.float64)
+    assert bench.explain(TAP, right + offset).cause.startswith("a constant offset per channel, norm ")
+
+
+def test_rows_of_other_tokens(bench):
+    bench = bench()
+    right, rows = bench.tap(TAP), bench.rows(TAP)
+    wrong = right.clone()
+    first = (rows.request == 0) & (rows.position < 37)
+    wrong[first] = right[first].roll(-1, dims=0)
+    found = bench.explain(TAP, wrong)
+    assert found.cause.startswith("the row is that of another token")
+    assert "request 0, position 0 holds that of request 0, position 1" in found.detail
+
+
+def test_heads_in_another_order(bench):
+    bench = bench()
+    tap = "model.layers.1.q_rope"
+    heads = bench.tap(tap).unflatten(1, (-1, bench.head_dim))
+    found = bench.explain(tap, heads.roll(1, dims=1).flatten(1))
+    assert found.cause == "the heads are in another order: [5, 0, 1, 2, 3, 4]"
+
+
+def test_another_input_and_another_output(bench):
+    bench = bench()
+    tap = "model.layers.1.self_attn.v_proj"
+    stream = bench.tap("model.layers.0.output")
+    found = bench.explain(tap, stream @ bench.weight(tap).T)
+    assert found.cause == "it reads model.layers.0.output instead of input_layernorm"
+    found = bench.explain("model.layers.1.output", bench.tap("model.layers.0.output"))
+    assert found.cause == "the output is that of model.layers.0.output"
+
+
+def test_a_coarser_result_or_input(bench):
+    bench = bench()
+    right = bench.tap(TAP)
+    assert bench.explain(TAP, right.bfloat16().double()).cause == "the output is rounded to bfloat16"
+    tap, source = "model.layers.1.input_layernorm", bench.tap("model.layers.0.output")
+    low = source.bfloat16().double()
+    normed = low * (low.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * bench.weight(tap)
+    found = bench.explain(tap, normed)
+    assert found.cause in ("its input is rounded to bfloat16", "the norm is computed in bfloat16")
+
+
+def test_where_nothing_fits_it_says_what_it_sees(bench):
+    bench = bench()
+    wrong = bench.tap(TAP)
+    generator = torch.Generator().manual_seed(3)
+    wrong[:, 10:20] += torch.randn(len(wrong), 10, generator=generator, dtype=torch.float64)
+    found = bench.explain(TAP, wrong)
+    assert found.cause == "no known way to get it wrong fits"
+    assert found.residual_after is None
+    assert "only in elements 10 to 19 of 96" in found.detail
+
+
+def test_growth_with_the_position_and_the_heads_that_carry_it(bench):
+    bench = bench()
+    tap = "model.layers.1.q_rope"
+    wrong, rows = bench.tap(tap), bench.rows(tap)
+    generator = torch.Generator().manual_seed(4)
+    noise = torch.randn(len(wrong), bench.head_dim, generator=generator, dtype=torch.float64)
+    wrong[:, : bench.head_dim] += rows.position[:, None] ** 2 * 1e-3 * noise
+    found = bench.explain(tap, wrong)
+    assert "only in heads 0 of 6" in found.detail
+    assert "grows with the position" in found.detail

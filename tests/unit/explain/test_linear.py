@@ -1,0 +1,91 @@
+import pytest
+import torch
+
+from harness.errors import Code
+
+TAP, SOURCE = "model.layers.1.self_attn.k_proj", "model.layers.1.input_layernorm"
+GATE, UP, NORMED = (
+    "model.layers.1.mlp.gate_proj",
+    "model.layers.1.mlp.up_proj",
+    "model.layers.1.post_attention_layernorm",
+)
+
+
+def test_bias_dropped(bench):
+    bench = bench("qwen2-tiny")
+    found = bench.explain(TAP, bench.tap(SOURCE) @ bench.weight(TAP).T)
+    assert (found.cause, found.scope) == ("the bias is dropped", "every row")
+    assert found.residual_after < 20
+
+
+def test_weights_of_another_module(bench):
+    bench = bench()
+    x = bench.tap(SOURCE)
+    found = bench.explain(TAP, x @ bench.weight("model.layers.0.self_attn.k_proj").T)
+    assert found.cause == "the weights are those of model.layers.0.self_attn.k_proj"
+    found = bench.explain(GATE, bench.tap(UP))
+    assert found.cause == f"the weights are those of {UP}"
+
+
+def test_weights_not_loaded(bench):
+    bench = bench("qwen2-tiny")
+    bias = bench.decoder.module(TAP).bias.detach().double()
+    found = bench.explain(TAP, bias.expand(len(bench.tap(TAP)), -1))
+    assert found.cause == "the weights are zero: not loaded"
+    found = bench.explain(TAP, torch.zeros_like(bench.tap(TAP)))
+    assert found.cause == "weights and bias are zero: not loaded"
+
+
+def test_weights_of_nobody(bench):
+    bench = bench()
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(bench.weight(TAP).shape, generator=generator, dtype=torch.float64)
+    found = bench.explain(TAP, bench.tap(SOURCE) @ weight.T)
+    assert found.residual_after is None  # fewer rows than inputs: any output could be fitted
+    assert "unrelated to what it should be" in found.detail
+
+
+def test_the_transpose(bench):
+    bench = bench("llama-tiny")
+    tap, source = "model.layers.1.self_attn.q_proj", "model.layers.1.input_layernorm"
+    assert bench.explain(tap, bench.tap(source) @ bench.weight(tap)).cause == "the weight is transposed"
+
+
+def test_rows_of_the_stacked_weight_in_the_wrong_order(bench):
+    bench = bench()
+    names = [f"model.layers.1.self_attn.{name}_proj" for name in "qkv"]
+    stacked = torch.cat([bench.tap(name) for name in names], dim=1)
+    width = bench.tap(names[1]).shape[1]
+    q = stacked[:, width : width + bench.tap(names[0]).shape[1]]  # k first, then q
+    found = bench.explain(names[0], q)
+    assert found.cause.startswith("the rows of the stacked weight are in the wrong order")
+    assert "self_attn.k_proj 0-63" in found.detail
+    found = bench.explain(TAP, bench.tap(TAP).roll(bench.head_dim, dims=1))
+    assert found.cause == "the rows of the weight are in another order"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_coarse_weight(bench, dtype):
+    bench = bench()
+    name = str(dtype).removeprefix("torch.")
+    x, weight = bench.tap(SOURCE), bench.weight(TAP)
+    assert bench.explain(TAP, x @ weight.to(dtype).double().T).cause == f"the weight is in {name}"
+    both = x.to(dtype).double() @ weight.to(dtype).double().T
+    assert bench.explain(TAP, both).cause == f"the product is of inputs in {name}"
+
+
+def test_tied_head(bench):
+    bench = bench("qwen2-tiny")
+    x = torch.cat([step.tap("model.norm")[step.rows_of("lm_head")] for step in bench.steps("lm_head")]).double()
+    found = bench.explain("lm_head", x @ bench.weight("model.embed_tokens").T)
+    assert found.cause == "the head is tied to the embedding though it has weights of its own"
+
+
+def test_overflow(bench):
+    bench = bench()
+    x, wrong = bench.tap(SOURCE), bench.tap(TAP)
+    x[7] = (x[7] * 1e38).clamp(-3e38, 3e38)
+    wrong[7] = torch.inf
+    found = bench.explain(TAP, wrong, code=Code.NOT_FINITE, **{SOURCE: x})
+    assert found.cause == "overflow of float32"
+    assert found.residual_after is None

@@ -1,0 +1,33 @@
+import torch
+from torch.nn import functional
+
+TAP = "model.layers.1.mlp.act"
+
+
+def test_gate_up_and_activation(bench):
+    bench = bench()
+    gate, up = (bench.tap(f"model.layers.1.mlp.{name}_proj") for name in ("gate", "up"))
+    wrong = {
+        "gate and up are swapped: the activation is applied to up": functional.silu(up) * gate,
+        "the activation is GELU": functional.gelu(gate) * up,
+        "the activation is GELU (tanh)": functional.gelu(gate, approximate="tanh") * up,
+        "the activation is ReLU": functional.relu(gate) * up,
+        "no activation is applied": gate * up,
+        "the product with up is missing": functional.silu(gate),
+        "the gate is missing": up,
+        "the activation is applied to the product": functional.silu(gate * up),
+        "the activation is computed in bfloat16": functional.silu(gate.bfloat16()).double() * up,
+    }
+    for cause, tensor in wrong.items():
+        found = bench.explain(TAP, tensor)
+        assert (found.cause, found.scope) == (cause, "every row")
+        assert found.residual_after < 10
+
+
+def test_one_request_alone(bench):
+    bench = bench()
+    gate, wrong = bench.tap("model.layers.1.mlp.gate_proj"), bench.tap(TAP)
+    second = bench.rows(TAP).request == 1
+    wrong[second] = (torch.sigmoid(gate) * bench.tap("model.layers.1.mlp.up_proj"))[second]
+    found = bench.explain(TAP, wrong)
+    assert (found.cause, found.scope) == ("the activation is sigmoid", "request 1")

@@ -1,0 +1,91 @@
+import pytest
+import torch
+
+TAP, SOURCE = "model.layers.1.input_layernorm", "model.layers.0.output"
+QK_TAP, QK_SOURCE = "model.layers.1.self_attn.k_norm", "model.layers.1.self_attn.k_proj"
+
+
+def normed(x, weight, eps=1e-6, statistic=None):
+    mean = x.square().mean(-1, keepdim=True) if statistic is None else statistic
+    return x * (mean + eps).rsqrt() * weight
+
+
+def test_weight(bench):
+    bench = bench()
+    x, weight = bench.tap(SOURCE), bench.weight(TAP)
+    wrong = {
+        "the norm's weight is not applied": normed(x, 1.0),
+        "the norm's weight is applied as 1 + weight": normed(x, weight + 1),
+        "the norm's weight is applied twice": normed(x, weight * weight),
+        "the norm only applies its weight": x * weight,
+        "the norm is skipped": x,
+        "the weight is that of model.layers.0.input_layernorm": normed(
+            x, bench.weight("model.layers.0.input_layernorm")
+        ),
+        "a layer norm: the mean is subtracted": normed(x - x.mean(-1, keepdim=True), weight),
+    }
+    for cause, tensor in wrong.items():
+        found = bench.explain(TAP, tensor)
+        assert (found.cause, found.scope) == (cause, "every row")
+        assert found.residual_after < 5
+
+
+@pytest.mark.parametrize("eps", [1e-5, 3e-4])
+def test_eps(bench, eps):
+    bench = bench()
+    tap, source = "model.layers.0.input_layernorm", "model.embed_tokens"  # rows of small norm tell it best
+    found = bench.explain(tap, normed(bench.tap(source), bench.weight(tap), eps))
+    assert found.cause == f"wrong eps: {eps:g} instead of 1e-06"
+
+
+def test_eps_outside_of_the_root(bench):
+    bench = bench()
+    tap, x = "model.layers.0.input_layernorm", bench.tap("model.embed_tokens")
+    root = x.square().mean(-1, keepdim=True).sqrt() + 1e-3
+    assert bench.explain(tap, x / root * bench.weight(tap)).cause == "eps 0.001 is added outside of the root"
+
+
+def test_variance_in_bfloat16(bench):
+    bench = bench()
+    x = bench.tap(SOURCE)
+    statistic = x.bfloat16().square().mean(-1, keepdim=True).double()
+    found = bench.explain(TAP, normed(x, bench.weight(TAP), statistic=statistic))
+    assert found.cause == "the norm's variance is computed in bfloat16"
+
+
+def test_a_statistic_of_another_kind(bench):
+    bench = bench()
+    x = bench.tap(SOURCE)
+    found = bench.explain(TAP, normed(x, bench.weight(TAP), statistic=x.abs().amax(-1, keepdim=True)))
+    assert found.cause == "the norm's statistic is wrong"
+    coarse = x.square().mean(-1, keepdim=True) * (1 + 1e-3 * torch.rand(len(x), 1, dtype=torch.float64))
+    found = bench.explain(TAP, normed(x, bench.weight(TAP), statistic=coarse))
+    assert found.cause == "the norm's variance is computed in a lower precision"
+
+
+def test_over_all_heads(bench):
+    bench = bench()
+    x, weight = bench.tap(QK_SOURCE), bench.weight(QK_TAP)
+    num_heads = x.shape[1] // len(weight)
+    found = bench.explain(QK_TAP, normed(x, weight.repeat(num_heads)))
+    assert found.cause == "the norm runs over all heads instead of each head"
+
+
+def test_qk_norm_skipped_in_decode(bench):
+    bench = bench()
+    rows, wrong = bench.rows(), bench.tap(QK_TAP)
+    lengths = torch.tensor([request.prompt_length for request in bench.golden.requests])[rows.request]
+    decode = rows.position >= lengths
+    wrong[decode] = bench.tap(QK_SOURCE)[decode]
+    found = bench.explain(QK_TAP, wrong)
+    assert (found.cause, found.scope) == ("the norm is skipped", "decode rows")
+
+
+def test_squares_that_overflow(bench):
+    bench = bench()
+    x = bench.tap(SOURCE)
+    x[5] *= 1e25
+    zeros = bench.tap(TAP)
+    zeros[5] = 0
+    found = bench.explain(TAP, zeros, **{SOURCE: x})
+    assert found.cause == "the squares overflow float32"

@@ -1,0 +1,114 @@
+import pytest
+import torch
+
+TAP, SOURCE = "model.layers.1.k_rope", "model.layers.1.self_attn.k_norm"
+
+
+def rotated(bench, positions, *, theta=None, table=None, source=SOURCE, share=1.0):
+    """Half-split rotation in float64, angles in float32 as HF has them."""
+    x = bench.tap(source).unflatten(1, (-1, bench.head_dim))
+    dim = int(bench.head_dim * share)
+    theta = theta or bench.config.rope_parameters["rope_theta"]
+    frequencies = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
+    angles = (positions[:, None].float() * frequencies)[:, None].double()
+    cos, sin = (f.to(table).double() if table else f for f in (angles.cos(), angles.sin()))
+    a, b = x[..., :dim].chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., dim:]), dim=-1).flatten(1)
+
+
+def test_neighbouring_pairs(bench):
+    bench = bench()
+    x = bench.tap(SOURCE).unflatten(1, (-1, bench.head_dim))
+    half_split = rotated(bench, bench.rows().position).unflatten(1, (-1, bench.head_dim))
+    assert torch.allclose(half_split.flatten(1), bench.tap(TAP), atol=1e-5)
+    frequencies = bench.decoder.model.model.rotary_emb.inv_freq
+    angles = (bench.rows().position[:, None].float() * frequencies)[:, None].double()
+    a, b = x[..., ::2], x[..., 1::2]
+    turned = torch.stack((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+    found = bench.explain(TAP, turned.flatten(1))
+    assert "neighbouring pairs (interleaved)" in found.cause
+    assert found.scope == "every row but those at position 0"
+    assert found.residual_before > 1e6
+    assert found.residual_after < 3
+    assert found.num_explained == found.num_rows
+
+
+@pytest.mark.parametrize("offset", [1, -1])
+def test_decode_rows_at_a_position_off_by_one(bench, offset):
+    bench = bench()
+    rows = bench.rows()
+    lengths = torch.tensor([request.prompt_length for request in bench.golden.requests])[rows.request]
+    is_decode = rows.position >= lengths
+    found = bench.explain(TAP, rotated(bench, rows.position + offset * is_decode))
+    assert found.cause == f"rotary at a position off by one ({offset:+d})"
+    assert found.scope == "decode rows"
+
+
+def test_every_position_off_by_one(bench):
+    bench = bench()
+    found = bench.explain(TAP, rotated(bench, bench.rows().position + 1))
+    assert (found.cause, found.scope) == ("rotary at a position off by one (+1)", "every row")
+
+
+def test_the_offset_of_a_chunk_forgotten(bench):
+    bench = bench(schedule="chunked")
+    rows = bench.rows()
+    keys = rows.step * 100 + rows.request
+    first = torch.stack([rows.position[keys == key].min() for key in keys])
+    lengths = torch.tensor([request.prompt_length for request in bench.golden.requests])[rows.request]
+    found = bench.explain(
+        TAP, rotated(bench, torch.where(rows.position < lengths, rows.position - first, rows.position))
+    )
+    assert found.cause == "positions restart at 0 in every step: the chunk's offset is forgotten"
+    assert found.scope == "rows of a prompt behind its first chunk"
+
+
+def test_positions_that_run_on_through_the_batch(bench):
+    bench = bench()
+    rows = bench.rows()
+    first_step = rows.step == rows.step.min()
+    found = bench.explain(TAP, rotated(bench, torch.where(first_step, torch.arange(len(rows)), rows.position)))
+    assert found.cause == "positions run on through the batch instead of restarting for each request"
+    assert "request 1" in found.scope
+
+
+@pytest.mark.parametrize("theta", [10000.0, 31000.0])
+def test_wrong_theta(bench, theta):
+    bench = bench()
+    found = bench.explain(TAP, rotated(bench, bench.rows().position, theta=theta))
+    assert found.cause == f"wrong rope theta: {theta:g} instead of 1e+06"
+
+
+def test_scaling_ignored(bench):
+    bench = bench("llama-tiny")
+    unscaled = rotated(bench, bench.rows().position, source="model.layers.1.self_attn.k_proj")
+    found = bench.explain(TAP, unscaled)
+    assert found.cause == "rope scaling (llama3) is ignored"
+
+
+def test_partial_rotary(bench):
+    bench = bench()
+    found = bench.explain(TAP, rotated(bench, bench.rows().position, share=0.5))
+    assert found.cause == "partial rotary: the first 16 of 32 elements turn"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_coarse_table(bench, dtype):
+    bench = bench()
+    found = bench.explain(TAP, rotated(bench, bench.rows().position, table=dtype))
+    assert found.cause == f"cos/sin table in {str(dtype).removeprefix('torch.')}"
+
+
+def test_not_applied_and_backwards(bench):
+    bench = bench()
+    assert bench.explain(TAP, bench.tap(SOURCE)).cause == "rotary is not applied"
+    assert "backwards" in bench.explain(TAP, rotated(bench, -bench.rows().position)).cause
+
+
+def test_rows_at_the_position_of_the_row_before(bench):
+    bench = bench()
+    rows, shifted = bench.rows(), bench.rows().position.clone()
+    for step in rows.step.unique():
+        here = rows.step == step
+        shifted[here] = rows.position[here].roll(1)
+    assert "row before it in the batch" in bench.explain(TAP, rotated(bench, shifted)).cause

@@ -1,0 +1,123 @@
+"""The catalogue: complete, and each fault is put in, reached, and taken out again."""
+
+import re
+
+import pytest
+
+import reference_engine.attention.paged
+import reference_engine.model
+import reference_engine.model_runner
+from harness.errors import Code, HarnessError
+from harness.faults.catalogue import FAULTS, choose
+from harness.faults.fault import Category, Fault, Setting
+from harness.faults.plant import replacing
+from harness.faults.scoreboard import score_fault
+from harness.faults.trial import Trial, try_fault, try_variant
+from harness.faults.variants import variants
+from reference_engine import LLMEngine
+from reference_engine.block_manager import BlockManager
+from reference_engine.block_pool import BlockPool
+from reference_engine.kv_cache import KVCache
+from reference_engine.layers import MLP, Linear, RMSNorm
+from reference_engine.model import Attention, Decoder, DecoderLayer
+from reference_engine.prefix_cache import Prefix, PrefixCache
+from reference_engine.rotary import RotaryEmbedding
+
+OWNERS = (
+    reference_engine.attention.paged, reference_engine.attention.paged.PagedAttention, reference_engine.model,
+    reference_engine.model_runner, Attention, BlockManager, BlockPool, Decoder, DecoderLayer, KVCache, LLMEngine,
+    Linear, MLP, Prefix, PrefixCache, RMSNorm, RotaryEmbedding,
+)  # fmt: skip
+ONE_OF_EACH = (
+    "position-decode-plus-one", "norm-eps-too-large", "qkv-k-and-v-swapped", "window-one-more", "hash-without-parent",
+    "copy-on-write-forgotten", "preempted-keeps-its-past", "second-best-token", "logits-bf16", "hit-of-everything",
+)  # fmt: skip
+
+
+def everything():
+    return {(owner.__name__, name): value for owner in OWNERS for name, value in vars(owner).items()}
+
+
+def test_there_are_faults_of_every_kind():
+    assert len(FAULTS) >= 50
+    assert {fault.category for fault in FAULTS.values()} >= set(Category) - {Category.SCHEDULER}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_is_put_in_is_taken_out(name):
+    before = everything()
+    with FAULTS[name].plant():
+        assert everything() != before
+    assert everything() == before
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_truth_is_complete(name):
+    fault = FAULTS[name]
+    assert fault.summary.endswith(".")
+    assert re.compile(fault.cause)
+    assert fault.cause
+    assert (fault.tap is None) == (fault.row is None)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_fault_is_found_where_it_is_and_named(name):
+    score = score_fault(FAULTS[name], try_fault(FAULTS[name]))
+    assert (score.detected, score.localised, score.named) == (True, True, True), score
+
+
+def test_a_fault_that_is_never_reached_is_no_score():
+    unreached = Fault(
+        id="unreached", category=Category.CACHE, summary="Never runs.", tap="lm_head", row=(0, 0), cause="x",
+        plant=replacing((BlockPool, "reset_prefix_cache", lambda original: original)), setting=Setting(),
+    )  # fmt: skip
+    with pytest.raises(HarnessError) as caught:
+        score_fault(unreached, try_fault(unreached))
+    assert caught.value.code is Code.INTERNAL
+
+
+def test_a_fault_that_nothing_shows_is_not_detected():
+    harmless = Fault(
+        id="harmless", category=Category.NORM, summary="Changes nothing.", tap="model.norm", row=(0, 0), cause="norm",
+        plant=replacing((RMSNorm, "__call__", lambda original: original)),
+    )  # fmt: skip
+    score = score_fault(harmless, try_fault(harmless))
+    assert (score.detected, score.localised, score.named) == (False, False, False)
+
+
+def test_the_wrong_place_and_the_wrong_cause_do_not_count():
+    fault = FAULTS["norm-weight-skipped"]
+    trial: Trial = try_fault(fault)
+    elsewhere = Fault(**{name: getattr(fault, name) for name in fault.__slots__} | {"row": (1, 0), "cause": "theta"})
+    score = score_fault(elsewhere, trial)
+    assert (score.detected, score.localised, score.named) == (True, False, False)
+
+
+BENIGN = ("blocks-permuted", "norm-weight-before-cast", "projections-unfused", "split-kv", "short-prompts", "preempted")
+
+
+@pytest.mark.parametrize("name", BENIGN)
+def test_a_benign_variant_does_not_alarm(name):
+    (variant,) = [each for each in variants() if each.id == f"{name}/qwen2-tiny/bfloat16"]
+    trial = try_variant(variant)
+    assert not trial.is_alarm, trial.result and trial.result.runs[0].findings
+
+
+def test_variants_are_of_every_model_and_dtype():
+    names = [variant.id for variant in variants()]
+    assert len(names) == len(set(names)) >= 9 * 18
+
+
+@pytest.mark.parametrize(("ids", "categories"), [(["nope"], None), (None, ["nope"])])
+def test_what_is_not_there_is_refused(ids, categories):
+    with pytest.raises(HarnessError) as caught:
+        choose(ids, categories)
+    assert caught.value.code is Code.BAD_OPTION
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_is_detected(name):
+    score = score_fault(FAULTS[name], try_fault(FAULTS[name]))
+    assert score.detected
+    assert score.localised

@@ -1,0 +1,71 @@
+"""The formulas against what the engines dispatch, operation by operation."""
+
+from collections import Counter
+
+import pytest
+
+from harness.profiling.counters import PhaseCounts, count
+from harness.profiling.formulas import kv_bytes, operation_costs
+from harness.profiling.load import CaptureSchedule, Load, rehearse, window
+from harness.profiling.roofline import fold
+
+EVERYTHING = CaptureSchedule(wait=0, warmup=0, active=100)
+LINEARS = ("self_attn.o_proj", "mlp.down_proj")
+"""Computed by themselves in both engines, so that their bytes can be compared too."""
+
+
+def by_operation(counts: PhaseCounts, field: str) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for one in counts.counts:
+        found[one.operation] += getattr(one, field)
+    return found
+
+
+def windows(session, load):
+    steps = rehearse(session, load)
+    return [window(phase, load, steps, EVERYTHING) for phase in sorted({step.shape.phase for step in steps})]
+
+
+def assert_counters_equal_formulas(session, load):
+    for found in windows(session, load):
+        counts = count(session, found)
+        costs = operation_costs(session.model, found.shapes)
+        measured = by_operation(counts, "flops")
+        folded = fold(costs, measured)
+        assert {name: cost.flops for name, cost in folded.items()} == {name: measured[name] for name in folded}
+        assert counts.flops == sum(cost.flops for cost in costs.values())
+        assert counts.kv_bytes == kv_bytes(session.model, found.shapes_so_far)
+        moved = by_operation(counts, "bytes_moved")
+        assert {name: folded[name].bytes_moved for name in LINEARS} == {name: moved[name] for name in LINEARS}
+
+
+def test_counters_equal_formulas(session, load):
+    assert_counters_equal_formulas(session, load)
+
+
+@pytest.mark.parametrize("engine", ["reference", "hf"])
+@pytest.mark.parametrize(("model", "dtype"), [("llama-tiny", "float32"), ("qwen2-tiny", "bfloat16")])
+def test_counters_equal_formulas_for_other_families(open_on, load, engine, model, dtype):
+    assert_counters_equal_formulas(open_on(engine, model=model, dtype=dtype), load)
+
+
+@pytest.mark.parametrize("options", [{"max_num_batched_tokens": 7}, {"attention_backend": "contiguous"}])
+def test_counters_equal_formulas_under_other_options(open_on, load, options):
+    assert_counters_equal_formulas(open_on("reference", **options), load)
+
+
+def test_counters_equal_formulas_where_prompts_mix_with_decoded_tokens(reference):
+    late = Load(prompts=(tuple(range(10, 34)), tuple(range(20, 40))), max_new_tokens=6, late=tuple(range(5, 20)))
+    assert "mixed" in {found.phase for found in windows(reference, late)}
+    assert_counters_equal_formulas(reference, late)
+
+
+def test_pointwise_work_equals_its_formula(open_on, load):
+    session = open_on("hf")
+    (decode, prefill) = windows(session, load)
+    for found in (decode, prefill):
+        measured = by_operation(count(session, found), "elementwise_flops")
+        costs = fold(operation_costs(session.model, found.shapes), measured)
+        assert {name: cost.elementwise_flops for name, cost in costs.items()} == {
+            name: measured[name] for name in costs
+        }

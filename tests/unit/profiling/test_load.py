@@ -1,0 +1,79 @@
+"""Loads and windows: which steps run, which are captured, and what is refused."""
+
+import pytest
+
+from harness.errors import Code, HarnessError
+from harness.profiling.load import CaptureSchedule, Load, drive, rehearse, window
+from harness.profiling.workload import ProfileWorkload
+
+
+def labels(steps):
+    return [step.shape.label for step in steps]
+
+
+def test_a_rehearsal_notes_every_step(session, load):
+    steps = rehearse(session, load)
+    assert labels(steps) == ["prefill[bs=2 toks=48 kv=0]", *(f"decode[bs=2 toks=2 kv={48 + 2 * i}]" for i in range(5))]
+    assert steps[1].names == steps[2].names
+    assert {"model.layers.2.attention", "model.layers.0.mlp.act", "lm_head"} <= set(steps[0].names)
+
+
+def test_a_late_request_mixes_with_those_that_are_decoded(reference, load):
+    late = Load(prompts=load.prompts, max_new_tokens=6, late=tuple(range(7)))
+    assert labels(rehearse(reference, late)) == ["prefill[bs=2 toks=48 kv=0]", "mixed[bs=3 toks=9 kv=48]"]
+
+
+def test_decode_begins_after_what_is_waited_for(reference, find_window):
+    found = find_window(reference, "decode", wait=2, warmup=1, active=1)
+    assert [step.index for step in found.steps] == [4]
+    assert found.num_steps == 5
+    assert found.runs == ((range(1, 2), range(2, 3), range(3, 4), range(4, 5)),)
+
+
+def test_a_short_decode_is_captured_all_the_same(reference, find_window):
+    assert [step.index for step in find_window(reference, "decode", wait=50).steps] == [5]
+
+
+def test_prefill_is_waited_for_by_whole_runs(reference, find_window):
+    found = find_window(reference, "prefill", wait=2, warmup=1)
+    assert [step.index for step in found.steps] == [0]
+    assert found.runs == ((range(0, 1),),) * 4
+
+
+def test_a_phase_without_a_step_is_refused(reference):
+    once = Load(prompts=((1, 2, 3),), max_new_tokens=1)
+    with pytest.raises(HarnessError, match="the phase 'decode' ran no step") as caught:
+        window("decode", once, rehearse(reference, once), CaptureSchedule())
+    assert caught.value.code is Code.PHASE_WITHOUT_STEP
+    assert caught.value.actual == "1 step: prefill"
+
+
+@pytest.mark.parametrize("given", [{"wait": -1}, {"warmup": -1}, {"active": 0}, {"repeat": 0}])
+def test_an_impossible_schedule_is_refused(given):
+    with pytest.raises(HarnessError, match="is too small"):
+        CaptureSchedule(**given)
+
+
+@pytest.mark.parametrize("given", [{"batch_size": 0}, {"num_prompt_tokens": 0}, {"max_new_tokens": -1}])
+def test_an_impossible_workload_is_refused(given):
+    with pytest.raises(HarnessError, match="must be positive"):
+        ProfileWorkload(**given)
+
+
+def test_a_workload_is_the_same_every_time():
+    workload = ProfileWorkload(batch_size=2, num_prompt_tokens=9, max_new_tokens=3)
+    found = workload.load(50)
+    assert found == workload.load(50)
+    assert [len(prompt) for prompt in found.prompts] == [9, 9]
+    assert workload.mixed_load(50).prompts == found.prompts
+    assert max(map(max, found.prompts)) < 50
+
+
+def test_requests_are_dropped_where_a_step_fails(session, load):
+    def fail(_index):
+        session.step()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        drive(session, load, fail)
+    assert labels(rehearse(session, load))[0] == "prefill[bs=2 toks=48 kv=0]"

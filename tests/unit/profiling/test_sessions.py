@@ -1,0 +1,101 @@
+"""Sessions: what they offer to be watched by, and that nothing of a watcher stays."""
+
+import pytest
+import torch
+
+from harness.engines.hf_session import HFSession
+from harness.engines.reference_session import ReferenceSession
+from harness.engines.stepping import PREPARE, SAMPLE
+from harness.errors import Code, HarnessError
+from harness.oracle.decoder import load_decoder
+from reference_engine import EngineConfig, LLMEngine
+
+
+class Watcher:
+    def __init__(self, fails_at: str | None = None) -> None:
+        self.shapes, self.names, self._fails_at = [], [], fails_at
+
+    def begin_step(self, shape) -> None:
+        self.shapes.append(shape)
+
+    def reached(self, name: str) -> None:
+        self.names.append(name)
+        if name == self._fails_at:
+            raise ZeroDivisionError
+
+
+@pytest.fixture(scope="module")
+def decoder(checkpoints):
+    return load_decoder(checkpoints / "qwen3-tiny", dtype=torch.float32)
+
+
+@pytest.fixture
+def hf(decoder):
+    return HFSession(decoder, "sdpa")
+
+
+@pytest.fixture
+def own(checkpoints):
+    folder = checkpoints / "qwen3-tiny"
+    engine = LLMEngine(folder, EngineConfig(dtype="float32", num_blocks=64))
+    return engine, ReferenceSession(engine, folder)
+
+
+def num_hooks(decoder) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in decoder.model.modules())
+
+
+def fail_in_a_step(session):
+    session.add([1, 2, 3], 4)
+    with pytest.raises(ZeroDivisionError), session.watching(Watcher(fails_at="model.layers.1.attention")):
+        session.step()
+    session.stop()
+
+
+def test_no_hook_of_a_failed_step_stays(hf, decoder):
+    fail_in_a_step(hf)
+    assert num_hooks(decoder) == 0
+    hf.add([1, 2, 3], 4)
+    assert list(hf.step())
+    assert num_hooks(decoder) == 0
+    hf.stop()
+    assert list(hf.cache_tensors()) == []
+
+
+def test_the_engines_own_observer_is_put_back(own):
+    engine, session = own
+    before = engine.observer
+    fail_in_a_step(session)
+    assert engine.observer is before
+    assert not engine.has_unfinished()
+
+
+def test_a_step_is_told_from_its_begin_to_its_end(own, hf):
+    for session in (own[1], hf):
+        watcher = Watcher()
+        session.add([1, 2, 3], 4)
+        with session.watching(watcher):
+            session.step()
+            session.step()
+        session.stop()
+        assert [shape.label for shape in watcher.shapes] == ["prefill[bs=1 toks=3 kv=0]", "decode[bs=1 toks=1 kv=3]"]
+        assert watcher.names[0] == PREPARE
+        assert watcher.names.count(SAMPLE) == 2
+        assert watcher.names.count("model.layers.2.mlp.down_proj") == 2
+
+
+def test_weights_are_those_of_the_checkpoint(own, hf, decoder):
+    parameters = sum(parameter.numel() for parameter in decoder.model.parameters())
+    for session in (own[1], hf):
+        distinct = {weight.data_ptr(): weight.numel() for weight in session.weights().values()}
+        assert sum(distinct.values()) == parameters
+
+
+def test_hf_takes_no_request_that_would_be_padded(hf):
+    hf.add([1, 2, 3], 4)
+    with pytest.raises(HarnessError, match="starts together") as caught:
+        hf.add([1, 2], 4)
+    assert caught.value.code is Code.ENGINE_CANNOT_SERVE
+    hf.step()
+    with pytest.raises(HarnessError):
+        hf.add([1, 2, 3], 4)

@@ -1,0 +1,122 @@
+"""Tensor parallelism without other processes: what is cut how, and what is told."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reference_engine.checkpoint import load_weights
+from reference_engine.config import ModelConfig
+from reference_engine.errors import ConfigError
+from reference_engine.messages import decode_chunks, encode_chunks
+from reference_engine.parallel import Ranks, RowParallel, ShardedTaps, VocabParallelEmbedding, shard_config
+from reference_engine.sampling import SamplingParams
+from reference_engine.sequence import Chunk, Sequence
+
+EMBEDDED = Path(__file__).parents[3] / "cases" / "checkpoints"
+CPU = torch.device("cpu")
+
+
+def ranks_of(size: int) -> list[Ranks]:
+    return [Ranks(rank=rank, size=size, device=CPU) for rank in range(size)]
+
+
+@pytest.mark.parametrize("name", ["num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"])
+def test_what_does_not_divide_is_said_with_the_numbers(checkpoint: Any, name: str) -> None:
+    config = ModelConfig.from_folder(checkpoint.folder)
+    size = getattr(config, name) + 1
+    with pytest.raises(ConfigError, match=rf"does not divide among the ranks.* found {size} ranks"):
+        shard_config(config, size)
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "qwen2-tiny", "qwen3-tiny"])
+def test_the_parts_of_all_ranks_are_the_whole(name: str) -> None:
+    folder = EMBEDDED / name
+    config = ModelConfig.from_folder(folder)
+    whole = load_weights(folder, config, torch.float32, CPU)
+    parts = [load_weights(folder, config, torch.float32, CPU, ranks) for ranks in ranks_of(2)]
+    num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    for name, tensor in whole.items():
+        own = [part[name] for part in parts]
+        if "qkv_proj" in name:
+            cut = [x.split([num_q // 2, num_kv // 2, num_kv // 2]) for x in own]
+            joined = torch.cat([torch.cat(same) for same in zip(*cut, strict=True)])
+        elif "gate_up_proj" in name:
+            joined = torch.cat([torch.cat(same) for same in zip(*(x.chunk(2) for x in own), strict=True)])
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            joined = torch.cat(own, dim=1)
+        elif name in ("lm_head.weight", "model.embed_tokens.weight"):
+            joined = torch.cat(own)
+        else:
+            joined = own[1]
+        assert torch.equal(joined, tensor), name
+
+
+@pytest.fixture
+def _adding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank adds up is taken as it is."""
+    monkeypatch.setattr(Ranks, "add_up", lambda self, x: x)
+    monkeypatch.setattr(Ranks, "join_up", lambda self, x, dim: torch.cat([x, x], dim=dim))
+
+
+@pytest.mark.usefixtures("_adding")
+def test_a_token_is_found_by_one_rank_and_zero_on_the_others() -> None:
+    table, tokens = torch.randn(10, 3), torch.tensor([0, 4, 5, 9])
+    rows = [
+        VocabParallelEmbedding(part, ranks)(tokens) for part, ranks in zip(table.chunk(2), ranks_of(2), strict=True)
+    ]
+    assert torch.equal(rows[0] + rows[1], table[tokens])
+    assert not rows[0][2:].any()
+    assert not rows[1][:2].any()
+
+
+@pytest.mark.usefixtures("_adding")
+def test_shares_of_the_inputs_add_up_to_the_product() -> None:
+    weight, x = torch.randn(4, 6), torch.randn(2, 6)
+    parts = [
+        RowParallel(lambda part, w=w: part @ w.T, ranks)(own)
+        for w, own, ranks in zip(weight.chunk(2, dim=1), x.chunk(2, dim=1), ranks_of(2), strict=True)
+    ]
+    torch.testing.assert_close(parts[0] + parts[1], x @ weight.T)
+
+
+@pytest.mark.usefixtures("_adding")
+@pytest.mark.parametrize(
+    ("name", "is_sharded"),
+    [("model.layers.0.q_rope", True), ("model.layers.0.self_attn.o_proj", False), ("model.layers.0.mlp.act", True),
+     ("model.norm", False), ("lm_head", False), ("model.layers.1.k_cache", True), ("model.layers.1.output", False)],
+)  # fmt: skip
+def test_taps_are_joined_where_each_rank_has_a_part(name: str, is_sharded: bool) -> None:
+    seen: dict[str, torch.Tensor] = {}
+
+    class Watching:
+        def tap(self, name: str, tensor: torch.Tensor) -> None:
+            seen[name] = tensor
+
+    ShardedTaps(ranks_of(2)[0], Watching()).tap(name, torch.ones(5, 3))  # type: ignore[arg-type]
+    assert seen[name].shape == (5, 6 if is_sharded else 3)
+
+
+def test_chunks_survive_being_told() -> None:
+    def chunk(tokens: list[int], start: int, stop: int, table: list[int]) -> Chunk:
+        request = Sequence(
+            request_id=7, token_ids=tokens, num_prompt_tokens=2, params=SamplingParams(), block_table=array("q", table)
+        )
+        return Chunk(request, start, stop)
+
+    told = [chunk([5, 6, 7, 8], 1, 3, [4, 2]), chunk([9], 0, 1, [3]), chunk([1, 2, 3], 2, 3, [])]
+    for before, after in zip(told, decode_chunks(list(encode_chunks(told))), strict=True):
+        assert (after.start, after.stop, after.samples) == (before.start, before.stop, before.samples)
+        assert after.sequence.block_table == before.sequence.block_table
+        span = slice(before.start, before.stop)
+        assert after.sequence.token_ids[span] == before.sequence.token_ids[span]
+
+
+def test_outside_of_torchrun_nobody_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match="not started by torchrun"):
+        Ranks.from_torchrun()
