@@ -1,4 +1,4 @@
-.PHONY: check format test test-slow test-gpu floors
+.PHONY: check format test test-slow test-gpu floors scoreboard
 
 check:  ## format, lint, types, floors
 	ruff format --check harness reference_engine tests cases
@@ -18,6 +18,9 @@ test-slow:  ## the longest suites
 
 test-gpu:  ## what needs a CUDA device
 	pytest -m gpu
+
+scoreboard:  ## what the harness finds of known bugs
+	harness faults --format markdown
 
 floors:  ## measure again what the bounds were chosen from
 	python tests/benchmarks/noise_floors.py

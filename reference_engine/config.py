@@ -156,6 +156,9 @@ class EngineConfig:
     Off unless asked for: an observer does not see the rows that a hit skips, and who checks an engine wants all."""
     seed: int = 0
     """What the draws of requests without a seed depend on, together with the order in which they were added."""
+    cuda_graphs: bool = True
+    """On a GPU, replay decode steps that were recorded once. Needs a backend that is made for it (`triton`); a step
+    that somebody observes, or that several ranks share, runs as it is."""
     debug_checks: bool = False
     """Verify the cache's invariants at every step, and fill freed blocks with NaN. Slow."""
 
@@ -171,6 +174,7 @@ class EngineConfig:
         self._check_at_least("max_model_len", 1)
         self._check_at_least("seed", 0)
         self._check_boolean("enable_prefix_caching")
+        self._check_boolean("cuda_graphs")
         self._check_boolean("debug_checks")
 
     def _check_boolean(self, name: str) -> None:

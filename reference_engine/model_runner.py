@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 from reference_engine.attention.backend import BACKENDS, find_backend
-from reference_engine.batch import build_batch
+from reference_engine.batch import Batch, build_batch
 from reference_engine.checkpoint import load_weights
 from reference_engine.config import DTYPES, EngineConfig, ModelConfig
 from reference_engine.device import open_device
 from reference_engine.errors import ConfigError
+from reference_engine.graphs import Capture, DecodeGraphs, capture_cuda
 from reference_engine.kv_cache import CacheSpec
 from reference_engine.messages import Command, encode_chunks
 from reference_engine.model import Decoder
@@ -58,6 +59,7 @@ class ModelRunner:
         # After the weights, so that on a GPU the cache takes its share of what they leave.
         self.backend = open_backend(spec)
         self.model = Decoder.build(self.model_config, weights, rotary, self.backend, ranks)
+        self._graphs = self._open_graphs(config)
 
     @torch.no_grad()
     def run(self, chunks: Seq[Chunk], observer: Observer | None) -> Sampled:
@@ -111,7 +113,31 @@ class ModelRunner:
 
     def _forward(self, computed: Seq[Chunk], observer: Observer | None) -> torch.Tensor | None:
         batch = build_batch(computed, self.backend.block_size, self.device, observer)
+        logits_RV = self._graphs.run(batch) if self._graphs is not None and observer is None else None
+        return self._compute(batch) if logits_RV is None else logits_RV
+
+    def _compute(self, batch: Batch) -> torch.Tensor | None:
         return self.model(replace(batch, plan=self.backend.plan(batch)))
+
+    def _open_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
+        is_wanted = config.cuda_graphs and self.device.type == "cuda" and self._ranks is None
+        return self.record_decode(config, capture_cuda) if is_wanted and self.backend.is_capturable else None
+
+    def record_decode(self, config: EngineConfig, capture: Capture) -> DecodeGraphs:
+        """Return what records decode steps with `capture` and replays them."""
+
+        def forward(batch: Batch) -> torch.Tensor:
+            logits_RV = self._compute(batch)
+            assert logits_RV is not None, "every row of a decode step is sampled"
+            return logits_RV
+
+        return DecodeGraphs(
+            forward,
+            max_num_seqs=config.max_num_seqs,
+            max_blocks=-(-self.max_model_len // self.backend.block_size),
+            device=self.device,
+            capture=capture,
+        )
 
     def _cache_spec(self, config: EngineConfig) -> CacheSpec:
         return CacheSpec(

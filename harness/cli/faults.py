@@ -17,7 +17,7 @@ def faults(
         int | None,
         typer.Option(min=0, help="Sets of prompts for each benign variant. [default: 3, and 0 with a selection]"),
     ] = None,
-    format: opt.OutFormat = opt.Format.HUMAN,
+    format: opt.OutReportFormat = opt.ReportFormat.HUMAN,
 ) -> int:
     """Put known bugs into the reference engine, one at a time, and show what the check says of each.
 
@@ -34,9 +34,9 @@ def faults(
         is_selection = bool(only or category)
         num_seeds = (0 if is_selection else 3) if seeds is None else seeds
         score = keep_score(chosen, variants(), seeds=num_seeds, progress=report)
-    if format is opt.Format.JSON:
+    if format is opt.ReportFormat.JSON:
         write_json(as_json(score))
     else:
-        write(as_text(score))
+        write(as_text(score, tablefmt="github" if format is opt.ReportFormat.MARKDOWN else "simple"))
     missed = score.detected < len(score.faults)
     return ExitStatus.MISMATCH if missed or score.false_alarms else ExitStatus.PASS

@@ -13,7 +13,7 @@ from harness.compare.history import attention_inputs
 from harness.compare.local import LocalErrors, local_errors
 from harness.compare.prefixes import Prefixes
 from harness.compare.shapes import engine_dtype
-from harness.errors import Code
+from harness.errors import Code, HarnessError
 from harness.explain.memory import Memory
 from harness.explain.scene import Scene, gathered, row_inputs
 from harness.explain.scope import scope
@@ -59,6 +59,19 @@ def explain_run(
     return replace(run, findings=findings, first_divergence=first)
 
 
+def _failed(error: Exception) -> Explanation:
+    """Return what stands in for an explanation that raised."""
+    return Explanation(
+        cause="no explanation: looking for one failed",
+        scope="",
+        residual_before=None,
+        residual_after=None,
+        num_rows=0,
+        num_explained=0,
+        detail=f"{type(error).__name__}: {error}",
+    )
+
+
 class _Explainer:
     """Explains the operations of one recording."""
 
@@ -80,7 +93,13 @@ class _Explainer:
         if finding.code not in _EXPLAINED or operation is None or self._num_explained[operation.site] == MAX_LAYERS:
             return finding
         self._num_explained[operation.site] += 1
-        return replace(finding, explanation=self.explain(operation))
+        try:
+            explanation = self.explain(operation)
+        except HarnessError:
+            raise
+        except Exception as error:  # a bug of an explanation must not cost the verdict
+            explanation = _failed(error)
+        return replace(finding, explanation=explanation)
 
     def explain(self, operation: Operation) -> Explanation | None:
         """Explain one operation; None where its rows are not wrong by themselves."""

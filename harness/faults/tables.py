@@ -101,7 +101,8 @@ def _faults(faults: Sequence[FaultScore], tablefmt: str) -> str:
         for each in faults
     ]
     headers = ["fault", "detected", "localised", "named", "found first", "what was said"]
-    return tabulate(rows, headers=headers, tablefmt=tablefmt, maxcolwidths=[None] * 5 + [70])
+    widths = [None] * 5 + [None if tablefmt == "github" else 70]
+    return tabulate(rows, headers=headers, tablefmt=tablefmt, maxcolwidths=widths)
 
 
 def _place(each: FaultScore) -> str:

@@ -30,6 +30,8 @@ class AttentionBackend(Protocol):
     """What it can serve."""
     has_blocks: bool
     """Whether slots and block tables mean something to an observer."""
+    is_capturable: bool
+    """Whether a decode step depends on shapes alone on the host, so that it can be recorded and replayed."""
     block_size: int
     """Tokens in a block of the pool that the engine keeps for this backend."""
     num_blocks: int

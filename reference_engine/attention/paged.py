@@ -64,6 +64,7 @@ class PagedAttention:
 
     limits = Limits()
     has_blocks = True
+    is_capturable = False
 
     def __init__(self, spec: CacheSpec) -> None:
         self.block_size = spec.block_size

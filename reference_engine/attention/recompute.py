@@ -26,6 +26,7 @@ class RecomputeAttention:
     cache = None
     limits = Limits()
     has_blocks = False
+    is_capturable = False
 
     def __init__(self, spec: CacheSpec) -> None:
         # The pool counts requests only: one "block" each, and no memory behind it.

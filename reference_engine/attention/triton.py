@@ -62,6 +62,7 @@ class TritonAttention:
 
     limits = _LIMITS
     has_blocks = True
+    is_capturable = True
 
     def __init__(self, spec: CacheSpec) -> None:
         from reference_engine.kernels import interpreter, paged_decode, paged_prefill, store_kv

@@ -34,7 +34,7 @@ FORMATS = {
     "inspect": ["human", "json"],
     "generate": ["human", "json"],
     "profile": ["human", "json"],
-    "faults": ["human", "json"],
+    "faults": ["human", "markdown", "json"],
 }
 
 
