@@ -159,6 +159,9 @@ class EngineConfig:
     cuda_graphs: bool = True
     """On a GPU, replay decode steps that were recorded once. Needs a backend that is made for it (`triton`); a step
     that somebody observes, or that several ranks share, runs as it is."""
+    compile_layers: bool = False
+    """Let torch.compile fuse what a layer does between its matrix products. The first steps then take a minute or so; a
+    step that somebody observes runs as it is written."""
     debug_checks: bool = False
     """Verify the cache's invariants at every step, and fill freed blocks with NaN. Slow."""
 
@@ -175,6 +178,7 @@ class EngineConfig:
         self._check_at_least("seed", 0)
         self._check_boolean("enable_prefix_caching")
         self._check_boolean("cuda_graphs")
+        self._check_boolean("compile_layers")
         self._check_boolean("debug_checks")
 
     def _check_boolean(self, name: str) -> None:

@@ -6,6 +6,7 @@ Shapes: T tokens, N query heads, K KV heads, H head dim, D hidden, V vocab, R sa
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -88,13 +89,22 @@ class DecoderLayer:
         return x_TD
 
 
+class Layer(Protocol):
+    """A decoder layer, compiled or not."""
+
+    def __call__(
+        self, x_TD: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch, /
+    ) -> torch.Tensor:
+        """Return the residual stream [T, D] behind it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
     """Tokens in, logits of the sampled rows out."""
 
     embed_tokens: Embedding | VocabParallelEmbedding
     rotary: RotaryEmbedding
-    layers: tuple[DecoderLayer, ...]
+    layers: tuple[Layer, ...]
     norm: RMSNorm
     lm_head: Linear | VocabParallelHead
 
@@ -119,6 +129,10 @@ class Decoder:
             norm=RMSNorm(weights["model.norm.weight"], config.rms_norm_eps),
             lm_head=head if ranks is None else VocabParallelHead(head, ranks),
         )
+
+    def compiled(self) -> Decoder:
+        """Return the same decoder with its layers compiled for any number of rows, when they first run."""
+        return replace(self, layers=tuple(torch.compile(layer.__call__, dynamic=True) for layer in self.layers))
 
     def __call__(self, batch: Batch) -> torch.Tensor | None:
         """Return the logits [R, V], or None when no row is sampled."""

@@ -59,6 +59,7 @@ class ModelRunner:
         # After the weights, so that on a GPU the cache takes its share of what they leave.
         self.backend = open_backend(spec)
         self.model = Decoder.build(self.model_config, weights, rotary, self.backend, ranks)
+        self._unobserved = self.model.compiled() if config.compile_layers else self.model
         self._graphs = self._open_graphs(config)
 
     @torch.no_grad()
@@ -117,7 +118,8 @@ class ModelRunner:
         return self._compute(batch) if logits_RV is None else logits_RV
 
     def _compute(self, batch: Batch) -> torch.Tensor | None:
-        return self.model(replace(batch, plan=self.backend.plan(batch)))
+        model = self._unobserved if batch.observer is None else self.model
+        return model(replace(batch, plan=self.backend.plan(batch)))
 
     def _open_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
         is_wanted = config.cuda_graphs and self.device.type == "cuda" and self._ranks is None

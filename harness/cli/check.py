@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from harness.cli import options as opt
-from harness.cli.output import print_result
+from harness.cli.output import print_results
 from harness.cli.progress import progress_bar
 from harness.errors import Code, HarnessError
 
@@ -21,7 +21,7 @@ def check(
     model: opt.Model = None,
     engine: opt.EngineName = None,
     engine_option: opt.EngineOption = None,
-    dtype: opt.Dtype = None,
+    dtype: opt.Dtypes = None,
     device: opt.Device = None,
     prompt: opt.PromptText = None,
     prompt_file: opt.PromptFile = None,
@@ -48,13 +48,14 @@ def check(
     with progress_bar() as report:
         report("loading libraries", 0, 1)
         from harness.check import run_check
+        from harness.plan import resolve_dtype
 
         given = opt.Given(
             case=case,
             model=model,
             engine=engine,
             engine_options=engine_option,
-            dtype=dtype,
+            dtype=dtype[0] if dtype else None,
             device=device,
             prompts=prompt,
             prompt_file=prompt_file,
@@ -67,8 +68,13 @@ def check(
             if fault is None
             else _broken(fault, given) as plan
         ):
-            result = run_check(plan, out=out, progress=report)
-    return print_result(result, format)
+            dtypes = list(dict.fromkeys(resolve_dtype(name, plan.folder) for name in dtype or []))
+            if len(dtypes) < 2:
+                results = [run_check(plan, out=out, progress=report)]
+            else:
+                plans = [replace(plan, dtype=name) for name in dtypes]
+                results = [run_check(each, out=out and out / each.dtype, progress=report) for each in plans]
+    return print_results(results, format)
 
 
 @contextmanager

@@ -47,6 +47,15 @@ Dtype = Annotated[
     str | None,
     typer.Option(metavar="DTYPE", help="float32, bfloat16, float16, or auto: the checkpoint's own. [default: auto]"),
 ]
+Dtypes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        help="float32, bfloat16, float16, or auto: the checkpoint's own. Repeatable: the table then sets them side by "
+        "side. [default: auto]",
+    ),
+]
 Device = Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, ... [default: cpu]")]
 PromptText = Annotated[
     list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Text of one request. Repeatable.")

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -37,6 +37,21 @@ def print_result(result: "CheckResult", form: ReportFormat) -> int:
         has_color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         write(check_text(result, width=shutil.get_terminal_size((100, 24)).columns, color=has_color))
     return _STATUS[result.outcome]
+
+
+def print_results(results: "Sequence[CheckResult]", form: ReportFormat) -> int:
+    """Print checks of several dtypes, side by side and then each; return the exit status of the worst."""
+    from harness.report.dtypes import dtypes_json, dtypes_text, worst_outcome
+
+    if len(results) == 1:
+        return print_result(results[0], form)
+    if form is ReportFormat.JSON:
+        write_json(dtypes_json(results))
+    else:
+        write(dtypes_text(results, tablefmt="github" if form is ReportFormat.MARKDOWN else "simple") + "\n")
+        for result in results:
+            print_result(result, form)
+    return _STATUS[worst_outcome(results)]
 
 
 def write_json(document: Mapping[str, Any]) -> None:

@@ -42,9 +42,8 @@ class ReferenceEngine:
 
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """Run the workload on a fresh engine; see `Engine.run`."""
-        with reference_errors(self._folder):
-            with self._opened(workload) as engine:
-                _run(engine, workload, _Recorder(writer))
+        with reference_errors(self._folder), self._opened(workload) as engine:
+            _run(engine, workload, _Recorder(writer))
 
     def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> ReferenceSession:
         """See `Steppable.open_session`; explicit options win."""

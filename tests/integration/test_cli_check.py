@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from harness.cli.main import run
 from harness.errors import Code
 
 from .conftest import ENGINE
@@ -194,3 +195,17 @@ def test_what_is_given_outranks_the_case(harness, case):
     assert ran.status == 0, ran.err
     document = ran.json
     assert (document["engine"], document["dtype"], document["schedules"]) == ("reference", "float32", ["chunked:2"])
+
+
+def test_several_dtypes_side_by_side(capsys):
+    options = ["check", "--token-ids", "5,6,7,8", "--max-new-tokens", "3", "--schedule", "plain"]
+    dtypes = ["--dtype", "float32", "--dtype", "bfloat16", "--dtype", "float32"]
+    assert run([*options, *dtypes, "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["verdict"], document["dtypes"]) == ("pass", ["float32", "bfloat16"])
+    assert [check["dtype"] for check in document["checks"]] == document["dtypes"]
+    assert run([*options, *dtypes]) == 0
+    table, *_ = capsys.readouterr().out.split("\n\n")
+    assert "float32 median" in table
+    assert "bfloat16 median" in table
+    assert "self_attn.q_proj" in table

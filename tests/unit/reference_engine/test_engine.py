@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -230,3 +231,14 @@ def test_cuda_agrees(checkpoint: Any, goldens: Any, backend: str) -> None:
     engine = LLMEngine(checkpoint.folder, EngineConfig(device="cuda", attention_backend=backend, max_model_len=64))
     outputs = engine.generate([p for p, _, _ in goldens["qwen3"]], SamplingParams(max_new_tokens=5, ignore_eos=True))
     assert [list(output.token_ids) for output in outputs] == [tokens for _, tokens, _ in goldens["qwen3"]]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_layers_make_the_same_tokens(checkpoint: Any) -> None:
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    prompts = [list(range(4, 20)), [5, 6, 7]]
+    config = EngineConfig(dtype="float32", max_model_len=32)
+    expected = LLMEngine(checkpoint.folder, config).generate(prompts, params)
+    compiled = LLMEngine(checkpoint.folder, replace(config, compile_layers=True)).generate(prompts, params)
+    assert [output.token_ids for output in compiled] == [output.token_ids for output in expected]

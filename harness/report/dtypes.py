@@ -1,0 +1,54 @@
+"""One engine in several dtypes, side by side: float32 is the lens for meaning, the engine's own for rounding."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+from harness.report.json import SCHEMA_VERSION, check_json
+from harness.report.merge import SEVERITY, merge, merge_taps
+from harness.report.sentences import number
+from harness.results import CheckResult, Outcome, TapResult
+
+
+def worst_outcome(results: Sequence[CheckResult]) -> Outcome:
+    """Return a mismatch if any check has one, a pass only if all do."""
+    outcomes = {result.outcome for result in results}
+    if Outcome.MISMATCH in outcomes:
+        return Outcome.MISMATCH
+    return Outcome.PASS if outcomes == {Outcome.PASS} else Outcome.NOTHING
+
+
+def dtypes_json(results: Sequence[CheckResult]) -> dict[str, Any]:
+    """Return the checks as JSON-able data, each under the keys it has by itself."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "verdict": worst_outcome(results),
+        "dtypes": [result.dtype for result in results],
+        "checks": [check_json(result) for result in results],
+    }
+
+
+def dtypes_text(results: Sequence[CheckResult], *, tablefmt: str = "simple") -> str:
+    """Return a table of every operation in every dtype: median and largest error in roundings, and the verdict."""
+    columns = [_by_site(result) for result in results]
+    sites = list(dict.fromkeys(site for column in columns for site in column))
+    rows = [[site, *(cell for column in columns for cell in _cells(column.get(site)))] for site in sites]
+    names = [(f"{result.dtype} median", "max", "verdict") for result in results]
+    headers = ["operation, all layers", *(name for group in names for name in group)]
+    align = ["left", *(side for _ in results for side in ("right", "right", "left"))]
+    return tabulate(rows, headers=headers, tablefmt=tablefmt, colalign=align, disable_numparse=True)
+
+
+def _by_site(result: CheckResult) -> dict[str, TapResult]:
+    sites: dict[str, list[TapResult]] = {}
+    for tap in merge_taps(result.runs):
+        sites.setdefault(tap.site, []).append(tap)
+    return {site: merge(taps) for site, taps in sites.items()}
+
+
+def _cells(tap: TapResult | None) -> list[str]:
+    if tap is None:
+        return ["-", "-", "-"]
+    assert tap.verdict in SEVERITY
+    return [number(tap.local_roundings_median), number(tap.local_roundings_max), str(tap.verdict)]
