@@ -75,6 +75,17 @@ class Code(StrEnum):
     RECORDER_RUNNING = "H062"
     STEPS_DIFFER = "H063"
     PROFILER_FAILED = "H064"
+    # Traces and gates
+    TRACE_UNREADABLE = "H070"
+    TRACE_DAMAGED = "H071"
+    TRACE_NOT_JSON = "H072"
+    TRACE_NOT_GZIP = "H073"
+    NO_TRACE_EVENTS = "H074"
+    BASELINE_MISSING = "H075"
+    BAD_BASELINE = "H076"
+    OTHER_BASELINE = "H077"
+    PERFORMANCE_REGRESSION = "H078"
+    BAD_PROFILE = "H079"
     # Generation and its speed
     NO_CHAT_TEMPLATE = "H080"
     PEER_TOKENS_DIFFER = "H081"
@@ -102,6 +113,8 @@ def exit_status(code: Code) -> ExitStatus:
         return ExitStatus.MISMATCH
     if code is Code.NOTHING_CHECKED:
         return ExitStatus.NOTHING_CHECKED
+    if code is Code.PERFORMANCE_REGRESSION:
+        return ExitStatus.REGRESSION
     return ExitStatus.INTERNAL if code is Code.INTERNAL else ExitStatus.BAD_INPUT
 
 

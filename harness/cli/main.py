@@ -27,6 +27,7 @@ Exit status:
   1  mismatch, or something expected was not recorded
   2  usage or bad input; docs/errors has a page for each code
   3  internal error, a bug of the harness
+  4  performance regression, and nothing else
   5  nothing was checked
 
 \b
@@ -105,11 +106,13 @@ def build_app() -> typer.Typer:
         check,
         diff,
         faults,
+        gate,
         generate,
         golden,
         inspect,
         profile,
         run,
+        trace,
     )  # only when a command runs
 
     app = typer.Typer(
@@ -128,8 +131,10 @@ def build_app() -> typer.Typer:
     app.command()(inspect.inspect)
     app.command()(generate.generate)
     app.command(epilog=engines)(profile.profile)
+    app.command()(gate.gate)
     app.command()(faults.faults)
     app.add_typer(bench.app)
+    app.add_typer(trace.app)
     return app
 
 

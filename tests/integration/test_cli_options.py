@@ -23,8 +23,10 @@ OPTIONS = {
     "profile": ["--out", "--model", "--engine", "--engine-option", "--dtype", "--device", "--prompt-tokens",
                 "--max-new-tokens", "--batch-size", "--phase", "--wait", "--warmup", "--active", "--repeat", "--runs",
                 "--local-files-only", "--format"],
+    "gate": ["profile", "baseline", "--accept", "--against", "--blocks", "--tolerance", "--format"],
     "faults": ["--only", "--category", "--seeds", "--format"],
     "bench": [],  # a group
+    "trace": [],  # a group
 }  # fmt: skip
 FORMATS = {
     "check": ["human", "markdown", "json"],

@@ -1,0 +1,60 @@
+"""`harness trace`: what is in a Chrome trace of torch, and what changed between two."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.cli import options as opt
+from harness.cli.output import write, write_json
+from harness.errors import ExitStatus
+
+app = typer.Typer(name="trace", help="Read Chrome traces of torch.", no_args_is_help=True, rich_markup_mode=None)
+
+_METAVAR = "a .json or .json.gz written by torch.profiler, ours or anybody's."
+
+
+@app.command()
+def summary(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=f"Traces: {_METAVAR}")],
+    format: opt.OutFormat = opt.Format.HUMAN,
+) -> int:
+    """Sum up traces by phase and operator.
+
+    A phase is what the annotations of the steps say, such as `decode[bs=1 toks=1 kv=128]`.
+    """
+    from harness.profiling.trace_summary import summarize
+    from harness.profiling.trace_text import summary_text
+
+    summaries = [summarize(file) for file in files]
+    if format is opt.Format.JSON:
+        write_json({"schema_version": 1, "files": [asdict(summary) for summary in summaries]})
+    else:
+        write(summary_text(summaries))
+    return ExitStatus.PASS
+
+
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="A", help=f"Trace before: {_METAVAR}")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="Trace after.")],
+    format: opt.OutFormat = opt.Format.HUMAN,
+) -> int:
+    """Show what runs more or less often in B than in A, and what takes another time."""
+    from harness.profiling.trace_diff import diff_traces
+    from harness.profiling.trace_summary import summarize
+    from harness.profiling.trace_text import diff_text
+
+    found = diff_traces(summarize(before), summarize(after))
+    if format is opt.Format.JSON:
+        document = {
+            "schema_version": 1,
+            "changes": [asdict(change) for change in found.changes],
+            "operations": [asdict(change) for change in found.operations],
+            "steps": [{"phase": name, "before": old, "after": new} for name, old, new in found.steps],
+        }
+        write_json(document)
+    else:
+        write(diff_text(found))
+    return ExitStatus.PASS

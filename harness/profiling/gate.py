@@ -1,0 +1,130 @@
+"""Does a profile need more than its baseline? Counts are exact, amounts may move a little, times are no part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from harness.errors import Code, HarnessError
+from harness.profiling.baseline import Baseline, Entry, PhaseNeeds, read_baseline, read_profile, write_baseline
+
+AMOUNT_TOLERANCE = 0.005
+"""FLOPs, bytes and the peak may move by this share: padding and the allocator's rounding do."""
+
+
+class GateVerdict(StrEnum):
+    """What a gate says."""
+
+    PASS = "pass"
+    REGRESSION = "regression"
+    """Something needs more than it did."""
+    IMPROVED = "improved"
+    """Something needs less, and nothing more: worth accepting, or what is won may be lost again unseen."""
+    ACCEPTED = "accepted"
+    """The profile has become the baseline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateChange:
+    """One figure that differs from the baseline by more than it may."""
+
+    phase: str
+    operation: str | None
+    """Tap name without the layer; None where the figure is of the whole phase."""
+    measure: str
+    """An operator (`aten::copy_`), or `flops`, `peak_bytes`, `num_allocations`, ..."""
+    before: int
+    after: int
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether more is needed than before."""
+        return self.after > self.before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateResult:
+    """A profile against a baseline."""
+
+    key: dict[str, str]
+    """Machine kind, versions and work that both are of."""
+    changes: tuple[GateChange, ...]
+    """What needs more first, by phase and operation."""
+    is_accepted: bool = False
+
+    @property
+    def verdict(self) -> GateVerdict:
+        """Regression if anything needs more."""
+        if self.is_accepted:
+            return GateVerdict.ACCEPTED
+        if any(change.is_regression for change in self.changes):
+            return GateVerdict.REGRESSION
+        return GateVerdict.IMPROVED if self.changes else GateVerdict.PASS
+
+
+def run_gate(profile: Path, baseline: Path, *, accept: bool = False) -> GateResult:
+    """Hold a profile against a baseline file.
+
+    Args:
+        profile: folder of a profile, or its `profile.json`.
+        baseline: the file; another machine's or other work's entries in it are left alone.
+        accept: make the profile the baseline; the changes are what was accepted.
+
+    Raises:
+        HarnessError: BAD_PROFILE, BAD_BASELINE, CANNOT_WRITE; unless `accept`, BASELINE_MISSING and OTHER_BASELINE.
+    """
+    entry = read_profile(profile)
+    stored = read_baseline(baseline)
+    before = stored.matching(entry.key) if stored else None
+    if accept:
+        write_baseline((stored or Baseline()).with_entry(entry), baseline)
+        changes = compare(before, entry) if before else ()
+        return GateResult(key=entry.key, changes=changes, is_accepted=True)
+    if stored is None:
+        hint = "--accept to write one from this profile"
+        raise HarnessError(Code.BASELINE_MISSING, "there is no baseline", where=baseline, hint=hint)
+    if before is None:
+        raise _other_baseline(entry.key, stored, baseline)
+    return GateResult(key=entry.key, changes=compare(before, entry))
+
+
+def compare(before: Entry, after: Entry) -> tuple[GateChange, ...]:
+    """Return what differs between two entries of one key by more than it may."""
+    changes = [change for phase, needs in after.phases.items() for change in _phase(phase, before.phases[phase], needs)]
+    return tuple(sorted(changes, key=lambda change: not change.is_regression))
+
+
+def _phase(name: str, before: PhaseNeeds, after: PhaseNeeds) -> Iterator[GateChange]:
+    for operation in dict.fromkeys([*after.operators, *before.operators]):
+        old, new = before.operators.get(operation, {}), after.operators.get(operation, {})
+        yield from _changes(name, operation, old, new, 0.0)
+    yield from _changes(name, None, before.counts, after.counts, 0.0)
+    yield from _changes(name, None, before.amounts, after.amounts, AMOUNT_TOLERANCE)
+
+
+def _changes(
+    phase: str, operation: str | None, before: Mapping[str, int], after: Mapping[str, int], tolerance: float
+) -> Iterator[GateChange]:
+    for measure in dict.fromkeys([*after, *before]):
+        old, new = before.get(measure, 0), after.get(measure, 0)
+        if abs(new - old) > tolerance * old:
+            yield GateChange(phase=phase, operation=operation, measure=measure, before=old, after=new)
+
+
+def _other_baseline(key: Mapping[str, str], stored: Baseline, path: Path) -> HarnessError:
+    """Say what this profile is of, and what the nearest entry has instead."""
+    differing = [{name for name in key if entry.key.get(name) != key[name]} for entry in stored.entries]
+    names, nearest = min(
+        zip(differing, stored.entries, strict=True), key=lambda pair: len(pair[0]), default=(set(key), None)
+    )
+    shown = [name for name in key if name in names]
+    return HarnessError(
+        Code.OTHER_BASELINE,
+        "the baseline has nothing of this machine, these versions and this work",
+        where=path,
+        expected=", ".join(f"{name}: {key[name]}" for name in shown),
+        actual=", ".join(f"{name}: {nearest.key.get(name)}" for name in shown) if nearest else "no entry",
+        hint="--accept to add this one; what is there stays",
+    )

@@ -1,0 +1,189 @@
+"""A Chrome trace of torch on disk, ours or anybody's, read into columns: one number an event and field.
+
+A trace of 200 MB holds some 600,000 events. As dicts they take gigabytes; here the text is cut into events first, and
+decoded a batch at a time into columns of a few bytes each.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.errors import Code, HarnessError
+
+NO_CORRELATION = -1
+_BATCH = 1 << 14
+"""Events that are decoded at once: few enough to be small beside the text, enough to make a batch cheap."""
+_CHUNK_BYTES = 1 << 20
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """The complete events (`"ph": "X"`) of a trace, in the order of the file."""
+
+    num_events: int
+    """Of every kind, metadata and instants too."""
+    labels: tuple[tuple[str, str], ...]
+    """Category and name, each pair once."""
+    label: NDArray[np.int32]
+    """Index into `labels`."""
+    start_ns: NDArray[np.int64]
+    """Since the first event."""
+    duration_ns: NDArray[np.int64]
+    thread: NDArray[np.int32]
+    """Number of the thread; the stream of a GPU counts as one."""
+    processes: NDArray[np.int32]
+    """Of each thread the number of its process."""
+    correlation: NDArray[np.int64]
+    """What a kernel and the call that launched it have in common; -1 for everything else."""
+
+
+_LONGEST_US = 4e15
+"""More than a century: what is beyond it is no time, and twice as many nanoseconds still fit into 64 bits."""
+_Id = Annotated[int, msgspec.Meta(ge=NO_CORRELATION, le=2**63 - 1)]
+_Moment = Annotated[float, msgspec.Meta(ge=0, le=_LONGEST_US)]
+_Duration = Annotated[float, msgspec.Meta(ge=-_LONGEST_US, le=_LONGEST_US)]
+
+
+class _Arguments(msgspec.Struct, gc=False, frozen=True):
+    correlation: _Id = NO_CORRELATION
+
+
+_NO_ARGUMENTS = _Arguments()
+
+
+class _Event(msgspec.Struct, gc=False):
+    ph: str = ""
+    cat: str = ""
+    name: str = ""
+    pid: int | str = 0
+    tid: int | str = 0
+    ts: _Moment = 0.0
+    dur: _Duration = 0.0
+    args: _Arguments = _NO_ARGUMENTS
+
+
+class _Document(msgspec.Struct):
+    traceEvents: list[msgspec.Raw]  # noqa: N815  the format's own name
+
+
+_Key = TypeVar("_Key")
+_Label = tuple[str, str]
+_Thread = tuple[int | str, int | str]
+
+
+class _Numbers(dict[_Key, int]):
+    """Gives each new key the next number."""
+
+    def __missing__(self, key: _Key) -> int:
+        self[key] = number = len(self)
+        return number
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace, plain or gzipped, whatever it is called.
+
+    Raises:
+        HarnessError: TRACE_UNREADABLE, TRACE_DAMAGED (cut off), TRACE_NOT_GZIP, TRACE_NOT_JSON or NO_TRACE_EVENTS.
+    """
+    text = _read_text(path)
+    if not text or text.isspace():
+        raise HarnessError(Code.TRACE_DAMAGED, "the trace is empty", where=path, hint="export it again")
+    try:
+        events = msgspec.json.decode(text, type=_Document).traceEvents
+        return _columns(events)
+    except msgspec.ValidationError as error:
+        what = f"the file is no trace of torch: {error}"
+        raise HarnessError(
+            Code.NO_TRACE_EVENTS, what, where=path, expected='{"traceEvents": [...]}', hint=_EXPORT_HINT
+        ) from error
+    except msgspec.DecodeError as error:
+        raise _json_error(error, path) from error
+
+
+_EXPORT_HINT = "a file of torch.profiler's export_chrome_trace"
+
+
+def _json_error(error: msgspec.DecodeError, path: Path) -> HarnessError:
+    if "truncated" in str(error):
+        what = "the trace is cut off: the JSON ends in the middle"
+        return HarnessError(Code.TRACE_DAMAGED, what, where=path, hint="export it again, and let the program end")
+    return HarnessError(Code.TRACE_NOT_JSON, f"the trace is no JSON: {error}", where=path, hint=_EXPORT_HINT)
+
+
+def _read_text(path: Path) -> bytes | bytearray:
+    try:
+        with path.open("rb") as file:
+            is_gzip = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+        if is_gzip:
+            return _decompressed(path)
+        if path.suffix == ".gz" and path.stat().st_size:
+            what = "the file is gzipped in name only"
+            raise HarnessError(Code.TRACE_NOT_GZIP, what, where=path, hint="rename it, or export it again")
+        return path.read_bytes()
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        what = f"the compressed trace is cut off or damaged: {error}"
+        raise HarnessError(Code.TRACE_DAMAGED, what, where=path, hint="export or copy it again") from error
+    except OSError as error:
+        what = f"the trace cannot be read: {error.strerror}"
+        raise HarnessError(Code.TRACE_UNREADABLE, what, where=path) from error
+
+
+def _decompressed(path: Path) -> bytearray:
+    """Return the content; it grows in place, where `gzip.decompress` would hold it twice."""
+    text = bytearray()
+    with gzip.open(path) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            text += chunk
+    return text
+
+
+def _columns(events: Sequence[msgspec.Raw]) -> Trace:
+    labels, threads, processes = _Numbers[_Label](), _Numbers[_Thread](), _Numbers[int | str]()
+    batches = [_batch(batch, labels, threads) for batch in _batches(events)]
+    start_us, duration_us, label, thread, correlation = (
+        np.concatenate(columns) for columns in zip(*batches, strict=True)
+    )
+    begin_us = start_us.min(initial=np.inf)
+    return Trace(
+        num_events=len(events),
+        labels=tuple(labels),
+        label=label,
+        # Whole nanoseconds: in sums of floats a neighbour would seem to begin before the one ahead of it ends.
+        start_ns=np.rint((start_us - begin_us) * 1000).astype(np.int64),
+        duration_ns=np.rint(np.maximum(duration_us, 0) * 1000).astype(np.int64),
+        thread=thread,
+        processes=np.array([processes[process] for process, _ in threads], np.int32),
+        correlation=correlation,
+    )
+
+
+def _batches(events: Sequence[msgspec.Raw]) -> Iterator[list[_Event]]:
+    """Yield the complete events, at least one batch of them, be it empty."""
+    decode = msgspec.json.Decoder(_Event).decode
+    for at in range(0, max(1, len(events)), _BATCH):
+        yield [event for event in map(decode, events[at : at + _BATCH]) if event.ph == "X"]
+
+
+def _batch(
+    events: Sequence[_Event], labels: _Numbers[_Label], threads: _Numbers[_Thread]
+) -> tuple[NDArray[np.generic], ...]:
+    """Return start, duration, label, thread and correlation; each is gathered without a line of Python per event."""
+    num = len(events)
+    return (
+        np.fromiter(map(attrgetter("ts"), events), np.float64, num),
+        np.fromiter(map(attrgetter("dur"), events), np.float64, num),
+        np.fromiter(map(labels.__getitem__, map(attrgetter("cat", "name"), events)), np.int32, num),
+        np.fromiter(map(threads.__getitem__, map(attrgetter("pid", "tid"), events)), np.int32, num),
+        np.fromiter(map(attrgetter("args.correlation"), events), np.int64, num),
+    )

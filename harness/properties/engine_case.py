@@ -1,0 +1,125 @@
+"""One workload for a whole engine, the way in which it is run otherwise, and how Hypothesis draws them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+__all__ = ["RELATIONS", "EngineCase", "Relation", "engine_cases"]
+
+MOST_REQUESTS = 4
+LONGEST_PROMPT = 24
+MOST_NEW_TOKENS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCase:
+    """Requests, and how they are run otherwise than each alone on an engine with its defaults."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    max_new_tokens: tuple[int, ...]
+    order: tuple[int, ...]
+    """In which the requests are added."""
+    warm_up: tuple[tuple[int, ...], ...] = ()
+    """Prompts that the engine serves before, for what they leave in its cache."""
+    options: Mapping[str, int | bool] = field(default_factory=dict)
+    """Of the engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relation:
+    """One thing that must not change what an engine computes."""
+
+    what: str
+    options: tuple[str, ...] = ()
+    """Parameters of the constructor that it needs."""
+    helpful: tuple[str, ...] = ()
+    """Those that make it come to pass more often."""
+    counter: str | None = None
+    """The adapter's method that tells whether it came to pass."""
+
+
+RELATIONS = {
+    "batch": Relation(what="a batch of N is N batches of one"),
+    "order": Relation(what="the order of the requests"),
+    "block size": Relation(what="the block size", options=("block_size",)),
+    "placement": Relation(what="the place of the blocks", options=("block_order",)),
+    "chunks": Relation(what="how prompts are cut into chunks", options=("max_num_batched_tokens",)),
+    "few at once": Relation(what="how many requests run at once", options=("max_num_seqs",)),
+    "prefix hit": Relation(
+        what="a prefix hit", options=("prefix_caching",), helpful=("block_size",), counter="num_cached_tokens"
+    ),
+    "preemption": Relation(
+        what="preempting and resuming", options=("num_blocks", "block_size"), counter="num_preemptions"
+    ),
+    "poison": Relation(what="what blocks hold that nobody owns", options=("poison",)),
+    "padding": Relation(what="rows of padding", options=("padding",)),
+    "all": Relation(what="all of this at once"),
+}
+"""By name."""
+
+
+def engine_cases(
+    relation: str, *, vocab_size: int, max_model_len: int, offered: frozenset[str]
+) -> SearchStrategy[EngineCase]:
+    """Return cases of a relation, with those options that the engine offers."""
+    return _cases(relation, vocab_size, max_model_len, offered)
+
+
+@st.composite
+def _cases(draw: DrawFn, relation: str, vocab_size: int, max_model_len: int, offered: frozenset[str]) -> EngineCase:
+    max_new_tokens = draw(st.lists(st.integers(1, MOST_NEW_TOKENS), min_size=1, max_size=MOST_REQUESTS))
+    longest = min(LONGEST_PROMPT, max_model_len - MOST_NEW_TOKENS)
+    prompts = tuple(draw(_prompts(vocab_size, longest, len(max_new_tokens))))
+    lens = [len(prompt) + new for prompt, new in zip(prompts, max_new_tokens, strict=True)]
+    wanted = offered if relation == "all" else {*RELATIONS[relation].options, *RELATIONS[relation].helpful} & offered
+    options: dict[str, int | bool] = {}
+    for name in sorted(wanted):
+        if relation != "all" or name == "block_size" or draw(st.booleans()):
+            options[name] = draw(_OPTIONS[name])
+    if "num_blocks" in options:
+        # As many as the largest request needs, so that several together soon have too few.
+        largest = -(-max(lens) // options["block_size"])
+        options["num_blocks"] = largest + draw(st.integers(0, 2))
+    warm_up = draw(_related(prompts)) if options.get("prefix_caching") else ()
+    if "num_blocks" in options:
+        warm_up = tuple(prompt for prompt in warm_up if len(prompt) < max(lens))
+    order = draw(st.permutations(range(len(prompts)))) if relation in ("order", "all") else range(len(prompts))
+    return EngineCase(
+        prompts=prompts, max_new_tokens=tuple(max_new_tokens), order=tuple(order), warm_up=warm_up, options=options
+    )
+
+
+_OPTIONS: Mapping[str, SearchStrategy[int] | SearchStrategy[bool]] = {
+    "block_size": st.integers(1, 9) | st.sampled_from((2, 16, 32)),
+    "num_blocks": st.just(0),
+    "max_num_batched_tokens": st.integers(1, 24),
+    "max_num_seqs": st.integers(1, 3),
+    "prefix_caching": st.just(True),
+    "block_order": st.integers(1, 99),
+    "poison": st.just(True),
+    "padding": st.integers(1, 8),
+}
+
+
+@st.composite
+def _prompts(draw: DrawFn, vocab_size: int, longest: int, num_prompts: int) -> list[tuple[int, ...]]:
+    """Draw prompts that repeat themselves, so that what comes next depends on what was, and that begin alike."""
+    tokens = st.integers(0, vocab_size - 1)
+    shared = draw(st.lists(tokens, max_size=longest // 2))
+    prompts = []
+    for _ in range(num_prompts):
+        own = draw(st.lists(tokens, min_size=1, max_size=longest // 2))
+        prompt = (shared if draw(st.booleans()) else []) + own * draw(st.integers(1, 3))
+        prompts.append(tuple(prompt[:longest]))
+    return prompts
+
+
+def _related(prompts: tuple[tuple[int, ...], ...]) -> SearchStrategy[tuple[tuple[int, ...], ...]]:
+    """Return one or two of the prompts, or beginnings of them."""
+
+    def beginnings(prompt: tuple[int, ...]) -> SearchStrategy[tuple[int, ...]]:
+        return st.just(prompt) | st.integers(1, len(prompt)).map(lambda length: prompt[:length])
+
+    return st.lists(st.sampled_from(prompts).flatmap(beginnings), min_size=1, max_size=2).map(tuple)

@@ -1,0 +1,46 @@
+"""What the suites of single operations ask of their adapter: every method is optional, and what it lacks is reported."""
+
+from typing import Any
+
+from harness.properties.falsify import Target
+
+__all__ = ["ATTRIBUTES", "OPTIONAL", "OpsUnderTest", "not_checked"]
+
+OPTIONAL = {
+    "rotary": "rotary(x_TNH, positions_T, theta) -> x_TNH: default frequencies theta^(-2i/H), element i with i + H/2",
+    "rotary_interleaved": "rotary_interleaved(x_TNH, positions_T, theta) -> x_TNH: element 2i with 2i + 1",
+    "rms_norm": "rms_norm(x_TX, weight_X, eps) -> x_TX",
+    "layer_norm": "layer_norm(x_TX, weight_X, bias_X, eps) -> x_TX",
+    "sample": "sample(logits_RV, *, temperatures, top_ks, top_ps, min_ps, seeds) -> [token]: a list of R each; "
+    "temperature 0, top-k 0, top-p 1 and min-p 0 switch off; equal seeds draw equally",
+    "encode": "encode(text) -> [token]",
+    "decode": "decode([token]) -> text, special ones left out",
+    "detokenize": "detokenize([token]) -> [piece]: as text is streamed",
+    "load": "load(folder) -> {name: tensor}: the weights of the checkpoint in a folder",
+}
+"""By method."""
+
+ATTRIBUTES = {
+    "dtypes": 'names of dtypes, by default ("float32", "bfloat16", "float16")',
+    "alphabet": "characters that the tokenizer can write; any, if it says nothing",
+    "checkpoint": "folder with a checkpoint that `load` can read, in one file model.safetensors",
+    "load_errors": "tuple of the exceptions with which `load` refuses a damaged file, by default (ValueError, OSError)",
+}
+"""What an adapter may declare besides."""
+
+
+class OpsUnderTest(Target):
+    """What `--ops` names."""
+
+    def __init__(self, named: Any) -> None:
+        super().__init__(named, "ops")
+        self.dtypes = tuple(self.declares("dtypes", ("float32", "bfloat16", "float16")))
+
+
+def not_checked(named: Any) -> list[str]:
+    """Name what an adapter does not offer."""
+    target = OpsUnderTest(named)
+    lines = [f"ops: no {signature}" for method, signature in OPTIONAL.items() if not target.offers(method)]
+    if target.offers("load") and target.declares("checkpoint") is None:
+        lines.append(f"ops: load, for want of checkpoint ({ATTRIBUTES['checkpoint']})")
+    return lines

@@ -1,0 +1,204 @@
+"""Properties of sampling: which tokens may be drawn, how often, and that a request draws the same in any batch.
+
+Temperature, top-k, top-p and min-p are applied in this order, as transformers does.
+
+Shapes: R rows, V vocab.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from hypothesis import settings as Settings  # noqa: N812  # `settings` is what the functions here take
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from harness.properties.falsify import Broken, calling, falsify
+from harness.properties.ops.adapter import OpsUnderTest
+
+__all__ = ["check_sampling"]
+
+_SLACK = 1e-5
+"""How far a sum of probabilities in float32 may be off at the edge of top-p or min-p."""
+_NUM_DRAWS = 2000
+_LARGEST_Z = 5.2
+"""In standard deviations: a fair sampler exceeds it once in ten million tests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One row: how it is sampled, and from what."""
+
+    logits: tuple[float, ...]
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def probabilities(self, slack: float = 0.0) -> torch.Tensor:
+        """Return [V] float64: what each token is to be drawn with, some more by `slack` at the edges of the sets."""
+        logits = torch.tensor(self.logits, dtype=torch.float64)
+        if self.temperature == 0:
+            return (logits == logits.max()).double()
+        scores = logits / self.temperature
+        num_larger = (scores[None] > scores[:, None]).sum(dim=-1)
+        if self.top_k:
+            scores = scores.masked_fill(num_larger >= self.top_k, -math.inf)
+        p = scores.softmax(dim=-1)
+        before = (p * (p[None] > p[:, None])).sum(dim=-1)
+        p = torch.where((before < self.top_p + slack) | (self.top_p == 1), p, 0.0)
+        p = torch.where(p >= self.min_p * p.max() * (1 - slack), p, 0.0)
+        return p / p.sum()
+
+
+def check_sampling(named: Any, settings: Settings) -> None:
+    """Hold `sample` to the sets of top-k, top-p and min-p, to their distribution, and to seeds; nothing without it.
+
+    Raises:
+        BrokenPropertyError: one property does not hold.
+    """
+    target = OpsUnderTest(named)
+    if not target.offers("sample"):
+        return
+    few = Settings(settings, max_examples=max(10, settings.max_examples // 4))
+    for drawn in (_repeated(), _batches()):
+        falsify("a sampled token is in the set", lambda case: _check_sets(target, case), drawn, settings)
+    falsify("a request draws the same in any batch", lambda case: _check_batches(target, case), _batches(), settings)
+    # Of equally likely tokens at the edge of a set, any may be the one that is in it.
+    unequal = _requests().filter(lambda request: len({*request.logits}) == len(request.logits))
+    falsify("tokens come as often as is likely", lambda case: _check_frequency(target, case), unequal, few)
+
+
+def _check_sets(target: OpsUnderTest, batch: Sequence[Request]) -> None:
+    tokens = _sample(target, batch)
+    for row, (request, token) in enumerate(zip(batch, tokens, strict=True)):
+        allowed = request.probabilities(slack=_SLACK).nonzero().flatten().tolist()
+        if token not in allowed:
+            ending = [f"assert tokens[{row}] in {allowed}"]
+            raise Broken(f"row {row} drew token {token}, which is none of {allowed}", _program(target, batch, ending))
+
+
+def _check_batches(target: OpsUnderTest, batch: Sequence[Request]) -> None:
+    tokens = _sample(target, batch)
+    for row, request in enumerate(batch):
+        alone = _sample(target, [request])
+        if alone != [tokens[row]]:
+            again = _call(target, [request], "alone")
+            ending = [*again, f"assert list(alone) == [tokens[{row}]]"]
+            raise Broken(f"row {row} drew {tokens[row]} in the batch, {alone[0]} alone", _program(target, batch, ending))
+
+
+def _check_frequency(target: OpsUnderTest, request: Request) -> None:
+    p = request.probabilities()
+    near = request.probabilities(slack=_SLACK) - p
+    if request.temperature == 0 or near.abs().max() > 1e-9:
+        return  # nothing is drawn, or the set depends on rounding
+    batch = [replace(request, seed=seed) for seed in range(_NUM_DRAWS)]
+    found = Counter(_sample(target, batch))
+    expected = (p * _NUM_DRAWS).tolist()
+    common = [token for token, number in enumerate(expected) if number >= 5]
+    cells = [(found[token], expected[token]) for token in common]
+    rest = sum(number for token, number in enumerate(expected) if token not in common)
+    if rest >= 5:
+        cells.append((_NUM_DRAWS - sum(actual for actual, _ in cells), rest))
+    statistic = sum((actual - wanted) ** 2 / wanted for actual, wanted in cells)
+    largest = _largest_chi_square(len(cells) - 1)
+    if statistic > largest:
+        pairs = ", ".join(f"token {token}: {found[token]} for {expected[token]:.0f}" for token in common)
+        program = [
+            "import torch", *target.opening(), "", *_many_calls(target, request),
+            *(f"assert abs(tokens.count({token}) - {wanted:.1f}) <= {_spread(wanted):.1f}"
+              for token, wanted in enumerate(expected)),
+        ]  # fmt: skip
+        what = f"chi-square {statistic:.3g}, against a bound of {largest:.3g}: {pairs}"
+        raise Broken(what, "\n".join(program) + "\n")
+
+
+def _spread(expected: float) -> float:
+    """Return by how much a count may be off."""
+    return _LARGEST_Z * math.sqrt(expected * max(0.0, 1 - expected / _NUM_DRAWS)) + 1
+
+
+def _largest_chi_square(num_free: int) -> float:
+    """Return the bound of a chi-square statistic (Wilson and Hilferty 1931)."""
+    if num_free == 0:
+        return 1e-9
+    return num_free * (1 - 2 / (9 * num_free) + _LARGEST_Z * math.sqrt(2 / (9 * num_free))) ** 3
+
+
+def _sample(target: OpsUnderTest, batch: Sequence[Request]) -> list[int]:
+    logits = torch.tensor([request.logits for request in batch])
+    with calling("sample", lambda: _program(target, batch, [])):
+        tokens = target.adapter.sample(
+            logits,
+            temperatures=[request.temperature for request in batch],
+            top_ks=[request.top_k for request in batch],
+            top_ps=[request.top_p for request in batch],
+            min_ps=[request.min_p for request in batch],
+            seeds=[request.seed for request in batch],
+        )
+    return [int(token) for token in tokens]
+
+
+def _program(target: OpsUnderTest, batch: Sequence[Request], ending: Sequence[str]) -> str:
+    return "\n".join(["import torch", *target.opening(), "", *_call(target, batch, "tokens"), *ending]) + "\n"
+
+
+def _call(target: OpsUnderTest, batch: Sequence[Request], name: str) -> list[str]:
+    columns = {
+        keyword: [getattr(request, field) for request in batch]
+        for keyword, field in (
+            ("temperatures", "temperature"), ("top_ks", "top_k"), ("top_ps", "top_p"), ("min_ps", "min_p"),
+            ("seeds", "seed"),
+        )
+    }  # fmt: skip
+    rows = [list(request.logits) for request in batch]
+    return [
+        f"{name} = {target.name}.sample(",
+        f"    torch.tensor({rows}),",
+        *(f"    {keyword}={values}," for keyword, values in columns.items()),
+        ")",
+    ]
+
+
+def _many_calls(target: OpsUnderTest, request: Request) -> list[str]:
+    number = f"* {_NUM_DRAWS}"
+    return [
+        f"tokens = {target.name}.sample(",
+        f"    torch.tensor([{list(request.logits)}] {number}),",
+        f"    temperatures=[{request.temperature}] {number}, top_ks=[{request.top_k}] {number},",
+        f"    top_ps=[{request.top_p}] {number}, min_ps=[{request.min_p}] {number}, seeds=range({_NUM_DRAWS}),",
+        ")",
+        "tokens = list(map(int, tokens))",
+    ]
+
+
+@st.composite
+def _requests(draw: DrawFn, vocab_size: int | None = None) -> Request:
+    size = draw(st.integers(2, 8)) if vocab_size is None else vocab_size
+    return Request(
+        logits=tuple(draw(st.lists(st.integers(-12, 12).map(lambda x: x / 4), min_size=size, max_size=size))),
+        temperature=draw(st.sampled_from((1.0, 0.0, 0.5, 2.0))),
+        top_k=draw(st.sampled_from((0, 1, 2, 3))),
+        top_p=draw(st.sampled_from((1.0, 0.9, 0.5, 0.1))),
+        min_p=draw(st.sampled_from((0.0, 0.1, 0.5))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
+def _batches(draw: DrawFn) -> list[Request]:
+    size = draw(st.integers(2, 40))
+    return draw(st.lists(_requests(size), min_size=1, max_size=5))
+
+
+@st.composite
+def _repeated(draw: DrawFn) -> list[Request]:
+    """Draw one request with many seeds: sooner or later it draws what is hardly likely."""
+    request = draw(_requests())
+    first, number = draw(st.integers(0, 2**31)), draw(st.integers(1, 40))
+    return [replace(request, seed=first + i) for i in range(number)]

@@ -1,0 +1,50 @@
+"""Properties of a tokenizer: text comes back, whole and in pieces."""
+
+from typing import Any
+
+from hypothesis import settings as Settings  # noqa: N812  # `settings` is what the functions here take
+from hypothesis import strategies as st
+
+from harness.properties.falsify import Broken, calling, falsify
+from harness.properties.ops.adapter import OpsUnderTest
+
+__all__ = ["check_tokenizer"]
+
+
+def check_tokenizer(named: Any, settings: Settings) -> None:
+    """`decode` undoes `encode`, and the pieces of `detokenize` make up what `decode` gives; nothing without them.
+
+    Raises:
+        BrokenPropertyError: they do not.
+    """
+    target = OpsUnderTest(named)
+    if not (target.offers("encode") and target.offers("decode")):
+        return
+    alphabet = target.declares("alphabet")
+    texts = st.text(max_size=40) if alphabet is None else st.text(alphabet, max_size=40)
+    falsify("a text that is encoded and decoded is the same", lambda text: _check_text(target, text), texts, settings)
+    if target.offers("detokenize"):
+        falsify("pieces of a text make up the whole", lambda text: _check_pieces(target, text), texts, settings)
+
+
+def _check_text(target: OpsUnderTest, text: str) -> None:
+    def program() -> str:
+        lines = [f"text = {text!r}", "assert ops.decode(ops.encode(text)) == text"]
+        return "\n".join([*target.opening(), "", *lines]) + "\n"
+
+    with calling("encode or decode", program):
+        found = target.adapter.decode(target.adapter.encode(text))
+    if found != text:
+        raise Broken(f"{text!r} comes back as {found!r}", program())
+
+
+def _check_pieces(target: OpsUnderTest, text: str) -> None:
+    def program() -> str:
+        lines = [f"tokens = ops.encode({text!r})", 'assert "".join(ops.detokenize(tokens)) == ops.decode(tokens)']
+        return "\n".join([*target.opening(), "", *lines]) + "\n"
+
+    with calling("detokenize", program):
+        tokens = target.adapter.encode(text)
+        found, expected = "".join(target.adapter.detokenize(tokens)), target.adapter.decode(tokens)
+    if found != expected:
+        raise Broken(f"the pieces make {found!r}, the whole is {expected!r}", program())

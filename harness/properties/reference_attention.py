@@ -1,0 +1,197 @@
+"""The reference engine's attention backends under the attention suite.
+
+Shapes: T rows, R requests, C context tokens, N query heads, K KV heads, H head dim, B blocks, S slots in a block.
+"""
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from harness.properties.attention_definition import context_of
+from reference_engine.attention.backend import AttentionBackend, find_backend
+from reference_engine.batch import build_batch
+from reference_engine.block_pool import NULL_BLOCK
+from reference_engine.kv_cache import CacheSpec, KVCache, context_slots
+from reference_engine.sampling import SamplingParams
+from reference_engine.sequence import Chunk
+from reference_engine.sequence import Sequence as EngineSequence
+
+__all__ = ["ContiguousAttention", "PagedAttention", "RecomputeAttention", "TritonAttention"]
+
+
+class PagedAttention:
+    """The backend `paged`: blocks as they are given, behind its null block."""
+
+    backend = "paged"
+
+    def attend(
+        self,
+        q_TNH: torch.Tensor,
+        k_cache_BSKH: torch.Tensor,
+        v_cache_BSKH: torch.Tensor,
+        *,
+        block_tables: Sequence[Sequence[int]],
+        query_lens: Sequence[int],
+        context_lens: Sequence[int],
+        window: int | None = None,
+    ) -> torch.Tensor:
+        """Let the backend store the rows' own K and V once more, and attend."""
+        contexts = [
+            context_of(k_cache_BSKH, v_cache_BSKH, table, context_len)
+            for table, context_len in zip(block_tables, context_lens, strict=True)
+        ]
+        spec = replace(_spec(k_cache_BSKH), layer_windows=(window,), max_model_len=max(context_lens))
+        backend = self.open(spec)
+        tables = self.fill(backend, k_cache_BSKH, v_cache_BSKH, block_tables, contexts)
+        lens = self.rows(query_lens, context_lens)
+        chunks = [
+            Chunk(_sequence(request, table, context_len), context_len - query_len, context_len)
+            for request, (table, query_len, context_len) in enumerate(zip(tables, lens, context_lens, strict=True))
+        ]
+        chunks.sort(key=lambda chunk: chunk.num_tokens > 1)  # as a batch wants them
+        order = [chunk.sequence.request_id for chunk in chunks]
+        q_chunks = [
+            torch.cat([q.new_zeros(length - len(q), *q.shape[1:]), q])
+            for length, q in zip(lens, q_TNH.split(list(query_lens)), strict=True)
+        ]
+        k_T, v_T = (
+            torch.cat([contexts[request][which][context_lens[request] - lens[request] :] for request in order])
+            for which in (0, 1)
+        )
+        batch = build_batch(chunks, backend.block_size, q_TNH.device)
+        batch = replace(batch, plan=backend.plan(batch))
+        out = backend.attend(0, torch.cat([q_chunks[request] for request in order]), k_T, v_T, batch)
+        found = dict(zip(order, out.split([lens[request] for request in order]), strict=True))
+        return torch.cat([found[request][-query_len:] for request, query_len in enumerate(query_lens)])
+
+    def open(self, spec: CacheSpec) -> AttentionBackend:
+        """Open the backend."""
+        return find_backend(self.backend, spec)(spec)
+
+    def rows(self, query_lens: Sequence[int], context_lens: Sequence[int]) -> Sequence[int]:
+        """Return how many rows of each request the backend is given."""
+        return query_lens
+
+    def fill(
+        self,
+        backend: AttentionBackend,
+        k_cache_BSKH: torch.Tensor,
+        v_cache_BSKH: torch.Tensor,
+        block_tables: Sequence[Sequence[int]],
+        contexts: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> list[list[int]]:
+        """Put K and V into the backend's cache, and return the block tables there."""
+        assert backend.cache is not None
+        backend.cache.data[:, 0, NULL_BLOCK + 1 :] = torch.stack([k_cache_BSKH, v_cache_BSKH])
+        return [[NULL_BLOCK + 1 + block for block in table] for table in block_tables]
+
+    def store(
+        self,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        slots_T: torch.Tensor,
+        k_cache_BSKH: torch.Tensor,
+        v_cache_BSKH: torch.Tensor,
+    ) -> None:
+        """Write through a cache of the engine."""
+        cache = _cache(k_cache_BSKH, v_cache_BSKH)
+        cache.store(0, k_TKH, v_TKH, slots_T + k_cache_BSKH.shape[1])
+        k_cache_BSKH.copy_(cache.data[0, 0, NULL_BLOCK + 1 :])
+        v_cache_BSKH.copy_(cache.data[1, 0, NULL_BLOCK + 1 :])
+
+    def read_back(
+        self, k_cache_BSKH: torch.Tensor, v_cache_BSKH: torch.Tensor, block_table: Sequence[int], num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read through a cache of the engine."""
+        table_1B = torch.tensor([list(block_table)]) + NULL_BLOCK + 1
+        slots_C = context_slots(table_1B, k_cache_BSKH.shape[1], num_tokens)[0]
+        return _cache(k_cache_BSKH, v_cache_BSKH).gather(0, slots_C)
+
+
+class ContiguousAttention(PagedAttention):
+    """The backend `contiguous`: a buffer for each request."""
+
+    backend = "contiguous"
+    store = None  # its cache is the paged one's
+    read_back = None
+
+    def fill(
+        self,
+        backend: AttentionBackend,
+        k_cache_BSKH: torch.Tensor,
+        v_cache_BSKH: torch.Tensor,
+        block_tables: Sequence[Sequence[int]],
+        contexts: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> list[list[int]]:
+        """Put each request's K and V into its own buffer."""
+        assert backend.cache is not None
+        backend.cache.data[:, 0, NULL_BLOCK + 1 :] = math.nan
+        for request, context in enumerate(contexts):
+            backend.cache.data[:, 0, NULL_BLOCK + 1 + request, : len(context[0])] = torch.stack(context)
+        return [[NULL_BLOCK + 1 + request] for request in range(len(contexts))]
+
+
+class RecomputeAttention(PagedAttention):
+    """The backend `recompute`: no cache, all rows of a request in every step."""
+
+    backend = "recompute"
+    store = None
+    read_back = None
+
+    def rows(self, query_lens: Sequence[int], context_lens: Sequence[int]) -> Sequence[int]:
+        """Return the context lengths: the rows in front of those asked for are padding here."""
+        return context_lens
+
+    def fill(
+        self,
+        backend: AttentionBackend,
+        k_cache_BSKH: torch.Tensor,
+        v_cache_BSKH: torch.Tensor,
+        block_tables: Sequence[Sequence[int]],
+        contexts: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> list[list[int]]:
+        """There is nothing to fill."""
+        return [[NULL_BLOCK + 1 + request] for request in range(len(contexts))]
+
+
+class TritonAttention(PagedAttention):
+    """The backend `triton`, by its interpreter where there is no GPU (TRITON_INTERPRET=1)."""
+
+    backend = "triton"
+    is_batch_invariant = True
+
+
+def _spec(k_cache_BSKH: torch.Tensor) -> CacheSpec:
+    num_blocks, block_size, num_kv_heads, head_dim = k_cache_BSKH.shape
+    return CacheSpec(
+        num_layers=1,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=k_cache_BSKH.dtype,
+        device=k_cache_BSKH.device,
+        block_size=block_size,
+        num_blocks=NULL_BLOCK + 1 + num_blocks,
+        max_num_seqs=num_blocks,
+        max_model_len=num_blocks * block_size,
+        layer_windows=(None,),
+    )
+
+
+def _cache(k_cache_BSKH: torch.Tensor, v_cache_BSKH: torch.Tensor) -> KVCache:
+    spec = _spec(k_cache_BSKH)
+    cache = KVCache(spec, NULL_BLOCK + 1 + len(k_cache_BSKH), spec.block_size)
+    cache.data[:, 0, NULL_BLOCK + 1 :] = torch.stack([k_cache_BSKH, v_cache_BSKH])
+    return cache
+
+
+def _sequence(request_id: int, block_table: Sequence[int], num_tokens: int) -> EngineSequence:
+    return EngineSequence(
+        request_id=request_id,
+        token_ids=[0] * num_tokens,
+        num_prompt_tokens=num_tokens,
+        params=SamplingParams(),
+        block_table=array("q", block_table),
+    )

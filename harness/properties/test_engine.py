@@ -1,0 +1,23 @@
+"""Metamorphic relations of the engine that `--engine` names."""
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from harness.properties.engine import check_engine, not_checked, refusal
+from harness.properties.engine_case import RELATIONS
+
+SHARE = 10
+"""An example opens several engines: there are so many times fewer of them."""
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_relation(engine: Any, property_settings: settings, relation: str, request: pytest.FixtureRequest) -> None:
+    """Requests that are run otherwise give the same tokens, and the same intermediates within the noise."""
+    request.node.user_properties += [("not checked", line) for line in not_checked(engine)]
+    why = refusal(engine, relation)
+    if why:
+        pytest.skip(why)
+    few = settings(property_settings, max_examples=max(1, property_settings.max_examples // SHARE))
+    check_engine(engine, few, relation)

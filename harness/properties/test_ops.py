@@ -1,0 +1,33 @@
+"""Properties of the single operations that `--ops` names."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from harness.properties.ops.adapter import OpsUnderTest, not_checked
+from harness.properties.ops.loader import check_loader
+from harness.properties.ops.norm import check_norms
+from harness.properties.ops.rotary import check_rotary
+from harness.properties.ops.sampling import check_sampling
+from harness.properties.ops.tokenizer import check_tokenizer
+
+CHECKS: dict[str, tuple[Callable[[Any, settings], None], tuple[str, ...]]] = {
+    "rotary": (check_rotary, ("rotary", "rotary_interleaved")),
+    "norms": (check_norms, ("rms_norm", "layer_norm")),
+    "sampling": (check_sampling, ("sample",)),
+    "tokenizer": (check_tokenizer, ("encode",)),
+    "loader": (check_loader, ("load",)),
+}
+"""By name: the check, and the methods of which it needs one."""
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_operation(ops: Any, property_settings: settings, name: str, request: pytest.FixtureRequest) -> None:
+    """An operation has its properties."""
+    request.node.user_properties += [("not checked", line) for line in not_checked(ops)]
+    check, methods = CHECKS[name]
+    if not any(OpsUnderTest(ops).offers(method) for method in methods):
+        pytest.skip(f"the adapter has no {' or '.join(methods)}")
+    check(ops, property_settings)
