@@ -115,7 +115,8 @@ _Key = TypeVar("_Key")
 def _paired(
     before: Iterable[_Row], after: Iterable[_Row], key: Callable[[_Row], _Key]
 ) -> Iterator[tuple[_Key, _Row | None, _Row | None]]:
-    old, new = {key(row): row for row in before}, {key(row): row for row in after}
+    old: dict[_Key, _Row] = {key(row): row for row in before}
+    new: dict[_Key, _Row] = {key(row): row for row in after}
     for found in dict.fromkeys([*old, *new]):
         yield found, old.get(found), new.get(found)
 

@@ -68,10 +68,10 @@ def _off(case: AttentionCase, row: int, head: int, error: float, bound: float) -
 
 
 def check_placement(named: Any, settings: Settings) -> None:
-    """Where the blocks lie, and what the slots hold that belong to nobody, changes no bit.
+    """Compare the bits of batches whose blocks lie elsewhere, with other garbage in the slots that belong to nobody.
 
     Raises:
-        BrokenPropertyError: it does.
+        BrokenPropertyError: they differ.
         HarnessError: BAD_ADAPTER.
     """
     target = AttentionUnderTest(named)
@@ -102,10 +102,10 @@ def _moved(case: AttentionCase) -> st.SearchStrategy[tuple[AttentionCase, Attent
 
 
 def check_batching(named: Any, settings: Settings) -> None:
-    """A request has the same bits alone and in a batch; nothing is checked where that is not declared.
+    """Compare the bits of each request alone and in a batch; nothing is checked where their equality is not declared.
 
     Raises:
-        BrokenPropertyError: it has others.
+        BrokenPropertyError: they differ.
         HarnessError: BAD_ADAPTER.
     """
     target = AttentionUnderTest(named)

@@ -54,9 +54,9 @@ KEYWORDS = {
 """Optional parameters of `attend`, by name. What one of them does is checked where it is there."""
 
 OPTIONAL = {
-    "store": "store(k_TKH, v_TKH, slots_T, k_cache_BSKH, v_cache_BSKH): write into the caches, slot = block * S + offset",
+    "store": "store(k_TKH, v_TKH, slots_T, k_cache_BSKH, v_cache_BSKH): write row t to slot block * S + offset",
     "read_back": "read_back(k_cache_BSKH, v_cache_BSKH, block_table, num_tokens) -> k_CKH, v_CKH",
-    "merge": "merge(out_PTNH, log_sum_PTN) -> out_TNH: join parts, given natural logarithms of their sums of exp(score)",
+    "merge": "merge(out_PTNH, log_sum_PTN) -> out_TNH: join parts, given the logarithms of their sums of exp(score)",
     "attend_padded": "attend_padded(q_RTNH, k_RCKH, v_RCKH, query_lens, context_lens) -> out_RTNH: padding at the end",
 }
 """Optional methods, by name."""

@@ -68,11 +68,8 @@ class Served:
             return "it does not declare serves_masked_rows"
         if focus == "slots" and 1 not in self.block_sizes:
             return "it does not serve block size 1"
-        if (
-            (focus == "grouped-query"
-            and max(self.group_sizes) == 1)
-            or (focus == "multi-head"
-            and 1 not in self.group_sizes)
+        if (focus == "grouped-query" and max(self.group_sizes) == 1) or (
+            focus == "multi-head" and 1 not in self.group_sizes
         ):
             return f"it serves group sizes {', '.join(map(str, self.group_sizes))}"
         return None

@@ -1,6 +1,6 @@
 """Attention by its definition, in float64, and how far rounding may carry each head of each row.
 
-The bound of an error is that of docs/how-verdicts-work.md, taken head by head: a wrong head is not diluted by the others.
+The bound of an error is that of docs/how-verdicts-work.md, taken head by head, so that none dilutes another.
 
     bound = 2.34 + 25 (1 + amplification) fine + 6 sensitivity fine + 4 amplification + underflow
 

@@ -69,7 +69,7 @@ class MergeCase:
 
 
 def check_merge(named: Any, settings: Settings) -> None:
-    """`merge` gives the sum of the parts weighted by exp(logarithm); nothing is checked without it.
+    """Hold `merge` to the sum of the parts weighted by exp(logarithm); nothing is checked without it.
 
     Raises:
         BrokenPropertyError: a head of a row is further off than rounding to float32 can explain.
@@ -135,7 +135,7 @@ def _merges(draw: DrawFn, served: Served) -> MergeCase:
 
 
 def check_padded(named: Any, settings: Settings) -> None:
-    """A padded batch gives each row what the packed one does; nothing is checked without `attend_padded`.
+    """Hold every row of a padded batch to the definition; nothing is checked without `attend_padded`.
 
     Raises:
         BrokenPropertyError: a head of a row is further from its definition than rounding can explain.

@@ -59,17 +59,18 @@ def definition_lines(case: AttentionCase, row: int, head: int, bound: float) -> 
     first = 0 if case.window is None else max(0, position - case.window + 1)
     table = case.block_tables[request]
     slots = [(table[i // size], i % size) for i in range(first, position + 1)]
-    score = f"k @ q[{row}, {head}].double().cpu() * {case.true_scale!r}"
+    exact = "double()" if case.device == "cpu" else "double().cpu()"
+    score = f"k @ q[{row}, {head}].{exact} * {case.true_scale!r}"
     if case.softcap is not None:
         score = f"{case.softcap!r} * torch.tanh({score} / {case.softcap!r})"
     return [
         "",
         f"# row {row} is position {position} of request {request}; query head {head} reads KV head {kv_head}",
         f"slots = {_wrapped(slots)}",
-        f"k, v = (torch.stack([x[block, offset, {kv_head}] for block, offset in slots]).double().cpu()"
+        f"k, v = (torch.stack([x[block, offset, {kv_head}] for block, offset in slots]).{exact}"
         " for x in (k_cache, v_cache))",
         f"expected = torch.softmax({score}, dim=0) @ v",
-        f"error = (out[{row}, {head}].double().cpu() - expected).norm() / expected.norm() / "
+        f"error = (out[{row}, {head}].{exact} - expected).norm() / expected.norm() / "
         f"{rounding_unit(case.torch_dtype):.4g}",
         'print(f"{error:.3g} roundings")',
         f"assert error <= {bound:.3g}",
@@ -77,12 +78,10 @@ def definition_lines(case: AttentionCase, row: int, head: int, bound: float) -> 
 
 
 def _draw(name: str, shape: str, level: float, case: AttentionCase) -> str:
-    scaled = (
-        f"(torch.randn({shape}, generator=generator) * {level!r})"
-        if level != 1
-        else (f"torch.randn({shape}, generator=generator)")
-    )
-    return f"{name} = {scaled}.to(torch.{case.dtype})"
+    drawn = f"torch.randn({shape}, generator=generator)"
+    if level != 1:
+        drawn = f"({drawn} * {level!r})"
+    return f"{name} = {drawn}" if case.dtype == "float32" else f"{name} = {drawn}.to(torch.{case.dtype})"
 
 
 def _wrapped(slots: Sequence[tuple[int, int]]) -> str:

@@ -68,7 +68,7 @@ class CacheCase:
 
 
 def check_store(named: Any, settings: Settings) -> None:
-    """`store` writes each row to its slot, bit for bit, and nothing else; nothing is checked without it.
+    """Check that `store` writes each row to its slot, and nothing else; nothing is checked without it.
 
     Raises:
         BrokenPropertyError: a slot holds other bits.
@@ -101,7 +101,7 @@ def check_store(named: Any, settings: Settings) -> None:
 
 
 def check_read_back(named: Any, settings: Settings) -> None:
-    """`read_back` returns the bits of a block table's slots in order; nothing is checked without it.
+    """Check that `read_back` returns the bits of a block table's slots; nothing is checked without it.
 
     Raises:
         BrokenPropertyError: it returns others.

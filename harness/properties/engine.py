@@ -1,6 +1,7 @@
 """Metamorphic relations of a whole engine: ways to run the same requests that must not change what is computed."""
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -40,10 +41,10 @@ def check_engine(factory: Any, settings: Settings, relation: str = "all") -> Non
         nonlocal count
         count += target.check(case, counter)
 
-    falsify(f"it does not change what an engine computes: {RELATIONS[relation].what}", check, cases, settings)
+    falsify(f"what an engine computes does not depend on {RELATIONS[relation].what}", check, cases, settings)
     if counter in target.methods and not count:
         raise HarnessError(
-            Code.TRIGGER_NOT_REACHED, f"no example came to {RELATIONS[relation].what}", where="--engine",
+            Code.TRIGGER_NOT_REACHED, f"no example had {RELATIONS[relation].what}", where="--engine",
             expected=f"{counter}() above 0", actual=0, hint="does the adapter pass its options on?",
         )  # fmt: skip
 
@@ -132,14 +133,14 @@ class EngineUnderTest:
     ) -> None:
         plain_tokens, plain_taps = plain[0], _of(plain[1], 0)
         num_prompt = len(case.prompts[request])
-        num_same = next((i for i, both in enumerate(zip(plain_tokens, tokens, strict=False)) if len({*both}) > 1), None)
-        if len(tokens) != len(plain_tokens):
-            num_same = min(len(tokens), len(plain_tokens))
+        num_same = _first_difference(plain_tokens, tokens)
         # Rows before the first token that differs have equal inputs; those behind it have not.
         last = num_prompt + len(plain_tokens) if num_same is None else num_prompt + num_same - 1
         self._compare_taps(case, request, plain_taps, taps, last)
         if num_same is not None and not self._is_tie(plain_taps, last, plain_tokens[num_same:], tokens[num_same:]):
-            what = f"request {request}, new token {num_same}: {tokens[num_same:][:1]}, alone {plain_tokens[num_same:][:1]}"
+            what = (
+                f"request {request}, new token {num_same}: {tokens[num_same:][:1]}, alone {plain_tokens[num_same:][:1]}"
+            )
             raise Broken(what, token_program(self.factory, case))
 
     def _compare_taps(
@@ -181,6 +182,12 @@ class EngineUnderTest:
         row = logits.double()
         noise = self.tap_bound * rounding_unit(logits.dtype) * float(row.norm())
         return float(row[expected[0]] - row[actual[0]]) <= 2 * noise
+
+
+def _first_difference(expected: Sequence[int], actual: Sequence[int]) -> int | None:
+    """Return the index of the first token that is another, or that only one of them has; None: they are equal."""
+    both = zip_longest(expected, actual)
+    return next((i for i, (a, b) in enumerate(both) if a != b), None)
 
 
 def _of(taps: Taps, place: int) -> dict[str, dict[int, torch.Tensor]]:

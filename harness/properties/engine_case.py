@@ -29,7 +29,7 @@ class EngineCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relation:
-    """One thing that must not change what an engine computes."""
+    """One thing on which what an engine computes must not depend."""
 
     what: str
     options: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Relation:
 
 
 RELATIONS = {
-    "batch": Relation(what="a batch of N is N batches of one"),
+    "batch": Relation(what="who else is in the batch"),
     "order": Relation(what="the order of the requests"),
     "block size": Relation(what="the block size", options=("block_size",)),
     "placement": Relation(what="the place of the blocks", options=("block_order",)),
@@ -50,12 +50,10 @@ RELATIONS = {
     "prefix hit": Relation(
         what="a prefix hit", options=("prefix_caching",), helpful=("block_size",), counter="num_cached_tokens"
     ),
-    "preemption": Relation(
-        what="preempting and resuming", options=("num_blocks", "block_size"), counter="num_preemptions"
-    ),
+    "preemption": Relation(what="a preemption", options=("num_blocks", "block_size"), counter="num_preemptions"),
     "poison": Relation(what="what blocks hold that nobody owns", options=("poison",)),
     "padding": Relation(what="rows of padding", options=("padding",)),
-    "all": Relation(what="all of this at once"),
+    "all": Relation(what="any of these"),
 }
 """By name."""
 

@@ -62,7 +62,7 @@ class Target:
 
     def __init__(self, named: Any, name: str) -> None:
         self.name = name
-        self.adapter = named() if inspect.isclass(named) else named
+        self.adapter: Any = named() if inspect.isclass(named) else named
         self._named = named if inspect.isclass(named) or inspect.isroutine(named) else type(named)
 
     def offers(self, method: str) -> bool:
@@ -100,7 +100,6 @@ def falsify(property: str, check: Callable[[Input], None], inputs: SearchStrateg
     Raises:
         BrokenPropertyError: the smallest input that breaks the property.
     """
-
     last: list[Broken] = []
 
     @Settings(settings, phases=PHASES)
@@ -117,5 +116,5 @@ def falsify(property: str, check: Callable[[Input], None], inputs: SearchStrateg
     except Broken as broken:
         raise BrokenPropertyError(property, broken) from None
     except Flaky:  # what reads memory that nobody has written finds something else there every time
-        broken = Broken(f"{last[0].what}; on some runs, not on all", last[0].program)
-        raise BrokenPropertyError(property, broken) from None
+        now_and_then = Broken(f"{last[0].what}; on some runs, not on all", last[0].program)
+        raise BrokenPropertyError(property, now_and_then) from None

@@ -7,6 +7,8 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -22,10 +24,10 @@ from reference_engine.sequence import Sequence as EngineSequence
 __all__ = ["ContiguousAttention", "PagedAttention", "RecomputeAttention", "TritonAttention"]
 
 
-class PagedAttention:
-    """The backend `paged`: blocks as they are given, behind its null block."""
+class Backend:
+    """Any backend over blocks: they lie as they are given, behind its null block."""
 
-    backend = "paged"
+    backend: str
 
     def attend(
         self,
@@ -88,6 +90,12 @@ class PagedAttention:
         backend.cache.data[:, 0, NULL_BLOCK + 1 :] = torch.stack([k_cache_BSKH, v_cache_BSKH])
         return [[NULL_BLOCK + 1 + block for block in table] for table in block_tables]
 
+
+class PagedAttention(Backend):
+    """The backend `paged`."""
+
+    backend = "paged"
+
     def store(
         self,
         k_TKH: torch.Tensor,
@@ -111,12 +119,10 @@ class PagedAttention:
         return _cache(k_cache_BSKH, v_cache_BSKH).gather(0, slots_C)
 
 
-class ContiguousAttention(PagedAttention):
+class ContiguousAttention(Backend):
     """The backend `contiguous`: a buffer for each request."""
 
     backend = "contiguous"
-    store = None  # its cache is the paged one's
-    read_back = None
 
     def fill(
         self,
@@ -134,12 +140,10 @@ class ContiguousAttention(PagedAttention):
         return [[NULL_BLOCK + 1 + request] for request in range(len(contexts))]
 
 
-class RecomputeAttention(PagedAttention):
+class RecomputeAttention(Backend):
     """The backend `recompute`: no cache, all rows of a request in every step."""
 
     backend = "recompute"
-    store = None
-    read_back = None
 
     def rows(self, query_lens: Sequence[int], context_lens: Sequence[int]) -> Sequence[int]:
         """Return the context lengths: the rows in front of those asked for are padding here."""
@@ -162,6 +166,33 @@ class TritonAttention(PagedAttention):
 
     backend = "triton"
     is_batch_invariant = True
+
+    def attend(
+        self,
+        q_TNH: torch.Tensor,
+        k_cache_BSKH: torch.Tensor,
+        v_cache_BSKH: torch.Tensor,
+        *,
+        block_tables: Sequence[Sequence[int]],
+        query_lens: Sequence[int],
+        context_lens: Sequence[int],
+        window: int | None = None,
+        num_splits: int | None = None,
+    ) -> torch.Tensor:
+        """Attend, in decode with the shortest splits that there are where some are asked for."""
+        self._is_split = num_splits is not None
+        return super().attend(
+            q_TNH, k_cache_BSKH, v_cache_BSKH, block_tables=block_tables, query_lens=query_lens,
+            context_lens=context_lens, window=window,
+        )  # fmt: skip
+
+    def open(self, spec: CacheSpec) -> AttentionBackend:
+        """Open the backend."""
+        backend: Any = super().open(spec)
+        if self._is_split:
+            backend._decode = partial(backend._decode, min_split_keys=backend._tiling.keys)
+        opened: AttentionBackend = backend
+        return opened
 
 
 def _spec(k_cache_BSKH: torch.Tensor) -> CacheSpec:

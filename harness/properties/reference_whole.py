@@ -2,9 +2,7 @@
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +10,6 @@ import torch
 from harness.checkpoint import embedded_cases
 from harness.properties.engine_adapter import Taps
 from reference_engine import EngineConfig, LLMEngine, SamplingParams, StepInfo
-from reference_engine.config import ModelConfig
 
 __all__ = ["Engine", "LlamaEngine", "Qwen2Engine"]
 

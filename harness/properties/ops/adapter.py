@@ -1,4 +1,4 @@
-"""What the suites of single operations ask of their adapter: every method is optional, and what it lacks is reported."""
+"""What the suites of single operations ask of their adapter: every method is optional, and what is lacking is said."""
 
 from typing import Any
 

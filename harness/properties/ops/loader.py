@@ -1,4 +1,4 @@
-"""Properties of the loader of weights: shards are the same as one file, and a damaged header is refused, not a crash."""
+"""Properties of the loader of weights: shards are the same as one file, and damage is refused, not a crash."""
 
 import json
 import shutil
@@ -39,10 +39,10 @@ class Damage:
 
 
 def check_loader(named: Any, settings: Settings) -> None:
-    """`load` gives the same from one file and from shards, and refuses damage in its own words; nothing without it.
+    """Check that shards load as one file does, and that damage is refused in its own words; nothing without it.
 
     Raises:
-        BrokenPropertyError: it does not.
+        BrokenPropertyError: they do not, or it is not.
     """
     target = OpsUnderTest(named)
     if not target.offers("load") or target.declares("checkpoint") is None:
@@ -107,7 +107,9 @@ def _check_damage(target: OpsUnderTest, source: Path, damage: Damage) -> None:
                 f"path.write_bytes(data[:{damage.at}] + {damage.by!r} + data[{damage.at + damage.replaced}:])",
                 f"{target.name}.load(folder)  # raises",
             ]
-            what = f"load crashed: {type(error).__name__}: {error}, expected {' or '.join(e.__name__ for e in refusals)}"
+            what = (
+                f"load crashed: {type(error).__name__}: {error}, expected {' or '.join(e.__name__ for e in refusals)}"
+            )
             raise Broken(what, "\n".join([*_opening(target), *lines]) + "\n") from error
 
 
@@ -166,9 +168,10 @@ def _damages(draw: DrawFn, data_offset: int, file_bytes: int) -> Damage:
     at = draw(st.integers(LENGTH_BYTES, data_offset - 1))
     number = draw(st.integers(1, 4))
     # Digits and punctuation damage what the JSON says; other bytes damage the JSON.
-    by = draw(st.binary(min_size=number, max_size=number) | st.text('0123456789[]{},:"-e', min_size=1, max_size=4).map(
-        lambda text: text.encode()
-    ))
+    by = draw(
+        st.binary(min_size=number, max_size=number)
+        | st.text('0123456789[]{},:"-e', min_size=1, max_size=4).map(lambda text: text.encode())
+    )
     if kind == "cut out":
         return Damage(at, number, b"")
     return Damage(at, len(by) if kind == "replace" else 0, by)

@@ -43,6 +43,9 @@ class NormCase:
         return replace(self.x, shape=self.x.shape[-1:], level=0.5, offset=0.0, seed=self.x.seed + 2)
 
 
+Claim = Callable[["Norm"], None]
+
+
 def check_norms(named: Any, settings: Settings) -> None:
     """Hold `rms_norm` and `layer_norm` to their definition and to what scaling does; nothing without them.
 
@@ -50,15 +53,14 @@ def check_norms(named: Any, settings: Settings) -> None:
         BrokenPropertyError: one property does not hold.
     """
     target = OpsUnderTest(named)
-    for method in ("rms_norm", "layer_norm"):
-        if target.offers(method):
-            for sentence, claim in _CLAIMS.items():
-                falsify(
-                    f"{method}: {sentence}",
-                    lambda case, m=method, c=claim: c(Norm(target, m, case)),  # type: ignore[misc]
-                    _cases(target.dtypes, is_centred=method == "layer_norm"),
-                    settings,
-                )
+    for method in filter(target.offers, ("rms_norm", "layer_norm")):
+        cases = _cases(target.dtypes, is_centred=method == "layer_norm")
+        for sentence, claim in _CLAIMS.items():
+
+            def check(case: NormCase, method: str = method, claim: Claim = claim) -> None:
+                claim(Norm(target, method, case))
+
+            falsify(f"{method}: {sentence}", check, cases, settings)
 
 
 class Norm:
@@ -85,7 +87,12 @@ class Norm:
     def program(self, lines: list[str]) -> str:
         """Return a program of these lines, behind those that make the tensors."""
         case = self.case
-        made = ["", case.x.line("x"), case.weight.line("weight"), *([case.bias.line("bias")] if self.is_centred else [])]
+        made = [
+            "",
+            case.x.line("x"),
+            case.weight.line("weight"),
+            *([case.bias.line("bias")] if self.is_centred else []),
+        ]
         return "\n".join(["import torch", *self.target.opening(), *made, *lines]) + "\n"
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,7 +147,8 @@ def _scale(norm: Norm) -> None:
 
 def _sign(norm: Norm) -> None:
     if torch.equal(
-        norm(-norm.x, norm.weight, -norm.bias, norm.case.eps), -norm(norm.x.clone(), norm.weight, norm.bias, norm.case.eps)
+        norm(-norm.x, norm.weight, -norm.bias, norm.case.eps),
+        -norm(norm.x.clone(), norm.weight, norm.bias, norm.case.eps),
     ):
         return
     lines = [
@@ -159,7 +167,7 @@ def _input(norm: Norm) -> None:
         raise Broken(f"{norm.method} changes its input, which the residual still needs", norm.program(lines))
 
 
-_CLAIMS: dict[str, Callable[[Norm], None]] = {
+_CLAIMS: dict[str, Claim] = {
     "the input is left as it is": _input,
     "negating a row negates the result": _sign,
     "scaling a row, and eps by the square, changes nothing": _scale,

@@ -45,10 +45,13 @@ def check_rotary(named: Any, settings: Settings) -> None:
         BrokenPropertyError: one does not hold.
     """
     target = OpsUnderTest(named)
-    for method in ("rotary", "rotary_interleaved"):
-        if target.offers(method):
-            for sentence, claim in _CLAIMS.items():
-                falsify(sentence, lambda case, m=method, c=claim: c(Rotation(target, m, case)), _cases(target), settings)  # type: ignore[misc]
+    for method in filter(target.offers, ("rotary", "rotary_interleaved")):
+        for sentence, claim in _CLAIMS.items():
+
+            def check(case: RotaryCase, method: str = method, claim: Claim = claim) -> None:
+                claim(Rotation(target, method, case))
+
+            falsify(sentence, check, _cases(target), settings)
 
 
 class Rotation:
@@ -78,8 +81,8 @@ class Rotation:
         """Return [T, N, H/2, 2]: the elements that are turned together."""
         half = x_TNH.shape[-1] // 2
         if self.method == "rotary":
-            return x_TNH.unflatten(-1, (2, half)).transpose(-1, -2)
-        return x_TNH.unflatten(-1, (half, 2))
+            return torch.unflatten(x_TNH, -1, (2, half)).transpose(-1, -2)
+        return torch.unflatten(x_TNH, -1, (half, 2))
 
     def expect(self, actual: torch.Tensor, expected: torch.Tensor, farthest_T: torch.Tensor, lines: list[str]) -> None:
         """Compare rows, of which the farthest angle is `farthest_T` radians."""
@@ -138,7 +141,9 @@ def _norm(rotation: Rotation) -> None:
     expected = rotation.pairs(rotation.x_TNH.double()).norm(dim=-1)
     half = rotation.x_TNH.shape[-1] // 2
     paired = (
-        f"unflatten(-1, (2, {half})).norm(dim=-2)" if rotation.method == "rotary" else "unflatten(-1, (-1, 2)).norm(dim=-1)"
+        f"unflatten(-1, (2, {half})).norm(dim=-2)"
+        if rotation.method == "rotary"
+        else "unflatten(-1, (-1, 2)).norm(dim=-1)"
     )
     lines = [
         rotation.line("rotated", "x", "positions"),
@@ -180,7 +185,8 @@ def _relative(rotation: Rotation) -> None:
             f"roundings = (far - near).abs() / size / {rounding_unit(q.dtype):.4g}",
             f"assert roundings <= {bound:.3g}",
         ]
-        what = f"{rotation.method}, row {row}: {float(error_TN[row, head]):.3g} roundings between two distances of equal size"
+        error = float(error_TN[row, head])
+        what = f"{rotation.method}, row {row}: {error:.3g} roundings between the products at two equal distances"
         raise Broken(what, rotation.program(lines))
 
 

@@ -53,7 +53,9 @@ def worst_row(actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor)
     return (worst, float(error[worst]), float(bound[worst])) if excess[worst] else None
 
 
-def closeness_lines(row: int, bound: float, dtype: torch.dtype, names: Sequence[str] = ("out", "expected")) -> list[str]:
+def closeness_lines(
+    row: int, bound: float, dtype: torch.dtype, names: Sequence[str] = ("out", "expected")
+) -> list[str]:
     """Return lines that assert that one row of a tensor is near another's."""
     actual, expected = names
     return [

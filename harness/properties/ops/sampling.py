@@ -89,7 +89,9 @@ def _check_batches(target: OpsUnderTest, batch: Sequence[Request]) -> None:
         if alone != [tokens[row]]:
             again = _call(target, [request], "alone")
             ending = [*again, f"assert list(alone) == [tokens[{row}]]"]
-            raise Broken(f"row {row} drew {tokens[row]} in the batch, {alone[0]} alone", _program(target, batch, ending))
+            raise Broken(
+                f"row {row} drew {tokens[row]} in the batch, {alone[0]} alone", _program(target, batch, ending)
+            )
 
 
 def _check_frequency(target: OpsUnderTest, request: Request) -> None:

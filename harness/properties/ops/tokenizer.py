@@ -12,7 +12,7 @@ __all__ = ["check_tokenizer"]
 
 
 def check_tokenizer(named: Any, settings: Settings) -> None:
-    """`decode` undoes `encode`, and the pieces of `detokenize` make up what `decode` gives; nothing without them.
+    """Check that `decode` undoes `encode`, and that pieces of `detokenize` make up the whole; nothing without them.
 
     Raises:
         BrokenPropertyError: they do not.

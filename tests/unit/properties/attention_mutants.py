@@ -1,4 +1,4 @@
-"""Small changes to the reference engine's attention, rotary embedding, norm and sampler, each a bug that somebody had."""
+"""Small changes to the reference engine's attention, rotary embedding, norm and sampler: bugs that engines have had."""
 
 import inspect
 import textwrap
@@ -147,8 +147,8 @@ MUTANTS = [
         "(0, slots_T, k_TKH.bfloat16().to(k_TKH.dtype))", cache(check_store), STORED,
     ),
     Mutant(
-        "V read where K lies", (kv_cache.KVCache,), "gather", "self._v[layer].index_select", "self._k[layer].index_select",
-        lambda settings: check_read_back(PagedAttention, settings), READ,
+        "V read where K lies", (kv_cache.KVCache,), "gather", "self._v[layer].index_select",
+        "self._k[layer].index_select", cache(check_read_back), READ,
     ),
     # Rotary embedding
     Mutant(
@@ -159,7 +159,8 @@ MUTANTS = [
         "one sign lost", (rotary,), "rotate_half", "cat((-b, a)", "cat((b, a)", operation(check_rotary),
         "a rotation keeps the length of every pair",
     ),
-    Mutant("turned the other way", (rotary,), "rotate_half", "cat((-b, a)", "cat((b, -a)", operation(check_rotary), DEFINED),
+    Mutant("turned the other way", (rotary,), "rotate_half", "cat((-b, a)", "cat((b, -a)",
+           operation(check_rotary), DEFINED),
     Mutant(
         "position one too high", (rotary.RotaryEmbedding,), "__call__", "positions_T[:, None].float()",
         "(positions_T[:, None] + 1).float()", operation(check_rotary), "position 0 is not rotated",
@@ -194,41 +195,44 @@ MUTANTS = [
            operation(check_sampling), SETS),
     Mutant("top-p without the token that crosses it", (sampler,), "allowed_tokens", "cumsum(dim=-1) - probs_RV",
            "cumsum(dim=-1)", operation(check_sampling), ANY_OF_BOTH),
-    Mutant("top-p of all tokens, not of the top k", (sampler,), "allowed_tokens", ".masked_fill(~is_top_RV, -torch.inf)", "",
-           operation(check_sampling), ANY_OF_BOTH),
+    Mutant("top-p of all tokens, not of the top k", (sampler,), "allowed_tokens",
+           ".masked_fill(~is_top_RV, -torch.inf)", "", operation(check_sampling), ANY_OF_BOTH),
     Mutant("min-p ignored", (sampler,), "allowed_tokens", "+ min_p_R.log()[:, None]", "- torch.inf",
            operation(check_sampling), SETS),
     Mutant("temperature multiplied", (sampler,), "_draw", "scores_RV = scores_RV /", "scores_RV = scores_RV *",
            operation(check_sampling), ANY_OF_BOTH),
     Mutant("temperature 0 not greedy", (sampler, reference_ops), "sample", "own.temperature > 0 for", "True for",
            operation(check_sampling), SETS),
-    Mutant("draws depend on the place in the batch (vllm#51226)", (sampler,), "_draw", "[own.seed for own in sequences]",
-           "range(len(sequences))", operation(check_sampling), "a request draws the same in any batch"),
+    Mutant("draws depend on the place in the batch (vllm#51226)", (sampler,), "_draw",
+           "[own.seed for own in sequences]", "range(len(sequences))", operation(check_sampling),
+           "a request draws the same in any batch"),
     Mutant("numbers from half of the range", (sampler,), "uniforms", "/ 2**52", "/ 2**53", operation(check_sampling),
            OFTEN),
     # The whole engine
     Mutant("chunk offset forgotten (mlx-node#33)", (batch,), "_rows", "(starts_R - first_rows_R)",
-           "(0 * starts_R - first_rows_R)", engine("chunks"), "it does not change"),
+           "(0 * starts_R - first_rows_R)", engine("chunks"), "what an engine computes"),
     Mutant("positions run on into the next request", (batch,), "_rows", "- first_rows_R", "", engine("batch"),
-           "it does not change"),
+           "what an engine computes"),
     Mutant("logits of the first row of a chunk", (runner, batch), "build_batch", "rows = sampled_rows(chunks)",
-           "rows = [max(0, row - 1) for row in sampled_rows(chunks)]", engine("chunks"), "it does not change"),
+           "rows = [max(0, row - 1) for row in sampled_rows(chunks)]", engine("chunks"), "what an engine computes"),
     Mutant("cached prefix counted a token too long", (block_manager.BlockManager,), "take_prefix",
-           "sequence.num_tokens - 1", "sequence.num_tokens", engine("prefix hit"), "it does not change"),
+           "sequence.num_tokens - 1", "sequence.num_tokens", engine("prefix hit"), "what an engine computes"),
 ]  # fmt: skip
 
 SURVIVORS = [
     # Not a bug: the weight multiplied before the cast rounds once where the definition allows two.
     Mutant("weight before the cast (vllm#42325)", (layers.RMSNorm,), "__call__",
-           "self.weight_X * normed.to(x_TX.dtype)", "(self.weight_X * normed).to(x_TX.dtype)", operation(check_norms), ""),
+           "self.weight_X * normed.to(x_TX.dtype)", "(self.weight_X * normed).to(x_TX.dtype)",
+           operation(check_norms), ""),
     # One number in 2^52 lies on an edge: no test of drawn tokens can see on which side it falls.
     Mutant("the edge of a token's share belongs to the one before", (sampler,), "_draw", "right=True", "right=False",
            operation(check_sampling), ""),
-    # The values agree to the last bit: heads are padded in the order of the vocabulary only for equal scores.
+    # Which of two equally likely tokens is in the set is anybody's choice.
     Mutant("equal scores in any order", (sampler,), "allowed_tokens", "stable=True", "stable=False",
            operation(check_sampling), ""),
     # Padding reads the null block's zeros under a mask: which of its slots is read does not matter.
     Mutant("padding of a window reads another slot of the null block", (paged.PagedAttention,), "_plan_single",
-           "masked_fill(~is_key_RC, NULL_BLOCK)", "masked_fill(~is_key_RC, self.block_size - 1)", attention("window"), ""),
+           "masked_fill(~is_key_RC, NULL_BLOCK)", "masked_fill(~is_key_RC, self.block_size - 1)",
+           attention("window"), ""),
 ]  # fmt: skip
 """Mutants that no property kills, and why."""

@@ -32,16 +32,18 @@ class FullAttention:
 
     def cut(self, first, stop, num_splits):
         size = max(1, -(-(stop - first) // num_splits))
-        return [slice(first + i * size, max(first + i * size, min(stop, first + (i + 1) * size))) for i in range(num_splits)]
+        return [
+            slice(first + i * size, max(first + i * size, min(stop, first + (i + 1) * size))) for i in range(num_splits)
+        ]
 
     def part(self, q_NH, k_CKH, v_CKH, scale, softcap):
         k_CNH, v_CNH = (self.repeated(x, len(q_NH)) for x in (k_CKH, v_CKH))
         score_NC = torch.einsum("nh,cnh->nc", q_NH, k_CNH) * self.scale(scale, q_NH.shape[-1])
         if softcap is not None:
             score_NC = softcap * torch.tanh(score_NC / softcap)
-        log_sum_N = torch.logsumexp(score_NC, dim=-1)
-        p_NC = torch.exp(score_NC - log_sum_N[:, None])
-        return torch.einsum("nc,cnh->nh", p_NC, v_CNH), log_sum_N
+        # Not exp(score - log_sum): the rounding of a large logarithm would scale the whole output.
+        p_NC = torch.softmax(score_NC, dim=-1)
+        return torch.einsum("nc,cnh->nh", p_NC, v_CNH), torch.logsumexp(score_NC, dim=-1)
 
     def repeated(self, x_CKH, num_heads):
         return x_CKH.repeat_interleave(num_heads // x_CKH.shape[1], dim=1)
@@ -126,7 +128,9 @@ class MaskedRowsNaN(FullAttention):
             q, k_cache, v_cache, block_tables=block_tables, query_lens=query_lens, context_lens=context_lens,
             scale=scale, window=window,
         )  # fmt: skip
-        is_masked = torch.tensor([n == 0 for n, q_len in zip(context_lens, query_lens, strict=True) for _ in range(q_len)])
+        is_masked = torch.tensor(
+            [n == 0 for n, q_len in zip(context_lens, query_lens, strict=True) for _ in range(q_len)]
+        )
         return torch.where(is_masked[:, None, None], math.nan, out)
 
 
@@ -174,6 +178,8 @@ class Raises(FullAttention):
 
 class WrongShape(FullAttention):
     def attend(self, q, k_cache, v_cache, *, block_tables, query_lens, context_lens):
-        return super().attend(
-            q, k_cache, v_cache, block_tables=block_tables, query_lens=query_lens, context_lens=context_lens
-        ).flatten(1)
+        return (
+            super()
+            .attend(q, k_cache, v_cache, block_tables=block_tables, query_lens=query_lens, context_lens=context_lens)
+            .flatten(1)
+        )

@@ -25,7 +25,7 @@ def test_a_mutant_is_killed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("mutant", SURVIVORS, ids=lambda mutant: mutant.name)
 def test_these_survive(mutant: Mutant) -> None:
     with mutant.planted():
-        mutant.suite(settings(DEV, max_examples=40))
+        mutant.suite(settings(DEV, max_examples=20))
 
 
 def test_mutants_are_taken_back() -> None:

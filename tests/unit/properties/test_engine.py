@@ -129,7 +129,7 @@ def test_the_program_is_as_short_as_it_can_be() -> None:
     with pytest.raises(BrokenPropertyError) as caught:
         check_engine(LastChunkOnly, DEV, "chunks")
     assert caught.value.program.splitlines()[2:] == [
-        "prompts, max_new_tokens = [[1]], [2]",
+        "prompts, max_new_tokens = [[0, 1]], [1]",
         "plain = [LastChunkOnly().generate([prompt], [n])[0] for prompt, n in zip(prompts, max_new_tokens)]",
         "engine = LastChunkOnly(max_num_batched_tokens=1)",
         "changed = engine.generate(prompts, max_new_tokens)",
@@ -138,7 +138,7 @@ def test_the_program_is_as_short_as_it_can_be() -> None:
 
 
 def test_a_relation_that_never_comes_to_pass_is_no_success() -> None:
-    with pytest.raises(HarnessError, match="no example came to a prefix hit") as caught:
+    with pytest.raises(HarnessError, match="no example had a prefix hit") as caught:
         check_engine(NeverHits, FEW, "prefix hit")
     assert caught.value.code == Code.TRIGGER_NOT_REACHED
 
@@ -165,7 +165,7 @@ class Tapped(Engine):
 
 def test_what_an_engine_lacks_is_reported() -> None:
     lines = not_checked(Counting)
-    assert "engine: preempting and resuming: the constructor has no parameter num_blocks" in lines
+    assert "engine: a preemption: the constructor has no parameter num_blocks" in lines
     assert any(line.startswith("engine: no taps()") for line in lines)
     with pytest.raises(HarnessError, match="H091: the adapter lacks generate or vocab_size"):
         check_engine(object, FEW)

@@ -19,7 +19,7 @@ from harness.properties.reference_ops import Ops
 from reference_engine.detokenizer import Detokenizer
 
 DEV = PROFILES["dev"].settings()
-FEW = settings(DEV, max_examples=30)
+FEW = settings(DEV, max_examples=15)
 CHECKS = (check_rotary, check_norms, check_sampling, check_tokenizer, check_loader)
 
 
@@ -30,7 +30,9 @@ class More(Ops):
 
     def __init__(self) -> None:
         super().__init__()
-        bytes_ = Tokenizer(models.BPE({char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+        bytes_ = Tokenizer(
+            models.BPE({char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+        )
         bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         bytes_.decoder = decoders.ByteLevel()
         self.bytes = bytes_
@@ -88,7 +90,9 @@ class NotCentred(More):
 class SampleVariance(More):
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         x = x.double()
-        return ((x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + eps) * weight + bias).to(weight.dtype)
+        return ((x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + eps) * weight + bias).to(
+            weight.dtype
+        )
 
 
 class SpaceLost(More):
