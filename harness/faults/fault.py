@@ -58,12 +58,15 @@ class Fault:
     """What is done wrong, in one sentence."""
     plant: Callable[[], AbstractContextManager[Planted]]
     tap: str | None
-    """Where it first shows, in the order of the graph; None where the engine itself raises."""
+    """Where it first shows, in the order of the graph; None where the engine itself raises, or a property suite."""
     row: Row | None
     """The first row of that tap, by request and position, that is wrong."""
     cause: str
     """Pattern that the explanation of the first divergence matches if it names the cause."""
     setting: Setting = Setting()
+    suite: Callable[[], None] | None = None
+    """A property suite that is run in place of a check, for what no recording shows; it raises where a property is
+    broken."""
     instance: str = ""
     """A public report of the same bug."""
     equivalent: str = ""

@@ -9,6 +9,7 @@ import torch
 import reference_engine.layers
 import reference_engine.model
 import reference_engine.model_runner
+import reference_engine.sampler
 from harness.faults.fault import FIRST, FIRST_SAMPLED, Category, Fault, Setting
 from harness.faults.norm import edited_layers
 from harness.faults.plant import replacing
@@ -44,6 +45,35 @@ def _second_best(sample: Callable[..., Any]) -> Callable[..., Any]:
     return sampled
 
 
+def _sampling_suite() -> None:
+    """Hold the reference engine's sampler to its properties."""
+    from hypothesis import settings
+
+    from harness.properties.ops.sampling import check_sampling
+    from harness.properties.reference_ops import Ops
+
+    check_sampling(Ops, settings(max_examples=100, deadline=None, database=None, derandomize=True))
+
+
+def _with_params(change: Callable[[Any], Any]) -> Any:
+    """Change the parameters that the sets of allowed tokens are made from."""
+
+    def make(allowed: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda scores, params: allowed(scores, [change(own) for own in params])
+
+    return replacing((reference_engine.sampler, "allowed_tokens", make))
+
+
+def _seeds_of_the_batch(uniforms: Callable[..., Any]) -> Callable[..., Any]:
+    """The draws of a row depend on how many rows stand beside it."""
+    return lambda seeds, indices: uniforms([seed + len(seeds) for seed in seeds], indices)
+
+
+def _draws_again(sample: Callable[..., Any]) -> Callable[..., Any]:
+    """Every token of a request is drawn with the same number."""
+    return lambda seeds, indices: sample([0 for _ in seeds], [0 for _ in indices])
+
+
 class _HalfAccumulation:
     """A product whose sums are kept in float16."""
 
@@ -76,6 +106,56 @@ FAULTS = [
         tap="lm_head",
         row=FIRST_SAMPLED,
         cause="second|runner-up|rank",
+    ),
+    *(
+        Fault(
+            id=id,
+            category=Category.SAMPLING,
+            summary=summary,
+            plant=plant,
+            tap=None,
+            row=None,
+            cause=cause,
+            suite=_sampling_suite,
+            instance=instance,
+        )
+        for id, summary, plant, cause, instance in (
+            (
+                "top-k-off-by-one",
+                "One token more than top-k may be drawn.",
+                _with_params(lambda own: replace(own, top_k=own.top_k and own.top_k + 1)),
+                "which is none of|is in the set",
+                "",
+            ),
+            (
+                "top-p-ignored",
+                "Top-p is not applied.",
+                _with_params(lambda own: replace(own, top_p=1.0)),
+                "which is none of|is in the set",
+                "",
+            ),
+            (
+                "min-p-ignored",
+                "Min-p is not applied.",
+                _with_params(lambda own: replace(own, min_p=0.0)),
+                "which is none of|is in the set",
+                "",
+            ),
+            (
+                "seed-of-the-batch",
+                "What a request draws depends on its batch mates.",
+                replacing((reference_engine.sampler, "uniforms", _seeds_of_the_batch)),
+                "in the batch|same in any batch",
+                "vllm#51226",
+            ),
+            (
+                "seed-ignored",
+                "All requests draw the same number.",
+                replacing((reference_engine.sampler, "uniforms", _draws_again)),
+                "as often as|chi-square",
+                "",
+            ),
+        )
     ),
     Fault(
         id="logits-bf16",

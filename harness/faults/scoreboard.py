@@ -119,9 +119,14 @@ def score_fault(fault: Fault, trial: Trial) -> FaultScore:
             first=None,
             error=message.splitlines()[0],
             explanation=None,
-            peers=dict.fromkeys((*RULES, TOKENS), (True, fault.tap is None)),
+            peers=dict.fromkeys((*RULES, TOKENS), (fault.suite is None,) * 2),
         )
-    assert trial.result is not None
+    if trial.result is None:
+        nothing = dict.fromkeys((*RULES, TOKENS), (False, False))
+        return FaultScore(
+            fault=fault, detected=False, localised=False, named=False, first=None, error=None, explanation=None,
+            peers=nothing,
+        )  # fmt: skip
     (run,) = trial.result.runs
     first = _first(run)
     explanation = first.explanation if first else None

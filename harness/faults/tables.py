@@ -108,7 +108,8 @@ def _faults(faults: Sequence[FaultScore], tablefmt: str) -> str:
 def _place(each: FaultScore) -> str:
     first = each.first
     if first is None:
-        return "the engine raised" if each.error else "-"
+        who = "the engine" if each.fault.suite is None else "a property suite"
+        return f"{who} raised" if each.error else "-"
     return f"{(first.tap or '').removeprefix('model.')} ({first.request}, {first.position})"
 
 

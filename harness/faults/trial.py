@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from harness.case import RequestSpec
 from harness.check import run_check, with_copies
 from harness.checkpoint import embedded_cases
-from harness.errors import HarnessError
+from harness.errors import Code, HarnessError
 from harness.faults.fault import BLOCK_SIZE, PROMPT_LENGTHS, Fault, Setting, Variant
 from harness.faults.peers import PeerVerdict, judge_as_peers
 from harness.faults.plant import Planted
@@ -45,8 +45,23 @@ class Trial:
 
 def try_fault(fault: Fault, *, seed: int = 0) -> Trial:
     """Check the reference engine with a fault in it, and take the fault out again."""
+    if fault.suite is not None:
+        with fault.plant() as planted:
+            return _tested(fault.suite, planted)
     with checkpoint(fault.setting) as folder, fault.plant() as planted:
         return _checked(folder, fault.setting, "reference", seed, planted)
+
+
+def _tested(suite: Callable[[], None], planted: Planted) -> Trial:
+    """Run a property suite; nobody else's rule says anything of it."""
+    broken: HarnessError | None = None
+    try:
+        suite()
+    except HarnessError as error:
+        if error.code is not Code.PROPERTY_VIOLATED:
+            raise
+        broken = error
+    return Trial(result=None, error=broken, num_calls=planted.num_calls, peers={})
 
 
 def try_variant(variant: Variant, *, seed: int = 0) -> Trial:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
@@ -45,6 +46,9 @@ FOCUSES = {
 }
 """Kinds of batches, each searched by itself."""
 
+KEYWORD_OF = {"scale": "scale", "window": "window", "soft cap": "softcap", "split": "num_splits"}
+"""The parameter of `attend` that a kind of batches needs."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
@@ -61,7 +65,7 @@ class Served:
 
     def refusal(self, focus: str) -> str | None:
         """Return why a focus of `FOCUSES` cannot be checked; None where it can."""
-        keyword = {"scale": "scale", "window": "window", "soft cap": "softcap", "split": "num_splits"}.get(focus)
+        keyword = KEYWORD_OF.get(focus)
         if keyword is not None and keyword not in self.keywords:
             return f"attend has no parameter {keyword}"
         if focus == "masked rows" and not self.has_masked_rows:
@@ -76,30 +80,20 @@ class Served:
 
 
 def batches(served: Served, focus: str = "any") -> SearchStrategy[AttentionCase]:
-    """Return batches that the function under test serves."""
+    """Return batches of a kind (a key of `FOCUSES`) that the function under test serves."""
     return _batches(served, focus)
 
 
 @st.composite
 def _batches(draw: DrawFn, served: Served, focus: str) -> AttentionCase:
-    context_lens, query_lens = draw(_lengths(focus))
-    dtype = draw(st.sampled_from(served.dtypes))
+    lengths = draw(st.lists(_lengths(focus), min_size=2 if focus == "shared prefix" else 1, max_size=5))
+    query_lens, context_lens = zip(*lengths, strict=True)
+    dtype, head_dim = draw(st.sampled_from(served.dtypes)), draw(st.sampled_from(served.head_dims))
     num_kv_heads, group_size = draw(_heads(served, focus))
-
-    def option(keyword: str, name: str, values: SearchStrategy[float]) -> float | None:
-        if keyword not in served.keywords or focus not in ("any", name):
-            return None
-        return draw(values if focus == name else st.none() | values)
-
-    head_dim, scale = (
-        draw(st.sampled_from(served.head_dims)),
-        option("scale", "scale", st.sampled_from((1.0, 0.25, 0.01))),
-    )
+    scale = draw(_option(served, focus, "scale", st.sampled_from((1.0, 0.25, 0.01))))
     spread = 1.0 if scale is None else scale * math.sqrt(head_dim)
     has_levels = focus in ("any", "magnitude")
     query, score, value = draw(_levels(served, dtype, spread)) if has_levels else (1.0, 1.0, 1.0)
-    window = option("window", "window", st.integers(1, max(1, *context_lens)))
-    num_splits = option("num_splits", "split", st.integers(2, 8))
     return AttentionCase(
         dtype=dtype,
         num_kv_heads=num_kv_heads,
@@ -108,11 +102,11 @@ def _batches(draw: DrawFn, served: Served, focus: str) -> AttentionCase:
         block_size=1 if focus == "slots" else draw(st.sampled_from(served.block_sizes)),
         query_lens=query_lens,
         context_lens=context_lens,
-        num_shared_blocks=draw(st.integers(0, 4)),
+        num_shared_blocks=draw(st.integers(1 if focus == "shared prefix" else 0, 4)),
         scale=scale,
-        window=None if window is None else int(window),
-        softcap=option("softcap", "soft cap", st.sampled_from((30.0, 50.0, 1.0))),
-        num_splits=None if num_splits is None else int(num_splits),
+        window=draw(_option(served, focus, "window", st.integers(1, max(1, *context_lens)))),
+        softcap=draw(_option(served, focus, "soft cap", st.sampled_from((30.0, 50.0, 1.0)))),
+        num_splits=draw(_option(served, focus, "split", st.integers(2, 8))),
         seed=draw(st.integers(0, 99)),
         placement=draw(st.integers(0, 99)),
         query_level=query,
@@ -123,27 +117,27 @@ def _batches(draw: DrawFn, served: Served, focus: str) -> AttentionCase:
     )
 
 
+def _option(served: Served, own_focus: str, focus: str, values: SearchStrategy[Any]) -> SearchStrategy[Any]:
+    """Return values of the parameter that a focus is about: always in that one, at times where anything goes."""
+    if KEYWORD_OF[focus] not in served.keywords or own_focus not in ("any", focus):
+        return st.none()
+    return values if own_focus == focus else st.none() | values
+
+
 @st.composite
-def _lengths(draw: DrawFn, focus: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Draw context and query lengths of one to five requests."""
-    context_lens, query_lens = [], []
-    for _ in range(draw(st.integers(2 if focus == "shared prefix" else 1, 5))):
-        # Mostly short: what goes wrong at a block boundary does so at the first one.
-        least = {"chunk": 3, "split": 2}.get(focus, 1)
-        context_len = draw(st.integers(least, 24) | st.integers(25, 90))
-        if focus == "decode":
-            query_len = 1
-        elif focus == "whole":
-            query_len = context_len
-        elif focus == "chunk":
-            query_len = draw(st.integers(2, min(context_len - 1, 24)))
-        else:
-            query_len = draw(st.just(1) | st.integers(1, min(context_len, 24)))
-        if focus == "masked rows" and draw(st.booleans()):
-            context_len, query_len = 0, 1
-        context_lens.append(context_len)
-        query_lens.append(query_len)
-    return tuple(context_lens), tuple(query_lens)
+def _lengths(draw: DrawFn, focus: str) -> tuple[int, int]:
+    """Draw the rows and the positions of a request."""
+    if focus == "masked rows" and draw(st.booleans()):
+        return 1, 0
+    # Mostly short: what goes wrong at a block boundary does so at the first one.
+    context_len = draw(st.integers(3 if focus == "chunk" else 1, 24) | st.integers(25, 90))
+    longest = min(context_len, 24)
+    query_lens = {
+        "decode": st.just(1),
+        "whole": st.just(context_len),
+        "chunk": st.integers(2, max(2, min(context_len - 1, 24))),
+    }
+    return draw(query_lens.get(focus, st.just(1) | st.integers(1, longest))), context_len
 
 
 @st.composite

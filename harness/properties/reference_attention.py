@@ -49,23 +49,13 @@ class Backend:
         backend = self.open(spec)
         tables = self.fill(backend, k_cache_BSKH, v_cache_BSKH, block_tables, contexts)
         lens = self.rows(query_lens, context_lens)
-        chunks = [
-            Chunk(_sequence(request, table, context_len), context_len - query_len, context_len)
-            for request, (table, query_len, context_len) in enumerate(zip(tables, lens, context_lens, strict=True))
-        ]
-        chunks.sort(key=lambda chunk: chunk.num_tokens > 1)  # as a batch wants them
+        chunks = _chunks(tables, lens, context_lens)
         order = [chunk.sequence.request_id for chunk in chunks]
-        q_chunks = [
-            torch.cat([q.new_zeros(length - len(q), *q.shape[1:]), q])
-            for length, q in zip(lens, q_TNH.split(list(query_lens)), strict=True)
-        ]
-        k_T, v_T = (
-            torch.cat([contexts[request][which][context_lens[request] - lens[request] :] for request in order])
-            for which in (0, 1)
-        )
+        q_chunks = [_padded(q, length) for q, length in zip(q_TNH.split(list(query_lens)), lens, strict=True)]
+        k_chunks, v_chunks = zip(*[(k[-n:], v[-n:]) for (k, v), n in zip(contexts, lens, strict=True)], strict=True)
+        q_T, k_T, v_T = (torch.cat([x[request] for request in order]) for x in (q_chunks, k_chunks, v_chunks))
         batch = build_batch(chunks, backend.block_size, q_TNH.device)
-        batch = replace(batch, plan=backend.plan(batch))
-        out = backend.attend(0, torch.cat([q_chunks[request] for request in order]), k_T, v_T, batch)
+        out = backend.attend(0, q_T, k_T, v_T, replace(batch, plan=backend.plan(batch)))
         found = dict(zip(order, out.split([lens[request] for request in order]), strict=True))
         return torch.cat([found[request][-query_len:] for request, query_len in enumerate(query_lens)])
 
@@ -218,11 +208,25 @@ def _cache(k_cache_BSKH: torch.Tensor, v_cache_BSKH: torch.Tensor) -> KVCache:
     return cache
 
 
-def _sequence(request_id: int, block_table: Sequence[int], num_tokens: int) -> EngineSequence:
-    return EngineSequence(
-        request_id=request_id,
-        token_ids=[0] * num_tokens,
-        num_prompt_tokens=num_tokens,
-        params=SamplingParams(),
-        block_table=array("q", block_table),
-    )
+def _chunks(
+    block_tables: Sequence[Sequence[int]], query_lens: Sequence[int], context_lens: Sequence[int]
+) -> list[Chunk]:
+    """Return a chunk for each request, single rows first, as a batch wants them."""
+    chunks = []
+    for request_id, (table, query_len, num_tokens) in enumerate(
+        zip(block_tables, query_lens, context_lens, strict=True)
+    ):
+        sequence = EngineSequence(
+            request_id=request_id,
+            token_ids=[0] * num_tokens,
+            num_prompt_tokens=num_tokens,
+            params=SamplingParams(),
+            block_table=array("q", table),
+        )
+        chunks.append(Chunk(sequence, num_tokens - query_len, num_tokens))
+    return sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)
+
+
+def _padded(q_TNH: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return so many rows, of which the last are those of `q_TNH`."""
+    return torch.cat([q_TNH.new_zeros(num_rows - len(q_TNH), *q_TNH.shape[1:]), q_TNH])

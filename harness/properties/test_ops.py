@@ -22,6 +22,9 @@ CHECKS: dict[str, tuple[Callable[[Any, settings], None], tuple[str, ...]]] = {
 }
 """By name: the check, and the methods of which it needs one."""
 
+SHARE = 4
+"""An operation has several properties, each of which gets so many times fewer examples."""
+
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_operation(ops: Any, property_settings: settings, name: str, request: pytest.FixtureRequest) -> None:
@@ -30,4 +33,4 @@ def test_operation(ops: Any, property_settings: settings, name: str, request: py
     check, methods = CHECKS[name]
     if not any(OpsUnderTest(ops).offers(method) for method in methods):
         pytest.skip(f"the adapter has no {' or '.join(methods)}")
-    check(ops, property_settings)
+    check(ops, settings(property_settings, max_examples=property_settings.max_examples // SHARE))
