@@ -214,6 +214,18 @@ class Coverage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PositionError:
+    """Error that has built up by the last tap of the hidden state, over the rows of one position or a few."""
+
+    tap: str
+    position: int
+    """The first of them."""
+    ratio_median: float
+    """Propagated error over HF's own in the engine's dtype."""
+    ratio_max: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     """One schedule of one engine against the golden."""
 
@@ -228,6 +240,8 @@ class RunResult:
     coverage: Coverage
     engine_s: float | None = None
     compare_s: float | None = None
+    positions: tuple[PositionError, ...] = ()
+    """How the error grows from token to token; empty where the engine recorded no hidden state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from harness.compare.judged import (
     tap_result,
 )
 from harness.compare.local import LocalErrors, local_errors
+from harness.compare.positions import position_errors
 from harness.compare.propagated import propagated_errors
 from harness.compare.shapes import check_taps, usable_graph
 from harness.compare.tokens import compare_tokens
@@ -102,6 +103,7 @@ def compare_run(
         coverage=coverage,
         engine_s=engine_s,
         compare_s=time.perf_counter() - begin,
+        positions=position_errors(propagation, graph),
     )
 
 

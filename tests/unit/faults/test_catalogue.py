@@ -7,6 +7,7 @@ import pytest
 import reference_engine.attention.paged
 import reference_engine.model
 import reference_engine.model_runner
+import reference_engine.sampler
 from harness.errors import Code, HarnessError
 from harness.faults.catalogue import FAULTS, choose
 from harness.faults.fault import Category, Fault, Setting
@@ -25,8 +26,8 @@ from reference_engine.rotary import RotaryEmbedding
 
 OWNERS = (
     reference_engine.attention.paged, reference_engine.attention.paged.PagedAttention, reference_engine.model,
-    reference_engine.model_runner, Attention, BlockManager, BlockPool, Decoder, DecoderLayer, KVCache, LLMEngine,
-    Linear, MLP, Prefix, PrefixCache, RMSNorm, RotaryEmbedding,
+    reference_engine.model_runner, reference_engine.sampler, Attention, BlockManager, BlockPool, Decoder, DecoderLayer,
+    KVCache, LLMEngine, Linear, MLP, Prefix, PrefixCache, RMSNorm, RotaryEmbedding,
 )  # fmt: skip
 ONE_OF_EACH = (
     "position-decode-plus-one", "norm-eps-too-large", "qkv-k-and-v-swapped", "window-one-more", "hash-without-parent",

@@ -1,0 +1,105 @@
+"""The heat map: operations down, layers across, each cell the error of one operation in roundings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.report.sentences import number, printable
+from harness.report.table import CONSEQUENCE_RATIO
+from harness.results import TapResult, Verdict
+
+LEVELS = (1.0, 2.0, 4.0, 8.0, 16.0, 100.0, 1e4)
+"""Roundings from which the next darker colour begins."""
+_WRONG = (Verdict.BUG, Verdict.SYSTEMATIC)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One operation of one layer."""
+
+    style: str
+    """Classes: `level-3`, and `wrong`, `missing`, `culprit` or `downstream` where it is that."""
+    title: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeatRow:
+    """One operation, over the layers."""
+
+    label: str
+    cells: tuple[Cell | None, ...]
+    """None where a layer has no such operation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeatMap:
+    """All operations that belong to a layer, and those that do not."""
+
+    layers: tuple[int, ...]
+    rows: tuple[HeatRow, ...]
+    outside: tuple[HeatRow, ...]
+    """Of one cell each: embedding, final norm, head."""
+
+    @property
+    def layer_labels(self) -> tuple[str, ...]:
+        """A label for every so many layers, and nothing for those between."""
+        step = max(1, math.ceil(len(self.layers) / 10))
+        return tuple(str(layer) if index % step == 0 else "" for index, layer in enumerate(self.layers))
+
+
+def heat_map(taps: Sequence[TapResult], culprit: str | None) -> HeatMap | None:
+    """Return the heat map of the taps of a run, None where there are none."""
+    if not taps:
+        return None
+    layers = sorted({tap.layer for tap in taps if tap.layer is not None})
+    behind = _names_behind(taps, culprit)
+    by_site: dict[str, dict[int | None, TapResult]] = {}
+    for tap in taps:
+        by_site.setdefault(tap.site, {})[tap.layer] = tap
+    rows, outside = [], []
+    for site, found in by_site.items():
+        if None in found:
+            outside.append(HeatRow(label=printable(site), cells=(_cell(found[None], culprit, behind),)))
+        else:
+            cells = tuple(_cell(found[layer], culprit, behind) if layer in found else None for layer in layers)
+            rows.append(HeatRow(label=printable(site), cells=cells))
+    return HeatMap(layers=tuple(layers), rows=tuple(rows), outside=tuple(outside))
+
+
+def level(roundings: float | None) -> int:
+    """Return the colour of an error: 0 for none, up to 8; NaN is as dark as it gets."""
+    if roundings is None or roundings == 0:
+        return 0
+    if math.isnan(roundings):
+        return len(LEVELS) + 1
+    return 1 + sum(roundings >= bound for bound in LEVELS)
+
+
+def _names_behind(taps: Sequence[TapResult], culprit: str | None) -> set[str]:
+    names = [tap.name for tap in taps]
+    return set(names[names.index(culprit) + 1 :]) if culprit in names else set()
+
+
+def _cell(tap: TapResult, culprit: str | None, behind: set[str]) -> Cell:
+    styles = [f"level-{level(tap.local_roundings_max)}"]
+    if tap.verdict in _WRONG:
+        styles.append("wrong")
+    if tap.verdict is Verdict.MISSING:
+        styles.append("missing")
+    if tap.name == culprit:
+        styles.append("culprit")
+    ratio = tap.propagated_ratio_max
+    if tap.name in behind and ratio is not None and not ratio <= CONSEQUENCE_RATIO:
+        styles.append("downstream")
+    return Cell(style=" ".join(styles), title=_title(tap))
+
+
+def _title(tap: TapResult) -> str:
+    parts = [tap.name, tap.verdict.value]
+    if tap.local_roundings_max is not None:
+        parts.append(f"{number(tap.local_roundings_max)} roundings, {number(tap.local_bound_share_max)} of the bound")
+    if tap.propagated_ratio_max is not None:
+        parts.append(f"propagated {number(tap.propagated_ratio_max)} times HF's own")
+    return printable(" · ".join(parts))
