@@ -18,7 +18,9 @@ class Engine:
     """The reference engine with qwen3-tiny in float32."""
 
     model = "qwen3-tiny"
+    dtype = "float32"
     backend = "paged"
+    max_model_len = 48
 
     def __init__(
         self,
@@ -33,7 +35,7 @@ class Engine:
     ) -> None:
         folder = embedded_cases() / "checkpoints" / self.model
         config = EngineConfig(
-            dtype="float32",
+            dtype=self.dtype,
             attention_backend=self.backend,
             block_size=block_size,
             num_blocks=256 if num_blocks is None else num_blocks + 1,  # the null block is one more
@@ -51,8 +53,6 @@ class Engine:
             unused = list(self._engine.pool._unused)
             random.Random(block_order).shuffle(unused)
             self._engine.pool._unused = deque(unused)
-
-    max_model_len = 48
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> list[list[int]]:
         """Continue all prompts, watched."""
