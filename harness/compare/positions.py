@@ -15,7 +15,9 @@ def position_errors(propagation: Propagation, graph: DecoderGraph) -> tuple[Posi
 
     The head is left out: an engine may compute it only where it samples.
     """
-    compared = [op.tap for op in graph if op.tap in propagation.errors and not op.sampled_only and op.kind != Kind.CACHE]
+    compared = [
+        op.tap for op in graph if op.tap in propagation.errors and not op.sampled_only and op.kind != Kind.CACHE
+    ]
     return tuple(_by_position(propagation, compared[-1])) if compared else ()
 
 

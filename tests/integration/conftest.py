@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import json
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -134,3 +135,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., st
         return name
 
     return install_engine
+
+
+def listen_to_ctrl_c() -> None:
+    """For `preexec_fn`: a process started from a shell's background job would ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.errors import Code
 
+from .conftest import listen_to_ctrl_c
+
 PROMPT = "shau zen shu zei da dan dei lou zo ge vau win to | shau zen"
 STATS = (
     r"prompt_tokens=(\d+) generated_tokens=(\d+) elapsed_seconds=([\d.]+) tokens_per_second=([\d.]+) "
@@ -173,7 +175,9 @@ def test_ctrl_c_amid_a_stream():
     command = [sys.executable, "-c", "from harness.cli import main; main()", "generate", "--prompt", PROMPT, "--stream"]
     # So hot that what is drawn is no text that ends soon.
     options = ["--max-new-tokens", "490", "--temperature", "50", "--engine-option", "debug_checks=true"]
-    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen_to_ctrl_c
+    )
     assert process.stdout is not None
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)

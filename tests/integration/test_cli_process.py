@@ -10,6 +10,8 @@ import pytest
 
 from harness.errors import Code, HarnessError
 
+from .conftest import listen_to_ctrl_c
+
 HARNESS = [sys.executable, "-c", "from harness.cli import main; main()"]
 
 
@@ -25,7 +27,9 @@ def test_the_exit_status_and_both_streams_of_a_process(tmp_path):
 def test_ctrl_c_ends_a_process_quietly_and_leaves_nothing_behind(tmp_path):
     environment = {**os.environ, "HARNESS_CACHE": str(tmp_path / "cache")}
     command = [*HARNESS, "check", "--out", str(tmp_path / "out")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, preexec_fn=listen_to_ctrl_c
+    )
     deadline = time.monotonic() + 120
     while not (tmp_path / "out").exists() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -9,10 +9,11 @@ from typing import Any
 
 from harness.profile_results import Category, Frame, MemoryPoint, MemoryTimeline
 from harness.report.page.plot import Line, Plot, polyline
-from harness.report.page.scale import Scale, linear_scale
+from harness.report.page.scale import Scale, Tick, linear_scale
 from harness.report.sentences import printable
 
 _CATEGORIES = tuple(Category)
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _MAX_FRAMES = 24
 """Innermost frames of a stack that are shown."""
 _MOVING_SHARE = 0.6
@@ -48,7 +49,7 @@ def memory_plot(timeline: MemoryTimeline) -> MemoryPlot | None:
     return MemoryPlot(
         plot=Plot(
             x_ticks=x.ticks(lambda value: f"{value / 1e3:g}"),
-            y_ticks=y.ticks(num_bytes, max_ticks=5),
+            y_ticks=_byte_ticks(y),
             x_label="ms",
             y_label="allocated",
             lines=(*areas, Line(path=_steps(points, x, y, None), style="total")),
@@ -63,10 +64,16 @@ def memory_plot(timeline: MemoryTimeline) -> MemoryPlot | None:
 
 def num_bytes(value: float) -> str:
     """Return a number of bytes with its unit."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, size in _UNITS:
         if abs(value) >= size:
             return f"{value / size:.4g} {unit}"
     return f"{value:g} B"
+
+
+def _byte_ticks(y: Scale) -> tuple[Tick, ...]:
+    """Return ticks that are round in the unit that suits the axis."""
+    name, size = next((unit for unit in _UNITS if y.high >= unit[1]), ("B", 1))
+    return Scale(y.low / size, y.high / size).ticks(lambda value: f"{value:g} {name}", max_ticks=5)
 
 
 def _height(points: Sequence[MemoryPoint]) -> Scale:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from harness.profile_results import Ceilings, PhaseProfile, RooflinePoint
 from harness.report.page.plot import Dot, Line, Plot, polyline
 from harness.report.page.scale import log_scale
@@ -9,6 +11,8 @@ from harness.report.sentences import number, printable
 
 _NUM_LABELS = 4
 """Operations whose name is written beside their dot: those with the most FLOPs."""
+_LABEL_WIDTH, _LABEL_HEIGHT = 45.0, 5.0
+"""Percent of the plot that a label takes."""
 
 
 def roofline_plot(phase: PhaseProfile, roofs: Ceilings) -> Plot | None:
@@ -23,7 +27,8 @@ def roofline_plot(phase: PhaseProfile, roofs: Ceilings) -> Plot | None:
     # The slanted roof enters at the left edge, or at the floor where that is higher.
     start = max(x.low, y.low / roofs.copy_bytes_per_s)
     roof = [(start, start * roofs.copy_bytes_per_s), (ridge, peak), (x.high, peak)]
-    named = {point.name for point, _ in sorted(points, key=lambda pair: -pair[0].flops)[: _NUM_LABELS + 1]}
+    places = {point.name: (x.at(point.intensity), y.at(rate)) for point, rate in points}
+    named = _named(sorted(points, key=lambda pair: -pair[0].flops), places)
     return Plot(
         x_ticks=x.ticks(lambda value: f"{value:g}"),
         y_ticks=y.ticks(_flops),
@@ -41,6 +46,19 @@ def roofline_plot(phase: PhaseProfile, roofs: Ceilings) -> Plot | None:
             for point, rate in points
         ),
     )
+
+
+def _named(
+    points: Sequence[tuple[RooflinePoint, float]], places: Mapping[str, tuple[float, float]]
+) -> dict[str, tuple[float, float]]:
+    """Return the first few points whose labels do not cover one another, with their places."""
+    named: dict[str, tuple[float, float]] = {}
+    for point, _ in points:
+        x, y = places[point.name]
+        is_free = all(abs(x - at) > _LABEL_WIDTH or abs(y - height) > _LABEL_HEIGHT for at, height in named.values())
+        if is_free and len(named) <= _NUM_LABELS:
+            named[point.name] = x, y
+    return named
 
 
 def _rate(point: RooflinePoint) -> float:

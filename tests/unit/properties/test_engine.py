@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from harness.errors import Code, HarnessError
@@ -29,7 +30,7 @@ def test_the_reference_engine_passes(engine: Any, relation: str) -> None:
 @pytest.mark.parametrize("engine", [Engine, LlamaEngine, Qwen2Engine])
 @pytest.mark.parametrize("relation", OURS)
 def test_the_reference_engine_passes_in_many_examples(engine: Any, relation: str) -> None:
-    check_engine(engine, settings(DEV, max_examples=200), relation)
+    check_engine(engine, settings(DEV, max_examples=60), relation)
 
 
 class Counting:
@@ -163,6 +164,42 @@ class Tapped(Engine):
     def taps(self) -> Any:
         rows = super().taps()["model.layers.0.attention"]
         return {"attention": {place: row * self._factor for place, row in rows.items()}}
+
+
+class EmptyTaps(Counting):
+    def taps(self) -> Any:
+        return {}
+
+
+def test_taps_without_rows_are_no_success() -> None:
+    with pytest.raises(HarnessError, match="no row of any tap was there to be compared") as caught:
+        check_engine(EmptyTaps, FEW, "batch")
+    assert caught.value.code == Code.NOTHING_CHECKED
+
+
+class NearlyTied(Counting):
+    """Chooses the other of two logits, one a hair below the other, where there is company."""
+
+    gap = 1e-7
+
+    def generate(self, prompts: Any, max_new_tokens: Any) -> list[list[int]]:
+        self.lens = [len(prompt) for prompt in prompts]
+        return [[int(len(prompts) > 1)] for _ in prompts]
+
+    def taps(self) -> Any:
+        logits = torch.zeros(self.vocab_size)
+        logits[:2] = torch.tensor([1.0, 1.0 - self.gap])
+        return {"lm_head": {(place, length - 1): logits for place, length in enumerate(self.lens)}}
+
+
+class FarFromTied(NearlyTied):
+    gap = 1e-3
+
+
+def test_a_choice_between_equals_may_be_either() -> None:
+    check_engine(NearlyTied, FEW, "batch")
+    with pytest.raises(BrokenPropertyError, match="new token 0"):
+        check_engine(FarFromTied, FEW, "batch")
 
 
 def test_what_an_engine_lacks_is_reported() -> None:

@@ -1,0 +1,147 @@
+"""What the page says of a check, the verdict first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.report.merge import merge_taps
+from harness.report.page.growth import growth_along_depth, growth_along_position
+from harness.report.page.heat_map import HeatMap, heat_map
+from harness.report.page.plot import Plot
+from harness.report.sentences import (
+    divergence_place,
+    divergence_size,
+    explanation_lines,
+    extent,
+    facts,
+    finding_lines,
+    number,
+    printable,
+    subject,
+)
+from harness.report.table import Row, Section, sections
+from harness.results import CheckResult, Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CulpritView:
+    """The first operation that is wrong."""
+
+    tap: str
+    code: str
+    place: str
+    size: str
+    cause: str | None
+    details: tuple[str, ...]
+    """How well the cause fits, and where it leads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableLine:
+    """One row of the table by layer and operation."""
+
+    layers: str
+    operation: str
+    rows: str
+    figures: tuple[str, ...]
+    """Median, largest, share of the bound, propagated."""
+    remark: str
+    role: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SectionView:
+    """Schedules that show the same."""
+
+    schedules: str
+    outcome: str
+    culprit: CulpritView | None
+    heat: HeatMap | None
+    depth: Plot | None
+    position: Plot | None
+    lines: tuple[TableLine, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckView:
+    """A check."""
+
+    verdict: str
+    sentence: str
+    subject: tuple[str, ...]
+    extent: tuple[str, ...]
+    sections: tuple[SectionView, ...]
+    findings: tuple[tuple[str, str], ...]
+    more_findings: str | None
+    facts: tuple[tuple[str, str], ...]
+    dtype: str
+
+
+def check_view(result: CheckResult) -> CheckView:
+    """Return the view of a check."""
+    findings, rest = finding_lines(result)
+    return CheckView(
+        verdict=result.outcome.value,
+        sentence=_sentence(result),
+        subject=tuple(subject(result)),
+        extent=tuple(extent(result)),
+        sections=tuple(_section(section) for section in sections(result)),
+        findings=tuple(findings),
+        more_findings=rest,
+        facts=tuple(facts(result)),
+        dtype=printable(result.dtype),
+    )
+
+
+def _sentence(result: CheckResult) -> str:
+    """Return what came of the check, in a sentence."""
+    divergence = result.first_divergence
+    if divergence is not None:
+        return f"The first operation that is wrong is {printable(divergence.tap)}, from {divergence_place(divergence)}."
+    return {
+        Outcome.PASS: "Every operation computes what HuggingFace computes, as well as rounding permits.",
+        Outcome.MISMATCH: "No operation is out of bounds, but something expected differs or was not recorded.",
+        Outcome.NOTHING: "Nothing was compared, so nothing is known.",
+    }[result.outcome]
+
+
+def _section(section: Section) -> SectionView:
+    run = section.runs[0]
+    divergence = section.divergence
+    return SectionView(
+        schedules=printable(section.schedules),
+        outcome=section.outcome.value,
+        culprit=_culprit(section),
+        heat=heat_map(merge_taps(section.runs), divergence.tap if divergence else None),
+        depth=growth_along_depth(run),
+        position=growth_along_position(run.positions, divergence.position if divergence else None),
+        lines=tuple(_line(row) for row in section.rows()),
+    )
+
+
+def _culprit(section: Section) -> CulpritView | None:
+    divergence = section.divergence
+    if divergence is None:
+        return None
+    cause, *details = explanation_lines(divergence.explanation) if divergence.explanation else (None,)
+    return CulpritView(
+        tap=printable(divergence.tap),
+        code=divergence.code.value,
+        place=divergence_place(divergence),
+        size=divergence_size(divergence),
+        cause=cause,
+        details=tuple(detail for detail in details if detail),
+    )
+
+
+def _line(row: Row) -> TableLine:
+    tap = row.tap
+    figures = (tap.local_roundings_median, tap.local_roundings_max, tap.local_bound_share_max, tap.propagated_ratio_max)
+    return TableLine(
+        layers=row.layers,
+        operation=printable(row.label),
+        rows=f"{tap.num_rows:,}",
+        figures=tuple(map(number, figures)),
+        remark=row.remark,
+        role=row.role.value,
+    )

@@ -1,0 +1,213 @@
+"""What the page says of a profile: latencies, a bar for each phase, and where the time and the memory of each go."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from urllib.parse import quote
+
+from harness.profile_results import Percentiles, PhaseProfile, ProfileResult, TableRow
+from harness.report.page.memory_plot import MemoryPlot, memory_plot, num_bytes
+from harness.report.page.plot import Plot
+from harness.report.page.roofline_plot import roofline_plot
+from harness.report.sentences import number, printable
+from harness.report.table import count
+
+MAX_OPERATORS = 25
+_MAX_PARTS = 8
+"""Operations with a colour of their own, the same in every phase; the rest shares one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarPart:
+    """One operation's part of a phase's bar."""
+
+    label: str
+    percent: float
+    style: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeLine:
+    """One row of a table of times."""
+
+    name: str
+    calls: str
+    total: str
+    own: str
+    share: str
+    percent: float
+    spread: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeTable:
+    """A table of times, and whether there is a GPU in it."""
+
+    title: str
+    note: str
+    lines: tuple[TimeLine, ...]
+    has_spread: bool
+    has_device: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseView:
+    """One phase."""
+
+    name: str
+    steps: str
+    wall: str
+    percent: float
+    """Of the longest phase, by time per step."""
+    facts: tuple[tuple[str, str], ...]
+    parts: tuple[BarPart, ...]
+    tables: tuple[TimeTable, ...]
+    roofline: Plot | None
+    memory: MemoryPlot | None
+    links: tuple[tuple[str, str], ...]
+    """Label and address."""
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileView:
+    """A profile."""
+
+    subject: tuple[str, ...]
+    work: str
+    latencies: tuple[tuple[str, str, str], ...]
+    """Name, median, and the other percentiles."""
+    phases: tuple[PhaseView, ...]
+    facts: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+
+def profile_view(result: ProfileResult) -> ProfileView:
+    """Return the view of a profile."""
+    longest = max((_ms_per_step(phase) for phase in result.phases), default=1.0)
+    model = PurePath(result.model).name if result.model.startswith(("/", ".")) else result.model
+    return ProfileView(
+        subject=tuple(printable(part) for part in (result.engine, model, result.dtype, result.device)),
+        work=f"{count(result.batch_size, 'request')} of {result.num_prompt_tokens:,} tokens, "
+        f"{result.max_new_tokens:,} new ones each",
+        latencies=(
+            *_latency("time to first token", result.ttft_ms),
+            *_latency("time per output token", result.tpot_ms),
+            *_latency("between two tokens", result.inter_token_ms),
+            ("throughput", f"{number(result.tokens_per_second)} tok/s", "prompts included"),
+        ),
+        phases=tuple(_phase(phase, result, longest) for phase in result.phases),
+        facts=tuple(_facts(result)),
+        notes=tuple(map(printable, result.notes)),
+    )
+
+
+def _latency(name: str, found: Percentiles | None) -> tuple[tuple[str, str, str], ...]:
+    if found is None:
+        return ()
+    rest = f"p90 {number(found.p90)}, p99 {number(found.p99)} of {found.num_samples:,}"
+    return ((name, f"{number(found.median)} ms", rest),)
+
+
+def _facts(result: ProfileResult) -> list[tuple[str, str]]:
+    cost, roofs = result.overhead, result.ceilings
+    passes = f"trace {number(cost.trace)}, memory {number(cost.memory)}, counters {number(cost.counters)}"
+    passes += " times the plain run"
+    machine = f"copies {number(roofs.copy_bytes_per_s / 1e9)} GB/s, "
+    machine += f"multiplies {number(roofs.matmul_flops_per_s / 1e9)} GFLOP/s"
+    about = ", ".join(f"{name} {value}" for name, value in result.environment if value)
+    return [("cost of the passes", passes), ("this machine", machine), ("under", printable(about))]
+
+
+def _ms_per_step(phase: PhaseProfile) -> float:
+    return phase.wall_ms / max(1, phase.num_steps)
+
+
+def _phase(phase: PhaseProfile, result: ProfileResult, longest: float) -> PhaseView:
+    per_step = _ms_per_step(phase)
+    return PhaseView(
+        name=printable(phase.name),
+        steps=count(phase.num_steps, "step"),
+        wall=f"{number(per_step)} ms",
+        percent=100 * per_step / longest if longest else 0.0,
+        facts=tuple(_phase_facts(phase)),
+        parts=tuple(_parts(phase.operations, _colors(result.phases))),
+        tables=(
+            _table("By layer", "identical layers in one row", phase.layers),
+            _table("By operation", "over all layers", phase.operations),
+            _table("By operator", f"every event counted; the first {MAX_OPERATORS}", phase.operators[:MAX_OPERATORS]),
+        ),
+        roofline=roofline_plot(phase, result.ceilings),
+        memory=memory_plot(phase.memory),
+        links=tuple((PurePath(path).name, quote(path)) for path in (*phase.traces, phase.snapshot)),
+        notes=tuple(map(printable, phase.notes)),
+    )
+
+
+def _phase_facts(phase: PhaseProfile) -> list[tuple[str, str]]:
+    return [
+        ("bound by", phase.bound_by.value),
+        ("MFU", f"{phase.mfu:.1%}"),
+        ("MBU", f"{phase.mbu:.1%}"),
+        ("FLOPs", _against(number(phase.flops_measured / 1e6) + " M", phase.flops_measured, phase.flops_formula)),
+        ("KV cache", _against(num_bytes(phase.kv_bytes_measured), phase.kv_bytes_measured, phase.kv_bytes_formula)),
+        ("peak memory", num_bytes(phase.peak_bytes)),
+        ("operators", f"{sum(count.count for count in phase.counts):,}"),
+        ("attributed", f"{phase.attributed_share:.1%}"),
+    ]
+
+
+def _against(shown: str, measured: int, formula: int) -> str:
+    return (
+        f"{shown}, as the formula"
+        if measured == formula or not formula
+        else f"{shown}, {number(measured / formula)} of the formula"
+    )
+
+
+def _colors(phases: Sequence[PhaseProfile]) -> dict[str, str]:
+    """Return the style of the operations with the largest shares over all phases, in the order of computation."""
+    shares: defaultdict[str, float] = defaultdict(float)
+    for phase in phases:
+        for row in phase.operations:
+            shares[row.name] += row.share
+    largest = set(sorted(shares, key=shares.__getitem__)[-_MAX_PARTS:])
+    return {name: f"part-{index}" for index, name in enumerate(name for name in shares if name in largest)}
+
+
+def _parts(rows: Sequence[TableRow], colors: Mapping[str, str]) -> list[BarPart]:
+    parts = [
+        BarPart(label=printable(row.name), percent=100 * row.share, style=colors[row.name])
+        for row in rows
+        if row.name in colors
+    ]
+    rest = 100 - sum(part.percent for part in parts)
+    return [*parts, BarPart(label="all others", percent=max(0.0, rest), style="part-rest")]
+
+
+def _table(title: str, note: str, rows: Sequence[TableRow]) -> TimeTable:
+    return TimeTable(
+        title=title,
+        note=note,
+        lines=tuple(_line(row) for row in rows),
+        has_spread=any(row.num_collapsed > 1 for row in rows),
+        has_device=any(row.device_us is not None for row in rows),
+    )
+
+
+def _line(row: TableRow) -> TimeLine:
+    spread = f"{row.spread[0]:,.0f} to {row.spread[1]:,.0f}" if row.spread and row.num_collapsed > 1 else ""
+    return TimeLine(
+        name=printable(row.name),
+        calls=f"{row.calls:,}",
+        total=f"{row.total_us:,.0f}",
+        own=f"{row.self_us:,.0f}",
+        share=f"{row.share:.1%}",
+        percent=max(0.0, min(100.0, 100 * row.share)),
+        spread=spread,
+        device="" if row.device_us is None else f"{row.device_us:,.0f}",
+    )
