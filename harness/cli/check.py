@@ -1,6 +1,6 @@
 """`harness check`: the main job."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from harness.errors import Code, HarnessError
 
 if TYPE_CHECKING:
     from harness.plan import Plan
+    from harness.results import CheckResult
 
 
 def check(
@@ -31,7 +32,7 @@ def check(
     case: opt.CaseFile = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="New folder to keep the engine's recordings in, one for each schedule."),
+        typer.Option(metavar="DIR", help="New folder for report.html and the engine's recordings."),
     ] = None,
     fault: Annotated[
         str | None,
@@ -74,7 +75,18 @@ def check(
             else:
                 plans = [replace(plan, dtype=name) for name in dtypes]
                 results = [run_check(each, out=out and out / each.dtype, progress=report) for each in plans]
+        if out is not None:
+            _write_reports(results, out)
     return print_results(results, format)
+
+
+def _write_reports(results: "Sequence[CheckResult]", out: Path) -> None:
+    """Write the page of each check beside its recordings."""
+    from harness.report.html import REPORT_NAME, report_html
+
+    folders = [out] if len(results) == 1 else [out / result.dtype for result in results]
+    for result, folder in zip(results, folders, strict=True):
+        (folder / REPORT_NAME).write_text(report_html(result), encoding="utf-8")
 
 
 @contextmanager

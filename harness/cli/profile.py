@@ -1,6 +1,7 @@
 """`harness profile`: what prefill and decode cost, and where."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from harness.errors import ExitStatus
 
 
 def profile(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for traces, memory snapshots and profile.json.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for report.html, traces and snapshots.")],
     model: opt.Model = None,
     engine: Annotated[str, typer.Option(metavar="NAME", help="Engine to profile.")] = "reference",
     engine_option: opt.EngineOption = None,
@@ -50,6 +51,7 @@ def profile(
         from harness.profiling.load import CaptureSchedule
         from harness.profiling.profile import ProfileSpec, run_profile
         from harness.profiling.workload import ProfileWorkload
+        from harness.report.html import REPORT_NAME, report_html
         from harness.report.profile_json import profile_document, profile_json
         from harness.report.profile_text import profile_text
 
@@ -71,7 +73,8 @@ def profile(
             num_runs=runs,
         )
         with claimed(out):
-            result = run_profile(spec, out, report)
+            result = replace(run_profile(spec, out, report), report=REPORT_NAME)
+            (out / REPORT_NAME).write_text(report_html(profile=result), encoding="utf-8")
             document = json.dumps(profile_document(result), allow_nan=False)
             (out / "profile.json").write_text(document, encoding="utf-8")
     if format is opt.Format.JSON:

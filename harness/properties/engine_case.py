@@ -1,6 +1,6 @@
 """One workload for a whole engine, the way in which it is run otherwise, and how Hypothesis draws them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
@@ -67,7 +67,9 @@ def engine_cases(
 
 @st.composite
 def _cases(draw: DrawFn, relation: str, vocab_size: int, max_model_len: int, offered: frozenset[str]) -> EngineCase:
-    max_new_tokens = draw(st.lists(st.integers(1, MOST_NEW_TOKENS), min_size=1, max_size=MOST_REQUESTS))
+    # One request alone preempts nobody.
+    min_size = 2 if relation == "preemption" else 1
+    max_new_tokens = draw(st.lists(st.integers(1, MOST_NEW_TOKENS), min_size=min_size, max_size=MOST_REQUESTS))
     longest = min(LONGEST_PROMPT, max_model_len - MOST_NEW_TOKENS)
     prompts = tuple(draw(_prompts(vocab_size, longest, len(max_new_tokens))))
     lens = [len(prompt) + new for prompt, new in zip(prompts, max_new_tokens, strict=True)]
@@ -77,9 +79,7 @@ def _cases(draw: DrawFn, relation: str, vocab_size: int, max_model_len: int, off
         if relation != "all" or name == "block_size" or draw(st.booleans()):
             options[name] = draw(_OPTIONS[name])
     if "num_blocks" in options:
-        # As many as the largest request needs, so that several together soon have too few.
-        largest = -(-max(lens) // options["block_size"])
-        options["num_blocks"] = largest + draw(st.integers(0, 2))
+        options["num_blocks"] = draw(_num_blocks(prompts, lens, options["block_size"]))
     warm_up = draw(_related(prompts)) if options.get("prefix_caching") else ()
     if "num_blocks" in options:
         warm_up = tuple(prompt for prompt in warm_up if len(prompt) < max(lens))
@@ -99,6 +99,14 @@ _OPTIONS: Mapping[str, SearchStrategy[int] | SearchStrategy[bool]] = {
     "poison": st.just(True),
     "padding": st.integers(1, 8),
 }
+
+
+@st.composite
+def _num_blocks(draw: DrawFn, prompts: Sequence[Sequence[int]], lens: Sequence[int], block_size: int) -> int:
+    """Draw a pool that holds any request alone, and may hold all prompts: then they start together, and it runs out."""
+    largest = -(-max(lens) // block_size)
+    all_prompts = sum(-(-len(prompt) // block_size) for prompt in prompts)
+    return draw(st.sampled_from((largest, max(largest, all_prompts)))) + draw(st.integers(0, 1))
 
 
 @st.composite

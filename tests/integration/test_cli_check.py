@@ -120,7 +120,7 @@ def test_a_workload_without_decode_does_not_pass(check):
 
 def test_recordings_are_kept_one_folder_a_schedule(check, harness, golden, tmp_path):
     assert check("--schedule", "plain,chunked:2", "--out", tmp_path / "out").status == 0
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["chunked-2", "plain"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["chunked-2", "plain", "report.html"]
     assert harness("diff", golden, tmp_path / "out" / "plain").status == 0
 
 
