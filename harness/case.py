@@ -36,6 +36,20 @@ class RequestSpec(BaseModel):
         return self
 
 
+class ProfileSection(BaseModel):
+    """What is profiled after the check."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    prompt_tokens: Annotated[int, Field(ge=1)] = 128
+    max_new_tokens: Annotated[int, Field(ge=1)] = 32
+    batch_size: Annotated[int, Field(ge=1)] = 1
+    phases: list[Literal["prefill", "decode", "mixed"]] = []
+    """Empty: all that the engine has."""
+    baseline: str | None = None
+    """File with what the profile may need, relative to the case's; None: it is held to nothing."""
+
+
 class Case(BaseModel):
     """What to check. Paths are relative to the case's file."""
 
@@ -54,6 +68,8 @@ class Case(BaseModel):
     require: list[Trigger] = []
     """Triggers that the case as it is written reaches, and must go on reaching."""
     requests: Annotated[list[RequestSpec], Field(min_length=1)]
+    profile: ProfileSection | None = None
+    """None: the engine is checked and not profiled."""
 
     def replaced(
         self,

@@ -1,12 +1,12 @@
 """A plan: what is to be checked, with every name resolved before anything costs time."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from harness.case import DTYPES, Case, RequestSpec
+from harness.case import DTYPES, Case, ProfileSection, RequestSpec
 from harness.checkpoint import CONFIG_NAME, read_config, resolve
 from harness.errors import Code, HarnessError
 from harness.oracle.golden import Prompt
@@ -29,11 +29,13 @@ class Plan:
     require: tuple[str, ...] = ()
     """Triggers to be reached by every schedule, besides the schedule's own."""
     notes: tuple[str, ...] = ()
+    profile: ProfileSection | None = None
+    """How the engine is profiled after the check; None leaves that open."""
 
 
 def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
     """Resolve a case into a plan."""
-    return make_plan(
+    plan = make_plan(
         model=case.model,
         engine=case.engine,
         dtype=case.dtype,
@@ -45,6 +47,7 @@ def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
         require=case.require,
         local_files_only=local_files_only,
     )
+    return replace(plan, profile=case.profile)
 
 
 def make_plan(

@@ -1,6 +1,6 @@
 """`harness check`: the main job."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +39,9 @@ def check(
         typer.Option(metavar="ID", help="Check the reference engine with a known bug in it; `harness faults` has all."),
     ] = None,
     local_files_only: opt.LocalFilesOnly = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Profile the engine as well, into --out: see `harness profile`.")
+    ] = False,
     format: opt.OutReportFormat = opt.ReportFormat.HUMAN,
 ) -> int:
     """Check an engine against HuggingFace.
@@ -46,8 +49,12 @@ def check(
     Every operation is compared row by row under every schedule. Without arguments: the reference engine on the
     embedded qwen3-tiny in float32, under the schedules plain, chunked and batched.
     """
+    if profile and out is None:
+        what = "a profile needs a folder for its captures"
+        raise HarnessError(Code.BAD_OPTION, what, where="--profile", hint="add --out DIR")
     with progress_bar() as report:
         report("loading libraries", 0, 1)
+        from harness.captures import keep_profile, planned_profile
         from harness.check import run_check
         from harness.plan import resolve_dtype
 
@@ -70,23 +77,24 @@ def check(
             else _broken(fault, given) as plan
         ):
             dtypes = list(dict.fromkeys(resolve_dtype(name, plan.folder) for name in dtype or []))
-            if len(dtypes) < 2:
-                results = [run_check(plan, out=out, progress=report)]
-            else:
-                plans = [replace(plan, dtype=name) for name in dtypes]
-                results = [run_check(each, out=out and out / each.dtype, progress=report) for each in plans]
-        if out is not None:
-            _write_reports(results, out)
-    return print_results(results, format)
+            plans = [replace(plan, dtype=name) for name in dtypes] if len(dtypes) > 1 else [plan]
+            results, profiles = [], []
+            for each in plans:
+                folder = out / each.dtype if out and len(plans) > 1 else out
+                results.append(run_check(each, out=folder, progress=report))
+                if folder is not None:
+                    _write_page(results[-1], folder)
+                if folder is not None and profile:
+                    profiles.append(keep_profile(planned_profile(each), folder, check=results[-1], progress=report))
+    return print_results(results, format, profiles)
 
 
-def _write_reports(results: "Sequence[CheckResult]", out: Path) -> None:
-    """Write the page of each check beside its recordings."""
+def _write_page(result: "CheckResult", folder: Path) -> None:
+    """Write a check's page beside its recordings."""
+    from harness.files import write_text
     from harness.report.html import REPORT_NAME, report_html
 
-    folders = [out] if len(results) == 1 else [out / result.dtype for result in results]
-    for result, folder in zip(results, folders, strict=True):
-        (folder / REPORT_NAME).write_text(report_html(result), encoding="utf-8")
+    write_text(folder / REPORT_NAME, report_html(result))
 
 
 @contextmanager

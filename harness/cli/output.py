@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -14,6 +15,7 @@ from harness.errors import Code, ExitStatus, HarnessError
 from harness.results import Outcome
 
 if TYPE_CHECKING:
+    from harness.profile_results import ProfileResult
     from harness.results import CheckResult
 
 _STATUS = {
@@ -24,34 +26,51 @@ _STATUS = {
 
 
 def print_result(result: "CheckResult", form: ReportFormat) -> int:
-    """Print the result and return the exit status that goes with it."""
-    from harness.report.json import check_json
-    from harness.report.markdown import check_markdown
-    from harness.report.terminal import check_text
-
-    if form is ReportFormat.JSON:
-        write_json(check_json(result))
-    elif form is ReportFormat.MARKDOWN:
-        write(check_markdown(result))
-    else:
-        has_color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        write(check_text(result, width=shutil.get_terminal_size((100, 24)).columns, color=has_color))
-    return _STATUS[result.outcome]
+    """Print a check and return the exit status that goes with it."""
+    return print_results([result], form)
 
 
-def print_results(results: "Sequence[CheckResult]", form: ReportFormat) -> int:
-    """Print checks of several dtypes, side by side and then each; return the exit status of the worst."""
+def print_results(
+    results: "Sequence[CheckResult]", form: ReportFormat, profiles: "Sequence[ProfileResult]" = ()
+) -> int:
+    """Print checks, those of several dtypes side by side first; return the exit status of the worst.
+
+    Where there are profiles there is one for each check, and it stands behind it.
+    """
     from harness.report.dtypes import dtypes_json, dtypes_text, worst_outcome
 
-    if len(results) == 1:
-        return print_result(results[0], form)
     if form is ReportFormat.JSON:
-        write_json(dtypes_json(results))
+        documents = [_document(*pair) for pair in zip_longest(results, profiles)]
+        write_json(documents[0] if len(results) == 1 else dtypes_json(results, documents))
     else:
-        write(dtypes_text(results, tablefmt="github" if form is ReportFormat.MARKDOWN else "simple") + "\n")
-        for result in results:
-            print_result(result, form)
+        if len(results) > 1:
+            write(dtypes_text(results, tablefmt="github" if form is ReportFormat.MARKDOWN else "simple") + "\n")
+        for result, profile in zip_longest(results, profiles):
+            _print_texts(result, profile, form)
     return _STATUS[worst_outcome(results)]
+
+
+def _document(result: "CheckResult", profile: "ProfileResult | None") -> dict[str, Any]:
+    from harness.report.json import check_json
+    from harness.report.profile_json import profile_json
+
+    return check_json(result) | ({"profile": profile_json(profile)} if profile else {})
+
+
+def _print_texts(result: "CheckResult", profile: "ProfileResult | None", form: ReportFormat) -> None:
+    from harness.report.markdown import check_markdown
+    from harness.report.profile_text import profile_text
+    from harness.report.terminal import check_text
+
+    if form is ReportFormat.MARKDOWN:
+        write(check_markdown(result))
+        if profile:
+            write(f"```text\n{profile_text(profile)}\n```")
+        return
+    has_color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    write(check_text(result, width=shutil.get_terminal_size((100, 24)).columns, color=has_color))
+    if profile:
+        write("\n" + profile_text(profile))
 
 
 def write_json(document: Mapping[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """`harness profile`: what prefill and decode cost, and where."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -45,14 +43,14 @@ def profile(
     """
     with progress_bar() as report:
         report("loading libraries", 0, 1)
+        from harness.captures import keep_profile
         from harness.check import claimed
         from harness.checkpoint import resolve
         from harness.plan import check_device, resolve_dtype
         from harness.profiling.load import CaptureSchedule
-        from harness.profiling.profile import ProfileSpec, run_profile
+        from harness.profiling.profile import ProfileSpec
         from harness.profiling.workload import ProfileWorkload
-        from harness.report.html import REPORT_NAME, report_html
-        from harness.report.profile_json import profile_document, profile_json
+        from harness.report.profile_json import profile_json
         from harness.report.profile_text import profile_text
 
         name = model or str(embedded_cases() / "checkpoints" / "qwen3-tiny")
@@ -73,10 +71,7 @@ def profile(
             num_runs=runs,
         )
         with claimed(out):
-            result = replace(run_profile(spec, out, report), report=REPORT_NAME)
-            (out / REPORT_NAME).write_text(report_html(profile=result), encoding="utf-8")
-            document = json.dumps(profile_document(result), allow_nan=False)
-            (out / "profile.json").write_text(document, encoding="utf-8")
+            result = keep_profile(spec, out, progress=report)
     if format is opt.Format.JSON:
         write_json(profile_json(result))
     else:

@@ -64,13 +64,14 @@ class GateResult:
         return GateVerdict.IMPROVED if self.changes else GateVerdict.PASS
 
 
-def run_gate(profile: Path, baseline: Path, *, accept: bool = False) -> GateResult:
+def run_gate(profile: Path, baseline: Path, *, accept: bool = False, command: str = "--accept") -> GateResult:
     """Hold a profile against a baseline file.
 
     Args:
         profile: folder of a profile, or its `profile.json`.
         baseline: the file; another machine's or other work's entries in it are left alone.
         accept: make the profile the baseline; the changes are what was accepted.
+        command: what to type to accept.
 
     Raises:
         HarnessError: BAD_PROFILE, BAD_BASELINE, CANNOT_WRITE; unless `accept`, BASELINE_MISSING and OTHER_BASELINE.
@@ -83,10 +84,10 @@ def run_gate(profile: Path, baseline: Path, *, accept: bool = False) -> GateResu
         changes = compare(before, entry) if before else ()
         return GateResult(key=entry.key, changes=changes, is_accepted=True)
     if stored is None:
-        hint = "--accept to write one from this profile"
+        hint = f"{command} to write one from this profile"
         raise HarnessError(Code.BASELINE_MISSING, "there is no baseline", where=baseline, hint=hint)
     if before is None:
-        raise _other_baseline(entry.key, stored, baseline)
+        raise _other_baseline(entry.key, stored, baseline, command)
     return GateResult(key=entry.key, changes=compare(before, entry))
 
 
@@ -113,7 +114,7 @@ def _changes(
             yield GateChange(phase=phase, operation=operation, measure=measure, before=old, after=new)
 
 
-def _other_baseline(key: Mapping[str, str], stored: Baseline, path: Path) -> HarnessError:
+def _other_baseline(key: Mapping[str, str], stored: Baseline, path: Path, command: str) -> HarnessError:
     """Say what this profile is of, and what the nearest entry has instead."""
     differing = [{name for name in key if entry.key.get(name) != key[name]} for entry in stored.entries]
     names, nearest = min(
@@ -126,5 +127,5 @@ def _other_baseline(key: Mapping[str, str], stored: Baseline, path: Path) -> Har
         where=path,
         expected=", ".join(f"{name}: {key[name]}" for name in shown),
         actual=", ".join(f"{name}: {nearest.key.get(name)}" for name in shown) if nearest else "no entry",
-        hint="--accept to add this one; what is there stays",
+        hint=f"{command} to add this one; what is there stays",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -31,6 +32,8 @@ def profiling(profiler: profile) -> Iterator[None]:
         HarnessError: RECORDER_RUNNING; PROFILER_FAILED for what the profiler raises.
     """
     refuse_running_profiler()
+    # Or the profiler announces each of its starts on standard error, at a level above its errors.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     try:
         with _blaming_profiler():
             yield

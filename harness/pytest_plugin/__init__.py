@@ -17,7 +17,7 @@ from harness.pytest_plugin.failure import (
     pytest_report_from_serializable,
     pytest_report_to_serializable,
 )
-from harness.pytest_plugin.items import UPDATE_SECTION, CaseFile
+from harness.pytest_plugin.items import UPDATE_SECTIONS, CaseFile
 
 __all__ = [
     "pytest_addoption",
@@ -35,10 +35,21 @@ CASES_FOLDER = "cases"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the options of the plugin."""
-    parser.getgroup("inference-harness").addoption(
+    group = parser.getgroup("inference-harness")
+    group.addoption(
         "--golden-update",
         action="store_true",
         help="Rewrite the sketches of the cases' goldens and show what changed. Refused where CI is set.",
+    )
+    group.addoption(
+        "--baseline-update",
+        action="store_true",
+        help="Make what the cases' profiles need their baselines and show what changed. Refused where CI is set.",
+    )
+    group.addoption(
+        "--captures",
+        metavar="DIR",
+        help="Folder for the captures of cases with a profile (default: `captures` beside the JUnit file).",
     )
     parser.addini(
         "harness_cases",
@@ -59,15 +70,16 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse to rewrite expectations in continuous integration."""
-    if config.getoption("golden_update") and _in_continuous_integration():
-        error = HarnessError(
-            Code.UPDATE_REFUSED,
-            "--golden-update is refused where CI is set",
-            where="environment variable CI",
-            actual=os.environ["CI"],
-            hint="update on your machine and commit the change",
-        )
-        raise pytest.UsageError(str(error))
+    for option in ("--golden-update", "--baseline-update"):
+        if config.getoption(option) and _in_continuous_integration():
+            error = HarnessError(
+                Code.UPDATE_REFUSED,
+                f"{option} is refused where CI is set",
+                where="environment variable CI",
+                actual=os.environ["CI"],
+                hint="update on your machine and commit the change",
+            )
+            raise pytest.UsageError(str(error))
 
 
 def _in_continuous_integration() -> bool:
@@ -91,17 +103,18 @@ def _is_declared(path: Path, config: pytest.Config) -> bool:
     return any(fnmatch(relative, pattern) for pattern in config.getini("harness_cases"))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Show what --golden-update changed. The texts travel in the reports, so that xdist's workers can send them."""
-    texts = sorted(_update_texts(terminalreporter))
-    if config.getoption("golden_update") and texts:
-        terminalreporter.section("golden update")
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show what was updated. The texts travel in the reports, so that xdist's workers can send them."""
+    for section in UPDATE_SECTIONS:
+        texts = sorted(_texts(terminalreporter, section))
+        if texts:
+            terminalreporter.section(section)
         for text in texts:
             terminalreporter.write_line(text)
 
 
-def _update_texts(terminalreporter: pytest.TerminalReporter) -> Iterator[str]:
+def _texts(terminalreporter: pytest.TerminalReporter, section: str) -> Iterator[str]:
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport) and report.when == "call":
-                yield from (text for title, text in report.sections if title == f"Captured {UPDATE_SECTION} call")
+                yield from (text for title, text in report.sections if title == f"Captured {section} call")

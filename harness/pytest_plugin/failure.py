@@ -3,12 +3,15 @@
 import os
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
-from harness.errors import HarnessError
+from harness.errors import Code, HarnessError
 from harness.results import CheckResult
+
+if TYPE_CHECKING:
+    from harness.profiling.gate import GateResult
 
 _KEY = "inference_harness_failure"
 """Entry of a serialised report that holds a `FailureText`."""
@@ -20,6 +23,18 @@ class CheckFailedError(Exception):
     def __init__(self, result: CheckResult) -> None:
         self.result = result
         super().__init__(summary(result))
+
+
+class GateFailedError(Exception):
+    """Ends a case whose engine is right and needs more than its baseline allows."""
+
+    def __init__(self, result: "GateResult", command: str) -> None:
+        self.result = result
+        self.command = command
+        """Makes what the engine needs now the baseline."""
+        change = result.changes[0]
+        place = " ".join(part for part in (change.phase, change.operation, change.measure) if part)
+        super().__init__(f"{Code.PERFORMANCE_REGRESSION}: {place}: {change.before:,} before, {change.after:,} now")
 
 
 def summary(result: CheckResult) -> str:
@@ -85,6 +100,11 @@ def failure_text(error: BaseException, config: pytest.Config) -> FailureText | N
         width = terminal_width(config)
         plain, colored = (check_text(error.result, width=width, color=color).rstrip() for color in (False, True))
         return FailureText(str(error), plain, colored)
+    if isinstance(error, GateFailedError):
+        from harness.profiling.gate_text import gate_text
+
+        text = f"{gate_text(error.result, {})}\n\nif this is meant: {error.command}"
+        return FailureText(str(error), text, text)
     if isinstance(error, HarnessError):
         return FailureText(f"{error.code}: {error.what}", str(error), str(error))
     return None

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.pytest_plugin.failure import CheckFailedError, failure_text
+from harness.pytest_plugin.captures import captures_folder, making, settle
+from harness.pytest_plugin.failure import CheckFailedError, GateFailedError, failure_text
 from harness.results import Outcome
 
 if TYPE_CHECKING:
-    from harness.case import Case
+    from harness.case import Case, ProfileSection
     from harness.plan import Plan
+    from harness.results import CheckResult
 
-UPDATE_SECTION = "golden update"
-"""Key of the report section that says what --golden-update did."""
+UPDATE_SECTIONS = GOLDEN_UPDATE, BASELINE_UPDATE = "golden update", "baseline update"
+"""Keys of the report sections that say what --golden-update and --baseline-update did."""
 
 _MARKS_OF_A_CASE = re.compile(rb"^\s*(schema_version\s*=|\[\[\s*requests\s*\]\])", re.MULTILINE)
 
@@ -51,7 +53,7 @@ def _looks_like_a_case(path: Path) -> bool:
 
 
 class CaseItem(pytest.Item):
-    """A case: the golden against its sketch, then the engine against the golden under every schedule."""
+    """A case: the golden against its sketch, the engine against the golden, and its profile against its baseline."""
 
     def __init__(self, *, case: "Case", **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -75,6 +77,33 @@ class CaseItem(pytest.Item):
         self.user_properties += check_properties(result)
         if result.outcome is not Outcome.PASS:
             raise CheckFailedError(result)
+        if plan.profile is not None:
+            self._profile(plan, plan.profile, result)
+
+    def _profile(self, plan: "Plan", section: "ProfileSection", result: "CheckResult") -> None:
+        """Profile the engine, keep the captures, and hold them to the case's baseline."""
+        from harness.captures import keep_profile, planned_profile
+        from harness.report.junit import profile_properties
+
+        kept = captures_folder(self.path, self.config)
+        with making(kept) as folder:
+            profile = keep_profile(planned_profile(plan), folder, check=result)
+            self.user_properties += profile_properties(profile, kept)
+            folder = settle(folder, kept)
+            if section.baseline is not None:
+                self._gate(folder, self.path.parent / section.baseline)
+
+    def _gate(self, profile: Path, baseline: Path) -> None:
+        from harness.profiling.gate import GateVerdict, run_gate
+        from harness.profiling.gate_text import gate_text
+
+        accept = bool(self.config.getoption("baseline_update"))
+        command = f"pytest {self.where} --baseline-update"
+        result = run_gate(profile, baseline, accept=accept, command=command)
+        if accept:
+            self.add_report_section("call", BASELINE_UPDATE, f"{self.where}: {gate_text(result, {})}")
+        elif result.verdict is GateVerdict.REGRESSION:
+            raise GateFailedError(result, command)
 
     def _check_sketch(self, plan: "Plan") -> None:
         import torch
@@ -86,7 +115,7 @@ class CaseItem(pytest.Item):
         decoder = load_decoder(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
         golden = cached_golden(decoder, plan.prompts)
         if self.config.getoption("golden_update"):
-            self.add_report_section("call", UPDATE_SECTION, f"{self.where}: {sketch.update(self.path, golden)}")
+            self.add_report_section("call", GOLDEN_UPDATE, f"{self.where}: {sketch.update(self.path, golden)}")
         else:
             sketch.check(self.path, golden, command=f"pytest {self.where} --golden-update")
 

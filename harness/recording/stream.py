@@ -8,30 +8,16 @@ outgrows its room is the data moved.
 import json
 import os
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
-from harness.errors import Code, HarnessError
+from harness.errors import HarnessError
+from harness.files import writing
 from harness.safetensors_header import LENGTH_BYTES
 
 ALIGNMENT = 64
 """The data section begins at a multiple of this many bytes."""
 _CHUNK_BYTES = 1 << 23
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn what the operating system refuses (disk full, no permission, ...) into CANNOT_WRITE."""
-    try:
-        yield
-    except OSError as error:
-        raise HarnessError(
-            Code.CANNOT_WRITE,
-            f"the file cannot be written: {error.strerror or error}",
-            where=path,
-            hint="free some space or choose another folder",
-        ) from error
 
 
 class TensorStream:

@@ -17,6 +17,7 @@ from typing import Self
 import torch
 
 from harness.errors import Code, HarnessError
+from harness.files import writing
 from harness.recording import arguments
 from harness.recording.arguments import Ints, StepRows, refuse
 from harness.recording.manifest import (
@@ -32,7 +33,7 @@ from harness.recording.manifest import (
     TapEntry,
 )
 from harness.recording.rows import TokenCounts
-from harness.recording.stream import TensorStream, writing
+from harness.recording.stream import TensorStream
 from harness.recording.tensors import DTYPE_NAMES, as_bytes
 
 _HEADER_BYTES_PER_TAP = 192

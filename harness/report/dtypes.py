@@ -1,11 +1,11 @@
 """One engine in several dtypes, side by side: float32 is the lens for meaning, the engine's own for rounding."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tabulate import tabulate
 
-from harness.report.json import SCHEMA_VERSION, check_json
+from harness.report.json import SCHEMA_VERSION
 from harness.report.merge import SEVERITY, merge, merge_taps
 from harness.report.sentences import number
 from harness.results import CheckResult, Outcome, TapResult
@@ -19,13 +19,13 @@ def worst_outcome(results: Sequence[CheckResult]) -> Outcome:
     return Outcome.PASS if outcomes == {Outcome.PASS} else Outcome.NOTHING
 
 
-def dtypes_json(results: Sequence[CheckResult]) -> dict[str, Any]:
-    """Return the checks as JSON-able data, each under the keys it has by itself."""
+def dtypes_json(results: Sequence[CheckResult], documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one document of the checks and what each is by itself."""
     return {
         "schema_version": SCHEMA_VERSION,
         "verdict": worst_outcome(results),
         "dtypes": [result.dtype for result in results],
-        "checks": [check_json(result) for result in results],
+        "checks": list(documents),
     }
 
 

@@ -1,5 +1,8 @@
 """The check for a JUnit file: figures a dashboard can plot, as pairs for pytest's `record_property`."""
 
+from pathlib import Path
+
+from harness.profile_results import ProfileResult
 from harness.report.merge import largest, merge_taps, sum_coverage, sum_tokens
 from harness.report.sentences import divergence_place, number, printable
 from harness.results import CheckResult, TapResult
@@ -30,6 +33,23 @@ def check_properties(result: CheckResult) -> list[tuple[str, str]]:
         "rows_missing": coverage.missing,
         "findings": " ".join(codes) or None,
     }
+    return [(name, printable(str(value))) for name, value in figures.items() if value is not None]
+
+
+def profile_properties(result: ProfileResult, captures: Path | None) -> list[tuple[str, str]]:
+    """Return (name, value) pairs of a profile that is kept in the folder `captures`."""
+    figures: dict[str, object] = {
+        "captures": captures,
+        "ttft_ms": _figure(result.ttft_ms.median),
+        "tpot_ms": _figure(result.tpot_ms.median if result.tpot_ms else None),
+        "tokens_per_second": _figure(result.tokens_per_second),
+    }
+    for phase in result.phases:
+        figures |= {
+            f"wall_ms.{phase.name}": _figure(phase.wall_ms),
+            f"peak_bytes.{phase.name}": phase.peak_bytes,
+            f"num_operators.{phase.name}": sum(count.count for count in phase.counts),
+        }
     return [(name, printable(str(value))) for name, value in figures.items() if value is not None]
 
 

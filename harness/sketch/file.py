@@ -1,13 +1,13 @@
 """A sketch as data, and as JSON with one line a request and a tap, so that a diff shows which of them changed."""
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import Code, HarnessError
+from harness.files import write_text
 
 NUM_PROJECTIONS = 3
 
@@ -71,18 +71,12 @@ def read_sketch(path: Path, *, command: str | None = None) -> Sketch:
 
 
 def write_sketch(path: Path, sketch: Sketch) -> None:
-    """Write a sketch atomically.
+    """Write a sketch whole, or leave what is there.
 
     Raises:
         HarnessError: CANNOT_WRITE.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".writing-") as folder:
-            (Path(folder) / path.name).write_text(_to_text(sketch), encoding="utf-8")
-            (Path(folder) / path.name).replace(path)
-    except OSError as error:
-        raise HarnessError(Code.CANNOT_WRITE, f"the sketch cannot be written: {error}", where=path) from error
+    write_text(path, _to_text(sketch))
 
 
 def _to_text(sketch: Sketch) -> str:

@@ -209,3 +209,21 @@ def test_several_dtypes_side_by_side(capsys):
     assert "float32 median" in table
     assert "bfloat16 median" in table
     assert "self_attn.q_proj" in table
+
+
+def test_a_profile_comes_with_the_check(check, tmp_path):
+    out = tmp_path / "out"
+    ran = check("--schedule", "plain", "--profile", "--out", out, "--format", "json")
+    assert ran.status == 0
+    profile = ran.json["profile"]
+    assert (profile["engine"], profile["dtype"]) == (ran.json["engine"], ran.json["dtype"])
+    assert {path.name for path in out.iterdir()} == {"plain", "trace", "memory", "profile.json", "report.html"}
+    page = (out / "report.html").read_text()
+    assert "What was checked" in page
+    assert all(phase["trace"] in page for phase in profile["phases"])
+
+
+def test_a_profile_without_a_folder_is_refused(check):
+    ran = check("--profile")
+    assert ran.status == 2
+    assert "--out" in ran.err

@@ -11,7 +11,7 @@ from harness.report.html import report_html
 from harness.results import CheckResult, PositionError
 
 from .browser import CHROMIUM, Browser
-from .examples import build, check, explained_run, sound_run
+from .examples import build, check, explained_run
 from .profile_examples import phase, profile
 
 HOSTILE = '</script><img src=x onerror="document.title=1">{{ 7 * 7 }}</style>'
