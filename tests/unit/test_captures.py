@@ -23,9 +23,13 @@ def test_captures_that_fail_leave_the_old_ones(tmp_path: Path) -> None:
     kept = tmp_path / "case"
     kept.mkdir()
     (kept / "old").touch()
-    with pytest.raises(RuntimeError), making(kept) as folder:
+
+    def fail(folder: Path) -> None:
         (folder / "half").touch()
         raise RuntimeError
+
+    with pytest.raises(RuntimeError), making(kept) as folder:
+        fail(folder)
     assert [path.name for path in kept.iterdir()] == ["old"]
     assert [path.name for path in tmp_path.iterdir()] == ["case"]
 
