@@ -38,10 +38,10 @@ def check(
         str | None,
         typer.Option(metavar="ID", help="Check the reference engine with a known bug in it; `harness faults` has all."),
     ] = None,
-    local_files_only: opt.LocalFilesOnly = False,
     profile: Annotated[
         bool, typer.Option("--profile", help="Profile the engine as well, into --out: see `harness profile`.")
     ] = False,
+    local_files_only: opt.LocalFilesOnly = False,
     format: opt.OutReportFormat = opt.ReportFormat.HUMAN,
 ) -> int:
     """Check an engine against HuggingFace.

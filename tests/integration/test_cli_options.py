@@ -11,7 +11,7 @@ from harness.cli.main import build_app, wants_json
 WORKLOAD = ["--dtype", "--device", "--prompt", "--prompt-file", "--token-ids", "--max-new-tokens"]
 OPTIONS = {
     "check": ["--model", "--engine", "--engine-option", *WORKLOAD, "--schedule", "--case", "--out",
-              "--fault", "--local-files-only", "--format"],
+              "--fault", "--profile", "--local-files-only", "--format"],
     "golden": ["--model", *WORKLOAD, "--case", "--out", "--local-files-only", "--format"],
     "run": ["--out", "--golden", "--model", "--engine", "--engine-option", *WORKLOAD, "--schedule", "--case",
             "--local-files-only", "--format"],
