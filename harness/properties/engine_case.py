@@ -1,6 +1,6 @@
 """One workload for a whole engine, the way in which it is run otherwise, and how Hypothesis draws them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
@@ -62,14 +62,15 @@ def engine_cases(
     relation: str, *, vocab_size: int, max_model_len: int, offered: frozenset[str]
 ) -> SearchStrategy[EngineCase]:
     """Return cases of a relation, with those options that the engine offers."""
-    return _cases(relation, vocab_size, max_model_len, offered)
+    cases = _cases(relation, vocab_size, max_model_len, offered)
+    if relation != "preemption":
+        return cases
+    return _crowds(vocab_size, min(LONGEST_PROMPT, max_model_len - MOST_NEW_TOKENS)) | cases
 
 
 @st.composite
 def _cases(draw: DrawFn, relation: str, vocab_size: int, max_model_len: int, offered: frozenset[str]) -> EngineCase:
-    # One request alone preempts nobody.
-    min_size = 2 if relation == "preemption" else 1
-    max_new_tokens = draw(st.lists(st.integers(1, MOST_NEW_TOKENS), min_size=min_size, max_size=MOST_REQUESTS))
+    max_new_tokens = draw(st.lists(st.integers(1, MOST_NEW_TOKENS), min_size=1, max_size=MOST_REQUESTS))
     longest = min(LONGEST_PROMPT, max_model_len - MOST_NEW_TOKENS)
     prompts = tuple(draw(_prompts(vocab_size, longest, len(max_new_tokens))))
     lens = [len(prompt) + new for prompt, new in zip(prompts, max_new_tokens, strict=True)]
@@ -77,9 +78,13 @@ def _cases(draw: DrawFn, relation: str, vocab_size: int, max_model_len: int, off
     options: dict[str, int | bool] = {}
     for name in sorted(wanted):
         if relation != "all" or name == "block_size" or draw(st.booleans()):
-            options[name] = draw(_OPTIONS[name])
+            # What is to come to pass needs blocks that are full.
+            is_small = name == "block_size" and RELATIONS[relation].counter is not None
+            options[name] = draw(st.integers(1, 4) if is_small else _OPTIONS[name])
     if "num_blocks" in options:
-        options["num_blocks"] = draw(_num_blocks(prompts, lens, options["block_size"]))
+        # As many as the largest request needs, so that several together soon have too few.
+        largest = -(-max(lens) // options["block_size"])
+        options["num_blocks"] = largest + draw(st.integers(0, 2))
     warm_up = draw(_related(prompts)) if options.get("prefix_caching") else ()
     if "num_blocks" in options:
         warm_up = tuple(prompt for prompt in warm_up if len(prompt) < max(lens))
@@ -102,11 +107,22 @@ _OPTIONS: Mapping[str, SearchStrategy[int] | SearchStrategy[bool]] = {
 
 
 @st.composite
-def _num_blocks(draw: DrawFn, prompts: Sequence[Sequence[int]], lens: Sequence[int], block_size: int) -> int:
-    """Draw a pool that holds any request alone, and may hold all prompts: then they start together, and it runs out."""
-    largest = -(-max(lens) // block_size)
-    all_prompts = sum(-(-len(prompt) // block_size) for prompt in prompts)
-    return draw(st.sampled_from((largest, max(largest, all_prompts)))) + draw(st.integers(0, 1))
+def _crowds(draw: DrawFn, vocab_size: int, longest: int) -> EngineCase:
+    """Draw requests that start together in a pool that holds their prompts, and grow until it does not."""
+    block_size = draw(st.integers(1, MOST_NEW_TOKENS - 2))
+    # Each opens a block behind its prompt before it ends, and no prompt is shorter than what another grows by.
+    new_tokens = st.integers(block_size + 1, MOST_NEW_TOKENS)
+    max_new_tokens = draw(st.lists(new_tokens, min_size=2, max_size=MOST_REQUESTS))
+    least = min(2 * MOST_NEW_TOKENS, longest)
+    prompts = [prompt * -(-least // len(prompt)) for prompt in draw(_prompts(vocab_size, longest, len(max_new_tokens)))]
+    prompts = [prompt[:longest] for prompt in prompts]
+    num_blocks = sum(-(-len(prompt) // block_size) for prompt in prompts) + draw(st.integers(0, 1))
+    return EngineCase(
+        prompts=tuple(prompts),
+        max_new_tokens=tuple(max_new_tokens),
+        order=tuple(range(len(prompts))),
+        options={"block_size": block_size, "num_blocks": num_blocks},
+    )
 
 
 @st.composite
