@@ -1,30 +1,34 @@
 """Measure the property suites: examples a second, time of the profiles, and how soon a known bug is found.
 
-    python tests/benchmarks/property_speed.py [--seeds 10] [--suites test_blocks ...] [--out reports/cpu/properties.md]
+    OMP_NUM_THREADS=1 python tests/benchmarks/property_speed.py [--seeds 10] [--out reports/cpu/properties.md]
 
-A bug's figure is the number of examples until an invariant breaks, over several seeds; making the example small is not
+A bug's figure is the number of examples until a property breaks, over several seeds; making the example small is not
 counted. `> n` means that some seed did not find it within n examples.
 """
 
 import argparse
 import platform
+import re
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import hypothesis
-from hypothesis import seed, settings
+import torch
+from hypothesis import Phase, given, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from tabulate import tabulate
 
+from harness.properties import falsify
 from harness.properties.blocks import BlockManagerMachine
+from harness.properties.falsify import BrokenPropertyError
 from harness.properties.profiles import PROFILES
 from harness.properties.reference import BlockManager, Scheduler
 from harness.properties.scheduler import SchedulerMachine
@@ -33,6 +37,7 @@ from harness.properties.subject import Violation
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the mutants and the managers are the tests'
 
+from tests.unit.properties import attention_mutants, block_mutants  # noqa: E402
 from tests.unit.properties.block_mutants import BLOCK_MUTANTS, SCHEDULER_MUTANTS  # noqa: E402
 from tests.unit.properties.managers.chained import ChainedManager  # noqa: E402
 from tests.unit.properties.managers.radix import RadixManager  # noqa: E402
@@ -81,24 +86,62 @@ def speeds() -> Iterator[list[object]]:
             yield [suite, factory.__qualname__, name, num_examples, f"{seconds:.1f}", f"{num_examples / seconds:.0f}"]
 
 
-def suites(names: Sequence[str]) -> Iterator[list[object]]:
-    """Yield the time of the ci profile of each suite on the reference engine, start of pytest included."""
-    for name in names:
-        path = SUITES / f"{name}.py"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--properties-profile",
-            "ci",
-            str(path),
-        ]
-        start = time.perf_counter()
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        yield [name, done.stdout.strip().splitlines()[-1].strip("= "), f"{time.perf_counter() - start:.1f}"]
+def suites(profile: str) -> Iterator[list[object]]:
+    """Yield the time of each suite on the reference engine, in one run of pytest, and of the whole run."""
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=0", "--durations-min=0",
+        "--properties-profile", profile, str(SUITES),
+    ]  # fmt: skip
+    start = time.perf_counter()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    whole = time.perf_counter() - start
+    assert done.returncode == 0, done.stdout
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for found in re.finditer(r"^([\d.]+)s \w+ +\S*/test_(\w+)\.py::", done.stdout, re.MULTILINE):
+        seconds[found[2]] += float(found[1])
+    yield from ([name, f"{seconds[name]:.1f}"] for name in sorted(seconds))
+    yield ["all, with the start of pytest", f"{whole:.1f}"]
+
+
+@contextmanager
+def counting(number: int) -> Iterator[list[int]]:
+    """Seed what `falsify` searches for, count its examples, and have it stop at the first that breaks."""
+    counts: list[int] = []
+
+    def counted(inputs: Any) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+        def decorate(run: Callable[[Any], None]) -> Callable[[], None]:
+            def call(value: Any) -> None:
+                counts.append(1)
+                run(value)
+
+            return seed(number)(given(inputs)(call))
+
+        return decorate
+
+    phases, falsify.PHASES = falsify.PHASES, (Phase.generate,)
+    falsify.given = counted  # type: ignore[assignment]
+    try:
+        yield counts
+    finally:
+        falsify.PHASES, falsify.given = phases, given
+
+
+def killed(mutant: attention_mutants.Mutant, num_seeds: int) -> list[object]:
+    """Return one row: how soon a mutant of attention, the operations or the engine is found."""
+    chosen = settings(PROFILES["dev"].settings(), max_examples=MOST_EXAMPLES, derandomize=False)
+    counts, properties = [], Counter[str]()
+    for number in range(num_seeds):
+        with mutant.planted(), counting(number) as examples:
+            try:
+                mutant.suite(chosen)
+            except BrokenPropertyError as error:
+                properties[error.property.partition(":")[0]] += 1
+                counts.append(max(1, len(examples) - 1))  # the failing one is run twice
+    missed = num_seeds - len(counts)
+    most = f"> {MOST_EXAMPLES}" if missed else max(counts)
+    counts += [MOST_EXAMPLES] * missed
+    spelt = "; ".join(text for text, _ in properties.most_common())
+    return [mutant.name, median(counts), min(counts), most, f"{num_seeds - missed}/{num_seeds}", spelt]
 
 
 def bugs() -> Iterator[Bug]:
@@ -127,6 +170,17 @@ def found(bug: Bug, num_seeds: int) -> list[object]:
     return [name, median(counts), counts[0], most, f"{num_seeds - missed}/{num_seeds}", spelt]
 
 
+def survivors() -> str:
+    """Return the mutants that nothing kills, with the reason that stands above each."""
+    lines = []
+    for module in (block_mutants, attention_mutants):
+        source = Path(str(module.__file__)).read_text(encoding="utf-8").partition("\nSURVIVORS = [\n")[2]
+        for found in re.finditer(r"((?: +#.*\n)+) +[Mm]utant\(\s*\"([^\"]+)\"", source):
+            reason = " ".join(line.strip(" #") for line in found[1].splitlines())
+            lines.append(f"- {found[2]}: {reason}")
+    return "\n".join(lines)
+
+
 def _name(kind: type) -> str:
     return f"{kind.__module__.rpartition('.')[2]}: {kind.__name__}"
 
@@ -135,30 +189,39 @@ def main() -> None:
     """Measure everything and write the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--suites", nargs="+", default=sorted(path.stem for path in SUITES.glob("test_*.py")))
+    parser.add_argument("--engine-seeds", type=int, default=3, help="of mutants of attention, operations and engine")
     parser.add_argument("--out", type=Path, default=ROOT / "reports" / "cpu" / "properties.md")
     options = parser.parse_args()
-    speed_rows, suite_rows = list(speeds()), list(suites(options.suites))
+    speed_rows = list(speeds())
+    suite_rows = [[dev[0], dev[1], ci[1]] for dev, ci in zip(suites("dev"), suites("ci"), strict=True)]
     bug_rows = [found(bug, options.seeds) for bug in bugs()]
+    mutant_rows = [killed(mutant, options.engine_seeds) for mutant in attention_mutants.MUTANTS]
     speed = tabulate(
         speed_rows,
         ["suite", "subject", "profile", "examples", "seconds", "examples/s"],
         "github",
         disable_numparse=True,
     )
-    suite = tabulate(suite_rows, ["suite", "pytest says", "seconds"], "github", disable_numparse=True)
+    suite = tabulate(suite_rows, ["suite", "dev, s", "ci, s"], "github", disable_numparse=True)
     bug = tabulate(
         bug_rows, ["bug", "median", "fewest", "most", "found", "invariants"], "github", disable_numparse=True
     )
-    versions = f"{platform.machine()}, Python {platform.python_version()}, Hypothesis {hypothesis.__version__}"
+    header = ["mutant", "median", "fewest", "most", "found", "property"]
+    mutants = tabulate(mutant_rows, header, "github", disable_numparse=True)
+    versions = (
+        f"{platform.machine()}, {torch.get_num_threads()} threads, Python {platform.python_version()}, torch "
+        f"{torch.__version__}, Hypothesis {hypothesis.__version__}"
+    )
     command = " ".join(["python tests/benchmarks/property_speed.py", *sys.argv[1:]])
     options.out.write_text(
-        f"# Property suites\n\n`{command}`, {date.today()}. {versions}. Other work shared the machine while this was "
-        "measured: times are upper bounds, numbers of examples are not affected.\n\n"
+        f"# Property suites\n\n`{command}`, {date.today()}. {versions}.\n\n"
         f"## Examples a second\n\n{speed}\n\n"
-        f"## The `ci` profile of each suite\n\nOn the reference engine, the start of pytest included.\n\n{suite}\n\n"
+        f"## Time of the profiles\n\nOn the reference engine, all suites in one run of pytest.\n\n{suite}\n\n"
         f"## Examples until a known bug is found\n\nOver {options.seeds} seeds, at most {MOST_EXAMPLES} examples each; "
-        f"the invariants in the order of how often they were named.\n\n{bug}\n"
+        f"the invariants in the order of how often they were named.\n\n{bug}\n\n"
+        "## Examples until a mutant of attention, operations or engine is found\n\n"
+        f"Over {options.engine_seeds} seeds.\n\n{mutants}\n\n"
+        f"## Survivors\n\n{survivors()}\n"
     )
 
 
