@@ -6,9 +6,11 @@ decoded a batch at a time into columns of a few bytes each.
 
 from __future__ import annotations
 
+import gc
 import gzip
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -97,7 +99,7 @@ def read_trace(path: Path) -> Trace:
         HarnessError: TRACE_UNREADABLE, TRACE_DAMAGED (cut off), TRACE_NOT_GZIP, TRACE_NOT_JSON or NO_TRACE_EVENTS.
     """
     text = _read_text(path)
-    if not text or text.isspace():
+    if not bytes(text[:_CHUNK_BYTES]).strip():
         raise HarnessError(Code.TRACE_DAMAGED, "the trace is empty", where=path, hint="export it again")
     try:
         events = msgspec.json.decode(text, type=_Document).traceEvents
@@ -109,6 +111,9 @@ def read_trace(path: Path) -> Trace:
         ) from error
     except msgspec.DecodeError as error:
         raise _json_error(error, path) from error
+    except RecursionError:
+        what = "the trace is no JSON of a profiler: it is nested too deeply"
+        raise HarnessError(Code.TRACE_NOT_JSON, what, where=path, hint=_EXPORT_HINT) from None
 
 
 _EXPORT_HINT = "a file of torch.profiler's export_chrome_trace"
@@ -121,7 +126,19 @@ def _json_error(error: msgspec.DecodeError, path: Path) -> HarnessError:
     return HarnessError(Code.TRACE_NOT_JSON, f"the trace is no JSON: {error}", where=path, hint=_EXPORT_HINT)
 
 
-def _read_text(path: Path) -> bytes | bytearray:
+@contextmanager
+def collecting_no_garbage() -> Iterator[None]:
+    """Keep Python from searching millions of new objects for garbage, of which there is none: a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _read_text(path: Path) -> memoryview | bytearray:
     try:
         with path.open("rb") as file:
             is_gzip = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
@@ -130,13 +147,23 @@ def _read_text(path: Path) -> bytes | bytearray:
         if path.suffix == ".gz" and path.stat().st_size:
             what = "the file is gzipped in name only"
             raise HarnessError(Code.TRACE_NOT_GZIP, what, where=path, hint="rename it, or export it again")
-        return path.read_bytes()
+        return _content(path)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         what = f"the compressed trace is cut off or damaged: {error}"
         raise HarnessError(Code.TRACE_DAMAGED, what, where=path, hint="export or copy it again") from error
     except OSError as error:
         what = f"the trace cannot be read: {error.strerror}"
         raise HarnessError(Code.TRACE_UNREADABLE, what, where=path) from error
+
+
+def _content(path: Path) -> memoryview:
+    """Return the content; numpy's memory is of large pages, in which reading takes a fifth of the time."""
+    content = np.empty(path.stat().st_size, np.uint8)
+    with path.open("rb", buffering=0) as file:
+        num_bytes, view = 0, content.data
+        while num_read := file.readinto(view[num_bytes:]):  # at most 2 GiB at once
+            num_bytes += num_read
+    return view[:num_bytes]
 
 
 def _decompressed(path: Path) -> bytearray:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.profiling.trace_file import NO_CORRELATION, Trace, read_trace
+from harness.profiling.trace_file import NO_CORRELATION, Trace, collecting_no_garbage, read_trace
 from harness.profiling.trace_nesting import NOT_NESTED, innermost, nest
 
 _LAUNCH_CATEGORIES = {"cuda_runtime", "cuda_driver"}
@@ -87,7 +87,8 @@ def summarize(path: Path) -> TraceSummary:
     Raises:
         HarnessError: as `read_trace`.
     """
-    return summarize_trace(read_trace(path), str(path))
+    with collecting_no_garbage():
+        return summarize_trace(read_trace(path), str(path))
 
 
 def summarize_trace(trace: Trace, path: str) -> TraceSummary:

@@ -1,0 +1,74 @@
+"""`harness gate`: from a first profile to a regression, and exit statuses on the way."""
+
+import json
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+SMALL = ["--prompt-tokens", "16", "--max-new-tokens", "5", "--runs", "1", "--phase", "decode"]
+
+
+@pytest.fixture
+def profiled(harness, llama, tmp_path, monkeypatch):
+    """A profile of the smallest model."""
+    from harness.profiling import profile
+
+    small = partial(profile.measure_ceilings, num_bytes=1 << 16, matrix_size=32)
+    monkeypatch.setattr(profile, "measure_ceilings", small)
+    assert harness("profile", "--model", llama, *SMALL, "--out", tmp_path / "profile").status == 0
+    return tmp_path / "profile"
+
+
+def fewer_sums(baseline: Path) -> None:
+    """Make the baseline one of an engine that adds less often."""
+    document = json.loads(baseline.read_text())
+    document["entries"][0]["phases"]["decode"]["operators"]["attn_residual"]["aten::add"] -= 1
+    baseline.write_text(json.dumps(document))
+
+
+def test_from_the_first_profile_to_a_regression(harness, profiled, tmp_path):
+    baseline = tmp_path / "baseline.json"
+    missing = harness("gate", profiled, baseline)
+    assert missing.status == 2
+    assert missing.err.startswith("H075")
+    assert "--accept" in missing.err
+    assert harness("gate", profiled, baseline, "--accept").status == 0
+    assert harness("gate", profiled, baseline, "--format", "json").json["verdict"] == "pass"
+
+    fewer_sums(baseline)
+    worse = harness("gate", profiled, baseline, "--format", "json")
+    assert worse.status == 4
+    (change,) = worse.json["changes"]
+    assert (change["phase"], change["operation"], change["measure"]) == ("decode", "attn_residual", "aten::add")
+    assert change["is_regression"]
+    told = harness("gate", profiled, baseline)
+    assert told.status == 4
+    assert "H078" in told.out
+    accepted = harness("gate", profiled, baseline, "--accept")
+    assert accepted.status == 0
+    assert "+1" in accepted.out
+    assert harness("gate", profiled, baseline).status == 0
+
+
+def test_a_revision_that_is_not_there_is_refused(harness, profiled, tmp_path):
+    baseline = tmp_path / "baseline.json"
+    harness("gate", profiled, baseline, "--accept")
+    ran = harness("gate", profiled, baseline, "--against", "no-such-revision")
+    assert ran.status == 2
+    assert "--against" in ran.err
+
+
+@pytest.mark.slow
+def test_the_engine_is_timed_in_turn_with_itself(harness, profiled, tmp_path):
+    if subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, check=False).returncode:
+        pytest.skip("no git checkout")
+    baseline = tmp_path / "baseline.json"
+    harness("gate", profiled, baseline, "--accept")
+    ran = harness("gate", profiled, baseline, "--against", "HEAD", "--blocks", "5", "--format", "json")
+    assert ran.status in (0, 4), ran.err
+    found = ran.json["times"]["decode"]
+    assert found["num_blocks"] == 5
+    assert found["verdict"] in ("same", "slower", "faster", "inconclusive")
+    assert found["ratio"]["low"] <= found["ratio"]["median"] <= found["ratio"]["high"]

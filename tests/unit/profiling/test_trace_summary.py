@@ -1,0 +1,138 @@
+"""Traces that others made: nesting, kernels, files that are no trace, and what changed between two."""
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.errors import Code, HarnessError
+from harness.profiling.trace_diff import diff_traces
+from harness.profiling.trace_summary import TraceSummary, summarize
+
+
+def event(name: str, begin: float, duration: float, **other: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": 1, "ts": begin, "dur": duration} | other
+
+
+def written(path: Path, *events: dict[str, Any]) -> TraceSummary:
+    path.write_text(json.dumps({"traceEvents": events}))
+    return summarize(path)
+
+
+def own_times(summary: TraceSummary) -> dict[str, float]:
+    return {operator.name: operator.self_us for operator in summary.operators}
+
+
+def test_events_of_two_threads_are_not_nested(tmp_path: Path) -> None:
+    summary = written(tmp_path / "t", event("outer", 0, 10), event("beside", 2, 4, tid=2), event("inner", 5, 3))
+    assert own_times(summary) == {"outer": 7, "beside": 4, "inner": 3}
+
+
+def test_times_rounded_to_microseconds_nest_the_next_event_nowhere(tmp_path: Path) -> None:
+    """The second begins where the first ends; the third lasts beyond the one that it began in."""
+    summary = written(tmp_path / "t", event("first", 0, 5), event("second", 5, 5), event("third", 9, 2))
+    assert own_times(summary) == {"first": 5, "second": 3, "third": 2}
+    assert summary.duration_us == 11
+
+
+def test_one_that_calls_itself_is_counted_twice_and_timed_once(tmp_path: Path) -> None:
+    (found,) = written(tmp_path / "t", event("div_", 0, 10), event("div_", 2, 6)).operators
+    assert (found.count, found.total_us, found.self_us) == (2, 16, 10)
+
+
+def test_a_kernel_belongs_to_the_phase_that_launched_it(tmp_path: Path) -> None:
+    def step(name: str, begin: float) -> dict[str, Any]:
+        return event(f"{name}[bs=1 toks=1 kv=8]", begin, 10, cat="user_annotation")
+
+    def launch(begin: float, number: int) -> dict[str, Any]:
+        return event("cudaLaunchKernel", begin, 1, cat="cuda_runtime", args={"correlation": number})
+
+    def kernel(begin: float, number: int) -> dict[str, Any]:
+        return event("gemm", begin, 4, cat="kernel", pid=0, tid=7, args={"correlation": number})
+
+    summary = written(
+        tmp_path / "t",
+        step("prefill", 0), launch(2, 1), step("decode", 20), launch(22, 2),
+        kernel(21, 1), kernel(40, 2), kernel(50, 3),
+    )  # fmt: skip
+    assert [(phase.name, phase.count, phase.total_us) for phase in summary.phases] == [
+        ("prefill", 1, 10),
+        ("decode", 1, 10),
+    ]
+    kernels = {operator.phase: operator.count for operator in summary.operators if operator.device == "gpu"}
+    assert kernels == {"prefill": 1, "decode": 1, None: 1}
+
+
+def test_a_trace_of_somebody_else(tmp_path: Path) -> None:
+    """Every event is counted, and the own times of all operators fill the outermost ones."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    path = tmp_path / "theirs.pt.trace.json"
+    with torch.profiler.profile() as profiler, torch.profiler.record_function("forward"):
+        model(torch.ones(2, 8))
+    profiler.export_chrome_trace(str(path))
+    events = [found for found in json.loads(path.read_text())["traceEvents"] if found["ph"] == "X"]
+    summary = summarize(path)
+    expected = Counter(found["name"] for found in events if found["cat"] == "cpu_op")
+    assert {operator.name: operator.count for operator in summary.operators} == expected
+    assert expected["aten::addmm"] == 2
+    assert {operator.phase for operator in summary.operators} == {"forward"}
+    assert summary.operations == ()
+    path.with_suffix(".gz").write_bytes(gzip.compress(path.read_bytes()))
+    assert summarize(path.with_suffix(".gz")).operators == summary.operators
+
+
+def test_an_empty_list_of_events_is_a_trace(tmp_path: Path) -> None:
+    assert written(tmp_path / "t").duration_us == 0
+
+
+def test_a_negative_duration_counts_as_none(tmp_path: Path) -> None:
+    assert own_times(written(tmp_path / "t", event("a", 3, -2), event("b", 3, 1))) == {"a": 0, "b": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("", Code.TRACE_DAMAGED),
+        (" \n", Code.TRACE_DAMAGED),
+        ('{"traceEvents": [{"ph": "X", "na', Code.TRACE_DAMAGED),
+        ("[]", Code.NO_TRACE_EVENTS),
+        ('{"traceEvents": 7}', Code.NO_TRACE_EVENTS),
+        ('{"traceEvents": [7]}', Code.NO_TRACE_EVENTS),
+        ('{"traceEvents": [{"ph": "X", "name": 7}]}', Code.NO_TRACE_EVENTS),
+        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": "now"}]}', Code.NO_TRACE_EVENTS),
+        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1e300}]}', Code.NO_TRACE_EVENTS),
+        ('{"traceEvents": [{"ph": "X", "name": "a", "args": {"correlation": 1e30}}]}', Code.NO_TRACE_EVENTS),
+        ('{"traceEvents": [{"ph": "X", "ts": NaN}]}', Code.TRACE_NOT_JSON),
+        ("[" * 100_000, Code.NO_TRACE_EVENTS),
+        ('{"traceEvents": ' + "[" * 100_000 + "]" * 100_000 + "}", Code.TRACE_NOT_JSON),
+        ("\x00\x01", Code.TRACE_NOT_JSON),
+    ],
+)
+def test_what_is_no_trace(tmp_path: Path, text: str, code: Code) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    with pytest.raises(HarnessError) as caught:
+        summarize(path)
+    assert caught.value.code is code
+    assert str(path) in str(caught.value)
+
+
+def test_a_compressed_trace_that_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "t.json.gz"
+    path.write_bytes(gzip.compress(b'{"traceEvents": []}' * 100)[:-10])
+    with pytest.raises(HarnessError, match="cut off") as caught:
+        summarize(path)
+    assert caught.value.code is Code.TRACE_DAMAGED
+
+
+def test_changes_of_count_come_before_those_of_time(tmp_path: Path) -> None:
+    before = written(tmp_path / "a", event("slow", 0, 100), event("often", 200, 1), event("same", 300, 1))
+    after = written(
+        tmp_path / "b", event("slow", 0, 190), event("often", 200, 1), event("often", 210, 1), event("same", 300, 1)
+    )
+    found = [(change.name, change.is_of_count) for change in diff_traces(before, after).changes]
+    assert found == [("often", True), ("slow", False)]
