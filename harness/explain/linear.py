@@ -126,6 +126,27 @@ def _sources(source: torch.Tensor, names: Sequence[tuple[str, int]]) -> str:
     return "outputs " + ", ".join(shown) + (f" and {len(runs) - 4} more runs" if len(runs) > 4 else "")
 
 
+def one_weight(scene: Scene) -> Iterator[Hypothesis]:
+    """One output is off by a multiple of one input: one element of the weight is another."""
+    weight, x = scene.weight(scene.operation.tap), _x(scene)
+    error = scene.actual - scene.expected
+    if weight is None or len(x) < 3:
+        return
+    row = int(error.norm(dim=0).argmax())
+    alike = (error[:, row] @ x).abs() / x.norm(dim=0).clamp(min=torch.finfo(TRUTH_DTYPE).tiny)
+    column = int(alike.argmax())
+    change = float(error[:, row] @ x[:, column] / x[:, column].square().sum().clamp(min=torch.finfo(TRUTH_DTYPE).tiny))
+    output = scene.expected.clone()
+    output[:, row] += change * x[:, column]
+    own = float(weight[row, column])
+    yield Hypothesis(
+        cause=f"one element of the weight is another: [{row}, {column}]",
+        output=output,
+        detail=f"it is {own + change:.4g} instead of {own:.4g}",
+        freedom=1,
+    )
+
+
 def coarse_product(scene: Scene) -> Iterator[Hypothesis]:
     """Weight, input or both were rounded to a coarser dtype before the product."""
     weight, bias, x = scene.weight(scene.operation.tap), _bias(scene, scene.operation.tap), _x(scene)
@@ -183,5 +204,6 @@ EXPLANATIONS = (
     transposed,
     outputs_in_another_order,
     coarse_product,
+    one_weight,
     nobodys_weights,
 )

@@ -99,10 +99,15 @@ def statistic_overflows(scene: Scene) -> Iterator[Hypothesis]:
     """The squares are infinite in the dtype that they are taken in, and the row comes out as zeros."""
     x, weight, eps = _parts(scene)
     for dtype in (torch.float32, torch.float16):
-        mean = x.to(dtype).square().mean(dim=-1, keepdim=True).to(TRUTH_DTYPE)
-        if not bool(mean.isfinite().all()):
-            output = (x * (mean + eps).rsqrt() * weight).flatten(1)
-            yield Hypothesis(cause=f"the squares overflow {str(dtype).removeprefix('torch.')}", output=output)
+        name = str(dtype).removeprefix("torch.")
+        squares = x.to(dtype).square()
+        for what, mean in (
+            ("squares overflow", squares.mean(dim=-1, keepdim=True).to(TRUTH_DTYPE)),
+            ("sum of the squares overflows", squares.sum(dim=-1, keepdim=True).to(TRUTH_DTYPE) / x.shape[-1]),
+        ):
+            if not bool(mean.isfinite().all()):
+                output = (x * (mean + eps).rsqrt() * weight).flatten(1)
+                yield Hypothesis(cause=f"the {what} {name}", output=output)
 
 
 def coarse_statistic(scene: Scene) -> Iterator[Hypothesis]:

@@ -171,6 +171,27 @@ def _prefixes(change: Callable[[PrefixCache], None], is_same: Callable[[Prefix, 
     return replacing((PrefixCache, "__init__", make), (Prefix, "is_same", lambda original: is_same))
 
 
+def _up(number: int, size: int) -> int:
+    return -(-number // size) * size
+
+
+def _published_when_begun(publish: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, chunks: publish(
+        self, [replace(chunk, stop=_up(chunk.stop, self.pool.block_size)) for chunk in chunks]
+    )
+
+
+def _block_suite() -> None:
+    """Hold the block manager to its invariants."""
+    from hypothesis import settings
+
+    from harness.properties.blocks import check_block_manager
+    from harness.properties.profiles import PROFILES
+    from harness.properties.reference import BlockManager as Adapter
+
+    check_block_manager(Adapter, settings(PROFILES["dev"].settings()))
+
+
 def _remembers_the_evicted(forget: Callable[..., None]) -> Callable[..., None]:
     """The block's own entry goes, but its hash still leads to it."""
 
@@ -373,6 +394,15 @@ FAULTS = [
         _K_CACHE,
         (1, 0),
         setting=Setting(schedule="prefix-hit", prompts=(tuple(range(40, 60)), tuple(range(70, 90)))),
+    ),
+    _fault(
+        "hash-of-partial-block",
+        "A block can be found as soon as it is begun, under the tokens that it holds by then.",
+        replacing((BlockManager, "publish", _published_when_begun)),
+        "hash|published|prefix|holds",
+        None,
+        None,
+        suite=_block_suite,
     ),
     _fault(
         "stale-hash",

@@ -46,6 +46,8 @@ class Setting:
     """Engine options besides the block size."""
     config: Mapping[str, object] = field(default_factory=dict)
     """Fields of config.json that the checkpoint is given instead of its own."""
+    scaled: Mapping[str, float] = field(default_factory=dict)
+    """Weights of the checkpoint, by name, and what they are multiplied by: activations of another magnitude."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

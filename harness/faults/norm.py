@@ -45,6 +45,11 @@ def _coarse_variance(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
     return torch.rsqrt(variance + norm.eps).to(torch.float32)
 
 
+def _squares_in_float16(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    squares = x.to(torch.float16).square().sum(-1, keepdim=True)
+    return torch.rsqrt(squares.to(torch.float32) / x.shape[-1] + norm.eps)
+
+
 def _unweighted(layer: DecoderLayer) -> DecoderLayer:
     norm = layer.post_attention_layernorm
     return replace(layer, post_attention_layernorm=replace(norm, weight_X=torch.ones_like(norm.weight_X)))
@@ -186,6 +191,15 @@ FAULTS = [
         "variance is computed in|lower precision",
         _LAYER + "input_layernorm",
         instance="sglang#27540",
+    ),
+    _fault(
+        "norm-overflow-fp16",
+        "The squares are summed up in float16, and overflow.",
+        _norm(_squares_in_float16),
+        "overflow",
+        _LAYER + "input_layernorm",
+        row=FIRST,
+        setting=Setting(dtype="float16", model="qwen2-tiny", scaled={"model.embed_tokens.weight": 256.0}),
     ),
     _fault(
         "norm-weight-skipped",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+import reference_engine.config
 import reference_engine.layers
 import reference_engine.model
 import reference_engine.model_runner
@@ -53,6 +54,26 @@ def _sampling_suite() -> None:
     from harness.properties.reference_ops import Ops
 
     check_sampling(Ops, settings(max_examples=100, deadline=None, database=None, derandomize=True))
+
+
+def _stopping_suite() -> None:
+    """Hold the ends of requests to their property."""
+    from hypothesis import settings
+
+    from harness.properties.ops.stopping import check_stopping
+    from harness.properties.reference_ops import Ops
+
+    check_stopping(Ops, settings(max_examples=100, deadline=None, database=None, derandomize=True))
+
+
+def _first_of_the_list(read: Callable[..., frozenset[int]]) -> Callable[..., frozenset[int]]:
+    """Of several end-of-sequence tokens the first one counts."""
+
+    def first(generation: Any, config: Any, where: Any) -> frozenset[int]:
+        eos = generation.get("eos_token_id")
+        return read({"eos_token_id": eos[0]} if isinstance(eos, list) else generation, config, where)
+
+    return first
 
 
 def _with_params(change: Callable[[Any], Any]) -> Any:
@@ -106,6 +127,17 @@ FAULTS = [
         tap="lm_head",
         row=FIRST_SAMPLED,
         cause="second|runner-up|rank",
+    ),
+    Fault(
+        id="eos-list-cut",
+        category=Category.SAMPLING,
+        summary="Of a list of end-of-sequence tokens only the first ends a request.",
+        plant=replacing((reference_engine.config, "_eos_token_ids", _first_of_the_list)),
+        tap=None,
+        row=None,
+        cause="the end is",
+        suite=_stopping_suite,
+        instance="vllm#4182",
     ),
     *(
         Fault(

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import safetensors.torch
 import torch
 
 from harness.case import RequestSpec
@@ -119,9 +120,9 @@ def random_prompts(seed: int) -> list[list[int]]:
 
 @contextmanager
 def checkpoint(setting: Setting) -> Iterator[Path]:
-    """Yield the setting's checkpoint: an embedded one, or a copy of it with another config."""
+    """Yield the setting's checkpoint: an embedded one, or a copy of it with another config or other weights."""
     source = embedded_cases() / "checkpoints" / setting.model
-    if not setting.config:
+    if not (setting.config or setting.scaled):
         yield source
         return
     with tempfile.TemporaryDirectory(prefix="harness-") as folder:
@@ -130,4 +131,15 @@ def checkpoint(setting: Setting) -> Iterator[Path]:
         config = json.loads((source / "config.json").read_text(encoding="utf-8")) | dict(setting.config)
         (Path(folder) / "config.json").unlink()
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        _scale(Path(folder), setting.scaled)
         yield Path(folder)
+
+
+def _scale(folder: Path, factors: Mapping[str, float]) -> None:
+    """Multiply weights of a checkpoint whose files are links, and put files in the place of the links."""
+    for path in folder.glob("*.safetensors"):
+        tensors = safetensors.torch.load_file(path)
+        for name in tensors.keys() & factors.keys():
+            tensors[name] *= factors[name]
+        path.unlink()
+        safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})

@@ -20,6 +20,7 @@ from reference_engine.rotary import RotaryEmbedding, apply_rotary
 from reference_engine.sampler import sample
 from reference_engine.sampling import SamplingParams
 from reference_engine.sequence import Sequence as EngineSequence
+from reference_engine.stopping import finish_reason
 from reference_engine.tokenizer import Tokenizer
 
 __all__ = ["Ops"]
@@ -84,6 +85,17 @@ class Ops:
         """Return the text as it comes."""
         detokenizer = Detokenizer(self._tokenizer.decode)
         return [*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.finish()]
+
+    def num_generated(self, folder: Path, token_ids: Sequence[int]) -> int:
+        """Count the tokens up to the one that ends a request."""
+        eos_token_ids = ModelConfig.from_folder(folder).eos_token_ids
+        params = SamplingParams(max_new_tokens=len(token_ids))
+        sequence = EngineSequence(request_id=0, token_ids=[0], num_prompt_tokens=1, params=params, seed=0)
+        for token_id in token_ids:
+            sequence.append(token_id)
+            if finish_reason(sequence, eos_token_ids, self.decode):
+                break
+        return len(sequence.sampled_token_ids)
 
     def load(self, folder: Path) -> Mapping[str, torch.Tensor]:
         """Load the weights in float32."""

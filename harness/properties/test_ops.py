@@ -11,6 +11,7 @@ from harness.properties.ops.loader import check_loader
 from harness.properties.ops.norm import check_norms
 from harness.properties.ops.rotary import check_rotary
 from harness.properties.ops.sampling import check_sampling
+from harness.properties.ops.stopping import check_stopping
 from harness.properties.ops.tokenizer import check_tokenizer
 
 CHECKS: dict[str, tuple[Callable[[Any, settings], None], tuple[str, ...]]] = {
@@ -19,6 +20,7 @@ CHECKS: dict[str, tuple[Callable[[Any, settings], None], tuple[str, ...]]] = {
     "sampling": (check_sampling, ("sample",)),
     "tokenizer": (check_tokenizer, ("encode",)),
     "loader": (check_loader, ("load",)),
+    "stopping": (check_stopping, ("num_generated",)),
 }
 """By name: the check, and the methods of which it needs one."""
 

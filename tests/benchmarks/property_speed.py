@@ -109,6 +109,8 @@ def counting(number: int) -> Iterator[list[int]]:
     counts: list[int] = []
 
     def counted(inputs: Any) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+        counts.clear()  # a suite has several properties: what counts is the search that finds something
+
         def decorate(run: Callable[[Any], None]) -> Callable[[], None]:
             def call(value: Any) -> None:
                 counts.append(1)

@@ -17,13 +17,15 @@ OPTIONAL = {
     "decode": "decode([token]) -> text, special ones left out",
     "detokenize": "detokenize([token]) -> [piece]: as text is streamed",
     "load": "load(folder) -> {name: tensor}: the weights of the checkpoint in a folder",
+    "num_generated": "num_generated(folder, [token]) -> how many of these tokens a request gets, if the model of the "
+    "checkpoint in a folder chooses them one after another",
 }
 """By method."""
 
 ATTRIBUTES = {
     "dtypes": 'names of dtypes, by default ("float32", "bfloat16", "float16")',
     "alphabet": "characters that the tokenizer can write; any, if it says nothing",
-    "checkpoint": "folder with a checkpoint that `load` can read, in one file model.safetensors",
+    "checkpoint": "folder with a checkpoint that `load` and `num_generated` can read, in one file model.safetensors",
     "load_errors": "tuple of the exceptions with which `load` refuses a damaged file, by default (ValueError, OSError)",
 }
 """What an adapter may declare besides."""
@@ -41,6 +43,10 @@ def not_checked(named: Any) -> list[str]:
     """Name what an adapter does not offer."""
     target = OpsUnderTest(named)
     lines = [f"ops: no {signature}" for method, signature in OPTIONAL.items() if not target.offers(method)]
-    if target.offers("load") and target.declares("checkpoint") is None:
-        lines.append(f"ops: load, for want of checkpoint ({ATTRIBUTES['checkpoint']})")
+    if target.declares("checkpoint") is None:
+        lines += [
+            f"ops: {method}, for want of checkpoint ({ATTRIBUTES['checkpoint']})"
+            for method in ("load", "num_generated")
+            if target.offers(method)
+        ]
     return lines

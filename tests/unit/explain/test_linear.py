@@ -45,6 +45,17 @@ def test_weights_of_nobody(bench):
     assert "unrelated to what it should be" in found.detail
 
 
+def test_one_element_of_the_weight(bench):
+    bench = bench()
+    weight = bench.weight(TAP).clone()
+    own, weight[7, 20] = float(weight[7, 20]), 0.75
+    found = bench.explain(TAP, bench.tap(SOURCE) @ weight.T)
+    assert found.cause == "one element of the weight is another: [7, 20]"
+    assert found.detail == f"it is 0.75 instead of {own:.4g}"
+    weight[7, 21] += 0.5
+    assert "one element" not in bench.explain(TAP, bench.tap(SOURCE) @ weight.T).cause
+
+
 def test_the_transpose(bench):
     bench = bench("llama-tiny")
     tap, source = "model.layers.1.self_attn.q_proj", "model.layers.1.input_layernorm"

@@ -81,6 +81,17 @@ def test_qk_norm_skipped_in_decode(bench):
     assert (found.cause, found.scope) == ("the norm is skipped", "decode rows")
 
 
+def test_a_sum_of_squares_that_overflows(bench):
+    bench = bench()
+    x = bench.tap(SOURCE)
+    x[5] *= 400 / x[5].norm()  # a sum of 160,000, of terms that float16 holds
+    zeros = bench.tap(TAP)
+    zeros[5] = 0
+    assert x[5].square().max() < 60_000
+    found = bench.explain(TAP, zeros, **{SOURCE: x})
+    assert found.cause == "the sum of the squares overflows float16"
+
+
 def test_squares_that_overflow(bench):
     bench = bench()
     x = bench.tap(SOURCE)

@@ -5,6 +5,7 @@ import re
 import pytest
 
 import reference_engine.attention.paged
+import reference_engine.config
 import reference_engine.model
 import reference_engine.model_runner
 import reference_engine.sampler
@@ -25,9 +26,9 @@ from reference_engine.prefix_cache import Prefix, PrefixCache
 from reference_engine.rotary import RotaryEmbedding
 
 OWNERS = (
-    reference_engine.attention.paged, reference_engine.attention.paged.PagedAttention, reference_engine.model,
-    reference_engine.model_runner, reference_engine.sampler, Attention, BlockManager, BlockPool, Decoder, DecoderLayer,
-    KVCache, LLMEngine, Linear, MLP, Prefix, PrefixCache, RMSNorm, RotaryEmbedding,
+    reference_engine.attention.paged, reference_engine.attention.paged.PagedAttention, reference_engine.config,
+    reference_engine.model, reference_engine.model_runner, reference_engine.sampler, Attention, BlockManager, BlockPool,
+    Decoder, DecoderLayer, KVCache, LLMEngine, Linear, MLP, Prefix, PrefixCache, RMSNorm, RotaryEmbedding,
 )  # fmt: skip
 ONE_OF_EACH = (
     "position-decode-plus-one", "norm-eps-too-large", "qkv-k-and-v-swapped", "window-one-more", "hash-without-parent",

@@ -1,5 +1,6 @@
 """The suites of single operations pass the reference engine's, and tell what is wrong as a program that shows it."""
 
+import json
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from harness.properties.ops.loader import check_loader
 from harness.properties.ops.norm import check_norms
 from harness.properties.ops.rotary import check_rotary
 from harness.properties.ops.sampling import check_sampling
+from harness.properties.ops.stopping import check_stopping
 from harness.properties.ops.tokenizer import check_tokenizer
 from harness.properties.profiles import PROFILES
 from harness.properties.reference_ops import Ops
@@ -20,7 +22,7 @@ from reference_engine.detokenizer import Detokenizer
 
 DEV = PROFILES["dev"].settings()
 FEW = settings(DEV, max_examples=15)
-CHECKS = (check_rotary, check_norms, check_sampling, check_tokenizer, check_loader)
+CHECKS = (check_rotary, check_norms, check_sampling, check_tokenizer, check_loader, check_stopping)
 
 
 class More(Ops):
@@ -71,7 +73,7 @@ def test_what_an_adapter_lacks_is_reported_and_not_checked() -> None:
     class Nothing:
         pass
 
-    assert len(not_checked(Nothing)) == 9
+    assert len(not_checked(Nothing)) == 10
     for check in CHECKS:
         check(Nothing, FEW)
 
@@ -121,6 +123,16 @@ class HeaderBelieved(More):
         return super().load(folder)
 
 
+class FirstEndOnly(More):
+    """Ends at the first of a list of ends alone (vllm#4182)."""
+
+    def num_generated(self, folder: Any, token_ids: Any) -> int:
+        path = folder / "generation_config.json"
+        ends = json.loads(path.read_text())["eos_token_id"]
+        path.write_text(json.dumps({"eos_token_id": ends[0] if isinstance(ends, list) else ends}))
+        return super().num_generated(folder, token_ids)
+
+
 @pytest.mark.parametrize(
     ("bug", "check", "error"),
     [
@@ -131,6 +143,7 @@ class HeaderBelieved(More):
         (HalfCharacters, check_tokenizer, AssertionError),
         (OneShardSkipped, check_loader, AssertionError),
         (HeaderBelieved, check_loader, ValueError),
+        (FirstEndOnly, check_stopping, AssertionError),
     ],
 )
 def test_a_bug_is_told_as_a_program_that_shows_it(bug: Any, check: Any, error: type[Exception]) -> None:
