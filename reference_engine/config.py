@@ -161,7 +161,8 @@ class EngineConfig:
     that somebody observes, or that several ranks share, runs as it is."""
     compile_layers: bool = False
     """Let torch.compile fuse what a layer does between its matrix products. The first steps then take a minute or so; a
-    step that somebody observes runs as it is written."""
+    step that somebody observes runs as it is written. Meant for a GPU: on the CPU the compiler cannot read packed
+    weights, and is slower without them."""
     debug_checks: bool = False
     """Verify the cache's invariants at every step, and fill freed blocks with NaN. Slow."""
 

@@ -22,6 +22,10 @@ from reference_engine.weights import LM_HEAD, TOKEN_EMBEDDING
 __all__ = ["Decoder"]
 
 
+_VERSIONS_OF_A_LAYER = 4
+"""Compiled ones: of one row, of several, of one request, of several."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """q, k and v of each token, their rotation, and what each token takes from its past."""
@@ -116,22 +120,29 @@ class Decoder:
         rotary: RotaryEmbedding,
         backend: AttentionBackend,
         ranks: Ranks | None = None,
+        *,
+        packs_weights: bool = True,
     ) -> Decoder:
         """Assemble the decoder from the parameters that `load_weights` returns.
 
-        Those of matrix products are taken out of `weights`, so that a packed one replaces the plain one in memory.
+        Those of matrix products are taken out of `weights`, so that a packed one replaces the plain one in memory. A
+        compiler cannot read packed ones.
         """
-        table, head = weights[TOKEN_EMBEDDING], Linear(pack(weights[LM_HEAD]))
+        table, head = weights[TOKEN_EMBEDDING], Linear(pack(weights[LM_HEAD]) if packs_weights else weights[LM_HEAD])
+        layers = range(config.num_hidden_layers)
         return cls(
             embed_tokens=Embedding(table) if ranks is None else VocabParallelEmbedding(table, ranks),
             rotary=rotary,
-            layers=tuple(_build_layer(config, weights, backend, i, ranks) for i in range(config.num_hidden_layers)),
+            layers=tuple(_build_layer(config, weights, backend, layer, ranks, packs_weights) for layer in layers),
             norm=RMSNorm(weights["model.norm.weight"], config.rms_norm_eps),
             lm_head=head if ranks is None else VocabParallelHead(head, ranks),
         )
 
     def compiled(self) -> Decoder:
         """Return the same decoder with its layers compiled for any number of rows, when they first run."""
+        # All layers share one piece of code, of which each is a version of its own, and a few more for shapes.
+        config = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, _VERSIONS_OF_A_LAYER * len(self.layers))
         return replace(self, layers=tuple(torch.compile(layer.__call__, dynamic=True) for layer in self.layers))
 
     def __call__(self, batch: Batch) -> torch.Tensor | None:
@@ -161,6 +172,7 @@ def _build_layer(
     backend: AttentionBackend,
     layer: int,
     ranks: Ranks | None,
+    packs_weights: bool,
 ) -> DecoderLayer:
     prefix = f"model.layers.{layer}."
 
@@ -168,7 +180,8 @@ def _build_layer(
         return RMSNorm(weights[f"{prefix}{name}.weight"], config.rms_norm_eps)
 
     def linear(name: str) -> Linear:
-        return Linear(pack(weights.pop(f"{prefix}{name}.weight")), weights.get(f"{prefix}{name}.bias"))
+        weight_OI = weights.pop(f"{prefix}{name}.weight")
+        return Linear(pack(weight_OI) if packs_weights else weight_OI, weights.get(f"{prefix}{name}.bias"))
 
     def row_parallel(name: str) -> Linear | RowParallel:
         own = linear(name)

@@ -58,7 +58,9 @@ class ModelRunner:
         weights = load_weights(model_dir, model_config, self.dtype, self.device, ranks)
         # After the weights, so that on a GPU the cache takes its share of what they leave.
         self.backend = open_backend(spec)
-        self.model = Decoder.build(self.model_config, weights, rotary, self.backend, ranks)
+        self.model = Decoder.build(
+            self.model_config, weights, rotary, self.backend, ranks, packs_weights=not config.compile_layers
+        )
         self._unobserved = self.model.compiled() if config.compile_layers else self.model
         self._graphs = self._open_graphs(config)
 

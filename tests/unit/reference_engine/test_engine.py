@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from reference_engine import EngineConfig, FinishReason, LLMEngine, SamplingParams
+from reference_engine import EngineConfig, FinishReason, LLMEngine, SamplingParams, packing
 from reference_engine.errors import CapacityError, ConfigError, DeviceError, RequestError
 
 from .recorder import Recorder
@@ -235,7 +235,8 @@ def test_cuda_agrees(checkpoint: Any, goldens: Any, backend: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled_layers_make_the_same_tokens(checkpoint: Any) -> None:
+def test_compiled_layers_make_the_same_tokens(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "MIN_ELEMENTS", 1)  # all weights are packed where nothing is compiled
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)
     prompts = [list(range(4, 20)), [5, 6, 7]]
     config = EngineConfig(dtype="float32", max_model_len=32)
