@@ -5,14 +5,18 @@ A baseline file is read in review, so it is sorted, one count a line, and holds 
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from harness.errors import Code, HarnessError
+from harness.files import write_text, writing
 
 _VERSIONS = ("torch", "transformers", "machine", "cpu_capability", "gpu")
 _WORK = ("engine", "dtype", "device", "batch_size", "prompt_tokens", "max_new_tokens")
@@ -39,6 +43,13 @@ class Entry(BaseModel):
     key: dict[str, str]
     """Machine kind, versions and work; a profile is compared with the entry of an equal key only."""
     phases: dict[str, PhaseNeeds]
+
+    @model_validator(mode="after")
+    def _has_the_phases_of_its_key(self) -> Entry:
+        expected = [steps.partition("=")[0] for steps in self.key.get("steps", "").split()]
+        if sorted(expected) != sorted(self.phases):
+            raise ValueError(f"phases {sorted(self.phases)} where the key has {sorted(expected)}")
+        return self
 
 
 class Baseline(BaseModel):
@@ -101,15 +112,25 @@ def write_baseline(baseline: Baseline, path: Path) -> None:
     Raises:
         HarnessError: CANNOT_WRITE.
     """
-    text = json.dumps(baseline.model_dump(), indent=1, sort_keys=True) + "\n"
-    beside = path.with_name(f".{path.name}.new")
-    try:
+    write_text(path, json.dumps(baseline.model_dump(), indent=1, sort_keys=True) + "\n")
+
+
+@contextmanager
+def changing(path: Path) -> Iterator[None]:
+    """Keep other processes, those of pytest-xdist for instance, from changing a baseline between reading and writing.
+
+    Raises:
+        HarnessError: CANNOT_WRITE.
+    """
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        what = f"the baseline cannot be written: {error.strerror}"
-        raise HarnessError(Code.CANNOT_WRITE, what, where=path) from error
+        folder = os.open(path.parent, os.O_RDONLY)  # the file itself is replaced, and a lock on it with it
+    try:
+        with writing(path):
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _key(document: Mapping[str, Any]) -> dict[str, str]:

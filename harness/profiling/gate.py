@@ -8,7 +8,15 @@ from enum import StrEnum
 from pathlib import Path
 
 from harness.errors import Code, HarnessError
-from harness.profiling.baseline import Baseline, Entry, PhaseNeeds, read_baseline, read_profile, write_baseline
+from harness.profiling.baseline import (
+    Baseline,
+    Entry,
+    PhaseNeeds,
+    changing,
+    read_baseline,
+    read_profile,
+    write_baseline,
+)
 
 AMOUNT_TOLERANCE = 0.005
 """FLOPs, bytes and the peak may move by this share: padding and the allocator's rounding do."""
@@ -77,18 +85,24 @@ def run_gate(profile: Path, baseline: Path, *, accept: bool = False, command: st
         HarnessError: BAD_PROFILE, BAD_BASELINE, CANNOT_WRITE; unless `accept`, BASELINE_MISSING and OTHER_BASELINE.
     """
     entry = read_profile(profile)
-    stored = read_baseline(baseline)
-    before = stored.matching(entry.key) if stored else None
     if accept:
-        write_baseline((stored or Baseline()).with_entry(entry), baseline)
-        changes = compare(before, entry) if before else ()
-        return GateResult(key=entry.key, changes=changes, is_accepted=True)
+        return _accept(entry, baseline)
+    stored = read_baseline(baseline)
     if stored is None:
         hint = f"{command} to write one from this profile"
         raise HarnessError(Code.BASELINE_MISSING, "there is no baseline", where=baseline, hint=hint)
+    before = stored.matching(entry.key)
     if before is None:
         raise _other_baseline(entry.key, stored, baseline, command)
     return GateResult(key=entry.key, changes=compare(before, entry))
+
+
+def _accept(entry: Entry, path: Path) -> GateResult:
+    with changing(path):
+        stored = read_baseline(path) or Baseline()
+        write_baseline(stored.with_entry(entry), path)
+    before = stored.matching(entry.key)
+    return GateResult(key=entry.key, changes=compare(before, entry) if before else (), is_accepted=True)
 
 
 def compare(before: Entry, after: Entry) -> tuple[GateChange, ...]:

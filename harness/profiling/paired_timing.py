@@ -1,7 +1,8 @@
 """Is one step slower than another? Interleaved pairs, the ratio of each, and an interval of the ratios' median.
 
 A wall time alone says nothing on a machine that others use too. Two steps timed in turn, A B B A, meet the same
-weather: what drifts linearly hits both alike, and the two A of each block show how much noise is left.
+weather: what drifts linearly hits both alike, and the A of one block over those of the next show how much noise is
+left. Not one A of a block over its other: the first follows an A and the last a B, which has taken the caches.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class PairedRatio:
 
     ratio: Interval
     noise: Interval
-    """The same of the two A of each block: what is measured where nothing has changed."""
+    """The same of the two A of each block over those of the next: what is measured where nothing has changed."""
     num_blocks: int
     tolerance: float
     """Slowdown that is worth an alarm: 0.03 is 3 %."""
@@ -92,9 +93,10 @@ def paired_ratio(blocks: Sequence[tuple[float, float, float, float]], *, toleran
     if len(blocks) < MIN_BLOCKS:
         raise ValueError(f"{len(blocks)} blocks are too few for an interval: at least {MIN_BLOCKS}")
     first, second, third, fourth = np.array(blocks, np.float64).T
+    before, after = first + fourth, second + third
     return PairedRatio(
-        ratio=_interval((second + third) / (first + fourth)),
-        noise=_interval(fourth / first),
+        ratio=_interval(after / before),
+        noise=_interval(before[:-1] / before[1:]),
         num_blocks=len(blocks),
         tolerance=tolerance,
     )

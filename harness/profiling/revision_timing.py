@@ -21,8 +21,6 @@ from harness.profiling import step_worker
 from harness.profiling.paired_timing import PairedRatio, paired_ratio
 
 _WORKER = Path(step_worker.__file__)
-_TAIL = 2000
-"""Characters of a failed worker's messages that are shown."""
 
 
 def time_against(
@@ -78,20 +76,26 @@ def _spec(profile: Mapping[str, Any]) -> dict[str, Any]:
 def _checked_out(checkout: Path, revision: str) -> Iterator[Path]:
     """Yield a folder with the packages of a revision; the checkout itself is only read."""
     command = ["git", "-C", str(checkout), "archive", "--format=tar", revision, "harness", "reference_engine"]
-    ran = subprocess.run(command, capture_output=True, check=False)
-    if ran.returncode:
-        reason = ran.stderr.decode(errors="replace").strip().splitlines()[-1:]
+    try:
+        packed = subprocess.run(command, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = error.strerror if isinstance(error, OSError) else _last_line(error.stderr.decode(errors="replace"))
         raise HarnessError(
             Code.BAD_OPTION,
-            f"the revision cannot be read from git: {''.join(reason)}",
+            f"the revision cannot be read from git: {reason}",
             where="--against",
             actual=revision,
             hint="a commit, tag or branch of the checkout that harness is installed from",
-        )
+        ) from error
     with tempfile.TemporaryDirectory(prefix="harness-") as folder:
-        with tarfile.open(fileobj=io.BytesIO(ran.stdout)) as archive:
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
             archive.extractall(folder, filter="data")
         yield Path(folder)
+
+
+def _last_line(messages: str) -> str:
+    """Return what a command said last: its error, as a rule."""
+    return (messages.strip().splitlines() or ["it says nothing"])[-1]
 
 
 class _Worker:
@@ -136,6 +140,5 @@ class _Worker:
     def _failure(self) -> HarnessError:
         self._process.wait()
         self._errors.seek(0)
-        lines = self._errors.read()[-_TAIL:].strip().splitlines()
-        what = f"the engine does not run at this revision: {lines[-1] if lines else 'it says nothing'}"
+        what = f"the engine does not run at this revision: {_last_line(self._errors.read())}"
         return HarnessError(Code.ENGINE_FAILED, what, where=self._label, hint="a revision that can profile, too")

@@ -50,11 +50,10 @@ class Trace:
     """What a kernel and the call that launched it have in common; -1 for everything else."""
 
 
-_LONGEST_US = 4e15
-"""More than a century: what is beyond it is no time, and twice as many nanoseconds still fit into 64 bits."""
+_LONGEST_US = 3e15
+"""From 1970 to 2065: what is beyond it is no time, and three times as many nanoseconds still fit into 64 bits."""
 _Id = Annotated[int, msgspec.Meta(ge=NO_CORRELATION, le=2**63 - 1)]
-_Moment = Annotated[float, msgspec.Meta(ge=0, le=_LONGEST_US)]
-_Duration = Annotated[float, msgspec.Meta(ge=-_LONGEST_US, le=_LONGEST_US)]
+_Time = Annotated[float, msgspec.Meta(ge=-_LONGEST_US, le=_LONGEST_US)]
 
 
 class _Arguments(msgspec.Struct, gc=False, frozen=True):
@@ -70,8 +69,8 @@ class _Event(msgspec.Struct, gc=False):
     name: str = ""
     pid: int | str = 0
     tid: int | str = 0
-    ts: _Moment = 0.0
-    dur: _Duration = 0.0
+    ts: _Time = 0.0
+    dur: _Time = 0.0
     args: _Arguments = _NO_ARGUMENTS
 
 
@@ -79,6 +78,8 @@ class _Document(msgspec.Struct):
     traceEvents: list[msgspec.Raw]  # noqa: N815  the format's own name
 
 
+_Content = _Document | list[msgspec.Raw]
+"""The bare list is what `profiler.events().export_chrome_trace` writes."""
 _Key = TypeVar("_Key")
 _Label = tuple[str, str]
 _Thread = tuple[int | str, int | str]
@@ -102,20 +103,24 @@ def read_trace(path: Path) -> Trace:
     if not bytes(text[:_CHUNK_BYTES]).strip():
         raise HarnessError(Code.TRACE_DAMAGED, "the trace is empty", where=path, hint="export it again")
     try:
-        events = msgspec.json.decode(text, type=_Document).traceEvents
-        return _columns(events)
+        content = msgspec.json.decode(text, type=_Content)
+        trace = _columns(content if isinstance(content, list) else content.traceEvents)
     except msgspec.ValidationError as error:
         what = f"the file is no trace of torch: {error}"
-        raise HarnessError(
-            Code.NO_TRACE_EVENTS, what, where=path, expected='{"traceEvents": [...]}', hint=_EXPORT_HINT
-        ) from error
+        raise HarnessError(Code.NO_TRACE_EVENTS, what, where=path, expected=_EXPECTED, hint=_EXPORT_HINT) from error
     except msgspec.DecodeError as error:
         raise _json_error(error, path) from error
-    except RecursionError:
-        what = "the trace is no JSON of a profiler: it is nested too deeply"
+    except (RecursionError, UnicodeDecodeError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else f"a name is no UTF-8: {error}"
+        what = f"the trace is no JSON of a profiler: {reason}"
         raise HarnessError(Code.TRACE_NOT_JSON, what, where=path, hint=_EXPORT_HINT) from None
+    if isinstance(content, list) and not len(trace.label):
+        what = "the file is no trace of torch: a list without events"
+        raise HarnessError(Code.NO_TRACE_EVENTS, what, where=path, expected=_EXPECTED, hint=_EXPORT_HINT)
+    return trace
 
 
+_EXPECTED = '{"traceEvents": [...]}'
 _EXPORT_HINT = "a file of torch.profiler's export_chrome_trace"
 
 

@@ -42,4 +42,4 @@ def innermost(parent: NDArray[np.int64], is_candidate: NDArray[np.bool_]) -> NDA
         passed_over = np.flatnonzero((found != NOT_NESTED) & ~is_candidate[found])
         if not len(passed_over):
             return found
-        found[passed_over] = parent[found[passed_over]]
+        found[passed_over] = found[found[passed_over]]  # doubles what is passed over

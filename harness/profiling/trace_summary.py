@@ -13,8 +13,11 @@ from numpy.typing import NDArray
 from harness.profiling.trace_file import NO_CORRELATION, Trace, collecting_no_garbage, read_trace
 from harness.profiling.trace_nesting import NOT_NESTED, innermost, nest
 
-_LAUNCH_CATEGORIES = {"cuda_runtime", "cuda_driver"}
-_KERNEL_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
+# Capitals are of older versions of torch; lists of events that are not the profiler's own have no category.
+_OPERATOR_CATEGORIES = {"cpu_op", "Operator", ""}
+_KERNEL_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"}
+_LAUNCH_CATEGORY = re.compile(r"\w+_(?:runtime|driver)$|Runtime$")
+"""Of any kind of device: `cuda_runtime`, `xpu_runtime`, ..."""
 _STATED_PHASE = re.compile(r"([^\[\]]+)\[.*\]$")
 """A step that says what it computes: `decode[bs=1 toks=1 kv=128]`."""
 _STEP_NUMBER = re.compile(r"#\d+$")
@@ -111,10 +114,11 @@ class _Columns:
         self._trace = trace
         categories = np.array([category for category, _ in trace.labels], dtype=object)
         is_span = np.array([category == "cpu_op" and bool(_SPAN.match(name)) for category, name in trace.labels], bool)
-        is_operator = (categories == "cpu_op") & ~is_span
+        is_operator = np.isin(categories, list(_OPERATOR_CATEGORIES)) & ~is_span
+        is_launch = np.array([bool(_LAUNCH_CATEGORY.match(category)) for category, _ in trace.labels], bool)
         self._is_operator = is_operator[trace.label]
         self._is_kernel = np.isin(categories, list(_KERNEL_CATEGORIES))[trace.label]
-        self._is_launch = np.isin(categories, list(_LAUNCH_CATEGORIES))[trace.label]
+        self._is_launch = is_launch[trace.label]
         self._is_span = is_span[trace.label]
         self._is_timed = (categories != "Trace")[trace.label]
         self._spans = _phase_spans(trace, categories)
@@ -129,15 +133,19 @@ class _Columns:
         return float(((start + duration).max() - start.min()) / 1e3) if len(start) else 0.0
 
     def phases(self) -> Iterator[TracePhase]:
-        for phase in self._phase_names:
-            durations = [self._trace.duration_ns[event] for event, name in self._spans if name == phase]
-            yield TracePhase(name=phase, count=len(durations), total_us=float(sum(durations)) / 1e3)
+        durations: dict[str, list[int]] = {name: [] for name in self._phase_names}
+        for event, name in self._spans:
+            durations[name].append(int(self._trace.duration_ns[event]))
+        for name, found in durations.items():
+            yield TracePhase(name=name, count=len(found), total_us=sum(found) / 1e3)
 
     def operators(self) -> Iterator[TraceOperator]:
-        durations = self._trace.duration_ns
+        starts, durations = self._trace.start_ns, self._trace.duration_ns
+        ends = starts + durations
         calling = innermost(self._parent, self._is_operator)
         called = np.flatnonzero(self._is_operator & (calling != NOT_NESTED))
-        within = np.bincount(calling[called], weights=durations[called], minlength=len(durations))
+        inside = np.minimum(ends[called], ends[calling[called]]) - starts[called]
+        within = np.bincount(calling[called], weights=inside, minlength=len(durations))
         own = np.maximum(durations - within, 0)
         yield from self._grouped(np.flatnonzero(self._is_operator), own, "cpu")
         yield from self._grouped(np.flatnonzero(self._is_kernel), own, "gpu")
@@ -205,11 +213,12 @@ class _Columns:
         on_cpu = np.flatnonzero(~self._is_kernel)
         on_cpu = on_cpu[np.argsort(trace.start_ns[on_cpu], kind="stable")]
         starts = trace.start_ns[on_cpu]
+        numbers = {name: number for number, name in enumerate(self._phase_names)}
         for span, name in self._spans:  # those further inside come later, and win
             begin = trace.start_ns[span]
             low, high = np.searchsorted(starts, (begin, begin + trace.duration_ns[span]))
             covered = on_cpu[low:high]
-            phase[covered[process[covered] == process[span]]] = self._phase_names.index(name)
+            phase[covered[process[covered] == process[span]]] = numbers[name]
         self._inherit(phase)
         return phase
 

@@ -11,15 +11,12 @@ import argparse
 import datetime
 import gzip
 import json
-import os
 import platform
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +40,12 @@ trace = Trace(trace_files={0: sys.argv[1]}, trace_dir="")
 trace.parse_traces(use_multiprocessing=False)
 frame = trace.get_trace(0)
 print(frame.groupby("name").dur.agg(["count", "sum"]).sort_values("sum").tail(5))
+"""
+WATCHER = """
+import resource, subprocess, sys, time
+begin = time.perf_counter()
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
+print(time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 """
 OURS = "from harness.cli.main import main; main()"
 
@@ -75,18 +78,14 @@ def multiply(source: Path, target: Path, num_bytes: int) -> int:
 
 
 def run(command: list[str]) -> tuple[float, float]:
-    """Return seconds and the largest resident set in MB of a process."""
-    before = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    usage = _wait(process)
-    return time.perf_counter() - before, usage.ru_maxrss * 1024 / 1e6
+    """Return seconds and the largest resident set in MB of a process.
 
-
-def _wait(process: subprocess.Popen[bytes]) -> resource.struct_rusage:
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0, process.args
-    return usage
+    A small process starts it: until its `exec` a child is as large as what it was forked from.
+    """
+    watched = [sys.executable, "-S", "-c", WATCHER, *command]
+    printed = subprocess.run(watched, check=True, capture_output=True, text=True).stdout
+    seconds, kibibytes = map(float, printed.split())
+    return seconds, kibibytes * 1024 / 1e6
 
 
 def main() -> None:
@@ -133,13 +132,13 @@ def report(found: dict[str, list[tuple[float, float]]], num_events: int, size: s
     versions = {"python": platform.python_version()} | (_versions(peers) if peers else {})
     return "\n\n".join([
         "# Reading large traces",
-        f"`python tests/benchmarks/trace_speed.py --repeats {repeats}`, {datetime.date.today()}. {machine.device}, "
-        f"{' '.join(machine.cpu_flags)}; {', '.join(f'{name} {version}' for name, version in versions.items())}.",
+        f"`python tests/benchmarks/trace_speed.py --repeats {repeats}{' --peers PYTHON' * bool(peers)}`, "
+        f"{datetime.date.today()}. {machine.device}, {' '.join(machine.cpu_flags)}; "
+        f"{', '.join(f'{name} {version}' for name, version in versions.items())}.",
         f"{num_events:,} events, {size}. Each reader in a process of its own, start included, in turn; median, least "
         "and most. The ratio is to ours of the same repeat.",
         tabulate(rows, ["reader", "seconds", "peak MB", "times ours"], tablefmt="github", disable_numparse=True),
-        "Each sums up its operators: the peers by total time, ours by phase and with self "
-        "time too.",
+        "Each sums up its operators: the peers by total time, ours by phase and with self time too.",
     ]) + "\n"  # fmt: skip
 
 

@@ -7,18 +7,22 @@ from pathlib import Path
 
 import pytest
 
+from harness.cli.main import run
+from harness.profiling import profile, revision_timing
+from harness.profiling.paired_timing import paired_ratio
+
 SMALL = ["--prompt-tokens", "16", "--max-new-tokens", "5", "--runs", "1", "--phase", "decode"]
 
 
-@pytest.fixture
-def profiled(harness, llama, tmp_path, monkeypatch):
-    """A profile of the smallest model."""
-    from harness.profiling import profile
-
+@pytest.fixture(scope="module")
+def profiled(llama, tmp_path_factory):
+    """A profile of the smallest model, which nobody changes."""
+    folder = tmp_path_factory.mktemp("gate") / "profile"
     small = partial(profile.measure_ceilings, num_bytes=1 << 16, matrix_size=32)
-    monkeypatch.setattr(profile, "measure_ceilings", small)
-    assert harness("profile", "--model", llama, *SMALL, "--out", tmp_path / "profile").status == 0
-    return tmp_path / "profile"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile, "measure_ceilings", small)
+        assert run(["profile", "--model", str(llama), *SMALL, "--out", str(folder)]) == 0
+    return folder
 
 
 def fewer_sums(baseline: Path) -> None:
@@ -50,6 +54,41 @@ def test_from_the_first_profile_to_a_regression(harness, profiled, tmp_path):
     assert accepted.status == 0
     assert "+1" in accepted.out
     assert harness("gate", profiled, baseline).status == 0
+
+
+def test_a_baseline_of_another_kind_of_machine_is_refused(harness, profiled, tmp_path):
+    baseline = tmp_path / "baseline.json"
+    harness("gate", profiled, baseline, "--accept")
+    document = json.loads(baseline.read_text())
+    machine = document["entries"][0]["key"]["machine"]
+    document["entries"][0]["key"]["machine"] = "sparc64"
+    baseline.write_text(json.dumps(document))
+    ran = harness("gate", profiled, baseline)
+    assert ran.status == 2
+    assert ran.err.startswith("H077")
+    assert f"expected: machine: {machine}\n  actual:   machine: sparc64\n" in ran.err
+    assert json.loads(baseline.read_text()) == document
+
+
+@pytest.mark.parametrize(
+    ("block", "verdict", "status"),
+    [
+        ([(1.0, 1.2, 1.2, 1.0)], "slower", 4),
+        ([(1.0, 1.0, 1.0, 1.0)], "same", 0),
+        ([(1.0, 1.3, 1.3, 1.0), (1.0, 0.9, 0.9, 1.0)], "inconclusive", 0),
+    ],
+)
+def test_only_what_is_slower_beyond_doubt_fails(harness, profiled, tmp_path, monkeypatch, block, verdict, status):
+    def time_against(revision, document, *, num_blocks, tolerance):
+        assert (revision, document["engine"], num_blocks) == ("main", "reference", 8)
+        return {"decode": paired_ratio(block * 8, tolerance=tolerance)}
+
+    monkeypatch.setattr(revision_timing, "time_against", time_against)
+    baseline = tmp_path / "baseline.json"
+    harness("gate", profiled, baseline, "--accept")
+    ran = harness("gate", profiled, baseline, "--against", "main", "--blocks", "8")
+    assert ran.status == status
+    assert ran.out.splitlines()[-1].split()[-1] == verdict
 
 
 def test_a_revision_that_is_not_there_is_refused(harness, profiled, tmp_path):

@@ -41,6 +41,24 @@ def test_self_time_is_without_what_lies_inside(tmp_path, capsys, compressed):
     )
     assert (operators["aten::add"]["count"], operators["aten::add"]["self_us"]) == (2, 10)
     assert file["path"] == path
+    assert (file["num_events"], file["duration_us"]) == (6, 100)
+    assert {"phases", "operators"} <= file.keys()
+    assert operators["aten::mm"].keys() >= {"name", "phase", "count", "total_us", "self_us"}
+
+
+def test_several_files_in_the_order_given(harness, tmp_path):
+    paths = [trace(tmp_path / name, 1) for name in ("b.json", "a.json")]
+    files = harness("trace", "summary", *paths, "--format", "json").json["files"]
+    assert [file["path"] for file in files] == paths
+
+
+def test_names_that_would_move_the_cursor_are_shown_harmless(harness, tmp_path):
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"traceEvents": [event("\x1b[2Jaten::mm\n" + "x" * 500, "cpu_op", 0, 1)]}))
+    ran = harness("trace", "summary", path)
+    assert ran.status == 0
+    assert "\x1b" not in ran.out
+    assert max(map(len, ran.out.splitlines()[2:])) < 120
 
 
 def test_what_changed_is_listed_the_largest_first(tmp_path, capsys):
@@ -50,21 +68,42 @@ def test_what_changed_is_listed_the_largest_first(tmp_path, capsys):
     assert (change["name"], change["count_before"], change["count_after"]) == ("aten::add", 1, 4)
     assert (change["self_us_before"], change["self_us_after"]) == (5, 20)
     assert "aten::mm" not in [other["name"] for other in others]
+    assert change["phase"] == "prefill"
+
+
+def test_a_diff_of_a_trace_with_itself_says_so(harness, tmp_path):
+    path = trace(tmp_path / "a.json", 2)
+    assert harness("trace", "diff", path, path, "--format", "json").json["changes"] == []
+    ran = harness("trace", "diff", path, path)
+    assert ran.status == 0
+    assert "every operator runs as often as before" in ran.out
 
 
 BAD = {
-    "not there": None,
-    "no JSON": b"hello",
-    "cut off": b'{"traceEvents": [{"ph": "X"',
-    "gzip in name only": b"{}",
-    "no events": b'{"schemaVersion": 1}',
+    "not there": (None, "H070"),
+    "cut off": (b'{"traceEvents": [{"ph": "X"', "H071"),
+    "cut off.gz": (gzip.compress(b'{"traceEvents": []}')[:-9], "H071"),
+    "no JSON": (b"hello", "H072"),
+    "gzip in name only.gz": (b"{}", "H073"),
+    "no events": (b'{"schemaVersion": 1}', "H074"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_no_trace_is_said_with_a_code(tmp_path, capsys, name):
-    path = tmp_path / ("t.json.gz" if "gzip" in name else "t.json")
-    if BAD[name] is not None:
-        path.write_bytes(BAD[name])
-    assert run(["trace", "summary", str(path)]) == 2
-    assert capsys.readouterr().err.startswith("H07")
+def test_what_is_no_trace_is_said_with_a_code(harness, tmp_path, name):
+    content, code = BAD[name]
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    whole = trace(tmp_path / "whole.json", 1)
+    for ran in (harness("trace", "summary", path), harness("trace", "diff", whole, path)):
+        assert ran.status == 2
+        assert ran.err.startswith(f"{code}: ")
+        assert str(path) in ran.err
+        assert not ran.out
+
+
+def test_a_folder_is_no_trace(harness, tmp_path):
+    ran = harness("trace", "summary", tmp_path)
+    assert ran.status == 2
+    assert ran.err.startswith("H070")

@@ -1,6 +1,7 @@
 """Gates: what a profile may need, of which machine and work, and what a baseline file must survive."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from harness.profiling.gate import GateVerdict, run_gate
 from harness.report.profile_json import profile_document
 
 from ..report.profile_examples import phase, profile
+
+NO_PHASES = '{"entries": [{"key": {"steps": "prefill=1"}, "phases": {}}]}'
 
 
 def folder(path: Path, result: ProfileResult) -> Path:
@@ -100,13 +103,35 @@ def test_without_a_baseline_nothing_passes(tmp_path: Path) -> None:
     assert caught.value.code is Code.BASELINE_MISSING
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"schema_version": 2}', '{"entries": [{"key": {}}]}'])
-def test_a_damaged_baseline_stays_as_it_is(tmp_path: Path, baseline: Path, text: str) -> None:
+def test_changes_at_the_same_time_are_all_kept(tmp_path: Path, baseline: Path) -> None:
+    sizes = range(2, 10)
+    profiles = [folder(tmp_path / f"new{size}", replace(profile(), batch_size=size)) for size in sizes]
+    with ThreadPoolExecutor(len(profiles)) as threads:
+        list(threads.map(lambda found: run_gate(found, baseline, accept=True), profiles))
+    assert all(run_gate(found, baseline).verdict is GateVerdict.PASS for found in profiles)
+    assert [path.name for path in baseline.parent.iterdir()] == [baseline.name]
+
+
+def test_where_nothing_can_be_written_it_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(HarnessError) as caught:
+        run_gate(folder(tmp_path / "new", profile()), tmp_path / "file" / "baseline.json", accept=True)
+    assert caught.value.code is Code.CANNOT_WRITE
+
+
+@pytest.mark.parametrize(
+    ("text", "accept"),
+    [
+        (text, accept)
+        for text in ("", "{", '{"schema_version": 2}', '{"entries": [{"key": {}}]}', NO_PHASES)
+        for accept in (False, True)
+    ],
+)
+def test_a_damaged_baseline_stays_as_it_is(tmp_path: Path, baseline: Path, text: str, accept: bool) -> None:
     baseline.write_text(text)
-    for accept in (False, True):
-        with pytest.raises(HarnessError) as caught:
-            run_gate(folder(tmp_path / "new", profile()), baseline, accept=accept)
-        assert caught.value.code is Code.BAD_BASELINE
+    with pytest.raises(HarnessError) as caught:
+        run_gate(folder(tmp_path / "new", profile()), baseline, accept=accept)
+    assert caught.value.code is Code.BAD_BASELINE
     assert baseline.read_text() == text
 
 

@@ -33,6 +33,20 @@ def test_a_machine_that_slows_down_slows_both() -> None:
     assert blocks(1.05, drift=0.001).verdict is TimeVerdict.SLOWER
 
 
+def test_a_step_that_the_other_one_slows_down_is_no_noise() -> None:
+    """Each is slower right after the other one, whose data is in the caches."""
+    found = paired_ratio([(1.0, 1.3, 1.0, 1.3)] * 10)
+    assert (found.ratio.median, found.noise.median) == (1, 1)
+    assert found.verdict is TimeVerdict.SAME
+
+
+def test_a_machine_that_jumps_between_blocks_tells_nothing() -> None:
+    found = paired_ratio([(speed,) * 4 for speed in (1.0, 1.1, 1.25, 1.4, 1.55, 1.7, 1.9)])
+    assert found.ratio.median == 1
+    assert found.noise.high < 0.97
+    assert found.verdict is TimeVerdict.INCONCLUSIVE
+
+
 def test_a_restless_machine_tells_nothing() -> None:
     assert blocks(1.02, spread=0.2).verdict is TimeVerdict.INCONCLUSIVE
 

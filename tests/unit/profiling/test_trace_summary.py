@@ -33,9 +33,9 @@ def test_events_of_two_threads_are_not_nested(tmp_path: Path) -> None:
 
 
 def test_times_rounded_to_microseconds_nest_the_next_event_nowhere(tmp_path: Path) -> None:
-    """The second begins where the first ends; the third lasts beyond the one that it began in."""
+    """The second begins where the first ends; the third lasts beyond the second, which loses the part inside."""
     summary = written(tmp_path / "t", event("first", 0, 5), event("second", 5, 5), event("third", 9, 2))
-    assert own_times(summary) == {"first": 5, "second": 3, "third": 2}
+    assert own_times(summary) == {"first": 5, "second": 4, "third": 2}
     assert summary.duration_us == 11
 
 
@@ -85,8 +85,59 @@ def test_a_trace_of_somebody_else(tmp_path: Path) -> None:
     assert summarize(path.with_suffix(".gz")).operators == summary.operators
 
 
+def test_a_list_of_functions_is_a_trace(tmp_path: Path) -> None:
+    """What the other exporter of torch writes: no `traceEvents`, no categories."""
+    with torch.autograd.profiler.profile(use_kineto=True) as profiler:
+        torch.nn.functional.linear(torch.ones(2, 8), torch.ones(4, 8))
+    path = tmp_path / "functions.json"
+    assert profiler.function_events is not None
+    profiler.function_events.export_chrome_trace(str(path))
+    assert path.read_text().startswith("[")
+    assert {"aten::linear", "aten::t", "aten::matmul"} <= own_times(summarize(path)).keys()
+
+
+def test_categories_of_older_versions(tmp_path: Path) -> None:
+    (operator, kernel) = written(
+        tmp_path / "t",
+        event("decode[bs=1 toks=1 kv=8]", 0, 10, cat="user_annotation"),
+        event("aten::mm", 1, 8, cat="Operator"),
+        event("cudaLaunchKernel", 2, 1, cat="Runtime", args={"correlation": 5}),
+        event("gemm", 20, 4, cat="Kernel", pid=0, tid="stream 7", args={"correlation": 5}),
+    ).operators
+    assert (operator.name, operator.device, operator.self_us) == ("aten::mm", "cpu", 8)
+    assert (kernel.name, kernel.device, kernel.phase) == ("gemm", "gpu", "decode")
+
+
+def test_own_time_passes_over_what_is_no_operator(tmp_path: Path) -> None:
+    frames = [event(f"frame {depth}", 2 + depth, 30 - 2 * depth, cat="python_function") for depth in range(5)]
+    summary = written(tmp_path / "t", event("outer", 0, 40), *frames, event("inner", 10, 15))
+    assert own_times(summary) == {"outer": 25, "inner": 15}
+
+
+def test_of_annotations_inside_one_another_the_inner_one_is_the_phase(tmp_path: Path) -> None:
+    summary = written(
+        tmp_path / "t",
+        event("ProfilerStep#3", 0, 50, cat="user_annotation"),
+        event("forward", 10, 20, cat="user_annotation"),
+        event("ProfilerStep#4", 60, 50, cat="user_annotation"),
+        event("in", 15, 1), event("after", 40, 1), event("other", 12, 1, pid=2),
+    )  # fmt: skip
+    assert [(phase.name, phase.count) for phase in summary.phases] == [("ProfilerStep", 2), ("forward", 1)]
+    assert {operator.name: operator.phase for operator in summary.operators} == {
+        "in": "forward",
+        "after": "ProfilerStep",
+        "other": None,
+    }
+
+
 def test_an_empty_list_of_events_is_a_trace(tmp_path: Path) -> None:
     assert written(tmp_path / "t").duration_us == 0
+
+
+def test_the_furthest_times_that_are_taken_do_not_overflow(tmp_path: Path) -> None:
+    summary = written(tmp_path / "t", event("first", -3e15, 1), event("last", 3e15, 3e15))
+    assert summary.duration_us == pytest.approx(9e15)
+    assert own_times(summary) == {"first": 1, "last": pytest.approx(3e15)}
 
 
 def test_a_negative_duration_counts_as_none(tmp_path: Path) -> None:
@@ -100,6 +151,9 @@ def test_a_negative_duration_counts_as_none(tmp_path: Path) -> None:
         (" \n", Code.TRACE_DAMAGED),
         ('{"traceEvents": [{"ph": "X", "na', Code.TRACE_DAMAGED),
         ("[]", Code.NO_TRACE_EVENTS),
+        ('[{"name": "a"}]', Code.NO_TRACE_EVENTS),
+        ("7", Code.NO_TRACE_EVENTS),
+        ("{}", Code.NO_TRACE_EVENTS),
         ('{"traceEvents": 7}', Code.NO_TRACE_EVENTS),
         ('{"traceEvents": [7]}', Code.NO_TRACE_EVENTS),
         ('{"traceEvents": [{"ph": "X", "name": 7}]}', Code.NO_TRACE_EVENTS),
@@ -107,9 +161,10 @@ def test_a_negative_duration_counts_as_none(tmp_path: Path) -> None:
         ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1e300}]}', Code.NO_TRACE_EVENTS),
         ('{"traceEvents": [{"ph": "X", "name": "a", "args": {"correlation": 1e30}}]}', Code.NO_TRACE_EVENTS),
         ('{"traceEvents": [{"ph": "X", "ts": NaN}]}', Code.TRACE_NOT_JSON),
-        ("[" * 100_000, Code.NO_TRACE_EVENTS),
+        ("[" * 100_000, Code.TRACE_NOT_JSON),
         ('{"traceEvents": ' + "[" * 100_000 + "]" * 100_000 + "}", Code.TRACE_NOT_JSON),
         ("\x00\x01", Code.TRACE_NOT_JSON),
+        ('{"traceEvents": []} more', Code.TRACE_NOT_JSON),
     ],
 )
 def test_what_is_no_trace(tmp_path: Path, text: str, code: Code) -> None:
@@ -119,6 +174,14 @@ def test_what_is_no_trace(tmp_path: Path, text: str, code: Code) -> None:
         summarize(path)
     assert caught.value.code is code
     assert str(path) in str(caught.value)
+
+
+def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(b'{"traceEvents": [{"ph": "X", "name": "\xff"}]}')
+    with pytest.raises(HarnessError, match="no UTF-8") as caught:
+        summarize(path)
+    assert caught.value.code is Code.TRACE_NOT_JSON
 
 
 def test_a_compressed_trace_that_is_cut_off(tmp_path: Path) -> None:
