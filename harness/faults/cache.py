@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from harness.faults.fault import BLOCK_SIZE, FIRST, FIRST_DECODE, SECOND, Category, Fault, Row, Setting
+from harness.faults.fault import BLOCK_SIZE, FIRST, FIRST_DECODE, PROMPT_LENGTHS, SECOND, Category, Fault, Row, Setting
 from harness.faults.plant import Planted, replaced, replacing
 from reference_engine.attention.paged import PagedAttention
 from reference_engine.block_manager import BlockManager
@@ -258,6 +258,18 @@ def _resumes_as_if_computed(release: Callable[..., None]) -> Callable[..., None]
     return released
 
 
+def _resumes_with_its_table(release: Callable[..., None]) -> Callable[..., None]:
+    """A preempted request is computed anew, into the blocks that it had, which are others' by then."""
+
+    def released(self: BlockManager, sequence: Any) -> None:
+        table = sequence.block_table[:]
+        release(self, sequence)
+        if sequence.finish_reason is None:
+            sequence.block_table = table
+
+    return released
+
+
 def _fault(id: str, summary: str, plant: Any, cause: str, tap: str | None, row: Row | None, **rest: Any) -> Fault:
     return Fault(id=id, category=Category.CACHE, summary=summary, plant=plant, cause=cause, tap=tap, row=row, **rest)
 
@@ -270,6 +282,8 @@ _TWINS = ((*_ALIKE[0], *range(50, 58), 7), (*_ALIKE[1], *range(50, 58), 8))
 """Different first blocks, the same second one."""
 _HITS = Setting(schedule="prefix-hit")
 _LAST_SLOT = 41
+_FIRST_GROWN: Row = (0, _up(PROMPT_LENGTHS[0], BLOCK_SIZE))
+"""Where the first request outgrows its blocks: into one that a preempted request has left, and will write again."""
 FAULTS = [
     _fault(
         "slot-at-boundary",
@@ -455,6 +469,15 @@ FAULTS = [
         "request|content|stale|slot",
         _K_CACHE,
         (2, 0),
+        setting=Setting(schedule="preempted"),
+    ),
+    _fault(
+        "preempted-keeps-its-table",
+        "A preempted request resumes with the block table that it had, though its blocks were freed.",
+        replacing((BlockManager, "release", _resumes_with_its_table), _UNCHECKED),
+        "another request wrote|belongs to two requests",
+        _K_CACHE,
+        _FIRST_GROWN,
         setting=Setting(schedule="preempted"),
         instance="vllm#5349",
     ),

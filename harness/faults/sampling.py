@@ -30,6 +30,18 @@ def _row_before(build: Callable[..., Any]) -> Callable[..., Any]:
     return built
 
 
+def _last_row(build: Callable[..., Any]) -> Callable[..., Any]:
+    """In a prefill, every request has the logits of the last row of the batch."""
+
+    def built(*args: Any, **kwargs: Any) -> Any:
+        batch = build(*args, **kwargs)
+        if batch.sampled_rows_ is None:
+            return batch
+        return replace(batch, sampled_rows_=batch.sampled_rows_.max().expand_as(batch.sampled_rows_))
+
+    return built
+
+
 def _coarse_logits(logits: Callable[..., Any]) -> Callable[..., Any]:
     def computed(self: Decoder, x: torch.Tensor, batch: Any) -> Any:
         head = self.lm_head
@@ -120,6 +132,15 @@ FAULTS = [
         cause="another token|row",
     ),
     Fault(
+        id="logits-of-the-last-row",
+        category=Category.SAMPLING,
+        summary="The first token of every request is sampled from the last row of the batch.",
+        plant=replacing((reference_engine.model_runner, "build_batch", _last_row)),
+        tap="lm_head",
+        row=FIRST_SAMPLED,
+        cause="another token|another request",
+    ),
+    Fault(
         id="second-best-token",
         category=Category.SAMPLING,
         summary="Temperature 0 does not give the most likely token.",
@@ -206,6 +227,15 @@ FAULTS = [
         tap="model.layers.0.mlp.down_proj",
         row=FIRST,
         cause="float16",
-        setting=Setting(),
+    ),
+    Fault(
+        id="product-overflow-fp16",
+        category=Category.NUMBERS,
+        summary="A matrix product takes and gives float16, and what it takes is larger than float16 can hold.",
+        plant=edited_layers(_half_accumulation),
+        tap="model.layers.0.mlp.down_proj",
+        row=FIRST,
+        cause="overflow of float16",
+        setting=Setting(scaled={"model.layers.0.mlp.up_proj.weight": 1e7}),
     ),
 ]

@@ -1,6 +1,7 @@
 """Find the smallest relative error of an operation that a check sees, by injecting gains of shrinking size.
 
-    python tests/benchmarks/detection_limits.py [--model qwen3-tiny] [--rows 256]
+    python tests/benchmarks/detection_limits.py [--model qwen3-tiny] [--rows 96 256]
+                                                [--out reports/cpu/detection-limits.md]
 
 Every kind of operation of the reference engine is computed in float64 and multiplied by 1 + gain before it is rounded
 to the engine's dtype. The smallest gain that is found is bracketed to a factor of 1.2, once with what the check as a
@@ -8,11 +9,11 @@ whole says and once with the bounds alone (a `bug`, where the statistics below o
 """
 
 import argparse
+import datetime
 import math
-import platform
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from torch.nn.functional import linear, silu
 
 import reference_engine.attention.paged
 import reference_engine.model
+from harness.bench.machine import describe_machine
 from harness.check import run_check
 from harness.faults.fault import Setting
 from harness.faults.trial import checkpoint, plan_of
@@ -29,6 +31,8 @@ from harness.metrics import rounding_unit
 from harness.results import Outcome, Verdict
 from reference_engine.layers import MLP, Linear, RMSNorm
 
+ROOT = Path(__file__).parents[2]
+DTYPES = ("bfloat16", "float16", "float32")
 LARGEST, SMALLEST, FACTOR = 0.3, 1e-9, 1.2
 Call = Callable[..., torch.Tensor]
 
@@ -107,28 +111,55 @@ def limit(found: Callable[[float], bool]) -> float:
     return above
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3-tiny")
-    parser.add_argument("--rows", type=int, default=256)
-    args = parser.parse_args()
+def limits(model: str, num_rows: int) -> list[list[str]]:
+    """Return the lines of the table of one number of rows."""
     generator = torch.Generator().manual_seed(1)
-    lengths = (args.rows // 2, args.rows // 4, args.rows // 4)
+    lengths = (num_rows // 2, num_rows // 4, num_rows // 4)
     prompts = tuple(tuple(torch.randint(3, 256, (n,), generator=generator).tolist()) for n in lengths)
     table = []
-    for dtype in ("bfloat16", "float16", "float32"):
-        setting = replace(Setting(model=args.model, dtype=dtype), prompts=prompts)
+    for dtype in DTYPES:
+        setting = Setting(model=model, dtype=dtype, prompts=prompts)
         unit = rounding_unit(getattr(torch, dtype))
         for kind in SITES:
             sound = is_found(setting, kind, 0.0, bounds_only=False)
             assert not sound, f"{kind} in {dtype} alarms without an error"
             bounds = limit(lambda size, s=setting, k=kind: is_found(s, k, size, bounds_only=True))
             whole = limit(lambda size, s=setting, k=kind: is_found(s, k, size, bounds_only=False))
-            table.append([kind, dtype, f"{bounds:.1e}", f"{bounds / unit:.1f}", f"{whole:.1e}", f"{whole / unit:.2f}"])
-            print(table[-1], flush=True)
-    print(f"{args.model}, {args.rows} rows of prompts, torch {torch.__version__}, {platform.processor() or 'cpu'}\n")
-    headers = ["operation", "dtype", "by its bound", "roundings", "by the check", "roundings"]
-    print(tabulate(table, headers=headers, tablefmt="github"))
+            table.append([kind, dtype, f"{bounds:.2g}", f"{bounds / unit:.1f}", f"{whole:.2g}", f"{whole / unit:.2f}"])
+    return table
+
+
+def report(model: str, tables: dict[int, list[list[str]]]) -> str:
+    """Return the report: a table for each number of rows."""
+    machine = describe_machine("cpu")
+    header = ["operation", "dtype", "by its bound", "roundings", "by the check", "roundings"]
+    parts = [
+        "# The smallest error that a check sees",
+        f"`python tests/benchmarks/detection_limits.py --rows {' '.join(map(str, tables))}`, {datetime.date.today()}, "
+        f"{machine.device}, {' '.join(machine.cpu_flags)}, torch {torch.__version__}.",
+        f"{model}, prompts of three requests and what follows them. Every operation of one kind is computed in float64 "
+        f"and multiplied by 1 + gain before its one rounding; the smallest gain found is bracketed to a factor of "
+        f'{FACTOR}. "By its bound": some row is out of bounds. "By the check": anything alarms, the statistics below '
+        "one rounding (`systematic`) included. Roundings are the gain over the RMS relative error of one rounding.",
+        "In float32 the floor is the size of an effect (2 roundings), not its statistic: gains below it are made by "
+        "sound operations too (docs/how-verdicts-work.md), and more rows do not lower it. The same holds for attention "
+        "in the lower dtypes (half a rounding). The gain is put into all operations of a kind at once; which of them "
+        "alarmed first is not distinguished.",
+    ]
+    for num_rows, table in tables.items():
+        parts += [f"## {num_rows} rows of prompts", tabulate(table, header, tablefmt="github", disable_numparse=True)]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    """Measure and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-tiny")
+    parser.add_argument("--rows", type=int, nargs="+", default=[96, 256])
+    parser.add_argument("--out", type=Path, default=ROOT / "reports" / "cpu" / "detection-limits.md")
+    options = parser.parse_args()
+    tables = {num_rows: limits(options.model, num_rows) for num_rows in options.rows}
+    options.out.write_text(report(options.model, tables), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -68,9 +68,9 @@ def report(found: dict[Group, list[Effect]], num_runs: int, alarms: list[str], s
         "# Statistics below one rounding, on sound engines",
         f"`python tests/benchmarks/systematic_floors.py --seeds {' '.join(map(str, seeds))}`, {datetime.date.today()}, "
         f"{machine.device}, {' '.join(machine.cpu_flags)}, torch {torch.__version__}.",
-        f"{num_runs} checks of benign variants under prompts that no constant was chosen from: {len(alarms)} alarms"
+        f"{num_runs} checks of benign variants, with prompts that no constant was chosen from: {len(alarms)} alarms"
         f"{': ' + '; '.join(alarms) if alarms else ''}.",
-        f"Statistics are absolute values. An effect alarms if its statistic is at least {THRESHOLD:g} and its size above "
+        f"Statistics are absolute. An effect alarms if its statistic is at least {THRESHOLD:g} and its size above "
         "the floor of its kind (`harness/compare/systematic.py`). The last column: largest size, in roundings, of "
         "those beyond the threshold.",
         tabulate(rows, header, tablefmt="github", disable_numparse=True),

@@ -32,7 +32,8 @@ OWNERS = (
 )  # fmt: skip
 ONE_OF_EACH = (
     "position-decode-plus-one", "norm-eps-too-large", "qkv-k-and-v-swapped", "window-one-more", "hash-without-parent",
-    "copy-on-write-forgotten", "preempted-keeps-its-past", "second-best-token", "logits-bf16", "hit-of-everything",
+    "copy-on-write-forgotten", "preempted-keeps-its-table", "second-best-token", "logits-bf16", "hit-of-everything",
+    "norm-overflow-fp16", "one-weight-flipped", "tied-head-not-loaded",
 )  # fmt: skip
 
 
