@@ -22,8 +22,8 @@ from harness.results import Effect
 from harness.taps import Kind
 
 THRESHOLD = 8.0
-"""Least statistic of an effect; benign operations stay below it, but for attention in float16 and channels of one value,
-which the floors below are for."""
+"""Least statistic of an effect; benign operations stay below it, but for attention in float16 and channels of one
+value, which the floors below are for."""
 MIN_ROWS = 40
 """Distinct rows below which nothing is said."""
 MAX_ROWS = 4096
