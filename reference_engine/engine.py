@@ -27,6 +27,9 @@ from reference_engine.tokenizer import Tokenizer
 
 __all__ = ["LLMEngine"]
 
+Prompt = str | Iterable[int]
+"""Text, which the checkpoint's tokenizer reads, or token ids."""
+
 
 class LLMEngine:
     """Runs one model for many requests.
@@ -79,16 +82,16 @@ class LLMEngine:
         self._sequences: dict[int, Sequence] = {}
         self._request_ids = count()
 
-    def add_request(self, prompt_token_ids: Iterable[int], params: SamplingParams | None = None) -> int:
-        """Queue a request and return its id.
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
+        """Queue a request, text or token ids, and return its id.
 
         Raises:
             RequestError: the prompt is empty, holds an id outside the vocabulary, or is too long for the model.
             CapacityError: the request is larger than the whole pool of blocks.
-            ConfigError: it has stop strings, and the checkpoint has no tokenizer to find them with.
+            ConfigError: it is text or has stop strings, and the checkpoint has no tokenizer to read them with.
         """
         params = params or SamplingParams()
-        return self._add(self._check(prompt_token_ids, params), params)
+        return self._add(self._check(prompt, params), params)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -118,26 +121,32 @@ class LLMEngine:
         ]
 
     def generate(
-        self, prompts: Iterable[Iterable[int]], params: SamplingParams | Seq[SamplingParams] | None = None
+        self, prompts: Iterable[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """Continue all prompts, with the same parameters or one set each, and return them in the prompts' order.
 
+        Prompts that are text are continued in text too.
+
         Raises:
             RequestError: as `add_request`; or other requests are unfinished; or there is not one set for each prompt.
-            CapacityError: as `add_request`. Either way no prompt has been queued.
+            CapacityError, ConfigError: as `add_request`. Whatever is raised, no prompt has been queued.
         """
         if self.has_unfinished():
             raise RequestError(
                 "generate needs the engine for itself", where="LLMEngine.generate", expected="no unfinished request",
                 actual=len(self._sequences), hint="Drive added requests with step().",
             )  # fmt: skip
-        sequences = [self._sequences[self._add(*request)] for request in self._check_all(list(prompts), params)]
+        prompts = list(prompts)
+        sequences = [self._sequences[self._add(*request)] for request in self._check_all(prompts, params)]
         try:
             while self.has_unfinished():
                 self.step()
         except BaseException:
             self._drop_all()
             raise
+        for sequence, prompt in zip(sequences, prompts, strict=True):
+            if isinstance(prompt, str) and sequence.text is None:
+                sequence.text = self._decode(sequence.token_ids[sequence.num_prompt_tokens :])
         return [sequence.output() for sequence in sequences]
 
     def fork(self, request_id: int, params: SamplingParams | None = None) -> int:
@@ -181,7 +190,7 @@ class LLMEngine:
         return self._sequences[request_id]
 
     def _check_all(
-        self, prompts: list[Iterable[int]], params: SamplingParams | Seq[SamplingParams] | None
+        self, prompts: list[Prompt], params: SamplingParams | Seq[SamplingParams] | None
     ) -> list[tuple[list[int], SamplingParams]]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
@@ -208,8 +217,10 @@ class LLMEngine:
     def _seed(self, params: SamplingParams, request_id: int) -> int:
         return (self.config.seed << 32) + request_id if params.seed is None else params.seed
 
-    def _check(self, prompt: Iterable[int], params: SamplingParams) -> list[int]:
+    def _check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         self._check_stops(params)
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode(prompt)
         return self._admission.check(prompt, params)
 
     def _check_stops(self, params: SamplingParams) -> None:

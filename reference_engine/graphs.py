@@ -125,14 +125,18 @@ def _fill(recorded: Batch, batch: Batch) -> None:
     recorded.block_tables_RB[:num_rows, :width].copy_(batch.block_tables_RB)
 
 
-def capture_cuda(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """Record a call as a CUDA graph, after it has run once on a stream beside, where libraries set themselves up."""
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
-        function()
-    torch.cuda.current_stream().wait_stream(beside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = function()
-    return graph.replay, result
+def capture_cuda(device: torch.device, function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    """Record a call as a CUDA graph, after it has run once on a stream beside, where libraries set themselves up.
+
+    Streams are those of the current device, which need not be `device`: a call on another one would not be recorded.
+    """
+    with torch.cuda.device(device):
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            function()
+        torch.cuda.current_stream().wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = function()
+        return graph.replay, result

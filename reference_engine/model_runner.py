@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -125,7 +126,9 @@ class ModelRunner:
 
     def _open_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
         is_wanted = config.cuda_graphs and self.device.type == "cuda" and self._ranks is None
-        return self.record_decode(config, capture_cuda) if is_wanted and self.backend.is_capturable else None
+        if not is_wanted or not self.backend.is_capturable:
+            return None
+        return self.record_decode(config, partial(capture_cuda, self.device))
 
     def record_decode(self, config: EngineConfig, capture: Capture) -> DecodeGraphs:
         """Return what records decode steps with `capture` and replays them."""

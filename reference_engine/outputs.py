@@ -60,4 +60,4 @@ class RequestOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each of `token_ids`, where the request asks for them."""
     text: str | None = None
-    """The continuation up to the stop string, for requests that have stop strings."""
+    """The continuation up to the stop string, where the prompt was text or stop strings were given."""

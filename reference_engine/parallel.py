@@ -57,7 +57,8 @@ class Ranks:
         with _blaming("joining the others"):
             host, _, port = address.rpartition(":")
             store = dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=JOINING)  # type: ignore[attr-defined]
-            backend = "nccl" if place.type == "cuda" else "gloo"
+            # What rank 0 tells is made and read on the host: with gloo, no rank waits for its device to hear it.
+            backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
         return cls(rank=rank, size=size, device=place)
 
@@ -107,10 +108,9 @@ class Ranks:
             dist.destroy_process_group()
 
     def _broadcast(self, numbers: torch.Tensor) -> torch.Tensor:
-        sent = numbers.to(self.device)
         with _blaming("passing on a step"):
-            dist.broadcast(sent, src=0)
-        return sent.cpu()
+            dist.broadcast(numbers, src=0)
+        return numbers
 
 
 @contextmanager

@@ -22,9 +22,9 @@ def sha256_digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Prefix:
-    """All tokens up to the end of one full block."""
+    """All tokens up to the end of one full block. Never changed; not frozen, which would cost four times as much."""
 
     key: bytes
     """Hash of the parent's key and this block's tokens; of the salt, where there is no parent."""

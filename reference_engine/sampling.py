@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from reference_engine.errors import RequestError
@@ -82,6 +82,8 @@ class SamplingParams:
 
     def _freeze_forced(self) -> None:
         if self.forced_token_ids is not None:
+            is_list = isinstance(self.forced_token_ids, Iterable) and not isinstance(self.forced_token_ids, str)
+            self._check("forced_token_ids", is_list, "a list of token ids")
             object.__setattr__(self, "forced_token_ids", tuple(self.forced_token_ids))
         num_forced = len(self.forced_token_ids or ())
         if num_forced > self.max_new_tokens:

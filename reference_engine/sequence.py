@@ -41,7 +41,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One for each sampled token, where they are asked for."""
     text: str | None = None
-    """The continuation's text, where stop strings are looked for."""
+    """The continuation's text, where stop strings are looked for or the prompt was text."""
 
     @property
     def num_tokens(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -114,7 +115,7 @@ def test_the_engine_makes_the_same_tokens(checkpoint: Any, device: torch.device)
     expected = LLMEngine(checkpoint.folder, config).generate(PROMPTS, params)
     engine = LLMEngine(checkpoint.folder, config)
 
-    graphs = engine.runner.record_decode(config, capture_cuda if device.type == "cuda" else again)
+    graphs = engine.runner.record_decode(config, partial(capture_cuda, device) if device.type == "cuda" else again)
     served: list[torch.Tensor | None] = []
     run = graphs.run
 

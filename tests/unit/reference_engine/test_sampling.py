@@ -33,6 +33,7 @@ from reference_engine.stopping import find_stop
         ({"stop": ["a", ""]}, "none of them empty"),
         ({"stop": 5}, "stop is impossible.*found 5"),
         ({"stop_token_ids": 5}, "stop_token_ids is impossible.*a list of token ids, found 5"),
+        ({"forced_token_ids": 5}, "forced_token_ids is impossible.*a list of token ids, found 5"),
         ({"ignore_eos": "yes"}, "True, False or None, found 'yes'"),
         ({"cache_salt": None}, "cache_salt is impossible.*a string, found None"),
         ({"max_new_tokens": 1, "forced_token_ids": [1, 2]}, "at most max_new_tokens = 1 forced_token_ids, found 2"),
@@ -131,6 +132,21 @@ def test_a_stop_string_may_lie_across_tokens(
     params = SamplingParams(max_new_tokens=5, forced_token_ids=[10, 11, 12, 13, 14], stop=stop)
     (output,) = engine.generate([engine.tokenizer.encode("d")], params)
     assert (len(output.token_ids), output.text, output.finish_reason) == (num_tokens, text, reason)
+
+
+def test_prompts_may_be_text_beside_token_ids(folder: Path) -> None:
+    engine = LLMEngine(folder)
+    params = SamplingParams(max_new_tokens=3, forced_token_ids=[10, 11, 12])
+    text, token_ids = engine.generate(["d", [13]], params)
+    assert (text.prompt_token_ids, text.token_ids) == (token_ids.prompt_token_ids, token_ids.token_ids)
+    assert (text.prompt_token_ids, text.text, token_ids.text) == ((13,), "abc", None)
+
+
+def test_text_without_a_tokenizer_is_refused(checkpoint: Any) -> None:
+    engine = LLMEngine(checkpoint.folder)
+    with pytest.raises(ConfigError, match=r"tokenizer.json is missing"):
+        engine.generate([[4], "d"])
+    assert not engine.has_unfinished()
 
 
 def test_stop_strings_without_a_tokenizer_are_refused_and_others_go_on(checkpoint: Any) -> None:
