@@ -19,11 +19,13 @@ from hypothesis.strategies import DrawFn
 from harness.properties.falsify import Broken, calling, falsify
 from harness.properties.ops.adapter import OpsUnderTest
 
-__all__ = ["check_sampling"]
+__all__ = ["Request", "check_frequency", "check_sampling"]
 
 _SLACK = 1e-5
 """How far a sum of probabilities in float32 may be off at the edge of top-p or min-p."""
 _NUM_DRAWS = 2000
+_LEAST_EXPECTED = 5
+"""Draws that a cell of the chi-square test needs."""
 _LARGEST_Z = 5.2
 """In standard deviations: a fair sampler exceeds it once in ten million tests."""
 
@@ -70,7 +72,7 @@ def check_sampling(named: Any, settings: Settings) -> None:
     falsify("a request draws the same in any batch", lambda case: _check_batches(target, case), _batches(), settings)
     # Of equally likely tokens at the edge of a set, any may be the one that is in it.
     unequal = _requests().filter(lambda request: len({*request.logits}) == len(request.logits))
-    falsify("tokens come as often as is likely", lambda case: _check_frequency(target, case), unequal, few)
+    falsify("tokens come as often as is likely", lambda case: check_frequency(target, case), unequal, few)
 
 
 def _check_sets(target: OpsUnderTest, batch: Sequence[Request]) -> None:
@@ -94,35 +96,48 @@ def _check_batches(target: OpsUnderTest, batch: Sequence[Request]) -> None:
             )
 
 
-def _check_frequency(target: OpsUnderTest, request: Request) -> None:
+def check_frequency(target: OpsUnderTest, request: Request) -> None:
+    """Count what a request draws with many seeds, and test that with chi-square.
+
+    Raises:
+        Broken: tokens come more or less often than they should.
+    """
     p = request.probabilities()
     near = request.probabilities(slack=_SLACK) - p
     if request.temperature == 0 or near.abs().max() > 1e-9:
         return  # nothing is drawn, or the set depends on rounding
     batch = [replace(request, seed=seed) for seed in range(_NUM_DRAWS)]
     found = Counter(_sample(target, batch))
-    expected = (p * _NUM_DRAWS).tolist()
-    common = [token for token, number in enumerate(expected) if number >= 5]
-    cells = [(found[token], expected[token]) for token in common]
-    rest = sum(number for token, number in enumerate(expected) if token not in common)
-    if rest >= 5:
-        cells.append((_NUM_DRAWS - sum(actual for actual, _ in cells), rest))
-    statistic = sum((actual - wanted) ** 2 / wanted for actual, wanted in cells)
+    cells = _cells((p * _NUM_DRAWS).tolist())
+    statistic = sum((sum(found[token] for token in own) - wanted) ** 2 / wanted for own, wanted in cells)
     largest = _largest_chi_square(len(cells) - 1)
     if statistic > largest:
-        pairs = ", ".join(f"token {token}: {found[token]} for {expected[token]:.0f}" for token in common)
+        pairs = ", ".join(
+            f"tokens {own}: {sum(found[token] for token in own)} for {wanted:.0f}" for own, wanted in cells
+        )
         program = [
             "import torch", *target.opening(), "", *_many_calls(target, request),
-            *(f"assert abs(tokens.count({token}) - {wanted:.1f}) <= {_spread(wanted):.1f}"
-              for token, wanted in enumerate(expected)),
+            f"cells = {cells}  # tokens, and how often they should come",
+            "chi_square = sum((sum(map(tokens.count, own)) - wanted) ** 2 / wanted for own, wanted in cells)",
+            f"assert chi_square <= {largest!r}",
         ]  # fmt: skip
         what = f"chi-square {statistic:.3g}, against a bound of {largest:.3g}: {pairs}"
         raise Broken(what, "\n".join(program) + "\n")
 
 
-def _spread(expected: float) -> float:
-    """Return by how much a count may be off."""
-    return _LARGEST_Z * math.sqrt(expected * max(0.0, 1 - expected / _NUM_DRAWS)) + 1
+def _cells(expected: Sequence[float]) -> list[tuple[list[int], float]]:
+    """Return sets of tokens with how often they should come, each often enough for a chi-square test (Cochran 1954).
+
+    Rare tokens make a cell together; where they are too few for one, they go with the least common of the others.
+    """
+    rare = [token for token, number in enumerate(expected) if number < _LEAST_EXPECTED]
+    others = sorted(set(range(len(expected))) - set(rare), key=lambda token: -expected[token])
+    sets = [[token] for token in others]
+    if sum(expected[token] for token in rare) >= _LEAST_EXPECTED:
+        sets.append(rare)
+    else:
+        sets[-1] += rare
+    return [(own, sum(expected[token] for token in own)) for own in sets]
 
 
 def _largest_chi_square(num_free: int) -> float:

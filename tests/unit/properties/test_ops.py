@@ -8,12 +8,12 @@ import torch
 from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from harness.properties.falsify import BrokenPropertyError
-from harness.properties.ops.adapter import not_checked
+from harness.properties.falsify import Broken, BrokenPropertyError
+from harness.properties.ops.adapter import OpsUnderTest, not_checked
 from harness.properties.ops.loader import check_loader
 from harness.properties.ops.norm import check_norms
 from harness.properties.ops.rotary import check_rotary
-from harness.properties.ops.sampling import check_sampling
+from harness.properties.ops.sampling import Request, check_frequency, check_sampling
 from harness.properties.ops.stopping import check_stopping
 from harness.properties.ops.tokenizer import check_tokenizer
 from harness.properties.profiles import PROFILES
@@ -152,3 +152,23 @@ def test_a_bug_is_told_as_a_program_that_shows_it(bug: Any, check: Any, error: t
     assert "hypothesis" not in caught.value.program
     with pytest.raises(error):
         exec(compile(caught.value.program, "program", "exec"), {})
+
+
+@pytest.mark.parametrize("logits", [(-3.0, 3.0), (0.0, 3.25), (0.0, 0.25, 3.25), (3.0, *[-3.0] * 7)])
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_a_token_that_comes_a_few_times_is_no_finding(logits: tuple[float, ...], temperature: float) -> None:
+    check_frequency(OpsUnderTest(Ops), Request(logits=logits, temperature=temperature))
+
+
+class TooWarm(Ops):
+    def sample(self, logits: torch.Tensor, *, temperatures: Any, **others: Any) -> list[int]:
+        return super().sample(logits, temperatures=[1.3 * own for own in temperatures], **others)
+
+
+@pytest.mark.parametrize("logits", [(0.0, 1.0), (0.0, 0.25, 3.25), (3.0, *[-1.0] * 7)])
+def test_a_biased_sampler_is_told_as_a_program_that_shows_it(logits: tuple[float, ...]) -> None:
+    with pytest.raises(Broken, match="chi-square") as caught:
+        check_frequency(OpsUnderTest(TooWarm), Request(logits=logits))
+    with pytest.raises(AssertionError):
+        exec(compile(caught.value.program, "program", "exec"), {})
+    exec(compile(caught.value.program.replace("TooWarm", "Ops"), "program", "exec"), {})
