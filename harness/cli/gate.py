@@ -32,10 +32,13 @@ def gate(
 
     Counts must be equal; FLOPs, bytes and the peak may move by 0.5 %. Exit status 4 if anything needs more.
     """
+    from harness.continuous_integration import refuse_update
     from harness.profiling.gate import GateVerdict, run_gate
     from harness.profiling.gate_text import gate_text
     from harness.profiling.paired_timing import PairedRatio, TimeVerdict
 
+    if accept:
+        refuse_update("--accept")
     result = run_gate(profile, baseline, accept=accept)
     times: dict[str, PairedRatio] = {}
     if against is not None:

@@ -4,14 +4,14 @@ pytest imports this in every session of everybody who has the harness installed,
 pydantic waits until a case file is collected, torch and transformers until a case runs.
 """
 
-import os
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
-from harness.errors import Code, HarnessError
+from harness.continuous_integration import refuse_update
+from harness.errors import HarnessError
 from harness.pytest_plugin.failure import (
     pytest_configure_node,
     pytest_report_from_serializable,
@@ -71,19 +71,11 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse to rewrite expectations in continuous integration."""
     for option in ("--golden-update", "--baseline-update"):
-        if config.getoption(option) and _in_continuous_integration():
-            error = HarnessError(
-                Code.UPDATE_REFUSED,
-                f"{option} is refused where CI is set",
-                where="environment variable CI",
-                actual=os.environ["CI"],
-                hint="update on your machine and commit the change",
-            )
-            raise pytest.UsageError(str(error))
-
-
-def _in_continuous_integration() -> bool:
-    return os.environ.get("CI", "").lower() not in ("", "0", "false")
+        if config.getoption(option):
+            try:
+                refuse_update(option)
+            except HarnessError as error:
+                raise pytest.UsageError(str(error)) from error
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> CaseFile | None:

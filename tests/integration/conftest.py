@@ -61,7 +61,8 @@ class Ran:
 @pytest.fixture
 def harness(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
     """Run a command of the harness; no way to end shows a traceback."""
-    monkeypatch.delenv("HARNESS_TRACEBACK", raising=False)
+    for name in ("CI", "HARNESS_TRACEBACK"):
+        monkeypatch.delenv(name, raising=False)
 
     def call(*arguments: object) -> Ran:
         capsys.readouterr()

@@ -91,6 +91,14 @@ def test_only_what_is_slower_beyond_doubt_fails(harness, profiled, tmp_path, mon
     assert ran.out.splitlines()[-1].split()[-1] == verdict
 
 
+def test_accepting_is_refused_in_continuous_integration(harness, profiled, tmp_path, monkeypatch):
+    monkeypatch.setenv("CI", "true")
+    ran = harness("gate", profiled, tmp_path / "baseline.json", "--accept")
+    assert ran.status == 2
+    assert ran.err.startswith("H034")
+    assert not (tmp_path / "baseline.json").exists()
+
+
 def test_a_revision_that_is_not_there_is_refused(harness, profiled, tmp_path):
     baseline = tmp_path / "baseline.json"
     harness("gate", profiled, baseline, "--accept")
