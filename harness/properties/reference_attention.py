@@ -157,6 +157,19 @@ class TritonAttention(PagedAttention):
     backend = "triton"
     is_batch_invariant = True
 
+    def store(
+        self,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        slots_T: torch.Tensor,
+        k_cache_BSKH: torch.Tensor,
+        v_cache_BSKH: torch.Tensor,
+    ) -> None:
+        """Write by the engine's kernel."""
+        from reference_engine.kernels.store_kv import store_kv  # where triton is installed
+
+        store_kv(k_TKH, v_TKH, slots_T, k_cache_BSKH, v_cache_BSKH)
+
     def attend(
         self,
         q_TNH: torch.Tensor,

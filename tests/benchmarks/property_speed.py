@@ -3,10 +3,12 @@
     OMP_NUM_THREADS=1 python tests/benchmarks/property_speed.py [--seeds 10] [--out reports/cpu/properties.md]
 
 A bug's figure is the number of examples until a property breaks, over several seeds; making the example small is not
-counted. `> n` means that some seed did not find it within n examples.
+counted. `> n` means that some seed did not find it within n examples. Mutants of the Triton kernels are among them
+where triton is installed and TRITON_INTERPRET=1 has the kernels interpreted.
 """
 
 import argparse
+import os
 import platform
 import re
 import subprocess
@@ -16,6 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,7 +40,7 @@ from harness.properties.subject import Violation
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the mutants and the managers are the tests'
 
-from tests.unit.properties import attention_mutants, block_mutants  # noqa: E402
+from tests.unit.properties import attention_mutants, block_mutants, kernel_mutants  # noqa: E402
 from tests.unit.properties.block_mutants import BLOCK_MUTANTS, SCHEDULER_MUTANTS  # noqa: E402
 from tests.unit.properties.managers.chained import ChainedManager  # noqa: E402
 from tests.unit.properties.managers.radix import RadixManager  # noqa: E402
@@ -48,6 +51,7 @@ MOST_EXAMPLES = 2_000
 MOST_OF_A_PROPERTY = 500
 """Fewer, of attention, the operations and the engine: those that a mutant does not break run all of theirs first."""
 SUITES = ROOT / "harness" / "properties"
+HAS_KERNELS = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 Machine = type[BlockManagerMachine] | type[SchedulerMachine]
 Bug = tuple[str, Machine, Callable[..., Any], AbstractContextManager[None]]
 
@@ -130,8 +134,8 @@ def counting(number: int) -> Iterator[list[int]]:
         falsify.PHASES, falsify.given = phases, given
 
 
-def killed(mutant: attention_mutants.Mutant, num_seeds: int) -> list[object]:
-    """Return one row: how soon a mutant of attention, the operations or the engine is found."""
+def killed(mutant: attention_mutants.Mutant | kernel_mutants.Mutant, num_seeds: int) -> list[object]:
+    """Return one row: how soon a mutant of attention, the kernels, the operations or the engine is found."""
     chosen = settings(PROFILES["dev"].settings(), max_examples=MOST_OF_A_PROPERTY, derandomize=False)
     counts, properties = [], Counter[str]()
     for number in range(num_seeds):
@@ -177,7 +181,7 @@ def found(bug: Bug, num_seeds: int) -> list[object]:
 def survivors() -> str:
     """Return the mutants that nothing kills, with the reason that stands above each."""
     lines = []
-    for module in (block_mutants, attention_mutants):
+    for module in (block_mutants, attention_mutants, *([kernel_mutants] if HAS_KERNELS else [])):
         source = Path(str(module.__file__)).read_text(encoding="utf-8").partition("\nSURVIVORS = [\n")[2]
         for found in re.finditer(r"((?: +#.*\n)+) +[Mm]utant\(\s*\"([^\"]+)\"", source):
             reason = " ".join(line.strip(" #") for line in found[1].splitlines())
@@ -193,13 +197,17 @@ def main() -> None:
     """Measure everything and write the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--engine-seeds", type=int, default=3, help="of mutants of attention, operations and engine")
+    parser.add_argument("--engine-seeds", type=int, default=3, help="of mutants of all but blocks")
     parser.add_argument("--out", type=Path, default=ROOT / "reports" / "cpu" / "properties.md")
     options = parser.parse_args()
     speed_rows = list(speeds())
     suite_rows = [[dev[0], dev[1], ci[1]] for dev, ci in zip(suites("dev"), suites("ci"), strict=True)]
     bug_rows = [found(bug, options.seeds) for bug in bugs()]
     mutant_rows = [killed(mutant, options.engine_seeds) for mutant in attention_mutants.MUTANTS]
+    if HAS_KERNELS:
+        for mutant in kernel_mutants.MUTANTS:
+            name, *figures = killed(mutant, options.engine_seeds)
+            mutant_rows.append([f"Triton: {name}", *figures])
     speed = tabulate(
         speed_rows,
         ["suite", "subject", "profile", "examples", "seconds", "examples/s"],
@@ -223,7 +231,7 @@ def main() -> None:
         f"## Time of the profiles\n\nOn the reference engine, all suites in one run of pytest.\n\n{suite}\n\n"
         f"## Examples until a known bug is found\n\nOver {options.seeds} seeds, at most {MOST_EXAMPLES} examples each; "
         f"the invariants in the order of how often they were named.\n\n{bug}\n\n"
-        "## Examples until a mutant of attention, operations or engine is found\n\n"
+        "## Examples until a mutant of attention, kernels, operations or engine is found\n\n"
         f"Over {options.engine_seeds} seeds, at most {MOST_OF_A_PROPERTY} examples of each property, of which those of "
         f"the one that breaks are counted.\n\n{mutants}\n\n"
         f"## Survivors\n\n{survivors()}\n"
