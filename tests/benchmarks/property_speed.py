@@ -17,7 +17,9 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -30,12 +32,18 @@ from hypothesis.stateful import run_state_machine_as_test
 from tabulate import tabulate
 
 from harness.properties import falsify
+from harness.properties.attention import check_definition
 from harness.properties.blocks import BlockManagerMachine
+from harness.properties.engine import check_engine
 from harness.properties.falsify import BrokenPropertyError
 from harness.properties.profiles import PROFILES
 from harness.properties.reference import BlockManager, Scheduler
+from harness.properties.reference_attention import PagedAttention
+from harness.properties.reference_ops import Ops
+from harness.properties.reference_whole import Engine
 from harness.properties.scheduler import SchedulerMachine
 from harness.properties.subject import Violation
+from harness.properties.test_ops import CHECKS
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the mutants and the managers are the tests'
@@ -92,6 +100,22 @@ def speeds() -> Iterator[list[object]]:
             yield [suite, factory.__qualname__, name, num_examples, f"{seconds:.1f}", f"{num_examples / seconds:.0f}"]
 
 
+def call_speeds() -> Iterator[list[object]]:
+    """Yield one row for each suite that draws batches, workloads or inputs rather than sequences of calls."""
+    checks: dict[str, Callable[[settings], None]] = {
+        "attention": lambda chosen: check_definition(PagedAttention, chosen, "any"),
+        "engine": lambda chosen: check_engine(Engine, chosen, "all"),
+    }
+    for name, (check, _) in CHECKS.items():
+        checks[f"ops: {name}"] = partial(check, Ops)
+    for name, run in checks.items():
+        start = time.perf_counter()
+        with counting(0) as examples:
+            run(settings(PROFILES["dev"].settings(), derandomize=False))
+        seconds = time.perf_counter() - start
+        yield [name, "reference", "dev", examples.total, f"{seconds:.1f}", f"{examples.total / seconds:.0f}"]
+
+
 def suites(profile: str) -> Iterator[list[object]]:
     """Yield the time of each suite on the reference engine, in one run of pytest, and of the whole run."""
     command = [
@@ -109,17 +133,26 @@ def suites(profile: str) -> Iterator[list[object]]:
     yield ["all, with the start of pytest", f"{whole:.1f}"]
 
 
+@dataclass(slots=True)
+class Examples:
+    """Examples that were tried, of all properties, and of the one that was tried last."""
+
+    total: int = 0
+    of_the_last: int = 0
+
+
 @contextmanager
-def counting(number: int) -> Iterator[list[int]]:
+def counting(number: int) -> Iterator[Examples]:
     """Seed what `falsify` searches for, count its examples, and have it stop at the first that breaks."""
-    counts: list[int] = []
+    counts = Examples()
 
     def counted(inputs: Any) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
-        counts.clear()  # a suite has several properties: what counts is the search that finds something
+        counts.of_the_last = 0
 
         def decorate(run: Callable[[Any], None]) -> Callable[[], None]:
             def call(value: Any) -> None:
-                counts.append(1)
+                counts.total += 1
+                counts.of_the_last += 1
                 run(value)
 
             return seed(number)(given(inputs)(call))
@@ -144,7 +177,7 @@ def killed(mutant: attention_mutants.Mutant | kernel_mutants.Mutant, num_seeds: 
                 mutant.suite(chosen)
             except BrokenPropertyError as error:
                 properties[error.property.partition(":")[0]] += 1
-                counts.append(max(1, len(examples) - 1))  # the failing one is run twice
+                counts.append(max(1, examples.of_the_last - 1))  # the failing one is run twice
     missed = num_seeds - len(counts)
     most = f"> {MOST_OF_A_PROPERTY}" if missed else max(counts)
     counts += [MOST_OF_A_PROPERTY] * missed
@@ -200,7 +233,7 @@ def main() -> None:
     parser.add_argument("--engine-seeds", type=int, default=3, help="of mutants of all but blocks")
     parser.add_argument("--out", type=Path, default=ROOT / "reports" / "cpu" / "properties.md")
     options = parser.parse_args()
-    speed_rows = list(speeds())
+    speed_rows = [*speeds(), *call_speeds()]
     suite_rows = [[dev[0], dev[1], ci[1]] for dev, ci in zip(suites("dev"), suites("ci"), strict=True)]
     bug_rows = [found(bug, options.seeds) for bug in bugs()]
     mutant_rows = [killed(mutant, options.engine_seeds) for mutant in attention_mutants.MUTANTS]
