@@ -116,7 +116,9 @@ def _crowds(draw: DrawFn, vocab_size: int, longest: int) -> EngineCase:
     least = min(2 * MOST_NEW_TOKENS, longest)
     prompts = [prompt * -(-least // len(prompt)) for prompt in draw(_prompts(vocab_size, longest, len(max_new_tokens)))]
     prompts = [prompt[:longest] for prompt in prompts]
-    num_blocks = sum(-(-len(prompt) // block_size) for prompt in prompts) + draw(st.integers(0, 1))
+    all_prompts = sum(-(-len(prompt) // block_size) for prompt in prompts) + draw(st.integers(0, 1))
+    lens = [len(prompt) + new for prompt, new in zip(prompts, max_new_tokens, strict=True)]
+    num_blocks = max(all_prompts, -(-max(lens) // block_size))  # where prompts are short, one request may need more
     return EngineCase(
         prompts=tuple(prompts),
         max_new_tokens=tuple(max_new_tokens),

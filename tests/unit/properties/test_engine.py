@@ -140,6 +140,16 @@ def test_the_program_is_as_short_as_it_can_be() -> None:
     ]
 
 
+class ShortLived(Engine):
+    """An engine for requests of a few tokens."""
+
+    max_model_len = 10
+
+
+def test_a_crowd_of_short_requests_fits_one_by_one() -> None:
+    check_engine(ShortLived, FEW, "preemption")
+
+
 def test_a_relation_that_never_comes_to_pass_is_no_success() -> None:
     with pytest.raises(HarnessError, match="no example had a prefix hit") as caught:
         check_engine(NeverHits, FEW, "prefix hit")
