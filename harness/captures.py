@@ -1,7 +1,6 @@
 """A profile kept in a folder: captures, `profile.json`, and one page, with the check it belongs to if there is one."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,13 +8,12 @@ from harness.case import ProfileSection
 from harness.files import write_text
 from harness.plan import Plan
 from harness.profile_results import ProfileResult
-from harness.profiling.profile import ProfileSpec, run_profile
+from harness.profiling.baseline import PROFILE_NAME
+from harness.profiling.profile import ProfileSpec, Progress, run_profile
 from harness.profiling.workload import ProfileWorkload
 from harness.report.html import REPORT_NAME, report_html
 from harness.report.profile_json import profile_document
 from harness.results import CheckResult
-
-Progress = Callable[[str, int, int], None]
 
 
 def planned_profile(plan: Plan) -> ProfileSpec:
@@ -47,5 +45,5 @@ def keep_profile(
     """
     result = replace(run_profile(spec, out, progress), report=REPORT_NAME)
     write_text(out / REPORT_NAME, report_html(check, result))
-    write_text(out / "profile.json", json.dumps(profile_document(result), allow_nan=False))
+    write_text(out / PROFILE_NAME, json.dumps(profile_document(result), allow_nan=False))
     return result

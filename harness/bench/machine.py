@@ -23,6 +23,16 @@ class Machine:
     """Threads of torch, and of peers that have their own."""
     versions: dict[str, str]
 
+    @property
+    def hardware(self) -> str:
+        """Return device, threads and flags in one line."""
+        return f"{self.device}, {self.num_threads} threads, {' '.join(self.cpu_flags) or 'CPU flags unknown'}"
+
+    @property
+    def software(self) -> str:
+        """Return the versions in one line."""
+        return ", ".join(f"{name} {version}" for name, version in self.versions.items())
+
 
 def describe_machine(device: str) -> Machine:
     """Look at the machine; `device` is the one that is timed."""

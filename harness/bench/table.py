@@ -12,13 +12,11 @@ def bench_text(result: BenchResult) -> str:
 
 
 def _head(result: BenchResult) -> str:
-    machine = result.machine
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     return "\n".join(
         [
             f"{result.shape}, {result.num_parameters / 1e6:.3g}M parameters, {result.dtype}, {result.repeats} repeats",
-            f"{machine.device}, {machine.num_threads} threads, {' '.join(machine.cpu_flags) or 'CPU flags unknown'}",
-            versions,
+            result.machine.hardware,
+            result.machine.software,
         ]
     )
 

@@ -10,6 +10,7 @@ from harness.cli import options as opt
 from harness.cli.output import write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
+from harness.files import writing
 
 app = typer.Typer(name="bench", no_args_is_help=True, help="Time the reference engine against its peers.")
 
@@ -66,17 +67,10 @@ def engine(
             progress=report,
         )
     if out is not None:
-        _save(out, json.dumps(result.json(), indent=1))
+        with writing(out):
+            out.write_text(json.dumps(result.json(), indent=1) + "\n", encoding="utf-8")
     if format is opt.Format.JSON:
         write_json(result.json())
     else:
         write(bench_text(result))
     return ExitStatus.PASS
-
-
-def _save(path: Path, text: str) -> None:
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        what = f"the file cannot be written: {error.strerror}"
-        raise HarnessError(Code.CANNOT_WRITE, what, where=path) from error

@@ -15,6 +15,8 @@ from harness.errors import Code, HarnessError
 
 if TYPE_CHECKING:
     from harness.plan import Plan
+    from harness.profile_results import ProfileResult
+    from harness.profiling.profile import Progress
     from harness.results import CheckResult
 
 
@@ -54,7 +56,6 @@ def check(
         raise HarnessError(Code.BAD_OPTION, what, where="--profile", hint="add --out DIR")
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.captures import keep_profile, planned_profile
         from harness.check import run_check
         from harness.plan import resolve_dtype
 
@@ -84,8 +85,8 @@ def check(
                 results.append(run_check(each, out=folder, progress=report))
                 if folder is not None:
                     _write_page(results[-1], folder)
-                if folder is not None and profile:
-                    profiles.append(keep_profile(planned_profile(each), folder, check=results[-1], progress=report))
+                    if profile:
+                        profiles.append(_profiled(each, results[-1], folder, report))
     return print_results(results, format, profiles)
 
 
@@ -95,6 +96,13 @@ def _write_page(result: "CheckResult", folder: Path) -> None:
     from harness.report.html import REPORT_NAME, report_html
 
     write_text(folder / REPORT_NAME, report_html(result))
+
+
+def _profiled(plan: "Plan", result: "CheckResult", folder: Path, report: "Progress") -> "ProfileResult":
+    """Profile a check's engine, and write the page anew with both: what was known before is kept if this fails."""
+    from harness.captures import keep_profile, planned_profile
+
+    return keep_profile(planned_profile(plan), folder, check=result, progress=report)
 
 
 @contextmanager

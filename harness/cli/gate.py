@@ -42,10 +42,10 @@ def gate(
     result = run_gate(profile, baseline, accept=accept)
     times: dict[str, PairedRatio] = {}
     if against is not None:
+        from harness.profiling.baseline import profile_file
         from harness.profiling.revision_timing import time_against
 
-        file = profile / "profile.json" if profile.is_dir() else profile
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = json.loads(profile_file(profile).read_text(encoding="utf-8"))
         times = time_against(against, document, num_blocks=blocks, tolerance=tolerance)
     if format is opt.Format.JSON:
         write_json(

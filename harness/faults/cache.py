@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from harness.faults import suites
 from harness.faults.fault import BLOCK_SIZE, FIRST, FIRST_DECODE, PROMPT_LENGTHS, SECOND, Category, Fault, Row, Setting
 from harness.faults.plant import Planted, replaced, replacing
 from reference_engine.attention.paged import PagedAttention
@@ -179,17 +180,6 @@ def _published_when_begun(publish: Callable[..., None]) -> Callable[..., None]:
     return lambda self, chunks: publish(
         self, [replace(chunk, stop=_up(chunk.stop, self.pool.block_size)) for chunk in chunks]
     )
-
-
-def _block_suite() -> None:
-    """Hold the block manager to its invariants."""
-    from hypothesis import settings
-
-    from harness.properties.blocks import check_block_manager
-    from harness.properties.profiles import PROFILES
-    from harness.properties.reference import BlockManager as Adapter
-
-    check_block_manager(Adapter, settings(PROFILES["dev"].settings()))
 
 
 def _remembers_the_evicted(forget: Callable[..., None]) -> Callable[..., None]:
@@ -416,7 +406,7 @@ FAULTS = [
         "hash|published|prefix|holds",
         None,
         None,
-        suite=_block_suite,
+        suite=suites.block_manager,
     ),
     _fault(
         "stale-hash",

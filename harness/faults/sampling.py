@@ -11,6 +11,7 @@ import reference_engine.layers
 import reference_engine.model
 import reference_engine.model_runner
 import reference_engine.sampler
+from harness.faults import suites
 from harness.faults.fault import FIRST, FIRST_SAMPLED, Category, Fault, Setting
 from harness.faults.norm import edited_layers
 from harness.faults.plant import replacing
@@ -18,28 +19,19 @@ from reference_engine.layers import Linear
 from reference_engine.model import Decoder
 
 
-def _row_before(build: Callable[..., Any]) -> Callable[..., Any]:
-    """In a prefill, the logits are those of the row before the last."""
+def _sampling_rows(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """In a prefill, the rows whose logits are taken are others."""
 
-    def built(*args: Any, **kwargs: Any) -> Any:
-        batch = build(*args, **kwargs)
-        if batch.sampled_rows_ is None:
-            return batch
-        return replace(batch, sampled_rows_=(batch.sampled_rows_ - 1).clamp(min=0))
+    def make(build: Callable[..., Any]) -> Callable[..., Any]:
+        def built(*args: Any, **kwargs: Any) -> Any:
+            batch = build(*args, **kwargs)
+            if batch.sampled_rows_ is None:
+                return batch
+            return replace(batch, sampled_rows_=change(batch.sampled_rows_))
 
-    return built
+        return built
 
-
-def _last_row(build: Callable[..., Any]) -> Callable[..., Any]:
-    """In a prefill, every request has the logits of the last row of the batch."""
-
-    def built(*args: Any, **kwargs: Any) -> Any:
-        batch = build(*args, **kwargs)
-        if batch.sampled_rows_ is None:
-            return batch
-        return replace(batch, sampled_rows_=batch.sampled_rows_.max().expand_as(batch.sampled_rows_))
-
-    return built
+    return replacing((reference_engine.model_runner, "build_batch", make))
 
 
 def _coarse_logits(logits: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,26 +48,6 @@ def _second_best(sample: Callable[..., Any]) -> Callable[..., Any]:
         return replace(sample(logits, sequences), token_ids=logits.topk(2).indices[:, 1].tolist())
 
     return sampled
-
-
-def _sampling_suite() -> None:
-    """Hold the reference engine's sampler to its properties."""
-    from hypothesis import settings
-
-    from harness.properties.ops.sampling import check_sampling
-    from harness.properties.reference_ops import Ops
-
-    check_sampling(Ops, settings(max_examples=100, deadline=None, database=None, derandomize=True))
-
-
-def _stopping_suite() -> None:
-    """Hold the ends of requests to their property."""
-    from hypothesis import settings
-
-    from harness.properties.ops.stopping import check_stopping
-    from harness.properties.reference_ops import Ops
-
-    check_stopping(Ops, settings(max_examples=100, deadline=None, database=None, derandomize=True))
 
 
 def _first_of_the_list(read: Callable[..., frozenset[int]]) -> Callable[..., frozenset[int]]:
@@ -126,7 +98,7 @@ FAULTS = [
         id="logits-of-the-row-before",
         category=Category.SAMPLING,
         summary="The first token is sampled from the last row but one of the prompt.",
-        plant=replacing((reference_engine.model_runner, "build_batch", _row_before)),
+        plant=_sampling_rows(lambda rows: (rows - 1).clamp(min=0)),
         tap="lm_head",
         row=FIRST_SAMPLED,
         cause="another token|row",
@@ -135,7 +107,7 @@ FAULTS = [
         id="logits-of-the-last-row",
         category=Category.SAMPLING,
         summary="The first token of every request is sampled from the last row of the batch.",
-        plant=replacing((reference_engine.model_runner, "build_batch", _last_row)),
+        plant=_sampling_rows(lambda rows: rows.max().expand_as(rows)),
         tap="lm_head",
         row=FIRST_SAMPLED,
         cause="another token|another request",
@@ -157,7 +129,7 @@ FAULTS = [
         tap=None,
         row=None,
         cause="the end is",
-        suite=_stopping_suite,
+        suite=suites.stopping,
         instance="vllm#4182",
     ),
     *(
@@ -169,7 +141,7 @@ FAULTS = [
             tap=None,
             row=None,
             cause=cause,
-            suite=_sampling_suite,
+            suite=suites.sampling,
             instance=instance,
         )
         for id, summary, plant, cause, instance in (

@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from harness.errors import Code, HarnessError
 from harness.files import write_text, writing
 
+PROFILE_NAME = "profile.json"
+"""Name of the file with the whole profile, in the folder of its captures."""
 _VERSIONS = ("torch", "transformers", "machine", "cpu_capability", "gpu")
 _WORK = ("engine", "dtype", "device", "batch_size", "prompt_tokens", "max_new_tokens")
 
@@ -70,13 +72,18 @@ class Baseline(BaseModel):
         return Baseline(entries=sorted([*others, entry], key=lambda entry: sorted(entry.key.items())))
 
 
+def profile_file(path: Path) -> Path:
+    """Return the file of a profile that is named by its folder or by the file itself."""
+    return path / PROFILE_NAME if path.is_dir() else path
+
+
 def read_profile(path: Path) -> Entry:
     """Read what a profile needed, from its folder or its `profile.json`.
 
     Raises:
         HarnessError: BAD_PROFILE.
     """
-    file = path / "profile.json" if path.is_dir() else path
+    file = profile_file(path)
     hint = "the folder that was given to harness profile --out"
     try:
         document = json.loads(file.read_text(encoding="utf-8"))

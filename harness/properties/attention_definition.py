@@ -38,8 +38,6 @@ class Expected:
     """float64."""
     bound_TN: torch.Tensor
     """float64: the largest relative error of a head of a row, in roundings."""
-    log_sum_TN: torch.Tensor
-    """float64: natural logarithm of the sum of exp(score); -inf without keys."""
 
 
 def context_of(
@@ -49,32 +47,26 @@ def context_of(
     return tuple(x[list(block_table)].flatten(0, 1)[:num_tokens] for x in (k_cache_BSKH, v_cache_BSKH))  # type: ignore[return-value]
 
 
-def expected_output(
-    case: AttentionCase, tensors: Tensors, *, rounds_scores: bool = False, keys: slice | None = None
-) -> Expected:
-    """Compute every row of a case; `keys` leaves of all positions only those."""
+def expected_output(case: AttentionCase, tensors: Tensors, *, rounds_scores: bool = False) -> Expected:
+    """Compute every row of a case."""
     parts = []
     q_chunks = tensors.q_TNH.double().split(list(case.query_lens))
     for q_TNH, table, context_len in zip(q_chunks, case.block_tables, case.context_lens, strict=True):
         k_CKH, v_CKH = context_of(tensors.k_cache_BSKH, tensors.v_cache_BSKH, table, context_len)
         k_NCH, v_NCH = (x.double().repeat_interleave(case.group_size, dim=1).transpose(0, 1) for x in (k_CKH, v_CKH))
-        visible_TC = _visible(len(q_TNH), context_len, case.window, keys).to(q_TNH.device)
+        visible_TC = _visible(len(q_TNH), context_len, case.window).to(q_TNH.device)
         parts.append(_attend(q_TNH.transpose(0, 1), k_NCH, v_NCH, visible_TC, case, rounds_scores))
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-    return Expected(out_TNH=columns[0], bound_TN=columns[1], log_sum_TN=columns[2])
+    return Expected(out_TNH=columns[0], bound_TN=columns[1])
 
 
-def _visible(num_rows: int, context_len: int, window: int | None, keys: slice | None) -> torch.Tensor:
+def _visible(num_rows: int, context_len: int, window: int | None) -> torch.Tensor:
     """Return [T, C] bool: row t is position i = C - T + t, and sees i - window + 1 to i."""
     positions_T1 = torch.arange(context_len - num_rows, context_len)[:, None]
     keys_C = torch.arange(context_len)
     visible_TC = keys_C <= positions_T1
     if window is not None:
         visible_TC &= keys_C > positions_T1 - window
-    if keys is not None:
-        is_kept_C = torch.zeros(context_len, dtype=torch.bool)
-        is_kept_C[keys] = True
-        visible_TC &= is_kept_C
     return visible_TC
 
 
@@ -85,7 +77,7 @@ def _attend(
     visible_TC: torch.Tensor,
     case: AttentionCase,
     rounds_scores: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     scale = case.true_scale
     score_NTC = q_NTH @ k_NCH.transpose(1, 2) * scale
     # What a score's rounding is relative to: the size of its products, not of their sum.
@@ -95,8 +87,7 @@ def _attend(
         score_NTC = case.softcap * tanh_NTC
         size_NTC = size_NTC * (1 - tanh_NTC.square()) + score_NTC.abs()
     score_NTC = score_NTC.masked_fill(~visible_TC, -math.inf)
-    log_sum_NT1 = score_NTC.logsumexp(dim=-1, keepdim=True)
-    p_NTC = torch.where(visible_TC, (score_NTC - log_sum_NT1).exp(), 0.0)
+    p_NTC = torch.where(visible_TC, (score_NTC - score_NTC.logsumexp(dim=-1, keepdim=True)).exp(), 0.0)
     out_NTH = p_NTC @ v_NCH
     norm_NT = out_NTH.norm(dim=-1)
     v2_NC, p2_NTC = v_NCH.square().sum(-1), p_NTC.square()
@@ -104,7 +95,7 @@ def _attend(
     spread_NTC = torch.cdist(out_NTH, v_NCH, compute_mode="donot_use_mm_for_euclid_dist")
     sensitivity_NT = (p_NTC * size_NTC * spread_NTC).square().sum(dim=-1).sqrt() / norm_NT
     bound_NT = _bound(case, amplification_NT, sensitivity_NT, norm_NT, rounds_scores=rounds_scores)
-    return out_NTH.transpose(0, 1), bound_NT.T, log_sum_NT1[..., 0].T
+    return out_NTH.transpose(0, 1), bound_NT.T
 
 
 def _bound(

@@ -114,8 +114,8 @@ def _crowds(draw: DrawFn, vocab_size: int, longest: int) -> EngineCase:
     new_tokens = st.integers(block_size + 1, MOST_NEW_TOKENS)
     max_new_tokens = draw(st.lists(new_tokens, min_size=2, max_size=MOST_REQUESTS))
     least = min(2 * MOST_NEW_TOKENS, longest)
-    prompts = [prompt * -(-least // len(prompt)) for prompt in draw(_prompts(vocab_size, longest, len(max_new_tokens)))]
-    prompts = [prompt[:longest] for prompt in prompts]
+    drawn = draw(_prompts(vocab_size, longest, len(max_new_tokens)))
+    prompts = [(prompt * -(-least // len(prompt)))[:longest] for prompt in drawn]
     all_prompts = sum(-(-len(prompt) // block_size) for prompt in prompts) + draw(st.integers(0, 1))
     lens = [len(prompt) + new for prompt, new in zip(prompts, max_new_tokens, strict=True)]
     num_blocks = max(all_prompts, -(-max(lens) // block_size))  # where prompts are short, one request may need more

@@ -136,7 +136,7 @@ def report(model: str, tables: dict[int, list[list[str]]]) -> str:
     parts = [
         "# The smallest error that a check sees",
         f"`python tests/benchmarks/detection_limits.py --rows {' '.join(map(str, tables))}`, {datetime.date.today()}, "
-        f"{machine.device}, {' '.join(machine.cpu_flags)}, torch {torch.__version__}.",
+        f"{machine.hardware}; {machine.software}.",
         f"{model}, prompts of three requests and what follows them. Every operation of one kind is computed in float64 "
         f"and multiplied by 1 + gain before its one rounding; the smallest gain found is bracketed to a factor of "
         f'{FACTOR}. "By its bound": some row is out of bounds. "By the check": anything alarms, the statistics below '

@@ -16,7 +16,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from harness.bench.machine import Machine, describe_machine
+from harness.bench.machine import describe_machine
 from harness.bench.shape import build_checkpoint, find_shape
 
 ROOT = Path(__file__).parents[2]
@@ -61,12 +61,6 @@ def row(model: str, document: dict[str, Any], phase: dict[str, Any]) -> list[str
     ]
 
 
-def about(machine: Machine) -> str:
-    """Return the line that says what the figures depend on."""
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    return f"{machine.device}, {machine.num_threads} threads, {' '.join(machine.cpu_flags)}; {versions}."
-
-
 def is_sound(phase: dict[str, Any]) -> bool:
     """Return whether counts and formulas agree and nothing leaks."""
     return bool(
@@ -98,11 +92,12 @@ def main() -> int:
         "model", "engine", "phase", "step ms", "attributed", "FLOPs, counted and formula", "K/V bytes", "allocations",
         "peak MiB", "MFU", "MBU", "bound by",
     ]  # fmt: skip
+    machine = describe_machine(options.device)
     text = [
         "# Profiles",
         f"`python tests/benchmarks/profiles.py --dtype {options.dtype} --device {options.device}`, "
         f"{datetime.date.today()}; 4 requests of 128 tokens, 32 new ones each, {options.dtype}.",
-        about(describe_machine(options.device)),
+        f"{machine.hardware}; {machine.software}.",
         "A step's time is without a profiler. Attributed: share of the trace inside of a named operation. Allocations:"
         " in the captured steps; each was freed again unless it says otherwise.",
         tabulate(rows, header, tablefmt="github", disable_numparse=True),

@@ -12,7 +12,6 @@ from collections import defaultdict
 from pathlib import Path
 from unittest.mock import patch
 
-import torch
 from tabulate import tabulate
 
 from harness.bench.machine import describe_machine
@@ -67,7 +66,7 @@ def report(found: dict[Group, list[Effect]], num_runs: int, alarms: list[str], s
     return "\n\n".join([
         "# Statistics below one rounding, on sound engines",
         f"`python tests/benchmarks/systematic_floors.py --seeds {' '.join(map(str, seeds))}`, {datetime.date.today()}, "
-        f"{machine.device}, {' '.join(machine.cpu_flags)}, torch {torch.__version__}.",
+        f"{machine.hardware}; {machine.software}.",
         f"{num_runs} checks of benign variants, with prompts that no constant was chosen from: {len(alarms)} alarms"
         f"{': ' + '; '.join(alarms) if alarms else ''}.",
         f"Statistics are absolute. An effect alarms if its statistic is at least {THRESHOLD:g} and its size above "
