@@ -15,10 +15,12 @@ from harness.compare import compare_run
 from harness.engines import Engine, Workload, blaming, open_engine
 from harness.errors import Code, HarnessError
 from harness.explain import explain_run
-from harness.oracle.copies import forks, repeated
-from harness.oracle.decoder import Decoder, load_decoder
-from harness.oracle.golden import Golden, Progress, cached_golden, environment
-from harness.oracle.replay import Replayer
+from harness.oracle.environment import environment
+from harness.oracle.forks import forked_prompts
+from harness.oracle.golden import Golden
+from harness.oracle.make_golden import Progress, cached_golden
+from harness.oracle.model import HFModel, load_model
+from harness.oracle.requests import duplicate_requests
 from harness.plan import Plan
 from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
 from harness.results import CheckResult, RunResult
@@ -45,14 +47,14 @@ def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
     engine = open_planned(plan)  # before the golden, which may take long: what it cannot do is known at once
     begin = time.perf_counter()
     report("oracle", 0, 1)
-    decoder = load_decoder(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
+    hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
     runs = []
-    with suitable_threads(decoder.config.hidden_size):
-        golden = cached_golden(decoder, plan.prompts, progress=report)
+    with suitable_threads(hf.config.hidden_size):
+        golden = cached_golden(hf, plan.prompts, truth=plan.truth, progress=report)
         golden_s = time.perf_counter() - begin
         for index, schedule in enumerate(plan.schedules):
             report(f"{plan.engine}, {schedule}", index, len(plan.schedules))
-            runs.append(_run_schedule(plan, engine, schedule, golden, decoder, out))
+            runs.append(_run_schedule(plan, engine, schedule, golden, hf, out, report))
     report("done", len(plan.schedules), len(plan.schedules))
     return CheckResult(
         engine=plan.engine,
@@ -67,30 +69,36 @@ def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
 
 
 def _run_schedule(
-    plan: Plan, engine: Engine, schedule: Schedule, golden: Golden, decoder: Decoder, out: Path | None
+    plan: Plan,
+    engine: Engine,
+    schedule: Schedule,
+    golden: Golden,
+    hf: HFModel,
+    out: Path | None,
+    report: Progress,
 ) -> RunResult:
-    golden, copies = with_copies(plan, golden, schedule, decoder)
+    golden, copies = with_copies(plan, golden, schedule, hf)
     with _recording_folder(out, str(schedule).replace(":", "-")) as folder:
         begin = time.perf_counter()
         record_run(plan, engine, schedule, golden.requests[: len(plan.prompts)], folder, copies=copies)
         engine_s = time.perf_counter() - begin
         with Recording.open(folder, verify=False) as actual:  # written a moment ago by ourselves
-            replayer = Replayer(decoder)
             found = compare_run(
                 actual,
-                golden.recording,
-                noise=golden.noise,
-                replayer=replayer,
-                wanted=engine.offer.wanted(decoder.graph),
+                golden,
+                hf=hf,
+                wanted=engine.offer.wanted(hf.graph),
                 not_offered=engine.offer.lacks(),
                 require=sorted({*schedule.requires, *plan.require}),
+                truth=plan.truth,
                 engine_s=engine_s,
+                progress=report,
             )
-            return explain_run(found, actual, golden.recording, replayer, golden.noise)
+            return explain_run(found, actual, golden, hf)
 
 
 def with_copies(
-    plan: Plan, golden: Golden, schedule: Schedule, decoder: Decoder
+    plan: Plan, golden: Golden, schedule: Schedule, hf: HFModel
 ) -> tuple[Golden, Sequence[RequestInfo] | None]:
     """Return the golden that serves the schedule, and the copies of its requests.
 
@@ -99,7 +107,7 @@ def with_copies(
     """
     if schedule.trigger != "forked":
         return golden, None
-    larger = cached_golden(decoder, [*plan.prompts, *forks(golden)])
+    larger = cached_golden(hf, [*plan.prompts, *forked_prompts(golden)], truth=plan.truth)
     return larger, larger.requests[len(plan.prompts) :]
 
 
@@ -133,7 +141,7 @@ def record_run(
     A repeated schedule's `copies` are by default the same requests once more.
     """
     if copies is None:
-        copies = repeated(requests) if schedule.is_repeated else ()
+        copies = duplicate_requests(requests) if schedule.is_repeated else ()
     writer = RecordingWriter(
         folder,
         producer=Producer(name=f"harness.engines.{plan.engine}", version=harness.__version__),

@@ -11,9 +11,8 @@ from harness.checkpoint import resolve, weights_hash
 from harness.compare import TOKENS, compare_run
 from harness.errors import Code, HarnessError
 from harness.explain import explain_run
-from harness.oracle.decoder import load_decoder
 from harness.oracle.golden import Golden
-from harness.oracle.replay import Replayer
+from harness.oracle.model import load_model
 from harness.plan import check_device
 from harness.recording import Recording
 from harness.results import CheckResult
@@ -26,6 +25,7 @@ def run_diff(
     model: str | None = None,
     taps: Sequence[str] = ("*",),
     require: Sequence[str] = ("decode",),
+    truth: str = "auto",
     device: str = "cpu",
     local_files_only: bool = True,
 ) -> CheckResult:
@@ -37,6 +37,7 @@ def run_diff(
         model: folder or hub id of the checkpoint; with it every operation is replayed on the actual's own inputs.
         taps: globs; the taps of `expected` that match must be in `actual`.
         require: triggers that `actual` must have reached.
+        truth: precision in which operations are judged, `float64`, `float32` or `auto`.
         device: where to replay.
         local_files_only: never ask the hub.
 
@@ -46,27 +47,26 @@ def run_diff(
     _refuse_unknown_triggers(require)
     with Recording.open(expected) as theirs, Recording.open(actual) as ours:
         manifest = ours.manifest
-        replayer, notes = None, list[str]()
+        hf, notes = None, list[str]()
         if model is not None:
             check_device(device)
             folder = resolve(model, local_files_only=local_files_only)
             if manifest.model.weights_hash not in (None, weights_hash(folder)):
                 notes.append(f"ACTUAL was recorded from other weights than those of {model}, which judge it")
-            replayer = Replayer(load_decoder(folder, dtype=_dtype(ours), device=device))
-        noise = Golden(theirs).noise
+            hf = load_model(folder, dtype=_dtype(ours), device=device)
+        golden = Golden(theirs)
         wanted = _matching(taps, [entry.name for entry in theirs.manifest.taps])
         chose_tokens = any(step.sampled is not None for step in ours.steps)
-        run = compare_run(
+        found = compare_run(
             ours,
-            theirs,
-            noise=noise,
-            replayer=replayer,
+            golden,
+            hf=hf,
             wanted=wanted,
             not_offered=() if chose_tokens else (TOKENS,),
             require=require,
+            truth=truth,
         )
-        if replayer is not None:
-            run = explain_run(run, ours, theirs, replayer, noise)
+        run = found.result if hf is None else explain_run(found, ours, golden, hf)
         return CheckResult(
             engine=manifest.producer.name,
             model=manifest.model.id,

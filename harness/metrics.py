@@ -148,6 +148,24 @@ def _ulps(e: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return powers.clamp_(min=info.smallest_normal).mul_(info.eps)
 
 
+def relative_l2(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return ||actual - expected|| / ||expected|| of every row, [rows] float64: 0 where both vanish.
+
+    Sums are in float64, the elements as they are: for tensors so large that a copy of them in float64 would cost more
+    than the sums. A row that is not finite gives NaN or Inf.
+    """
+    actual, expected = (x[:, None] if x.dim() == 1 else x.flatten(1) for x in (actual, expected))
+    finer = torch.promote_types(actual.dtype, expected.dtype)
+    step = max(1, _BLOCK_ELEMENTS // max(1, actual.shape[1]))
+    parts = []
+    for at in range(0, len(actual), step):
+        e = expected[at : at + step].to(finer)
+        error = torch.linalg.vector_norm(actual[at : at + step].to(finer) - e, dim=1, dtype=torch.float64)
+        norm = torch.linalg.vector_norm(e, dim=1, dtype=torch.float64)
+        parts.append(torch.where((error == 0) & (norm == 0), 0.0, error / norm))
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
+
+
 @cache
 def rounding_unit(dtype: torch.dtype) -> float:
     """Return the RMS relative error of one rounding to `dtype`, measured on a million normal numbers.

@@ -9,7 +9,7 @@ import torch
 from harness.case import DTYPES, Case, ProfileSection, RequestSpec
 from harness.checkpoint import CONFIG_NAME, read_config, resolve
 from harness.errors import Code, HarnessError
-from harness.oracle.golden import Prompt
+from harness.oracle.requests import Prompt
 from harness.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedules
 
 
@@ -29,6 +29,8 @@ class Plan:
     require: tuple[str, ...] = ()
     """Triggers to be reached by every schedule, besides the schedule's own."""
     notes: tuple[str, ...] = ()
+    truth: str = "auto"
+    """Precision of the truth: `float64`, `float32`, or `auto` for what the engine's dtype needs."""
     profile: ProfileSection | None = None
     """How the engine is profiled after the check; None leaves that open."""
 

@@ -36,8 +36,8 @@ def golden(
         import torch
 
         from harness.check import claimed
-        from harness.oracle.decoder import load_decoder
-        from harness.oracle.golden import cached_golden, make_golden
+        from harness.oracle.make_golden import cached_golden, make_golden
+        from harness.oracle.model import load_model
 
         plan = opt.Given(
             case=case,
@@ -50,11 +50,11 @@ def golden(
             max_new_tokens=max_new_tokens,
         ).plan(local_files_only=local_files_only)
         with nullcontext() if out is None else claimed(out):
-            decoder = load_decoder(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
+            hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
             if out is None:
-                made = cached_golden(decoder, plan.prompts, progress=report)
+                made = cached_golden(hf, plan.prompts, truth=plan.truth, progress=report)
             else:
-                made = make_golden(decoder, plan.prompts, out, progress=report)
+                made = make_golden(hf, plan.prompts, out, truth=plan.truth, progress=report)
     manifest = made.recording.manifest
     summary = {
         "schema_version": 1,

@@ -12,7 +12,7 @@ from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 
 if TYPE_CHECKING:
-    from harness.oracle.golden import Progress
+    from harness.oracle.make_golden import Progress
     from harness.plan import Plan
     from harness.recording import RequestInfo
 
@@ -97,11 +97,11 @@ def _continued(plan: "Plan", report: "Progress") -> "list[RequestInfo]":
     """Return the plan's prompts with the continuation of their golden."""
     import torch
 
-    from harness.oracle.decoder import load_decoder
-    from harness.oracle.golden import cached_golden
+    from harness.oracle.make_golden import cached_golden
+    from harness.oracle.model import load_model
 
-    decoder = load_decoder(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
-    return list(cached_golden(decoder, plan.prompts, progress=report).requests)
+    hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
+    return list(cached_golden(hf, plan.prompts, truth=plan.truth, progress=report).requests)
 
 
 def _planned_by_golden(golden: Path, given: opt.Given, local_files_only: bool) -> "tuple[Plan, list[RequestInfo]]":

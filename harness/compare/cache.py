@@ -1,22 +1,23 @@
 """The KV cache read back through the block table, bit for bit against what was written."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from harness.compare.align import Locator, Rows, is_readback, step_rows
-from harness.compare.local import LocalErrors
+from harness.compare.local_judge import LocalErrors
 from harness.compare.prefixes import Prefixes
 from harness.compare.propagated import RATIO_BOUND
 from harness.metrics import rounding_unit, row_metrics
 from harness.recording import Step
-from harness.taps import DecoderGraph, Kind, Operation
+from harness.taps import Graph, Kind, Operation
 
 
 def cache_errors(
     locator: Locator,
-    graph: DecoderGraph,
+    graph: Graph,
+    usable: Collection[str],
     expected: Locator | None = None,
     noise: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[tuple[Operation, LocalErrors]]:
@@ -25,10 +26,17 @@ def cache_errors(
     Any differing bit is an error: a cache stores, it does not compute. A cache of a narrower dtype shows as rounding.
     Where nobody has computed these tokens, the row is somebody else's unless it is as near to the golden's as HF's own
     noise allows.
+
+    Args:
+        locator: of the engine's recording.
+        graph: of the model.
+        usable: recorded taps whose shape and dtype fit.
+        expected: of the golden.
+        noise: HF's own error per tap and row of the golden.
     """
     writes = _Writes(locator)
     for operation in graph:
-        if operation.kind is Kind.CACHE:
+        if operation.kind is Kind.CACHE and {operation.tap, *operation.inputs} <= set(usable):
             parts = [*_read_back(operation, writes)]
             if expected is not None and noise:
                 parts += _found_there(operation, writes, expected, noise)

@@ -10,18 +10,16 @@ from harness.compare.traits import Traits
 from harness.compare.triggers import not_reached, reached_triggers
 from harness.errors import Code
 from harness.results import Coverage, Finding
-from harness.taps import FINAL_NORM, LOGITS
-
-SAMPLED_ONLY = (FINAL_NORM, LOGITS)
-"""Taps that an engine may compute for the rows it samples from, and for no others."""
+from harness.taps import Graph
 
 
-def wanted_rows(tap: str, locator: Locator) -> torch.Tensor:
+def wanted_rows(tap: str, locator: Locator, graph: Graph) -> torch.Tensor:
     """Return [requests, positions] bool: the rows at which `tap` must be recorded."""
+    is_sampled_only = tap in graph and graph[tap].sampled_only
     requests = sorted(locator.recording.manifest.requests, key=lambda request: request.id)
     wanted = torch.zeros_like(locator.recorded(tap))
     for row, request in enumerate(requests):
-        begin = request.prompt_length - 1 if tap in SAMPLED_ONLY else 0
+        begin = request.prompt_length - 1 if is_sampled_only else 0
         wanted[row, begin : len(request.token_ids)] = True
     return wanted
 
@@ -39,6 +37,7 @@ def shared_rows(recorded: torch.Tensor, prefixes: Prefixes) -> torch.Tensor:
 
 def check_coverage(
     locator: Locator,
+    graph: Graph,
     taps: Iterable[str],
     *,
     not_offered: Iterable[str] = (),
@@ -50,6 +49,7 @@ def check_coverage(
 
     Args:
         locator: of the engine's recording.
+        graph: of the model.
         taps: names of the taps that must be there.
         not_offered: sites the engine declares it cannot record; reported only.
         require: triggers the workload must have reached.
@@ -62,7 +62,7 @@ def check_coverage(
     recorded_taps = set(locator.taps())
     prefixes = Prefixes(locator.recording.manifest.requests)
     for tap in taps:
-        wanted = wanted_rows(tap, locator)
+        wanted = wanted_rows(tap, locator, graph)
         there = locator.recorded(tap)
         there = (there | shared_rows(there, prefixes)) & wanted
         expected, recorded = expected + int(wanted.sum()), recorded + int(there.sum())

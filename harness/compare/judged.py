@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from harness.compare.align import Rows
-from harness.compare.local import LocalErrors
+from harness.compare.local_judge import LocalErrors
 from harness.compare.propagated import RATIO_BOUND, PropagatedErrors, Propagation
 from harness.errors import Code
 from harness.recording import Recording
 from harness.results import Divergence, Finding, RowId, TapResult, Verdict
-from harness.taps import DecoderGraph, Kind, Operation
+from harness.taps import Graph, Kind, Operation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +107,11 @@ class Judged:
 
 
 def judge(
-    graph: DecoderGraph, local: Mapping[str, LocalErrors], caches: Mapping[str, LocalErrors], propagation: Propagation
+    graph: Graph, local: Mapping[str, LocalErrors], caches: Mapping[str, LocalErrors], propagation: Propagation
 ) -> list[Judged]:
     """Put the judgements of each tap together, in graph order; taps outside of the graph come last, unjudged."""
-    known = graph.by_tap()
-    others = [Operation(tap=tap, kind=Kind.ADD, inputs=()) for tap in propagation.errors if tap not in known]
+    known = graph.by_tap
+    others = [Operation(tap=tap, kind=Kind.OTHER) for tap in propagation.errors if tap not in known]
     return [
         Judged(
             operation=operation,

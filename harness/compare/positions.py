@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 from harness.compare.propagated import Propagation
 from harness.results import PositionError
-from harness.taps import DecoderGraph, Kind
+from harness.taps import Graph, Kind
 
 MAX_POSITIONS = 256
 """Of longer requests neighbouring positions share an entry."""
 
 
-def position_errors(propagation: Propagation, graph: DecoderGraph) -> tuple[PositionError, ...]:
+def position_errors(propagation: Propagation, graph: Graph) -> tuple[PositionError, ...]:
     """Return median and largest ratio by position, at the deepest tap that was compared at every row.
 
     The head is left out: an engine may compute it only where it samples.

@@ -14,7 +14,7 @@ from harness.compare.shapes import engine_dtype
 from harness.metrics import RowMetrics, logit_metrics, rounding_unit, row_metrics
 from harness.recording import Recording, Step
 from harness.results import LogitResult
-from harness.taps import LOGITS
+from harness.taps import Graph, Kind
 
 RATIO_BOUND = 10.0
 """Largest ratio of a row's error to HF's own that passes where nothing but propagation can judge. HF's eager against
@@ -58,7 +58,7 @@ def propagated_errors(
     actual: Recording,
     expected: Locator,
     noise: Mapping[str, torch.Tensor],
-    depths: Mapping[str, int],
+    graph: Graph,
     usable: Collection[str],
 ) -> Propagation:
     """Compare every usable tap that both recordings hold.
@@ -68,14 +68,16 @@ def propagated_errors(
         expected: a golden, or any recording of the same requests.
         noise: HF's own relative L2 error per row of `expected`; taps without it are measured against the noise that
             independent roundings would add up to, `unit * sqrt(operations so far)`.
-        depths: number of operations up to and including each tap.
+        graph: of the model.
         usable: taps whose shape and dtype fit.
     """
     result, parts, logits = Propagation(), dict[str, _Parts](), list[torch.Tensor]()
     unit = rounding_unit(engine_dtype(actual))
+    depths = {operation.tap: depth for depth, operation in enumerate(graph, start=1)}
+    measured = {tap for tap in usable if tap not in graph or graph[tap].kind is not Kind.CHOICE}
     floors = {tap: float(rows.nanmedian()) for tap, rows in noise.items() if len(rows)}
     for chunk in chunks(actual.steps):
-        for tap in dict.fromkeys(tap for step in chunk for tap in step.tap_names if tap in usable):
+        for tap in dict.fromkeys(tap for step in chunk for tap in step.tap_names if tap in measured):
             pair = _pair([step for step in chunk if step.has(tap)], tap, expected)
             if pair is None:
                 continue
@@ -88,7 +90,7 @@ def propagated_errors(
                 part.noise.append(noise[tap][found[:, 2]].to(torch.float64).clamp(min=floors[tap]))
             else:
                 part.noise.append(torch.full((len(found),), unit * math.sqrt(depths.get(tap, 1)), dtype=torch.float64))
-            if tap == LOGITS:
+            if tap == graph.logits:
                 logits.append(logit_metrics(ours, theirs))
     result.errors = {tap: part.joined() for tap, part in parts.items()}
     result.logits = _logit_result(logits)

@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from harness.compare.align import Locator, match_requests
 from harness.compare.cache import cache_errors
-from harness.compare.composite import composite_errors
 from harness.compare.coverage import check_coverage, check_tokens
+from harness.compare.evidence import Evidence
 from harness.compare.judged import (
     Judged,
     bad_finding,
@@ -18,71 +19,86 @@ from harness.compare.judged import (
     systematic_finding,
     tap_result,
 )
-from harness.compare.local import LocalErrors, local_errors
+from harness.compare.local import Progress, local_errors
+from harness.compare.local_judge import LocalErrors, LocalJudgement
 from harness.compare.positions import position_errors
 from harness.compare.propagated import propagated_errors
-from harness.compare.shapes import check_taps, usable_graph
+from harness.compare.shapes import check_taps
 from harness.compare.tokens import compare_tokens
 from harness.compare.traits import Traits
-from harness.oracle.golden import LOGIT_NOISE
-from harness.oracle.replay import Replayer
+from harness.oracle.golden import LOGIT_NOISE, Golden
+from harness.oracle.model import HFModel
 from harness.recording import Recording
 from harness.results import Divergence, Finding, LogitResult, Outcome, RunResult
-from harness.taps import graph_of_taps
 from harness.threads import one_thread
 
 TOKENS = "tokens"
 """What an engine that cannot report its own choices declares as lacking."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What a comparison found, and what it kept for the causes to be looked for."""
+
+    result: RunResult
+    errors: Mapping[str, LocalErrors]
+    """By tap: operations judged by themselves."""
+    caches: Mapping[str, LocalErrors]
+    """By tap: the cache read back."""
+    evidence: Mapping[str, Evidence]
+    """By tap: wrong rows of operations that were judged by themselves."""
+
+
 def compare_run(
     actual: Recording,
-    expected: Recording,
+    expected: Golden,
     *,
-    noise: Mapping[str, torch.Tensor] | None = None,
-    replayer: Replayer | None = None,
+    hf: HFModel | None = None,
     wanted: Iterable[str] | None = None,
     not_offered: Sequence[str] = (),
     require: Sequence[str] = ("decode",),
+    truth: str = "auto",
     engine_s: float | None = None,
-) -> RunResult:
+    progress: Progress | None = None,
+) -> Comparison:
     """Compare an engine's recording with a golden, or with another engine's recording.
 
     Args:
         actual: what the engine recorded.
-        expected: the golden.
-        noise: HF's own error per tap and row of the golden.
-        replayer: the oracle's operations; without it nothing is judged locally.
+        expected: the golden, or another recording without noise.
+        hf: the model that judges every operation by itself; without it the rows are compared and no more.
         wanted: taps that must have been recorded; by default those of `expected`.
         not_offered: sites that the engine declares it cannot record; reported only.
         require: triggers the workload must have reached.
+        truth: precision in which operations are judged, `float64`, `float32` or `auto`.
         engine_s: seconds the engine took, for the report.
+        progress: told what is being done.
 
     Raises:
         HarnessError: the recordings hold different prompts, or one of them is damaged.
     """
-    begin, noise = time.perf_counter(), noise or {}
-    aliases = match_requests(expected, actual)
-    graph = replayer.decoder.graph if replayer else graph_of_taps(entry.name for entry in expected.manifest.taps)
-    depths = {operation.tap: depth for depth, operation in enumerate(graph, start=1)}
-    findings, usable = check_taps(actual, expected, graph)
-    local: dict[str, LocalErrors] = {}
-    if replayer is not None:
-        local = {op.tap: errors for op, errors in local_errors(actual, usable_graph(graph, usable), replayer)}
-        local |= {op.tap: errors for op, errors in composite_errors(actual, graph, usable, replayer)}
-    ours, theirs = Locator(actual), Locator(expected, aliases)
-    caches = {op.tap: errors for op, errors in cache_errors(ours, usable_graph(graph, usable), theirs, noise)}
+    begin, noise = time.perf_counter(), expected.noise
+    aliases = match_requests(expected.recording, actual)
+    graph = expected.graph if hf is None else hf.graph
+    actual.with_names(graph.aliases)
+    expected.recording.with_names(graph.aliases)
+    findings, usable = check_taps(actual, expected.recording, graph)
+    local = LocalJudgement(errors={}, evidence={})
+    if hf is not None:
+        local = local_errors(actual, hf, usable, truth=truth, progress=progress)
+    ours, theirs = Locator(actual), Locator(expected.recording, aliases)
+    caches = {op.tap: errors for op, errors in cache_errors(ours, graph, usable, theirs, noise)}
     with one_thread():  # blocks of the cache's size: a second thread is better spent on the digests
-        propagation = propagated_errors(actual, theirs, noise, depths, usable)
-    judged = judge(graph, local, caches, propagation)
-    tokens, differences = compare_tokens(actual, theirs, noise.get(LOGIT_NOISE))
-    wanted = [entry.name for entry in expected.manifest.taps] if wanted is None else wanted
+        propagation = propagated_errors(actual, theirs, noise, graph, usable)
+    judged = judge(graph, local.errors, caches, propagation)
+    tokens, differences = compare_tokens(actual, theirs, graph.logits, noise.get(LOGIT_NOISE))
     coverage, gaps = check_coverage(
         ours,
-        wanted,
+        graph,
+        [entry.name for entry in expected.recording.taps] if wanted is None else wanted,
         not_offered=not_offered,
         require=require if actual.steps else (),
-        traits=_traits(replayer),
+        traits=None if hf is None else Traits.of(hf),
         also=_ties(propagation.logits, noise.get(LOGIT_NOISE)),
     )
     not_finite = oracle_finding(propagation)
@@ -90,8 +106,8 @@ def compare_run(
     findings += [systematic_finding(each) for each in judged if each.is_systematic]
     findings += differences + gaps + ([] if TOKENS in not_offered else check_tokens(ours, tokens.compared))
     actual.verify_all()
-    expected.verify_all()
-    return RunResult(
+    expected.recording.verify_all()
+    result = RunResult(
         schedule=actual.manifest.schedule or "recorded",
         outcome=_outcome(judged, tokens.compared, findings),
         num_rows=sum(step.entry.num_rows for step in actual.steps if step.phase != "readback"),
@@ -105,13 +121,7 @@ def compare_run(
         compare_s=time.perf_counter() - begin,
         positions=position_errors(propagation, graph),
     )
-
-
-def _traits(replayer: Replayer | None) -> Traits | None:
-    if replayer is None:
-        return None
-    decoder = replayer.decoder
-    return Traits.of(decoder.config, [replayer.window(layer.self_attn) for layer in decoder.layers])
+    return Comparison(result=result, errors=local.errors, caches=caches, evidence=local.evidence)
 
 
 def _ties(logits: LogitResult | None, noise: torch.Tensor | None) -> tuple[str, ...]:
@@ -122,8 +132,8 @@ def _ties(logits: LogitResult | None, noise: torch.Tensor | None) -> tuple[str, 
 
 
 def _first_divergence(judged: Sequence[Judged], actual: Recording) -> Divergence | None:
-    """Describe the first operation that is out of bounds; where none is, the first that is systematically off."""
-    first = next((each for each in judged if each.is_bad), next((each for each in judged if each.is_systematic), None))
+    """Describe the first operation in the order of the run that is out of bounds or systematically off."""
+    first = next((each for each in judged if each.is_bad or each.is_systematic), None)
     return None if first is None else divergence(first, actual)
 
 

@@ -9,7 +9,7 @@ from harness.metrics import rounding_unit
 from harness.recording import Recording, TapEntry
 from harness.recording.tensors import TORCH_DTYPES
 from harness.results import Finding
-from harness.taps import DecoderGraph, Kind
+from harness.taps import Graph, Kind
 
 
 def engine_dtype(recording: Recording) -> torch.dtype:
@@ -30,16 +30,17 @@ def engine_dtype(recording: Recording) -> torch.dtype:
     )
 
 
-def check_taps(actual: Recording, expected: Recording, graph: DecoderGraph) -> tuple[list[Finding], set[str]]:
+def check_taps(actual: Recording, expected: Recording, graph: Graph) -> tuple[list[Finding], set[str]]:
     """Compare the taps' shapes and dtypes; return what is wrong, and the names of the taps that can be used."""
-    shapes = {entry.name: entry.shape for entry in expected.manifest.taps}
+    shapes = {entry.name: entry.shape for entry in expected.taps}
     caches = {operation.tap: operation.inputs[0] for operation in graph if operation.kind is Kind.CACHE}
     shapes |= {cache: shapes[written] for cache, written in caches.items() if written in shapes}
     findings, usable = [], set[str]()
-    for entry in actual.manifest.taps:
+    for entry in actual.taps:
         # What a cache of a coarser dtype has lost shows when it is read back.
         finest = None if entry.name in caches else engine_dtype(actual)
-        message = _mismatch(entry, shapes.get(entry.name), finest)
+        is_choice = entry.name in graph and graph[entry.name].kind is Kind.CHOICE
+        message = _mismatch(entry, shapes.get(entry.name), finest, is_choice=is_choice)
         if message is None:
             usable.add(entry.name)
         else:
@@ -47,17 +48,17 @@ def check_taps(actual: Recording, expected: Recording, graph: DecoderGraph) -> t
     return findings, usable
 
 
-def usable_graph(graph: DecoderGraph, usable: set[str]) -> DecoderGraph:
-    """Return the operations whose output and inputs all have the shape and dtype they must have."""
-    return DecoderGraph(tuple(op for op in graph if {op.tap, *op.inputs} <= usable))
-
-
-def _mismatch(entry: TapEntry, shape: Sequence[int] | None, engine: torch.dtype | None) -> str | None:
+def _mismatch(
+    entry: TapEntry, shape: Sequence[int] | None, engine: torch.dtype | None, *, is_choice: bool
+) -> str | None:
     dtype = TORCH_DTYPES[entry.dtype]
-    if not dtype.is_floating_point:
+    if is_choice:
+        if dtype.is_floating_point:
+            return f"dtype of {entry.name} is {entry.dtype}, expected indices"
+    elif not dtype.is_floating_point:
         return f"dtype of {entry.name} is {entry.dtype}, expected a floating-point dtype"
     # A finer dtype is welcome (logits in float32); a coarser one has lost what was to be judged.
-    if engine is not None and rounding_unit(dtype) > rounding_unit(engine) * 1.001:
+    if not is_choice and engine is not None and rounding_unit(dtype) > rounding_unit(engine) * 1.001:
         return f"dtype of {entry.name} is {entry.dtype}, coarser than the engine's {str(engine).removeprefix('torch.')}"
     if shape is not None and torch.Size(shape).numel() != torch.Size(entry.shape).numel():
         return f"shape of {entry.name} differs: expected {list(shape)}, actual {list(entry.shape)} per row"

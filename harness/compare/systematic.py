@@ -13,13 +13,13 @@ count once. What benign engines reach is measured: docs/how-verdicts-work.md.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from harness.metrics import rounding_unit
 from harness.results import Effect
-from harness.taps import Kind
+from harness.taps import KINDS, Kind
 
 THRESHOLD = 8.0
 """Least statistic of an effect; benign operations stay below it, but for attention in float16 and channels of one
@@ -30,10 +30,8 @@ MAX_ROWS = 4096
 MIN_CHANNELS = 16
 
 _FLOORS = {torch.float32: 2.0, torch.float64: 2.0}
-"""Least effect in roundings: a gain of 5e-8 in float32 is the reciprocal root's own, and means nothing."""
-_FLOOR = 0.05
-_FLOOR_OF_ATTENTION = 0.5
-"""Flash kernels round the probabilities and not their sum, which is a gain of up to 0.2 roundings in float16."""
+"""Least effect in roundings: a gain of 5e-8 in float32 is the reciprocal root's own, and means nothing. In 16 bits it is
+the kind's own."""
 _FLOOR_OF_CHANNEL = 4.0
 """A channel of one value is rounded the same way in every row, by up to 2.3 roundings each time."""
 
@@ -44,7 +42,8 @@ class Effects:
 
     kind: Kind
     dtype: torch.dtype
-    head_dim: int
+    num_heads: int = 1
+    """Heads that a row is made of, where its tensor shows them."""
     seen: set[float] = field(default_factory=set)
     scale: torch.Tensor | None = None
     """[W] RMS of each channel in the first chunk; infinite where it is zero."""
@@ -67,7 +66,7 @@ class Effects:
         Args:
             positions: [rows].
             actual: [rows, ...].
-            expected: [rows, ...] float64.
+            expected: [rows, ...] the truth's, float64 or float32.
             judged: [rows] bool, rows that may be looked at.
         """
         if len(self.seen) >= MAX_ROWS or self.kind is Kind.EMBEDDING:
@@ -76,25 +75,26 @@ class Effects:
         new = self._new_rows(positions, truth, judged & actual.isfinite().all(dim=1))
         if truth.shape[1] < MIN_CHANNELS or not len(new):
             return
-        t, e = truth[new], actual[new].to(torch.float64) - truth[new]
+        t = truth[new]
+        e = actual[new].to(t.device, t.dtype) - t
         if self.scale is None:
             rms = t.square().mean(dim=0).sqrt()
             self.scale = torch.where(rms > 0, rms, torch.inf)
         t, e = t / self.scale, e / self.scale
-        p, position = e * t, positions[new].to(torch.float64)
-        num_heads = self._num_heads(t.shape[1])
+        p, position, heads = e * t, positions[new].to(torch.float64), (self._num_heads(t.shape[1]), -1)
         self.positions.append(position)
-        self.row_products.append(p.unflatten(1, (num_heads, -1)).sum(dim=2))
-        self.row_squares.append(t.square().unflatten(1, (num_heads, -1)).sum(dim=2))
-        self.products = self.products + p.sum(dim=0)
-        self.moments = self.moments + position @ p
-        self.errors = self.errors + e.sum(dim=0)
-        self.squared_errors = self.squared_errors + e.square().sum(dim=0)
+        self.row_products.append(_sum(p.unflatten(1, heads), dim=2))
+        self.row_squares.append(_sum(t.square().unflatten(1, heads), dim=2))
+        self.products = self.products + _sum(p, dim=0)
+        self.moments = self.moments + _sum(p * position.to(p.device, p.dtype)[:, None], dim=0)
+        self.errors = self.errors + _sum(e, dim=0)
+        self.squared_errors = self.squared_errors + _sum(e.square(), dim=0)
 
     def _new_rows(self, positions: torch.Tensor, truth: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
         """Return the indices of rows whose content has not come before; a rotation's errors are its position's."""
-        norms = torch.linalg.vector_norm(truth, dim=1).to(torch.float32)
-        keys = positions if self.kind is Kind.ROTARY else norms
+        norms = torch.linalg.vector_norm(truth, dim=1, dtype=torch.float64).cpu()
+        # Rows of one content may differ in their last digits: they stood elsewhere in a batch.
+        keys = positions if KINDS[self.kind].repeats_by_position else torch.frexp(norms).mantissa.mul(1e6).round()
         new = []
         for at, (key, may) in enumerate(zip(keys.tolist(), (allowed & (norms > 0)).tolist(), strict=True)):
             if may and key not in self.seen:
@@ -103,22 +103,29 @@ class Effects:
         return torch.tensor(new, dtype=torch.int64)
 
     def _num_heads(self, width: int) -> int:
-        has_heads = self.kind in (Kind.ROTARY, Kind.ATTENTION) and width % self.head_dim == 0
-        return width // self.head_dim if has_heads and self.head_dim >= MIN_CHANNELS else 1
+        size = width // self.num_heads
+        return self.num_heads if KINDS[self.kind].has_heads and size >= MIN_CHANNELS else 1
 
     def strongest(self) -> Effect | None:
         """Return the effect of the largest statistic that is beyond the threshold and the floor; None for none."""
-        found = [effect for effect in self.all() if self.is_significant(effect)]
-        return max(found, key=lambda effect: abs(effect.statistic), default=None)
+        return max(self.significant(), key=lambda effect: abs(effect.statistic), default=None)
+
+    def significant(self) -> list[Effect]:
+        """Return the effects that are neither chance nor what rounding may do."""
+        return [effect for effect in self.all() if self.is_significant(effect)]
 
     def is_significant(self, effect: Effect) -> bool:
         """Whether an effect is neither chance nor what rounding may do."""
-        floor = _FLOORS.get(self.dtype, _FLOOR)
-        if self.kind is Kind.ATTENTION:
-            floor = max(floor, _FLOOR_OF_ATTENTION)
+        floor = max(_FLOORS.get(self.dtype, 0.0), KINDS[self.kind].least_effect)
         if effect.kind == "offset":
             floor = max(4 * floor, _FLOOR_OF_CHANNEL)
         return abs(effect.statistic) >= THRESHOLD and abs(effect.roundings) >= floor
+
+    def like(self, effect: Effect) -> Effect | None:
+        """Return the same effect of these rows: of the same head, of the same channel; None where it was not measured."""
+        if effect.kind == "offset":
+            return self._offset(sum(map(len, self.positions)), int(effect.which)) if self.all() else None
+        return next((each for each in self.all() if (each.kind, each.which) == (effect.kind, effect.which)), None)
 
     def all(self) -> list[Effect]:
         """Return every effect that was looked for, whatever its size; empty where there are too few rows."""
@@ -159,12 +166,12 @@ class Effects:
             num_rows=len(rows),
         )
 
-    def _offset(self, num_rows: int) -> Effect:
-        """Return the offset of the channel that has the largest, in units of the channel's RMS."""
+    def _offset(self, num_rows: int, channel: int | None = None) -> Effect:
+        """Return the offset of a channel, by default of that which has the largest, in units of the channel's RMS."""
         errors, squares = torch.as_tensor(self.errors), torch.as_tensor(self.squared_errors)
         mean = errors / num_rows
         deviation = ((squares / num_rows - mean.square()).clamp(min=0) / num_rows).sqrt()
-        at = int(mean.abs().argmax())
+        at = int(mean.abs().argmax()) if channel is None else channel
         value, margin = float(mean[at]), 1.96 * float(deviation[at])
         return Effect(
             kind="offset",
@@ -176,6 +183,42 @@ class Effects:
             statistic=_ratio(value, float(deviation[at])),
             num_rows=num_rows,
         )
+
+
+def _sum(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Sum in float64, on the host."""
+    return x.sum(dim=dim, dtype=torch.float64).cpu()
+
+
+def beyond_control(effects: Effects | None, control: Effects | None) -> Effect | None:
+    """Return the strongest effect that lies outside of what truth and control span; None for none.
+
+    Rounding of values that lie on a grid can have a direction: silu of a small bfloat16 number loses its quadratic term
+    every time. HF's own module has that effect on the same rows, an engine that rounds less has none, and both are
+    right, as is everything between.
+    """
+    if effects is None:
+        return None
+    beyond = []
+    for effect in effects.significant():
+        own = control.like(effect) if control is not None else None
+        if own is None or effects.is_significant(_excess(effect, own)):
+            beyond.append(effect)
+    return max(beyond, key=lambda effect: abs(effect.statistic), default=None)
+
+
+def _excess(effect: Effect, control: Effect) -> Effect:
+    """Return what is left of an effect beyond the nearest value between none and the control's."""
+    nearest = min(max(effect.size, min(0.0, control.size)), max(0.0, control.size))
+    own, theirs = ((each.high - each.low) / 2 for each in (effect, control))
+    margin = own if nearest == 0 else math.hypot(own, theirs)
+    size = effect.size - nearest
+    return replace(
+        effect,
+        size=size,
+        roundings=effect.roundings * (size / effect.size if effect.size else 0.0),
+        statistic=_ratio(size, margin / 1.96),
+    )
 
 
 def _ratio(value: float, deviation: float) -> float:

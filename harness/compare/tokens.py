@@ -6,34 +6,39 @@ from harness.compare.align import Locator, Rows
 from harness.errors import Code
 from harness.recording import Recording, Step
 from harness.results import Finding, TokenResult
-from harness.taps import LOGITS
 
 _BLOCK_ROWS = 256
 
 
 def compare_tokens(
-    actual: Recording, expected: Locator, logit_noise: torch.Tensor | None
+    actual: Recording, expected: Locator, logits: str, logit_noise: torch.Tensor | None
 ) -> tuple[TokenResult, list[Finding]]:
     """Compare the tokens both sides chose, row by row.
 
     A differing choice is a *tie* if the truth's logit of the chosen token lies below the truth's best by no more than
     twice the largest error that HF itself makes in the engine's dtype on this golden: each of two logits may be off.
+
+    Args:
+        actual: the engine's recording.
+        expected: of the golden.
+        logits: tap that tokens are chosen from.
+        logit_noise: HF's own error per row of it.
     """
     threshold = 0.0 if logit_noise is None or not len(logit_noise) else 2 * float(logit_noise.max())
     pairs = [_choices(step) for step in actual.steps]
     rows = Rows.concat([pair[0] for pair in pairs])
     chosen = torch.cat([torch.empty(0, dtype=torch.int64), *(pair[1] for pair in pairs)])
-    found = expected.find(LOGITS, rows)
+    found = expected.find(logits, rows)
     present = found[:, 0] >= 0
     rows, chosen, found = rows.select(present), chosen[present], found[present]
     equal, ties, findings = 0, 0, list[Finding]()
     for at in range(0, len(rows), _BLOCK_ROWS):
         block = torch.arange(at, min(at + _BLOCK_ROWS, len(rows)))
-        logits = expected.gather(LOGITS, found[block]).to(torch.float64)
-        margin = _margin(logits, chosen[block])
+        values = expected.gather(logits, found[block]).to(torch.float64)
+        margin = _margin(values, chosen[block])
         equal += int((margin == 0).sum())
         ties += int(((margin > 0) & (margin <= threshold)).sum())
-        findings += _differences(rows.select(block), chosen[block], logits, margin, threshold)
+        findings += _differences(rows.select(block), chosen[block], values, margin, threshold, logits)
     return TokenResult(compared=len(rows), equal=equal, ties=ties), findings
 
 
@@ -56,7 +61,7 @@ def _choices(step: Step) -> tuple[Rows, torch.Tensor]:
 
 
 def _differences(
-    rows: Rows, chosen: torch.Tensor, logits: torch.Tensor, margin: torch.Tensor, threshold: float
+    rows: Rows, chosen: torch.Tensor, logits: torch.Tensor, margin: torch.Tensor, threshold: float, tap: str
 ) -> list[Finding]:
     findings = []
     for at in (~(margin <= threshold)).nonzero()[:, 0].tolist():
@@ -67,6 +72,6 @@ def _differences(
             f"noise allows {threshold:.3g}"
         )
         findings.append(
-            Finding(code=Code.TOKENS_DIFFER, message=message, tap=LOGITS, request=request, position=position)
+            Finding(code=Code.TOKENS_DIFFER, message=message, tap=tap, request=request, position=position)
         )
     return findings

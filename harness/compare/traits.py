@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from harness.oracle.model import HFModel
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
@@ -16,12 +18,23 @@ class Traits:
     """Positions the model was trained on before its rotary embedding was stretched; None where it was not."""
 
     @classmethod
-    def of(cls, config: Any, windows: list[int | None]) -> "Traits":
-        """Read the traits off HF's configuration and the windows of the layers."""
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    def of(cls, hf: HFModel) -> "Traits":
+        """Read the traits off HF's configuration."""
+        config = hf.config
+        num_heads = getattr(config, "num_attention_heads", None) or 1
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
         rope = getattr(config, "rope_parameters", None) or {}
         return cls(
-            num_groups=config.num_attention_heads // num_kv_heads,
-            window=min((window for window in windows if window is not None), default=None),
+            num_groups=num_heads // num_kv_heads,
+            window=_window(config),
             original_positions=rope.get("original_max_position_embeddings"),
         )
+
+
+def _window(config: Any) -> int | None:
+    """Return the sliding window, where any layer has it."""
+    window = getattr(config, "sliding_window", None)
+    if window is None or not getattr(config, "use_sliding_window", True):
+        return None
+    kinds = getattr(config, "layer_types", None)
+    return int(window) if kinds is None or any("sliding" in kind for kind in kinds) else None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from harness.errors import Code, HarnessError
 from harness.schedule import Schedule
-from harness.taps import DecoderGraph
+from harness.taps import Graph
 
 if TYPE_CHECKING:
     from harness.recording import RecordingWriter, RequestInfo
@@ -51,7 +51,7 @@ class Offer:
         """Return all sites it cannot record."""
         return self.lacking if self.keeps_cache else (*self.lacking, "k_cache", "v_cache")
 
-    def wanted(self, graph: DecoderGraph) -> list[str]:
+    def wanted(self, graph: Graph) -> list[str]:
         """Return the taps of the graph that a recording of this engine must hold."""
         lacking = set(self.lacks())
         return [operation.tap for operation in graph if operation.site not in lacking]

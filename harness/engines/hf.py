@@ -3,7 +3,8 @@
 HF as an engine shows what a sound engine scores, and checks HF's own decode against HF's own forward.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ import torch
 from harness.engines.adapter import Engine, Offer, Workload, refuse_unknown_options
 from harness.engines.hf_session import HFSession
 from harness.errors import Code, HarnessError
-from harness.oracle.capture import capturing
-from harness.oracle.decoder import Decoder, load_decoder
+from harness.oracle.decode import Decoder
+from harness.oracle.model import HFModel, load_model
+from harness.oracle.rows import as_rows
+from harness.oracle.watch import Seeing, watching
 from harness.recording import RecordingWriter, RequestInfo
-from harness.taps import LOGITS, layer_prefix
+from harness.taps import Kind, Operation, prefix_of
 
 _ATTENTIONS = ("sdpa", "eager")
 
@@ -33,7 +36,7 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
             expected=" or ".join(_ATTENTIONS),
             actual=attention,
         )
-    return HFEngine(load_decoder(folder, dtype=getattr(torch, dtype), device=device), attention)
+    return HFEngine(load_model(folder, dtype=getattr(torch, dtype), device=device, stays=True), attention)
 
 
 @dataclass(slots=True)
@@ -72,8 +75,8 @@ class HFEngine:
     name = "hf"
     offer = Offer(schedules=("plain", "chunked", "batched"))
 
-    def __init__(self, decoder: Decoder, attention: str) -> None:
-        self._decoder, self._attention = decoder, attention
+    def __init__(self, hf: HFModel, attention: str) -> None:
+        self._hf, self._attention = hf, attention
 
     @torch.no_grad()
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
@@ -81,32 +84,31 @@ class HFEngine:
         together = workload.schedule.is_batched
         groups = [list(workload.requests)] if together else [[request] for request in workload.requests]
         for group in groups:
-            _Batch(self._decoder, self._attention, group, writer).run(workload.schedule.chunk_size)
+            _Batch(self._hf, self._attention, group, writer).run(workload.schedule.chunk_size)
 
     def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> HFSession:
         """See `Steppable.open_session`; HF takes steps of any size."""
-        return HFSession(self._decoder, self._attention)
+        return HFSession(self._hf, self._attention)
 
 
 class _Batch:
     """Some requests computed together, the shorter ones padded on the left."""
 
     def __init__(
-        self, decoder: Decoder, attention: str, requests: Sequence[RequestInfo], writer: RecordingWriter
+        self, hf: HFModel, attention: str, requests: Sequence[RequestInfo], writer: RecordingWriter
     ) -> None:
-        from transformers import DynamicCache  # seconds to import
-
-        self._decoder, self._attention, self._writer = decoder, attention, writer
+        self._hf, self._attention, self._writer = hf, attention, writer
         self._longest = max(request.prompt_length for request in requests)
         self._lanes = [_Lane(request, self._longest - request.prompt_length) for request in requests]
-        self._cache: Any = DynamicCache(config=decoder.config)
         self._mask: list[list[int]] = [[] for _ in requests]
+        self._takes_positions = "position_ids" in inspect.signature(hf.model.forward).parameters
 
     def run(self, chunk_size: int | None) -> None:
-        for columns in self._columns(chunk_size):
-            self._forward(columns)
-        for index, lane in enumerate(self._lanes):
-            self._read_back(index, lane)
+        with Decoder(self._hf) as decoder:
+            for columns in self._columns(chunk_size):
+                self._forward(columns, decoder)
+            for index, lane in enumerate(self._lanes):
+                self._read_back(index, lane, decoder)
 
     def _columns(self, chunk_size: int | None) -> Iterator[int]:
         """Yield the width of each forward: the padded prompts, whole or in chunks, then one column at a time."""
@@ -116,43 +118,43 @@ class _Batch:
         for _ in range(max(len(lane.request.token_ids) - lane.request.prompt_length for lane in self._lanes)):
             yield 1
 
-    def _forward(self, columns: int) -> None:
+    def _forward(self, columns: int, decoder: Decoder) -> None:
         forward = self._next_forward(columns)
         prompts = {lane.request.id: lane.request.prompt_length for lane in self._lanes}
         in_prompt = {
             position < prompts[request] for request, position in zip(forward.request, forward.position, strict=True)
         }
+        graph = self._hf.graph
         self._writer.begin_step(
             phase="mixed" if len(in_prompt) > 1 else "prefill" if True in in_prompt else "decode",
             request=forward.request,
             position=forward.position,
             sampled_rows=forward.sampled,
-            partial_rows={LOGITS: forward.sampled} if forward.sampled else None,
+            partial_rows={op.tap: forward.sampled for op in graph if self._is_of_last_rows(op)}
+            if forward.sampled
+            else None,
         )
-        logits = self._compute(forward)
-        self._writer.end_step(logits[forward.lanes, -1].argmax(dim=-1).tolist())
+        logits = self._compute(forward, decoder)
+        self._writer.end_step(logits[forward.lanes].argmax(dim=-1).tolist())
 
-    def _compute(self, forward: _Forward) -> torch.Tensor:
-        device = self._decoder.device
-        kept = torch.tensor(forward.kept, device=device)
+    def _is_of_last_rows(self, operation: Operation) -> bool:
+        """Whether HF computes an operation behind the last token of each request only: the head, with `logits_to_keep`."""
+        graph = self._hf.graph
+        return operation.tap == graph.logits or (operation.sampled_only and operation.kind is Kind.LINEAR)
 
-        def record(tap: str, tensor: torch.Tensor) -> None:
-            if tap != LOGITS:
-                self._writer.tap(tap, tensor[kept])
-            elif forward.lanes:
-                self._writer.tap(tap, tensor[forward.lanes])
-
+    def _compute(self, forward: _Forward, decoder: Decoder) -> torch.Tensor:
         is_padded = any(lane.num_padding for lane in self._lanes)
-        with capturing(self._decoder, record, attention=self._attention):
-            output = self._decoder.model(
-                input_ids=torch.tensor(forward.ids, device=device),
-                position_ids=torch.tensor(forward.positions, device=device),
-                attention_mask=torch.tensor(self._mask, device=device) if is_padded else None,
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-        logits: torch.Tensor = output.logits
+        options: dict[str, Any] = {}
+        if self._takes_positions:
+            options["position_ids"] = torch.tensor(forward.positions, device=self._hf.device)
+        if is_padded:
+            options["attention_mask"] = torch.tensor(self._mask, device=self._hf.device)
+        if "logits_to_keep" in inspect.signature(self._hf.model.forward).parameters:
+            options["logits_to_keep"] = 1
+        recorder = _Recorder(self._hf, forward, self._writer, self._is_of_last_rows)
+        with watching(self._hf, attention=self._attention) as watch, watch.showing(Seeing(recorder.see)):
+            logits = decoder.feed(forward.ids, **options)
+            recorder.see("logits", logits[:, None])
         return logits
 
     def _next_forward(self, columns: int) -> _Forward:
@@ -180,12 +182,65 @@ class _Batch:
         forward.request += [lane.request.id] * num_real
         forward.position += positions[:num_real]
 
-    def _read_back(self, index: int, lane: _Lane) -> None:
-        """Write what the cache holds of a request at the end."""
-        num_rows = len(lane.request.token_ids)
-        columns = slice(lane.num_padding, lane.num_padding + num_rows)
-        self._writer.begin_step(phase="readback", request=[lane.request.id] * num_rows, position=range(num_rows))
-        for layer, cached in enumerate(self._cache.layers):
-            for name, states in (("k_cache", cached.keys), ("v_cache", cached.values)):
-                self._writer.tap(f"{layer_prefix(layer)}{name}", states[index, :, columns].transpose(0, 1))
+    def _read_back(self, index: int, lane: _Lane, decoder: Decoder) -> None:
+        """Write what the cache holds of a request at the end: of a sliding window, its last rows."""
+        caches = {op.tap for op in self._hf.graph if op.kind is Kind.CACHE}
+        layers = list(getattr(decoder.cache.get("past_key_values"), "layers", ()))
+        parts = {}
+        for operation in (op for op in self._hf.graph if op.kind is Kind.ATTENTION and op.layer is not None):
+            layer = layers[operation.layer] if operation.layer is not None and operation.layer < len(layers) else None
+            for name in ("keys", "values"):
+                states = getattr(layer, name, None)
+                tap = f"{prefix_of(operation.tap)}{name[0]}_cache"
+                if tap in caches and isinstance(states, torch.Tensor) and states.dim() == 4 and states.shape[2]:
+                    parts[tap] = states[index].transpose(0, 1)
+        if not parts:
+            return
+        num_rows, num_columns = len(lane.request.token_ids), len(self._mask[index])
+        kept = {tap: self._kept_rows(lane, len(states), num_columns) for tap, states in parts.items()}
+        self._writer.begin_step(
+            phase="readback",
+            request=[lane.request.id] * num_rows,
+            position=range(num_rows),
+            partial_rows={tap: rows for tap, (rows, _) in kept.items() if len(rows) < num_rows},
+        )
+        for tap, states in parts.items():
+            self._writer.tap(tap, states[kept[tap][1]])
         self._writer.end_step()
+
+    @staticmethod
+    def _kept_rows(lane: _Lane, num_kept: int, num_columns: int) -> tuple[range, slice]:
+        """Return the positions of a request that are among the last columns, and where they stand among them."""
+        first_column = num_columns - num_kept
+        begin = max(0, first_column - lane.num_padding)
+        end = len(lane.request.token_ids)
+        offset = lane.num_padding - first_column
+        return range(begin, end), slice(begin + offset, end + offset)
+
+
+class _Recorder:
+    """Writes the taps of one forward: the rows of tokens that are a request's own."""
+
+    def __init__(
+        self, hf: HFModel, forward: _Forward, writer: RecordingWriter, is_of_last_rows: Callable[[Operation], bool]
+    ) -> None:
+        self._operations, self._forward, self._writer = hf.graph.by_source, forward, writer
+        self._kept = torch.tensor(forward.kept, device=hf.device)
+        self._is_of_last_rows = is_of_last_rows
+        self._shape = len(forward.ids), len(forward.ids[0])
+
+    def see(self, source: str, value: torch.Tensor) -> None:
+        """Write one value, if it is a tap."""
+        operation = self._operations.get(source)
+        if operation is None:
+            return
+        num_requests, num_tokens = self._shape
+        if self._is_of_last_rows(operation):
+            if self._forward.lanes:
+                self._writer.tap(operation.tap, value[self._forward.lanes, -1])
+            return
+        if source.endswith((":key", ":value")):  # the cache comes with the new tokens
+            value = value[:, :, -num_tokens:]
+        rows = as_rows(value, operation.token_dim, num_requests, num_tokens)
+        self._writer.tap(operation.tap, rows[self._kept])
+

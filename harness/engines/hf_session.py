@@ -15,7 +15,7 @@ from torch import nn
 
 from harness.engines.stepping import PREPARE, ROTARY, SAMPLE, ModelShape, Watcher
 from harness.errors import Code, HarnessError
-from harness.oracle.decoder import Decoder
+from harness.oracle.model import HFModel
 from harness.profile_results import StepShape
 from harness.taps import EMBEDDING, layer_prefix
 
@@ -28,16 +28,16 @@ class HFSession:
 
     phases = ("prefill", "decode")
 
-    def __init__(self, decoder: Decoder, attention: str) -> None:
-        self._decoder = decoder
-        decoder.model.set_attn_implementation(attention)
+    def __init__(self, hf: HFModel, attention: str) -> None:
+        self._hf = hf
+        hf.model.set_attn_implementation(attention)
         self._prompts: list[list[int]] = []
         self._num_added = 0
         self._num_cached = 0
         self._next_ids: torch.Tensor | None = None
         self._cache: Any = None
         self._watcher: Watcher | None = None
-        self.model = _model_shape(decoder)
+        self.model = _model_shape(hf)
 
     def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
         """See `Session.add`; raises HarnessError (ENGINE_CANNOT_SERVE) for a prompt that would have to be padded."""
@@ -60,7 +60,7 @@ class HFSession:
         self._num_cached += num_tokens
         if self._watcher is not None:
             self._watcher.begin_step(self._shape(batch_size, num_tokens))
-        output = self._decoder.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        output = self._hf.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         self._next_ids = output.logits[:, -1].argmax(dim=-1, keepdim=True)
         if self._watcher is not None:
             self._watcher.reached(SAMPLE)
@@ -82,7 +82,7 @@ class HFSession:
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         """See `Session.weights`."""
-        return dict(self._decoder.model.named_parameters(remove_duplicate=False))
+        return dict(self._hf.model.named_parameters(remove_duplicate=False))
 
     def cache_tensors(self) -> Sequence[torch.Tensor]:
         """See `Session.cache_tensors`."""
@@ -92,8 +92,8 @@ class HFSession:
     def _input_ids(self) -> torch.Tensor:
         if self._next_ids is not None:
             return self._next_ids
-        self._cache = _new_cache(self._decoder.config, self._update_ends)
-        return torch.tensor(self._prompts, device=self._decoder.device)
+        self._cache = _new_cache(self._hf.config, self._update_ends)
+        return torch.tensor(self._prompts, device=self._hf.device)
 
     def _update_ends(self, layer: int, site: str) -> None:
         if self._watcher is not None:
@@ -108,28 +108,28 @@ class HFSession:
         )
 
     def _hook(self, stack: ExitStack, reached: Callable[[str], None]) -> None:
-        decoder = self._decoder
-        model = decoder.model.model
+        hf = self._hf
+        model = hf.model.model
         stack.enter_context(_before(model.embed_tokens, PREPARE, reached))
         stack.enter_context(_before(model.rotary_emb, PREPARE, reached))
         stack.enter_context(_after(model.rotary_emb, ROTARY, reached))
         stack.enter_context(_after(model.embed_tokens, EMBEDDING, reached))
-        for operation in decoder.graph:
+        for operation in hf.graph:
             reader, prefix = _READERS.get(operation.site), operation.tap.removesuffix(operation.site)
             if operation.site == "mlp.act":  # silu comes before up_proj, the product with it after
-                stack.enter_context(_after(decoder.module(f"{prefix}mlp.act_fn"), operation.tap, reached))
+                stack.enter_context(_after(hf.module(f"{prefix}mlp.act_fn"), operation.tap, reached))
             if reader is not None:
-                stack.enter_context(_before(decoder.module(prefix + reader), operation.tap, reached))
+                stack.enter_context(_before(hf.module(prefix + reader), operation.tap, reached))
             elif operation.site == "output":
-                layer = decoder.module(operation.tap.removesuffix(".output"))
+                layer = hf.module(operation.tap.removesuffix(".output"))
                 stack.enter_context(_after(layer, operation.tap, reached))
-            elif operation.inputs and _is_module(decoder, operation.tap):
-                stack.enter_context(_after(decoder.module(operation.tap), operation.tap, reached))
+            elif operation.inputs and _is_module(hf, operation.tap):
+                stack.enter_context(_after(hf.module(operation.tap), operation.tap, reached))
 
 
-def _is_module(decoder: Decoder, tap: str) -> bool:
+def _is_module(hf: HFModel, tap: str) -> bool:
     try:
-        decoder.module(tap)
+        hf.module(tap)
     except AttributeError:
         return False
     return True
@@ -167,20 +167,20 @@ def _new_cache(config: Any, ends: Callable[[int, str], None]) -> Any:
     return WatchedCache(config=config)
 
 
-def _model_shape(decoder: Decoder) -> ModelShape:
-    config = decoder.config
-    first: Any = decoder.layers[0]
-    windows = tuple(getattr(layer.self_attn, "sliding_window", None) for layer in decoder.layers)
+def _model_shape(hf: HFModel) -> ModelShape:
+    config, layers = hf.config, hf.model.model.layers
+    first: Any = layers[0]
+    windows = tuple(getattr(layer.self_attn, "sliding_window", None) for layer in layers)
     return ModelShape(
-        num_layers=len(decoder.layers),
+        num_layers=len(layers),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
-        vocab_size=decoder.vocab_size,
+        vocab_size=hf.vocab_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=decoder.head_dim(),
+        head_dim=hf.head_dim,
         has_qk_norm=hasattr(first.self_attn, "q_norm"),
-        itemsize=decoder.dtype.itemsize,
+        itemsize=hf.dtype.itemsize,
         windows=windows,
         qkv_bias=first.self_attn.q_proj.bias is not None,
         o_bias=first.self_attn.o_proj.bias is not None,

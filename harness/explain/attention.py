@@ -12,7 +12,6 @@ import torch
 from harness.explain.hypothesis import Hypothesis
 from harness.explain.scene import Scene
 from harness.explain.view import View
-from harness.oracle.precision import TRUTH_DTYPE
 
 _MAX_SPLIT_SIZES = 24
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -130,7 +129,7 @@ def wrong_scale(scene: Scene) -> Iterator[Hypothesis]:
     """The scores are scaled by another factor: a known one, or one that is fitted."""
     view = scene.views[0]
     own, head_dim = view.scale, view.query.shape[-1]
-    hidden = int(scene.decoder.config.hidden_size)
+    hidden = int(scene.hf.config.hidden_size)
     known = {
         "missing": 1.0,
         "taken from the hidden size": hidden**-0.5,
@@ -196,13 +195,13 @@ def coarse_softmax(scene: Scene) -> Iterator[Hypothesis]:
         name = str(dtype).removeprefix("torch.")
 
         def rounded(x: torch.Tensor, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return x.to(dtype).to(TRUTH_DTYPE)
+            return x.to(dtype).to(torch.float64)
 
         softmaxes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
             "its result": lambda s, rounded=rounded: rounded(s.softmax(dim=-1)),  # type: ignore[misc]
             "its input": lambda s, rounded=rounded: rounded(s).softmax(dim=-1),  # type: ignore[misc]
             "input and result": lambda s, rounded=rounded: rounded(rounded(s).softmax(dim=-1)),  # type: ignore[misc]
-            "all of it": lambda s, dtype=dtype: s.to(dtype).softmax(dim=-1).to(TRUTH_DTYPE),  # type: ignore[misc]
+            "all of it": lambda s, dtype=dtype: s.to(dtype).softmax(dim=-1).to(torch.float64),  # type: ignore[misc]
         }
         for part, softmax in softmaxes.items():
             output = _joined(scene, lambda each, softmax=softmax: each.attend(softmax=softmax))  # type: ignore[misc]

@@ -12,7 +12,6 @@ from harness.explain.hypothesis import Hypothesis
 from harness.explain.playback import contents_of, provenance_of, row_keys
 from harness.explain.scene import Scene
 from harness.explain.view import View
-from harness.oracle.precision import TRUTH_DTYPE
 
 _MAX_PRODUCT = 1 << 31
 """Multiplications spent on the search for one replaced position."""
@@ -74,7 +73,7 @@ def _best_replacement(
         (
             e_NM[..., None] * (v_NMH - a),
             -(zero_N[:, None] * actual_NH)[:, None],
-            torch.zeros(heads, 1, head_dim, dtype=TRUTH_DTYPE),
+            torch.zeros(heads, 1, head_dim, dtype=torch.float64),
         ),
         dim=1,
     )
@@ -83,8 +82,8 @@ def _best_replacement(
     visible = row.visible()[0, : position + 1]
     distance[~visible] = torch.inf
     j, m = divmod(int(distance.argmin()), distance.shape[1])
-    e_m = torch.cat((e_NM, zero_N[:, None], torch.zeros(heads, 1, dtype=TRUTH_DTYPE)), dim=1)[:, m]
-    v_m = torch.cat((v_NMH, torch.zeros(heads, 2, head_dim, dtype=TRUTH_DTYPE)), dim=1)[:, m]
+    e_m = torch.cat((e_NM, zero_N[:, None], torch.zeros(heads, 1, dtype=torch.float64)), dim=1)[:, m]
+    v_m = torch.cat((v_NMH, torch.zeros(heads, 2, head_dim, dtype=torch.float64)), dim=1)[:, m]
     numerator = total * expected_NH - e_NS[:, j, None] * v_NSH[:, j] + e_m[:, None] * v_m
     output = numerator / (total - e_NS[:, j, None] + e_m[:, None])
     return output.flatten(), (j, m if m < count else _ZERO if m == count else _OMITTED)

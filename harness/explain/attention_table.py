@@ -14,7 +14,7 @@ from harness.explain.hypothesis import Hypothesis
 from harness.explain.playback import Read, history, in_order, played_back, provenance_of, row_keys
 from harness.explain.scene import Scene
 from harness.results import Provenance
-from harness.taps import layer_prefix
+from harness.taps import prefix_of
 
 _NOWHERE = -1
 """A slot that does not exist: zeros."""
@@ -51,7 +51,7 @@ def _reading_nothing(scene: Scene, reads: Sequence[Read]) -> torch.Tensor:
 
 def _filled(scene: Scene, reads: Sequence[Read]) -> list[Read]:
     """Put what the cache gives back in the places that nobody wrote, where that was recorded."""
-    prefix, filled = layer_prefix(scene.operation.layer or 0), []
+    prefix, filled = prefix_of(scene.operation.tap), []
     for read in reads:
         empty = torch.tensor([write is None for write in read.writes])
         key, value = (history(scene, read.view, f"{prefix}{tap}") for tap in ("k_cache", "v_cache"))

@@ -12,8 +12,7 @@ from harness.explain.hypothesis import Hypothesis
 from harness.explain.playback import contents_of, history
 from harness.explain.scene import Scene
 from harness.explain.view import View
-from harness.oracle.precision import TRUTH_DTYPE
-from harness.taps import layer_prefix
+from harness.taps import prefix_of
 
 _COARSE_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -38,7 +37,7 @@ def _tensor_changes(
     yield "K and V are swapped in the cache", lambda view: (view.value, view.key)
     yield "values are read from the K cache", lambda view: (view.key, view.key)
     yield "keys are read from the V cache", lambda view: (view.value, view.value)
-    raw = contents_of(scene).taps[RAW_KEY]
+    raw = contents_of(scene).taps.get(RAW_KEY, "")
 
     def unrotated(view: View) -> tuple[torch.Tensor, torch.Tensor] | None:
         key = history(scene, view, raw)
@@ -46,11 +45,14 @@ def _tensor_changes(
 
     yield "keys are cached before rotary", unrotated
 
-    for layer in range(len(scene.decoder.layers)):
-        if layer != scene.operation.layer:
+    for layer in scene.graph.layers:
+        other = scene.graph.attention_of(layer)
+        if other is not None and layer != scene.operation.layer:
 
-            def of_layer(view: View, prefix: str = layer_prefix(layer)) -> tuple[torch.Tensor, torch.Tensor] | None:
-                key, value = history(scene, view, f"{prefix}k_rope"), history(scene, view, f"{prefix}self_attn.v_proj")
+            def of_layer(
+                view: View, taps: tuple[str, ...] = other.inputs[1:]
+            ) -> tuple[torch.Tensor, torch.Tensor] | None:
+                key, value = (history(scene, view, tap) for tap in taps)
                 return None if key is None or value is None else (key, value)
 
             yield f"reads the cache of layer {layer}", of_layer
@@ -58,7 +60,7 @@ def _tensor_changes(
 
 def read_back(scene: Scene) -> Iterator[Hypothesis]:
     """Attention is right: what it reads is what the cache gives back at the end, which is not what was written."""
-    prefix, parts = layer_prefix(scene.operation.layer or 0), []
+    prefix, parts = prefix_of(scene.operation.tap), []
     for view in scene.views:
         key, value = history(scene, view, f"{prefix}k_cache"), history(scene, view, f"{prefix}v_cache")
         if key is None or value is None:
@@ -76,7 +78,7 @@ def coarse_cache(scene: Scene) -> Iterator[Hypothesis]:
         name = str(dtype).removeprefix("torch.")
 
         def rounded(x: torch.Tensor, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return x.to(dtype).to(TRUTH_DTYPE)
+            return x.to(dtype).to(torch.float64)
 
         for is_read in (_all, _earlier):
             for part, is_key, is_value in (

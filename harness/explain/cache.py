@@ -8,9 +8,7 @@ from harness.explain.contents import KEY, RAW_KEY, VALUE, Contents, describe_wri
 from harness.explain.hypothesis import Hypothesis
 from harness.explain.memory import Write
 from harness.explain.scene import Scene
-from harness.oracle.precision import TRUTH_DTYPE
 from harness.results import Provenance
-from harness.taps import layer_prefix
 
 _COARSE_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -18,7 +16,7 @@ _COARSE_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.floa
 def coarser_dtype(scene: Scene) -> Iterator[Hypothesis]:
     """What was written comes back rounded."""
     for dtype in _COARSE_DTYPES:
-        output = scene.expected.to(dtype).to(TRUTH_DTYPE)
+        output = scene.expected.to(dtype).to(torch.float64)
         yield Hypothesis(cause=f"the cache is in a lower dtype: {str(dtype).removeprefix('torch.')}", output=output)
 
 
@@ -36,12 +34,12 @@ def other_tensor(scene: Scene) -> Iterator[Hypothesis]:
     is_key = scene.operation.site == "k_cache"
     contents = _contents(scene)
     other = {contents.taps[VALUE if is_key else KEY]: "K and V are written to each other's cache"}
-    if is_key:
+    if is_key and RAW_KEY in contents.taps:
         other[contents.taps[RAW_KEY]] = "keys are cached before rotary"
-    for layer in range(len(scene.decoder.layers)):
-        if layer != scene.operation.layer:
-            source = scene.operation.inputs[0].removeprefix(layer_prefix(scene.operation.layer or 0))
-            other[layer_prefix(layer) + source] = f"the cache holds what layer {layer} wrote"
+    for layer in scene.graph.layers:
+        attention = scene.graph.attention_of(layer)
+        if attention is not None and layer != scene.operation.layer:
+            other[attention.inputs[1 if is_key else 2]] = f"the cache holds what layer {layer} wrote"
     for tap, cause in other.items():
         tensor = _written(scene, tap)
         if tensor is not None and tensor.shape == scene.actual.shape:
@@ -53,7 +51,7 @@ def _written(scene: Scene, tap: str) -> torch.Tensor | None:
     found = scene.locator.find(tap, scene.rows) if tap in scene.locator.taps() else None
     if found is None or bool((found[:, 0] < 0).any()):
         return None
-    return scene.locator.gather(tap, found).to(TRUTH_DTYPE).flatten(1)
+    return scene.locator.gather(tap, found).to(torch.float64).flatten(1)
 
 
 def played_back(scene: Scene) -> Iterator[Hypothesis]:
@@ -152,7 +150,7 @@ def _is_misplaced(scene: Scene) -> bool:
 
 
 def _contents(scene: Scene) -> Contents:
-    return Contents(scene.recording, scene.decoder.graph, scene.operation.layer or 0, scene.dtype)
+    return Contents(scene.recording, scene.graph, scene.operation.layer or 0, scene.dtype)
 
 
 def _provenance(scene: Scene, at: int) -> Provenance:
@@ -163,7 +161,7 @@ def _provenance(scene: Scene, at: int) -> Provenance:
         position=int(scene.positions[at]),
         content=scene.actual[at],
         meant=scene.expected[at],
-        head_dim=scene.decoder.head_dim(),
+        head_dim=scene.hf.head_dim,
     )
 
 

@@ -10,7 +10,7 @@ from harness.explain.memory import Memory, Write
 from harness.metrics import rounding_unit
 from harness.recording import Recording
 from harness.results import Provenance
-from harness.taps import DecoderGraph, layer_prefix
+from harness.taps import Graph, Kind
 
 KEY, RAW_KEY, VALUE, ZERO = "key", "key before rotary", "value", "zeros"
 _MAX_ROWS = 1 << 14
@@ -35,11 +35,9 @@ class Match:
 class Contents:
     """Keys, keys before rotary and values of one layer, at every row that computed them."""
 
-    def __init__(self, recording: Recording, graph: DecoderGraph, layer: int, dtype: torch.dtype) -> None:
-        prefix = layer_prefix(layer)
+    def __init__(self, recording: Recording, graph: Graph, layer: int, dtype: torch.dtype) -> None:
         self.layer = layer
-        self.taps = {KEY: f"{prefix}k_rope", VALUE: f"{prefix}self_attn.v_proj"}
-        self.taps[RAW_KEY] = graph[self.taps[KEY]].inputs[0]
+        self.taps = _taps(graph, layer)
         self._tolerance = _TOLERANCE * rounding_unit(dtype)
         self.rows: dict[str, Rows] = {}
         self.tensors: dict[str, torch.Tensor] = {}
@@ -111,6 +109,16 @@ class Contents:
             writer_step=None if writer is None else writer.step,
             holds="content that no recorded row has" if match is None else str(match),
         )
+
+
+def _taps(graph: Graph, layer: int) -> dict[str, str]:
+    """Return the taps of a layer's keys and values; empty where it has no attention that HF's interface shows."""
+    attention = graph.attention_of(layer)
+    if attention is None:
+        return {}
+    _, key, value = attention.inputs
+    raw = {RAW_KEY: graph[key].inputs[0]} if graph[key].kind is Kind.ROTARY else {}
+    return {KEY: key, VALUE: value, **raw}
 
 
 def _head(content: torch.Tensor | None, meant: torch.Tensor | None, head_dim: int) -> int | None:

@@ -8,8 +8,7 @@ from harness.compare.align import Rows, is_readback, step_rows
 from harness.explain.hypothesis import Hypothesis
 from harness.explain.scene import Scene, row_inputs
 from harness.metrics import largest_rounding, rounding_unit
-from harness.oracle.precision import TRUTH_DTYPE
-from harness.taps import Kind
+from harness.taps import KINDS, Kind
 
 _MAX_POOL_ROWS = 4096
 """Rows among which a wrong one is looked for."""
@@ -44,7 +43,9 @@ def row_of_another(scene: Scene) -> Iterator[Hypothesis]:
     inputs = row_inputs(scene.locator, scene.operation, pool_rows) if len(pool_rows) else None
     if inputs is None or scene.operation.kind not in (*_ROW_WISE, Kind.ACTIVATION, Kind.ADD):
         return
-    pool = scene.replay(scene.operation, inputs, pool_rows.position)
+    pool = scene.replay(inputs, pool_rows.position)
+    if pool is None:
+        return
     source = torch.cdist(scene.actual, pool).argmin(dim=1)
     found = pool_rows.select(source)
     pairs = [
@@ -74,8 +75,8 @@ def _pool_rows(scene: Scene) -> Rows:
 
 def heads_in_another_order(scene: Scene) -> Iterator[Hypothesis]:
     """Each head is what another head should be."""
-    head_dim = scene.decoder.head_dim()
-    if scene.operation.kind not in (Kind.ROTARY, Kind.ATTENTION) or scene.expected.shape[1] % head_dim:
+    head_dim = scene.hf.head_dim
+    if not KINDS[scene.operation.kind].has_heads or scene.expected.shape[1] % head_dim:
         return
     actual, expected = (
         x.unflatten(1, (-1, head_dim)).transpose(0, 1).flatten(1) for x in (scene.actual, scene.expected)
@@ -89,11 +90,12 @@ def heads_in_another_order(scene: Scene) -> Iterator[Hypothesis]:
 
 def another_input(scene: Scene) -> Iterator[Hypothesis]:
     """The operation is right, of another tensor of its layer or of the one before."""
-    if scene.operation.kind not in _ROW_WISE:
+    if scene.operation.kind not in _ROW_WISE or not scene.can_replay:
         return
     for name, other in _other_taps(scene, scene.inputs[0].flatten(1).shape):
-        output = scene.replay(scene.operation, [other], scene.positions)
-        yield Hypothesis(cause=f"it reads {name} instead of {_input_site(scene)}", output=output)
+        output = scene.replay([other], scene.positions)
+        if output is not None:
+            yield Hypothesis(cause=f"it reads {name} instead of {_input_site(scene)}", output=output)
 
 
 def another_output(scene: Scene) -> Iterator[Hypothesis]:
@@ -104,7 +106,7 @@ def another_output(scene: Scene) -> Iterator[Hypothesis]:
 
 def _other_taps(scene: Scene, shape: torch.Size) -> Iterator[tuple[str, torch.Tensor]]:
     layer = scene.operation.layer or 0
-    for operation in scene.decoder.graph:
+    for operation in scene.graph:
         if operation.tap == scene.operation.tap or operation.kind is Kind.CACHE:
             continue
         if operation.layer is None or layer - 1 <= operation.layer <= layer:
@@ -114,7 +116,7 @@ def _other_taps(scene: Scene, shape: torch.Size) -> Iterator[tuple[str, torch.Te
 
 
 def _input_site(scene: Scene) -> str:
-    return scene.decoder.graph[scene.operation.inputs[0]].site
+    return scene.graph[scene.operation.inputs[0]].site
 
 
 def rounded_output(scene: Scene) -> Iterator[Hypothesis]:
@@ -132,7 +134,7 @@ def rounded_output(scene: Scene) -> Iterator[Hypothesis]:
 
 
 def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.to(dtype).to(TRUTH_DTYPE)
+    return x.to(dtype).to(torch.float64)
 
 
 def inputs_in_lower_precision(scene: Scene) -> Iterator[Hypothesis]:
@@ -140,8 +142,9 @@ def inputs_in_lower_precision(scene: Scene) -> Iterator[Hypothesis]:
     if scene.operation.kind not in _ROW_WISE:
         return
     for dtype in (torch.bfloat16, torch.float16):
-        output = scene.replay(scene.operation, [_rounded(x, dtype) for x in scene.inputs], scene.positions)
-        yield Hypothesis(cause=f"its input is rounded to {str(dtype).removeprefix('torch.')}", output=output)
+        output = scene.replay([_rounded(x, dtype) for x in scene.inputs], scene.positions)
+        if output is not None:
+            yield Hypothesis(cause=f"its input is rounded to {str(dtype).removeprefix('torch.')}", output=output)
 
 
 EXPLANATIONS = (

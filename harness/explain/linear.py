@@ -9,8 +9,7 @@ import torch
 
 from harness.explain.hypothesis import Hypothesis
 from harness.explain.scene import Scene
-from harness.oracle.precision import TRUTH_DTYPE
-from harness.taps import EMBEDDING, LOGITS
+from harness.taps import LOGITS, Kind
 
 _MAX_MATCHED = 4096
 """Outputs whose order is looked for: beyond it, matching each with each would take too long."""
@@ -40,7 +39,7 @@ def other_weights(scene: Scene) -> Iterator[Hypothesis]:
     if own is None:
         return
     x = _x(scene)
-    for operation in scene.decoder.graph:
+    for operation in scene.graph:
         tap = operation.tap
         is_near = operation.layer == scene.operation.layer or operation.site == scene.operation.site
         if operation.kind is not scene.operation.kind or tap == scene.operation.tap or not is_near:
@@ -57,8 +56,8 @@ def other_weights(scene: Scene) -> Iterator[Hypothesis]:
 def tied_head(scene: Scene) -> Iterator[Hypothesis]:
     """The head's weights are those of the embedding though they are not tied."""
     if scene.operation.tap == LOGITS:
-        table = scene.weight(EMBEDDING)
-        if table is not None and table.shape == scene.decoder.module(LOGITS).weight.shape:
+        table = next((scene.weight(op.tap) for op in scene.graph if op.kind is Kind.EMBEDDING), None)
+        if table is not None and table.shape == scene.module.weight.shape:
             yield Hypothesis(
                 cause="the head is tied to the embedding though it has weights of its own",
                 output=_product(_x(scene), table),
@@ -133,9 +132,9 @@ def one_weight(scene: Scene) -> Iterator[Hypothesis]:
     if weight is None or len(x) < 3:
         return
     row = int(error.norm(dim=0).argmax())
-    alike = (error[:, row] @ x).abs() / x.norm(dim=0).clamp(min=torch.finfo(TRUTH_DTYPE).tiny)
+    alike = (error[:, row] @ x).abs() / x.norm(dim=0).clamp(min=torch.finfo(torch.float64).tiny)
     column = int(alike.argmax())
-    change = float(error[:, row] @ x[:, column] / x[:, column].square().sum().clamp(min=torch.finfo(TRUTH_DTYPE).tiny))
+    change = float(error[:, row] @ x[:, column] / x[:, column].square().sum().clamp(min=torch.finfo(torch.float64).tiny))
     output = scene.expected.clone()
     output[:, row] += change * x[:, column]
     own = float(weight[row, column])
@@ -161,7 +160,7 @@ def coarse_product(scene: Scene) -> Iterator[Hypothesis]:
 
 
 def _to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: x.to(dtype).to(TRUTH_DTYPE)
+    return lambda x: x.to(dtype).to(torch.float64)
 
 
 def _to_tf32(x: torch.Tensor) -> torch.Tensor:
@@ -174,7 +173,7 @@ def nobodys_weights(scene: Scene) -> Iterator[Hypothesis]:
     """The outputs are linear in the inputs, under a weight that is nobody's: fitted where there are rows enough."""
     x = _x(scene)
     if len(x) > 1.5 * (x.shape[1] + 1):
-        ones = torch.cat((x, torch.ones(len(x), 1, dtype=TRUTH_DTYPE)), dim=1)
+        ones = torch.cat((x, torch.ones(len(x), 1, dtype=torch.float64)), dim=1)
         weight = torch.linalg.lstsq(ones, scene.actual).solution
         yield Hypothesis(
             cause="the weights are none of this checkpoint: not loaded, or another checkpoint's",

@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional
 
 from harness.explain.hypothesis import Hypothesis
+from harness.explain.operations import activation_of
 from harness.explain.scene import Scene
-from harness.oracle.precision import TRUTH_DTYPE
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "SiLU": functional.silu,
@@ -54,15 +54,14 @@ def coarse_activation(scene: Scene) -> Iterator[Hypothesis]:
     """The activation is computed in a 16-bit dtype."""
     gate, up = scene.inputs
     for dtype in (torch.bfloat16, torch.float16):
-        activated = _act(scene)(gate.to(dtype)).to(TRUTH_DTYPE)
+        activated = _act(scene)(gate.to(dtype)).to(torch.float64)
         yield Hypothesis(
             cause=f"the activation is computed in {str(dtype).removeprefix('torch.')}", output=activated * up
         )
 
 
 def _act(scene: Scene) -> Any:
-    mlp: Any = scene.decoder.module(scene.operation.tap.removesuffix(".act"))
-    return mlp.act_fn
+    return activation_of(scene.hf, scene.operation)
 
 
 EXPLANATIONS = (gate_and_up_swapped, other_activation, factor_missing, activation_of_product, coarse_activation)

@@ -10,7 +10,6 @@ import torch
 
 from harness.explain.hypothesis import Hypothesis
 from harness.explain.scene import Scene
-from harness.oracle.precision import TRUTH_DTYPE
 
 _EPSILONS = (1e-6, 1e-5, 1e-8, 1e-12, 0.0, 1e-3)
 _COARSE = 2.0**-6
@@ -88,7 +87,7 @@ def over_all_heads(scene: Scene) -> Iterator[Hypothesis]:
 def other_weight(scene: Scene) -> Iterator[Hypothesis]:
     """The weight is that of another norm of the checkpoint."""
     x, own, eps = _parts(scene)
-    for operation in scene.decoder.graph:
+    for operation in scene.graph:
         if operation.kind is scene.operation.kind and operation.tap != scene.operation.tap:
             weight = scene.weight(operation.tap)
             if weight is not None and weight.shape == own.shape and not torch.equal(weight, own):
@@ -102,8 +101,8 @@ def statistic_overflows(scene: Scene) -> Iterator[Hypothesis]:
         name = str(dtype).removeprefix("torch.")
         squares = x.to(dtype).square()
         for what, mean in (
-            ("squares overflow", squares.mean(dim=-1, keepdim=True).to(TRUTH_DTYPE)),
-            ("sum of the squares overflows", squares.sum(dim=-1, keepdim=True).to(TRUTH_DTYPE) / x.shape[-1]),
+            ("squares overflow", squares.mean(dim=-1, keepdim=True).to(torch.float64)),
+            ("sum of the squares overflows", squares.sum(dim=-1, keepdim=True).to(torch.float64) / x.shape[-1]),
         ):
             if not bool(mean.isfinite().all()):
                 output = (x * (mean + eps).rsqrt() * weight).flatten(1)
@@ -117,11 +116,11 @@ def coarse_statistic(scene: Scene) -> Iterator[Hypothesis]:
         name = str(dtype).removeprefix("torch.")
         squares = x.to(dtype).square()
         for variance in (squares.mean(dim=-1, keepdim=True), x.square().mean(dim=-1, keepdim=True).to(dtype)):
-            for scale in ((variance + eps).rsqrt(), (variance.to(TRUTH_DTYPE) + eps).rsqrt()):
-                output = (x * scale.to(TRUTH_DTYPE) * weight).flatten(1)
+            for scale in ((variance + eps).rsqrt(), (variance.to(torch.float64) + eps).rsqrt()):
+                output = (x * scale.to(torch.float64) * weight).flatten(1)
                 yield Hypothesis(cause=f"the norm's variance is computed in {name}", output=output)
-        low = x.to(dtype).to(TRUTH_DTYPE)
-        normed = (low * (low.square().mean(dim=-1, keepdim=True) + eps).rsqrt()).to(dtype).to(TRUTH_DTYPE)
+        low = x.to(dtype).to(torch.float64)
+        normed = (low * (low.square().mean(dim=-1, keepdim=True) + eps).rsqrt()).to(dtype).to(torch.float64)
         yield Hypothesis(cause=f"the norm is computed in {name}", output=(normed * weight).flatten(1))
 
 
@@ -143,8 +142,8 @@ def own_statistic(scene: Scene) -> Iterator[Hypothesis]:
 
 def _parts(scene: Scene) -> tuple[torch.Tensor, torch.Tensor, float]:
     """The input [R, N, D], the weight [D], and eps."""
-    module: Any = scene.decoder.module(scene.operation.tap)
-    weight = module.weight.detach().to("cpu", TRUTH_DTYPE)
+    module: Any = scene.module
+    weight = module.weight.detach().to("cpu", torch.float64)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", 0.0))
     return scene.inputs[0].flatten(1).unflatten(-1, (-1, len(weight))), weight, float(eps)
 

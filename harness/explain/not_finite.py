@@ -10,7 +10,7 @@ from harness.explain.hypothesis import Hypothesis
 from harness.explain.playback import history
 from harness.explain.scene import Scene
 from harness.results import Explanation
-from harness.taps import Kind, layer_prefix
+from harness.taps import Kind, prefix_of
 
 
 def not_finite(scene: Scene, roundings: torch.Tensor, scope: str) -> Explanation:
@@ -50,7 +50,7 @@ def _nothing(scene: Scene) -> tuple[str, str]:
         largest = float(scene.expected.abs().max())
         return "not finite though nothing in it can overflow", f"its largest element should be {largest:.3g}"
     for view in scene.views:
-        key = history(scene, view, f"{layer_prefix(scene.operation.layer or 0)}k_cache")
+        key = history(scene, view, f"{prefix_of(scene.operation.tap)}k_cache")
         if key is not None and not bool(key.isfinite().all()):
             return "reads slots of its own history that nobody wrote: see k_cache", ""
     return "reads past the context length: slots that nobody wrote", "keys and values of the request are finite"

@@ -3,7 +3,7 @@
 import torch
 
 from harness.explain.scene import Scene
-from harness.taps import Kind
+from harness.taps import KINDS
 
 _UNRELATED = 0.3
 """Cosine below which two rows have nothing to do with each other."""
@@ -30,8 +30,8 @@ def _size(scene: Scene) -> str:
 def _blocks(scene: Scene) -> str:
     """Name the heads that carry the error, or the run of elements, where that is not all of them."""
     error = (scene.actual - scene.expected).norm(dim=0)
-    head_dim = scene.decoder.head_dim()
-    if scene.operation.kind in (Kind.ROTARY, Kind.ATTENTION) and len(error) > head_dim:
+    head_dim = scene.hf.head_dim
+    if KINDS[scene.operation.kind].has_heads and len(error) > head_dim and not len(error) % head_dim:
         per_head = error.view(-1, head_dim).norm(dim=1)
         heads = (per_head > 0.01 * per_head.max()).nonzero()[:, 0].tolist()
         if len(heads) < len(per_head):

@@ -82,7 +82,7 @@ def history(scene: Scene, view: View, tap: str) -> torch.Tensor | None:
 
 def contents_of(scene: Scene) -> Contents:
     """Return all keys and values that were recorded of the scene's layer."""
-    return Contents(scene.recording, scene.decoder.graph, scene.operation.layer or 0, scene.dtype)
+    return Contents(scene.recording, scene.graph, scene.operation.layer or 0, scene.dtype)
 
 
 def provenance_of(scene: Scene, step: int, request: int, position: int, content: torch.Tensor) -> Provenance:
@@ -94,7 +94,7 @@ def provenance_of(scene: Scene, step: int, request: int, position: int, content:
         position=position,
         content=content,
         meant=_meant(scene, request, position),
-        head_dim=scene.decoder.head_dim(),
+        head_dim=scene.hf.head_dim,
     )
 
 

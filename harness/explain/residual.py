@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from harness.explain.hypothesis import Hypothesis
+from harness.explain.operations import replay
 from harness.explain.scene import Scene
 from harness.taps import Kind, Operation
 
@@ -24,7 +25,9 @@ def residual_behind_the_norm(scene: Scene) -> Iterator[Hypothesis]:
     stream, branch = scene.inputs
     cause = "the residual is taken after the norm, or the norm overwrites it in place"
     for operation in _norms_of(scene, scene.operation.inputs[0]):
-        normed, recorded = scene.replay(operation, [stream], scene.positions), scene.tap(operation.tap)
+        normed, recorded = replay(scene.hf, operation, [stream]), scene.tap(operation.tap)
+        if normed is None:
+            continue
         yield Hypothesis(cause=cause, output=branch + (normed if recorded is None else recorded))
         weight = scene.weight(operation.tap)
         if weight is not None:
@@ -33,14 +36,14 @@ def residual_behind_the_norm(scene: Scene) -> Iterator[Hypothesis]:
 
 def _norms_of(scene: Scene, tap: str) -> list[Operation]:
     """Return the norms of this layer that read a tap."""
-    layer = scene.decoder.graph.of_layer(scene.operation.layer)
+    layer = scene.graph.of_layer(scene.operation.layer)
     return [operation for operation in layer if operation.kind is Kind.NORM and operation.inputs == (tap,)]
 
 
 def another_tensor(scene: Scene) -> Iterator[Hypothesis]:
     """One of the two is another tensor of the layer, or of the one before."""
     first = (scene.operation.layer or 0) - 1
-    layers = [op for op in scene.decoder.graph if op.layer is None or first <= op.layer <= (scene.operation.layer or 0)]
+    layers = [op for op in scene.graph if op.layer is None or first <= op.layer <= (scene.operation.layer or 0)]
     for operation in layers:
         other = scene.tap(operation.tap)
         if other is None or other.shape != scene.actual.shape or operation.tap in scene.operation.inputs:
@@ -52,7 +55,7 @@ def another_tensor(scene: Scene) -> Iterator[Hypothesis]:
 
 
 def _site(scene: Scene, index: int) -> str:
-    return scene.decoder.graph[scene.operation.inputs[index]].site
+    return scene.graph[scene.operation.inputs[index]].site
 
 
 def coarse_addition(scene: Scene) -> Iterator[Hypothesis]:

@@ -1,21 +1,26 @@
 """The wrong rows of one operation, with all that was recorded around them: what an explanation works on."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace as dataclass_replace
+from functools import cached_property
+from typing import Any
 
 import torch
 
 from harness.compare.align import Locator, Rows, step_rows
 from harness.explain.hypothesis import Hypothesis
 from harness.explain.memory import Memory
+from harness.explain.operations import replay
+from harness.explain.rotation import Rotation, rotations
 from harness.explain.view import View
-from harness.oracle.decoder import Decoder
-from harness.oracle.precision import TRUTH_DTYPE
-from harness.oracle.replay import Replayer
+from harness.oracle.model import HFModel
 from harness.recording import Recording, Step
-from harness.taps import EMBEDDING, Kind, Operation
+from harness.taps import Graph, Kind, Operation
 
 _MAX_WEIGHT_ELEMENTS = 1 << 27
+_SAME = 1e-5
+"""Relative distance within which an operation that is computed by itself is the one in HF's forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +31,8 @@ class Scene:
     """
 
     operation: Operation
-    decoder: Decoder
-    """With the operation's layer held in float64."""
+    hf: HFModel
+    """With the operation's part of it held in float64."""
     recording: Recording
     locator: Locator
     rows: Rows
@@ -58,7 +63,7 @@ class Scene:
             begin += len(view.rows)
             if bool(own.any()):
                 views.append(view.select(own))
-        return replace(
+        return dataclass_replace(
             self,
             rows=self.rows.select(keep),
             actual=self.actual[keep],
@@ -71,26 +76,60 @@ class Scene:
         """Return another tap at the same rows, [R, ...] float64 flat; None unless all of them were recorded."""
         return gathered(self.locator, name, self.rows)
 
-    def replay(self, operation: Operation, inputs: Sequence[torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
-        """Return what an operation of the same layer gives on other inputs or positions: [rows, W] float64."""
-        replayed = Replayer(self.decoder).replay(operation, list(inputs), positions)
-        return replayed.expected.cpu().to(TRUTH_DTYPE).flatten(1)
+    @property
+    def graph(self) -> Graph:
+        """Operations of the model."""
+        return self.hf.graph
 
-    def weight(self, module: str, name: str = "weight") -> torch.Tensor | None:
-        """Return a parameter in float64; None where there is none, or it is too large to be held in float64 beside."""
-        try:
-            tensor = getattr(self.decoder.module(module), name, None)
-        except AttributeError:
+    @property
+    def module(self) -> Any:
+        """HF's module that shows the operation."""
+        return self.hf.module(self.operation.module)
+
+    @cached_property
+    def can_replay(self) -> bool:
+        """Whether the operation can be computed by itself: on its own inputs it gives what it should."""
+        return self._is_expected(self._replayed(self.inputs, self.positions))
+
+    def replay(self, inputs: Sequence[torch.Tensor], positions: torch.Tensor) -> torch.Tensor | None:
+        """Return what the operation gives on other inputs or positions: [rows, W] float64; None where it cannot be."""
+        return self._replayed(inputs, positions) if self.can_replay else None
+
+    def _replayed(self, inputs: Sequence[torch.Tensor], positions: torch.Tensor) -> torch.Tensor | None:
+        if self.operation.kind is Kind.ROTARY:
+            return None if self.rotation is None else self.rotation.turn(inputs[0].flatten(1), positions)
+        return replay(self.hf, self.operation, list(inputs))
+
+    def _is_expected(self, given: torch.Tensor | None) -> bool:
+        if given is None or given.shape != self.expected.shape:
+            return False
+        return bool(((given - self.expected).norm(dim=1) <= _SAME * self.expected.norm(dim=1)).all())
+
+    @cached_property
+    def rotation(self) -> Rotation | None:
+        """The rotation that takes the operation's input to what it should be; None where the model has no such."""
+        if self.operation.kind is not Kind.ROTARY or self.inputs[0].shape[1] != self.expected.shape[1]:
             return None
-        if not isinstance(tensor, torch.Tensor) or tensor.numel() > _MAX_WEIGHT_ELEMENTS:
+        if self.expected.shape[1] % self.hf.head_dim:
             return None
-        return tensor.detach().to("cpu", TRUTH_DTYPE)
+        fits = (each for each in rotations(self.hf) if self._is_expected(each.turn(self.inputs[0], self.positions)))
+        return next(fits, None)
+
+    def weight(self, tap: str, name: str = "weight") -> torch.Tensor | None:
+        """Return a parameter of a tap's module in float64; None where there is none, or it is too large to be held."""
+        if tap not in self.graph:
+            return None
+        path = self.graph[tap].module
+        with self.hf.weights.held(self.hf.part_of(path)):
+            tensor = getattr(self.hf.module(path), name, None)
+            if not isinstance(tensor, torch.Tensor) or tensor.numel() > _MAX_WEIGHT_ELEMENTS:
+                return None
+            return tensor.detach().to("cpu", torch.float64, copy=True)
 
     def siblings(self) -> list[Operation]:
         """Return the other operations of the same kind that read the same taps."""
-        graph = self.decoder.graph
         own = self.operation
-        return [op for op in graph if op.kind is own.kind and op.inputs == own.inputs and op.tap != own.tap]
+        return [op for op in self.graph if op.kind is own.kind and op.inputs == own.inputs and op.tap != own.tap]
 
 
 def gathered(locator: Locator, tap: str, rows: Rows) -> torch.Tensor | None:
@@ -103,7 +142,7 @@ def gathered(locator: Locator, tap: str, rows: Rows) -> torch.Tensor | None:
     found = locator.find(tap, rows)
     if bool((found[:, 0] < 0).any()):
         return None
-    taken = locator.gather(tap, found).to(TRUTH_DTYPE).flatten(1)
+    taken = locator.gather(tap, found).to(torch.float64).flatten(1)
     elsewhere = (found[:, 0] != rows.step).nonzero()[:, 0].tolist()
     if not elsewhere:
         return taken
@@ -113,7 +152,7 @@ def gathered(locator: Locator, tap: str, rows: Rows) -> torch.Tensor | None:
         own = row_in_step(step, tap, int(rows.request[at]), int(rows.position[at]))
         if own is None:
             return None
-        taken[at] = step.tap(tap)[own].to(TRUTH_DTYPE).flatten()
+        taken[at] = step.tap(tap)[own].to(torch.float64).flatten()
     return taken
 
 
@@ -128,7 +167,7 @@ def row_in_step(step: Step, tap: str, request: int, position: int) -> int | None
 
 def row_inputs(locator: Locator, operation: Operation, rows: Rows) -> list[torch.Tensor] | None:
     """Return the inputs of an operation at some rows; None where one was not recorded."""
-    if operation.kind is Kind.EMBEDDING or operation.tap == EMBEDDING:
+    if operation.kind is Kind.EMBEDDING or not operation.inputs:
         return [token_ids(locator.recording, rows)]
     inputs = [gathered(locator, tap, rows) for tap in operation.inputs]
     complete = [x for x in inputs if x is not None]

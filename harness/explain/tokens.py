@@ -10,17 +10,16 @@ import torch
 from harness.compare.align import step_rows
 from harness.recording import Recording, Step
 from harness.results import Explanation
-from harness.taps import LOGITS
 
 _MAX_STEPS = 256
 
 
-def explain_token(recording: Recording, request: int, position: int) -> Explanation | None:
+def explain_token(recording: Recording, logits: str, request: int, position: int) -> Explanation | None:
     """Say how the engine came to its choice after a row, from the logits that it recorded; None if it recorded none.
 
     A choice that is the largest of the engine's own logits is no fault of the choosing: None as well.
     """
-    choices = list(_choices(recording))
+    choices = list(_choices(recording, logits))
     wrong = [each for each in choices if each.token != int(each.logits[each.row].argmax())]
     here = next((each for each in choices if (each.request, each.position) == (request, position)), None)
     if here is None or here not in wrong:
@@ -39,15 +38,15 @@ class _Choice:
         self.request, self.position, self.token, self.row, self.logits = request, position, token, row, logits
 
 
-def _choices(recording: Recording) -> Iterator[_Choice]:
+def _choices(recording: Recording, logits: str) -> Iterator[_Choice]:
     for step in recording.steps[:_MAX_STEPS]:
-        if step.sampled is not None and step.has(LOGITS):
-            yield from _of_step(step, step.sampled)
+        if step.sampled is not None and step.has(logits):
+            yield from _of_step(step, logits, step.sampled)
 
 
-def _of_step(step: Step, sampled: torch.Tensor) -> Iterator[_Choice]:
-    logits, covered = step.tap(LOGITS).to(torch.float64), step.rows_of(LOGITS)
-    rows = step_rows(step, LOGITS)
+def _of_step(step: Step, tap: str, sampled: torch.Tensor) -> Iterator[_Choice]:
+    logits, covered = step.tap(tap).to(torch.float64), step.rows_of(tap)
+    rows = step_rows(step, tap)
     chosen = sampled if covered is None else sampled[covered]
     for row, token in enumerate(chosen.tolist()):
         if token >= 0:

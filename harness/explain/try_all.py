@@ -5,46 +5,19 @@ row's own bound at most (under the cause other roundings may be made, and one ev
 of the error at most.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 
-from harness.explain import attention, cache, embedding, generic, linear, mlp, norm, residual, rotary
-from harness.explain.attention_place import wrong_place
-from harness.explain.attention_table import cache_played_back, other_block_table, past_the_context, wrong_block
-from harness.explain.attention_tensors import coarse_cache, other_tensors, read_back
 from harness.explain.hypothesis import Hypothesis
 from harness.explain.not_finite import not_finite
 from harness.explain.pattern import pattern
 from harness.explain.scene import Explain, Scene
 from harness.metrics import rounding_unit
 from harness.results import Explanation
-from harness.taps import Kind
-
-_HISTORY = (
-    cache_played_back,
-    other_block_table,
-    other_tensors,
-    coarse_cache,
-    past_the_context,
-    wrong_block,
-    read_back,
-    wrong_place,
-)
-"""What attention may read in the place of the request's own history."""
-
-BY_KIND: Mapping[Kind, Sequence[Explain]] = {
-    Kind.EMBEDDING: (*embedding.EXPLANATIONS, *generic.EXPLANATIONS),
-    Kind.NORM: (*norm.EXPLANATIONS, *generic.EXPLANATIONS),
-    Kind.LINEAR: (*linear.EXPLANATIONS, *generic.EXPLANATIONS),
-    Kind.ROTARY: (*rotary.EXPLANATIONS, *generic.EXPLANATIONS),
-    Kind.ADD: (*residual.EXPLANATIONS, *generic.EXPLANATIONS),
-    Kind.ACTIVATION: (*mlp.EXPLANATIONS, *generic.EXPLANATIONS),
-    Kind.ATTENTION: (*_HISTORY, *attention.EXPLANATIONS, *generic.EXPLANATIONS),
-    Kind.CACHE: cache.EXPLANATIONS,
-}
-"""What is tried for an operation, the likelier first."""
+from harness.taps import KINDS, Kind
 
 NO_CAUSE = "no known way to get it wrong fits"
 _FLOOR = 2.0
@@ -97,7 +70,7 @@ def try_all(scene: Scene, roundings: torch.Tensor, bound: torch.Tensor, scope: s
                 return explanation
         return not_finite(scene, roundings, scope)
     best: _Trial | None = None
-    for explain in BY_KIND[scene.operation.kind]:
+    for explain in causes_of(scene.operation.kind):
         for hypothesis in explain(scene):
             trial = _tried(hypothesis, scene, roundings, bound)
             if best is None or trial.is_better_than(best):
@@ -115,6 +88,12 @@ def try_all(scene: Scene, roundings: torch.Tensor, bound: torch.Tensor, scope: s
             detail=pattern(scene),
         )
     return _explanation(best, roundings, scope)
+
+
+def causes_of(kind: Kind) -> Sequence[Explain]:
+    """Return what is tried for a kind of operation, the likelier first."""
+    modules = [import_module(f"harness.explain.{name}") for name in KINDS[kind].causes]
+    return [explain for module in modules for explain in module.EXPLANATIONS]
 
 
 def _tried(hypothesis: Hypothesis, scene: Scene, roundings: torch.Tensor, bound: torch.Tensor) -> _Trial:

@@ -4,31 +4,23 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 
-from harness.compare.align import Rows
+from harness.compare.evidence import AttentionHistory
 
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class View(AttentionHistory):
     """Rows of one request, and the history that each of them was to read."""
 
-    rows: Rows
-    """T of them."""
-    query: torch.Tensor
-    """[T, N, H] float64."""
-    key: torch.Tensor
-    """[S, K, H] float64, row s at position s."""
-    value: torch.Tensor
-    """[S, K, H] float64."""
-    key_step: torch.Tensor
-    """[S] int64: step in which the key was computed; -1 for one that was there before."""
-    scale: float
-    window: int | None
+    @classmethod
+    def of(cls, history: AttentionHistory) -> "View":
+        """Return a view of a history."""
+        return cls(**{field.name: getattr(history, field.name) for field in fields(AttentionHistory)})
 
     @property
     def num_groups(self) -> int:
@@ -62,7 +54,8 @@ class View:
             heads: [N], the KV head that each query head reads.
         """
         k_NSH = self.spread(self.key if key is None else key, heads)
-        return self.query.transpose(0, 1) @ k_NSH.transpose(1, 2) * (self.scale if scale is None else scale)
+        scores = self.query.transpose(0, 1) @ k_NSH.transpose(1, 2) * (self.scale if scale is None else scale)
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
     def spread(self, x_SKH: torch.Tensor, heads: torch.Tensor | None = None) -> torch.Tensor:
         """Return [N, S, H]: the KV head that each query head reads."""
@@ -92,21 +85,16 @@ class View:
         scores = self.scores(key=key, scale=scale, heads=heads)
         mask = self.visible() if visible is None else visible
         masked = scores.masked_fill(~mask, -torch.inf)
-        p_NTS = (softmax or _softmax)(masked)
+        if self.sinks is not None:
+            column = self.sinks[:, None, None].expand(*masked.shape[:2], 1)
+            masked = torch.cat((masked, column), dim=-1)
+        p_NTS = (softmax or _softmax)(masked)[..., : scores.shape[-1]]
         v_NSH = self.spread(self.value if value is None else value, heads)
         return (p_NTS.nan_to_num(0.0) @ v_NSH).transpose(0, 1).flatten(1)
 
     def select(self, keep: torch.Tensor) -> "View":
         """Return the view of some of its rows."""
-        return View(
-            rows=self.rows.select(keep),
-            query=self.query[keep],
-            key=self.key,
-            value=self.value,
-            key_step=self.key_step,
-            scale=self.scale,
-            window=self.window,
-        )
+        return replace(self, rows=self.rows.select(keep), query=self.query[keep])
 
 
 def _softmax(scores: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,9 @@ from harness.errors import Code, HarnessError
 from harness.faults.fault import BLOCK_SIZE, PROMPT_LENGTHS, Fault, Setting, Variant
 from harness.faults.peers import PeerVerdict, judge_as_peers
 from harness.faults.plant import Planted
-from harness.oracle.decoder import load_decoder
-from harness.oracle.golden import Golden, cached_golden
+from harness.oracle.golden import Golden
+from harness.oracle.make_golden import cached_golden
+from harness.oracle.model import load_model
 from harness.plan import Plan, make_plan
 from harness.recording import Recording
 from harness.results import CheckResult, Outcome
@@ -102,8 +103,8 @@ def _checked(folder: Path, setting: Setting, engine: str, seed: int, planted: Pl
 
 def _golden(plan: Plan) -> Golden:
     """Return the golden that the check was made against."""
-    decoder = load_decoder(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
-    golden, _ = with_copies(plan, cached_golden(decoder, plan.prompts), plan.schedules[0], decoder)
+    hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
+    golden, _ = with_copies(plan, cached_golden(hf, plan.prompts, truth=plan.truth), plan.schedules[0], hf)
     return golden
 
 

@@ -1,64 +1,89 @@
-"""Goldens: what HF says every row of a set of requests should be, on disk, found again by content.
+"""Goldens on disk: what HF says every row of a set of requests should be, and how far HF itself is from it.
 
-A golden is a recording of the float64 forward (`recording-format.md`) with one file more, `noise.safetensors`: for
-every tap and row the relative L2 error that HF itself makes in the engine's dtype. One golden serves every schedule.
+A golden is a recording of the high-precision forward (docs/recording-format.md) with two files more: `noise.safetensors`,
+for every tap and row the relative L2 error that HF itself makes in the engine's dtype, and `golden.json`, what it was
+made from, the graph of the model, and the digest of the noise. One golden serves every schedule.
 """
 
-import errno
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any, Literal
 
 import safetensors
 import safetensors.torch
 import torch
-import transformers
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-import harness
-from harness.checkpoint import cache_dir, config_hash, weights_hash
 from harness.errors import Code, HarnessError
-from harness.metrics import row_metrics
-from harness.oracle.capture import capturing
-from harness.oracle.decoder import Decoder
-from harness.oracle.self_check import check_graph
-from harness.oracle.truth import truth_forward
-from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
-from harness.taps import LOGITS
+from harness.recording import Recording, RequestInfo
+from harness.taps import LOGITS, Graph, Kind, Operation, graph_of_taps
 
-ORACLE_VERSION = 1
-"""Part of a cached golden's name: raise it with every change of the oracle that moves its numbers."""
-
+INFO_FILE = "golden.json"
 NOISE_FILE = "noise.safetensors"
-LOGIT_NOISE = "lm_head.max_abs"
+LOGIT_NOISE = "logits.max_abs"
 """Entry of the noise file: the largest absolute error of HF's logits per sampled row, which decides ties."""
+_LOGIT_NOISE_1 = f"{LOGITS}.max_abs"
+"""Its name in goldens of the first version."""
 
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
+
+class _OperationEntry(BaseModel):
+    """One operation of the graph, as golden.json has it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tap: str
+    kind: Kind
+    inputs: tuple[str, ...] = ()
+    source: str = ""
+    token_dim: Literal[0, 1, 2] = 1
+    sampled_only: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """One request to make a golden for."""
+class GoldenInfo(BaseModel):
+    """What a golden was made from, and what its numbers mean."""
 
-    token_ids: tuple[int, ...]
-    max_new_tokens: int
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: Literal[1] = 1
+    key: dict[str, Any]
+    """All that the numbers depend on: weights, config, prompts, dtypes, versions."""
+    noise_sha256: str
+    operations: tuple[_OperationEntry, ...]
+    aliases: dict[str, str]
+
+    @classmethod
+    def of(cls, key: Mapping[str, Any], graph: Graph, noise_sha256: str) -> "GoldenInfo":
+        """Describe a golden that was just made."""
+        entries = tuple(
+            _OperationEntry(
+                tap=op.tap, kind=op.kind, inputs=op.inputs, source=op.source, token_dim=op.token_dim,
+                sampled_only=op.sampled_only,
+            )
+            for op in graph
+        )  # fmt: skip
+        aliases = dict(graph.aliases)
+        return cls(key=dict(key), noise_sha256=noise_sha256, operations=entries, aliases=aliases)
+
+    def graph(self) -> Graph:
+        """Return the graph of the model that the golden is of."""
+        return Graph(tuple(Operation(**entry.model_dump()) for entry in self.operations), self.aliases)
 
 
 class Golden:
     """A golden on disk: the truth and the noise of HF in the engine's dtype.
 
     Raises:
-        HarnessError: DAMAGED_SAFETENSORS: its noise cannot be read, or is no noise.
+        HarnessError: DAMAGED_SAFETENSORS: its noise cannot be read, or is no noise; BAD_MANIFEST: golden.json is damaged.
     """
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        self.noise = _read_noise(recording)
+        self.info = _read_info(recording.path / INFO_FILE)
+        """None for another engine's recording, and for a golden of the first version."""
+        self.noise = _read_noise(recording, self.graph, self.info)
         """Relative L2 error per row of every tap, float64 [rows], in the order of the steps; empty where unknown."""
 
     @property
@@ -66,18 +91,66 @@ class Golden:
         """The requests with the tokens to be fed: prompt and continuation without its last token."""
         return self.recording.manifest.requests
 
+    @cached_property
+    def graph(self) -> Graph:
+        """Operations of the model; where nobody wrote them down, as far as the names of the taps tell them."""
+        if self.info is not None:
+            return self.info.graph()
+        return graph_of_taps(entry.name for entry in self.recording.manifest.taps)
 
-def _read_noise(recording: Recording) -> dict[str, torch.Tensor]:
+
+def open_golden(folder: Path) -> Golden:
+    """Open a golden; raises HarnessError as `Recording.open` and `Golden` do."""
+    return Golden(Recording.open(folder))
+
+
+def write_golden_files(
+    folder: Path, key: Mapping[str, Any], graph: Graph, noise: Mapping[str, torch.Tensor]
+) -> None:
+    """Write the noise and what the golden was made from beside a recording.
+
+    Raises:
+        HarnessError: CANNOT_WRITE.
+    """
+    try:
+        safetensors.torch.save_file(dict(noise), folder / NOISE_FILE)
+        digest = hashlib.sha256((folder / NOISE_FILE).read_bytes()).hexdigest()
+        (folder / INFO_FILE).write_text(GoldenInfo.of(key, graph, digest).model_dump_json(), encoding="utf-8")
+    except (OSError, safetensors.SafetensorError) as error:
+        raise HarnessError(Code.CANNOT_WRITE, f"the golden cannot be written: {error}", where=folder) from error
+
+
+def _read_info(path: Path) -> GoldenInfo | None:
+    try:
+        return GoldenInfo.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        first = str(error).splitlines()[0]
+        raise HarnessError(
+            Code.BAD_MANIFEST,
+            f"what the golden was made from cannot be read: {first}",
+            where=path,
+            hint="delete the golden's folder and make it again",
+        ) from error
+
+
+def _read_noise(recording: Recording, graph: Graph, info: GoldenInfo | None) -> dict[str, torch.Tensor]:
     path = recording.path / NOISE_FILE
     try:
-        noise: dict[str, torch.Tensor] = safetensors.torch.load_file(path)
+        data = path.read_bytes()
+        noise: dict[str, torch.Tensor] = safetensors.torch.load(data)
     except FileNotFoundError:
         return {}
     except (safetensors.SafetensorError, OSError) as error:
         raise _damaged(path, f"the golden's noise cannot be read: {error}") from error
+    if info is not None and hashlib.sha256(data).hexdigest() != info.noise_sha256:
+        raise _damaged(path, "the golden's noise is not the one that was measured: its sha256 differs")
+    if _LOGIT_NOISE_1 in noise:
+        noise[LOGIT_NOISE] = noise.pop(_LOGIT_NOISE_1)
     rows = _num_rows(recording)
     for tap, values in noise.items():
-        expected = rows.get(LOGITS if tap == LOGIT_NOISE else tap)
+        expected = rows.get(graph.logits if tap == LOGIT_NOISE else tap)
         if values.shape != (expected,):
             raise _damaged(path, f"noise of {tap} has shape {list(values.shape)}", expected=[expected])
         if not bool((torch.isfinite(values) & (values >= 0)).all()):
@@ -105,229 +178,6 @@ def _damaged(path: Path, what: str, *, expected: object = None) -> HarnessError:
     )
 
 
-def golden_key(decoder: Decoder, prompts: Sequence[Prompt]) -> str:
+def key_name(key: Mapping[str, Any]) -> str:
     """Return the name under which a golden is cached: a digest of all that its numbers depend on."""
-    content = {
-        "harness": harness.__version__,
-        "oracle": ORACLE_VERSION,
-        "weights": weights_hash(decoder.folder),
-        "config": config_hash(decoder.folder),
-        "prompts": [asdict(prompt) for prompt in prompts],
-        "dtype": str(decoder.dtype),
-        "record_dtype": str(record_dtype(decoder.dtype)),
-        "device": decoder.device.type,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def record_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the truth is kept: far finer than the engine's, no wider than it need be."""
-    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
-
-
-def cached_golden(decoder: Decoder, prompts: Sequence[Prompt], *, progress: Progress | None = None) -> Golden:
-    """Return the golden of `prompts` from the cache, made first if it is not there or cannot be read."""
-    folder = cache_dir() / "goldens" / golden_key(decoder, prompts)
-    if folder.exists():
-        try:
-            golden = open_golden(folder)
-            if golden.noise:
-                return golden
-        except HarnessError:
-            pass  # damaged
-        _discard(folder)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        return make_golden(decoder, prompts, folder, progress=progress)
-    except OSError as error:
-        raise HarnessError(
-            Code.CANNOT_WRITE, f"the golden cannot be cached: {error}", where=folder, hint="set HARNESS_CACHE"
-        ) from error
-    except HarnessError as error:
-        if error.code is Code.OUTPUT_EXISTS:  # another process was faster: its golden is the same
-            return open_golden(folder)
-        raise
-
-
-def _discard(folder: Path) -> None:
-    """Take a damaged golden away, by a rename first: another process may be reading what is put in its place."""
-    with suppress(OSError), tempfile.TemporaryDirectory(dir=folder.parent, prefix=".damaged-") as aside:
-        folder.rename(Path(aside) / "golden")
-
-
-def open_golden(folder: Path) -> Golden:
-    """Open a golden; raises HarnessError as `Recording.open` and `Golden` do."""
-    return Golden(Recording.open(folder))
-
-
-def make_golden(decoder: Decoder, prompts: Sequence[Prompt], out: Path, *, progress: Progress | None = None) -> Golden:
-    """Run the oracle over `prompts` and write the golden to the folder `out`, which must be new or empty.
-
-    Raises:
-        HarnessError: a prompt is empty, too long, or holds a token outside the vocabulary; `out` cannot be written.
-    """
-    report = progress or (lambda _label, _done, _total: None)
-    for index, prompt in enumerate(prompts):
-        check_prompt(decoder, prompt, index)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".making-") as making:
-            folder = Path(making) / "golden"
-            _make(decoder, prompts, folder, report)
-            folder.rename(out)  # replaces an empty folder, and no other
-    except OSError as error:
-        exists = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
-        code = Code.OUTPUT_EXISTS if exists else Code.CANNOT_WRITE
-        raise HarnessError(code, f"the golden cannot be put in its place: {error}", where=out) from error
-    report("golden", len(prompts), len(prompts))
-    return open_golden(out)
-
-
-def _make(decoder: Decoder, prompts: Sequence[Prompt], folder: Path, report: Progress) -> None:
-    requests = []
-    for index, prompt in enumerate(prompts):
-        report("continuation", index, len(prompts))
-        fed = (*prompt.token_ids, *greedy_continuation(decoder, prompt)[:-1])
-        requests.append(RequestInfo(id=index, token_ids=list(fed), prompt_length=len(prompt.token_ids)))
-    with _truth_writer(decoder, requests, folder) as writer:
-        for index, request in enumerate(requests):
-            report("truth", index, len(requests))
-            _record_truth(decoder, request, writer)
-    recording = Recording.open(folder, verify=False)
-    check_graph(decoder, recording)
-    noise: list[dict[str, torch.Tensor]] = []
-    for index, request in enumerate(requests):
-        report("noise", index, len(requests))
-        noise.append(_measure_noise(decoder, request, recording))
-    _save_noise({tap: torch.cat([part[tap] for part in noise]) for tap in noise[0]} if noise else {}, folder)
-
-
-def check_prompt(decoder: Decoder, prompt: Prompt, index: int) -> None:
-    """Refuse a prompt that the model cannot serve."""
-    where = f"request {index}"
-    if not prompt.token_ids:
-        raise HarnessError(Code.EMPTY_PROMPT, "the prompt has no token", where=where, hint="give at least one token")
-    if prompt.max_new_tokens < 1:
-        raise HarnessError(
-            Code.BAD_OPTION, "max_new_tokens must be at least 1", where=where, actual=prompt.max_new_tokens
-        )
-    outside = [token for token in prompt.token_ids if not 0 <= token < decoder.vocab_size]
-    if outside:
-        raise HarnessError(
-            Code.TOKEN_OUTSIDE_VOCABULARY,
-            f"token id {outside[0]} is outside the vocabulary",
-            where=f"{where}, position {prompt.token_ids.index(outside[0])}",
-            expected=f"0 to {decoder.vocab_size - 1}",
-            actual=outside[0],
-        )
-    length = len(prompt.token_ids) + prompt.max_new_tokens
-    if length > decoder.max_positions:
-        raise HarnessError(
-            Code.PROMPT_TOO_LONG,
-            "prompt and continuation are longer than the model allows",
-            where=where,
-            expected=f"at most {decoder.max_positions} positions",
-            actual=f"{len(prompt.token_ids)} prompt tokens + {prompt.max_new_tokens} new = {length}",
-            hint="shorten the prompt or lower --max-new-tokens",
-        )
-
-
-@torch.no_grad()
-def greedy_continuation(decoder: Decoder, prompt: Prompt) -> list[int]:
-    """Return `max_new_tokens` greedy tokens of HF in the engine's dtype; an end-of-text token does not end it."""
-    from transformers import DynamicCache
-
-    cache = DynamicCache(config=decoder.config)
-    feed, tokens = list(prompt.token_ids), list[int]()
-    for _ in range(prompt.max_new_tokens):
-        ids = torch.tensor([feed], device=decoder.device)
-        logits = decoder.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        feed = [int(logits[0, -1].argmax())]
-        tokens += feed
-    return tokens
-
-
-def sampled_positions(request: RequestInfo) -> range:
-    """Return the positions whose logits choose a token: the last of the prompt, and every one after it."""
-    return range(request.prompt_length - 1, len(request.token_ids))
-
-
-def _truth_writer(decoder: Decoder, requests: Sequence[RequestInfo], out: Path) -> RecordingWriter:
-    return RecordingWriter(
-        out,
-        producer=Producer(name="harness.oracle", version=harness.__version__),
-        model=ModelInfo(
-            id=str(decoder.folder),
-            revision=None,
-            config_hash=config_hash(decoder.folder),
-            weights_hash=weights_hash(decoder.folder),
-        ),
-        dtype=str(decoder.dtype).removeprefix("torch."),
-        device=decoder.device.type,
-        environment=environment(),
-        requests=requests,
-        schedule="oracle",
-        expected_taps=len(decoder.graph),
-    )
-
-
-def environment() -> dict[str, str | int]:
-    """Return what the numbers of a run depend on besides its inputs."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "gpu": gpu,
-        "cores": os.cpu_count() or 0,
-    }
-
-
-def _record_truth(decoder: Decoder, request: RequestInfo, writer: RecordingWriter) -> None:
-    positions, sampled = range(len(request.token_ids)), sampled_positions(request)
-    keep = record_dtype(decoder.dtype)
-    writer.begin_step(
-        phase="prefill",
-        request=[request.id] * len(positions),
-        position=positions,
-        sampled_rows=sampled,
-        partial_rows={LOGITS: sampled},
-    )
-    choices: list[int] = []
-
-    def record(tap: str, tensor: torch.Tensor) -> None:
-        if tap == LOGITS:
-            choices.extend(tensor.argmax(dim=-1).tolist())
-        writer.tap(tap, tensor.to(keep))
-
-    truth_forward(decoder, request.token_ids, record, logit_rows=sampled)
-    writer.end_step(choices)
-
-
-@torch.no_grad()
-def _measure_noise(decoder: Decoder, request: RequestInfo, truth: Recording) -> dict[str, torch.Tensor]:
-    """Run HF in its own dtype over the request; return each tap's relative L2 error per row."""
-    step = truth.steps[request.id]
-    noise: dict[str, torch.Tensor] = {}
-
-    def measure(tap: str, actual: torch.Tensor) -> None:
-        expected = step.tap(tap).to(actual.device)
-        metrics = row_metrics(actual, expected.view_as(actual))
-        noise[tap] = metrics.relative_l2.cpu()
-        if tap == LOGITS:
-            noise[LOGIT_NOISE] = metrics.max_abs.cpu()
-
-    ids = torch.tensor([request.token_ids], device=decoder.device)
-    with capturing(decoder, measure):
-        decoder.model(input_ids=ids, use_cache=False, logits_to_keep=len(sampled_positions(request)))
-    return noise
-
-
-def _save_noise(noise: dict[str, torch.Tensor], out: Path) -> None:
-    try:
-        safetensors.torch.save_file(noise, out / NOISE_FILE)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise HarnessError(Code.CANNOT_WRITE, f"the golden's noise cannot be written: {error}", where=out) from error
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]

@@ -1,77 +1,165 @@
-"""High precision without touching the library: HF's own modules in float64, one at a time, put back afterwards.
+"""High precision without touching the library: HF's own modules in float64 or float32, put back afterwards.
 
-HF's decoders ask for float32 in places (norm statistics, eager softmax). In a float64 run those casts would round the
-truth to float32; `keeping_double` leaves such tensors in float64. The rotary table stays as HF defines it: computed in
-float32 from integer positions, whatever the dtype of the model.
+HF's decoders ask for float32 in places (norm statistics, eager softmax), and for the dtype of a weight in others. In
+the truth those casts would round; `preserve_precision` leaves such tensors as they are. The rotary table stays as HF
+defines it: computed in float32 from integer positions, whatever the dtype of the model.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-TRUTH_DTYPE = torch.float64
+TRUTH_DTYPES = {"float64": torch.float64, "float32": torch.float32}
+_FREQUENCIES = "inv_freq"
+"""Part of the name of the buffers from which HF computes rotary tables, in float32 by definition."""
+_BLOCK_BYTES = 64 << 20
+"""Weights of a head that are upcast at a time."""
 
 
-class KeepDouble(TorchFunctionMode):
-    """Ignore requests to lower a float64 tensor to float32, but for the time that it is paused."""
+def truth_dtype(choice: str, engine_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the truth: the chosen one; for `auto` float32 where that is far finer than the engine's.
 
-    def __init__(self) -> None:
+    A truth in float32 is 4,000 times finer than a rounding to bfloat16 and 500 times finer than one to float16.
+    """
+    if choice != "auto":
+        return TRUTH_DTYPES[choice]
+    return torch.float32 if engine_dtype in (torch.bfloat16, torch.float16) else torch.float64
+
+
+class PreservePrecision(TorchFunctionMode):
+    """Ignore requests to lower a tensor of the truth's dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self._is_paused = False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let casts do what they say: for code that is not the model's."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
+        self._dtype = dtype
+        self._lower = {other for other in _FLOATING if other.itemsize < dtype.itemsize}
+        self._casts = {_CASTS[other] for other in self._lower}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if self._is_paused:
+        if not (args and isinstance(args[0], torch.Tensor) and args[0].dtype == self._dtype):
             return func(*args, **kwargs)
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == TRUTH_DTYPE:
-            if func is torch.Tensor.float:
-                return args[0]
-            args = tuple(TRUTH_DTYPE if arg is torch.float32 else arg for arg in args)
-            if kwargs.get("dtype") is torch.float32:
-                kwargs["dtype"] = TRUTH_DTYPE
+        if func in self._casts:
+            return args[0]
+        if func in (torch.Tensor.to, torch.Tensor.type_as) and self._is_lower(args[1:2] or (kwargs.get("other"),)):
+            return args[0]
+        if self._names_one(args):
+            args = tuple(self._dtype if isinstance(arg, torch.dtype) and arg in self._lower else arg for arg in args)
+        if kwargs.get("dtype") in self._lower:
+            kwargs["dtype"] = self._dtype
         return func(*args, **kwargs)
 
+    def _is_lower(self, others: tuple[Any, ...]) -> bool:
+        return any(isinstance(other, torch.Tensor) and other.dtype in self._lower for other in others)
+
+    def _names_one(self, args: tuple[Any, ...]) -> bool:
+        return any(isinstance(arg, torch.dtype) and arg in self._lower for arg in args)
+
+
+_FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_CASTS = {
+    torch.float64: torch.Tensor.double,
+    torch.float32: torch.Tensor.float,
+    torch.bfloat16: torch.Tensor.bfloat16,
+    torch.float16: torch.Tensor.half,
+}
+
 
 @contextmanager
-def keeping_double() -> Iterator[KeepDouble]:
-    """Keep float64 tensors in float64 where HF's code asks for float32."""
-    with KeepDouble() as mode:
-        yield mode
-
-
-@contextmanager
-def raised(*modules: nn.Module) -> Iterator[None]:
-    """Hold the parameters and buffers of `modules` in float64 for the duration of the block.
-
-    The original tensors are kept and put back, so nothing is rounded twice and a tied parameter stays tied. Extra
-    memory: the modules once in float64.
-    """
-    originals: list[tuple[torch.Tensor, torch.Tensor]] = []
-    try:
-        for module in modules:
-            for tensor in [*module.parameters(), *module.buffers()]:
-                if tensor.is_floating_point() and tensor.dtype != TRUTH_DTYPE:
-                    originals.append((tensor, tensor.data))
-                    tensor.data = tensor.data.to(TRUTH_DTYPE)
+def preserve_precision(dtype: torch.dtype) -> Iterator[None]:
+    """Keep tensors of `dtype` in it where HF's code asks for a lower one."""
+    with PreservePrecision(dtype):
         yield
+
+
+@contextmanager
+def upcast(dtype: torch.dtype, *modules: nn.Module) -> Iterator[None]:
+    """Hold `modules` in `dtype` for the duration of the block, large ones as in `upcast_on_use`."""
+    with upcast_parameters(dtype, *modules), upcast_on_use(dtype, *modules):
+        yield
+
+
+@contextmanager
+def upcast_parameters(dtype: torch.dtype, *modules: nn.Module) -> Iterator[None]:
+    """Hold parameters and buffers of `modules`, but for embeddings and large matrices, in `dtype` during the block.
+
+    The original tensors are kept and put back, so nothing is rounded twice and a tied parameter stays tied. Frequencies
+    of rotary tables stay in float32. Extra memory: the modules once in `dtype`.
+    """
+    with ExitStack() as stack:
+        for part in (part for module in modules for part in module.modules()):
+            own = list(part.named_buffers(recurse=False))
+            if not _is_large(part, dtype):
+                own += part.named_parameters(recurse=False)
+            for name, tensor in own:
+                if tensor.is_floating_point() and tensor.dtype != dtype and _FREQUENCIES not in name:
+                    stack.callback(setattr, tensor, "data", tensor.data)
+                    tensor.data = tensor.data.to(dtype)
+        yield
+
+
+@contextmanager
+def upcast_on_use(
+    dtype: torch.dtype, *modules: nn.Module, applies: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
+    """Run the embeddings and large matrices among `modules` in `dtype` without a copy of them in `dtype`.
+
+    Of an embedding the rows that are looked up are upcast, of a matrix a block of output features at a time.
+
+    Args:
+        dtype: float64 or float32.
+        modules: searched with all that is in them.
+        applies: asked at every call; where it says no, the module runs as it is.
+    """
+    with ExitStack() as stack:
+        for part in (part for module in modules for part in module.modules()):
+            if _is_large(part, dtype):
+                run: Any = _upcast_embedding if isinstance(part, nn.Embedding) else blocked_linear
+                stack.callback(part.__dict__.pop, "forward", None)
+                part.forward = _either(part, run, dtype, applies)  # type: ignore[method-assign]
+        yield
+
+
+def _is_large(module: nn.Module, dtype: torch.dtype) -> bool:
+    return isinstance(module, nn.Embedding) or (
+        type(module) is nn.Linear and module.weight.numel() * dtype.itemsize > _BLOCK_BYTES
+    )
+
+
+def _either(
+    module: nn.Module, run: Callable[..., torch.Tensor], dtype: torch.dtype, applies: Callable[[], bool]
+) -> Callable[..., torch.Tensor]:
+    plain = module.forward
+    return lambda x, *args: run(module, x, dtype) if applies() else plain(x, *args)
+
+
+def _upcast_embedding(module: nn.Embedding, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Look `ids` up in the rows that they use, upcast; what a subclass does besides is done in `dtype` too."""
+    table = module.weight.data
+    used, places = ids.unique(return_inverse=True)
+    try:
+        module.weight.data = table[used].to(dtype)
+        result: torch.Tensor = type(module).forward(module, places)
     finally:
-        for tensor, data in reversed(originals):
-            tensor.data = data
+        module.weight.data = table
+    return result
+
+
+def blocked_linear(module: nn.Linear, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Apply a linear module to `x` [..., in] in `dtype`, a block of output features at a time."""
+    x = x.to(dtype)
+    num_out, num_in = module.weight.shape
+    rows = max(1, _BLOCK_BYTES // (x.element_size() * num_in))
+    y = x.new_empty(*x.shape[:-1], num_out)
+    for begin in range(0, num_out, rows):
+        y[..., begin : begin + rows] = x @ module.weight[begin : begin + rows].to(x.dtype).T
+    return y if module.bias is None else y + module.bias.to(x.dtype)
 
 
 @contextmanager
@@ -91,21 +179,3 @@ def without_tf32() -> Iterator[None]:
         yield
     finally:
         setattr(matmul, switch[0], before)
-
-
-def linear_in_double(module: nn.Module, x: torch.Tensor, *, block_bytes: int = 64 << 20) -> torch.Tensor:
-    """Apply a linear module to `x` [T, in] in float64, a block of output features at a time: [T, out] float64.
-
-    The head of a large vocabulary is the largest matrix of a model; raising it whole would double the peak memory.
-    """
-    x = x.to(TRUTH_DTYPE)
-    if type(module) is not nn.Linear:
-        with raised(module), keeping_double():
-            result: torch.Tensor = module(x)
-            return result
-    num_out, num_in = module.weight.shape
-    rows = max(1, block_bytes // (8 * num_in))
-    y = torch.empty(*x.shape[:-1], num_out, dtype=TRUTH_DTYPE, device=x.device)
-    for begin in range(0, num_out, rows):
-        y[..., begin : begin + rows] = x @ module.weight[begin : begin + rows].to(TRUTH_DTYPE).T
-    return y if module.bias is None else y + module.bias.to(TRUTH_DTYPE)

@@ -6,7 +6,7 @@ import platform
 import subprocess
 
 import harness
-from harness.oracle.golden import environment
+from harness.oracle.environment import environment
 
 
 def describe_environment() -> dict[str, str]:

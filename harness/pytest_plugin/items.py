@@ -109,11 +109,11 @@ class CaseItem(pytest.Item):
         import torch
 
         from harness import sketch
-        from harness.oracle.decoder import load_decoder
-        from harness.oracle.golden import cached_golden
+        from harness.oracle.make_golden import cached_golden
+        from harness.oracle.model import load_model
 
-        decoder = load_decoder(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
-        golden = cached_golden(decoder, plan.prompts)
+        hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
+        golden = cached_golden(hf, plan.prompts, truth=plan.truth)
         if self.config.getoption("golden_update"):
             self.add_report_section("call", GOLDEN_UPDATE, f"{self.where}: {sketch.update(self.path, golden)}")
         else:

@@ -21,13 +21,23 @@ import torch
 
 from harness.errors import Code, HarnessError
 from harness.recording.check import PARTIAL, StepRules, malformed
-from harness.recording.manifest import MANIFEST_NAME, RESERVED_PREFIXES, Manifest, Phase, StepEntry, load_manifest
+from harness.recording.manifest import (
+    MANIFEST_NAME,
+    RESERVED_PREFIXES,
+    Manifest,
+    Phase,
+    StepEntry,
+    TapEntry,
+    load_manifest,
+)
 from harness.recording.tensors import TORCH_DTYPES
 from harness.safetensors_header import Header, TensorEntry, read_header
 
 _MAX_DIGEST_THREADS = 4
 _MAP_FROM_BYTES = 1 << 20
 """Smaller tensors are read: a copy costs less than the page faults of a mapping."""
+_KEPT_BYTES = 64 << 20
+"""Small step files that a recording keeps in memory: those of decode are read tap by tap, and are many."""
 
 
 class Recording:
@@ -41,11 +51,34 @@ class Recording:
     manifest: Manifest
     steps: Sequence["Step"]
 
+    taps: Sequence[TapEntry]
+    """Its taps, under the names that `with_names` gives them."""
+
     def __init__(self, path: Path, manifest: Manifest, steps: Sequence["Step"]) -> None:
         """Use `Recording.open`."""
         self.path = path
         self.manifest = manifest
         self.steps = steps
+        self.taps = manifest.taps
+
+    def with_names(self, aliases: Mapping[str, str]) -> Self:
+        """Show taps under other names, from now on; of two taps that get one name the first is shown.
+
+        Args:
+            aliases: the new name of every tap that gets one.
+        """
+        names: dict[str, str] = {}
+        for entry in self.manifest.taps:
+            names.setdefault(aliases.get(entry.name, entry.name), entry.name)
+        self.taps = [
+            entry.model_copy(update={"name": name})
+            for entry in self.manifest.taps
+            for name, stored in names.items()
+            if stored == entry.name
+        ]
+        for step in self.steps:
+            step.names = {} if all(name == stored for name, stored in names.items()) else names
+        return self
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, verify: bool = True) -> Self:
@@ -61,7 +94,8 @@ class Recording:
         path = Path(path)
         manifest = load_manifest(_manifest_path(path))
         rules = StepRules(manifest)
-        steps = [Step(path, entry, rules) for entry in manifest.steps]
+        small = _small_files(manifest.steps)
+        steps = [Step(path, entry, rules, is_kept=entry.index in small) for entry in manifest.steps]
         for step in steps:
             step.check()
         recording = cls(path, manifest, steps)
@@ -122,11 +156,15 @@ class Recording:
 class Step:
     """One step of a recording. Its tensors may be views of the file: read them only, and drop them when done."""
 
-    def __init__(self, folder: Path, entry: StepEntry, rules: StepRules) -> None:
+    def __init__(self, folder: Path, entry: StepEntry, rules: StepRules, *, is_kept: bool = False) -> None:
         """Use `Recording.steps`."""
+        self._is_kept = is_kept
+        self._content: bytearray | None = None
         self.path = folder / entry.file
         self.entry = entry
         self.digest: Future[None] | None = None
+        self.names: Mapping[str, str] = {}
+        """Stored name of each tap by the name under which it is shown; empty where they are the same."""
         self._folder = folder
         self._rules = rules
         self._checked_layout: _Layout | None = None
@@ -174,11 +212,18 @@ class Step:
     @property
     def tap_names(self) -> list[str]:
         """Taps of this step, in the order in which they were written."""
-        return [name for name in self._layout().tensors if not name.startswith(RESERVED_PREFIXES)]
+        stored = [name for name in self._layout().tensors if not name.startswith(RESERVED_PREFIXES)]
+        if not self.names:
+            return stored
+        shown = {stored: name for name, stored in self.names.items()}
+        return [shown[name] for name in stored if name in shown]
 
     def has(self, name: str) -> bool:
         """Whether this step holds the tap `name`."""
-        return name in self._layout().tensors and not name.startswith(RESERVED_PREFIXES)
+        return self._stored(name) in self._layout().tensors and not name.startswith(RESERVED_PREFIXES)
+
+    def _stored(self, name: str) -> str:
+        return self.names.get(name, "") if self.names else name
 
     def tap(self, name: str) -> torch.Tensor:
         """Return the tap `name`, [rows that it covers, ...]: mapped if it is large, and gone when it is dropped.
@@ -190,11 +235,14 @@ class Step:
         if name.startswith(RESERVED_PREFIXES):
             raise KeyError(name)
         self.raise_if_altered()
-        return _read_tensor(self.path, self._layout(), name)
+        layout, stored = self._layout(), self._stored(name)
+        if self._is_kept and self._content is None:
+            self._content = _read_file(self.path, self.entry)
+        return _read_tensor(self.path, layout, stored, self._content)
 
     def rows_of(self, name: str) -> torch.Tensor | None:
         """Return which of the step's rows the tap covers, int64[its rows]; None for all of them."""
-        return self._optional(PARTIAL + name)
+        return self._optional(PARTIAL + self._stored(name))
 
     def check(self) -> None:
         """Check the file against the manifest, but for its digest.
@@ -254,13 +302,44 @@ class _Layout:
         return cls(tensors=header.by_name(), data_offset=header.data_offset, entry=entry)
 
 
-def _read_tensor(path: Path, layout: _Layout, name: str) -> torch.Tensor:
-    """Return one tensor of a step file: read if it is small, else a private mapping that goes when the tensor does."""
+def _small_files(entries: Sequence[StepEntry]) -> set[int]:
+    """Return the steps whose files are kept in memory, as many of the small ones as there is room for."""
+    chosen, room = set(), _KEPT_BYTES
+    for entry in entries:
+        if entry.num_bytes < min(room, _MAP_FROM_BYTES):
+            chosen.add(entry.index)
+            room -= entry.num_bytes
+    return chosen
+
+
+def _read_file(path: Path, entry: StepEntry) -> bytearray:
+    content = bytearray(entry.num_bytes)
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = file.readinto(content)
+            if size != entry.num_bytes or file.read(1):
+                raise _truncated(path, entry, path.stat().st_size)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    return content
+
+
+def _read_tensor(path: Path, layout: _Layout, name: str, content: bytearray | None = None) -> torch.Tensor:
+    """Return one tensor of a step file: read if it is small, else a private mapping that goes when the tensor does.
+
+    Args:
+        path: the file.
+        layout: where its tensors lie.
+        name: of the tensor.
+        content: of the whole file, where it is kept.
+    """
     entry = layout.tensors[name]
     dtype = TORCH_DTYPES[entry.dtype]
     begin, num_bytes = layout.data_offset + entry.begin, entry.end - entry.begin
     if not num_bytes:
         return torch.empty(entry.shape, dtype=dtype)
+    if content is not None and not begin % dtype.itemsize:
+        return torch.frombuffer(content, dtype=dtype, count=entry.num_elements, offset=begin).view(entry.shape)
     try:
         with path.open("rb", buffering=0) as file:
             if (size := os.fstat(file.fileno()).st_size) != layout.entry.num_bytes:
@@ -275,9 +354,13 @@ def _read_tensor(path: Path, layout: _Layout, name: str) -> torch.Tensor:
                 skipped = begin % mmap.ALLOCATIONGRANULARITY
                 data = mmap.mmap(file.fileno(), num_bytes + skipped, access=mmap.ACCESS_COPY, offset=begin - skipped)
     except (OSError, ValueError) as error:  # mmap raises ValueError beyond the end of the file
-        hint = "the recording changed while it was read: copy it again, or record again"
-        raise HarnessError(Code.STEP_MISSING, f"a step file cannot be read: {error}", where=path, hint=hint) from None
+        raise _unreadable(path, error) from None
     return torch.frombuffer(data, dtype=dtype, count=entry.num_elements, offset=skipped).view(entry.shape)
+
+
+def _unreadable(path: Path, error: Exception) -> HarnessError:
+    hint = "the recording changed while it was read: copy it again, or record again"
+    return HarnessError(Code.STEP_MISSING, f"a step file cannot be read: {error}", where=path, hint=hint)
 
 
 def _manifest_path(folder: Path) -> Path:

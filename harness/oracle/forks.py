@@ -1,19 +1,11 @@
-"""Requests that come a second time: as they are, or forked and continued otherwise."""
+"""Forks: requests that go on from another one and continue otherwise."""
 
-from collections.abc import Sequence
-
-from harness.oracle.golden import Golden, Prompt
+from harness.oracle.golden import Golden
+from harness.oracle.requests import Prompt
 from harness.recording import RequestInfo
-from harness.taps import LOGITS
 
 
-def repeated(requests: Sequence[RequestInfo]) -> list[RequestInfo]:
-    """Return the same requests under ids of their own."""
-    first = 1 + max(request.id for request in requests)
-    return [request.model_copy(update={"id": first + index}) for index, request in enumerate(requests)]
-
-
-def forks(golden: Golden) -> list[Prompt]:
+def forked_prompts(golden: Golden) -> list[Prompt]:
     """Return one prompt for each request of a golden: its first new token, then the runner-up in place of the second.
 
     The first new token's row is computed by the request and by its fork; then the two differ. A request that makes only
@@ -33,12 +25,13 @@ def _fork(request: RequestInfo, golden: Golden) -> Prompt:
 
 def _runner_up(request: RequestInfo, position: int, golden: Golden) -> int:
     """Return the second best token after a position."""
+    tap = golden.graph.logits
     for step in golden.recording.steps:
-        if not step.has(LOGITS):
+        if not step.has(tap):
             continue
-        rows = step.rows_of(LOGITS)
+        rows = step.rows_of(tap)
         are_wanted = (step.request == request.id) & (step.position == position)
         found = (are_wanted if rows is None else are_wanted[rows]).nonzero()[:, 0]
         if len(found):
-            return int(step.tap(LOGITS)[found[0]].topk(2).indices[1])
+            return int(step.tap(tap)[found[0]].topk(2).indices[1])
     raise AssertionError("a golden has the logits of every token it continues")

@@ -1,0 +1,115 @@
+"""An engine's rows as sequences: for every position of a request, the row that stands for it, whoever computed it.
+
+HF's forward needs whole sequences, engines compute them in pieces. A request's rows are put side by side by position;
+what it found in the cache is what another request with the same tokens computed. Where a request computes a position
+again (it was preempted, or its engine has no cache), a new sequence begins: its history is what the rows before it left.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from harness.compare.align import Rows, is_readback
+from harness.compare.prefixes import Prefixes
+from harness.recording import Recording, RequestInfo, Step
+
+NOWHERE = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSequence:
+    """Rows of one request from position 0 on; int64 tensors [tokens]."""
+
+    request: RequestInfo
+    step: torch.Tensor
+    """Step that computed it; -1 where no step did."""
+    row: torch.Tensor
+    """Row within that step."""
+    is_own: torch.Tensor
+    """bool: computed by this request in this sequence, and to be judged in it."""
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of the sequence."""
+        return list(self.request.token_ids[: len(self)])
+
+
+def sequences(recording: Recording) -> list[RowSequence]:
+    """Return the sequences of a recording, in the order of the requests; each computed row is judged in one of them."""
+    computed = _Computed(recording)
+    return [sequence for request in recording.manifest.requests for sequence in computed.of(request)]
+
+
+class _Computed:
+    """All rows that an engine computed, by request and by content."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._steps: Sequence[Step] = [step for step in recording.steps if not is_readback(step)]
+        self._prefixes = Prefixes(recording.manifest.requests)
+        self._first = self._first_by_content()
+
+    def _first_by_content(self) -> torch.Tensor:
+        """[prefixes, 2] int64: step and row of whoever computed each prefix first; -1 for nobody."""
+        first = torch.full((self._prefixes.count, 2), NOWHERE, dtype=torch.int64)
+        for step in reversed(self._steps):
+            rows = _all_rows(step)
+            numbers = torch.arange(len(rows))
+            first[self._prefixes.of(rows).flip(0)] = torch.stack([rows.step, numbers], dim=1).flip(0)
+        return first
+
+    def of(self, request: RequestInfo) -> Iterator[RowSequence]:
+        """Yield the sequences of a request, one for every time that it begins anew."""
+        rows = self._rows_of(request.id)
+        latest = self._inherited(request, rows)
+        for begin, end in _spans([position for position, _, _ in rows]):
+            own = rows[begin:end]
+            length = max(position for position, _, _ in own) + 1
+            sequence = RowSequence(
+                request=request,
+                step=latest[:length, 0].clone(),
+                row=latest[:length, 1].clone(),
+                is_own=torch.zeros(length, dtype=torch.bool),
+            )
+            for position, step, row in own:
+                sequence.step[position], sequence.row[position] = step, row
+                sequence.is_own[position] = True
+                latest[position] = torch.tensor([step, row])
+            yield sequence
+
+    def _rows_of(self, request: int) -> list[tuple[int, int, int]]:
+        """Position, step and row of every row of a request, in the order in which they were computed."""
+        found = []
+        for step in self._steps:
+            places = (step.request == request).nonzero()[:, 0].tolist()
+            found += [(int(step.position[row]), step.index, row) for row in places]
+        return found
+
+    def _inherited(self, request: RequestInfo, rows: list[tuple[int, int, int]]) -> torch.Tensor:
+        """[tokens, 2]: what others with the same tokens computed before the request's first row, in its place."""
+        table = torch.full((len(request.token_ids), 2), NOWHERE, dtype=torch.int64)
+        if rows and rows[0][0] > 0:
+            first_position, first_step, _ = rows[0]
+            table[:first_position] = self._first[self._prefixes.up_to(request.id, first_position)]
+            table[table[:, 0] > first_step] = NOWHERE
+        return table
+
+
+def _all_rows(step: Step) -> Rows:
+    request = step.request.long()
+    return Rows(request=request, position=step.position.long(), step=torch.full_like(request, step.index))
+
+
+def _spans(positions: list[int]) -> Iterator[tuple[int, int]]:
+    """Split where a position comes again."""
+    begin, seen = 0, set[int]()
+    for at, position in enumerate(positions):
+        if position in seen:
+            yield begin, at
+            begin, seen = at, set()
+        seen.add(position)
+    if positions:
+        yield begin, len(positions)

@@ -1,0 +1,85 @@
+"""The rotary embedding that a model applies, found among those that its code could apply.
+
+`R` rows, `N` heads, `H` head size. The pair i of a head turns by position * frequency_i.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from harness.oracle.model import HFModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rotation:
+    """One way to rotate heads by their position."""
+
+    frequencies: torch.Tensor
+    """[P] float32, one for each pair; elements of a head beyond 2 P stay."""
+    module: Any
+    """HF's module that has the frequencies."""
+    name: str
+    """Of the buffer in it: `inv_freq`, or that of one type of layer."""
+    scaling: float = 1.0
+    """Factor of cosine and sine."""
+    is_interleaved: bool = False
+    """Whether neighbours form a pair, rather than elements half a head apart."""
+    head_dim: int
+
+    def heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, N*H] to [R, N, H]."""
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def turn(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotate rows [R, N*H] for positions [R]."""
+        return self.turned(self.heads(x), *self.angles(positions))
+
+    def phases(self, positions: torch.Tensor, frequencies: torch.Tensor | None = None) -> torch.Tensor:
+        """[R, P] float64: rounded to float32, as the definition has it."""
+        used = self.frequencies if frequencies is None else frequencies
+        return (positions[:, None].to(torch.float32) * used.to(torch.float32)).to(torch.float64)
+
+    def angles(
+        self, positions: torch.Tensor, frequencies: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine, [R, 1, P] each."""
+        phases = self.phases(positions, frequencies)
+        return phases.cos()[:, None] * self.scaling, phases.sin()[:, None] * self.scaling
+
+    def pairs(self, x_RNH: torch.Tensor) -> torch.Tensor:
+        """[R, N, P, 2] contiguous: what is turned together."""
+        turning = x_RNH[..., : 2 * len(self.frequencies)]
+        if self.is_interleaved:
+            return turning.unflatten(-1, (-1, 2)).contiguous()
+        return torch.stack(turning.chunk(2, dim=-1), dim=-1).contiguous()
+
+    def turned(self, x_RNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """[R, N*H] of heads turned by a cosine and sine [R, 1, P]."""
+        num = 2 * cos.shape[-1]
+        a, b = (x_RNH[..., :num].unflatten(-1, (-1, 2)).unbind(-1)) if self.is_interleaved else x_RNH[..., :num].chunk(2, -1)
+        first, second = a * cos - b * sin, b * cos + a * sin
+        if self.is_interleaved:
+            turned = torch.stack((first, second), dim=-1).flatten(-2)
+        else:
+            turned = torch.cat((first, second), dim=-1)
+        return torch.cat((turned, x_RNH[..., num:]), dim=-1).flatten(1)
+
+
+def rotations(hf: HFModel) -> Iterator[Rotation]:
+    """Yield every rotation that the model has frequencies for, over pairs half a head apart and over neighbours."""
+    for module in hf.model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if not name.endswith("inv_freq") or name.startswith("original"):
+                continue
+            scaling = getattr(module, name.replace("inv_freq", "attention_scaling"), 1.0)
+            for is_interleaved in (False, True):
+                yield Rotation(
+                    frequencies=buffer.detach().cpu().to(torch.float32),
+                    module=module,
+                    name=name,
+                    scaling=float(scaling),
+                    is_interleaved=is_interleaved,
+                    head_dim=hf.head_dim,
+                )

@@ -1,0 +1,88 @@
+"""Attention by its definition, and how far rounding inside of it may carry.
+
+`B` requests, `T` queries, `S` keys, `N` query heads, `K` KV heads, `H` head size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from harness.oracle.watch import AttentionCall
+
+_SCORE_BYTES = 64 << 20
+"""Scores held at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSensitivity:
+    """What attention gives by its definition, softmax(q k^T scale + mask) v, and how sensitive each row is.
+
+    With p the probabilities, o the context and s the scores of a row:
+    """
+
+    context: torch.Tensor
+    """[B, T, N*H]."""
+    amplification: torch.Tensor
+    """[B, T]: sqrt(sum_j p_j^2 ||v_j||^2) / ||o||, each product p_j v_j rounded by itself."""
+    score_sensitivity: torch.Tensor
+    """[B, T]: sqrt(sum_j p_j^2 b_j^2 ||v_j - o||^2) / ||o|| with b_j = ||q|| ||k_j|| scale, the bound of the score, each
+    score rounded by itself."""
+
+
+def attention_sensitivity(call: AttentionCall) -> AttentionSensitivity:
+    """Compute attention and its sensitivities in the dtype of the call; all sums run over the heads as well."""
+    query, key, value = call.query, call.key, call.value
+    num_groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(num_groups, dim=1) for x in (key, value))
+    visible = visible_keys(call)
+    per_query = query.element_size() * query.shape[0] * query.shape[1] * max(1, key.shape[2])
+    step = max(1, _SCORE_BYTES // per_query)
+    parts = [
+        _attend(call, query[:, :, at : at + step], key, value, visible[:, :, at : at + step])
+        for at in range(0, query.shape[2], step)
+    ]
+    context, amplification, sensitivity = (torch.cat(column, dim=1) for column in zip(*parts, strict=True))
+    return AttentionSensitivity(context=context, amplification=amplification, score_sensitivity=sensitivity)
+
+
+def visible_keys(call: AttentionCall) -> torch.Tensor:
+    """Return [B or 1, 1, T, S] bool: which keys each query may see."""
+    num_queries, num_keys = call.query.shape[2], call.key.shape[2]
+    if call.mask is None:
+        device = call.query.device
+        positions = torch.arange(num_keys - num_queries, num_keys, device=device)
+        return (torch.arange(num_keys, device=device)[None] <= positions[:, None])[None, None]
+    mask = call.mask[..., :num_keys]
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+def scaling(call: AttentionCall) -> float:
+    """Return the factor of the scores."""
+    given = call.options.get("scaling")
+    if given is None:
+        given = getattr(call.module, "scaling", None)
+    return float(call.query.shape[-1] ** -0.5 if given is None else given)
+
+
+def _attend(
+    call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of some queries, [B, t, N*H], and its two sensitivities, [B, t]."""
+    scale, softcap, sinks = scaling(call), call.options.get("softcap"), call.options.get("s_aux")
+    scores = query @ key.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        column = sinks.reshape(1, -1, 1, 1).to(scores.dtype).expand(*scores.shape[:3], 1)
+        p = torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        p = scores.softmax(dim=-1)
+    o = p @ value
+    v2, p2 = value.square().sum(-1), p.square()
+    norm = o.square().sum(dim=(1, 3)).sqrt()
+    amplification = (p2 @ v2[..., None]).sum(dim=(1, 3)).sqrt() / norm
+    bound = query.norm(dim=-1)[..., None] * key.norm(dim=-1)[:, :, None] * scale
+    spread = v2[:, :, None] - 2 * o @ value.transpose(2, 3) + o.square().sum(-1)[..., None]
+    sensitivity = (p2 * bound.square() * spread).sum(dim=(1, 3)).clamp(min=0).sqrt() / norm
+    return o.transpose(1, 2).flatten(2), amplification, sensitivity

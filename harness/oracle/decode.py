@@ -1,0 +1,57 @@
+"""HF's model token by token through the cache that it makes for itself, whatever the family calls it."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from harness.oracle.model import HFModel
+from harness.oracle.trace import all_parts_held
+
+_CACHES = ("past_key_values", "cache_params", "state", "mems")
+"""Names under which HF's families return their cache, and take it."""
+
+
+class Decoder:
+    """Feeds a batch of requests to the model, piece after piece. Use it as a context manager."""
+
+    def __init__(self, hf: HFModel) -> None:
+        self._hf = hf
+        self._stack = ExitStack()
+        self.cache: dict[str, Any] = {}
+        """The cache by the name that the family gives it; empty before the first piece."""
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(all_parts_held(self._hf))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @torch.no_grad()
+    def feed(self, ids: Sequence[Sequence[int]], **options: Any) -> torch.Tensor:
+        """Feed the next tokens of every request and return the logits behind the last ones: [requests, vocabulary].
+
+        Args:
+            ids: [requests, tokens].
+            options: of HF's forward, `attention_mask` and `position_ids` where requests are padded.
+        """
+        given = torch.tensor([list(row) for row in ids], device=self._hf.device)
+        output = self._hf.model(input_ids=given, use_cache=True, **self.cache, **options)
+        self.cache = {name: output[name] for name in _CACHES if output.get(name) is not None}
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+
+def greedy_continuation(hf: HFModel, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+    """Return so many greedy tokens of HF in the engine's dtype; an end-of-text token does not end it."""
+    feed, tokens = list(token_ids), list[int]()
+    with Decoder(hf) as decoder:
+        for _ in range(num_tokens):
+            feed = [int(decoder.feed([feed])[0].argmax())]
+            tokens += feed
+    return tokens

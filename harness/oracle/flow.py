@@ -1,0 +1,101 @@
+"""Which values a tensor was computed from, and by which operations: what runs is noted as it runs.
+
+Every storage that an operation writes is noted with its *sources*, the watched values behind it, and the operations
+since. Views share their storage's note. So the graph of a model is what its own forward did, in any architecture.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_MOVES = frozenset(
+    "alias as_strided cat chunk clone constant_pad_nd contiguous copy_ detach expand fill_ flatten gather index "
+    "index_put index_put_ index_select lift_fresh masked_fill movedim narrow permute repeat reshape roll scatter "
+    "scatter_ select select_scatter slice slice_scatter split split_with_sizes squeeze stack t transpose unbind "
+    "unflatten unfold unsqueeze view where zero_ _reshape_alias _to_copy _unsafe_view repeat_interleave flip "
+    "split_copy split_with_sizes_copy unsafe_split unsafe_chunk".split()
+)
+"""Operations that move numbers, or round them to another dtype, and do not compute with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a tensor comes from."""
+
+    sources: tuple[str, ...] = ()
+    """Watched values behind it, in the order in which they were used."""
+    operations: tuple[str, ...] = ()
+    """Names of the operations since, each once, but for those that only move numbers."""
+
+    def __or__(self, other: "Origin") -> "Origin":
+        return Origin(
+            tuple(dict.fromkeys(self.sources + other.sources)), tuple(dict.fromkeys(self.operations + other.operations))
+        )
+
+
+NOWHERE = Origin()
+
+
+class Flow(TorchDispatchMode):
+    """Notes the origin of every tensor that is computed while the mode is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._origins: dict[int, Origin] = {}
+        self._parts: dict[tuple[int, int, int], Origin] = {}
+        """Of views that are part of their storage, by where they begin and how many elements they have."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        origin = Origin((), () if name in _MOVES else (name,))
+        for x in reversed(inputs):
+            origin = self.of(x) | origin
+        known = {_storage(x) for x in inputs}
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and (_storage(x) not in known or name.endswith("_")):
+                self._origins[_storage(x)] = origin
+                self._forget_parts(_storage(x))
+        return result
+
+    def of(self, tensor: torch.Tensor) -> Origin:
+        """Return where a tensor comes from."""
+        part = self._parts.get(_place(tensor))
+        return self._origins.get(_storage(tensor), NOWHERE) if part is None else part
+
+    def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
+        """Say where a tensor comes from, in the place of what was noted."""
+        if tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes():
+            self._origins[_storage(tensor)] = origin
+            self._forget_parts(_storage(tensor))
+        else:
+            self._parts[_place(tensor)] = origin
+
+    def _forget_parts(self, storage: int) -> None:
+        for place in [place for place in self._parts if place[0] == storage]:
+            del self._parts[place]
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
+    return _storage(tensor), tensor.storage_offset(), tensor.numel()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def following() -> Iterator[Flow]:
+    """Note the origins of all that is computed in this block."""
+    with Flow() as flow:
+        yield flow
+
+

@@ -1,0 +1,266 @@
+"""Makes goldens: HF's greedy continuation, the truth over all of it, and HF's own noise in the engine's dtype."""
+
+import errno
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import harness
+from harness.checkpoint import cache_dir, config_hash, weights_hash
+from harness.errors import Code, HarnessError
+from harness.metrics import relative_l2
+from harness.oracle.decode import greedy_continuation
+from harness.oracle.environment import environment
+from harness.oracle.golden import LOGIT_NOISE, Golden, key_name, open_golden, write_golden_files
+from harness.oracle.model import HFModel
+from harness.oracle.paired import Value, run_pair
+from harness.oracle.precision import truth_dtype
+from harness.oracle.requests import Prompt, check_prompt, sampled_positions
+from harness.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
+from harness.taps import Kind
+
+ORACLE_VERSION = 2
+"""Part of a cached golden's key: raise it with every change of the oracle that moves its numbers."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and how much there is."""
+
+
+def golden_key(hf: HFModel, prompts: Sequence[Prompt], truth: str = "auto") -> dict[str, Any]:
+    """Return all that the numbers of a golden depend on."""
+    return {
+        "harness": harness.__version__,
+        "oracle": ORACLE_VERSION,
+        "weights": weights_hash(hf.folder),
+        "config": config_hash(hf.folder),
+        "prompts": [{**asdict(prompt), "token_ids": list(prompt.token_ids)} for prompt in prompts],
+        "dtype": str(hf.dtype),
+        "truth": str(truth_dtype(truth, hf.dtype)),
+        "device": hf.device.type,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def cached_golden(
+    hf: HFModel, prompts: Sequence[Prompt], *, truth: str = "auto", progress: Progress | None = None
+) -> Golden:
+    """Return the golden of `prompts` from the cache; made first if it is not there, is damaged, or is another one."""
+    key = golden_key(hf, prompts, truth)
+    folder = cache_dir() / "goldens" / key_name(key)
+    if folder.exists():
+        try:
+            golden = open_golden(folder)
+            if golden.noise and golden.info is not None and golden.info.key == key:
+                return golden
+        except HarnessError:
+            pass  # damaged
+        _discard(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return make_golden(hf, prompts, folder, truth=truth, progress=progress)
+    except OSError as error:
+        raise HarnessError(
+            Code.CANNOT_WRITE, f"the golden cannot be cached: {error}", where=folder, hint="set HARNESS_CACHE"
+        ) from error
+    except HarnessError as error:
+        if error.code is Code.OUTPUT_EXISTS:  # another process was faster: its golden is the same
+            return open_golden(folder)
+        raise
+
+
+def _discard(folder: Path) -> None:
+    """Take a damaged golden away, by a rename first: another process may be reading what is put in its place."""
+    with suppress(OSError), tempfile.TemporaryDirectory(dir=folder.parent, prefix=".damaged-") as aside:
+        folder.rename(Path(aside) / "golden")
+
+
+def make_golden(
+    hf: HFModel, prompts: Sequence[Prompt], out: Path, *, truth: str = "auto", progress: Progress | None = None
+) -> Golden:
+    """Run the oracle over `prompts` and write the golden to the folder `out`, which must be new or empty.
+
+    Args:
+        hf: the model in the engine's dtype.
+        prompts: what to continue.
+        out: the golden's folder.
+        truth: `float64`, `float32` or `auto`.
+        progress: told what is being done.
+
+    Raises:
+        HarnessError: a prompt is empty, too long, or holds a token outside the vocabulary; `out` cannot be written.
+    """
+    report = progress or (lambda _label, _done, _total: None)
+    for index, prompt in enumerate(prompts):
+        check_prompt(hf, prompt, index)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".making-") as making:
+            folder = Path(making) / "golden"
+            _make(hf, prompts, folder, truth, report)
+            folder.rename(out)  # replaces an empty folder, and no other
+    except OSError as error:
+        exists = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+        code = Code.OUTPUT_EXISTS if exists else Code.CANNOT_WRITE
+        raise HarnessError(code, f"the golden cannot be put in its place: {error}", where=out) from error
+    return open_golden(out)
+
+
+def _make(hf: HFModel, prompts: Sequence[Prompt], folder: Path, truth: str, report: Progress) -> None:
+    requests = []
+    for index, prompt in enumerate(prompts):
+        report("continuation", index, len(prompts))
+        fed = (*prompt.token_ids, *greedy_continuation(hf, prompt.token_ids, prompt.max_new_tokens)[:-1])
+        requests.append(RequestInfo(id=index, token_ids=list(fed), prompt_length=len(prompt.token_ids)))
+    noise: dict[str, list[torch.Tensor]] = defaultdict(list)
+    with _writer(hf, requests, folder) as writer:
+        for index, batch in enumerate(batches(hf, requests)):
+            _record(hf, batch, writer, noise, truth, lambda done, total: report(f"truth {index + 1}", done, total))
+    joined = {tap: torch.cat(parts) for tap, parts in noise.items()}
+    write_golden_files(folder, golden_key(hf, prompts, truth), hf.graph, joined)
+
+
+def batches(hf: HFModel, requests: Sequence[RequestInfo]) -> list[list[RequestInfo]]:
+    """Group requests, in their order, so that the activations of a group fit into memory beside one layer."""
+    groups: list[list[RequestInfo]] = []
+    longest = 0
+    for request in requests:
+        longest = max(longest, len(request.token_ids))
+        if groups and longest * (len(groups[-1]) + 1) <= batch_tokens(hf):
+            groups[-1].append(request)
+        else:
+            groups.append([request])
+            longest = len(request.token_ids)
+    return groups
+
+
+def batch_tokens(hf: HFModel) -> int:
+    """Return how many tokens are run at once: some 256 MiB of the widest activations, and 512 tokens at least."""
+    widest = max((parameter.shape[0] for parameter in hf.model.parameters() if parameter.dim() == 2), default=1)
+    sizes = (getattr(hf.config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner", "hidden_size"))
+    width = min(widest, max((size for size in sizes if isinstance(size, int)), default=widest))
+    return max(512, (256 << 20) // (8 * 8 * max(1, width)))
+
+
+def padded(requests: Sequence[RequestInfo]) -> torch.Tensor:
+    """Return the tokens of some requests, [requests, tokens], the shorter ones padded behind their end."""
+    longest = max(len(request.token_ids) for request in requests)
+    return torch.tensor([[*request.token_ids, *[0] * (longest - len(request.token_ids))] for request in requests])
+
+
+def _record(
+    hf: HFModel,
+    requests: Sequence[RequestInfo],
+    writer: RecordingWriter,
+    noise: dict[str, list[torch.Tensor]],
+    truth: str,
+    report: Callable[[int, int], None],
+) -> None:
+    """Record one step with all rows of some requests, and measure HF's noise on them."""
+    rows = _Rows.of(requests)
+    writer.begin_step(
+        phase="prefill",
+        request=rows.request,
+        position=rows.position,
+        sampled_rows=rows.sampled,
+        partial_rows=dict.fromkeys({hf.graph.logits, _head_of(hf)}, rows.sampled),
+    )
+    dtype = truth_dtype(truth, hf.dtype)
+    observer = _Dump(hf, rows, writer, noise, dtype)
+    positions = sorted({position for request in requests for position in sampled_positions(request)})
+    run_pair(hf, padded(requests), observer, truth_dtype=dtype, logit_positions=positions, progress=report)
+    writer.end_step(observer.choices)
+
+
+def _head_of(hf: HFModel) -> str:
+    """Return the head's tap: it is computed where tokens are sampled, and nowhere else."""
+    return next((op.tap for op in reversed(hf.graph.operations) if op.kind is Kind.LINEAR), hf.graph.logits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """The rows of one step: all tokens of some requests, one request after the other."""
+
+    request: list[int]
+    position: list[int]
+    sampled: list[int]
+    """Indices of the rows whose logits choose a token."""
+    places: torch.Tensor
+    """[rows] where each row stands in the padded batch: request times tokens, plus token."""
+
+    @classmethod
+    def of(cls, requests: Sequence[RequestInfo]) -> "_Rows":
+        longest = max(len(request.token_ids) for request in requests)
+        pairs = [(at, position) for at, request in enumerate(requests) for position in range(len(request.token_ids))]
+        is_sampled = [position in sampled_positions(requests[at]) for at, position in pairs]
+        return cls(
+            request=[requests[at].id for at, _ in pairs],
+            position=[position for _, position in pairs],
+            sampled=[row for row, holds in enumerate(is_sampled) if holds],
+            places=torch.tensor([at * longest + position for at, position in pairs]),
+        )
+
+
+@dataclass(slots=True)
+class _Dump:
+    """Writes the truth's rows, and keeps how far the control is from them."""
+
+    hf: HFModel
+    rows: _Rows
+    writer: RecordingWriter
+    noise: dict[str, list[torch.Tensor]]
+    keep: torch.dtype
+    choices: list[int] = field(default_factory=list)
+    _control: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def control(self, value: Value) -> None:
+        """See `PairObserver.control`."""
+        self._control[value.operation.tap] = self._own(value).clone()
+
+    def truth(self, value: Value) -> None:
+        """See `PairObserver.truth`."""
+        tap, rows = value.operation.tap, self._own(value)
+        self.writer.tap(tap, rows)
+        control = self._control.pop(tap, None)
+        if tap == self.hf.graph.logits:
+            self.choices = rows.argmax(dim=-1).tolist()
+            if control is not None:
+                largest = (control.to(torch.float64) - rows).abs().amax(dim=-1)
+                self.noise[LOGIT_NOISE].append(largest.cpu().to(torch.float64))
+        if control is not None and rows.is_floating_point():
+            self.noise[tap].append(relative_l2(control, rows).cpu())
+
+    def _own(self, value: Value) -> torch.Tensor:
+        """Return the rows that are no padding, and of logits those that choose a token."""
+        wanted = self.rows.places
+        if value.operation.tap in (self.hf.graph.logits, _head_of(self.hf)):
+            wanted = wanted[self.rows.sampled]
+        if value.places is not None:
+            wanted = torch.searchsorted(value.places, wanted)
+        return value.rows[wanted.to(value.rows.device)]
+
+
+def _writer(hf: HFModel, requests: Sequence[RequestInfo], out: Path) -> RecordingWriter:
+    return RecordingWriter(
+        out,
+        producer=Producer(name="harness.oracle", version=harness.__version__),
+        model=ModelInfo(
+            id=str(hf.folder),
+            revision=None,
+            config_hash=config_hash(hf.folder),
+            weights_hash=weights_hash(hf.folder),
+        ),
+        dtype=str(hf.dtype).removeprefix("torch."),
+        device=hf.device.type,
+        environment=environment(),
+        requests=requests,
+        schedule="oracle",
+        expected_taps=len(hf.graph),
+    )

@@ -1,0 +1,226 @@
+"""A HuggingFace model as the oracle uses it: its modules, its weights, and the graph of its operations."""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from harness.checkpoint import CONFIG_NAME, read_config, shards
+from harness.errors import Code, HarnessError
+from harness.inspect import inspect_path
+from harness.oracle.quiet import quiet_transformers
+from harness.oracle.weights import ResidentWeights, StreamedWeights, parameters_on_meta
+from harness.taps import Graph
+
+_RESIDENT_BYTES = 512 << 20
+"""Checkpoints up to this size are loaded whole; of larger ones one layer is in memory at a time."""
+
+
+class Weights(Protocol):
+    """Where a model's parameters are when they are not in use."""
+
+    def held(self, part: str) -> AbstractContextManager[None]:
+        """Hold the weights of one part of the model, a module's path, for the duration of the block."""
+
+
+@dataclass(eq=False, kw_only=True)
+class HFModel:
+    """A causal language model of transformers."""
+
+    model: Any
+    """The `PreTrainedModel` in eval mode; its parameters may be on the meta device while they are not used."""
+    folder: Path
+    dtype: torch.dtype
+    """Of the engine, and so of the weights."""
+    device: torch.device
+    weights: Weights = field(default_factory=ResidentWeights)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Operations of the model in the order of its run, traced from a forward over a few tokens."""
+        from harness.oracle.trace import trace_graph
+
+        return trace_graph(self)
+
+    @property
+    def config(self) -> Any:
+        """HF's configuration of the (text) model."""
+        return self.model.config.get_text_config()
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of rows of the embedding."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def max_positions(self) -> int | None:
+        """Number of positions the model was made for; None where its config sets no limit."""
+        for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "context_length"):
+            if isinstance(limit := getattr(self.config, name, None), int):
+                return limit
+        return None
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one attention head."""
+        own = getattr(self.config, "head_dim", None)
+        return int(own or self.config.hidden_size // self.config.num_attention_heads)
+
+    def module(self, path: str) -> nn.Module:
+        """Return the module at a path; raises AttributeError where there is none."""
+        return self.model.get_submodule(path)  # type: ignore[no-any-return]
+
+    @cached_property
+    def parts(self) -> tuple[str, ...]:
+        """Paths of the parts that run one after the other: embeddings, each decoder layer, final norm, head."""
+        return tuple(_parts(self.model, ""))
+
+    def part_of(self, path: str) -> str:
+        """Return the part that holds the module at a path; the path itself where it stands outside of all."""
+        return next((part for part in self.parts if path == part or path.startswith(f"{part}.")), path)
+
+    def eager_attention(self, module: nn.Module) -> Callable[..., Any] | None:
+        """Return HF's eager attention of the file that defines an attention module; None where it has none."""
+        return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+
+
+def _parts(module: nn.Module, path: str) -> Iterator[str]:
+    """A module that holds a list of modules is gone through; everything else is one part."""
+    for name, child in module.named_children():
+        own = f"{path}.{name}" if path else name
+        if isinstance(child, nn.ModuleList):
+            yield from (f"{own}.{index}" for index in range(len(child)))
+        elif any(isinstance(part, nn.ModuleList) and len(part) for part in child.children()):
+            yield from _parts(child, own)
+        else:
+            yield own
+
+
+def load_model(folder: Path, *, dtype: torch.dtype, device: str = "cpu", stays: bool = False) -> HFModel:
+    """Load the HF model of a checkpoint folder in `dtype`, with SDPA attention where the family has it.
+
+    Args:
+        folder: a checkpoint.
+        dtype: of the weights.
+        device: where to run.
+        stays: whether to load all weights at once, however large: for a model that is run more than a few times.
+
+    Raises:
+        HarnessError: the architecture is unknown to transformers, or the tensors do not fit the config.
+    """
+    _check_tensors(folder)
+    where = torch.device(device)
+    if stays or sum(shard.stat().st_size for shard in shards(folder)) <= _RESIDENT_BYTES:
+        model = _from_pretrained(folder, dtype).to(where).eval().requires_grad_(False)
+        return HFModel(model=model, folder=folder, dtype=dtype, device=where)
+    model = _skeleton(folder, dtype, where)
+    weights = StreamedWeights(model, folder, dtype=dtype, device=where)
+    return HFModel(model=model, folder=folder, dtype=dtype, device=where, weights=weights)
+
+
+def _skeleton(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """Build the model without its parameters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with quiet_transformers(), warnings.catch_warnings(), parameters_on_meta():
+            warnings.simplefilter("ignore")
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            model = _with_attention(AutoModelForCausalLM.from_config, config, dtype=dtype)
+    except Exception as error:
+        raise _loading_error(folder, error) from error
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+    return model.eval()
+
+
+def _check_tensors(folder: Path) -> None:
+    """Refuse a checkpoint whose tensors are not those that its config asks for, before any of them is read."""
+    if read_config(folder).get("quantization_config"):
+        raise HarnessError(
+            Code.UNSUPPORTED_ARCHITECTURE,
+            "the checkpoint's weights are quantised",
+            where=f"{folder / CONFIG_NAME}: quantization_config",
+            expected="weights in float32, bfloat16 or float16",
+            hint="pass the model it was quantised from",
+        )
+    against = inspect_path(folder)["against_config"]
+    if not against["compared"]:
+        return
+    for kind in ("misshapen", "missing", "unexpected"):
+        if against[kind]:
+            raise _contradiction(folder, kind, against[kind])
+
+
+def _contradiction(folder: Path, kind: str, tensors: Sequence[Any]) -> HarnessError:
+    names = [tensor["name"] if kind == "misshapen" else tensor for tensor in tensors]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return HarnessError(
+        Code.TENSORS_CONTRADICT_CONFIG,
+        f"the checkpoint's tensors do not fit its config: {kind}: {', '.join(names[:3])}{more}",
+        where=folder,
+        expected=tensors[0]["expected"] if kind == "misshapen" else None,
+        actual=tensors[0]["actual"] if kind == "misshapen" else None,
+        hint=f"harness inspect {folder}",
+    )
+
+
+def _with_attention(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Build a model with SDPA, or with eager attention where the family has no other."""
+    try:
+        return build(*args, attn_implementation="sdpa", **kwargs)
+    except ValueError as error:
+        if "attn_implementation" not in str(error) and "scaled_dot_product_attention" not in str(error):
+            raise
+        return build(*args, attn_implementation="eager", **kwargs)
+
+
+def _from_pretrained(folder: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with quiet_transformers(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model, loading = _with_attention(
+                AutoModelForCausalLM.from_pretrained,
+                folder,
+                dtype=dtype,
+                local_files_only=True,
+                output_loading_info=True,
+                trust_remote_code=False,
+            )
+    except HarnessError:
+        raise
+    except Exception as error:  # transformers raises ValueError, KeyError, OSError, RuntimeError, SafetensorError...
+        raise _loading_error(folder, error) from error
+    faults = {kind: sorted(map(str, names)) for kind, names in loading.items() if names}
+    if faults:
+        details = "; ".join(f"{kind.replace('_', ' ')}: {', '.join(names[:4])}" for kind, names in faults.items())
+        raise HarnessError(
+            Code.TENSORS_CONTRADICT_CONFIG,
+            f"the checkpoint's tensors do not fit its config ({details})",
+            where=folder,
+            hint=f"harness inspect {folder}",
+        )
+    return model
+
+
+def _loading_error(folder: Path, error: Exception) -> HarnessError:
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lowered = text.lower()
+    if "model type" in lowered or "unrecognized configuration" in lowered or "does not recognize" in lowered:
+        code = Code.UNSUPPORTED_ARCHITECTURE
+    elif "mismatch" in lowered:
+        code = Code.TENSORS_CONTRADICT_CONFIG
+    elif type(error).__name__ == "SafetensorError":
+        code = Code.DAMAGED_SAFETENSORS
+    else:
+        code = Code.BAD_CONFIG
+    return HarnessError(code, f"transformers cannot load it: {text}", where=folder, hint=f"harness inspect {folder}")

@@ -1,0 +1,207 @@
+"""HF's forward run twice, part by part: in the engine's dtype, the *control*, and in high precision, the *truth*.
+
+Both see the same tokens, and whatever an observer puts in the place of their values. The truth says what each
+operation should give, the control what legitimate rounding does to it.
+"""
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from harness.oracle.lockstep import Ahead
+from harness.oracle.model import HFModel
+from harness.oracle.precision import preserve_precision, upcast_on_use, upcast_parameters, without_tf32
+from harness.oracle.rows import as_rows, from_rows
+from harness.oracle.watch import AttentionCall, Watch, run_attention, watching
+from harness.taps import Operation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """What one operation gave in one of the two forwards."""
+
+    operation: Operation
+    rows: torch.Tensor
+    """[rows, ...] in the forward's dtype."""
+    places: torch.Tensor | None = None
+    """[rows] int64: request times tokens, plus token; None where all tokens of all requests are there in order."""
+    call: AttentionCall | None = None
+    """What attention read; None for every other operation."""
+    scores: torch.Tensor | None = None
+    """[rows, n] by which a router chose; None for every other operation."""
+
+
+class PairObserver(Protocol):
+    """Is shown every operation in the order of the run: of each part all values of the control, then of the truth."""
+
+    def control(self, value: Value) -> torch.Tensor | None:
+        """Return rows to go on with in the engine's dtype; None to go on with the control's own."""
+
+    def truth(self, value: Value) -> torch.Tensor | None:
+        """Return rows to go on with in high precision; None to go on with the truth's own."""
+
+
+@torch.no_grad()
+def run_pair(
+    hf: HFModel,
+    ids: torch.Tensor,
+    observer: PairObserver,
+    *,
+    truth_dtype: torch.dtype,
+    logit_positions: Sequence[int] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Run both forwards over some requests and show every operation to the observer.
+
+    Args:
+        hf: the model.
+        ids: [requests, tokens] int64; shorter requests are padded behind their end, where no row of theirs looks.
+        observer: is shown the values.
+        truth_dtype: float64 or float32.
+        logit_positions: positions whose logits are computed; None for all.
+        progress: told how many of how many parts of the model were run.
+    """
+    ids = ids.to(hf.device)
+    forward = _forward(hf, ids, logit_positions)
+    kept = None if logit_positions is None else torch.tensor(list(logit_positions))
+    with ExitStack() as stack:
+        stack.enter_context(without_tf32())
+        watch = stack.enter_context(watching(hf))
+        control = Ahead(lambda: _run_control(forward, watch, _Side(hf, ids.shape, kept, observer.control)))
+        stack.callback(control.cancel)
+        stack.enter_context(_parts_in_turn(hf, control, truth_dtype, progress))
+        stack.enter_context(preserve_precision(truth_dtype))
+        side = _Side(hf, ids.shape, kept, observer.truth)
+        stack.enter_context(watch.showing(side))
+        logits = forward()
+        control.finish()
+        side.see("logits", logits)
+
+
+def _forward(hf: HFModel, ids: torch.Tensor, positions: Sequence[int] | None) -> Callable[[], torch.Tensor]:
+    options: dict[str, Any] = {}
+    if positions is not None and "logits_to_keep" in inspect.signature(hf.model.forward).parameters:
+        options["logits_to_keep"] = torch.tensor(list(positions), device=ids.device)
+    return lambda: hf.model(input_ids=ids, use_cache=False, **options).logits
+
+
+@torch.no_grad()
+def _run_control(forward: Callable[[], torch.Tensor], watch: Watch, side: "_Side") -> None:
+    with watch.showing(side):
+        side.see("logits", forward())
+
+
+@contextmanager
+def _parts_in_turn(
+    hf: HFModel, control: Ahead, truth_dtype: torch.dtype, progress: Callable[[int, int], None] | None
+) -> Iterator[None]:
+    """Before the truth runs a part: read its weights, let the control run it, upcast it; afterwards drop all of it."""
+    truth, num_run = threading.get_ident(), count(1)
+    with ExitStack() as stack:
+        stack.enter_context(upcast_on_use(truth_dtype, hf.model, applies=lambda: threading.get_ident() == truth))
+        for path in hf.parts:
+            running = stack.enter_context(ExitStack())
+            module = hf.module(path)
+
+            def before(module: nn.Module, _args: Any, path: str = path, running: ExitStack = running) -> None:
+                if threading.get_ident() == truth:
+                    running.enter_context(hf.weights.held(path))
+                    control.advance()
+                    running.enter_context(upcast_parameters(truth_dtype, module))
+
+            def after(_module: nn.Module, _args: Any, _output: Any, running: ExitStack = running) -> None:
+                if threading.get_ident() == truth:
+                    running.close()
+                    if progress is not None:
+                        progress(next(num_run), len(hf.parts))
+                else:
+                    control.wait()
+
+            stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+            stack.callback(module.register_forward_hook(after).remove)
+        yield
+
+
+class _Side:
+    """One of the two forwards as the observer sees it: operations of the graph, as rows."""
+
+    def __init__(
+        self,
+        hf: HFModel,
+        shape: Sequence[int],
+        kept: torch.Tensor | None,
+        show: Callable[[Value], torch.Tensor | None],
+    ) -> None:
+        self._operations, self._show = hf.graph.by_source, show
+        self._num_requests, self._num_tokens = shape
+        self._kept = kept
+        self._call: AttentionCall | None = None
+
+    def see(self, source: str, value: torch.Tensor) -> torch.Tensor | None:
+        """See `Watcher.see`."""
+        return self._see(source, value, None)
+
+    def choose(self, source: str, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor | None:
+        """See `Watcher.choose`."""
+        return self._see(source, chosen, scores)
+
+    def _see(self, source: str, value: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor | None:
+        operation = self._operations.get(source)
+        if operation is None:
+            return None
+        dim, places, num_tokens = operation.token_dim, None, self._num_tokens
+        if self._kept is not None and value.shape[dim] == len(self._kept):
+            places, num_tokens = self._places(), len(self._kept)
+        rows = as_rows(value, dim, self._num_requests, num_tokens)
+        call, self._call = self._call, None
+        if scores is not None:
+            scores = as_rows(scores, dim, self._num_requests, num_tokens)
+        other = self._show(Value(operation=operation, rows=rows, places=places, call=call, scores=scores))
+        return None if other is None else _replaced(value, from_rows(other, value, dim))
+
+    def _places(self) -> torch.Tensor | None:
+        assert self._kept is not None
+        requests = torch.arange(self._num_requests)[:, None] * self._num_tokens
+        return (requests + self._kept).flatten()
+
+    def attend(self, call: AttentionCall, function: Callable[..., Any]) -> Any:
+        """See `Watcher.attend`; what is not finite is kept away from the rows that do not see it."""
+        cleaned, hole = _without_holes(call)
+        self._call = cleaned
+        context, *rest = run_attention(cleaned, function)
+        if hole is not None:
+            seen = torch.arange(self._num_tokens, device=context.device)[None] >= hole[:, None]
+            context = context.masked_fill(seen[..., None, None], torch.nan)
+        return (context, *rest)
+
+
+def _replaced(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Put another value into a tensor, so that all of the model's code that holds it goes on with it.
+
+    A residual stream is read twice, by a norm and by the sum behind it, and only the norm's input is shown. A view of
+    something larger is left alone: whoever is given the new value reads that.
+    """
+    if value.numel() * value.element_size() == value.untyped_storage().nbytes():
+        return value.copy_(other)
+    return other
+
+
+def _without_holes(call: AttentionCall) -> tuple[AttentionCall, torch.Tensor | None]:
+    """Replace keys and values that are not finite; return the first such position of each request, [B].
+
+    A masked position has a weight of zero, and zero times NaN is NaN: one row would poison all others.
+    """
+    sound = torch.isfinite(call.key).all(dim=-1).all(dim=1) & torch.isfinite(call.value).all(dim=-1).all(dim=1)
+    if bool(sound.all()):
+        return call, None
+    positions = torch.arange(sound.shape[1], device=sound.device)
+    hole = torch.where(sound, sound.shape[1], positions).amin(dim=1)
+    key, value = (torch.nan_to_num(x, 0, 0, 0) for x in (call.key, call.value))
+    return replace(call, key=key, value=value), hole

@@ -1,0 +1,302 @@
+"""HF's model watched while it runs: every module's input and output, the attention interface, and routers' choices.
+
+Nothing of the library is patched: hooks are removed, the registry entry and the model's attention setting are put
+back, also when the forward raises. A watcher may put another value in the place of each that it is shown.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from harness.oracle.model import HFModel
+from harness.oracle.quiet import quiet_transformers
+
+CHOICE = ":topk"
+"""End of a source: the indices that a router's `torch.topk` chose."""
+_REGISTRATIONS = count()
+"""Numbers the entries in HF's registry of attention functions: one watch inside of another needs two."""
+_ELEMENTWISE_FILES = ("transformers.activations", "torch.nn.modules.activation", "torch.nn.modules.dropout")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """One call of HF's attention interface.
+
+    `B` batch, `N` query heads, `K` KV heads, `T` queries, `S` keys, `H` head size.
+    """
+
+    path: str
+    module: nn.Module
+    query: torch.Tensor
+    """[B, N, T, H]."""
+    key: torch.Tensor
+    """[B, K, S, H]."""
+    value: torch.Tensor
+    """[B, K, S, H], of a head size that may be another."""
+    mask: torch.Tensor | None
+    """[B, 1, T, S] bool or additive; None for the causal mask."""
+    options: Mapping[str, Any]
+    """`scaling`, `softcap`, `sliding_window`, `s_aux` and whatever else the family passes."""
+
+
+class Watcher(Protocol):
+    """Is shown the values of a forward in the order of the run."""
+
+    def see(self, source: str, value: torch.Tensor) -> torch.Tensor | None:
+        """Return what the forward is to go on with in the place of `value`; None to go on with it."""
+
+    def attend(self, call: AttentionCall, function: Callable[..., Any]) -> Any:
+        """Compute attention by HF's own function; return what that returns, the context [B, T, N, H] first."""
+
+    def choose(self, source: str, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor | None:
+        """Return the indices [..., k] to go on with in the place of those `chosen` by their `scores` [..., n]."""
+
+
+class Seeing:
+    """A watcher that only looks."""
+
+    def __init__(self, sink: Callable[[str, torch.Tensor], None]) -> None:
+        """Show every value to `sink`, which must copy what it keeps."""
+        self._sink = sink
+
+    def see(self, source: str, value: torch.Tensor) -> None:
+        """See `Watcher.see`."""
+        self._sink(source, value.detach())
+
+    def attend(self, call: AttentionCall, function: Callable[..., Any]) -> Any:
+        """See `Watcher.attend`."""
+        return run_attention(call, function)
+
+    def choose(self, source: str, scores: torch.Tensor, chosen: torch.Tensor) -> None:
+        """See `Watcher.choose`."""
+        self._sink(source, chosen)
+
+
+def run_attention(call: AttentionCall, function: Callable[..., Any]) -> Any:
+    """Run an attention function of HF's on a call."""
+    return function(call.module, call.query, call.key, call.value, call.mask, **call.options)
+
+
+class Watch:
+    """Hooks on a model, and who is shown what in which thread."""
+
+    def __init__(self, hf: HFModel) -> None:
+        self._hf = hf
+        self._runs: dict[int, _Run] = {}
+
+    @contextmanager
+    def showing(self, watcher: Watcher) -> Iterator[None]:
+        """Show the forwards that this thread runs in the block to `watcher`."""
+        ident = threading.get_ident()
+        run = _Run(self._hf, watcher)
+        self._runs[ident] = run
+        try:
+            with run.calls:
+                yield
+        finally:
+            del self._runs[ident]
+
+    @property
+    def _run(self) -> "_Run | None":
+        return self._runs.get(threading.get_ident())
+
+    def _before(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = self._run
+        if run is None:
+            return None
+        run.enter(path)
+        key = _input_key(args, kwargs)
+        if key is None:
+            return None
+        value = args[key] if isinstance(key, int) else kwargs[key]
+        other = run.show(f"{path}:input", value)
+        if other is None:
+            return None
+        if isinstance(key, int):
+            return (*args[:key], other, *args[key + 1 :]), kwargs
+        return args, {**kwargs, key: other}
+
+    def _after(self, path: str, output: Any) -> Any:
+        run = self._run
+        if run is None:
+            return None
+        run.leave(path)
+        if isinstance(output, torch.Tensor):
+            return run.show(path, output)
+        if not isinstance(output, tuple):
+            return None
+        shown = [run.show(path if not at else f"{path}.{at}", each) for at, each in enumerate(output)]
+        if all(each is None for each in shown):
+            return None
+        values = [old if new is None else new for old, new in zip(output, shown, strict=True)]
+        return type(output)(*values) if hasattr(output, "_fields") else tuple(values)
+
+    def _attend(self, function: Callable[..., Any], call: AttentionCall) -> Any:
+        run = self._run
+        if run is None:
+            return run_attention(call, function)
+        parts = {part: getattr(call, part) for part in ("query", "key", "value")}
+        shown = {part: run.show(f"{call.path}:{part}", value) for part, value in parts.items()}
+        call = replace(call, **{part: value for part, value in shown.items() if value is not None})
+        context, *rest = run.watcher.attend(call, function)
+        other = run.show(f"{call.path}:context", context)
+        return (context if other is None else other, *rest)
+
+
+class _Run:
+    """One forward as it is watched: which modules are being run, and how often each was."""
+
+    def __init__(self, hf: HFModel, watcher: Watcher) -> None:
+        self.watcher = watcher
+        self.calls = _Calls(self)
+        self._hf = hf
+        self._num_shown = Counter[str]()
+        self._path: list[str] = []
+
+    def enter(self, path: str) -> None:
+        self._path.append(path)
+
+    def leave(self, path: str) -> None:
+        while self._path and self._path.pop() != path:
+            pass
+
+    @property
+    def path(self) -> str:
+        """Path of the module that is being run."""
+        return self._path[-1] if self._path else ""
+
+    def is_own_weight(self, weight: Any) -> bool:
+        """Whether a tensor is the weight of the module that is being run, and that module is no linear one itself."""
+        module = self._hf.module(self.path) if self.path else None
+        return module is not None and not isinstance(module, nn.Linear) and weight is getattr(module, "weight", None)
+
+    def show(self, source: str, value: Any) -> torch.Tensor | None:
+        """Show a value under a name that says how often it was there before."""
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return None
+        with torch._C.DisableTorchFunction():  # what a watcher computes is not the model's code
+            return self.watcher.see(self._numbered(source), value)
+
+    def show_choice(self, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor | None:
+        """Show what the module that is being run chose."""
+        with torch._C.DisableTorchFunction():
+            return self.watcher.choose(self._numbered(f"{self.path}{CHOICE}"), scores, chosen)
+
+    def _numbered(self, source: str) -> str:
+        self._num_shown[source] += 1
+        number = self._num_shown[source]
+        return source if number == 1 else f"{source}@{number}"
+
+
+class _Calls(TorchFunctionMode):
+    """Shows what modules compute by functions: choices by `torch.topk`, and products with a weight of their own.
+
+    Every router of HF's chooses by `topk`, most from a product that is no module.
+    """
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.topk or func is torch.Tensor.topk:
+            chosen = self._run.show_choice(args[0], result.indices)
+            return result if chosen is None else type(result)((args[0].gather(-1, chosen), chosen))
+        if func is nn.functional.linear and self._run.is_own_weight(args[1] if len(args) > 1 else None):
+            other = self._run.show(f"{self._run.path}:linear", result)
+            return result if other is None else other
+        return result
+
+
+@contextmanager
+def watching(hf: HFModel, *, attention: str | None = None) -> Iterator[Watch]:
+    """Hook the model for the duration of the block.
+
+    Args:
+        hf: the model to listen to.
+        attention: HF's attention to run, `sdpa` or `eager`; None for the one that the model was loaded with.
+    """
+    watch = Watch(hf)
+    with ExitStack() as stack:
+        stack.enter_context(_attention_shown(hf, watch, attention))
+        for path, module in hf.model.named_modules():
+            if path and _is_shown(module):
+                for handle in _hooks(watch, path, module):
+                    stack.callback(handle.remove)
+        yield watch
+
+
+def _is_shown(module: nn.Module) -> bool:
+    """Whether a module's output is a tap: activation functions and rotary tables are part of what reads them."""
+    has_table = any("inv_freq" in name for name, _ in module.named_buffers(recurse=False))
+    return not has_table and type(module).__module__ not in _ELEMENTWISE_FILES
+
+
+def _hooks(watch: Watch, path: str, module: nn.Module) -> Iterator[Any]:
+    yield module.register_forward_pre_hook(
+        lambda _module, args, kwargs: watch._before(path, args, kwargs), with_kwargs=True
+    )
+    yield module.register_forward_hook(lambda _module, _args, output: watch._after(path, output))
+
+
+def _input_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str | None:
+    """Return where a module's first floating-point input stands."""
+    if isinstance(kwargs.get("hidden_states"), torch.Tensor):
+        return "hidden_states"
+    for place, value in [*enumerate(args), *kwargs.items()]:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return place
+    return None
+
+
+@contextmanager
+def _attention_shown(hf: HFModel, watch: Watch, attention: str | None) -> Iterator[None]:
+    """Register an attention function that shows queries, keys, values and context of the new tokens.
+
+    They exist only between two lines of HF's attention modules; the registry of attention functions is the public way
+    to see them. A family that does not use it computes attention as ever, and shows it as modules.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    before = hf.config._attn_implementation
+    name, attention = f"harness_watch_{next(_REGISTRATIONS)}", attention or before or "sdpa"
+    paths = {module: path for path, module in hf.model.named_modules()}
+
+    def listen(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **options: Any,
+    ) -> Any:
+        function = hf.eager_attention(module) if attention == "eager" else AttentionInterface()["sdpa"]
+        assert function is not None, f"{type(module).__name__} has no eager attention"
+        parts = {"query": query, "key": key, "value": value, "mask": attention_mask}
+        return watch._attend(function, AttentionCall(path=paths[module], module=module, options=options, **parts))
+
+    try:
+        AttentionInterface.register(name, listen)
+        AttentionMaskInterface.register(name, AttentionMaskInterface()[attention])
+        _set_attention(hf, name)
+        yield
+    finally:
+        _set_attention(hf, before)
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def _set_attention(hf: HFModel, name: str) -> None:
+    with quiet_transformers():  # it warns of families that do not use the registry
+        hf.model.set_attn_implementation(name)
