@@ -17,14 +17,15 @@ def choice_errors(rows: TapRows) -> torch.Tensor:
     median of all rows.
     """
     scores, control = rows.value.scores, rows.control_scores
-    chosen = rows.actual.to(torch.int64)
-    if scores is None:
-        return (chosen.sort(dim=1).values != rows.expected.sort(dim=1).values).any(dim=1).to(torch.float64).cpu() * 2
-    s = scores[rows.places.to(scores.device)].to(torch.float64)
-    is_known = (chosen >= 0) & (chosen < s.shape[1])
-    best = s.gather(1, rows.expected.to(torch.int64)).amin(dim=1)
-    own = s.gather(1, chosen.to(s.device).clamp(0, s.shape[1] - 1)).amin(dim=1)
-    distance = torch.where(is_known.all(dim=1).to(s.device), (best - own).clamp(min=0), torch.inf)
-    noise = torch.zeros_like(distance) if control is None else (control.to(torch.float64) - s).abs().amax(dim=1)
+    assert scores is not None
+    num_rows, num_chosen = len(rows.places), rows.value.rows.shape[-1]
+    s = scores[rows.places.to(scores.device)].to(torch.float64).reshape(num_rows, -1, scores.shape[-1])
+    chosen, meant = (x.to(s.device, torch.int64).view(num_rows, -1, num_chosen) for x in (rows.actual, rows.expected))
+    is_known = ((chosen >= 0) & (chosen < s.shape[-1])).flatten(1).all(dim=1)
+    best, own = s.gather(-1, meant).amin(dim=-1), s.gather(-1, chosen.clamp(0, s.shape[-1] - 1)).amin(dim=-1)
+    distance = torch.where(is_known, (best - own).clamp(min=0).amax(dim=1), torch.inf)
+    noise = torch.zeros_like(distance)
+    if control is not None:
+        noise = (control.to(torch.float64).view_as(s) - s).abs().flatten(1).amax(dim=1)
     allowed = 2 * noise.clamp(min=float(noise.median()))
     return torch.where(distance == 0, 0.0, distance / allowed).cpu()

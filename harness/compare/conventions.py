@@ -77,9 +77,7 @@ def _eager(call: AttentionCall, function: Callable[..., object], dtype: torch.dt
     visible = visible_keys(call)
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     mask = mask.masked_fill(~visible, torch.finfo(dtype).min)
-    low = replace(
-        call, query=call.query.to(dtype), key=call.key.to(dtype), value=call.value.to(dtype), mask=mask
-    )
+    low = replace(call, query=call.query.to(dtype), key=call.key.to(dtype), value=call.value.to(dtype), mask=mask)
     context = run_attention(low, function)[0]
     result: torch.Tensor = context.flatten(2).flatten(0, 1)
     return result

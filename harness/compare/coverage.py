@@ -10,16 +10,19 @@ from harness.compare.traits import Traits
 from harness.compare.triggers import not_reached, reached_triggers
 from harness.errors import Code
 from harness.results import Coverage, Finding
-from harness.taps import Graph
+from harness.taps import Graph, Kind
 
 
 def wanted_rows(tap: str, locator: Locator, graph: Graph) -> torch.Tensor:
     """Return [requests, positions] bool: the rows at which `tap` must be recorded."""
     is_sampled_only = tap in graph and graph[tap].sampled_only
+    window = graph[tap].window if tap in graph and graph[tap].kind is Kind.CACHE else None
     requests = sorted(locator.recording.manifest.requests, key=lambda request: request.id)
     wanted = torch.zeros_like(locator.recorded(tap))
     for row, request in enumerate(requests):
         begin = request.prompt_length - 1 if is_sampled_only else 0
+        if window is not None:  # what no later row will see may be dropped
+            begin = max(begin, len(request.token_ids) - window + 1)
         wanted[row, begin : len(request.token_ids)] = True
     return wanted
 

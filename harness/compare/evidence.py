@@ -8,7 +8,7 @@ import torch
 from harness.compare.align import Rows
 from harness.compare.batch import Batch
 from harness.oracle.attention import scaling
-from harness.oracle.watch import AttentionCall
+from harness.oracle.watch import AttentionCall, window_of
 from harness.taps import Kind, Operation
 
 MAX_ROWS = 192
@@ -101,7 +101,6 @@ def histories(
 def _history(batch: Batch, call: AttentionCall, line: int, places: torch.Tensor) -> AttentionHistory:
     sequence = batch.sequences[line]
     positions, length = places % batch.num_tokens, len(sequence)
-    window = call.options.get("sliding_window") or getattr(call.module, "sliding_window", None)
     sinks = call.options.get("s_aux")
     return AttentionHistory(
         rows=batch.rows(places),
@@ -110,7 +109,7 @@ def _history(batch: Batch, call: AttentionCall, line: int, places: torch.Tensor)
         value=_heads(call.value[line][:, :length]),
         key_step=torch.where(sequence.is_own, sequence.step, -1),
         scale=scaling(call),
-        window=window if isinstance(window, int) else None,
+        window=window_of(call),
         softcap=call.options.get("softcap"),
         sinks=None if sinks is None else sinks.detach().to("cpu", torch.float64).flatten(),
     )

@@ -71,7 +71,5 @@ def _differences(
             f"{int(logits[at].argmax())}: its logit is {float(margin[at]):.3g} below the best, "
             f"noise allows {threshold:.3g}"
         )
-        findings.append(
-            Finding(code=Code.TOKENS_DIFFER, message=message, tap=tap, request=request, position=position)
-        )
+        findings.append(Finding(code=Code.TOKENS_DIFFER, message=message, tap=tap, request=request, position=position))
     return findings

@@ -1,7 +1,6 @@
 """What a model can be asked for: conditions that depend on the model as much as on the workload."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from harness.oracle.model import HFModel
 
@@ -26,15 +25,6 @@ class Traits:
         rope = getattr(config, "rope_parameters", None) or {}
         return cls(
             num_groups=num_heads // num_kv_heads,
-            window=_window(config),
+            window=min((op.window for op in hf.graph if op.window is not None), default=None),
             original_positions=rope.get("original_max_position_embeddings"),
         )
-
-
-def _window(config: Any) -> int | None:
-    """Return the sliding window, where any layer has it."""
-    window = getattr(config, "sliding_window", None)
-    if window is None or not getattr(config, "use_sliding_window", True):
-        return None
-    kinds = getattr(config, "layer_types", None)
-    return int(window) if kinds is None or any("sliding" in kind for kind in kinds) else None

@@ -25,10 +25,10 @@ _ATTENTIONS = ("sdpa", "eager")
 
 
 def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, str]) -> Engine:
-    """Open HF on a checkpoint; the option `attention` is `sdpa` (default) or `eager`."""
+    """Open HF on a checkpoint; the option `attention` is `sdpa` or `eager`, by default `sdpa` where the family has it."""
     refuse_unknown_options("hf", options, ("attention",))
-    attention = options.get("attention", "sdpa")
-    if attention not in _ATTENTIONS:
+    attention = options.get("attention")
+    if attention not in (None, *_ATTENTIONS):
         raise HarnessError(
             Code.BAD_OPTION,
             f"unknown attention {attention!r}",
@@ -75,7 +75,7 @@ class HFEngine:
     name = "hf"
     offer = Offer(schedules=("plain", "chunked", "batched"))
 
-    def __init__(self, hf: HFModel, attention: str) -> None:
+    def __init__(self, hf: HFModel, attention: str | None) -> None:
         self._hf, self._attention = hf, attention
 
     @torch.no_grad()
@@ -95,7 +95,7 @@ class _Batch:
     """Some requests computed together, the shorter ones padded on the left."""
 
     def __init__(
-        self, hf: HFModel, attention: str, requests: Sequence[RequestInfo], writer: RecordingWriter
+        self, hf: HFModel, attention: str | None, requests: Sequence[RequestInfo], writer: RecordingWriter
     ) -> None:
         self._hf, self._attention, self._writer = hf, attention, writer
         self._longest = max(request.prompt_length for request in requests)
@@ -243,4 +243,3 @@ class _Recorder:
             value = value[:, :, -num_tokens:]
         rows = as_rows(value, operation.token_dim, num_requests, num_tokens)
         self._writer.tap(operation.tap, rows[self._kept])
-

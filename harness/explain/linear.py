@@ -134,7 +134,9 @@ def one_weight(scene: Scene) -> Iterator[Hypothesis]:
     row = int(error.norm(dim=0).argmax())
     alike = (error[:, row] @ x).abs() / x.norm(dim=0).clamp(min=torch.finfo(torch.float64).tiny)
     column = int(alike.argmax())
-    change = float(error[:, row] @ x[:, column] / x[:, column].square().sum().clamp(min=torch.finfo(torch.float64).tiny))
+    change = float(
+        error[:, row] @ x[:, column] / x[:, column].square().sum().clamp(min=torch.finfo(torch.float64).tiny)
+    )
     output = scene.expected.clone()
     output[:, row] += change * x[:, column]
     own = float(weight[row, column])

@@ -58,7 +58,11 @@ class Rotation:
     def turned(self, x_RNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """[R, N*H] of heads turned by a cosine and sine [R, 1, P]."""
         num = 2 * cos.shape[-1]
-        a, b = (x_RNH[..., :num].unflatten(-1, (-1, 2)).unbind(-1)) if self.is_interleaved else x_RNH[..., :num].chunk(2, -1)
+        a, b = (
+            (x_RNH[..., :num].unflatten(-1, (-1, 2)).unbind(-1))
+            if self.is_interleaved
+            else x_RNH[..., :num].chunk(2, -1)
+        )
         first, second = a * cos - b * sin, b * cos + a * sin
         if self.is_interleaved:
             turned = torch.stack((first, second), dim=-1).flatten(-2)

@@ -75,7 +75,9 @@ class _Explainer:
         """Return the finding with its explanation, if it has one."""
         if finding.code is Code.TOKENS_DIFFER and finding.request is not None and finding.position is not None:
             logits = self.hf.graph.logits
-            return replace(finding, explanation=explain_token(self.recording, logits, finding.request, finding.position))
+            return replace(
+                finding, explanation=explain_token(self.recording, logits, finding.request, finding.position)
+            )
         tap = finding.tap or ""
         if finding.code not in _EXPLAINED or tap not in self.hf.graph:
             return finding

@@ -97,5 +97,3 @@ def following() -> Iterator[Flow]:
     """Note the origins of all that is computed in this block."""
     with Flow() as flow:
         yield flow
-
-

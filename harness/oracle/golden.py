@@ -40,6 +40,7 @@ class _OperationEntry(BaseModel):
     source: str = ""
     token_dim: Literal[0, 1, 2] = 1
     sampled_only: bool = False
+    window: int | None = None
 
 
 class GoldenInfo(BaseModel):
@@ -60,7 +61,7 @@ class GoldenInfo(BaseModel):
         entries = tuple(
             _OperationEntry(
                 tap=op.tap, kind=op.kind, inputs=op.inputs, source=op.source, token_dim=op.token_dim,
-                sampled_only=op.sampled_only,
+                sampled_only=op.sampled_only, window=op.window,
             )
             for op in graph
         )  # fmt: skip
@@ -104,9 +105,7 @@ def open_golden(folder: Path) -> Golden:
     return Golden(Recording.open(folder))
 
 
-def write_golden_files(
-    folder: Path, key: Mapping[str, Any], graph: Graph, noise: Mapping[str, torch.Tensor]
-) -> None:
+def write_golden_files(folder: Path, key: Mapping[str, Any], graph: Graph, noise: Mapping[str, torch.Tensor]) -> None:
     """Write the noise and what the golden was made from beside a recording.
 
     Raises:

@@ -92,12 +92,12 @@ class HFModel:
 
 
 def _parts(module: nn.Module, path: str) -> Iterator[str]:
-    """A module that holds a list of modules is gone through; everything else is one part."""
+    """Go through modules that hold a list of modules; everything else is one part."""
     for name, child in module.named_children():
         own = f"{path}.{name}" if path else name
         if isinstance(child, nn.ModuleList):
             yield from (f"{own}.{index}" for index in range(len(child)))
-        elif any(isinstance(part, nn.ModuleList) and len(part) for part in child.children()):
+        elif any(isinstance(part, nn.ModuleList) and len(part) for part in child.modules()):
             yield from _parts(child, own)
         else:
             yield own

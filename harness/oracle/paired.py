@@ -17,7 +17,7 @@ from torch import nn
 
 from harness.oracle.lockstep import Ahead
 from harness.oracle.model import HFModel
-from harness.oracle.precision import preserve_precision, upcast_on_use, upcast_parameters, without_tf32
+from harness.oracle.precision import eager_experts, preserve_precision, upcast_on_use, upcast_parameters, without_tf32
 from harness.oracle.rows import as_rows, from_rows
 from harness.oracle.watch import AttentionCall, Watch, run_attention, watching
 from harness.taps import Operation
@@ -73,6 +73,7 @@ def run_pair(
     kept = None if logit_positions is None else torch.tensor(list(logit_positions))
     with ExitStack() as stack:
         stack.enter_context(without_tf32())
+        stack.enter_context(eager_experts(hf.config))
         watch = stack.enter_context(watching(hf))
         control = Ahead(lambda: _run_control(forward, watch, _Side(hf, ids.shape, kept, observer.control)))
         stack.callback(control.cancel)

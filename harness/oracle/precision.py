@@ -5,6 +5,7 @@ the truth those casts would round; `preserve_precision` leaves such tensors as t
 defines it: computed in float32 from integer positions, whatever the dtype of the model.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -127,16 +128,20 @@ def upcast_on_use(
 
 
 def _is_large(module: nn.Module, dtype: torch.dtype) -> bool:
-    return isinstance(module, nn.Embedding) or (
-        type(module) is nn.Linear and module.weight.numel() * dtype.itemsize > _BLOCK_BYTES
-    )
+    """Whether a module is one whose weight need not be upcast as a whole, and is too large for that."""
+    if not isinstance(module, (nn.Embedding, nn.Linear)) or module.weight.numel() * dtype.itemsize <= _BLOCK_BYTES:
+        return False
+    if isinstance(module, nn.Embedding):  # one that looks up something else, positions for one, is run as it is
+        first = next(iter(inspect.signature(module.forward).parameters), "")
+        return first in ("input", "input_ids")
+    return type(module) is nn.Linear
 
 
 def _either(
     module: nn.Module, run: Callable[..., torch.Tensor], dtype: torch.dtype, applies: Callable[[], bool]
 ) -> Callable[..., torch.Tensor]:
     plain = module.forward
-    return lambda x, *args: run(module, x, dtype) if applies() else plain(x, *args)
+    return lambda x, *args, **kwargs: run(module, x, dtype) if applies() else plain(x, *args, **kwargs)
 
 
 def _upcast_embedding(module: nn.Embedding, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -160,6 +165,17 @@ def blocked_linear(module: nn.Linear, x: torch.Tensor, dtype: torch.dtype) -> to
     for begin in range(0, num_out, rows):
         y[..., begin : begin + rows] = x @ module.weight[begin : begin + rows].to(x.dtype).T
     return y if module.bias is None else y + module.bias.to(x.dtype)
+
+
+@contextmanager
+def eager_experts(config: Any) -> Iterator[None]:
+    """Let HF compute experts one after the other: its grouped products know no float64."""
+    before = getattr(config, "_experts_implementation", None)
+    config._experts_implementation = "eager"
+    try:
+        yield
+    finally:
+        config._experts_implementation = before
 
 
 @contextmanager

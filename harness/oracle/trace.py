@@ -6,7 +6,7 @@ between, is one tap with several names. What an operation is follows from what w
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch import nn
 
 from harness.oracle.flow import Flow, Origin, following
 from harness.oracle.model import HFModel
-from harness.oracle.rows import token_dim
-from harness.oracle.watch import CHOICE, Seeing, watching
+from harness.oracle.precision import eager_experts
+from harness.oracle.rows import as_rows, token_dim
+from harness.oracle.watch import CHOICE, Seeing, Watch, watching, window_of
 from harness.taps import LOGITS, Graph, Kind, Operation, layer_of, prefix_of, site_of
 
 _BATCH = 2
@@ -23,6 +24,8 @@ _ACTIVATIONS = frozenset({"activation", "silu", "gelu", "relu", "sigmoid", "tanh
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear"})
 _NORMS = frozenset({"rsqrt", "native_layer_norm", "rms_norm", "_fused_rms_norm", "linalg_vector_norm"})
 _INTERFACE = ("query", "key", "value")
+_SAME = 1e-3
+"""Relative distance within which rows of two forwards are the same: other tokens may share their products."""
 _ACTIVATION_FILES = ("transformers.activations", "torch.nn.modules.activation")
 
 
@@ -33,8 +36,44 @@ class _Shown:
     source: str
     origin: Origin
     token_dim: int
-    width: int
-    """Elements of a row."""
+    rows: torch.Tensor
+    """[rows, ...]: all values are kept, since a storage that is given back could be taken for the one after it."""
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return self.rows[0].numel()
+
+
+@dataclass(slots=True)
+class _Trace:
+    """What one forward showed."""
+
+    num_tokens: int
+    shown: dict[str, _Shown] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Values that are another one, as a whole and only moved."""
+    windows: dict[str, int | None] = field(default_factory=dict)
+    """Sliding window of each attention module."""
+
+    def note(self, flow: Flow, source: str, value: torch.Tensor) -> None:
+        """Take a value in."""
+        dim, origin = token_dim(value, _BATCH, self.num_tokens), flow.of(value)
+        if dim is None or (source.endswith(":input") and not origin.sources):  # masks and positions
+            return
+        rows = as_rows(value, dim, _BATCH, self.num_tokens)
+        same = None if CHOICE in source else self._shown_already(origin, rows[0].numel())
+        if same is not None:
+            self.aliases[source] = same
+            return
+        self.shown[source] = _Shown(source=source, origin=origin, token_dim=dim, rows=rows)
+        flow.mark(value, Origin((source,)))
+
+    def _shown_already(self, origin: Origin, width: int) -> str | None:
+        if len(origin.sources) != 1 or origin.operations:
+            return None
+        same = self.aliases.get(origin.sources[0], origin.sources[0])
+        return same if same in self.shown and self.shown[same].width == width else None
 
 
 @torch.no_grad()
@@ -42,33 +81,26 @@ def trace_graph(hf: HFModel) -> Graph:
     """Run the model over a few tokens and return its operations in the order of the run."""
     num_tokens = _unmistakable_length(hf)
     ids = torch.arange(_BATCH * num_tokens, device=hf.device).view(_BATCH, num_tokens) % hf.vocab_size
-    shown: list[_Shown] = []
-    kept: list[torch.Tensor] = []
-    """All values: a storage that is given back could be taken for the one that comes after it."""
-    aliases: dict[str, str] = {}
-
-    def note(source: str, value: torch.Tensor) -> None:
-        dim = token_dim(value, _BATCH, num_tokens)
-        if dim is None:
-            return
-        kept.append(value)
-        origin, width = flow.of(value), value.numel() // (_BATCH * num_tokens)
-        same = _shown_already(origin, width, shown, aliases)
-        if same is not None and CHOICE not in source:
-            aliases[source] = same
-            return
-        shown.append(_Shown(source=source, origin=origin, token_dim=dim, width=width))
-        flow.mark(value, Origin((source,)))
-
+    other = ids.clone()
+    other[-1, -1] = (other[-1, -1] + hf.vocab_size // 2) % hf.vocab_size
     with ExitStack() as stack:
+        stack.enter_context(eager_experts(hf.config))
         watch = stack.enter_context(watching(hf))
         stack.enter_context(all_parts_held(hf))
+        trace, changed = (_run(hf, watch, each) for each in (ids, other))
+    return _named(hf, _without_other_rows(trace, changed))
+
+
+def _run(hf: HFModel, watch: Watch, ids: torch.Tensor) -> _Trace:
+    trace = _Trace(ids.shape[1])
+    with ExitStack() as stack:
         flow = stack.enter_context(following())
         stack.enter_context(_activations_noted(hf, flow))
-        stack.enter_context(watch.showing(Seeing(note)))
-        output = hf.model(input_ids=ids, use_cache=False)
-        note("logits", output.logits)
-    return _named(hf, shown, aliases)
+        watcher = Seeing(lambda source, value: trace.note(flow, source, value))
+        stack.enter_context(watch.showing(watcher))
+        trace.note(flow, "logits", hf.model(input_ids=ids, use_cache=False).logits)
+    trace.windows = {path: window_of(call) for path, call in watcher.calls.items()}
+    return trace
 
 
 def _unmistakable_length(hf: HFModel) -> int:
@@ -76,6 +108,42 @@ def _unmistakable_length(hf: HFModel) -> int:
     sizes = {size for parameter in hf.model.parameters() for size in parameter.shape}
     sizes |= {value for value in vars(hf.config).values() if isinstance(value, int)}
     return next(n for n in (11, 13, 17, 19, 23, 29, 31, 37, 41, 43) if not {n, n * _BATCH} & sizes)
+
+
+def _without_other_rows(trace: _Trace, changed: _Trace) -> _Trace:
+    """Leave out values whose rows are not the tokens in their order: only the last row may see the last token.
+
+    What a tensor's sizes say may be chance, or rows may be in another order (experts before tokens).
+    """
+    kept = {
+        source: each
+        for source, each in trace.shown.items()
+        if source in changed.shown and _same_but_last(each.rows, changed.shown[source].rows)
+    }
+    return replace(trace, shown=dict(_bridged(trace.shown, kept)))
+
+
+def _same_but_last(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return True  # a choice between near scores may fall either way
+    one, other = (x[:-1].flatten(1).to(torch.float64) for x in (one, other))
+    return bool(((one - other).norm(dim=1) <= _SAME * other.norm(dim=1)).all())
+
+
+def _bridged(shown: dict[str, _Shown], kept: dict[str, _Shown]) -> Iterator[tuple[str, _Shown]]:
+    """What was computed from a value that is left out was computed from what that was computed from."""
+
+    def whole(origin: Origin) -> Origin:
+        found = Origin((), origin.operations)
+        for source in reversed(origin.sources):
+            behind = Origin((source,)) if source in kept or source not in shown else whole(shown[source].origin)
+            found = behind | found
+        return found
+
+    for source, each in kept.items():
+        yield source, replace(each, origin=whole(each.origin))
 
 
 @contextmanager
@@ -113,16 +181,7 @@ def _activations_noted(hf: HFModel, flow: Flow) -> Iterator[None]:
         yield
 
 
-def _shown_already(origin: Origin, width: int, shown: list[_Shown], aliases: dict[str, str]) -> str | None:
-    """Return the value that this one is, as a whole and only moved; None where it is another."""
-    if len(origin.sources) != 1 or origin.operations:
-        return None
-    (source,) = origin.sources
-    same = aliases.get(source, source)
-    return same if any(each.source == same and each.width == width for each in shown) else None
-
-
-def _named(hf: HFModel, shown: list[_Shown], aliases: dict[str, str]) -> Graph:
+def _named(hf: HFModel, trace: _Trace) -> Graph:
     """Give every value its kind, its inputs and its name."""
     operations = [
         Operation(
@@ -132,27 +191,29 @@ def _named(hf: HFModel, shown: list[_Shown], aliases: dict[str, str]) -> Graph:
             source=each.source,
             token_dim=each.token_dim,
         )
-        for each in shown
+        for each in trace.shown.values()
     ]
-    operations = _without_parts([_attention_inputs(operation, aliases) for operation in operations])
-    names = _names(hf, operations)
+    operations = _without_parts([_attention(operation, trace) for operation in operations])
+    names = _names(hf, operations, trace.aliases)
     renamed = [
         replace(op, tap=names[op.source], inputs=tuple(names[source] for source in op.inputs)) for op in operations
     ]
     last_layer = max((at for at, op in enumerate(renamed) if op.layer is not None), default=-1)
     renamed = [replace(op, sampled_only=at > last_layer >= 0) for at, op in enumerate(renamed)]
-    others = {alias: names[source] for alias, source in aliases.items() if source in names}
+    others = {alias: names[source] for alias, source in trace.aliases.items() if source in names}
     others |= {source: name for source, name in names.items() if source != name}
     others |= {source.replace(":", "."): name for source, name in others.items()}
+    others = {alias: name for alias, name in others.items() if alias not in names.values()}
     return Graph(tuple(_with_caches(renamed)), others)
 
 
-def _attention_inputs(operation: Operation, aliases: dict[str, str]) -> Operation:
+def _attention(operation: Operation, trace: _Trace) -> Operation:
     """Attention reads query, key and value of its own interface, and nothing else (masks are computed, too)."""
     if operation.kind is not Kind.ATTENTION:
         return operation
     parts = [f"{operation.module}:{part}" for part in _INTERFACE]
-    return replace(operation, inputs=tuple(aliases.get(part, part) for part in parts))
+    inputs = tuple(trace.aliases.get(part, part) for part in parts)
+    return replace(operation, inputs=inputs, window=trace.windows.get(operation.module))
 
 
 def _without_parts(operations: list[Operation]) -> list[Operation]:
@@ -187,7 +248,7 @@ def _kind(each: _Shown) -> Kind:
         return Kind.COPY
     if ran == {"embedding"}:
         return Kind.EMBEDDING
-    is_output = part in ("", "linear")
+    is_output = part in ("", "linear") or part.isdecimal()
     if is_output and len(sources) == 1 and len(ran & _PRODUCTS) == 1 and not ran - _PRODUCTS - {"add", "addmm"}:
         return Kind.LINEAR
     if is_output and len(sources) == 1 and ran & _NORMS and not ran & _PRODUCTS:
@@ -199,15 +260,16 @@ def _kind(each: _Shown) -> Kind:
     return Kind.OTHER
 
 
-def _names(hf: HFModel, operations: list[Operation]) -> dict[str, str]:
+def _names(hf: HFModel, operations: list[Operation], aliases: dict[str, str]) -> dict[str, str]:
     """Return the name of each value: its source, or the shorter one of schema 1 where the layer has such a value."""
     names: dict[str, str] = {}
-    taken = {operation.source for operation in operations}
+    taken = {path for path, _ in hf.model.named_modules()}
     layers = {path for path in hf.parts if layer_of(f"{path}.x") is not None and not site_of(f"{path}.x")[1:]}
     head = _path_of(hf, hf.model.get_output_embeddings())
     for operation in operations:
         wanted = _short_name(operation, layers, set(names.values()), head)
-        is_free = wanted not in taken - {operation.source} and wanted not in names.values()
+        is_own = wanted not in taken or operation.source in (wanted, aliases.get(wanted))
+        is_free = is_own and wanted not in names.values()
         names[operation.source] = wanted if is_free else operation.source.replace(":", ".")
     return names
 
@@ -244,5 +306,6 @@ def _with_caches(operations: list[Operation]) -> Iterator[Operation]:
     for operation in operations:
         if operation.kind is Kind.ATTENTION and operation.layer is not None:
             for name, written in zip(("k_cache", "v_cache"), operation.inputs[1:], strict=True):
-                yield Operation(tap=f"{prefix_of(operation.tap)}{name}", kind=Kind.CACHE, inputs=(written,))
+                tap = f"{prefix_of(operation.tap)}{name}"
+                yield Operation(tap=tap, kind=Kind.CACHE, inputs=(written,), window=operation.window)
         yield operation

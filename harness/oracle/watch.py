@@ -66,6 +66,8 @@ class Seeing:
     def __init__(self, sink: Callable[[str, torch.Tensor], None]) -> None:
         """Show every value to `sink`, which must copy what it keeps."""
         self._sink = sink
+        self.calls: dict[str, AttentionCall] = {}
+        """The latest call of each attention module, by its path."""
 
     def see(self, source: str, value: torch.Tensor) -> None:
         """See `Watcher.see`."""
@@ -73,11 +75,18 @@ class Seeing:
 
     def attend(self, call: AttentionCall, function: Callable[..., Any]) -> Any:
         """See `Watcher.attend`."""
+        self.calls[call.path] = call
         return run_attention(call, function)
 
     def choose(self, source: str, scores: torch.Tensor, chosen: torch.Tensor) -> None:
         """See `Watcher.choose`."""
         self._sink(source, chosen)
+
+
+def window_of(call: AttentionCall) -> int | None:
+    """Return the sliding window of an attention; None where it sees everything before it."""
+    window = call.options.get("sliding_window") or getattr(call.module, "sliding_window", None)
+    return window if isinstance(window, int) else None
 
 
 def run_attention(call: AttentionCall, function: Callable[..., Any]) -> Any:
@@ -133,7 +142,7 @@ class Watch:
             return run.show(path, output)
         if not isinstance(output, tuple):
             return None
-        shown = [run.show(path if not at else f"{path}.{at}", each) for at, each in enumerate(output)]
+        shown = [run.show(path if not at else f"{path}:{at}", each) for at, each in enumerate(output)]
         if all(each is None for each in shown):
             return None
         values = [old if new is None else new for old, new in zip(output, shown, strict=True)]

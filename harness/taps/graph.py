@@ -26,12 +26,14 @@ class Operation:
     source: str = ""
     """Where HF's run shows it: a module's dotted path for its output, `PATH:input` for its first input, `PATH:query`,
     `:key`, `:value` and `:context` at the attention interface, `PATH:linear` and `PATH:topk` for what a router calls
-    itself. Empty for what only an engine has (a cache)."""
+    itself, `PATH:1` for a second output. Empty for what only an engine has (a cache)."""
     token_dim: int = 1
     """Dimension of HF's tensor that counts the tokens: 1 in [batch, tokens, ...], 2 in [batch, heads, tokens, ...], 0
     where batch and tokens are one."""
     sampled_only: bool = False
     """Whether an engine may compute it only for the rows it samples from."""
+    window: int | None = None
+    """Of attention: latest tokens that a query sees; None for all of them."""
 
     @property
     def layer(self) -> int | None:
