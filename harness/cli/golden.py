@@ -30,7 +30,8 @@ def golden(
 ) -> int:
     """Dump what HuggingFace computes.
 
-    Every tap of the model in high precision, with a greedy continuation, and the noise of HuggingFace in the engine's dtype.
+    Every tap of the model in high precision, with a greedy continuation, and the noise of HuggingFace in the engine's
+    dtype.
     """
     with progress_bar() as report:
         report("loading libraries", 0, 1)

@@ -30,8 +30,8 @@ MAX_ROWS = 4096
 MIN_CHANNELS = 16
 
 _FLOORS = {torch.float32: 2.0, torch.float64: 2.0}
-"""Least effect in roundings: a gain of 5e-8 in float32 is the reciprocal root's own, and means nothing. In 16 bits it is
-the kind's own."""
+"""Least effect in roundings: a gain of 5e-8 in float32 is the reciprocal root's own, and means nothing. In 16 bits it
+is the kind's own."""
 _FLOOR_OF_CHANNEL = 4.0
 """A channel of one value is rounded the same way in every row, by up to 2.3 roundings each time."""
 
@@ -122,7 +122,7 @@ class Effects:
         return abs(effect.statistic) >= THRESHOLD and abs(effect.roundings) >= floor
 
     def like(self, effect: Effect) -> Effect | None:
-        """Return the same effect of these rows: of the same head, of the same channel; None where it was not measured."""
+        """Return the same effect of these rows, of the same head or channel; None where it was not measured."""
         if effect.kind == "offset":
             return self._offset(sum(map(len, self.positions)), int(effect.which)) if self.all() else None
         return next((each for each in self.all() if (each.kind, each.which) == (effect.kind, effect.which)), None)

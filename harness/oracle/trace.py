@@ -133,7 +133,7 @@ def _same_but_last(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _bridged(shown: dict[str, _Shown], kept: dict[str, _Shown]) -> Iterator[tuple[str, _Shown]]:
-    """What was computed from a value that is left out was computed from what that was computed from."""
+    """Yield the values that are kept; one computed from a value that is left out comes from what is behind that."""
 
     def whole(origin: Origin) -> Origin:
         found = Origin((), origin.operations)
