@@ -16,7 +16,7 @@ import transformers
 import harness
 from harness.checkpoint import cache_dir, config_hash, weights_hash
 from harness.errors import Code, HarnessError
-from harness.metrics import relative_l2
+from harness.metrics import row_errors
 from harness.oracle.batching import batch_requests, padded
 from harness.oracle.decode import greedy_continuation
 from harness.oracle.environment import environment
@@ -210,7 +210,7 @@ class _Dump:
                 largest = (control.to(torch.float64) - rows).abs().amax(dim=-1)
                 self.noise[LOGIT_NOISE].append(largest.cpu().to(torch.float64))
         if control is not None and rows.is_floating_point():
-            self.noise[tap].append(relative_l2(control, rows).cpu())
+            self.noise[tap].append(row_errors(control, rows).cpu())
 
     def _own(self, value: Value) -> torch.Tensor:
         """Return the rows that are no padding, and of logits those that choose a token."""
