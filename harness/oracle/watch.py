@@ -157,9 +157,9 @@ class Watch:
             for part, own in (("query", call.query), ("key", call.key), ("value", call.value))
         )
         call = replace(call, query=query, key=key, value=value)
-        context, *rest = run.watcher.attend(call, function)
+        context = run.watcher.attend(call, function)[0]
         other = run.show(f"{call.path}:context", context)
-        return (context if other is None else other, *rest)
+        return (context if other is None else other), None  # no weights: sdpa has none, and they are as wide as the cache
 
 
 class _Run:
