@@ -110,9 +110,7 @@ def _row_shapes(hf: HFModel, ids: torch.Tensor) -> dict[str, torch.Size]:
     return shapes
 
 
-def _show_run(
-    hf: HFModel, ids: torch.Tensor, sink: Callable[[str, torch.Tensor], None]
-) -> Mapping[str, AttentionCall]:
+def _show_run(hf: HFModel, ids: torch.Tensor, sink: Callable[[str, torch.Tensor], None]) -> Mapping[str, AttentionCall]:
     """Run the model over [requests, tokens], show every value to `sink`, and return the calls of attention."""
     watcher = Seeing(sink)
     with ExitStack() as stack:

@@ -159,7 +159,9 @@ class Watch:
         call = replace(call, query=query, key=key, value=value)
         context = run.watcher.attend(call, function)[0]
         other = run.show(f"{call.path}:context", context)
-        return (context if other is None else other), None  # no weights: sdpa has none, and they are as wide as the cache
+        return (
+            context if other is None else other
+        ), None  # no weights: sdpa has none, and they are as wide as the cache
 
 
 class _Run:
