@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from harness.errors import Code, HarnessError
 from harness.oracle.flow import Flow, Origin, following
 from harness.oracle.model import HFModel
 from harness.oracle.precision import eager_experts
@@ -83,8 +84,16 @@ def trace_graph(hf: HFModel) -> Graph:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, hf.vocab_size, (num_requests, more), generator=generator)
     ids[1, : few - 1] = ids[0, : few - 1]  # the first two of the first run differ in their last token only
-    trace = _trace(hf, ids[:, :few])
-    return _named(hf, _without_other_rows(trace, _row_shapes(hf, ids)))
+    trace = _without_other_rows(_trace(hf, ids[:, :few]), _row_shapes(hf, ids))
+    if trace.aliases.get("logits", "logits") not in trace.shown:
+        raise HarnessError(
+            Code.UNSUPPORTED_ARCHITECTURE,
+            "the model is no causal language model: logits of a position depend on the tokens after it",
+            where=hf.folder,
+            expected="a decoder, whose rows depend on what is before them",
+            actual=type(hf.model).__name__,
+        )
+    return _named(hf, trace)
 
 
 def _trace(hf: HFModel, ids: torch.Tensor) -> _Trace:

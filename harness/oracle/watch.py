@@ -159,9 +159,8 @@ class Watch:
         call = replace(call, query=query, key=key, value=value)
         context = run.watcher.attend(call, function)[0]
         other = run.show(f"{call.path}:context", context)
-        return (
-            context if other is None else other
-        ), None  # no weights: sdpa has none, and they are as wide as the cache
+        # Without the weights, as sdpa does it: a row of them is as wide as the history.
+        return (context if other is None else other), None
 
 
 class _Run:
