@@ -78,7 +78,7 @@ class LocalJudge:
     def __init__(self, hf: HFModel, dtype: torch.dtype, usable: set[str], *, is_alone: bool) -> None:
         self.hf, self.graph, self.usable = hf, hf.graph, usable
         self.ways = ways(hf.graph, usable)
-        self.heads = {op.tap for op in hf.graph if op.sampled_only and op.layer is None}
+        self.heads = hf.graph.head
         self._dtype, self._unit = dtype, rounding_unit(dtype)
         self._is_alone = is_alone
         self._parts: dict[str, _Parts] = {}
@@ -156,10 +156,9 @@ class LocalJudge:
     def _attention_sensitivity(self, rows: TapRows) -> Sensitivity:
         assert rows.value.call is not None
         found = attention_sensitivity(rows.value.call)
-        if found.context.flatten(0, 1).shape != rows.value.rows.flatten(1).shape:
-            return Sensitivity()
-        at = rows.places.to(found.context.device)
-        amplification, scores = (x.flatten()[at].cpu() for x in (found.amplification, found.score_sensitivity))
+        at = rows.places.to(found.amplification.device)
+        both = found.amplification, found.score_sensitivity
+        amplification, scores = (x.flatten()[at].to("cpu", torch.float64) for x in both)
         return Sensitivity(amplification=amplification, score_sensitivity=scores)
 
     def _linear_sensitivity(self, rows: TapRows) -> Sensitivity:

@@ -58,7 +58,7 @@ class Judge(Protocol):
 
     @property
     def heads(self) -> Collection[str]:
-        """Taps behind the last layer, which an engine may compute only where it samples."""
+        """Taps that HF computes only for the positions whose logits it is asked for."""
 
     @property
     def ways(self) -> Mapping[str, tuple[str, ...] | None]:
@@ -100,9 +100,9 @@ class Replay:
             return None
         recorded, at = found
         self._recorded_rows[value.operation.tap] = recorded
-        self._control[value.operation.tap] = value.rows[at].flatten(1).clone()
+        self._control[value.operation.tap] = value.rows[at].flatten(1)
         if value.scores is not None:
-            self._control_scores[value.operation.tap] = value.scores[at].clone()
+            self._control_scores[value.operation.tap] = value.scores[at]
         return put_back(value.rows, at, recorded.rows)
 
     def truth(self, value: Value) -> torch.Tensor | None:

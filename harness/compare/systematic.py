@@ -75,12 +75,14 @@ class Effects:
         new = self._new_rows(positions, truth, judged)
         if truth.shape[1] < MIN_CHANNELS or not len(new):
             return
-        t = truth[new]
-        e = actual[new].to(t.device, t.dtype) - t
+        if len(new) < len(truth):
+            truth, actual = truth[new], actual[new]
+        e = (actual.to(truth.device, truth.dtype) - truth).to(torch.float32)
+        t = truth.to(torch.float32)  # sums of errors: it is their difference that had to be exact
         if self.scale is None:
-            rms = t.square().mean(dim=0).sqrt()
+            rms = torch.linalg.vector_norm(t, dim=0) / math.sqrt(len(t))
             self.scale = torch.where(rms > 0, rms, torch.inf)
-        t, e = t / self.scale, e / self.scale
+        t, e = t / self.scale, e.div_(self.scale)
         p, position, heads = e * t, positions[new].to(torch.float64), (self._num_heads(t.shape[1]), -1)
         # Both sums over the rows, plain and weighted by position, in one product.
         weights = torch.stack([torch.ones_like(position), position]).to(t.device, t.dtype)

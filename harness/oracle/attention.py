@@ -1,4 +1,4 @@
-"""Attention by its definition, and how far rounding inside of it may carry.
+"""How far rounding inside of attention may carry.
 
 `B` requests, `T` queries, `S` keys, `N` query heads, `K` KV heads, `H` head size.
 """
@@ -15,13 +15,11 @@ _SCORE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSensitivity:
-    """What attention gives by its definition, softmax(q k^T scale + mask) v, and how sensitive each row is.
+    """How sensitive each row of attention, softmax(q k^T scale + mask) v, is to rounding inside of it.
 
     With p the probabilities and o the context of a row; all sums run over the heads as well.
     """
 
-    context: torch.Tensor
-    """[B, T, N*H]."""
     amplification: torch.Tensor
     """[B, T]: sqrt(sum_j p_j^2 ||v_j||^2) / ||o||, each product p_j v_j rounded by itself."""
     score_sensitivity: torch.Tensor
@@ -30,19 +28,19 @@ class AttentionSensitivity:
 
 
 def attention_sensitivity(call: AttentionCall) -> AttentionSensitivity:
-    """Compute attention and its sensitivities in the dtype of the call."""
-    query, key, value = call.query, call.key, call.value
+    """Compute the sensitivities, in float32: they are factors of a bound."""
+    query, key, value = (x.to(torch.float32) for x in (call.query, call.key, call.value))
     num_groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(num_groups, dim=1) for x in (key, value))
     visible = visible_keys(call)
-    per_query = query.element_size() * query.shape[0] * query.shape[1] * max(1, key.shape[2])
+    per_query = query.itemsize * query.shape[0] * query.shape[1] * max(1, key.shape[2])
     step = max(1, _SCORE_BYTES // per_query)
     parts = [
-        _attend(call, query[:, :, at : at + step], key, value, visible[:, :, at : at + step])
+        _sensitivities(call, query[:, :, at : at + step], key, value, visible[:, :, at : at + step])
         for at in range(0, query.shape[2], step)
     ]
-    context, amplification, sensitivity = (torch.cat(column, dim=1) for column in zip(*parts, strict=True))
-    return AttentionSensitivity(context=context, amplification=amplification, score_sensitivity=sensitivity)
+    amplification, sensitivity = (torch.cat(column, dim=1) for column in zip(*parts, strict=True))
+    return AttentionSensitivity(amplification=amplification, score_sensitivity=sensitivity)
 
 
 def visible_keys(call: AttentionCall) -> torch.Tensor:
@@ -64,10 +62,10 @@ def scaling(call: AttentionCall) -> float:
     return float(call.query.shape[-1] ** -0.5 if given is None else given)
 
 
-def _attend(
+def _sensitivities(
     call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention of some queries, [B, t, N*H], and its two sensitivities, [B, t]."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the two sensitivities of some queries, [B, t]."""
     scale, softcap, sinks = scaling(call), call.options.get("softcap"), call.options.get("s_aux")
     scores = query @ key.transpose(2, 3) * scale
     if softcap is not None:
@@ -85,4 +83,4 @@ def _attend(
     bound = query.norm(dim=-1)[..., None] * key.norm(dim=-1)[:, :, None] * scale
     spread = v2[:, :, None] - 2 * o @ value.transpose(2, 3) + o.square().sum(-1)[..., None]
     sensitivity = (p2 * bound.square() * spread).sum(dim=(1, 3)).clamp(min=0).sqrt() / norm
-    return o.transpose(1, 2).flatten(2), amplification, sensitivity
+    return amplification, sensitivity

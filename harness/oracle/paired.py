@@ -17,7 +17,14 @@ from torch import nn
 
 from harness.oracle.lockstep import Ahead
 from harness.oracle.model import HFModel
-from harness.oracle.precision import eager_experts, preserve_precision, upcast_on_use, upcast_parameters, without_tf32
+from harness.oracle.precision import (
+    Buffers,
+    eager_experts,
+    preserve_precision,
+    upcast_on_use,
+    upcast_parameters,
+    without_tf32,
+)
 from harness.oracle.rows import as_rows, from_rows
 from harness.oracle.watch import AttentionCall, Watch, run_attention, watching
 from harness.taps import Operation
@@ -69,6 +76,8 @@ def run_pair(
         progress: told how many of how many parts of the model were run.
     """
     ids = ids.to(hf.device)
+    if logit_positions is not None and len(logit_positions) == ids.shape[1]:
+        logit_positions = None
     forward = _forward(hf, ids, logit_positions)
     kept = None if logit_positions is None else torch.tensor(list(logit_positions))
     with ExitStack() as stack:
@@ -104,7 +113,7 @@ def _parts_in_turn(
     hf: HFModel, control: Ahead, truth_dtype: torch.dtype, progress: Callable[[int, int], None] | None
 ) -> Iterator[None]:
     """Before the truth runs a part: read its weights, let the control run it, upcast it; afterwards drop all of it."""
-    truth, num_run = threading.get_ident(), count(1)
+    truth, num_run, buffers = threading.get_ident(), count(1), Buffers()
     with ExitStack() as stack:
         stack.enter_context(upcast_on_use(truth_dtype, hf.model, applies=lambda: threading.get_ident() == truth))
         for path in hf.parts:
@@ -115,7 +124,7 @@ def _parts_in_turn(
                 if threading.get_ident() == truth:
                     running.enter_context(hf.weights.held(path))
                     control.advance()
-                    running.enter_context(upcast_parameters(truth_dtype, module))
+                    running.enter_context(upcast_parameters(truth_dtype, module, buffers=buffers))
 
             def after(_module: nn.Module, _args: Any, _output: Any, running: ExitStack = running) -> None:
                 if threading.get_ident() == truth:

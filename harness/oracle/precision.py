@@ -86,13 +86,34 @@ def upcast(dtype: torch.dtype, *modules: nn.Module) -> Iterator[None]:
         yield
 
 
+class Buffers:
+    """Memory that tensors are upcast into, the same for one layer after the other.
+
+    Fresh memory would be mapped and cleared page by page for every layer, and what is freed is not always given back.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+
+    @contextmanager
+    def copy(self, tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """Lend a copy of `tensor` in `dtype` for the duration of the block."""
+        free = self._free.setdefault((tensor.shape, dtype, tensor.device), [])
+        buffer = free.pop() if free else torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+        try:
+            yield buffer.copy_(tensor)
+        finally:
+            free.append(buffer)
+
+
 @contextmanager
-def upcast_parameters(dtype: torch.dtype, *modules: nn.Module) -> Iterator[None]:
+def upcast_parameters(dtype: torch.dtype, *modules: nn.Module, buffers: Buffers | None = None) -> Iterator[None]:
     """Hold parameters and buffers of `modules`, but for embeddings and large matrices, in `dtype` during the block.
 
     The original tensors are kept and put back, so nothing is rounded twice and a tied parameter stays tied. Frequencies
-    of rotary tables stay in float32. Extra memory: the modules once in `dtype`.
+    of rotary tables stay in float32. Extra memory: the modules once in `dtype`, in `buffers` where some are given.
     """
+    buffers = buffers or Buffers()
     with ExitStack() as stack:
         for part in (part for module in modules for part in module.modules()):
             own = list(part.named_buffers(recurse=False))
@@ -100,8 +121,9 @@ def upcast_parameters(dtype: torch.dtype, *modules: nn.Module) -> Iterator[None]
                 own += part.named_parameters(recurse=False)
             for name, tensor in own:
                 if tensor.is_floating_point() and tensor.dtype != dtype and _FREQUENCIES not in name:
+                    copy = stack.enter_context(buffers.copy(tensor.data, dtype))
                     stack.callback(setattr, tensor, "data", tensor.data)
-                    tensor.data = tensor.data.to(dtype)
+                    tensor.data = copy
         yield
 
 
@@ -132,7 +154,7 @@ def _is_large(module: nn.Module, dtype: torch.dtype) -> bool:
     if not isinstance(module, (nn.Embedding, nn.Linear)) or module.weight.numel() * dtype.itemsize <= _BLOCK_BYTES:
         return False
     if isinstance(module, nn.Embedding):  # one that looks up something else, positions for one, is run as it is
-        first = next(iter(inspect.signature(module.forward).parameters), "")
+        _, first, *_ = (*inspect.signature(type(module).forward).parameters, "")
         return first in ("input", "input_ids")
     return type(module) is nn.Linear
 

@@ -262,7 +262,7 @@ def _without_parts(operations: list[Operation]) -> list[Operation]:
     parts = {
         op.source: op.inputs
         for op in operations
-        if op.kind is Kind.COPY and op.source.partition(":")[2] not in _INTERFACE
+        if op.kind is Kind.COPY and len(op.inputs) == 1 and op.source.partition(":")[2] not in _INTERFACE
     }
 
     def whole(source: str) -> tuple[str, ...]:

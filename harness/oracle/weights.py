@@ -1,8 +1,8 @@
 """Weights of a model that is too large to be held: each part is read from the checkpoint while it runs.
 
-HF's own loader does the reading, tensor by tensor of one part, so that what it renames, merges or splits on the way
-(experts into one tensor, a fused projection into three) is done here as it does it. On a CPU weights in the engine's
-dtype are views of the mapped file, and cost no memory of their own.
+A tensor that is a parameter as it stands is mapped from the file: on a CPU, in the same dtype, it is read when it is
+used, and costs no memory of its own. What HF merges, splits or converts on the way (experts into one tensor, a fused
+projection into three) goes through HF's own loader.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from harness.checkpoint import tensor_headers
 from harness.errors import Code, HarnessError
 from harness.oracle.quiet import quiet_transformers
+from harness.safetensors_header import TensorEntry
 
 Key = str
 """Name of a tensor in the checkpoint."""
@@ -55,7 +57,9 @@ class StreamedWeights:
             dtype_plan=model._get_dtype_plan(dtype),
             weight_mapping=get_model_conversion_mapping(model, None, None),
         )
-        self._shard_of = {name: shard for name, (_, shard) in tensor_headers(folder).items()}
+        self._headers = tensor_headers(folder)
+        self._converted: set[str] = set()
+        """Parameters that are not the tensor of the checkpoint as it stands."""
         self._keys_of = self._plan(folder)
 
     def _plan(self, folder: Path) -> Mapping[str, Sequence[Key]]:
@@ -67,11 +71,13 @@ class StreamedWeights:
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         expected = self._model.state_dict()
         keys: dict[str, list[Key]] = {}
-        for key in self._shard_of:
-            name, _ = rename_source_key(key, renamings, converters, self._model.base_model_prefix, expected)
+        for key in self._headers:
+            name, pattern = rename_source_key(key, renamings, converters, self._model.base_model_prefix, expected)
             if name not in expected and key in expected:
                 name = key
             keys.setdefault(name, []).append(key)
+            if pattern is not None or self._loading.dtype_plan:
+                self._converted.add(name)
         for target, source in self._model.all_tied_weights_keys.items():
             one, other = (target, source) if source in keys else (source, target)
             if one not in keys and other in keys:
@@ -106,25 +112,33 @@ class StreamedWeights:
         names = [f"{part}.{name}" for name in (*empty, *dict(module.named_buffers()))]
         with ExitStack() as stack:
             stack.callback(_release, module, empty)
-            self._load(names)
+            self._load(names, {f"{part}.{name}": parameter.shape for name, parameter in empty.items()})
             self._tie(names, stack)
             module.requires_grad_(False)
             yield
 
-    def _load(self, names: Sequence[str]) -> None:
-        from safetensors import safe_open
+    def _load(self, names: Sequence[str], shapes: Mapping[str, torch.Size]) -> None:
+        prefixes = tuple({name.rpartition(".")[0] + "." for name in names})
+        wanted = {name: keys for name, keys in self._keys_of.items() if name in names or name.startswith(prefixes)}
+        mapped = {name: keys[0] for name, keys in wanted.items() if self._is_mapped(name, keys, shapes.get(name))}
+        with ExitStack() as stack:
+            files = _Files(stack, self._headers)
+            for name, key in mapped.items():
+                tensor = files.of(key).get_tensor(key).to(self._device, self._loading.dtype)
+                self._set(name, nn.Parameter(tensor, requires_grad=False))
+            converted = {key for name, keys in wanted.items() if name not in mapped for key in keys}
+            if converted:
+                self._convert({key: files.of(key).get_slice(key) for key in sorted(converted)})
+
+    def _is_mapped(self, name: str, keys: Sequence[Key], shape: torch.Size | None) -> bool:
+        if shape is None or name in self._converted or len(keys) > 1:
+            return False
+        return tuple(self._headers[keys[0]][0].shape) == shape
+
+    def _convert(self, tensors: Mapping[Key, Any]) -> None:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
-        prefixes = tuple({name.rpartition(".")[0] + "." for name in names})
-        parts = [keys for name, keys in self._keys_of.items() if name in names or name.startswith(prefixes)]
-        wanted = {key for keys in parts for key in keys}
-        with ExitStack() as stack:
-            files = {
-                shard: stack.enter_context(safe_open(shard, framework="pt"))
-                for shard in {self._shard_of[key] for key in wanted}
-            }
-            tensors = {key: files[self._shard_of[key]].get_slice(key) for key in sorted(wanted)}
-            stack.enter_context(quiet_transformers())
+        with quiet_transformers():
             convert_and_load_state_dict_in_model(self._model, tensors, self._loading)
 
     def _tie(self, names: Sequence[str], stack: ExitStack) -> None:
@@ -139,6 +153,21 @@ class StreamedWeights:
     def _set(self, name: str, parameter: nn.Parameter) -> None:
         path, _, own = name.rpartition(".")
         self._model.get_submodule(path)._parameters[own] = parameter
+
+
+class _Files:
+    """Files of a checkpoint, each opened when the first tensor of it is wanted."""
+
+    def __init__(self, stack: ExitStack, headers: Mapping[Key, tuple[TensorEntry, Path]]) -> None:
+        self._stack, self._headers = stack, headers
+        self._files: dict[Path, Any] = {}
+
+    def of(self, key: Key) -> Any:
+        """Return the file that has a tensor, open."""
+        shard = self._headers[key][1]
+        if shard not in self._files:
+            self._files[shard] = self._stack.enter_context(safe_open(shard, framework="pt"))
+        return self._files[shard]
 
 
 def _meta_like(parameter: nn.Parameter) -> nn.Parameter:
