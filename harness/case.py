@@ -61,6 +61,8 @@ class Case(BaseModel):
     engine: str = "reference"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
+    truth: Literal["auto", "float64", "float32"] = "auto"
+    """Precision of the truth; `auto`: what the engine's dtype needs."""
     schedules: list[str] = []
     """Empty: those of the default ones that the prompts can reach."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 24
@@ -79,6 +81,7 @@ class Case(BaseModel):
         engine_options: Mapping[str, str] | None = None,
         dtype: str | None = None,
         device: str | None = None,
+        truth: str | None = None,
         requests: Sequence[RequestSpec] = (),
         max_new_tokens: int | None = None,
         schedules: Sequence[str] = (),
@@ -86,7 +89,7 @@ class Case(BaseModel):
         """Return the case with what is given in place of its own.
 
         Another engine has other options, so the case's own stay with its engine. What the case requires to be reached
-        goes as soon as anything is replaced that decides what is reached: all but dtype and device.
+        goes as soon as anything is replaced that decides what is reached: all but dtype, device and truth.
         """
         own_options = self.engine_options if engine in (None, self.engine) else {}
         decisive: dict[str, Any] = {
@@ -98,7 +101,7 @@ class Case(BaseModel):
             "schedules": list(schedules or self.schedules),
         }
         is_same = all(getattr(self, name) == value for name, value in decisive.items())
-        rest = {"dtype": dtype or self.dtype, "device": device or self.device}
+        rest = {"dtype": dtype or self.dtype, "device": device or self.device, "truth": truth or self.truth}
         return self.model_copy(update={**decisive, **rest, "require": self.require if is_same else []})
 
 

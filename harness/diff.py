@@ -12,6 +12,7 @@ from harness.compare import TOKENS, compare_run
 from harness.errors import Code, HarnessError
 from harness.explain import explain_run
 from harness.oracle.golden import Golden
+from harness.oracle.make_golden import Progress
 from harness.oracle.model import load_model
 from harness.plan import check_device
 from harness.recording import Recording
@@ -27,6 +28,7 @@ def run_diff(
     require: Sequence[str] = ("decode",),
     truth: str = "auto",
     device: str = "cpu",
+    progress: Progress | None = None,
     local_files_only: bool = True,
 ) -> CheckResult:
     """Compare two recordings.
@@ -39,6 +41,7 @@ def run_diff(
         require: triggers that `actual` must have reached.
         truth: precision in which operations are judged, `float64`, `float32` or `auto`.
         device: where to replay.
+        progress: told what is being done.
         local_files_only: never ask the hub.
 
     Raises:
@@ -65,6 +68,7 @@ def run_diff(
             not_offered=() if chose_tokens else (TOKENS,),
             require=require,
             truth=truth,
+            progress=progress,
         )
         run = found.result if hf is None else explain_run(found, ours, golden, hf)
         return CheckResult(

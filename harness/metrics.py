@@ -148,22 +148,35 @@ def _ulps(e: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return powers.clamp_(min=info.smallest_normal).mul_(info.eps)
 
 
-def relative_l2(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def row_errors(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return ||actual - expected|| / ||expected|| of every row, [rows] float64: 0 where both vanish.
 
-    Sums are in float64, the elements as they are: for tensors so large that a copy of them in float64 would cost more
-    than the sums. A row that is not finite gives NaN or Inf.
+    Computed in the finer dtype of the two, which for a norm is enough; rows whose squares leave its range are computed
+    in float64. A row that is not finite gives NaN or Inf.
     """
     actual, expected = (x[:, None] if x.dim() == 1 else x.flatten(1) for x in (actual, expected))
     finer = torch.promote_types(actual.dtype, expected.dtype)
     step = max(1, _BLOCK_ELEMENTS // max(1, actual.shape[1]))
-    parts = []
-    for at in range(0, len(actual), step):
-        e = expected[at : at + step].to(finer)
-        error = torch.linalg.vector_norm(actual[at : at + step].to(finer) - e, dim=1, dtype=torch.float64)
-        norm = torch.linalg.vector_norm(e, dim=1, dtype=torch.float64)
-        parts.append(torch.where((error == 0) & (norm == 0), 0.0, error / norm))
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
+    starts = range(0, len(actual), step)
+    parts = [_norms(actual[at : at + step], expected[at : at + step], finer) for at in starts]
+    if not parts:
+        return torch.empty(0, dtype=torch.float64)
+    error, norm = (torch.cat(column) for column in zip(*parts, strict=True))
+    return torch.where((error == 0) & (norm == 0), 0.0, error / norm)
+
+
+def _norms(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norms of error and expected row, [rows] float64."""
+    e = expected.to(dtype)
+    pair = torch.linalg.vector_norm(actual.to(dtype) - e, dim=1), torch.linalg.vector_norm(e, dim=1)
+    error, norm = (x.to(torch.float64) for x in pair)
+    if dtype != torch.float64:
+        tiny, huge = torch.finfo(dtype).smallest_normal ** 0.5, torch.finfo(dtype).max ** 0.5
+        is_inside = ((error == 0) | (error > tiny)) & (error < huge) & (norm > tiny) & (norm < huge)
+        if not bool(is_inside.all()):
+            outside = ~is_inside
+            error[outside], norm[outside] = _norms(actual[outside], expected[outside], torch.float64)
+    return error, norm
 
 
 @cache

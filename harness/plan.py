@@ -42,6 +42,7 @@ def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
         engine=case.engine,
         dtype=case.dtype,
         device=case.device,
+        truth=case.truth,
         requests=case.requests,
         max_new_tokens=case.max_new_tokens,
         schedules=case.schedules,
@@ -58,6 +59,7 @@ def make_plan(
     engine: str,
     dtype: str,
     device: str,
+    truth: str = "auto",
     requests: Sequence[RequestSpec],
     max_new_tokens: int,
     schedules: Sequence[str] | None = None,
@@ -72,6 +74,7 @@ def make_plan(
         engine: name of an installed engine.
         dtype: one of `case.DTYPES`, or `auto` for the checkpoint's own.
         device: a torch device.
+        truth: `float64`, `float32`, or `auto` for what the engine's dtype needs.
         requests: texts or token ids.
         max_new_tokens: tokens to generate for requests that do not say.
         schedules: `plain`, `chunked:5`, ...; None for the default ones that these prompts can reach.
@@ -98,6 +101,7 @@ def make_plan(
         engine=engine,
         dtype=resolve_dtype(dtype, folder),
         device=device,
+        truth=truth,
         prompts=prompts,
         schedules=tuple(chosen),
         engine_options=engine_options or {},

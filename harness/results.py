@@ -127,6 +127,12 @@ class TapResult:
     local_roundings_max: float | None = None
     local_bound_share_max: float | None = None
     """Largest local error of a row as a share of that row's bound; above 1 is out of bounds."""
+    control_roundings_max: float | None = None
+    """Largest error of the control: HF's own module in the engine's dtype on the same inputs."""
+    control_bound_share_max: float | None = None
+    """The same as a share of the bound."""
+    is_bounded_by_control: bool = False
+    """Whether the control makes the bound, rather than a derivation for this kind of operation."""
     propagated_relative_l2_max: float | None = None
     propagated_ratio_median: float | None = None
     propagated_ratio_max: float | None = None

@@ -19,6 +19,7 @@ def diff(
         typer.Option(metavar="PATH_OR_HUB_ID", help="Checkpoint, to judge every operation by replay as well."),
     ] = None,
     device: Annotated[str, typer.Option(metavar="DEVICE", help="Where to replay: cpu, cuda, cuda:1, ...")] = "cpu",
+    truth: opt.TruthChoice = None,
     taps: Annotated[
         list[str] | None,
         typer.Option(metavar="GLOB", help="Taps that must have been recorded. Repeatable. [default: all]"),
@@ -49,7 +50,9 @@ def diff(
             model=model,
             taps=tuple(taps or ("*",)),
             require=tuple(require or ("decode",)),
+            truth=truth or opt.Truth.AUTO,
             device=device,
+            progress=report,
             local_files_only=local_files_only,
         )
     return print_result(result, format)

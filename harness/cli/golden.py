@@ -16,6 +16,7 @@ def golden(
     model: opt.Model = None,
     dtype: opt.Dtype = None,
     device: opt.Device = None,
+    truth: opt.TruthChoice = None,
     prompt: opt.PromptText = None,
     prompt_file: opt.PromptFile = None,
     token_ids: opt.TokenIds = None,
@@ -29,7 +30,8 @@ def golden(
 ) -> int:
     """Dump what HuggingFace computes.
 
-    Every tap of the model in float64, with a greedy continuation, and the noise of HuggingFace in the engine's dtype.
+    Every tap of the model in high precision, with a greedy continuation, and the noise of HuggingFace in the engine's
+    dtype.
     """
     with progress_bar() as report:
         report("loading libraries", 0, 1)
@@ -38,12 +40,14 @@ def golden(
         from harness.check import claimed
         from harness.oracle.make_golden import cached_golden, make_golden
         from harness.oracle.model import load_model
+        from harness.oracle.precision import truth_dtype
 
         plan = opt.Given(
             case=case,
             model=model,
             dtype=dtype,
             device=device,
+            truth=truth,
             prompts=prompt,
             prompt_file=prompt_file,
             token_ids=token_ids,
@@ -61,6 +65,7 @@ def golden(
         "golden": str(made.recording.path),
         "model": plan.model,
         "dtype": plan.dtype,
+        "truth": str(truth_dtype(plan.truth, getattr(torch, plan.dtype))).removeprefix("torch."),
         "num_requests": len(manifest.requests),
         "num_rows": sum(step.num_rows for step in manifest.steps),
         "num_taps": len(manifest.taps),
@@ -72,6 +77,6 @@ def golden(
         write(
             f"{summary['golden']}: {summary['num_requests']} requests, {summary['num_rows']} rows, "
             f"{summary['num_taps']} taps, {summary['num_bytes']:,} bytes "
-            f"({plan.model}, weights in {plan.dtype}, truth in float64)"
+            f"({plan.model}, weights in {plan.dtype}, truth in {summary['truth']})"
         )
     return ExitStatus.PASS

@@ -30,6 +30,14 @@ class ReportFormat(StrEnum):
     JSON = "json"
 
 
+class Truth(StrEnum):
+    """Precision in which HuggingFace's own forward says what is right."""
+
+    AUTO = "auto"
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+
+
 Model = Annotated[
     str | None, typer.Option(metavar="PATH_OR_HUB_ID", help="Checkpoint. [default: the embedded qwen3-tiny]")
 ]
@@ -57,6 +65,14 @@ Dtypes = Annotated[
     ),
 ]
 Device = Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, ... [default: cpu]")]
+TruthChoice = Annotated[
+    Truth | None,
+    typer.Option(
+        "--truth",
+        help="Precision of the truth; auto: float64 for engines in float32, float32 for those in 16 bits. "
+        "[default: auto]",
+    ),
+]
 PromptText = Annotated[
     list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Text of one request. Repeatable.")
 ]
@@ -94,6 +110,7 @@ class Given:
     engine_options: list[str] | None = None
     dtype: str | None = None
     device: str | None = None
+    truth: Truth | None = None
     prompts: list[str] | None = None
     prompt_file: Path | None = None
     token_ids: list[str] | None = None
@@ -115,6 +132,7 @@ class Given:
             engine_options=parse_engine_options(self.engine_options),
             dtype=self.dtype,
             device=self.device,
+            truth=self.truth,
             requests=self.requests(),
             max_new_tokens=self._positive_max_new_tokens(),
             schedules=self.schedules or (),

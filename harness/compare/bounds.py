@@ -67,7 +67,7 @@ def derived_bound(
 
 def _underflow(dtype: torch.dtype, expected: torch.Tensor) -> torch.Tensor:
     """Room for values below the smallest normal number: their rounding is absolute, a subnormal step each."""
-    norm = torch.linalg.vector_norm(expected.flatten(1), dim=1, dtype=torch.float64)
+    norm = torch.linalg.vector_norm(expected.flatten(1), dim=1).to("cpu", torch.float64)
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     absolute = math.sqrt(max(1, expected[0].numel() if len(expected) else 1)) * smallest
     return torch.where(norm > 0, absolute / (norm * rounding_unit(dtype)), 0.0)

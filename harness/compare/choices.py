@@ -13,8 +13,8 @@ def choice_errors(rows: TapRows) -> torch.Tensor:
     """Return how far each row's choice is from the truth's, as a multiple of what rounding allows: [rows] float64.
 
     With s the truth's scores, the distance is the lowest score that the truth chose less the lowest that the engine
-    chose; rounding allows twice the largest error that HF's own scores have in the engine's dtype, in that row or in the
-    median of all rows.
+    chose. Rounding allows twice the largest error that HF's own scores have in the engine's dtype, in that row or in
+    the median of all rows.
     """
     scores, control = rows.value.scores, rows.control_scores
     assert scores is not None

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from harness.oracle.attention import visible_keys
 from harness.oracle.model import HFModel
 from harness.oracle.watch import AttentionCall, run_attention
-from harness.oracle.attention import visible_keys
 from harness.taps import KINDS, ErrorModel, Kind, Operation
 
 EAGER = "scores rounded to the engine's dtype"

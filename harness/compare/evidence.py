@@ -52,7 +52,7 @@ class Evidence:
     expected: torch.Tensor
     """[R, W] float64, what the rows should be."""
     inputs: Sequence[torch.Tensor]
-    """[R, ...] float64 each, in the order of the operation's inputs; of an embedding the token ids; empty for attention."""
+    """[R, ...] float64 each, in the order of the operation's inputs; token ids of an embedding; empty for attention."""
     roundings: torch.Tensor
     bound: torch.Tensor
     histories: tuple[AttentionHistory, ...] = ()

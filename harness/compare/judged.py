@@ -212,6 +212,7 @@ def tap_result(judged: Judged) -> TapResult:
         num_bad_rows=int(judged.bad.sum()),
         first_bad=_row_id(judged, judged.first_bad) if judged.is_bad else None,
         through=judged.errors.through if judged.errors else (),
+        is_bounded_by_control=errors is not None and errors.is_bounded_by_control,
         effect=judged.errors.effect if judged.errors and judged.is_systematic else None,
         **figures,
     )
@@ -233,11 +234,21 @@ def _local_figures(errors: LocalErrors) -> dict[str, float]:
     if not len(known):
         return {}
     share = torch.where(known == 0, 0.0, known / errors.bound[~errors.roundings.isnan()])
-    return {
+    return _control_figures(errors) | {
         "local_roundings_median": float(known.median()),
         "local_roundings_p99": float(known.quantile(0.99)) if bool(known.isfinite().all()) else float(known.max()),
         "local_roundings_max": float(known.max()),
         "local_bound_share_max": float(share.max()),
+    }
+
+
+def _control_figures(errors: LocalErrors) -> dict[str, float]:
+    if errors.control is None or not bool((is_known := errors.control.isfinite()).any()):
+        return {}
+    control, bound = errors.control[is_known], errors.bound[is_known]
+    return {
+        "control_roundings_max": float(control.max()),
+        "control_bound_share_max": float(torch.where(control == 0, 0.0, control / bound).max()),
     }
 
 

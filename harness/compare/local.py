@@ -6,13 +6,14 @@ recorded flows through HF's code, in the truth and in the control alike.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from harness.compare.batch import make_batches
 from harness.compare.local_judge import LocalJudge, LocalJudgement
 from harness.compare.replay import Replay
 from harness.compare.sequences import sequences
 from harness.compare.shapes import engine_dtype
-from harness.oracle.make_golden import batch_tokens
+from harness.oracle.batching import batch_tokens
 from harness.oracle.model import HFModel
 from harness.oracle.paired import run_pair
 from harness.oracle.precision import truth_dtype
@@ -42,13 +43,13 @@ def local_errors(
     judge = LocalJudge(hf, engine_dtype(recording), usable, is_alone=len(batches) == 1)
     for index, batch in enumerate(batches):
         watcher = Replay(judge, batch)
-        label = "replay" if len(batches) == 1 else f"replay {index + 1}/{len(batches)}"
+        report = None if progress is None else partial(progress, f"replay {index + 1}/{len(batches)}")
         run_pair(
             hf,
             batch.token_ids,
             watcher,
             truth_dtype=truth_dtype(truth, hf.dtype),
             logit_positions=watcher.logit_positions,
-            progress=None if progress is None else lambda done, total, label=label: progress(label, done, total),
+            progress=report,
         )
     return judge.judgement()

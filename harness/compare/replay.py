@@ -34,6 +34,7 @@ class TapRows:
 
     @property
     def rows(self) -> Rows:
+        """Identity of the rows."""
         return self.batch.rows(self.places)
 
     def inputs(self, places: torch.Tensor | None = None) -> list[torch.Tensor]:
@@ -47,14 +48,24 @@ class TapRows:
 class Judge(Protocol):
     """Judges rows of one operation after the other."""
 
-    graph: Graph
-    usable: Collection[str]
-    """Recorded taps whose shape and dtype fit."""
-    heads: Collection[str]
-    """Taps behind the last layer, which an engine may compute only where it samples."""
-    ways: Mapping[str, tuple[str, ...] | None]
-    """For a tap whose inputs were not all recorded, the taps that are computed on the way to it; None where the way
-    begins at the tokens."""
+    @property
+    def graph(self) -> Graph:
+        """Operations of the model."""
+
+    @property
+    def usable(self) -> Collection[str]:
+        """Recorded taps whose shape and dtype fit."""
+
+    @property
+    def heads(self) -> Collection[str]:
+        """Taps behind the last layer, which an engine may compute only where it samples."""
+
+    @property
+    def ways(self) -> Mapping[str, tuple[str, ...] | None]:
+        """For a tap whose inputs were not all recorded, the taps that are computed on the way to it.
+
+        None where the way begins at the tokens.
+        """
 
     def add(self, rows: TapRows, through: tuple[str, ...]) -> None:
         """Judge some rows of an operation."""

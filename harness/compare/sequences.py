@@ -2,7 +2,7 @@
 
 HF's forward needs whole sequences, engines compute them in pieces. A request's rows are put side by side by position;
 what it found in the cache is what another request with the same tokens computed. Where a request computes a position
-again (it was preempted, or its engine has no cache), a new sequence begins: its history is what the rows before it left.
+again (it was preempted, or its engine has no cache), a new sequence begins. Its history is what earlier rows left.
 """
 
 from collections.abc import Iterator, Sequence

@@ -30,8 +30,8 @@ MAX_ROWS = 4096
 MIN_CHANNELS = 16
 
 _FLOORS = {torch.float32: 2.0, torch.float64: 2.0}
-"""Least effect in roundings: a gain of 5e-8 in float32 is the reciprocal root's own, and means nothing. In 16 bits it is
-the kind's own."""
+"""Least effect in roundings: a gain of 5e-8 in float32 is the reciprocal root's own, and means nothing. In 16 bits it
+is the kind's own."""
 _FLOOR_OF_CHANNEL = 4.0
 """A channel of one value is rounded the same way in every row, by up to 2.3 roundings each time."""
 
@@ -67,12 +67,12 @@ class Effects:
             positions: [rows].
             actual: [rows, ...].
             expected: [rows, ...] the truth's, float64 or float32.
-            judged: [rows] bool, rows that may be looked at.
+            judged: [rows] bool, rows that may be looked at: finite ones.
         """
         if len(self.seen) >= MAX_ROWS or self.kind is Kind.EMBEDDING:
             return
         truth, actual = expected.flatten(1), actual.flatten(1)
-        new = self._new_rows(positions, truth, judged & actual.isfinite().all(dim=1))
+        new = self._new_rows(positions, truth, judged)
         if truth.shape[1] < MIN_CHANNELS or not len(new):
             return
         t = truth[new]
@@ -82,17 +82,19 @@ class Effects:
             self.scale = torch.where(rms > 0, rms, torch.inf)
         t, e = t / self.scale, e / self.scale
         p, position, heads = e * t, positions[new].to(torch.float64), (self._num_heads(t.shape[1]), -1)
+        # Both sums over the rows, plain and weighted by position, in one product.
+        weights = torch.stack([torch.ones_like(position), position]).to(t.device, t.dtype)
+        products, moments = (weights @ p).to("cpu", torch.float64)
         self.positions.append(position)
-        self.row_products.append(_sum(p.unflatten(1, heads), dim=2))
-        self.row_squares.append(_sum(t.square().unflatten(1, heads), dim=2))
-        self.products = self.products + _sum(p, dim=0)
-        self.moments = self.moments + _sum(p * position.to(p.device, p.dtype)[:, None], dim=0)
-        self.errors = self.errors + _sum(e, dim=0)
-        self.squared_errors = self.squared_errors + _sum(e.square(), dim=0)
+        self.row_products.append(p.unflatten(1, heads).sum(dim=2).to("cpu", torch.float64))
+        self.row_squares.append(t.square().unflatten(1, heads).sum(dim=2).to("cpu", torch.float64))
+        self.products, self.moments = self.products + products, self.moments + moments
+        self.errors = self.errors + e.sum(dim=0).to("cpu", torch.float64)
+        self.squared_errors = self.squared_errors + e.square_().sum(dim=0).to("cpu", torch.float64)
 
     def _new_rows(self, positions: torch.Tensor, truth: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
         """Return the indices of rows whose content has not come before; a rotation's errors are its position's."""
-        norms = torch.linalg.vector_norm(truth, dim=1, dtype=torch.float64).cpu()
+        norms = torch.linalg.vector_norm(truth, dim=1).to("cpu", torch.float64)
         # Rows of one content may differ in their last digits: they stood elsewhere in a batch.
         keys = positions if KINDS[self.kind].repeats_by_position else torch.frexp(norms).mantissa.mul(1e6).round()
         new = []
@@ -122,7 +124,7 @@ class Effects:
         return abs(effect.statistic) >= THRESHOLD and abs(effect.roundings) >= floor
 
     def like(self, effect: Effect) -> Effect | None:
-        """Return the same effect of these rows: of the same head, of the same channel; None where it was not measured."""
+        """Return the same effect of these rows, of the same head or channel; None where it was not measured."""
         if effect.kind == "offset":
             return self._offset(sum(map(len, self.positions)), int(effect.which)) if self.all() else None
         return next((each for each in self.all() if (each.kind, each.which) == (effect.kind, effect.which)), None)
@@ -183,11 +185,6 @@ class Effects:
             statistic=_ratio(value, float(deviation[at])),
             num_rows=num_rows,
         )
-
-
-def _sum(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Sum in float64, on the host."""
-    return x.sum(dim=dim, dtype=torch.float64).cpu()
 
 
 def beyond_control(effects: Effects | None, control: Effects | None) -> Effect | None:

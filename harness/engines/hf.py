@@ -25,7 +25,7 @@ _ATTENTIONS = ("sdpa", "eager")
 
 
 def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, str]) -> Engine:
-    """Open HF on a checkpoint; the option `attention` is `sdpa` or `eager`, by default `sdpa` where the family has it."""
+    """Open HF on a checkpoint; the option `attention` is `sdpa` or `eager`, by default `sdpa` where a family has it."""
     refuse_unknown_options("hf", options, ("attention",))
     attention = options.get("attention")
     if attention not in (None, *_ATTENTIONS):
@@ -138,7 +138,7 @@ class _Batch:
         self._writer.end_step(logits[forward.lanes].argmax(dim=-1).tolist())
 
     def _is_of_last_rows(self, operation: Operation) -> bool:
-        """Whether HF computes an operation behind the last token of each request only: the head, with `logits_to_keep`."""
+        """Whether HF computes an operation behind each request's last token only: the head, with `logits_to_keep`."""
         graph = self._hf.graph
         return operation.tap == graph.logits or (operation.sampled_only and operation.kind is Kind.LINEAR)
 

@@ -28,9 +28,10 @@ class HFSession:
 
     phases = ("prefill", "decode")
 
-    def __init__(self, hf: HFModel, attention: str) -> None:
+    def __init__(self, hf: HFModel, attention: str | None) -> None:
         self._hf = hf
-        hf.model.set_attn_implementation(attention)
+        if attention is not None:
+            hf.model.set_attn_implementation(attention)
         self._prompts: list[list[int]] = []
         self._num_added = 0
         self._num_cached = 0

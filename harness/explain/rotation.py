@@ -30,7 +30,8 @@ class Rotation:
 
     def heads(self, x: torch.Tensor) -> torch.Tensor:
         """[R, N*H] to [R, N, H]."""
-        return x.unflatten(-1, (-1, self.head_dim))
+        heads: torch.Tensor = x.unflatten(-1, (-1, self.head_dim))
+        return heads
 
     def turn(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate rows [R, N*H] for positions [R]."""
@@ -52,7 +53,8 @@ class Rotation:
         """[R, N, P, 2] contiguous: what is turned together."""
         turning = x_RNH[..., : 2 * len(self.frequencies)]
         if self.is_interleaved:
-            return turning.unflatten(-1, (-1, 2)).contiguous()
+            neighbours: torch.Tensor = turning.unflatten(-1, (-1, 2))
+            return neighbours.contiguous()
         return torch.stack(turning.chunk(2, dim=-1), dim=-1).contiguous()
 
     def turned(self, x_RNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

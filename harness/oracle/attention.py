@@ -17,7 +17,7 @@ _SCORE_BYTES = 64 << 20
 class AttentionSensitivity:
     """What attention gives by its definition, softmax(q k^T scale + mask) v, and how sensitive each row is.
 
-    With p the probabilities, o the context and s the scores of a row:
+    With p the probabilities and o the context of a row; all sums run over the heads as well.
     """
 
     context: torch.Tensor
@@ -25,12 +25,12 @@ class AttentionSensitivity:
     amplification: torch.Tensor
     """[B, T]: sqrt(sum_j p_j^2 ||v_j||^2) / ||o||, each product p_j v_j rounded by itself."""
     score_sensitivity: torch.Tensor
-    """[B, T]: sqrt(sum_j p_j^2 b_j^2 ||v_j - o||^2) / ||o|| with b_j = ||q|| ||k_j|| scale, the bound of the score, each
-    score rounded by itself."""
+    """[B, T]: sqrt(sum_j p_j^2 b_j^2 ||v_j - o||^2) / ||o|| with b_j = ||q|| ||k_j|| scale, the bound of the score,
+    each score rounded by itself."""
 
 
 def attention_sensitivity(call: AttentionCall) -> AttentionSensitivity:
-    """Compute attention and its sensitivities in the dtype of the call; all sums run over the heads as well."""
+    """Compute attention and its sensitivities in the dtype of the call."""
     query, key, value = call.query, call.key, call.value
     num_groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(num_groups, dim=1) for x in (key, value))

@@ -13,13 +13,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_MOVES = frozenset(
-    "alias as_strided cat chunk clone constant_pad_nd contiguous copy_ detach expand fill_ flatten gather index "
-    "index_put index_put_ index_select lift_fresh masked_fill movedim narrow permute repeat reshape roll scatter "
-    "scatter_ select select_scatter slice slice_scatter split split_with_sizes squeeze stack t transpose unbind "
-    "unflatten unfold unsqueeze view where zero_ _reshape_alias _to_copy _unsafe_view repeat_interleave flip "
-    "split_copy split_with_sizes_copy unsafe_split unsafe_chunk".split()
-)
+_MOVES = frozenset({
+    "_reshape_alias", "_to_copy", "_unsafe_view", "alias", "as_strided", "cat", "chunk", "clone", "constant_pad_nd",
+    "contiguous", "copy_", "detach", "expand", "fill_", "flatten", "flip", "gather", "index", "index_put",
+    "index_put_", "index_select", "lift_fresh", "masked_fill", "movedim", "narrow", "permute", "repeat",
+    "repeat_interleave", "reshape", "roll", "scatter", "scatter_", "select", "select_scatter", "slice",
+    "slice_scatter", "split", "split_copy", "split_with_sizes", "split_with_sizes_copy", "squeeze", "stack", "t",
+    "transpose", "unbind", "unflatten", "unfold", "unsafe_chunk", "unsafe_split", "unsqueeze", "view", "where",
+    "zero_",
+})  # fmt: skip
 """Operations that move numbers, or round them to another dtype, and do not compute with them."""
 
 
@@ -45,7 +47,7 @@ class Flow(TorchDispatchMode):
     """Notes the origin of every tensor that is computed while the mode is on."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._origins: dict[int, Origin] = {}
         self._parts: dict[tuple[int, int, int], Origin] = {}
         """Of views that are part of their storage, by where they begin and how many elements they have."""
@@ -85,7 +87,7 @@ class Flow(TorchDispatchMode):
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
-    return _storage(tensor), tensor.storage_offset(), tensor.numel()
+    return _storage(tensor), int(tensor.storage_offset()), tensor.numel()
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -1,8 +1,9 @@
 """Goldens on disk: what HF says every row of a set of requests should be, and how far HF itself is from it.
 
-A golden is a recording of the high-precision forward (docs/recording-format.md) with two files more: `noise.safetensors`,
-for every tap and row the relative L2 error that HF itself makes in the engine's dtype, and `golden.json`, what it was
-made from, the graph of the model, and the digest of the noise. One golden serves every schedule.
+A golden is a recording of the high-precision forward (docs/recording-format.md) with two files more.
+`noise.safetensors` has the relative L2 error that HF itself makes in the engine's dtype, for every tap and row;
+`golden.json` has what it was made from, the graph of the model, and the digest of the noise. One golden serves every
+schedule.
 """
 
 import hashlib
@@ -10,12 +11,12 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import safetensors
 import safetensors.torch
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import Code, HarnessError
 from harness.recording import Recording, RequestInfo
@@ -38,7 +39,7 @@ class _OperationEntry(BaseModel):
     kind: Kind
     inputs: tuple[str, ...] = ()
     source: str = ""
-    token_dim: Literal[0, 1, 2] = 1
+    token_dim: Annotated[int, Field(ge=0, le=2)] = 1
     sampled_only: bool = False
     window: int | None = None
 
@@ -77,7 +78,8 @@ class Golden:
     """A golden on disk: the truth and the noise of HF in the engine's dtype.
 
     Raises:
-        HarnessError: DAMAGED_SAFETENSORS: its noise cannot be read, or is no noise; BAD_MANIFEST: golden.json is damaged.
+        HarnessError: DAMAGED_SAFETENSORS: its noise cannot be read, or is no noise; BAD_MANIFEST: golden.json is
+            damaged.
     """
 
     def __init__(self, recording: Recording) -> None:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import transformers
 import harness
 from harness.checkpoint import cache_dir, config_hash, weights_hash
 from harness.errors import Code, HarnessError
-from harness.metrics import relative_l2
+from harness.metrics import row_errors
+from harness.oracle.batching import batch_requests, padded
 from harness.oracle.decode import greedy_continuation
 from harness.oracle.environment import environment
 from harness.oracle.golden import LOGIT_NOISE, Golden, key_name, open_golden, write_golden_files
@@ -121,38 +123,11 @@ def _make(hf: HFModel, prompts: Sequence[Prompt], folder: Path, truth: str, repo
         requests.append(RequestInfo(id=index, token_ids=list(fed), prompt_length=len(prompt.token_ids)))
     noise: dict[str, list[torch.Tensor]] = defaultdict(list)
     with _writer(hf, requests, folder) as writer:
-        for index, batch in enumerate(batches(hf, requests)):
-            _record(hf, batch, writer, noise, truth, lambda done, total: report(f"truth {index + 1}", done, total))
+        groups = batch_requests(hf, requests)
+        for index, batch in enumerate(groups):
+            _record(hf, batch, writer, noise, truth, partial(report, f"truth {index + 1}/{len(groups)}"))
     joined = {tap: torch.cat(parts) for tap, parts in noise.items()}
     write_golden_files(folder, golden_key(hf, prompts, truth), hf.graph, joined)
-
-
-def batches(hf: HFModel, requests: Sequence[RequestInfo]) -> list[list[RequestInfo]]:
-    """Group requests, in their order, so that the activations of a group fit into memory beside one layer."""
-    groups: list[list[RequestInfo]] = []
-    longest = 0
-    for request in requests:
-        longest = max(longest, len(request.token_ids))
-        if groups and longest * (len(groups[-1]) + 1) <= batch_tokens(hf):
-            groups[-1].append(request)
-        else:
-            groups.append([request])
-            longest = len(request.token_ids)
-    return groups
-
-
-def batch_tokens(hf: HFModel) -> int:
-    """Return how many tokens are run at once: some 256 MiB of the widest activations, and 512 tokens at least."""
-    widest = max((parameter.shape[0] for parameter in hf.model.parameters() if parameter.dim() == 2), default=1)
-    sizes = (getattr(hf.config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner", "hidden_size"))
-    width = min(widest, max((size for size in sizes if isinstance(size, int)), default=widest))
-    return max(512, (256 << 20) // (8 * 8 * max(1, width)))
-
-
-def padded(requests: Sequence[RequestInfo]) -> torch.Tensor:
-    """Return the tokens of some requests, [requests, tokens], the shorter ones padded behind their end."""
-    longest = max(len(request.token_ids) for request in requests)
-    return torch.tensor([[*request.token_ids, *[0] * (longest - len(request.token_ids))] for request in requests])
 
 
 def _record(
@@ -235,7 +210,7 @@ class _Dump:
                 largest = (control.to(torch.float64) - rows).abs().amax(dim=-1)
                 self.noise[LOGIT_NOISE].append(largest.cpu().to(torch.float64))
         if control is not None and rows.is_floating_point():
-            self.noise[tap].append(relative_l2(control, rows).cpu())
+            self.noise[tap].append(row_errors(control, rows).cpu())
 
     def _own(self, value: Value) -> torch.Tensor:
         """Return the rows that are no padding, and of logits those that choose a token."""

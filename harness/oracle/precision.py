@@ -123,7 +123,7 @@ def upcast_on_use(
             if _is_large(part, dtype):
                 run: Any = _upcast_embedding if isinstance(part, nn.Embedding) else blocked_linear
                 stack.callback(part.__dict__.pop, "forward", None)
-                part.forward = _either(part, run, dtype, applies)  # type: ignore[method-assign]
+                part.forward = _either(part, run, dtype, applies)
         yield
 
 

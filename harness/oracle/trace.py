@@ -19,13 +19,12 @@ from harness.oracle.rows import as_rows, token_dim
 from harness.oracle.watch import CHOICE, Seeing, Watch, watching, window_of
 from harness.taps import LOGITS, Graph, Kind, Operation, layer_of, prefix_of, site_of
 
-_BATCH = 2
 _ACTIVATIONS = frozenset({"activation", "silu", "gelu", "relu", "sigmoid", "tanh", "softplus", "hardswish", "mish"})
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear"})
 _NORMS = frozenset({"rsqrt", "native_layer_norm", "rms_norm", "_fused_rms_norm", "linalg_vector_norm"})
 _INTERFACE = ("query", "key", "value")
 _SAME = 1e-3
-"""Relative distance within which rows of two forwards are the same: other tokens may share their products."""
+"""Relative distance within which rows of two requests are the same: they stand elsewhere in a product."""
 _ACTIVATION_FILES = ("transformers.activations", "torch.nn.modules.activation")
 
 
@@ -49,6 +48,7 @@ class _Shown:
 class _Trace:
     """What one forward showed."""
 
+    num_requests: int
     num_tokens: int
     shown: dict[str, _Shown] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -58,10 +58,10 @@ class _Trace:
 
     def note(self, flow: Flow, source: str, value: torch.Tensor) -> None:
         """Take a value in."""
-        dim, origin = token_dim(value, _BATCH, self.num_tokens), flow.of(value)
+        dim, origin = token_dim(value, self.num_requests, self.num_tokens), flow.of(value)
         if dim is None or (source.endswith(":input") and not origin.sources):  # masks and positions
             return
-        rows = as_rows(value, dim, _BATCH, self.num_tokens)
+        rows = as_rows(value, dim, self.num_requests, self.num_tokens)
         same = None if CHOICE in source else self._shown_already(origin, rows[0].numel())
         if same is not None:
             self.aliases[source] = same
@@ -79,61 +79,57 @@ class _Trace:
 @torch.no_grad()
 def trace_graph(hf: HFModel) -> Graph:
     """Run the model over a few tokens and return its operations in the order of the run."""
-    num_tokens = _unmistakable_length(hf)
-    ids = torch.arange(_BATCH * num_tokens, device=hf.device).view(_BATCH, num_tokens) % hf.vocab_size
-    other = ids.clone()
-    other[-1, -1] = (other[-1, -1] + hf.vocab_size // 2) % hf.vocab_size
+    num_requests, num_tokens = _unmistakable_sizes(hf)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, hf.vocab_size, (num_requests, num_tokens), generator=generator)
+    ids[1, :-1] = ids[0, :-1]  # the first two differ in their last token only
+    trace = _Trace(num_requests, num_tokens)
     with ExitStack() as stack:
         stack.enter_context(eager_experts(hf.config))
         watch = stack.enter_context(watching(hf))
         stack.enter_context(all_parts_held(hf))
-        trace, changed = (_run(hf, watch, each) for each in (ids, other))
-    return _named(hf, _without_other_rows(trace, changed))
-
-
-def _run(hf: HFModel, watch: Watch, ids: torch.Tensor) -> _Trace:
-    trace = _Trace(ids.shape[1])
-    with ExitStack() as stack:
         flow = stack.enter_context(following())
         stack.enter_context(_activations_noted(hf, flow))
         watcher = Seeing(lambda source, value: trace.note(flow, source, value))
         stack.enter_context(watch.showing(watcher))
-        trace.note(flow, "logits", hf.model(input_ids=ids, use_cache=False).logits)
+        trace.note(flow, "logits", hf.model(input_ids=ids.to(hf.device), use_cache=False).logits)
     trace.windows = {path: window_of(call) for path, call in watcher.calls.items()}
-    return trace
+    return _named(hf, _without_other_rows(trace))
 
 
-def _unmistakable_length(hf: HFModel) -> int:
-    """Return a number of tokens that is no size of the model's, so that a dimension of that size counts the tokens."""
-    sizes = {size for parameter in hf.model.parameters() for size in parameter.shape}
-    sizes |= {value for value in vars(hf.config).values() if isinstance(value, int)}
-    return next(n for n in (11, 13, 17, 19, 23, 29, 31, 37, 41, 43) if not {n, n * _BATCH} & sizes)
+def _unmistakable_sizes(hf: HFModel) -> tuple[int, int]:
+    """Return numbers of requests and of tokens by which a dimension that counts them is told from every other.
+
+    The tokens are no size of the model's, and the requests divide no number of experts, so that rows in another order
+    (experts before tokens) do not look alike in two requests.
+    """
+    settings = {name: value for name, value in vars(hf.config).items() if type(value) is int}
+    sizes = {size for parameter in hf.model.parameters() for size in parameter.shape} | set(settings.values())
+    experts = [value for name, value in settings.items() if "expert" in name]
+    requests = next(n for n in (3, 5, 7, 11, 13) if all(value % n for value in experts if value))
+    tokens = next(n for n in (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47) if not {n, n * requests} & sizes)
+    return requests, tokens
 
 
-def _without_other_rows(trace: _Trace, changed: _Trace) -> _Trace:
+def _without_other_rows(trace: _Trace) -> _Trace:
     """Leave out values whose rows are not the tokens in their order: only the last row may see the last token.
 
-    What a tensor's sizes say may be chance, or rows may be in another order (experts before tokens).
+    What a tensor's sizes say may be chance, or rows may be in another order.
     """
-    kept = {
-        source: each
-        for source, each in trace.shown.items()
-        if source in changed.shown and _same_but_last(each.rows, changed.shown[source].rows)
-    }
+    kept = {source: each for source, each in trace.shown.items() if _is_causal(each.rows, trace.num_tokens)}
     return replace(trace, shown=dict(_bridged(trace.shown, kept)))
 
 
-def _same_but_last(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape:
-        return False
-    if not one.is_floating_point():
+def _is_causal(rows: torch.Tensor, num_tokens: int) -> bool:
+    """Whether the rows of the first two requests, whose last tokens differ, are the same but for the last."""
+    if not rows.is_floating_point():
         return True  # a choice between near scores may fall either way
-    one, other = (x[:-1].flatten(1).to(torch.float64) for x in (one, other))
+    one, other = (rows[at : at + num_tokens - 1].flatten(1).to(torch.float64) for at in (0, num_tokens))
     return bool(((one - other).norm(dim=1) <= _SAME * other.norm(dim=1)).all())
 
 
 def _bridged(shown: dict[str, _Shown], kept: dict[str, _Shown]) -> Iterator[tuple[str, _Shown]]:
-    """What was computed from a value that is left out was computed from what that was computed from."""
+    """Yield the values that are kept; one computed from a value that is left out comes from what is behind that."""
 
     def whole(origin: Origin) -> Origin:
         found = Origin((), origin.operations)

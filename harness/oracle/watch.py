@@ -152,9 +152,11 @@ class Watch:
         run = self._run
         if run is None:
             return run_attention(call, function)
-        parts = {part: getattr(call, part) for part in ("query", "key", "value")}
-        shown = {part: run.show(f"{call.path}:{part}", value) for part, value in parts.items()}
-        call = replace(call, **{part: value for part, value in shown.items() if value is not None})
+        query, key, value = (
+            shown if (shown := run.show(f"{call.path}:{part}", own)) is not None else own
+            for part, own in (("query", call.query), ("key", call.key), ("value", call.value))
+        )
+        call = replace(call, query=query, key=key, value=value)
         context, *rest = run.watcher.attend(call, function)
         other = run.show(f"{call.path}:context", context)
         return (context if other is None else other, *rest)
@@ -230,7 +232,7 @@ class _Calls(TorchFunctionMode):
 
 @contextmanager
 def watching(hf: HFModel, *, attention: str | None = None) -> Iterator[Watch]:
-    """Hook the model for the duration of the block.
+    """Put hooks on the model for the duration of the block.
 
     Args:
         hf: the model to listen to.
@@ -263,7 +265,8 @@ def _input_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str | 
     """Return where a module's first floating-point input stands."""
     if isinstance(kwargs.get("hidden_states"), torch.Tensor):
         return "hidden_states"
-    for place, value in [*enumerate(args), *kwargs.items()]:
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in places:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return place
     return None
@@ -292,8 +295,16 @@ def _attention_shown(hf: HFModel, watch: Watch, attention: str | None) -> Iterat
     ) -> Any:
         function = hf.eager_attention(module) if attention == "eager" else AttentionInterface()["sdpa"]
         assert function is not None, f"{type(module).__name__} has no eager attention"
-        parts = {"query": query, "key": key, "value": value, "mask": attention_mask}
-        return watch._attend(function, AttentionCall(path=paths[module], module=module, options=options, **parts))
+        call = AttentionCall(
+            path=paths[module],
+            module=module,
+            query=query,
+            key=key,
+            value=value,
+            mask=attention_mask,
+            options=options,
+        )
+        return watch._attend(function, call)
 
     try:
         AttentionInterface.register(name, listen)

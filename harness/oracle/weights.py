@@ -156,10 +156,8 @@ def parameters_on_meta() -> Iterator[None]:
     """Build modules in this block without memory for their parameters; buffers are computed as usual."""
     register = nn.Module.register_parameter
 
-    def register_empty(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
-        register(self, name, parameter)
+    def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, None if param is None else nn.Parameter(param.to("meta"), requires_grad=False))
 
     nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
     try:

@@ -36,6 +36,8 @@ def merge(taps: Sequence[TapResult]) -> TapResult:
         local_roundings_p99=largest(tap.local_roundings_p99 for tap in computed),
         local_roundings_max=largest(tap.local_roundings_max for tap in computed),
         local_bound_share_max=largest(tap.local_bound_share_max for tap in computed),
+        control_roundings_max=largest(tap.control_roundings_max for tap in computed),
+        control_bound_share_max=largest(tap.control_bound_share_max for tap in computed),
         propagated_relative_l2_max=largest(tap.propagated_relative_l2_max for tap in taps),
         propagated_ratio_median=_median((tap.propagated_ratio_median, tap.num_rows) for tap in taps),
         propagated_ratio_max=largest(tap.propagated_ratio_max for tap in taps),

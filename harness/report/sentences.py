@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
-from harness.report.merge import largest, smallest, sum_coverage, sum_seconds, sum_tokens
+from harness.report.merge import largest, merge_taps, smallest, sum_coverage, sum_seconds, sum_tokens
 from harness.report.table import count
 from harness.results import (
     CheckResult,
@@ -160,6 +160,8 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
     yield "coverage", _coverage(coverage)
     if coverage.triggers:
         yield "reached", printable(", ".join(coverage.triggers))
+    if (sentence := _control(result)) is not None:
+        yield "control", sentence
     ways = {tap.name: tap.through for run in runs for tap in run.taps if tap.through}
     if ways:
         longest = max(map(len, ways.values()))
@@ -171,6 +173,17 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
     timings = _timings(result.golden_s, runs)
     if timings:
         yield "timings", timings
+
+
+def _control(result: CheckResult) -> str | None:
+    """Say what HF itself reaches on the engine's inputs, where that was measured."""
+    taps = [tap for tap in merge_taps(result.runs) if tap.control_bound_share_max is not None and not tap.convention]
+    if not taps:
+        return None
+    share = largest(tap.control_bound_share_max for tap in taps)
+    bounded = sum(tap.is_bounded_by_control for tap in taps)
+    text = f"HF itself in {printable(result.dtype)}, on the same inputs, takes {number(share)} of the bounds at most"
+    return f"{text}; it makes the bounds of {count(bounded, 'tap')}" if bounded else text
 
 
 def _tokens(tokens: TokenResult) -> str:

@@ -56,7 +56,9 @@ class _Sums:
         self.num_rows += len(values)
         self.norm += float(np.linalg.norm(values, axis=1).sum())
         directions = _signs(self.tap, values.shape[1])
-        weights = _signs(f"step {step.index}", len(values))
+        covered = step.rows_of(self.tap)
+        requests = step.request if covered is None else step.request[covered]
+        weights = _weights(requests.tolist())
         self.projections += (weights * (values @ directions)).sum(axis=0)
 
     def sketch(self) -> TapSketch:
@@ -66,6 +68,18 @@ class _Sums:
             raise HarnessError(Code.ORACLE_NOT_FINITE, "the golden holds NaN or Inf", where=self.tap)
         norm, *projections = (float(f"{figure:.{SIGNIFICANT_DIGITS}g}") for figure in figures)
         return TapSketch(num_rows=self.num_rows, norm=norm, projections=projections)
+
+
+def _weights(requests: list[int]) -> NDArray[np.float64]:
+    """Return the signs of some rows, given by their requests: [rows, NUM_PROJECTIONS].
+
+    They are a request's own, so that it does not matter which requests were computed together.
+    """
+    signs = np.empty((len(requests), NUM_PROJECTIONS))
+    for request in dict.fromkeys(requests):
+        here = [row for row, each in enumerate(requests) if each == request]
+        signs[here] = _signs(f"step {request}", len(here))
+    return signs
 
 
 def _signs(label: str, num: int) -> NDArray[np.float64]:

@@ -1,0 +1,42 @@
+"""Requests side by side: how many tokens are run at once, and their padding."""
+
+from collections.abc import Sequence
+
+import torch
+
+from harness.oracle.model import HFModel
+from harness.recording import RequestInfo
+
+_ACTIVATION_BYTES = 256 << 20
+"""Memory for the widest activations of a batch, in float64."""
+_LIVE_VALUES = 8
+"""Values of that width that are held at a time."""
+_LEAST_TOKENS = 512
+
+
+def batch_requests(hf: HFModel, requests: Sequence[RequestInfo]) -> list[list[RequestInfo]]:
+    """Group requests, in their order, so that the activations of a group fit into memory beside one layer."""
+    groups: list[list[RequestInfo]] = []
+    longest = 0
+    for request in requests:
+        longest = max(longest, len(request.token_ids))
+        if groups and longest * (len(groups[-1]) + 1) <= batch_tokens(hf):
+            groups[-1].append(request)
+        else:
+            groups.append([request])
+            longest = len(request.token_ids)
+    return groups
+
+
+def batch_tokens(hf: HFModel) -> int:
+    """Return how many tokens are run at once: as many as memory is meant for, and 512 at least."""
+    widest = max((parameter.shape[0] for parameter in hf.model.parameters() if parameter.dim() == 2), default=1)
+    sizes = (getattr(hf.config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner", "hidden_size"))
+    width = min(widest, max((size for size in sizes if isinstance(size, int)), default=widest))
+    return max(_LEAST_TOKENS, _ACTIVATION_BYTES // (_LIVE_VALUES * 8 * max(1, width)))
+
+
+def padded(requests: Sequence[RequestInfo]) -> torch.Tensor:
+    """Return the tokens of some requests, [requests, tokens], the shorter ones padded behind their end."""
+    longest = max(len(request.token_ids) for request in requests)
+    return torch.tensor([[*request.token_ids, *[0] * (longest - len(request.token_ids))] for request in requests])

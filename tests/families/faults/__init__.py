@@ -1,0 +1,97 @@
+"""Faults planted into a loaded model of any family, and where each shows first.
+
+for fault in applicable(build("qwen3_moe")):
+    faulty = build("qwen3_moe")  # or any other copy, in any dtype and on any device
+    fault.plant(faulty)
+    print(fault.name, fault.sites)  # the modules that may be blamed
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..zoo import logits, tokens
+from . import attention, experts, multipliers, weights
+from .divergence import Event, first_difference, innermost_called, trace
+from .plan import Plan
+
+FAULTS: dict[str, Callable[[nn.Module], list[Plan]]] = {
+    "attention_scale": attention.scale,
+    "attention_softcap": attention.softcap,
+    "attention_window": attention.window,
+    "attention_sinks": attention.sinks,
+    "query_heads": attention.heads,
+    "rope_theta": attention.rope_theta,
+    "norm_eps": weights.norm_eps,
+    "norm_weight": weights.norm_weight,
+    "linear_from_elsewhere": weights.linear_from_elsewhere,
+    "bias_dropped": weights.bias_dropped,
+    "gate_and_up": weights.gate_and_up,
+    "state_decay": weights.state_decay,
+    "experts_swapped": experts.swapped,
+    "router_top_k": experts.one_less,
+    "routed_scaling": multipliers.routed,
+    "embedding_multiplier": multipliers.embedding,
+    "residual_multiplier": multipliers.residual,
+    "logits_multiplier": multipliers.logits,
+    "logits_softcap": multipliers.logits_cap,
+}
+"""By name, a function that returns the places of a model where the fault may be planted, the best first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A fault in one place of an architecture."""
+
+    name: str
+    """A key of FAULTS, whose docstring says what is wrong."""
+    index: int
+    """Which of the places."""
+    sites: tuple[str, ...]
+    """Paths of the modules that may be blamed, in the order of the run. The empty path is the model itself."""
+
+    def plant(self, model: nn.Module) -> None:
+        """Make a model of that architecture wrong, in place and for good."""
+        FAULTS[self.name](model)[self.index].plant()
+
+
+def applicable(model: nn.Module) -> list[Fault]:
+    """Return the faults that apply to a float32 model of the zoo, each in the first place where it changes the logits.
+
+    An attribute that a module holds and does not use is no place, so each place is tried in a copy.
+    """
+    sound, events = logits(model, tokens()), trace(model, tokens())
+    places = {name: first_felt(model, name, sound) for name in FAULTS}
+    return [
+        Fault(name=name, index=index, sites=sites(model, name, index, events))
+        for name, index in places.items()
+        if index is not None
+    ]
+
+
+def first_felt(model: nn.Module, name: str, sound: torch.Tensor) -> int | None:
+    """Return the index of the first place where a fault changes the logits [T, V] in any bit."""
+    indices = range(len(FAULTS[name](model)))
+    return next((at for at in indices if not torch.equal(logits(planted(model, name, at), tokens()), sound)), None)
+
+
+def planted(model: nn.Module, name: str, index: int) -> nn.Module:
+    """Return a copy of a model with a fault in it."""
+    faulty = copy.deepcopy(model)
+    FAULTS[name](faulty)[index].plant()
+    return faulty
+
+
+def sites(model: nn.Module, name: str, index: int, events: list[Event]) -> tuple[str, ...]:
+    """Return the modules that may be blamed, of those that are called: some modules only hold a weight for others."""
+    plan = FAULTS[name](model)[index]
+    for site in plan.sites:
+        model.get_submodule(site)  # raises where there is none
+    blamed = [innermost_called(site, events) for site in plan.sites]
+    if plan.blames_user:
+        user = first_difference(events, trace(planted(model, name, index), tokens()), aside_from=blamed[0])
+        blamed += [user.path] if user else []
+    return tuple(dict.fromkeys(blamed))
