@@ -5,7 +5,6 @@ import torch
 
 from harness.oracle.flow import NOWHERE, Flow, Origin, following
 
-
 FIRST, MASK, ORDER = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 6, dtype=torch.bool), torch.tensor([2, 0])
 """Made before: a tensor that is made in the block is computed in it."""
 
