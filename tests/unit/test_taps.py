@@ -73,6 +73,17 @@ def test_the_graph_does_not_depend_on_the_dtype_of_the_weights(tiny):
     assert in_brief(tiny("qwen3_moe", torch.bfloat16).graph) == in_brief(tiny("qwen3_moe").graph)
 
 
+@pytest.mark.xfail(reason="NaN is not equal to itself: what is not finite is taken for rows that are no tokens")
+def test_the_graph_does_not_depend_on_what_overflows():
+    graphs = []
+    for scale in (1, 1e6):
+        model = tiny_model("llama").to(torch.float16)
+        model.model.layers[0].mlp.down_proj.weight.data.mul_(scale)
+        hf = HFModel(model=model, folder=Path(), dtype=torch.float16, device=torch.device("cpu"))
+        graphs.append(in_brief(hf.graph))
+    assert graphs[0] == graphs[1]
+
+
 TRACED = (
     "mistral", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "llama4_text", "mamba", "mixtral", "phi3",
     "qwen3_moe",

@@ -47,6 +47,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Model types and what they need besides the sizes."""
 _OWN_SIZES = {"gpt2": ("vocab_size",), "mamba": ("vocab_size", "hidden_size", "num_hidden_layers")}
 """The sizes that a family knows, where it does not know all of them."""
+_SPREADS = {"mamba": 3}
+"""How many times HF's own initial weights are enlarged, where the usual factor overflows float16."""
 
 
 def tiny_model(family: str, **changes: Any) -> Any:
@@ -59,7 +61,7 @@ def tiny_model(family: str, **changes: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2:
-                parameter.mul_(6)
+                parameter.mul_(_SPREADS.get(family, 6))
             elif "norm" in name or "ln_" in name:  # not all ones: a norm without its weight would look like one with it
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     return model.eval()
