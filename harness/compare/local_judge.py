@@ -19,7 +19,6 @@ from harness.oracle.model import HFModel
 from harness.results import Effect
 from harness.taps import KINDS, ErrorModel, Graph, Kind, Operation
 
-
 _HALF = (torch.bfloat16, torch.float16)
 _BLOCK_ELEMENTS = 1 << 18
 """Elements of a weight that are squared at a time: they stay in the second-level cache."""
@@ -200,9 +199,7 @@ class LocalJudge:
             call=rows.value.call,
         )
 
-    def _add_effects(
-        self, rows: TapRows, part: _Parts, roundings: torch.Tensor, control: torch.Tensor | None
-    ) -> None:
+    def _add_effects(self, rows: TapRows, part: _Parts, roundings: torch.Tensor, control: torch.Tensor | None) -> None:
         """Add the rows to what is tested for a direction; the control's only where it will be asked for."""
         if part.effects is None:
             part.effects, part.control_effects = (self._new_effects(rows) for _ in range(2))

@@ -4,8 +4,9 @@ HF as an engine shows what a sound engine scores, and checks HF's own decode aga
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from harness.oracle.model import HFModel, load_model
 from harness.oracle.rows import as_rows
 from harness.oracle.watch import Seeing, watching
 from harness.recording import RecordingWriter, RequestInfo
-from harness.taps import Kind, Operation, prefix_of
+from harness.taps import Kind, prefix_of
 
 _ATTENTIONS = ("sdpa", "eager")
 
@@ -73,10 +74,10 @@ class HFEngine:
     """Adapter of a transformers model."""
 
     name = "hf"
-    offer = Offer(schedules=("plain", "chunked", "batched"))
 
     def __init__(self, hf: HFModel, attention: str | None) -> None:
         self._hf, self._attention = hf, attention
+        self.offer = Offer(schedules=("plain", "chunked", "batched"))
 
     @torch.no_grad()
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
@@ -84,7 +85,10 @@ class HFEngine:
         together = workload.schedule.is_batched
         groups = [list(workload.requests)] if together else [[request] for request in workload.requests]
         for group in groups:
-            _Batch(self._hf, self._attention, group, writer).run(workload.schedule.chunk_size)
+            batch = _Batch(self._hf, self._attention, group, writer)
+            batch.run(workload.schedule.chunk_size)
+            lacking = {op.site for op in self._hf.graph if op.kind is Kind.CACHE and op.tap not in batch.read_back}
+            self.offer = replace(self.offer, lacking=tuple(sorted({*self.offer.lacking, *lacking})))
 
     def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> HFSession:
         """See `Steppable.open_session`; HF takes steps of any size."""
@@ -101,6 +105,10 @@ class _Batch:
         self._longest = max(request.prompt_length for request in requests)
         self._lanes = [_Lane(request, self._longest - request.prompt_length) for request in requests]
         self._mask: list[list[int]] = [[] for _ in requests]
+        self._dtypes: dict[str, torch.dtype] = {}
+        """Dtype of each tap in its first step."""
+        self.read_back: set[str] = set()
+        """Caches that could be read back: families cache other things than keys and values, or nothing."""
         self._takes_positions = "position_ids" in inspect.signature(hf.model.forward).parameters
 
     def run(self, chunk_size: int | None) -> None:
@@ -124,23 +132,15 @@ class _Batch:
         in_prompt = {
             position < prompts[request] for request, position in zip(forward.request, forward.position, strict=True)
         }
-        graph = self._hf.graph
         self._writer.begin_step(
             phase="mixed" if len(in_prompt) > 1 else "prefill" if True in in_prompt else "decode",
             request=forward.request,
             position=forward.position,
             sampled_rows=forward.sampled,
-            partial_rows={op.tap: forward.sampled for op in graph if self._is_of_last_rows(op)}
-            if forward.sampled
-            else None,
+            partial_rows=dict.fromkeys(self._hf.graph.head, forward.sampled) if forward.sampled else None,
         )
         logits = self._compute(forward, decoder)
         self._writer.end_step(logits[forward.lanes].argmax(dim=-1).tolist())
-
-    def _is_of_last_rows(self, operation: Operation) -> bool:
-        """Whether HF computes an operation behind each request's last token only: the head, with `logits_to_keep`."""
-        graph = self._hf.graph
-        return operation.tap == graph.logits or (operation.sampled_only and operation.kind is Kind.LINEAR)
 
     def _compute(self, forward: _Forward, decoder: Decoder) -> torch.Tensor:
         is_padded = any(lane.num_padding for lane in self._lanes)
@@ -151,7 +151,7 @@ class _Batch:
             options["attention_mask"] = torch.tensor(self._mask, device=self._hf.device)
         if "logits_to_keep" in inspect.signature(self._hf.model.forward).parameters:
             options["logits_to_keep"] = 1
-        recorder = _Recorder(self._hf, forward, self._writer, self._is_of_last_rows)
+        recorder = _Recorder(self._hf, forward, self._writer, self._dtypes)
         with watching(self._hf, attention=self._attention) as watch, watch.showing(Seeing(recorder.see)):
             logits = decoder.feed(forward.ids, **options)
             recorder.see("logits", logits[:, None])
@@ -184,18 +184,27 @@ class _Batch:
 
     def _read_back(self, index: int, lane: _Lane, decoder: Decoder) -> None:
         """Write what the cache holds of a request at the end: of a sliding window, its last rows."""
-        caches = {op.tap for op in self._hf.graph if op.kind is Kind.CACHE}
+        caches = {op.tap: prod(op.shape) for op in self._hf.graph if op.kind is Kind.CACHE}
         layers = list(getattr(decoder.cache.get("past_key_values"), "layers", ()))
         parts = {}
-        for operation in (op for op in self._hf.graph if op.kind is Kind.ATTENTION and op.layer is not None):
+        attentions = [op for op in self._hf.graph if op.kind is Kind.ATTENTION and op.layer is not None]
+        if len({op.layer for op in attentions}) < len(
+            attentions
+        ):  # layers that run more than once cache more than once
+            return
+        for operation in attentions:
             layer = layers[operation.layer] if operation.layer is not None and operation.layer < len(layers) else None
             for name in ("keys", "values"):
                 states = getattr(layer, name, None)
                 tap = f"{prefix_of(operation.tap)}{name[0]}_cache"
-                if tap in caches and isinstance(states, torch.Tensor) and states.dim() == 4 and states.shape[2]:
-                    parts[tap] = states[index].transpose(0, 1)
+                if tap not in caches or not isinstance(states, torch.Tensor) or states.dim() != 4:
+                    continue
+                rows = states[index].transpose(0, 1)
+                if len(rows) and rows[0].numel() == caches[tap]:  # some families cache other tensors than are read
+                    parts[tap] = rows
         if not parts:
             return
+        self.read_back |= set(parts)
         num_rows, num_columns = len(lane.request.token_ids), len(self._mask[index])
         kept = {tap: self._kept_rows(lane, len(states), num_columns) for tap, states in parts.items()}
         self._writer.begin_step(
@@ -222,11 +231,16 @@ class _Recorder:
     """Writes the taps of one forward: the rows of tokens that are a request's own."""
 
     def __init__(
-        self, hf: HFModel, forward: _Forward, writer: RecordingWriter, is_of_last_rows: Callable[[Operation], bool]
+        self,
+        hf: HFModel,
+        forward: _Forward,
+        writer: RecordingWriter,
+        dtypes: dict[str, torch.dtype],
     ) -> None:
+        self._dtypes = dtypes
         self._operations, self._forward, self._writer = hf.graph.by_source, forward, writer
         self._kept = torch.tensor(forward.kept, device=hf.device)
-        self._is_of_last_rows = is_of_last_rows
+        self._head = hf.graph.head
         self._shape = len(forward.ids), len(forward.ids[0])
 
     def see(self, source: str, value: torch.Tensor) -> None:
@@ -235,11 +249,13 @@ class _Recorder:
         if operation is None:
             return
         num_requests, num_tokens = self._shape
-        if self._is_of_last_rows(operation):
+        if operation.tap in self._head:
             if self._forward.lanes:
                 self._writer.tap(operation.tap, value[self._forward.lanes, -1])
             return
-        if source.endswith((":key", ":value")):  # the cache comes with the new tokens
-            value = value[:, :, -num_tokens:]
-        rows = as_rows(value, operation.token_dim, num_requests, num_tokens)
-        self._writer.tap(operation.tap, rows[self._kept])
+        dim = operation.token_dim
+        if dim and value.shape[dim] > num_tokens:  # all of the history comes with the new tokens
+            value = value.narrow(dim, value.shape[dim] - num_tokens, num_tokens)
+        rows = as_rows(value, dim, num_requests, num_tokens)[self._kept]
+        # HF may keep a value in float32 in prefill and not in decode: one recording has one dtype for it.
+        self._writer.tap(operation.tap, rows.to(self._dtypes.setdefault(operation.tap, rows.dtype)))

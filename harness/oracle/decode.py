@@ -1,11 +1,13 @@
 """HF's model token by token through the cache that it makes for itself, whatever the family calls it."""
 
+import inspect
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+from transformers import DynamicCache
 
 from harness.oracle.model import HFModel
 from harness.oracle.trace import all_parts_held
@@ -15,16 +17,24 @@ _CACHES = ("past_key_values", "cache_params", "state", "mems")
 
 
 class Decoder:
-    """Feeds a batch of requests to the model, piece after piece. Use it as a context manager."""
+    """Feeds a batch of requests to the model, piece after piece. Use it as a context manager.
+
+    A model without a cache is fed all tokens so far each time; what is new are the last rows.
+    """
 
     def __init__(self, hf: HFModel) -> None:
         self._hf = hf
         self._stack = ExitStack()
+        self._ids: list[list[int]] = []
+        """All tokens so far, where the model has no cache; else empty."""
         self.cache: dict[str, Any] = {}
         """The cache by the name that the family gives it; empty before the first piece."""
 
     def __enter__(self) -> Self:
         self._stack.enter_context(all_parts_held(self._hf))
+        if "past_key_values" in inspect.signature(self._hf.model.forward).parameters:
+            with suppress(Exception):  # a family with a cache of its own makes it itself
+                self.cache = {"past_key_values": DynamicCache(config=self._hf.config)}
         return self
 
     def __exit__(
@@ -40,9 +50,15 @@ class Decoder:
             ids: [requests, tokens].
             options: of HF's forward, `attention_mask` and `position_ids` where requests are padded.
         """
-        given = torch.tensor([list(row) for row in ids], device=self._hf.device)
+        rows = [list(row) for row in ids]
+        if self._ids:
+            rows = [before + row for before, row in zip(self._ids, rows, strict=True)]
+            options.pop("position_ids", None)
+        given = torch.tensor(rows, device=self._hf.device)
         output = self._hf.model(input_ids=given, use_cache=True, **self.cache, **options)
-        self.cache = {name: output[name] for name in _CACHES if output.get(name) is not None}
+        returned = {name: output[name] for name in _CACHES if output.get(name) is not None}
+        self.cache = returned or {name: cache for name, cache in self.cache.items() if cache.get_seq_length()}
+        self._ids = [] if self.cache else rows
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 

@@ -9,6 +9,7 @@ schedule.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,6 +40,7 @@ class _OperationEntry(BaseModel):
     kind: Kind
     inputs: tuple[str, ...] = ()
     source: str = ""
+    shape: tuple[int, ...] = ()
     token_dim: Annotated[int, Field(ge=0, le=2)] = 1
     sampled_only: bool = False
     window: int | None = None
@@ -59,13 +61,7 @@ class GoldenInfo(BaseModel):
     @classmethod
     def of(cls, key: Mapping[str, Any], graph: Graph, noise_sha256: str) -> "GoldenInfo":
         """Describe a golden that was just made."""
-        entries = tuple(
-            _OperationEntry(
-                tap=op.tap, kind=op.kind, inputs=op.inputs, source=op.source, token_dim=op.token_dim,
-                sampled_only=op.sampled_only, window=op.window,
-            )
-            for op in graph
-        )  # fmt: skip
+        entries = tuple(_OperationEntry(**asdict(operation)) for operation in graph)
         aliases = dict(graph.aliases)
         return cls(key=dict(key), noise_sha256=noise_sha256, operations=entries, aliases=aliases)
 

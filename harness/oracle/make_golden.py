@@ -26,7 +26,6 @@ from harness.oracle.paired import Value, run_pair
 from harness.oracle.precision import truth_dtype
 from harness.oracle.requests import Prompt, check_prompt, sampled_positions
 from harness.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
-from harness.taps import Kind
 
 ORACLE_VERSION = 2
 """Part of a cached golden's key: raise it with every change of the oracle that moves its numbers."""
@@ -145,18 +144,13 @@ def _record(
         request=rows.request,
         position=rows.position,
         sampled_rows=rows.sampled,
-        partial_rows=dict.fromkeys({hf.graph.logits, _head_of(hf)}, rows.sampled),
+        partial_rows=dict.fromkeys(hf.graph.head, rows.sampled),
     )
     dtype = truth_dtype(truth, hf.dtype)
     observer = _Dump(hf, rows, writer, noise, dtype)
     positions = sorted({position for request in requests for position in sampled_positions(request)})
     run_pair(hf, padded(requests), observer, truth_dtype=dtype, logit_positions=positions, progress=report)
     writer.end_step(observer.choices)
-
-
-def _head_of(hf: HFModel) -> str:
-    """Return the head's tap: it is computed where tokens are sampled, and nowhere else."""
-    return next((op.tap for op in reversed(hf.graph.operations) if op.kind is Kind.LINEAR), hf.graph.logits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +209,7 @@ class _Dump:
     def _own(self, value: Value) -> torch.Tensor:
         """Return the rows that are no padding, and of logits those that choose a token."""
         wanted = self.rows.places
-        if value.operation.tap in (self.hf.graph.logits, _head_of(self.hf)):
+        if value.operation.tap in self.hf.graph.head:
             wanted = wanted[self.rows.sampled]
         if value.places is not None:
             wanted = torch.searchsorted(value.places, wanted)

@@ -16,7 +16,7 @@ from harness.oracle.flow import Flow, Origin, following
 from harness.oracle.model import HFModel
 from harness.oracle.precision import eager_experts
 from harness.oracle.rows import as_rows, token_dim
-from harness.oracle.watch import CHOICE, Seeing, Watch, watching, window_of
+from harness.oracle.watch import CHOICE, Seeing, watching, window_of
 from harness.taps import LOGITS, Graph, Kind, Operation, layer_of, prefix_of, site_of
 
 _ACTIVATIONS = frozenset({"activation", "silu", "gelu", "relu", "sigmoid", "tanh", "softplus", "hardswish", "mish"})
@@ -185,6 +185,7 @@ def _named(hf: HFModel, trace: _Trace) -> Graph:
             kind=_kind(each),
             inputs=each.origin.sources,
             source=each.source,
+            shape=tuple(each.rows.shape[1:]),
             token_dim=each.token_dim,
         )
         for each in trace.shown.values()
@@ -209,6 +210,8 @@ def _attention(operation: Operation, trace: _Trace) -> Operation:
         return operation
     parts = [f"{operation.module}:{part}" for part in _INTERFACE]
     inputs = tuple(trace.aliases.get(part, part) for part in parts)
+    if not set(inputs) <= set(trace.shown):  # keys that are not those of the tokens, compressed ones for example
+        return replace(operation, kind=Kind.OTHER)
     return replace(operation, inputs=inputs, window=trace.windows.get(operation.module))
 
 
@@ -299,9 +302,10 @@ def _short_name(operation: Operation, layers: set[str], given: set[str], head: s
 
 def _with_caches(operations: list[Operation]) -> Iterator[Operation]:
     """Before each attention, what a cache gives back of the keys and values that it reads."""
+    by_tap = {operation.tap: operation for operation in operations}
     for operation in operations:
         if operation.kind is Kind.ATTENTION and operation.layer is not None:
             for name, written in zip(("k_cache", "v_cache"), operation.inputs[1:], strict=True):
-                tap = f"{prefix_of(operation.tap)}{name}"
-                yield Operation(tap=tap, kind=Kind.CACHE, inputs=(written,), window=operation.window)
+                tap, shape = f"{prefix_of(operation.tap)}{name}", by_tap[written].shape
+                yield Operation(tap=tap, kind=Kind.CACHE, inputs=(written,), shape=shape, window=operation.window)
         yield operation

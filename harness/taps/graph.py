@@ -27,6 +27,8 @@ class Operation:
     """Where HF's run shows it: a module's dotted path for its output, `PATH:input` for its first input, `PATH:query`,
     `:key`, `:value` and `:context` at the attention interface, `PATH:linear` and `PATH:topk` for what a router calls
     itself, `PATH:1` for a second output. Empty for what only an engine has (a cache)."""
+    shape: tuple[int, ...] = ()
+    """Dimensions of a row; empty where they are not known."""
     token_dim: int = 1
     """Dimension of HF's tensor that counts the tokens: 1 in [batch, tokens, ...], 2 in [batch, heads, tokens, ...], 0
     where batch and tokens are one."""
@@ -48,7 +50,7 @@ class Operation:
     @property
     def module(self) -> str:
         """Path of the HF module that shows the tap."""
-        return self.source.partition(":")[0]
+        return self.source.partition(":")[0].partition("@")[0]
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,13 @@ class Graph:
     def layers(self) -> tuple[int, ...]:
         """Numbers of the decoder layers."""
         return tuple(sorted({op.layer for op in self.operations if op.layer is not None}))
+
+    @cached_property
+    def head(self) -> frozenset[str]:
+        """Taps behind the final norm: HF, and the oracle, compute them for the rows that a token is chosen from."""
+        behind = [op for op in self.operations if op.sampled_only]
+        last_norm = max((at for at, op in enumerate(behind) if op.kind is Kind.NORM), default=-1)
+        return frozenset(op.tap for op in behind[last_norm + 1 :])
 
     @cached_property
     def logits(self) -> str:

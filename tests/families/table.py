@@ -44,12 +44,12 @@ def table_of_models(behaviours: dict[str, tuple[PreTrainedModel, Behaviour]], sh
     rows = []
     for name, (model, found) in behaviours.items():
         known = HF_FAILS.get(name, {})
-        decode = found.decode if isinstance(found.decode, float) else "fails"
+        decode = f"{found.decode:.0e}" if isinstance(found.decode, float) else "fails"
         problems = "; ".join(f"{problem}: {known.get(problem, '?')}" for problem in sorted(found.problems()))
         thousands = model.num_parameters() / 1e3
         rows.append([name, thousands, found.logits_std, found.influence, decode, len(shown[name]), problems])
     headers = ["architecture", "thousand parameters", "logits std", "influence", "decode", "faults", "HF fails at"]
-    formats = ("", ".0f", ".2f", ".2f", ".0e", "", "")
+    formats = ("", ".0f", ".2f", ".2f", "", "", "")
     return tabulate(rows, headers, tablefmt="github", floatfmt=formats)
 
 
