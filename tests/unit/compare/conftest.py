@@ -40,9 +40,9 @@ class Bench:
         ]
         self.golden: Golden = cached_golden(self.hf, prompts)
 
-    def recorded(self, schedule: str = "batched", *, engine: str = "hf", **options: str) -> Copy:
-        """Return what an engine recorded under a schedule, made once, copied for each test."""
-        name = "-".join([self.folder.name, self.dtype, schedule, engine, *options.values()])
+    def recorded(self, schedule: str = "batched", *, engine: str = "hf", label: str = "", **options: str) -> Copy:
+        """Return what an engine recorded under a schedule, made once for each label, copied for each test."""
+        name = "-".join([self.folder.name, self.dtype, schedule, engine, label, *options.values()])
         path = self._runs / name.replace(":", "-")
         if not path.exists():
             writer = RecordingWriter(
