@@ -178,7 +178,7 @@ def _is_converted(model: "PreTrainedModel") -> bool:
 
 def _tied(model: "PreTrainedModel") -> dict[str, str]:
     """Return the tensors that are another one under a second name, with that name."""
-    return dict(model.all_tied_weights_keys) if model.config.tie_word_embeddings else {}
+    return dict(model.all_tied_weights_keys) if getattr(model.config, "tie_word_embeddings", False) else {}
 
 
 def _render_file(file: Mapping[str, Any]) -> str:

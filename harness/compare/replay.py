@@ -181,7 +181,8 @@ class Replay:
     def _in_all_places(self, value: Value, rows: torch.Tensor) -> torch.Tensor:
         if value.places is None:
             return rows
-        table = rows.new_full((self._batch.num_places, *rows.shape[1:]), torch.nan)
+        unknown = torch.nan if rows.is_floating_point() else -1
+        table = rows.new_full((self._batch.num_places, *rows.shape[1:]), unknown)
         table[value.places.to(rows.device)] = rows
         return table
 

@@ -9,16 +9,11 @@ import torch
 from harness.compare.align import Locator, match_requests
 from harness.compare.cache import cache_errors
 from harness.compare.coverage import check_coverage, check_tokens
+from harness.compare.divergence import first_divergence
 from harness.compare.evidence import Evidence
-from harness.compare.judged import (
-    Judged,
-    bad_finding,
-    divergence,
-    judge,
-    oracle_finding,
-    systematic_finding,
-    tap_result,
-)
+from harness.compare.figures import tap_result
+from harness.compare.findings import bad_finding, oracle_finding, systematic_finding
+from harness.compare.judged import Judged, judge
 from harness.compare.local import Progress, local_errors
 from harness.compare.local_judge import LocalErrors, LocalJudgement
 from harness.compare.positions import position_errors
@@ -29,7 +24,7 @@ from harness.compare.traits import Traits
 from harness.oracle.golden import LOGIT_NOISE, Golden
 from harness.oracle.model import HFModel
 from harness.recording import Recording
-from harness.results import Divergence, Finding, LogitResult, Outcome, RunResult
+from harness.results import Finding, LogitResult, Outcome, RunResult
 from harness.threads import one_thread
 
 TOKENS = "tokens"
@@ -83,6 +78,7 @@ def compare_run(
     actual.with_names(graph.aliases)
     expected.recording.with_names(graph.aliases)
     findings, usable = check_taps(actual, expected.recording, graph)
+    misshapen = [finding.tap for finding in findings if finding.tap is not None]
     local = LocalJudgement(errors={}, evidence={})
     if hf is not None:
         local = local_errors(actual, hf, usable, truth=truth, progress=progress)
@@ -113,7 +109,7 @@ def compare_run(
         num_rows=sum(step.entry.num_rows for step in actual.steps if step.phase != "readback"),
         taps=tuple(tap_result(each) for each in judged),
         findings=tuple(findings),
-        first_divergence=_first_divergence(judged, actual),
+        first_divergence=first_divergence(judged, misshapen, graph, actual),
         tokens=tokens,
         logits=propagation.logits,
         coverage=coverage,
@@ -129,12 +125,6 @@ def _ties(logits: LogitResult | None, noise: torch.Tensor | None) -> tuple[str, 
     if logits is None or noise is None or not len(noise):
         return ()
     return ("near_tie",) if logits.margin_min <= 2 * float(noise.max()) else ()
-
-
-def _first_divergence(judged: Sequence[Judged], actual: Recording) -> Divergence | None:
-    """Describe the first operation in the order of the run that is out of bounds or systematically off."""
-    first = next((each for each in judged if each.is_bad or each.is_systematic), None)
-    return None if first is None else divergence(first, actual)
 
 
 def _outcome(judged: Sequence[Judged], num_tokens: int, findings: Sequence[Finding]) -> Outcome:

@@ -32,7 +32,8 @@ class Decoder:
 
     def __enter__(self) -> Self:
         self._stack.enter_context(all_parts_held(self._hf))
-        if "past_key_values" in inspect.signature(self._hf.model.forward).parameters:
+        takes_cache = "past_key_values" in inspect.signature(self._hf.model.forward).parameters
+        if takes_cache and self._hf.model._supports_default_dynamic_cache():
             with suppress(Exception):  # a family with a cache of its own makes it itself
                 self.cache = {"past_key_values": DynamicCache(config=self._hf.config)}
         return self

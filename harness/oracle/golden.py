@@ -43,6 +43,7 @@ class _OperationEntry(BaseModel):
     shape: tuple[int, ...] = ()
     token_dim: Annotated[int, Field(ge=0, le=2)] = 1
     sampled_only: bool = False
+    is_head: bool = False
     window: int | None = None
 
 

@@ -63,7 +63,8 @@ class HFModel:
     def max_positions(self) -> int | None:
         """Number of positions the model was made for; None where its config sets no limit."""
         for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "context_length"):
-            if isinstance(limit := getattr(self.config, name, None), int):
+            limit = getattr(self.config, name, None)
+            if isinstance(limit, int) and limit > 0:  # -1 says that there is none
                 return limit
         return None
 

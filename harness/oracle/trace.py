@@ -4,7 +4,7 @@ Each value that HF shows is a tap if something was computed since the last one; 
 between, is one tap with several names. What an operation is follows from what was run to compute it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from harness.errors import Code, HarnessError
 from harness.oracle.flow import Flow, Origin, following
 from harness.oracle.model import HFModel
 from harness.oracle.precision import eager_experts
 from harness.oracle.rows import as_rows, token_dim
-from harness.oracle.watch import CHOICE, Seeing, watching, window_of
+from harness.oracle.watch import CHOICE, AttentionCall, Seeing, watching, window_of
 from harness.taps import LOGITS, Graph, Kind, Operation, layer_of, prefix_of, site_of
 
 _ACTIVATIONS = frozenset({"activation", "silu", "gelu", "relu", "sigmoid", "tanh", "softplus", "hardswish", "mish"})
@@ -79,26 +80,59 @@ class _Trace:
 @torch.no_grad()
 def trace_graph(hf: HFModel) -> Graph:
     """Run the model over a few tokens and return its operations in the order of the run."""
-    num_requests, num_tokens = _unmistakable_sizes(hf)
+    num_requests, (few, more) = _unmistakable_sizes(hf)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, hf.vocab_size, (num_requests, num_tokens), generator=generator)
-    ids[1, :-1] = ids[0, :-1]  # the first two differ in their last token only
-    trace = _Trace(num_requests, num_tokens)
+    ids = torch.randint(0, hf.vocab_size, (num_requests, more), generator=generator)
+    ids[1, : few - 1] = ids[0, : few - 1]  # the first two of the first run differ in their last token only
+    trace = _without_other_rows(_trace(hf, ids[:, :few]), _row_shapes(hf, ids))
+    if trace.aliases.get("logits", "logits") not in trace.shown:
+        raise HarnessError(
+            Code.UNSUPPORTED_ARCHITECTURE,
+            "the model is no causal language model: logits of a position depend on the tokens after it",
+            where=hf.folder,
+            expected="a decoder, whose rows depend on what is before them",
+            actual=type(hf.model).__name__,
+        )
+    return _named(hf, trace)
+
+
+def _trace(hf: HFModel, ids: torch.Tensor) -> _Trace:
+    trace = _Trace(*ids.shape)
+    with ExitStack() as stack:
+        flow = stack.enter_context(following())
+        stack.enter_context(_activations_noted(hf, flow))
+        calls = _show_run(hf, ids, lambda source, value: trace.note(flow, source, value))
+    trace.windows = {path: window_of(call) for path, call in calls.items()}
+    return trace
+
+
+def _row_shapes(hf: HFModel, ids: torch.Tensor) -> dict[str, torch.Size]:
+    """Run the model and return the shape of a row of everything that it shows, by source."""
+    shapes = {}
+
+    def note(source: str, value: torch.Tensor) -> None:
+        dim = token_dim(value, *ids.shape)
+        if dim is not None:
+            shapes[source] = as_rows(value, dim, *ids.shape).shape[1:]
+
+    _show_run(hf, ids, note)
+    return shapes
+
+
+def _show_run(hf: HFModel, ids: torch.Tensor, sink: Callable[[str, torch.Tensor], None]) -> Mapping[str, AttentionCall]:
+    """Run the model over [requests, tokens], show every value to `sink`, and return the calls of attention."""
+    watcher = Seeing(sink)
     with ExitStack() as stack:
         stack.enter_context(eager_experts(hf.config))
         watch = stack.enter_context(watching(hf))
         stack.enter_context(all_parts_held(hf))
-        flow = stack.enter_context(following())
-        stack.enter_context(_activations_noted(hf, flow))
-        watcher = Seeing(lambda source, value: trace.note(flow, source, value))
         stack.enter_context(watch.showing(watcher))
-        trace.note(flow, "logits", hf.model(input_ids=ids.to(hf.device), use_cache=False).logits)
-    trace.windows = {path: window_of(call) for path, call in watcher.calls.items()}
-    return _named(hf, _without_other_rows(trace))
+        sink("logits", hf.model(input_ids=ids.to(hf.device), use_cache=False).logits)
+    return watcher.calls
 
 
-def _unmistakable_sizes(hf: HFModel) -> tuple[int, int]:
-    """Return numbers of requests and of tokens by which a dimension that counts them is told from every other.
+def _unmistakable_sizes(hf: HFModel) -> tuple[int, tuple[int, int]]:
+    """Return a number of requests, and two of tokens, by which a dimension that counts them is told from every other.
 
     The tokens are no size of the model's, and the requests divide no number of experts, so that rows in another order
     (experts before tokens) do not look alike in two requests.
@@ -107,16 +141,21 @@ def _unmistakable_sizes(hf: HFModel) -> tuple[int, int]:
     sizes = {size for parameter in hf.model.parameters() for size in parameter.shape} | set(settings.values())
     experts = [value for name, value in settings.items() if "expert" in name]
     requests = next(n for n in (3, 5, 7, 11, 13) if all(value % n for value in experts if value))
-    tokens = next(n for n in (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47) if not {n, n * requests} & sizes)
-    return requests, tokens
+    free = (n for n in (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47) if not {n, n * requests} & sizes)
+    return requests, (next(free), next(free))
 
 
-def _without_other_rows(trace: _Trace) -> _Trace:
-    """Leave out values whose rows are not the tokens in their order: only the last row may see the last token.
+def _without_other_rows(trace: _Trace, shapes: Mapping[str, torch.Size]) -> _Trace:
+    """Leave out values whose rows are not the tokens in their order, and rows as wide as the history is long.
 
-    What a tensor's sizes say may be chance, or rows may be in another order.
+    What a tensor's sizes say may be chance, or rows may be in another order: only the last row may see the last token.
+    In a run of another length the rows have the same shape.
     """
-    kept = {source: each for source, each in trace.shown.items() if _is_causal(each.rows, trace.num_tokens)}
+    kept = {
+        source: each
+        for source, each in trace.shown.items()
+        if shapes.get(source) == each.rows.shape[1:] and _is_causal(each.rows, trace.num_tokens)
+    }
     return replace(trace, shown=dict(_bridged(trace.shown, kept)))
 
 
@@ -196,7 +235,10 @@ def _named(hf: HFModel, trace: _Trace) -> Graph:
         replace(op, tap=names[op.source], inputs=tuple(names[source] for source in op.inputs)) for op in operations
     ]
     last_layer = max((at for at, op in enumerate(renamed) if op.layer is not None), default=-1)
-    renamed = [replace(op, sampled_only=at > last_layer >= 0) for at, op in enumerate(renamed)]
+    renamed = [
+        replace(op, sampled_only=(behind := at > last_layer >= 0), is_head=behind and not _is_in_body(hf, op))
+        for at, op in enumerate(renamed)
+    ]
     others = {alias: names[source] for alias, source in trace.aliases.items() if source in names}
     others |= {source: name for source, name in names.items() if source != name}
     others |= {source.replace(":", "."): name for source, name in others.items()}
@@ -271,6 +313,11 @@ def _names(hf: HFModel, operations: list[Operation], aliases: dict[str, str]) ->
         is_free = is_own and wanted not in names.values()
         names[operation.source] = wanted if is_free else operation.source.replace(":", ".")
     return names
+
+
+def _is_in_body(hf: HFModel, operation: Operation) -> bool:
+    """Whether the model without its head computes it."""
+    return operation.source.startswith(f"{hf.model.base_model_prefix}.")
 
 
 def _path_of(hf: HFModel, module: nn.Module | None) -> str:

@@ -157,9 +157,10 @@ class Watch:
             for part, own in (("query", call.query), ("key", call.key), ("value", call.value))
         )
         call = replace(call, query=query, key=key, value=value)
-        context, *rest = run.watcher.attend(call, function)
+        context = run.watcher.attend(call, function)[0]
         other = run.show(f"{call.path}:context", context)
-        return (context if other is None else other, *rest)
+        # Without the weights, as sdpa does it: a row of them is as wide as the history.
+        return (context if other is None else other), None
 
 
 class _Run:

@@ -34,6 +34,8 @@ class Operation:
     where batch and tokens are one."""
     sampled_only: bool = False
     """Whether an engine may compute it only for the rows it samples from."""
+    is_head: bool = False
+    """Whether HF computes it only for the positions whose logits it is asked for."""
     window: int | None = None
     """Of attention: latest tokens that a query sees; None for all of them."""
 
@@ -102,15 +104,14 @@ class Graph:
 
     @cached_property
     def head(self) -> frozenset[str]:
-        """Taps behind the final norm: HF, and the oracle, compute them for the rows that a token is chosen from."""
-        behind = [op for op in self.operations if op.sampled_only]
-        last_norm = max((at for at, op in enumerate(behind) if op.kind is Kind.NORM), default=-1)
-        return frozenset(op.tap for op in behind[last_norm + 1 :])
+        """Taps that HF, and the oracle, compute only for the rows that a token is chosen from."""
+        return frozenset(op.tap for op in self.operations if op.is_head)
 
     @cached_property
     def logits(self) -> str:
         """Name of the tap that tokens are chosen from: the head's, or what the model makes of it (a soft cap)."""
-        return next((tap for tap in (FINAL_LOGITS, LOGITS) if tap in self), LOGITS)
+        last = self.canonical(FINAL_LOGITS)
+        return last if last in self else LOGITS
 
 
 def graph_of_taps(names: Iterable[str]) -> Graph:

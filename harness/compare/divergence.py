@@ -1,0 +1,67 @@
+"""The first operation in the order of the run that is wrong, at its first wrong row."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from harness.compare.align import step_rows
+from harness.compare.judged import Judged
+from harness.errors import Code
+from harness.recording import Recording
+from harness.results import Divergence, Verdict
+from harness.taps import Graph
+
+
+def first_divergence(
+    judged: Sequence[Judged], misshapen: Collection[str], graph: Graph, actual: Recording
+) -> Divergence | None:
+    """Describe the first operation that is out of bounds, off in one direction, or of a shape that cannot be judged.
+
+    Args:
+        judged: every tap that was judged, in the order of the run.
+        misshapen: recorded taps whose shape or dtype does not fit.
+        graph: operations of the model.
+        actual: the engine's recording.
+    """
+    order = {operation.tap: at for at, operation in enumerate(graph)}
+    shape = min((tap for tap in misshapen if tap in order), key=order.__getitem__, default=None)
+    wrong = next((each for each in judged if each.is_bad or each.is_systematic), None)
+    if shape is not None and (wrong is None or order[shape] < order.get(wrong.operation.tap, len(order))):
+        return _of_shape(shape, actual)
+    return None if wrong is None else _of_values(wrong, actual)
+
+
+def _of_values(judged: Judged, actual: Recording) -> Divergence:
+    """Describe the first bad row of a bad tap, or the first row of all where the tap is systematically off."""
+    errors = judged.errors
+    at = judged.first_bad if judged.is_bad else judged.rows.first(torch.ones(len(judged.rows), dtype=torch.bool))
+    step = int(judged.rows.step[at])
+    return Divergence(
+        tap=judged.operation.tap,
+        request=int(judged.rows.request[at]),
+        position=int(judged.rows.position[at]),
+        verdict=judged.verdict,
+        code=judged.code if judged.is_bad else Code.SYSTEMATIC_ERROR,
+        local_roundings=None if errors is None else float(errors.roundings[at]),
+        bound_roundings=None if errors is None else float(errors.bound[at]),
+        propagated_ratio=judged.ratio_at(at),
+        schedule=actual.manifest.schedule,
+        step=step,
+        phase=actual.steps[step].phase,
+    )
+
+
+def _of_shape(tap: str, actual: Recording) -> Divergence:
+    """Describe the first row of a tap whose values cannot be compared."""
+    step = next(step for step in actual.steps if tap in step.tap_names)
+    rows = step_rows(step, tap)
+    return Divergence(
+        tap=tap,
+        request=int(rows.request[0]),
+        position=int(rows.position[0]),
+        verdict=Verdict.BUG,
+        code=Code.TAP_MISMATCH,
+        schedule=actual.manifest.schedule,
+        step=step.index,
+        phase=step.phase,
+    )

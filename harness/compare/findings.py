@@ -1,0 +1,54 @@
+"""What is wrong with a tap, in words."""
+
+import torch
+
+from harness.compare.judged import Judged
+from harness.compare.propagated import Propagation
+from harness.errors import Code
+from harness.results import Finding
+
+
+def bad_finding(judged: Judged) -> Finding:
+    """Say in words how a bad tap is bad."""
+    at, tap, code = judged.first_bad, judged.operation.tap, judged.code
+    request, position = int(judged.rows.request[at]), int(judged.rows.position[at])
+    count = f"{int(judged.bad.sum())} of {len(judged.rows)} rows, the first at request {request}, position {position}"
+    errors = judged.errors
+    if code is Code.NOT_FINITE:
+        clause = " though its inputs are" if judged.local else ""
+        message = f"{tap} is not finite{clause} in {count}"
+    elif code is Code.CACHE_DIFFERS:
+        message = f"{tap} read back through the block table differs from what was written in {count}"
+    elif errors is not None:
+        share = f"{float(errors.roundings[at]):.3g} roundings, bound {float(errors.bound[at]):.3g}"
+        way = f", computed through {len(errors.through)} taps that were not recorded" if errors.through else ""
+        message = f"{tap} is out of bounds in {count}: {share}{way}"
+    else:
+        message = f"{tap} is {judged.ratio_at(at):.3g} times as far from the truth as HF in {count}"
+    return Finding(code=code, message=message, tap=tap, request=request, position=position)
+
+
+def systematic_finding(judged: Judged) -> Finding:
+    """Say in words in which direction a tap is off."""
+    assert judged.errors is not None
+    assert judged.errors.effect is not None
+    effect, tap = judged.errors.effect, judged.operation.tap
+    what = f"{effect.kind} {effect.which}".strip()
+    message = (
+        f"{tap} has a {what} of {effect.size:+.3g} ({effect.low:+.3g} to {effect.high:+.3g} at 95 %), "
+        f"{abs(effect.roundings):.2g} roundings, in {effect.num_rows} rows (t = {abs(effect.statistic):.3g}): "
+        "rounding has no direction"
+    )
+    return Finding(code=Code.SYSTEMATIC_ERROR, message=message, tap=tap)
+
+
+def oracle_finding(propagation: Propagation) -> Finding | None:
+    """Say where the expected side is not finite, if it is so anywhere."""
+    for tap, errors in propagation.errors.items():
+        broken = ~torch.isfinite(errors.metrics.expected_norm)
+        if bool(broken.any()):
+            at = errors.rows.first(broken)
+            request, position = int(errors.rows.request[at]), int(errors.rows.position[at])
+            message = f"the expected side of {tap} is not finite at request {request}, position {position}"
+            return Finding(code=Code.ORACLE_NOT_FINITE, message=message, tap=tap, request=request, position=position)
+    return None
