@@ -40,5 +40,5 @@ def surroundings(hf: HFModel) -> dict[str, object]:
         "grad": torch.is_grad_enabled(),
         "function modes": _get_current_function_mode_stack(),
         "dispatch modes": _get_current_dispatch_mode_stack(),
-        "threads": {thread.ident for thread in threading.enumerate()},
+        "threads": [thread.name for thread in threading.enumerate() if thread.name == "control"],
     }

@@ -77,7 +77,9 @@ def test_streamed_weights_of_other_families(tiny, tiny_folder, streamed, family)
     assert_same_numbers(streamed(tiny_folder(family)), tiny(family))
 
 
-@pytest.mark.xfail(reason="what is noted of a storage outlives it, and weights that are read later are given its place")
+@pytest.mark.xfail(
+    strict=False, reason="test_flow: a new tensor inherits what was noted of a storage, if it is so placed"
+)
 def test_the_graph_is_traced_from_streamed_weights(load, streamed, checkpoints):
     for _ in range(6):
         graph = streamed(checkpoints / "llama-tiny").graph
