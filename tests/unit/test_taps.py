@@ -10,63 +10,29 @@ from hypothesis import strategies as st
 from harness.oracle.model import HFModel, load_model
 from harness.taps import KINDS, Graph, Kind, Operation, graph_of_taps, layer_of, layer_prefix, prefix_of, site_of
 
+from .decoder_graph import decoder_graph
 from .tiny_models import WINDOW, tiny_model
-
-LAYER = """
-input_layernorm           norm        <hidden>
-self_attn.q_proj          linear      input_layernorm
-self_attn.q_norm          norm        self_attn.q_proj
-self_attn.k_proj          linear      input_layernorm
-self_attn.k_norm          norm        self_attn.k_proj
-self_attn.v_proj          linear      input_layernorm
-q_rope                    rotary      self_attn.q_norm
-k_rope                    rotary      self_attn.k_norm
-k_cache                   cache       k_rope
-v_cache                   cache       self_attn.v_proj
-attention                 attention   q_rope k_rope self_attn.v_proj
-self_attn.o_proj          linear      attention
-attn_residual             add         <hidden> self_attn.o_proj
-post_attention_layernorm  norm        attn_residual
-mlp.gate_proj             linear      post_attention_layernorm
-mlp.up_proj               linear      post_attention_layernorm
-mlp.act                   activation  mlp.gate_proj mlp.up_proj
-mlp.down_proj             linear      mlp.act
-output                    add         attn_residual mlp.down_proj
-"""
-"""Site, kind and inputs of one layer with norms of q and k, in the order of HF's run (docs/recording-format.md)."""
-
-
-def expected_operations(num_layers, has_qk_norm):
-    expected = [("model.embed_tokens", "embedding", ())]
-    for layer in range(num_layers):
-        hidden = "model.embed_tokens" if layer == 0 else f"model.layers.{layer - 1}.output"
-        for site, kind, *inputs in (line.split() for line in LAYER.strip().splitlines()):
-            if site.endswith(("q_norm", "k_norm")) and not has_qk_norm:
-                continue
-            if not has_qk_norm:
-                inputs = [name.replace("_norm", "_proj") if name.startswith("self_attn") else name for name in inputs]
-            names = tuple(hidden if name == "<hidden>" else f"model.layers.{layer}.{name}" for name in inputs)
-            expected.append((f"model.layers.{layer}.{site}", kind, names))
-    expected.append(("model.norm", "norm", (f"model.layers.{num_layers - 1}.output",)))
-    expected.append(("lm_head", "linear", ("model.norm",)))
-    return expected
 
 
 def in_brief(graph):
     return [(op.tap, op.kind.value, op.inputs) for op in graph]
 
 
+def contract(num_layers, has_qk_norm):
+    return in_brief(decoder_graph(num_layers=num_layers, has_qk_norm=has_qk_norm))
+
+
 @pytest.mark.parametrize(("name", "has_qk_norm"), [("llama-tiny", False), ("qwen2-tiny", False), ("qwen3-tiny", True)])
 def test_the_graph_is_the_contract(checkpoints, name, has_qk_norm):
     graph = load_model(checkpoints / name, dtype=torch.float32).graph
-    assert in_brief(graph) == expected_operations(3, has_qk_norm)
+    assert in_brief(graph) == contract(3, has_qk_norm)
 
 
 @pytest.mark.parametrize("num_layers", [1, 12])
 def test_the_graph_is_the_contract_whatever_the_number_of_layers(num_layers):
     model = tiny_model("llama", num_hidden_layers=num_layers)
     hf = HFModel(model=model, folder=Path(), dtype=torch.float32, device=torch.device("cpu"))
-    assert in_brief(hf.graph) == expected_operations(num_layers, has_qk_norm=False)
+    assert in_brief(hf.graph) == contract(num_layers, has_qk_norm=False)
 
 
 def test_the_graph_does_not_depend_on_the_dtype_of_the_weights(tiny):
@@ -290,7 +256,7 @@ def test_lookup_by_tap_and_by_source(tiny):
 
 @given(st.data())
 def test_names_of_a_recording_are_its_graph_in_their_order(data):
-    names = data.draw(st.permutations([tap for tap, _, _ in expected_operations(3, has_qk_norm=True)]))
+    names = data.draw(st.permutations([tap for tap, _, _ in contract(3, has_qk_norm=True)]))
     graph = graph_of_taps(names)
     assert [op.tap for op in graph] == names
     kinds = {op.tap: op.kind for op in graph}

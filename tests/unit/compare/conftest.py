@@ -1,6 +1,6 @@
 """Sound recordings of HF itself under several schedules, and the golden they are compared with."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from harness.oracle.golden import Golden
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import load_model
 from harness.oracle.requests import Prompt
-from harness.recording import ModelInfo, Producer, Recording, RecordingWriter
+from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
 from harness.results import RunResult
 from harness.schedule import parse_schedule
 
@@ -45,21 +45,28 @@ class Bench:
         name = "-".join([self.folder.name, self.dtype, schedule, engine, label, *options.values()])
         path = self._runs / name.replace(":", "-")
         if not path.exists():
-            writer = RecordingWriter(
-                path,
-                producer=Producer(name="tests", version="1"),
-                model=ModelInfo(id=str(self.folder)),
-                dtype=self.dtype,
-                device="cpu",
-                environment={},
-                requests=self.golden.requests,
-                schedule=schedule,
-            )
-            with writer:
-                opened = open_engine(engine, self.folder, dtype=self.dtype, device="cpu", options=options)
-                opened.run(Workload(requests=self.golden.requests, schedule=parse_schedule(schedule)), writer)
+            self.run(self.golden.requests, schedule, path, engine=engine, **options).close()
         with Recording.open(path) as recording:
             return Copy.of(recording)
+
+    def run(
+        self, requests: Sequence[RequestInfo], schedule: str, path: Path, *, engine: str = "hf", **options: str
+    ) -> Recording:
+        """Run an engine over some requests and open what it recorded."""
+        writer = RecordingWriter(
+            path,
+            producer=Producer(name="tests", version="1"),
+            model=ModelInfo(id=str(self.folder)),
+            dtype=self.dtype,
+            device="cpu",
+            environment={},
+            requests=requests,
+            schedule=schedule,
+        )
+        with writer:
+            opened = open_engine(engine, self.folder, dtype=self.dtype, device="cpu", options=options)
+            opened.run(Workload(requests=requests, schedule=parse_schedule(schedule)), writer)
+        return Recording.open(path)
 
     def comparison(self, actual: Recording, **given: object) -> Comparison:
         """Compare with the golden, by replay and by propagation."""
