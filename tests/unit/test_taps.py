@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import BertConfig, BertLMHeadModel
 
+from harness.errors import Code, HarnessError
 from harness.oracle.model import HFModel, load_model
 from harness.taps import KINDS, Graph, Kind, Operation, graph_of_taps, layer_of, layer_prefix, prefix_of, site_of
 
@@ -225,6 +227,25 @@ def test_no_alias_is_a_tap(tiny, family):
     assert not set(graph.aliases) & set(graph.by_tap)
     assert set(graph.aliases.values()) <= set(graph.by_tap)
     assert all(not name.endswith(".") for name in graph.aliases)
+
+
+@pytest.mark.parametrize(
+    "spread",
+    [6, pytest.param(1, marks=pytest.mark.xfail(reason="a row that moves by less than 1e-3 counts as the same"))],
+)
+def test_a_model_whose_rows_see_later_tokens_is_refused(spread):
+    """An encoder; with HF's own initial weights its rows hardly depend on each other, and still they do."""
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    model = BertLMHeadModel(BertConfig(**sizes, vocab_size=32)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(spread if parameter.dim() > 1 else 1)
+    hf = HFModel(model=model, folder=Path("bert"), dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(HarnessError) as caught:
+        assert hf.graph
+    assert caught.value.code is Code.UNSUPPORTED_ARCHITECTURE
+    assert "actual:   BertLMHeadModel" in str(caught.value)
 
 
 def test_layers_and_sites(tiny):
