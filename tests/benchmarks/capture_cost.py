@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from harness.oracle.capture import capturing
-from harness.oracle.decoder import Decoder, load_decoder
+from harness.oracle.model import HFModel, load_model
+from harness.oracle.rows import as_rows
+from harness.oracle.watch import Seeing, watching
 from harness.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
 
 SHAPE = {
@@ -26,34 +27,42 @@ SHAPE = {
 }  # fmt: skip
 
 
-def plain(decoder: Decoder, ids: torch.Tensor) -> float:
+def plain(hf: HFModel, ids: torch.Tensor) -> float:
     """Return the seconds of a forward."""
     begin = time.perf_counter()
-    decoder.model(input_ids=ids, use_cache=False, logits_to_keep=1)
+    hf.model(input_ids=ids, use_cache=False, logits_to_keep=1)
     return time.perf_counter() - begin
 
 
-def captured(decoder: Decoder, ids: torch.Tensor, folder: Path) -> tuple[float, int]:
+def captured(hf: HFModel, ids: torch.Tensor, folder: Path) -> tuple[float, int]:
     """Return the seconds of a forward whose taps are streamed to disk, and the bytes written."""
     tokens = ids[0].tolist()
     writer = RecordingWriter(
         folder,
         producer=Producer(name="capture_cost", version="0"),
         model=ModelInfo(id="random", revision=None, config_hash=None, weights_hash=None),
-        dtype=str(decoder.dtype).removeprefix("torch."),
+        dtype=str(hf.dtype).removeprefix("torch."),
         device="cpu",
         environment={},
         requests=[RequestInfo(id=0, token_ids=tokens, prompt_length=len(tokens))],
-        expected_taps=len(decoder.graph),
+        expected_taps=len(hf.graph),
     )
+    operations = hf.graph.by_source
+
+    def write(source: str, value: torch.Tensor) -> None:
+        operation = operations.get(source)
+        if operation is not None:
+            num_rows = 1 if operation.tap == hf.graph.logits else len(tokens)
+            writer.tap(operation.tap, as_rows(value, operation.token_dim, 1, num_rows))
+
     begin = time.perf_counter()
     with writer:
         rows = range(len(tokens))
         writer.begin_step(
             phase="prefill", request=[0] * len(tokens), position=rows, partial_rows={"lm_head": [len(tokens) - 1]}
         )
-        with capturing(decoder, writer.tap):
-            decoder.model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        with watching(hf) as watch, watch.showing(Seeing(write)):
+            hf.model(input_ids=ids, use_cache=False, logits_to_keep=1)
         writer.end_step()
     seconds = time.perf_counter() - begin
     return seconds, sum(file.stat().st_size for file in folder.iterdir())
@@ -81,14 +90,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as root:
         checkpoint = Path(root) / "model"
         LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(checkpoint)
-        decoder = load_decoder(checkpoint, dtype=torch.float32)
+        hf = load_model(checkpoint, dtype=torch.float32, stays=True)
         ids = torch.randint(0, SHAPE["vocab_size"], (1, arguments.tokens))
-        plain(decoder, ids)
+        plain(hf, ids)
         rows = []
         for repeat in range(arguments.repeats):
             folder = Path(root) / f"run{repeat}"
-            before = plain(decoder, ids)
-            with_taps, num_bytes = captured(decoder, ids, folder)
+            before = plain(hf, ids)
+            with_taps, num_bytes = captured(hf, ids, folder)
             disk = copied(folder, Path(root) / f"copy{repeat}")
             rows.append((with_taps / before, (with_taps - disk) / before, before, num_bytes, disk))
             for file in (*folder.iterdir(), Path(root) / f"copy{repeat}"):

@@ -20,10 +20,10 @@ from tabulate import tabulate
 from harness.case import RequestSpec, load_case
 from harness.check import open_planned, record_run
 from harness.compare import compare_run
-from harness.compare.local import local_errors
-from harness.oracle.decoder import Decoder, load_decoder
-from harness.oracle.golden import cached_golden, environment
-from harness.oracle.replay import Replayer
+from harness.compare.run import Comparison
+from harness.oracle.environment import environment
+from harness.oracle.make_golden import cached_golden
+from harness.oracle.model import HFModel, load_model
 from harness.plan import Plan, make_plan
 from harness.recording import Recording
 
@@ -75,8 +75,8 @@ def plans(stories: Path | None, dtype: str, device: str) -> Iterator[tuple[str, 
 
 def measure(plan: Plan, floors: dict[tuple[str, str, str], Floor], alarms: list[str]) -> int:
     """Run every engine under every schedule; collect the local errors by kind, and any alarm. Return the runs."""
-    decoder = load_decoder(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
-    golden, num_runs = cached_golden(decoder, plan.prompts), 0
+    hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
+    golden, num_runs = cached_golden(hf, plan.prompts), 0
     for label, (name, options) in ENGINES.items():
         own = replace(plan, engine=name, engine_options=options)
         engine = open_planned(own)
@@ -84,15 +84,11 @@ def measure(plan: Plan, floors: dict[tuple[str, str, str], Floor], alarms: list[
             with tempfile.TemporaryDirectory() as folder:
                 record_run(own, engine, schedule, golden.requests, Path(folder) / "run")
                 with Recording.open(Path(folder) / "run", verify=False) as recording:
-                    collect(recording, decoder, floors, label)
-                    result = compare_run(
-                        recording,
-                        golden.recording,
-                        noise=golden.noise,
-                        replayer=Replayer(decoder),
-                        wanted=engine.offer.wanted(decoder.graph),
-                        require=schedule.requires,
+                    found = compare_run(
+                        recording, golden, hf=hf, wanted=engine.offer.wanted(hf.graph), require=schedule.requires
                     )
+            collect(found, plan.dtype, hf, floors, label)
+            result = found.result
             ratio = max(tap.propagated_ratio_max or 0 for tap in result.taps)
             floors[plan.dtype, label, "(propagated ratio)"].add(torch.tensor([ratio]), torch.tensor([torch.nan]), None)
             alarms += [f"{plan.model} {plan.dtype} {label} {schedule}: {x.message}" for x in result.findings]
@@ -100,11 +96,15 @@ def measure(plan: Plan, floors: dict[tuple[str, str, str], Floor], alarms: list[
     return num_runs
 
 
-def collect(recording: Recording, decoder: Decoder, floors: dict[tuple[str, str, str], Floor], label: str) -> None:
-    """Add the local errors of a recording to the floors of its engine."""
-    for operation, errors in local_errors(recording, decoder.graph, Replayer(decoder)):
+def collect(found: Comparison, dtype: str, hf: HFModel, floors: dict[tuple[str, str, str], Floor], label: str) -> None:
+    """Add the local errors of a recording to the floors of its engine, and what HF's own modules made of its inputs."""
+    for tap, errors in found.errors.items():
         shares = torch.where(errors.roundings == 0, 0.0, errors.roundings / errors.bound)
-        floors[recording.manifest.dtype, label, operation.kind.value].add(errors.roundings, shares, errors.convention)
+        kind = hf.graph[tap].kind.value
+        floors[dtype, label, kind].add(errors.roundings, shares, errors.convention)
+        if errors.control is not None:
+            own = torch.where(errors.control == 0, 0.0, errors.control / errors.bound)
+            floors[dtype, "(control)", kind].add(errors.control, own, None)
 
 
 def machine() -> str:

@@ -148,12 +148,12 @@ def opt():
 
 
 @pytest.mark.parametrize("build", [gpt2, bert, opt])
-def test_a_model_of_another_graph(refused, tmp_path, build):
+def test_a_model_that_the_engine_does_not_know(refused, tmp_path, build):
     model = build()
     model.save_pretrained(tmp_path / "other")
     message = refused(Code.UNSUPPORTED_ARCHITECTURE, "check", "--model", tmp_path / "other", *TOKENS)
-    assert f"actual:   {type(model).__name__}" in message
-    assert "it lacks embed_tokens" in message
+    assert f"found {model.config.model_type}" in message
+    assert "the reference engine" in message
 
 
 def test_quantised_weights(refused, checkpoint):
@@ -335,7 +335,7 @@ def test_another_schema(refused, golden, damaged):
 @pytest.mark.parametrize("damage", ["missing", "truncated", "altered"])
 def test_a_damaged_step(refused, golden, recording, llama, tmp_path, side, with_model, damage):
     folder = Path(shutil.copytree(golden if side == "expected" else recording, tmp_path / "damaged"))
-    step = folder / "step-00001.safetensors"
+    step = sorted(folder.glob("step-*"))[:2][-1]  # a golden of a short workload has one
     content = step.read_bytes()
     if damage == "missing":
         code = Code.STEP_MISSING

@@ -227,3 +227,25 @@ def test_a_profile_without_a_folder_is_refused(check):
     ran = check("--profile")
     assert ran.status == 2
     assert "--out" in ran.err
+
+
+@pytest.mark.parametrize("truth", ["float64", "float32", "auto"])
+def test_the_precision_of_the_truth(check, tmp_path, truth):
+    ran = check("--truth", truth, "--dtype", "bfloat16", "--schedule", "plain", "--format", "json")
+    assert (ran.status, ran.json["verdict"]) == (0, "pass")
+
+
+def test_a_truth_that_there_is_not(check):
+    ran = check("--truth", "float16", "--schedule", "plain")
+    assert ran.status == 2
+    assert "--truth" in ran.err
+    assert "float16" in ran.err
+    assert "auto" in ran.err
+
+
+def test_a_truth_in_float32_is_another_golden(harness, llama, workload):
+    folders = {
+        truth: harness("golden", "--model", llama, *workload, "--truth", truth, "--format", "json").json["golden"]
+        for truth in ("float32", "float64", "auto")
+    }
+    assert folders["float64"] == folders["auto"] != folders["float32"]

@@ -24,7 +24,7 @@ def test_golden_says_what_it_made(harness, llama, workload, tmp_path):
     sizes = [path.stat().st_size for path in out.glob("step-*")]
     assert ran.json == {
         "schema_version": 1, "golden": str(out), "model": str(llama), "dtype": "float32", "num_requests": 2,
-        "num_rows": 13, "num_taps": 48, "num_bytes": sum(sizes),
+        "truth": "float64", "num_rows": 13, "num_taps": 48, "num_bytes": sum(sizes),
     }  # fmt: skip
     with Recording.open(out) as recording:
         assert recording.manifest.schedule == "oracle"

@@ -54,15 +54,15 @@ def sketch_text(case_text: str, tmp_path_factory: pytest.TempPathFactory) -> str
     from harness import sketch
     from harness.case import load_case
     from harness.check import run_check
-    from harness.oracle.decoder import load_decoder
-    from harness.oracle.golden import cached_golden
+    from harness.oracle.make_golden import cached_golden
+    from harness.oracle.model import load_model
     from harness.plan import plan_case
 
     path = tmp_path_factory.mktemp("project") / "tiny.toml"
     path.write_text(case_text)
     plan = plan_case(load_case(path))
     run_check(plan)
-    sketch.update(path, cached_golden(load_decoder(plan.folder, dtype=torch.float32), plan.prompts))
+    sketch.update(path, cached_golden(load_model(plan.folder, dtype=torch.float32), plan.prompts))
     return sketch.sketch_path(path).read_text()
 
 

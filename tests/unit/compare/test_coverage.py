@@ -24,7 +24,7 @@ def findings(result):
 def test_all_of_it(one, tmp_path):
     result = one.measure(one.recorded().write(tmp_path / "r"))
     sampled = 2 * NUM_SAMPLED
-    assert result.coverage.expected == result.coverage.recorded == NUM_ROWS * (len(one.decoder.graph) - 8) + sampled
+    assert result.coverage.expected == result.coverage.recorded == NUM_ROWS * (len(one.hf.graph) - 8) + sampled
     assert result.coverage.missing == 0
     assert result.num_rows == NUM_ROWS
     assert findings(result) == []
@@ -43,7 +43,7 @@ def test_a_tap_that_is_not_there(one, tmp_path):
 def test_a_tap_that_need_not_be_there(one, tmp_path):
     actual = one.recorded()
     actual.drop("model.layers.1.mlp.act")
-    wanted = [op.tap for op in one.decoder.graph if op.site != "mlp.act"]
+    wanted = [op.tap for op in one.hf.graph if op.site != "mlp.act"]
     result = one.measure(actual.write(tmp_path / "r"), wanted=wanted, not_offered=["mlp.act"])
     assert findings(result) == []
     assert result.coverage.not_offered == ("mlp.act",)
@@ -52,11 +52,11 @@ def test_a_tap_that_need_not_be_there(one, tmp_path):
 def test_the_cache_must_be_read_back_where_it_is_wanted(one, tmp_path):
     actual = one.recorded()
     actual.steps = list(actual.computing())
-    wanted = [op.tap for op in one.decoder.graph]
+    wanted = [op.tap for op in one.hf.graph]
     assert findings(one.measure(actual.write(tmp_path / "a"))) == []
     result = one.measure(actual.write(tmp_path / "b"), wanted=wanted)
     assert [code for code, *_ in findings(result)] == [Code.TAP_MISSING]
-    assert set(result.coverage.missing_taps) == {op.tap for op in one.decoder.graph if op.kind == "cache"}
+    assert set(result.coverage.missing_taps) == {op.tap for op in one.hf.graph if op.kind == "cache"}
 
 
 @pytest.mark.parametrize(("request_id", "position"), [(1, 0), (0, LENGTHS[0] + NUM_NEW - 2), (2, LENGTHS[2])])

@@ -5,10 +5,13 @@ import math
 import pytest
 import torch
 
+from harness.compare import systematic
 from harness.errors import Code, HarnessError
+from harness.metrics import rounding_unit
 from harness.results import Outcome, Verdict
 
 from .conftest import LENGTHS, NUM_NEW
+from .recordings import Copy
 
 SOUND = {Verdict.EXACT, Verdict.NOISE, Verdict.CONVENTION}
 SITES = (
@@ -44,14 +47,14 @@ def wrong(result):
 
 
 def consumers(one, name):
-    return {op.tap for op in one.decoder.graph if name in op.inputs and op.kind != "cache"}
+    return {op.tap for op in one.hf.graph if name in op.inputs and op.kind != "cache"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama-tiny", "qwen2-tiny", "qwen3-tiny"])
 def test_hf_itself_is_sound(bench, tmp_path, name, dtype):
     one, schedule = bench(name, dtype), "chunked:3" if dtype == torch.float16 else "batched"
-    wanted = [op.tap for op in one.decoder.graph]
+    wanted = [op.tap for op in one.hf.graph]
     result = one.compare(one.recorded(schedule).write(tmp_path / "r"), wanted=wanted)
     assert result.findings == ()
     assert result.outcome is Outcome.PASS
@@ -118,7 +121,7 @@ def test_independent_faults_are_all_found(one, tmp_path):
 def poison(one, actual, name, row):
     """Put a NaN where an operation makes it, and let it run through all that is computed from it."""
     spoilt = {name: {row}}
-    for operation in one.decoder.graph:
+    for operation in one.hf.graph:
         rows = set().union(*(spoilt.get(tap, set()) for tap in operation.inputs))
         if operation.kind == "attention":
             history = set().union(*(spoilt.get(tap, set()) for tap in operation.inputs[1:]))
@@ -126,7 +129,7 @@ def poison(one, actual, name, row):
             rows |= {at for at in later for r, p in history if at[0] == r and at[1] >= p}
         if operation.tap != name and rows:
             spoilt[operation.tap] = rows
-    copies = {name} | {op.tap for op in one.decoder.graph if op.kind == "cache" and op.inputs == (name,)}
+    copies = {name} | {op.tap for op in one.hf.graph if op.kind == "cache" and op.inputs == (name,)}
     for tap_name, rows in spoilt.items():
         for step in actual.steps:
             covered = step.rows_of.get(tap_name)
@@ -185,7 +188,7 @@ def test_a_nan_where_only_propagation_can_judge(one, tmp_path):
 def test_an_operation_whose_way_leads_back_to_the_tokens_is_judged_by_propagation(one, tmp_path):
     actual, first = one.recorded(), "model.layers.0.input_layernorm"
     actual.drop("model.embed_tokens")
-    wanted = [op.tap for op in one.decoder.graph if op.tap != "model.embed_tokens"]
+    wanted = [op.tap for op in one.hf.graph if op.tap != "model.embed_tokens"]
     sound = one.compare(actual.write(tmp_path / "a"), wanted=wanted)
     assert sound.findings == ()
     assert tap(sound, first).judged_by == "propagated"
@@ -208,7 +211,7 @@ def test_the_cache_of_an_engine_that_computes_wrong_keys_is_sound(one, tmp_path)
 def test_tokens_are_those_of_the_request_not_what_the_engine_claims(one, tmp_path):
     """An engine that embeds another token than it was fed."""
     actual = one.recorded()
-    actual.at("model.embed_tokens", *ROW).copy_(one.decoder.model.model.embed_tokens.weight[9])
+    actual.at("model.embed_tokens", *ROW).copy_(one.hf.model.model.embed_tokens.weight[9])
     result = one.compare(actual.write(tmp_path / "r"))
     assert result.first_divergence.tap == "model.embed_tokens"
 
@@ -222,7 +225,7 @@ def test_tokens_are_those_of_the_request_not_what_the_engine_claims(one, tmp_pat
 )
 def test_the_worst_element_of_a_row(one, tmp_path, name, row):
     actual = one.recorded("batched")
-    actual.at(name, *row)[41] += 50
+    actual.at(name, *row).view(-1)[41] += 50
     worst = tap(one.compare(actual.write(tmp_path / "r")), name).worst
     assert (worst.request, worst.position) == row
     assert worst.index == 41
@@ -242,6 +245,7 @@ def flat(actual, names):
         ("k_cache", "v_cache"),
         ("q_rope",),
         ("k_rope",),
+        ("attention",),
     ],
 )
 def test_heads_recorded_as_one_dimension_make_no_difference(one, tmp_path, sites):
@@ -254,10 +258,10 @@ def test_heads_recorded_as_one_dimension_make_no_difference(one, tmp_path, sites
 
 
 def test_projections_recorded_as_heads_make_no_difference(one, tmp_path):
-    actual, head_dim = one.recorded(), one.decoder.head_dim()
+    actual, head_dim = one.recorded(), one.hf.head_dim
     for step in actual.computing():
         for name in [name for name in step.taps if name.endswith((".q_proj", ".v_proj", ".attention"))]:
-            step.taps[name] = step.taps[name].unflatten(1, (-1, head_dim))
+            step.taps[name] = step.taps[name].flatten(1).unflatten(1, (-1, head_dim))
     assert one.compare(actual.write(tmp_path / "r")).findings == ()
 
 
@@ -270,24 +274,49 @@ def test_a_dtype_that_torch_does_not_know(one, tmp_path, dtype):
 
 
 def test_taps_that_no_graph_knows_are_measured_and_not_judged(one, tmp_path):
-    actual, extra = one.recorded(), "model.layers.0.self_attn.gate"
-    expected = one.recorded()
+    extra = "model.layers.0.self_attn.gate"
+    actual, expected = Copy.of(one.golden.recording), Copy.of(one.golden.recording)
     for copy, value in ((actual, 1.0), (expected, 2.0)):
         for step in copy.computing():
             step.taps[extra] = torch.full((len(step.request), 3), value)
-    result = one.measure(actual.write(tmp_path / "a"), expected=expected.write(tmp_path / "e"), noise={})
+    result = one.measure(actual.write(tmp_path / "a"), expected=expected.write(tmp_path / "e"), require=())
     assert tap(result, extra).verdict is Verdict.UNJUDGED
     assert tap(result, extra).max_abs == 1
     assert result.findings == ()
 
 
-def test_two_engines_against_each_other(one, tmp_path):
+def test_other_names_of_taps_are_those_of_the_graph(one, tmp_path):
+    """HF's own paths, and those that a recording of an engine with hooks on modules has."""
+    actual, prefix = one.recorded(), "model.layers.1."
+    names = {
+        f"{prefix}q_rope": f"{prefix}self_attn.query",
+        f"{prefix}attention": f"{prefix}self_attn.o_proj.input",
+        f"{prefix}attn_residual": f"{prefix}post_attention_layernorm.input",
+        f"{prefix}mlp.act": f"{prefix}mlp.down_proj.input",
+        f"{prefix}output": "model.layers.1",
+        "model.embed_tokens": "model.layers.0.input",
+        "lm_head": "logits",
+    }
+    for step in actual.steps:
+        step.taps = {names.get(name, name): tensor for name, tensor in step.taps.items()}
+        step.rows_of = {names.get(name, name): rows for name, rows in step.rows_of.items()}
+    actual.at(f"{prefix}mlp.down_proj.input", *ROW).mul_(1.5)
+    result = one.compare(actual.write(tmp_path / "r"))
+    assert {tap.name for tap in result.taps} == {op.tap for op in one.hf.graph}
+    assert result.first_divergence.tap == f"{prefix}mlp.act"
+    assert set(wrong(result)) == {f"{prefix}mlp.act", f"{prefix}mlp.down_proj"}
+    assert not [finding for finding in result.findings if finding.code is Code.TAP_MISSING]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_two_engines_against_each_other(bench, tmp_path, dtype):
     """No golden and no replay: nothing but the distance, and the roundings that may add up on the way."""
+    one = bench("qwen3-tiny", dtype)
     actual, expected = one.recorded("batched"), one.recorded("plain")
     result = one.measure(actual.write(tmp_path / "a"), expected=expected.write(tmp_path / "e"), noise={})
     assert result.outcome is Outcome.PASS
     assert {tap.judged_by for tap in result.taps} == {"propagated", "cache"}
-    actual.at("model.layers.1.mlp.gate_proj", *ROW).mul_(1.01)
+    actual.at("model.layers.1.mlp.gate_proj", *ROW).mul_(1.3)
     result = one.measure(actual.write(tmp_path / "b"), expected=expected.write(tmp_path / "f"), noise={})
     assert result.first_divergence.tap == "model.layers.1.mlp.gate_proj"
 
@@ -295,35 +324,33 @@ def test_two_engines_against_each_other(one, tmp_path):
 def test_an_eager_engine_is_held_to_its_own_convention(bench, tmp_path):
     """Scores rounded to bfloat16 are legitimate, and no wider bound for whoever does not round them."""
     one = bench("llama-tiny", torch.bfloat16)
-    actual = one.recorded()
-    for step in actual.computing():
-        for layer in range(3):
-            name = f"model.layers.{layer}.attention"
-            step.taps[name] = eager_context(one, actual, layer, step)
+    actual = one.recorded("batched", attention="eager")
     result = one.compare(actual.write(tmp_path / "a"))
-    assert not [name for name in wrong(result) if name.endswith(".attention")]
+    assert result.findings == ()
     actual.at("model.layers.1.attention", *ROW).mul_(1.1)
     result = one.compare(actual.write(tmp_path / "b"))
     assert tap(result, "model.layers.1.attention").verdict is Verdict.BUG
     assert tap(result, "model.layers.1.attention").num_rows == sum(LENGTHS) + len(LENGTHS) * (NUM_NEW - 1)
+    assert tap(result, "model.layers.1.attention").num_bad_rows == 1
 
 
-def eager_context(one, actual, layer, step):
-    """HF's eager attention of the rows of a step, from what was recorded."""
-    from harness.oracle.replay import AttentionInputs
-
-    prefix, rows = f"model.layers.{layer}.", []
-    for request, position in zip(step.request, step.position, strict=True):
-        positions = torch.arange(position + 1)
-        key = torch.stack([actual.at(f"{prefix}k_rope", request, p) for p in positions.tolist()])
-        value = torch.stack([actual.at(f"{prefix}self_attn.v_proj", request, p) for p in positions.tolist()])
-        given = AttentionInputs(
-            query=actual.at(f"{prefix}q_rope", request, position)[None],
-            key=key,
-            value=value.view_as(key),
-            query_position=positions[-1:],
-            key_position=positions,
-        )
-        with torch.no_grad():
-            rows.append(one.replayer.eager_attention(layer, given))
-    return torch.cat(rows)
+def test_the_first_divergence_is_the_earliest_whether_a_bug_or_systematic(bench, tmp_path, monkeypatch):
+    """A later bug must not hide what is off in all rows before it."""
+    monkeypatch.setattr(systematic, "MIN_ROWS", 20)  # the recordings of these tests hold 31 rows
+    one = bench("qwen3-tiny", torch.bfloat16)
+    actual = one.recorded()
+    gain, tap_name = 1.2 * rounding_unit(torch.bfloat16), "model.layers.2.mlp.gate_proj"
+    for step in actual.computing():
+        x = step.taps["model.layers.2.post_attention_layernorm"].double()
+        step.taps[tap_name] = (x @ one.hf.module(tap_name).weight.double().T * (1 + gain)).bfloat16()
+        up = step.taps["model.layers.2.mlp.up_proj"]
+        step.taps["model.layers.2.mlp.act"] = torch.nn.functional.silu(step.taps[tap_name]) * up
+    actual.at("lm_head", *ROW).mul_(2)
+    result = one.compare(actual.write(tmp_path / "a"))
+    assert tap(result, tap_name).verdict is Verdict.SYSTEMATIC
+    assert tap(result, "lm_head").verdict is Verdict.BUG
+    first = result.first_divergence
+    assert (first.tap, first.verdict, first.code) == (tap_name, Verdict.SYSTEMATIC, Code.SYSTEMATIC_ERROR)
+    actual.at("model.layers.0.mlp.up_proj", *ROW).mul_(2)
+    first = one.compare(actual.write(tmp_path / "b")).first_divergence
+    assert (first.tap, first.verdict, first.code) == ("model.layers.0.mlp.up_proj", Verdict.BUG, Code.LOCAL_ERROR)

@@ -8,7 +8,10 @@ import torch
 from harness.compare.traits import Traits
 from harness.compare.triggers import reached_triggers
 from harness.errors import Code
+from harness.oracle.model import load_model
 from harness.recording.manifest import RequestInfo
+
+from ..tiny_models import WINDOW
 
 PLAIN = Traits(num_groups=1, window=None, original_positions=None)
 
@@ -62,11 +65,12 @@ def test_a_decode_step_that_opens_a_block():
     assert "new_block" not in reached_triggers(recording(prefill, step(1, [0], [4], sampled=[9], tables={0: [1]})))
 
 
-def test_traits_of_a_configuration():
-    config = SimpleNamespace(
-        num_attention_heads=6, num_key_value_heads=2, rope_parameters={"original_max_position_embeddings": 64}
-    )
-    assert Traits.of(config, [None, 32, 16]) == Traits(num_groups=3, window=16, original_positions=64)
+def test_traits_of_a_model(checkpoints, tiny):
+    llama = load_model(checkpoints / "llama-tiny", dtype=torch.float32)
+    original = llama.config.rope_parameters["original_max_position_embeddings"]
+    assert Traits.of(llama) == Traits(num_groups=3, window=None, original_positions=original)
+    assert Traits.of(tiny("gemma3_text")) == Traits(num_groups=2, window=WINDOW, original_positions=None)
+    assert Traits.of(tiny("mamba")) == PLAIN
 
 
 def test_a_requirement_that_is_not_reached_fails(bench, tmp_path):

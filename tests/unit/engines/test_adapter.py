@@ -7,7 +7,8 @@ import pytest
 
 from harness.engines import Offer, engine_names, open_engine
 from harness.errors import Code, HarnessError
-from harness.taps import decoder_graph
+
+from ..decoder_graph import decoder_graph
 
 
 def test_ours_are_installed():

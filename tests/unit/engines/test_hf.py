@@ -8,11 +8,13 @@ from transformers import AutoModelForCausalLM
 
 from harness.engines.hf import open_engine
 from harness.errors import Code, HarnessError
-from harness.oracle.capture import capturing
-from harness.oracle.decoder import load_decoder
-from harness.oracle.golden import Prompt, greedy_continuation
+from harness.oracle.decode import greedy_continuation
+from harness.oracle.model import load_model
+from harness.oracle.rows import as_rows
+from harness.oracle.watch import Seeing, watching
 from harness.recording.manifest import RequestInfo
 
+from ..tiny_models import WINDOW
 from .conftest import REQUESTS
 
 SCHEDULES = ["plain", "chunked:3", "chunked:100", "batched"]
@@ -46,11 +48,17 @@ def rows(step, tap):
 @pytest.fixture(scope="module")
 def expected(checkpoints):
     """Return two taps of every row, each request computed by one forward of its own: by request id, by tap."""
-    decoder = load_decoder(checkpoints / "llama-tiny", dtype=torch.float32)
-    kept = {request.id: {} for request in REQUESTS}
+    hf = load_model(checkpoints / "llama-tiny", dtype=torch.float32)
+    kept, operations = {request.id: {} for request in REQUESTS}, hf.graph.by_source
     for request in REQUESTS:
-        with torch.no_grad(), capturing(decoder, lambda tap, values, own=kept[request.id]: own.update({tap: values})):
-            decoder.model(input_ids=torch.tensor([request.token_ids]), use_cache=False)
+
+        def keep(source, value, own=kept[request.id], tokens=request.token_ids):
+            if source in operations:
+                operation = operations[source]
+                own[operation.tap] = as_rows(value, operation.token_dim, 1, len(tokens)).clone()
+
+        with watching(hf) as watch, watch.showing(Seeing(keep)), torch.no_grad():
+            hf.model(input_ids=torch.tensor([request.token_ids]), use_cache=False)
     return kept
 
 
@@ -119,7 +127,7 @@ def test_chunks_are_as_long_as_the_schedule_says(engines, record):
 
 def test_its_own_tokens_are_those_of_generate(engines, checkpoints, model, record):
     """The loop is closed: the golden's continuation is `generate`'s, and so are the engine's choices when fed it."""
-    decoder = load_decoder(checkpoints / "llama-tiny", dtype=torch.float32)
+    hf = load_model(checkpoints / "llama-tiny", dtype=torch.float32)
     prompts = [[1, 4, 5, 6, 7, 8], [1, 20]]
     requests = []
     for index, prompt in enumerate(prompts):
@@ -133,9 +141,7 @@ def test_its_own_tokens_are_those_of_generate(engines, checkpoints, model, recor
                 eos_token_id=-1,
                 pad_token_id=0,
             )[0].tolist()
-        assert (
-            greedy_continuation(decoder, Prompt(token_ids=tuple(prompt), max_new_tokens=8)) == generated[len(prompt) :]
-        )
+        assert greedy_continuation(hf, prompt, 8) == generated[len(prompt) :]
         requests.append(RequestInfo(id=index, token_ids=generated[:-1], prompt_length=len(prompt)))
         with record(engines["sdpa"], "plain", [requests[-1]]) as recording:
             chosen = [token for step in computed(recording) for token in step.sampled.tolist() if token >= 0]
@@ -157,17 +163,87 @@ def test_the_model_is_as_before_after_a_run_that_failed(engines, record):
         pass
 
     engine = engines["sdpa"]
-    before = engine._decoder.config._attn_implementation
-    original, engine._decoder.model.model.norm.forward = engine._decoder.model.model.norm.forward, None
+    before = engine._hf.config._attn_implementation
+    original, engine._hf.model.model.norm.forward = engine._hf.model.model.norm.forward, None
 
     def fail(_hidden):
         raise BrokenError
 
-    engine._decoder.model.model.norm.forward = fail
+    engine._hf.model.model.norm.forward = fail
     try:
         with pytest.raises(BrokenError):
             record(engine, "plain")
     finally:
-        engine._decoder.model.model.norm.forward = original
-    assert engine._decoder.config._attn_implementation == before
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in engine._decoder.model.modules())
+        engine._hf.model.model.norm.forward = original
+    assert engine._hf.config._attn_implementation == before
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in engine._hf.model.modules())
+
+
+# Other families than Llama-like ones.
+
+
+def of(folder, dtype="float32", **options):
+    return open_engine(folder, dtype=dtype, device="cpu", options=options)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("family", ["gemma3_text", "mistral"])
+def test_a_cache_with_a_window_is_read_back_as_far_as_it_is_kept(tiny_folder, record, family, schedule):
+    """HF keeps one row less than the window: what no later token will see is dropped. Of a batch it keeps columns."""
+    engine = of(tiny_folder(family))
+    windows = {op.tap: op.window for op in engine._hf.graph if op.tap.endswith(("k_cache", "v_cache"))}
+    assert WINDOW in windows.values()
+    with record(engine, schedule) as recording:
+        written = {}
+        for step in computed(recording):
+            for tap in ("k_rope", "self_attn.v_proj"):
+                for layer in range(2):
+                    name = f"model.layers.{layer}.{tap}"
+                    for row, values in zip(rows(step, name), step.tap(name).flatten(1), strict=True):
+                        written[layer, tap, row] = values.tolist()
+        seen = {tap: set() for tap in windows}
+        for step in (step for step in recording.steps if step.phase == "readback"):
+            for tap in windows:
+                source = "k_rope" if tap.endswith("k_cache") else "self_attn.v_proj"
+                layer = int(tap.split(".")[2])
+                for row, values in zip(rows(step, tap), step.tap(tap).flatten(1), strict=True):
+                    assert values.tolist() == written[layer, source, row]
+                    seen[tap].add(row)
+    for tap, window in windows.items():
+        everything = {(request.id, at) for request in REQUESTS for at in range(len(request.token_ids))}
+        ends_last = [0] if schedule == "batched" else [request.id for request in REQUESTS]
+        lengths = {request.id: len(request.token_ids) for request in REQUESTS}
+        needed = {(request, at) for request, at in everything if window is None or at > lengths[request] - window}
+        assert {row for row in needed if row[0] in ends_last} <= seen[tap] <= everything
+        if window is None:
+            assert seen[tap] == everything
+        elif schedule != "batched":
+            assert seen[tap] == needed
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mamba"])
+def test_a_family_without_sdpa_runs_by_its_own_attention(tiny_folder, record, family):
+    with record(of(tiny_folder(family)), "plain") as recording:
+        there = {tap for step in computed(recording) for tap in step.tap_names}
+    assert {tap for tap in there if tap.endswith((".attention", "mixer.out_proj"))}
+
+
+def test_a_family_without_a_cache_of_keys_and_values_says_so(tiny_folder, record):
+    engine = of(tiny_folder("mamba"))
+    with record(engine, "plain") as recording:
+        assert not [step for step in recording.steps if step.phase == "readback"]
+
+
+def test_choices_of_a_router_are_recorded_as_indices(tiny_folder, record):
+    with record(of(tiny_folder("qwen3_moe")), "batched") as recording:
+        for step in computed(recording):
+            chosen = step.tap("model.layers.1.mlp.gate.topk")
+            assert chosen.dtype == torch.int64
+            assert chosen.shape == (len(step.request), 2)
+
+
+def test_a_large_checkpoint_is_loaded_whole(checkpoints, monkeypatch):
+    """Weights that are read anew for every token would be read a thousand times."""
+    monkeypatch.setattr("harness.oracle.model._RESIDENT_BYTES", 0)
+    engine = of(checkpoints / "llama-tiny")
+    assert not [x for x in engine._hf.model.parameters() if x.is_meta]

@@ -6,17 +6,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.compare.align import Rows, step_rows
+from harness.compare import compare_run
+from harness.compare.align import Locator, Rows, step_rows
+from harness.compare.cache import cache_errors
+from harness.compare.local import local_errors
+from harness.compare.local_judge import LocalJudgement
+from harness.compare.run import Comparison
 from harness.engines import Workload, open_engine
 from harness.errors import Code
 from harness.explain import explain_run
-from harness.oracle.decoder import load_decoder
-from harness.oracle.golden import Prompt, cached_golden
-from harness.oracle.replay import Replayer
+from harness.oracle.make_golden import cached_golden
+from harness.oracle.model import load_model
+from harness.oracle.requests import Prompt
 from harness.recording import ModelInfo, Producer, Recording, RecordingWriter
 from harness.recording.reader import Step
 from harness.results import Coverage, Explanation, Finding, Outcome, RunResult, TokenResult
 from harness.schedule import parse_schedule
+from harness.taps import Kind
 
 LENGTHS = (37, 11)
 NUM_NEW = 5
@@ -42,14 +48,16 @@ class Bench:
     def __init__(self, folder: Path, dtype: torch.dtype, schedule: str, path: Path) -> None:
         generator = torch.Generator().manual_seed(11)
         name = str(dtype).removeprefix("torch.")
-        self.decoder = load_decoder(folder, dtype=dtype)
-        self.replayer = Replayer(self.decoder)
-        self.config, self.head_dim, self.dtype = self.decoder.config, self.decoder.head_dim(), dtype
+        self.hf = load_model(folder, dtype=dtype)
+        self.config, self.head_dim, self.dtype = self.hf.config, self.hf.head_dim, dtype
+        highest = min(256, self.hf.vocab_size)
         prompts = [
-            Prompt(token_ids=tuple(torch.randint(3, 256, (n,), generator=generator).tolist()), max_new_tokens=NUM_NEW)
+            Prompt(
+                token_ids=tuple(torch.randint(3, highest, (n,), generator=generator).tolist()), max_new_tokens=NUM_NEW
+            )
             for n in LENGTHS
         ]
-        self.golden = cached_golden(self.decoder, prompts)
+        self.golden = cached_golden(self.hf, prompts)
         writer = RecordingWriter(
             path,
             producer=Producer(name="tests", version="1"),
@@ -82,7 +90,7 @@ class Bench:
 
     def weight(self, module: str) -> torch.Tensor:
         """Return a weight in float64."""
-        return self.decoder.module(module).weight.detach().double()
+        return self.hf.module(module).weight.detach().double()
 
     def planted(self, taps: Mapping[str, torch.Tensor]) -> Recording:
         """Return the recording with some taps replaced, given as `tap` returns them."""
@@ -115,7 +123,7 @@ class Bench:
         request: int | None = None,
         position: int | None = None,
     ) -> Explanation | None:
-        """Return the explanation of a finding on a tap."""
+        """Return the explanation of a finding on a tap; nothing but that tap is judged."""
         finding = Finding(code=code, message="", tap=tap, request=request, position=position)
         run = RunResult(
             schedule="plain",
@@ -128,19 +136,37 @@ class Bench:
             logits=None,
             coverage=Coverage(),
         )
-        noise = self.golden.noise
-        return explain_run(run, recording, self.golden.recording, self.replayer, noise).findings[0].explanation
+        found = self._judged(run, recording, tap)
+        return explain_run(found, recording, self.golden, self.hf).findings[0].explanation
+
+    def _judged(self, run: RunResult, recording: Recording, tap: str) -> Comparison:
+        graph, local, caches = self.hf.graph, LocalJudgement(errors={}, evidence={}), {}
+        usable = {tap, *graph[tap].inputs} if tap in graph else set()
+        if usable and graph[tap].kind is Kind.CACHE:
+            theirs = Locator(self.golden.recording)
+            errors = cache_errors(Locator(recording), graph, usable, theirs, self.golden.noise)
+            caches = {operation.tap: each for operation, each in errors}
+        elif usable:
+            local = local_errors(recording, self.hf, usable)
+        return Comparison(result=run, errors=local.errors, caches=caches, evidence=local.evidence)
+
+    def compare(self, recording: Recording) -> Comparison:
+        """Compare all of a recording with the golden."""
+        return compare_run(recording, self.golden, hf=self.hf)
 
 
 @pytest.fixture(scope="session")
-def bench(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bench]:
-    """Return the bench of a checkpoint, a dtype and a schedule; recorded once."""
+def bench(
+    checkpoints: Path, tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Bench]:
+    """Return the bench of a checkpoint, embedded or of a tiny model of a family, in a dtype and under a schedule."""
     runs, benches = tmp_path_factory.mktemp("explain"), {}
 
     def get(name: str = "qwen3-tiny", dtype: torch.dtype = torch.float32, schedule: str = "batched") -> Bench:
         key = (name, dtype, schedule)
         if key not in benches:
-            benches[key] = Bench(checkpoints / name, dtype, schedule, runs / f"run-{len(benches)}")
+            folder = checkpoints / name if (checkpoints / name).exists() else tiny_folder(name)
+            benches[key] = Bench(folder, dtype, schedule, runs / f"run-{len(benches)}")
         return benches[key]
 
     return get

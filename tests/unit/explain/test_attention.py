@@ -3,6 +3,8 @@ import math
 import pytest
 import torch
 
+from ..tiny_models import WINDOW
+
 TAP = "model.layers.1.attention"
 Q, K, V = "model.layers.1.q_rope", "model.layers.1.k_rope", "model.layers.1.self_attn.v_proj"
 
@@ -153,19 +155,19 @@ def test_split_kv(bench):
 
 
 def test_sliding_window(bench):
-    bench = bench("llama-tiny")
-    config = bench.config
-    assert getattr(config, "sliding_window", None) is None
-    config.sliding_window = 12  # the oracle's definition; the recording below is made to follow it, but for one
-    try:
-        wrong = {
-            "sliding window off by one (too wide): 13 instead of 12": lambda p, s, q, t: (q <= p) & (q > p - 13),
-            "sliding window off by one (too narrow): 11 instead of 12": lambda p, s, q, t: (q <= p) & (q > p - 11),
-            "the sliding window is ignored": lambda p, s, q, t: q <= p,
-        }
-        for cause, visible in wrong.items():
-            found = bench.explain(TAP, attended(bench, visible=visible))
-            assert found.cause == cause
-            assert found.num_explained == found.num_rows
-    finally:
-        del config.sliding_window
+    bench, window = bench("mistral"), WINDOW
+    wrong = {
+        f"sliding window off by one (too wide): {window + 1} instead of {window}": lambda p, s, q, t: (
+            (q <= p) & (q > p - window - 1)
+        ),
+        f"sliding window off by one (too narrow): {window - 1} instead of {window}": lambda p, s, q, t: (
+            (q <= p) & (q > p - window + 1)
+        ),
+        "the sliding window is ignored": lambda p, s, q, t: q <= p,
+    }
+    right = attended(bench, visible=lambda p, s, q, t: (q <= p) & (q > p - window))
+    assert torch.allclose(right, bench.tap(TAP), atol=1e-4)
+    for cause, visible in wrong.items():
+        found = bench.explain(TAP, attended(bench, visible=visible))
+        assert found.cause == cause
+        assert found.num_explained == found.num_rows

@@ -1,11 +1,12 @@
 import re
 from pathlib import Path
 
-from harness.explain.try_all import BY_KIND
+from harness.explain.try_all import causes_of
+from harness.taps import KINDS
 
 PAGE = Path(__file__).parents[3] / "docs" / "explanations.md"
 
 
 def test_every_explanation_has_a_line():
     documented = set(re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), flags=re.MULTILINE))
-    assert documented == {explain.__name__ for explanations in BY_KIND.values() for explain in explanations}
+    assert documented == {explain.__name__ for explanations in map(causes_of, KINDS) for explain in explanations}

@@ -29,7 +29,7 @@ def test_weights_of_another_module(bench):
 
 def test_weights_not_loaded(bench):
     bench = bench("qwen2-tiny")
-    bias = bench.decoder.module(TAP).bias.detach().double()
+    bias = bench.hf.module(TAP).bias.detach().double()
     found = bench.explain(TAP, bias.expand(len(bench.tap(TAP)), -1))
     assert found.cause == "the weights are zero: not loaded"
     found = bench.explain(TAP, torch.zeros_like(bench.tap(TAP)))

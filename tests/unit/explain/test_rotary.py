@@ -21,7 +21,7 @@ def test_neighbouring_pairs(bench):
     x = bench.tap(SOURCE).unflatten(1, (-1, bench.head_dim))
     half_split = rotated(bench, bench.rows().position).unflatten(1, (-1, bench.head_dim))
     assert torch.allclose(half_split.flatten(1), bench.tap(TAP), atol=1e-5)
-    frequencies = bench.decoder.model.model.rotary_emb.inv_freq
+    frequencies = bench.hf.model.model.rotary_emb.inv_freq
     angles = (bench.rows().position[:, None].float() * frequencies)[:, None].double()
     a, b = x[..., ::2], x[..., 1::2]
     turned = torch.stack((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)

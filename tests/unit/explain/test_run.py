@@ -2,7 +2,6 @@
 
 import torch
 
-from harness.compare import compare_run
 from harness.explain import explain_run
 
 
@@ -13,9 +12,7 @@ def test_several_independent_mistakes_are_each_explained(bench):
     wrong = torch.nn.functional.gelu(gate) * up
     other = bench.tap("model.layers.2.input_layernorm") @ bench.weight("model.layers.1.self_attn.v_proj").T
     recording = bench.planted({first: wrong, second: other})
-    noise = bench.golden.noise
-    run = compare_run(recording, bench.golden.recording, noise=noise, replayer=bench.replayer)
-    explained = explain_run(run, recording, bench.golden.recording, bench.replayer, noise)
+    explained = explain_run(bench.compare(recording), recording, bench.golden, bench.hf)
     causes = {finding.tap: finding.explanation.cause for finding in explained.findings if finding.explanation}
     assert causes[first] == "the activation is GELU"
     assert causes[second] == "the weights are those of model.layers.1.self_attn.v_proj"
@@ -25,10 +22,10 @@ def test_several_independent_mistakes_are_each_explained(bench):
 
 def test_a_sound_run_is_returned_as_it_is(bench):
     bench = bench()
-    recording, noise = bench.planted({}), bench.golden.noise
-    run = compare_run(recording, bench.golden.recording, noise=noise, replayer=bench.replayer)
-    assert run.findings == ()
-    assert explain_run(run, recording, bench.golden.recording, bench.replayer, noise) is run
+    recording = bench.planted({})
+    found = bench.compare(recording)
+    assert found.result.findings == ()
+    assert explain_run(found, recording, bench.golden, bench.hf) is found.result
 
 
 def test_two_causes_in_one_operation_leave_rows_that_the_better_one_does_not_explain(bench):

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.oracle.decoder import Decoder, load_decoder
+from harness.oracle.model import HFModel, load_model
 
 NAMES = ("llama-tiny", "qwen2-tiny", "qwen3-tiny")
 
-Load = Callable[..., Decoder]
+Load = Callable[..., HFModel]
 
 
 @pytest.fixture(scope="session")
@@ -19,14 +19,14 @@ def load(checkpoints: Path) -> Load:
     """Load a checkpoint in a dtype; a test that changes the model must load its own."""
 
     @cache
-    def loaded(name: str, dtype: torch.dtype = torch.float32) -> Decoder:
-        return load_decoder(checkpoints / name, dtype=dtype)
+    def loaded(name: str, dtype: torch.dtype = torch.float32) -> HFModel:
+        return load_model(checkpoints / name, dtype=dtype)
 
     return loaded
 
 
 @pytest.fixture(scope="session", params=NAMES)
-def decoder(request: pytest.FixtureRequest, load: Load) -> Decoder:
+def hf(request: pytest.FixtureRequest, load: Load) -> HFModel:
     """Return each of the checkpoints in float32."""
     return load(request.param)
 

@@ -7,25 +7,22 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from harness.compare import compare_run
 from harness.errors import Code, HarnessError
-from harness.oracle import golden as golden_module
-from harness.oracle.decoder import load_decoder
-from harness.oracle.golden import (
-    LOGIT_NOISE,
-    NOISE_FILE,
-    Prompt,
-    cached_golden,
-    golden_key,
-    greedy_continuation,
-    make_golden,
-    record_dtype,
-)
-from harness.recording import reader
+from harness.oracle import make_golden as making_module
+from harness.oracle.batching import batch_requests, padded
+from harness.oracle.decode import greedy_continuation
+from harness.oracle.golden import INFO_FILE, LOGIT_NOISE, NOISE_FILE, Golden, key_name, open_golden
+from harness.oracle.make_golden import cached_golden, golden_key, make_golden
+from harness.oracle.model import load_model
+from harness.oracle.requests import Prompt
+from harness.recording import Recording, RequestInfo, reader
 from harness.taps import Kind
 
 from .state import bits, surroundings
+from .test_paired import pair
 
 PROMPTS = (Prompt(token_ids=(5, 9, 200, 17, 31, 8), max_new_tokens=4), Prompt(token_ids=(44, 3, 90), max_new_tokens=1))
 
@@ -41,11 +38,11 @@ def making(monkeypatch):
     """Count how often a golden is made."""
     made, make = [], make_golden
 
-    def counting(decoder, prompts, out, **kwargs):
+    def counting(hf, prompts, out, **kwargs):
         made.append(out)
-        return make(decoder, prompts, out, **kwargs)
+        return make(hf, prompts, out, **kwargs)
 
-    monkeypatch.setattr(golden_module, "make_golden", counting)
+    monkeypatch.setattr(making_module, "make_golden", counting)
     return made
 
 
@@ -57,108 +54,139 @@ def own_checkpoint(checkpoints, tmp_path):
     return folder
 
 
-def hf_generate(decoder, prompt):
-    ids = torch.tensor([prompt.token_ids])
-    output = decoder.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=prompt.max_new_tokens,
-        min_new_tokens=prompt.max_new_tokens,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return output[0, len(prompt.token_ids) :].tolist()
+def computed(hf):
+    return {op.tap for op in hf.graph if op.kind is not Kind.CACHE}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama-tiny", "qwen2-tiny", "qwen3-tiny"])
-def test_the_continuation_is_that_of_generate(load, token_ids, name, dtype):
-    decoder = load(name, dtype)
-    prompt = Prompt(token_ids=tuple(token_ids), max_new_tokens=9)
-    continuation = greedy_continuation(decoder, prompt)
-    assert continuation == hf_generate(decoder, prompt)
-    assert len(set(continuation)) > 1
-
-
-def test_the_continuation_goes_on_behind_an_end_of_text_token(load, token_ids):
-    decoder = load("llama-tiny")
-    prompt = Prompt(token_ids=tuple(token_ids), max_new_tokens=5)
-    first = greedy_continuation(decoder, prompt)[0]
-    config = decoder.model.generation_config
-    before = config.eos_token_id
-    try:
-        config.eos_token_id = first
-        assert len(greedy_continuation(decoder, prompt)) == 5
-    finally:
-        config.eos_token_id = before
+def test_what_a_golden_holds(load, tmp_path, name, dtype):
+    hf = load(name, dtype)
+    golden = make_golden(hf, PROMPTS, tmp_path / "golden")
+    for request, prompt in zip(golden.requests, PROMPTS, strict=True):
+        continuation = greedy_continuation(hf, prompt.token_ids, prompt.max_new_tokens)
+        assert request.token_ids == [*prompt.token_ids, *continuation[:-1]]
+        assert request.prompt_length == len(prompt.token_ids)
+    assert {entry.name for entry in golden.recording.manifest.taps} == computed(hf)
+    (step,) = golden.recording.steps  # one for a batch of requests
+    rows = [(request.id, at) for request in golden.requests for at in range(len(request.token_ids))]
+    assert list(zip(step.request.tolist(), step.position.tolist(), strict=True)) == rows
+    wanted = {(r.id, at) for r in golden.requests for at in range(r.prompt_length - 1, len(r.token_ids))}
+    sampled = step.rows_of("lm_head")
+    assert {rows[at] for at in sampled.tolist()} == wanted
+    assert step.sampled[sampled].tolist() == step.tap("lm_head").argmax(dim=1).tolist()
+    assert (step.sampled >= 0).sum() == len(sampled)
+    assert {tap for tap in step.tap_names if step.rows_of(tap) is not None} == {"lm_head"}
+    assert list(golden.graph) == list(hf.graph)
+    assert golden.graph.aliases == hf.graph.aliases
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_a_golden_holds(decoder, load, tmp_path, dtype):
-    decoder = load(decoder.folder.name, dtype)
-    golden = make_golden(decoder, PROMPTS, tmp_path / "golden")
-    requests = golden.requests
-    for request, prompt in zip(requests, PROMPTS, strict=True):
-        continuation = greedy_continuation(decoder, prompt)
-        assert request.token_ids == [*prompt.token_ids, *continuation[:-1]]
-        assert request.prompt_length == len(prompt.token_ids)
-    taps = {op.tap for op in decoder.graph if op.kind is not Kind.CACHE}
-    assert {entry.name for entry in golden.recording.manifest.taps} == taps
-    for step, request in zip(golden.recording.steps, requests, strict=True):
-        assert step.position.tolist() == list(range(len(request.token_ids)))
-        assert step.request.tolist() == [request.id] * len(request.token_ids)
-        sampled = step.rows_of("lm_head")
-        assert sampled.tolist() == list(range(request.prompt_length - 1, len(request.token_ids)))
-        assert step.sampled[sampled].tolist() == step.tap("lm_head").argmax(dim=1).tolist()
-        assert (step.sampled >= 0).sum() == len(sampled)
+def test_a_golden_is_the_truth_of_each_request(load, tmp_path, dtype):
+    """Whatever batch it was computed in."""
+    hf = load("qwen3-tiny", dtype)
+    golden = make_golden(hf, PROMPTS, tmp_path / "golden", truth="float64")
+    (step,) = golden.recording.steps
+    for request in golden.requests:
+        own = (step.request == request.id).nonzero()[:, 0]
+        for tap, expected in pair(hf, request.token_ids).values["truth"].items():
+            rows = step.rows_of(tap)
+            if rows is None:
+                actual = step.tap(tap)[own]
+            else:
+                actual = step.tap(tap)[torch.isin(rows, own)]
+                expected = expected[step.position[rows[torch.isin(rows, own)]]]
+            torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_requests_that_are_too_many_for_one_batch(load, tmp_path, monkeypatch):
+    hf = load("llama-tiny")
+    whole = make_golden(hf, PROMPTS, tmp_path / "whole")
+    monkeypatch.setattr("harness.oracle.batching._LEAST_TOKENS", 1)
+    monkeypatch.setattr("harness.oracle.batching._ACTIVATION_BYTES", 1)
+    split = make_golden(hf, PROMPTS, tmp_path / "split")
+    assert [len(step.request) for step in split.recording.steps] == [len(r.token_ids) for r in split.requests]
+    for tap in computed(hf):
+        parts = torch.cat([step.tap(tap) for step in split.recording.steps])
+        torch.testing.assert_close(parts, whole.recording.steps[0].tap(tap), rtol=1e-9, atol=1e-12)
+        assert len(split.noise[tap]) == len(parts)
+
+
+def test_batches_keep_the_order_of_the_requests_and_fit_with_their_padding(load, monkeypatch):
+    monkeypatch.setattr("harness.oracle.batching.batch_tokens", lambda _hf: 12)
+    lengths = (3, 4, 3, 9, 2, 2, 30, 1)
+    requests = [RequestInfo(id=at, token_ids=[7] * n, prompt_length=1) for at, n in enumerate(lengths)]
+    groups = batch_requests(load("llama-tiny"), requests)
+    assert [[request.id for request in group] for group in groups] == [[0, 1, 2], [3], [4, 5], [6], [7]]
+    assert padded(requests[:2]).tolist() == [[7, 7, 7, 0], [7, 7, 7, 7]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_noise_is_that_of_hf_in_the_engines_dtype(load, tmp_path, dtype):
-    decoder = load("qwen2-tiny", dtype)
-    golden = make_golden(decoder, PROMPTS, tmp_path / "golden")
+    hf = load("qwen2-tiny", dtype)
+    golden = make_golden(hf, PROMPTS, tmp_path / "golden")
     noise = golden.noise
     num_rows = sum(len(request.token_ids) for request in golden.requests)
-    assert noise.keys() == {op.tap for op in decoder.graph if op.kind is not Kind.CACHE} | {LOGIT_NOISE}
+    assert noise.keys() == computed(hf) | {LOGIT_NOISE}
     for tap, rows in noise.items():
         assert rows.shape == (4 + 1 if tap in ("lm_head", LOGIT_NOISE) else num_rows,), tap
         assert torch.isfinite(rows).all(), tap
     assert (noise["model.embed_tokens"] == 0).all()
     eps = torch.finfo(dtype).eps
     assert 0.01 * eps < float(noise["lm_head"].median()) < 30 * eps
-    # Row by row, against a plain forward of HF.
-    place = 0
-    for step, request in zip(golden.recording.steps, golden.requests, strict=True):
-        truth = step.tap("lm_head").double()
-        call = {"input_ids": torch.tensor([request.token_ids]), "use_cache": False, "logits_to_keep": len(truth)}
-        with torch.no_grad():
-            error = decoder.model(**call).logits[0].double() - truth
-        own = slice(place, place + len(truth))
-        torch.testing.assert_close(noise["lm_head"][own], error.norm(dim=1) / truth.norm(dim=1))
-        torch.testing.assert_close(noise[LOGIT_NOISE][own], error.abs().amax(dim=1))
-        place += len(truth)
+    # Row by row, against a plain forward of HF over the same batch.
+    (step,) = golden.recording.steps
+    truth, rows = step.tap("lm_head").double(), step.rows_of("lm_head")
+    kept = sorted(set(step.position[rows].tolist()))
+    call = {"input_ids": padded(golden.requests), "use_cache": False, "logits_to_keep": torch.tensor(kept)}
+    with torch.no_grad():
+        logits = hf.model(**call).logits.double()
+    at = [kept.index(position) for position in step.position[rows].tolist()]
+    error = logits[step.request[rows].long(), at] - truth
+    torch.testing.assert_close(noise["lm_head"], error.norm(dim=1) / truth.norm(dim=1))
+    torch.testing.assert_close(noise[LOGIT_NOISE], error.abs().amax(dim=1))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kept"),
+    ("dtype", "truth", "kept"),
     [
-        (torch.float32, "F64"),
-        (torch.bfloat16, "F32"),
-        (torch.float16, "F32"),
+        (torch.float32, "auto", "F64"),
+        (torch.bfloat16, "auto", "F32"),
+        (torch.float16, "auto", "F32"),
+        (torch.float32, "float32", "F32"),
+        (torch.bfloat16, "float64", "F64"),
     ],
 )
-def test_the_truth_is_kept_finer_than_the_engine_computes_and_no_wider(load, tmp_path, dtype, kept):
-    assert record_dtype(dtype) == {"F64": torch.float64, "F32": torch.float32}[kept]
-    golden = make_golden(load("llama-tiny", dtype), PROMPTS, tmp_path / "golden")
+def test_the_truth_is_kept_as_it_was_computed(load, tmp_path, dtype, truth, kept):
+    """Finer than the engine computes, and no wider."""
+    golden = make_golden(load("llama-tiny", dtype), PROMPTS, tmp_path / "golden", truth=truth)
     assert {entry.dtype for entry in golden.recording.manifest.taps} == {kept}
 
 
-def test_making_one_leaves_nothing_behind(decoder, tmp_path):
-    before, weights = surroundings(decoder), bits(decoder.model)
-    make_golden(decoder, PROMPTS, tmp_path / "golden")
-    assert surroundings(decoder) == before
-    assert bits(decoder.model) == weights
+def test_choices_of_a_router_are_kept_without_noise(tiny, tmp_path):
+    hf = tiny("qwen3_moe", torch.bfloat16)
+    golden = make_golden(hf, [Prompt(token_ids=(5, 9, 20), max_new_tokens=2)], tmp_path / "golden")
+    choices = {op.tap for op in hf.graph if op.kind is Kind.CHOICE}
+    dtypes = {entry.name: entry.dtype for entry in golden.recording.manifest.taps}
+    assert {dtypes[tap] for tap in choices} == {"I64"}
+    assert golden.noise.keys() == (computed(hf) | {LOGIT_NOISE}) - choices
+
+
+def test_logits_that_are_capped_choose_the_tokens(tiny, tmp_path):
+    hf = tiny("gemma2")
+    golden = make_golden(hf, [Prompt(token_ids=(5, 9, 20), max_new_tokens=3)], tmp_path / "golden")
+    (step,) = golden.recording.steps
+    assert golden.graph.logits == "logits"
+    assert step.rows_of("logits").tolist() == step.rows_of("lm_head").tolist() == [2, 3, 4]
+    assert step.sampled.tolist()[2:] == step.tap("logits").argmax(dim=1).tolist()
+    assert float(step.tap("logits").abs().max()) <= hf.config.final_logit_softcapping
+
+
+def test_making_one_leaves_nothing_behind(hf, tmp_path):
+    before, weights = surroundings(hf), bits(hf.model)
+    make_golden(hf, PROMPTS, tmp_path / "golden")
+    assert surroundings(hf) == before
+    assert bits(hf.model) == weights
 
 
 def test_a_golden_is_made_once(load, cache, making):
@@ -166,12 +194,11 @@ def test_a_golden_is_made_once(load, cache, making):
     second = cached_golden(load("llama-tiny"), PROMPTS)
     assert len(making) == 1
     assert first.recording.path == second.recording.path
-    assert [path.name for path in cache.iterdir()] == [golden_key(load("llama-tiny"), PROMPTS)], (
-        "and nothing besides it"
-    )
+    name = key_name(golden_key(load("llama-tiny"), PROMPTS))
+    assert [path.name for path in cache.iterdir()] == [name], "and nothing besides it"
 
 
-def test_the_key_follows_the_prompts_and_the_dtype(load):
+def test_the_key_follows_the_prompts_the_dtype_and_the_truth(load):
     first, second = PROMPTS
     variants = [
         (first, second),
@@ -183,32 +210,32 @@ def test_the_key_follows_the_prompts_and_the_dtype(load):
     ]
     keys = [golden_key(load("llama-tiny"), prompts) for prompts in variants]
     keys += [golden_key(load("llama-tiny", dtype), PROMPTS) for dtype in (torch.bfloat16, torch.float16)]
-    keys += [golden_key(load("qwen2-tiny"), PROMPTS)]
-    assert len(set(keys)) == len(keys)
-    assert golden_key(load("llama-tiny"), PROMPTS) == keys[0]
+    keys += [golden_key(load("qwen2-tiny"), PROMPTS), golden_key(load("llama-tiny"), PROMPTS, "float32")]
+    assert len({key_name(key) for key in keys}) == len(keys)
+    assert golden_key(load("llama-tiny"), PROMPTS) == keys[0] == golden_key(load("llama-tiny"), PROMPTS, "float64")
 
 
 def test_the_key_follows_config_and_weights(own_checkpoint, cache):
-    decoder = load_decoder(own_checkpoint, dtype=torch.float32)
-    keys = [golden_key(decoder, PROMPTS)]
+    hf = load_model(own_checkpoint, dtype=torch.float32)
+    keys = [golden_key(hf, PROMPTS)]
     config = own_checkpoint / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 2e-5}))
-    keys.append(golden_key(decoder, PROMPTS))
+    keys.append(golden_key(hf, PROMPTS))
     weights = own_checkpoint / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    keys.append(golden_key(decoder, PROMPTS))
-    assert len(set(keys)) == 3
+    keys.append(golden_key(hf, PROMPTS))
+    assert len({key_name(key) for key in keys}) == 3
 
 
 def test_the_key_does_not_follow_the_folders_name(own_checkpoint, load):
-    decoder = load_decoder(own_checkpoint, dtype=torch.float32)
-    assert golden_key(decoder, PROMPTS) == golden_key(load("llama-tiny"), PROMPTS)
+    hf = load_model(own_checkpoint, dtype=torch.float32)
+    assert golden_key(hf, PROMPTS) == golden_key(load("llama-tiny"), PROMPTS)
 
 
 def truncate(folder):
-    path = folder / "step-00001.safetensors"
+    path = folder / "step-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-5])
 
 
@@ -229,11 +256,38 @@ def empty_the_folder(folder):
     folder.mkdir()
 
 
-def flip_a_bit(folder):
-    path = folder / "step-00000.safetensors"
+def flip_a_bit(folder, file="step-00000.safetensors"):
+    path = folder / file
     data = bytearray(path.read_bytes())
     data[-3] ^= 0x40
     path.write_bytes(data)
+
+
+def flip_a_bit_of_the_noise(folder):
+    """It is still some noise: finite, and of the right shape."""
+    path = folder / NOISE_FILE
+    before = {tap: rows.clone() for tap, rows in load_file(path).items()}
+    save_file(before | {"model.norm": before["model.norm"] * 1.5}, path)
+
+
+def remove_info(folder):
+    (folder / INFO_FILE).unlink()
+
+
+def garble_info(folder):
+    (folder / INFO_FILE).write_text("{")
+
+
+def info_of_another_golden(folder):
+    path = folder / INFO_FILE
+    info = json.loads(path.read_text())
+    info["key"]["prompts"][0]["token_ids"][0] += 1
+    path.write_text(json.dumps(info))
+
+
+def info_of_a_later_version(folder):
+    path = folder / INFO_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 2}))
 
 
 def remove_noise(folder):
@@ -255,15 +309,20 @@ def truncate_noise(folder):
         empty_the_folder,
         remove_noise,
         truncate_noise,
+        flip_a_bit_of_the_noise,
+        remove_info,
+        garble_info,
+        info_of_another_golden,
+        info_of_a_later_version,
     ],
 )
 def test_a_damaged_golden_is_made_again(load, cache, making, damage):
-    decoder = load("llama-tiny")
-    whole = cached_golden(decoder, PROMPTS)
+    hf = load("llama-tiny")
+    whole = cached_golden(hf, PROMPTS)
     logits = whole.recording.steps[0].tap("lm_head").clone()
     whole.recording.close()
     damage(whole.recording.path)
-    again = cached_golden(decoder, PROMPTS)
+    again = cached_golden(hf, PROMPTS)
     assert len(making) == 2
     assert torch.equal(again.recording.steps[0].tap("lm_head"), logits)
     assert LOGIT_NOISE in again.noise
@@ -273,10 +332,10 @@ def test_a_damaged_golden_is_made_again(load, cache, making, damage):
 
 def test_an_altered_golden_is_never_used(load, cache, tmp_path, monkeypatch):
     """Either it is made again, or the comparison says so: nothing is ever judged by an altered truth."""
-    decoder = load("llama-tiny")
-    whole = cached_golden(decoder, PROMPTS)
+    hf = load("llama-tiny")
+    whole = cached_golden(hf, PROMPTS)
     whole.recording.close()
-    sound = make_golden(decoder, PROMPTS, tmp_path / "sound")
+    sound = make_golden(hf, PROMPTS, tmp_path / "sound")
     flip_a_bit(whole.recording.path)
     check_digest = reader._check_digest
 
@@ -285,9 +344,9 @@ def test_an_altered_golden_is_never_used(load, cache, tmp_path, monkeypatch):
         check_digest(*args)
 
     monkeypatch.setattr(reader, "_check_digest", slowly)
-    again = cached_golden(decoder, PROMPTS)
+    again = cached_golden(hf, PROMPTS)
     try:
-        result = compare_run(sound.recording, again.recording, noise=again.noise)
+        result = compare_run(sound.recording, again).result
     except HarnessError as error:
         assert error.code is Code.STEP_ALTERED  # noqa: PT017
     else:
@@ -296,20 +355,20 @@ def test_an_altered_golden_is_never_used(load, cache, tmp_path, monkeypatch):
 
 def test_two_that_make_the_same_golden_at_once_both_get_it(load, cache, making, monkeypatch):
     """Both find nothing, both make it; the rename of the second finds the first one's in place."""
-    decoder, both_made = load("llama-tiny"), threading.Barrier(2)
-    lock, make = threading.Lock(), golden_module._make
+    hf, both_made = load("llama-tiny"), threading.Barrier(2)
+    lock, make = threading.Lock(), making_module._make
 
     def made_together(*args, **kwargs):
         with lock:  # two threads would share HF's registry of attention functions; two processes do not
             make(*args, **kwargs)
         both_made.wait(timeout=60)
 
-    monkeypatch.setattr(golden_module, "_make", made_together)
+    monkeypatch.setattr(making_module, "_make", made_together)
     goldens, errors = [], []
 
     def get():
         try:
-            goldens.append(cached_golden(decoder, PROMPTS))
+            goldens.append(cached_golden(hf, PROMPTS))
         except BaseException as error:
             errors.append(error)
 
@@ -363,7 +422,84 @@ def test_the_longest_prompt_that_can_be_served(load, tmp_path):
 
 
 def test_progress_is_told(load, tmp_path):
-    said = []
-    make_golden(load("llama-tiny"), PROMPTS, tmp_path / "golden", progress=lambda *args: said.append(args))
-    assert [label for label, _, _ in said] == ["continuation"] * 2 + ["truth"] * 2 + ["noise"] * 2 + ["golden"]
-    assert said[-1] == ("golden", 2, 2)
+    said, hf = [], load("llama-tiny")
+    make_golden(hf, PROMPTS, tmp_path / "golden", progress=lambda *args: said.append(args))
+    parts = len(hf.parts)
+    assert said[:2] == [("continuation", 0, 2), ("continuation", 1, 2)]
+    assert said[2:] == [("truth 1/1", part, parts) for part in range(1, parts + 1)]
+
+
+# What is on the disk.
+
+
+@pytest.fixture
+def golden(load, tmp_path):
+    return make_golden(load("qwen3-tiny", torch.bfloat16), PROMPTS, tmp_path / "golden")
+
+
+def test_what_it_was_made_from_is_beside_it(load, golden):
+    assert golden.info.key == golden_key(load("qwen3-tiny", torch.bfloat16), PROMPTS)
+    assert golden.info.schema_version == 1
+    key = golden.info.key
+    assert {"weights", "config", "prompts", "dtype", "truth", "device", "torch", "transformers", "oracle"} <= key.keys()
+    assert (key["dtype"], key["truth"]) == ("torch.bfloat16", "torch.float32")
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "said"),
+    [
+        (flip_a_bit_of_the_noise, Code.DAMAGED_SAFETENSORS, "sha256 differs"),
+        (truncate_noise, Code.DAMAGED_SAFETENSORS, "cannot be read"),
+        (garble_info, Code.BAD_MANIFEST, "cannot be read"),
+        (info_of_a_later_version, Code.BAD_MANIFEST, "schema_version"),
+    ],
+)
+def test_a_golden_that_is_damaged_is_not_opened(golden, damage, code, said):
+    damage(golden.recording.path)
+    with pytest.raises(HarnessError) as caught:
+        open_golden(golden.recording.path)
+    assert caught.value.code is code
+    assert said in str(caught.value) or said in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("noise", "said"),
+    [
+        (torch.full((12,), -1e-3, dtype=torch.float64), "not finite, or negative"),
+        (torch.full((12,), torch.nan, dtype=torch.float64), "not finite, or negative"),
+        (torch.zeros(11, dtype=torch.float64), "shape"),
+        (torch.zeros(12, 2, dtype=torch.float64), "shape"),
+    ],
+)
+def test_noise_that_is_none(golden, noise, said):
+    path = golden.recording.path
+    save_file({"model.norm": noise}, path / NOISE_FILE)
+    (path / INFO_FILE).unlink()  # of no version that has a digest
+    with pytest.raises(HarnessError) as caught:
+        open_golden(path)
+    assert caught.value.code is Code.DAMAGED_SAFETENSORS
+    assert said in str(caught.value)
+
+
+def test_a_golden_of_the_first_version_is_read(golden):
+    """It had one name for the noise of the logits, and nobody wrote the graph down."""
+    path = golden.recording.path
+    noise = dict(golden.noise)
+    save_file(
+        {"lm_head.max_abs" if tap == LOGIT_NOISE else tap: rows for tap, rows in noise.items()}, path / NOISE_FILE
+    )
+    (path / INFO_FILE).unlink()
+    old = open_golden(path)
+    assert old.info is None
+    assert old.noise.keys() == noise.keys()
+    assert torch.equal(old.noise[LOGIT_NOISE], noise[LOGIT_NOISE])
+    assert [op.tap for op in old.graph] == [op.tap for op in golden.graph if op.kind is not Kind.CACHE]
+
+
+def test_a_recording_without_noise_is_no_golden_and_can_be_compared_with(golden):
+    path = golden.recording.path
+    for file in (NOISE_FILE, INFO_FILE):
+        (path / file).unlink()
+    other = Golden(Recording.open(path))
+    assert (other.noise, other.info) == ({}, None)
+    assert other.requests == golden.requests

@@ -2,16 +2,31 @@
 
 import subprocess
 import sys
+import threading
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attention_forward
 
-from harness.oracle.precision import keeping_double, linear_in_double, raised, without_tf32
+from harness.oracle import precision
+from harness.oracle.precision import (
+    blocked_linear,
+    eager_experts,
+    preserve_precision,
+    truth_dtype,
+    upcast,
+    upcast_on_use,
+    upcast_parameters,
+    without_tf32,
+)
 
 from .state import bits
+
+HIGH = (torch.float64, torch.float32)
 
 
 class BoomError(Exception):
@@ -26,22 +41,24 @@ def small_model(dtype=torch.bfloat16):
     model.to(dtype)
     model.register_buffer("scale", torch.randn(3, dtype=dtype))
     model.register_buffer("steps", torch.tensor([1, 2]))
+    model.register_buffer("inv_freq", torch.randn(3, dtype=torch.float32))
     model["mix"].weight.data.view(torch.int16)[0, 0] = 0x7FC3
     return model
 
 
+@pytest.mark.parametrize("dtype", HIGH)
 @pytest.mark.parametrize("fails", [False, True])
-def test_raised_puts_back_every_bit(fails):
+def test_upcast_puts_back_every_bit(fails, dtype):
     model = small_model()
     before = bits(model)
-    doubles = {name: x.double() for name, x in model.named_parameters()}
+    high = {name: x.to(dtype) for name, x in model.named_parameters()}
     try:
-        with raised(model):
-            assert all(x.dtype == torch.float64 for x in model.parameters())
-            assert model.scale.dtype == torch.float64
+        with upcast(dtype, model):
+            assert all(x.dtype == dtype for x in model.parameters())
+            assert model.scale.dtype == dtype
             assert model.steps.dtype == torch.int64
             for name, x in model.named_parameters():
-                torch.testing.assert_close(x.data, doubles[name], rtol=0, atol=0, equal_nan=True)
+                torch.testing.assert_close(x.data, high[name], rtol=0, atol=0, equal_nan=True)
             assert model["head"].weight is model["embed"].weight
             if fails:
                 raise BoomError
@@ -52,24 +69,31 @@ def test_raised_puts_back_every_bit(fails):
     assert model["head"].weight.data_ptr() == model["embed"].weight.data_ptr()
 
 
-def test_raised_of_two_modules_that_share_a_parameter():
+def test_frequencies_of_rotary_tables_stay_in_float32():
+    """HF defines them so, whatever the dtype of the model."""
+    model = small_model()
+    with upcast(torch.float64, model):
+        assert model.inv_freq.dtype == torch.float32
+
+
+def test_upcast_of_two_modules_that_share_a_parameter():
     model = small_model()
     before = bits(model)
-    with raised(model["embed"], model["head"]):
+    with upcast(torch.float64, model["embed"], model["head"]):
         assert model["head"].weight.dtype == torch.float64
         assert model["mix"].weight.dtype == torch.bfloat16
     assert bits(model) == before
 
 
-def test_raised_inside_of_raised():
+def test_upcast_inside_of_upcast():
     model = small_model()
     before = bits(model)
-    with raised(model["mix"]), raised(model):
+    with upcast(torch.float64, model["mix"]), upcast(torch.float64, model):
         assert model["mix"].weight.dtype == torch.float64
     assert bits(model) == before
 
 
-def test_raised_puts_back_what_it_had_raised_when_memory_runs_out(monkeypatch):
+def test_upcast_puts_back_what_it_had_upcast_when_memory_runs_out(monkeypatch):
     model = small_model()
     before = bits(model)
     to, calls = torch.Tensor.to, []
@@ -81,7 +105,7 @@ def test_raised_puts_back_what_it_had_raised_when_memory_runs_out(monkeypatch):
         return to(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "to", scarce)
-    with pytest.raises(BoomError), raised(model):
+    with pytest.raises(BoomError), upcast(torch.float64, model):
         pass
     monkeypatch.undo()
     assert bits(model) == before
@@ -97,19 +121,19 @@ def error(actual, expected):
     return float((actual - expected).norm() / expected.norm())
 
 
-def test_keeping_double_keeps_the_norm_in_float64():
+def test_precision_of_the_norm_is_preserved():
     norm = LlamaRMSNorm(64).double()
     norm.weight.data = torch.randn(64, dtype=torch.float64)
     x = torch.randn(5, 64, dtype=torch.float64)
     expected = norm_in_float64(x, norm.weight.detach(), norm.variance_epsilon)
     with torch.no_grad():
         assert error(norm(x), expected) > 1e-9, "without it HF's norm rounds its input to float32"
-        with keeping_double():
+        with preserve_precision(torch.float64):
             assert error(norm(x), expected) < 1e-14
         assert error(norm(x), expected) > 1e-9, "and it ends with the block"
 
 
-def test_keeping_double_keeps_the_eager_softmax_in_float64():
+def test_precision_of_the_eager_softmax_is_preserved():
     module = nn.Module()
     module.num_key_value_groups, module.training = 1, False
     q, k, v = (torch.randn(1, 2, 6, 8, dtype=torch.float64) for _ in range(3))
@@ -117,77 +141,191 @@ def test_keeping_double_keeps_the_eager_softmax_in_float64():
     p = torch.from_numpy(scores).softmax(dim=-1)
     expected = (p @ v).transpose(1, 2)
     assert error(eager_attention_forward(module, q, k, v, None, scaling=0.3)[0], expected) > 1e-10
-    with keeping_double():
+    with preserve_precision(torch.float64):
         assert error(eager_attention_forward(module, q, k, v, None, scaling=0.3)[0], expected) < 1e-14
 
 
+LOWERINGS = [
+    lambda x, low: x.to(low),
+    lambda x, low: x.to(dtype=low),
+    lambda x, low: x.to(torch.empty(1, dtype=low)),
+    lambda x, low: x.to("cpu", low),
+    lambda x, low: x.type(low),
+    lambda x, low: x.type_as(torch.empty(1, dtype=low)),
+    lambda x, low: x.softmax(-1, dtype=low),
+    lambda x, low: torch.softmax(x, dim=-1, dtype=low),
+    lambda x, low: nn.functional.softmax(x, dim=-1, dtype=low),
+    lambda x, low: x.mean(-1, dtype=low),
+]
+
+
+@pytest.mark.parametrize(("high", "low"), [(torch.float64, torch.float32), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("lower", LOWERINGS)
+def test_precision_is_preserved_whatever_way_a_lower_one_is_asked_for(lower, high, low):
+    x = torch.randn(3, 4, dtype=high)
+    with preserve_precision(high):
+        assert lower(x, low).dtype == high
+    assert lower(x, low).dtype == low
+
+
 @pytest.mark.parametrize(
-    "lower",
+    ("cast", "low"),
     [
-        torch.Tensor.float,
-        lambda x: x.to(torch.float32),
-        lambda x: x.to(dtype=torch.float32),
-        lambda x: x.type(torch.float32),
-        lambda x: x.softmax(-1, dtype=torch.float32),
-        lambda x: torch.softmax(x, dim=-1, dtype=torch.float32),
-        lambda x: nn.functional.softmax(x, dim=-1, dtype=torch.float32),
-        lambda x: x.mean(-1, dtype=torch.float32),
+        (torch.Tensor.float, torch.float32),
+        (torch.Tensor.bfloat16, torch.bfloat16),
+        (torch.Tensor.half, torch.float16),
     ],
 )
-def test_keeping_double_whatever_way_float32_is_asked_for(lower):
+def test_precision_is_preserved_by_casts(cast, low):
     x = torch.randn(3, 4, dtype=torch.float64)
-    with keeping_double():
-        assert lower(x).dtype == torch.float64
-    assert lower(x).dtype == torch.float32
+    with preserve_precision(torch.float64):
+        assert cast(x) is x
+    assert cast(x).dtype == low
 
 
-def test_keeping_double_leaves_other_dtypes_alone():
-    with keeping_double():
+def test_precision_of_other_tensors_is_left_alone():
+    with preserve_precision(torch.float64):
         assert torch.ones(2, dtype=torch.bfloat16).float().dtype == torch.float32
         assert torch.ones(2, dtype=torch.int64).to(torch.float32).dtype == torch.float32
-        assert torch.ones(2, dtype=torch.float64).to(torch.bfloat16).dtype == torch.bfloat16
+        assert torch.ones(2, dtype=torch.float64).to(torch.int64).dtype == torch.int64
+    with preserve_precision(torch.float32):
+        assert torch.ones(2, dtype=torch.float32).double().dtype == torch.float64
+        assert torch.ones(2, dtype=torch.float64).to(torch.float32).dtype == torch.float32
 
 
-def test_keeping_double_ends_under_an_exception():
-    with pytest.raises(BoomError), keeping_double():
+def test_preserving_ends_under_an_exception():
+    with pytest.raises(BoomError), preserve_precision(torch.float64):
         raise BoomError
     assert torch.ones(2, dtype=torch.float64).float().dtype == torch.float32
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("block_bytes", [1, 8 * 40, 8 * 40 * 7, 1 << 20])
-def test_linear_in_double_is_the_product(block_bytes, has_bias):
+def test_a_blocked_linear_is_the_product(block_bytes, has_bias, monkeypatch):
+    monkeypatch.setattr(precision, "_BLOCK_BYTES", block_bytes)
     torch.manual_seed(1)
     module = nn.Linear(40, 23, bias=has_bias).to(torch.bfloat16)
-    x = torch.randn(5, 40, dtype=torch.float64)
+    x = torch.randn(2, 5, 40, dtype=torch.float64)
     expected = x.numpy() @ module.weight.detach().double().numpy().T
     expected += module.bias.detach().double().numpy() if has_bias else 0
     with torch.no_grad():
-        actual = linear_in_double(module, x, block_bytes=block_bytes)
+        actual = blocked_linear(module, x, torch.float64)
         assert actual.dtype == torch.float64
         assert error(actual, expected) < 1e-15
         assert torch.equal(
-            linear_in_double(module, x.float(), block_bytes=block_bytes).double(),
-            linear_in_double(module, x.float().double()),
+            blocked_linear(module, x.float(), torch.float64), blocked_linear(module, x.float().double(), torch.float64)
         )
+        low = blocked_linear(module, x.float(), torch.float32)
+        assert low.dtype == torch.float32
+        assert error(low.double(), expected) < 1e-6
     assert module.weight.dtype == torch.bfloat16
 
 
-def test_linear_in_double_of_another_kind_of_linear():
-    """An adapter's own linear layer is asked to compute, in float64, not taken for its weight."""
+@pytest.fixture
+def everything_is_large(monkeypatch):
+    monkeypatch.setattr(precision, "_BLOCK_BYTES", 1)
+
+
+def test_large_modules_run_in_high_precision_with_their_weights_as_they_are(everything_is_large):
+    model, x = small_model(), torch.randn(2, 3, 6, dtype=torch.float64)
+    ids, weight, before = torch.tensor([[3, 3, 10]]), model["head"].weight.double(), bits(model)
+    with upcast_on_use(torch.float64, model), torch.no_grad():
+        assert bits(model) == before
+        assert error(model["head"](x), x @ weight.detach().T) < 1e-15
+        assert torch.equal(model["embed"](ids), weight[ids])
+    assert bits(model) == before
+    assert not [module for module in model.modules() if "forward" in vars(module)]
+
+
+def test_large_modules_run_as_they_are_where_that_is_wanted(everything_is_large):
+    """The control shares its modules with the truth, in another thread."""
+    model, ids, dtypes = small_model(), torch.tensor([1]), []
+    own = threading.get_ident()
+    with upcast_on_use(torch.float64, model, applies=lambda: threading.get_ident() == own):
+        thread = threading.Thread(target=lambda: dtypes.append(model["embed"](ids).dtype))
+        thread.start()
+        thread.join()
+        dtypes.append(model["embed"](ids).dtype)
+    assert dtypes == [torch.bfloat16, torch.float64]
+
+
+def test_a_large_embedding_that_scales_scales_in_high_precision(everything_is_large):
+    embed = Gemma3TextScaledWordEmbedding(11, 6, 0, embed_scale=6**0.5).to(torch.bfloat16)
+    ids, table, scale = torch.tensor([4, 9]), embed.weight.detach().double(), embed.embed_scale.double()
+    with upcast_parameters(torch.float64, embed), upcast_on_use(torch.float64, embed), torch.no_grad():
+        actual = embed(ids)
+    assert error(actual, table[ids] * scale) < 1e-15
+    assert actual.dtype == torch.float64
+
+
+def test_another_kind_of_linear_is_asked_to_compute(everything_is_large):
+    """One that is more than its weight, as in models with scaled logits, is upcast as a whole."""
 
     class Scaled(nn.Linear):
         def forward(self, x):
-            return 3 * super().forward(x.float())
+            return 3 * super().forward(x)
 
     module = Scaled(4, 3).to(torch.float16)
-    before = bits(module)
-    x = torch.randn(2, 4)
-    with torch.no_grad():
-        actual = linear_in_double(module, x)
-    expected = 3 * (x.double() @ module.weight.double().T + module.bias.double())
+    before, x = bits(module), torch.randn(2, 4, dtype=torch.float64)
+    with torch.no_grad(), upcast(torch.float64, module):
+        actual = module(x)
+    expected = 3 * (x @ module.weight.double().T + module.bias.double())
     assert error(actual, expected.detach()) < 1e-15
     assert bits(module) == before
+
+
+def test_an_embedding_of_something_else_than_tokens_is_upcast_as_a_whole(everything_is_large):
+    """OPT looks up positions in a module of its own, which is given a mask."""
+
+    class Positions(nn.Embedding):
+        def forward(self, attention_mask, past=0):
+            return super().forward(attention_mask.cumsum(1) + past)
+
+    module = Positions(9, 4).to(torch.bfloat16)
+    mask = torch.ones(1, 3, dtype=torch.int64)
+    with upcast(torch.float64, module), torch.no_grad():
+        assert module.weight.dtype == torch.float64
+        assert torch.equal(module(mask, past=2), module.weight[mask.cumsum(1) + 2])
+    assert module.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_large_embedding_is_put_back(everything_is_large, fails):
+    class Failing(nn.Embedding):
+        def forward(self, input):
+            if fails:
+                raise BoomError
+            return super().forward(input)
+
+    module = Failing(5, 4).to(torch.bfloat16)
+    before = bits(module)
+    with suppress(BoomError), upcast_on_use(torch.float64, module):
+        module(torch.tensor([1, 3]))
+    assert bits(module) == before
+    assert "forward" not in vars(module)
+
+
+@pytest.mark.parametrize("before", [None, "grouped_mm"])
+def test_experts_are_eager_and_put_back(before):
+    config = SimpleNamespace(_experts_implementation=before)
+    with suppress(BoomError), eager_experts(config):
+        assert config._experts_implementation == "eager"
+        raise BoomError
+    assert config._experts_implementation == before
+
+
+@pytest.mark.parametrize(
+    ("choice", "engine", "expected"),
+    [
+        ("auto", torch.bfloat16, torch.float32),
+        ("auto", torch.float16, torch.float32),
+        ("auto", torch.float32, torch.float64),
+        ("float64", torch.bfloat16, torch.float64),
+        ("float32", torch.float32, torch.float32),
+    ],
+)
+def test_the_truth_is_finer_than_the_engine_unless_one_asks_for_less(choice, engine, expected):
+    assert truth_dtype(choice, engine) == expected
 
 
 @pytest.mark.parametrize("before", [True, False])

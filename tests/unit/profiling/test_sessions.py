@@ -7,7 +7,7 @@ from harness.engines.hf_session import HFSession
 from harness.engines.reference_session import ReferenceSession
 from harness.engines.stepping import PREPARE, SAMPLE
 from harness.errors import Code, HarnessError
-from harness.oracle.decoder import load_decoder
+from harness.oracle.model import load_model
 from reference_engine import EngineConfig, LLMEngine
 
 
@@ -25,13 +25,13 @@ class Watcher:
 
 
 @pytest.fixture(scope="module")
-def decoder(checkpoints):
-    return load_decoder(checkpoints / "qwen3-tiny", dtype=torch.float32)
+def model(checkpoints):
+    return load_model(checkpoints / "qwen3-tiny", dtype=torch.float32)
 
 
 @pytest.fixture
-def hf(decoder):
-    return HFSession(decoder, "sdpa")
+def hf(model):
+    return HFSession(model, "sdpa")
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def own(checkpoints):
     return engine, ReferenceSession(engine, folder)
 
 
-def num_hooks(decoder) -> int:
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in decoder.model.modules())
+def num_hooks(hf) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in hf.model.modules())
 
 
 def fail_in_a_step(session):
@@ -52,12 +52,12 @@ def fail_in_a_step(session):
     session.stop()
 
 
-def test_no_hook_of_a_failed_step_stays(hf, decoder):
+def test_no_hook_of_a_failed_step_stays(hf, model):
     fail_in_a_step(hf)
-    assert num_hooks(decoder) == 0
+    assert num_hooks(model) == 0
     hf.add([1, 2, 3], 4)
     assert list(hf.step())
-    assert num_hooks(decoder) == 0
+    assert num_hooks(model) == 0
     hf.stop()
     assert list(hf.cache_tensors()) == []
 
@@ -84,8 +84,8 @@ def test_a_step_is_told_from_its_begin_to_its_end(own, hf):
         assert watcher.names.count("model.layers.2.mlp.down_proj") == 2
 
 
-def test_weights_are_those_of_the_checkpoint(own, hf, decoder):
-    parameters = sum(parameter.numel() for parameter in decoder.model.parameters())
+def test_weights_are_those_of_the_checkpoint(own, hf, model):
+    parameters = sum(parameter.numel() for parameter in model.model.parameters())
     for session in (own[1], hf):
         distinct = {weight.data_ptr(): weight.numel() for weight in session.weights().values()}
         assert sum(distinct.values()) == parameters

@@ -19,7 +19,9 @@ from harness.results import (
     TokenResult,
     Verdict,
 )
-from harness.taps import Kind, Operation, decoder_graph
+from harness.taps import Kind, Operation
+
+from ..decoder_graph import decoder_graph
 
 NUM_ROWS = 614
 ROUNDINGS = {Kind.NORM: 1.37, Kind.LINEAR: 0.994, Kind.ATTENTION: 1.03, Kind.ROTARY: 1.21}

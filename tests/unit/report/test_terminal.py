@@ -25,10 +25,10 @@ PASS  reference · qwen3-tiny · bfloat16 · cpu · 3 requests · 1,842 rows ·
 CULPRIT = """\
      20  input_layernorm           1.37  2.39  0.482        1.24  noise
          self_attn.q_proj         0.994  1.79  0.361        1.24  noise
-         self_attn.k_proj         0.994  1.79  0.361        1.24  noise
-         self_attn.v_proj         0.994  1.79  0.361        1.24  noise
          self_attn.q_norm          1.37  2.39  0.482        1.24  noise
+         self_attn.k_proj         0.994  1.79  0.361        1.24  noise
          self_attn.k_norm          1.37  2.39  0.482        1.24  noise
+         self_attn.v_proj         0.994  1.79  0.361        1.24  noise
 ▸        q_rope                    1.24  38.2   19.1        2.21  bug in 37 rows
          k_rope                    1.21  2.14  0.430        4.42  downstream
 """

@@ -15,7 +15,7 @@ MODULES = (*LAYERS, "*layernorm", "*.o_proj", "*.attn_residual", "*.down_proj")
 def keep(bench, patterns, schedule="mixed"):
     """A recording that holds only the taps that match, and their names."""
     copy = bench.recorded(schedule, engine="reference")
-    names = [operation.tap for operation in bench.decoder.graph]
+    names = [operation.tap for operation in bench.hf.graph]
     kept = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
     for name in names:
         if name not in kept:
@@ -56,7 +56,7 @@ def test_several_wrong_layers_are_each_found_and_no_other(bench, tmp_path, dtype
     copy, kept = keep(bench, LAYERS)
     wrong = {"model.layers.0.output": (1, 3), "model.layers.2.output": (0, 6)}
     for tap, row in wrong.items():
-        copy.at(tap, *row).add_(0.5)
+        copy.at(tap, *row).add_(1.0)
     run = bench.compare(copy.write(tmp_path / "r"), wanted=kept)
     assert run.outcome is Outcome.MISMATCH
     bad = {tap.name for tap in run.taps if tap.num_bad_rows}

@@ -1,0 +1,181 @@
+"""How large a local error may be: derived where the kind is known, by the control where it is not."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from harness.compare.bounds import CONTROL_FACTOR, Sensitivity, control_bound, derived_bound
+from harness.compare.local_judge import LocalJudge
+from harness.metrics import largest_rounding, rounding_unit
+from harness.results import Verdict
+from harness.taps import KINDS, ErrorModel, Kind
+
+_SAMPLES = 400
+_EPS = 1e-6
+ROW = (2, 8)
+
+
+def tap(result, name):
+    (found,) = [tap for tap in result.taps if tap.name == name]
+    return found
+
+
+# The formula of how far rounding carries in a product, against roundings that were made.
+
+
+def amplification(one, name, x):
+    """What the judge takes for the amplification of a linear module's rows, and what they should be."""
+    judge = LocalJudge(one.hf, torch.float32, set(), is_alone=True)
+    module = one.hf.module(name)
+    with torch.no_grad():
+        expected = nn.functional.linear(
+            x, module.weight.double(), None if module.bias is None else module.bias.double()
+        )
+    rows = SimpleNamespace(operation=one.hf.graph[name], inputs=lambda: [x], expected=expected)
+    return judge._linear_sensitivity(rows).amplification, expected
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+def test_amplification_of_a_linear_is_the_error_of_its_rounded_products(bench, mean):
+    one, name = bench("qwen2-tiny"), "model.layers.1.self_attn.k_proj"
+    module = one.hf.module(name)
+    generator = torch.Generator().manual_seed(8)
+    x = torch.randn(4, module.in_features, generator=generator, dtype=torch.float64) + mean
+    found, expected = amplification(one, name, x)
+    products = x[:, None, :] * module.weight.detach().double()  # [rows, out, in]
+    noise = (
+        (products * (1 + _EPS * torch.randn(products.shape, generator=generator, dtype=torch.float64))).sum(-1)
+        for _ in range(_SAMPLES)
+    )
+    bias = module.bias.detach().double()
+    errors = torch.stack([(y + bias - expected).norm(dim=-1) / expected.norm(dim=-1) for y in noise])
+    measured = errors.square().mean(dim=0).sqrt() / _EPS
+    torch.testing.assert_close(found, measured, rtol=0.2, atol=0)
+
+
+def test_a_row_whose_products_cancel_is_amplified(bench):
+    one, name = bench("llama-tiny"), "model.layers.0.mlp.down_proj"
+    weight = one.hf.module(name).weight.detach().double()
+    directions = torch.linalg.svd(weight).Vh  # wider than it is high: the last ones are mapped to zero
+    found, _ = amplification(one, name, directions[[-1, 0]])
+    assert found[0] > 1e6
+    assert found[1] < 3
+
+
+def test_weights_of_the_other_orientation_are_amplified_alike(bench):
+    """GPT-2 keeps its weights as [in, out]."""
+    one, name = bench("gpt2"), "transformer.h.0.mlp.c_fc"
+    module = one.hf.module(name)
+    x = torch.randn(3, module.weight.shape[0], dtype=torch.float64)
+    judge = LocalJudge(one.hf, torch.float32, set(), is_alone=True)
+    expected = x @ module.weight.detach().double() + module.bias.detach().double()
+    rows = SimpleNamespace(operation=one.hf.graph[name], inputs=lambda: [x], expected=expected)
+    products = x[:, :, None] * module.weight.detach().double()
+    by_hand = products.square().sum(dim=(1, 2)).sqrt() / expected.norm(dim=1)
+    torch.testing.assert_close(judge._linear_sensitivity(rows).amplification, by_hand, rtol=1e-6, atol=0)
+
+
+# Derived bounds.
+
+ROWS = torch.randn(3, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+MODEL = ErrorModel(roundings=2, accumulation=5, products=3, scores=7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_derived_bound_is_its_formula(dtype):
+    amplification, scores = (torch.tensor(x, dtype=torch.float64) for x in ([0.0, 2.0, 9.0], [1.0, 0.0, 4.0]))
+    found = derived_bound(MODEL, dtype, Sensitivity(amplification=amplification, score_sensitivity=scores), ROWS)
+    fine = rounding_unit(torch.float32) / rounding_unit(dtype)
+    expected = 2 * largest_rounding(dtype) + 5 * (1 + amplification) * fine + 3 * amplification + 7 * scores * fine
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)  # some room for the smallest numbers besides
+
+
+def test_one_rounding_never_exceeds_its_bound():
+    for dtype in (torch.bfloat16, torch.float16):
+        error = (ROWS.to(dtype).double() - ROWS).norm(dim=1) / ROWS.norm(dim=1) / rounding_unit(dtype)
+        bound = derived_bound(ErrorModel(roundings=1), dtype, Sensitivity(), ROWS)
+        assert bool((error <= bound).all())
+        assert bool((bound < 4 * error).all())
+
+
+def test_what_is_copied_may_not_differ():
+    for kind in (Kind.EMBEDDING, Kind.COPY, Kind.CACHE):
+        assert derived_bound(KINDS[kind].error_model, torch.bfloat16, Sensitivity(), ROWS).tolist() == [0, 0, 0]
+
+
+def test_rows_below_the_smallest_normal_number_have_room_for_an_absolute_rounding():
+    tiny = ROWS * 1e-7
+    bound = derived_bound(ErrorModel(roundings=1), torch.float16, Sensitivity(), tiny)
+    error = (tiny.half().double() - tiny).norm(dim=1) / tiny.norm(dim=1) / rounding_unit(torch.float16)
+    assert bool((error > 4 * largest_rounding(torch.float16)).all())
+    assert bool((error <= bound).all())
+
+
+# Bounds by the control.
+
+
+def test_a_control_bound_is_a_multiple_of_the_controls_error_and_of_the_median_at_least():
+    control = torch.tensor([1.0, 2.0, 3.0, 9.0, 0.0], dtype=torch.float64)
+    found = control_bound(control, torch.bfloat16, factor=4)
+    floor = found.min() - 4 * 2
+    torch.testing.assert_close(found - floor, torch.tensor([8.0, 8.0, 12.0, 36.0, 8.0], dtype=torch.float64))
+    assert largest_rounding(torch.bfloat16) <= floor < 3
+    coarse = control_bound(control, torch.bfloat16, factor=4, model=ErrorModel(roundings=3))
+    room = 2 * largest_rounding(torch.bfloat16)
+    torch.testing.assert_close(coarse - found, torch.full((5,), room, dtype=torch.float64), rtol=1e-3, atol=1e-3)
+
+
+def test_rows_whose_control_is_not_finite_are_given_the_others_median():
+    control = torch.tensor([1.0, torch.inf, torch.nan], dtype=torch.float64)
+    found = control_bound(control, torch.bfloat16, factor=4)
+    assert found.tolist() == [float(found[0])] * 3
+    nothing = control_bound(control[1:], torch.bfloat16, factor=4)
+    assert bool(nothing.isfinite().all())
+
+
+def test_an_unknown_kind_is_bounded_by_its_control(bench, tmp_path):
+    one = bench("mamba", torch.bfloat16)
+    name = "backbone.layers.1.mixer.out_proj.input"  # the scan
+    found = one.comparison(one.recorded("plain").write(tmp_path / "a"))
+    errors = found.errors[name]
+    assert errors.is_bounded_by_control
+    assert bool((errors.bound >= CONTROL_FACTOR * errors.control).all())
+    assert not found.errors["backbone.layers.1.mixer.out_proj"].is_bounded_by_control
+    actual = one.recorded("plain")
+    row = actual.at(name, *ROW)
+    row += torch.randn(row.shape, generator=torch.Generator().manual_seed(3)).to(row.dtype) * row.norm()
+    result = one.compare(actual.write(tmp_path / "b"))
+    assert tap(result, name).verdict is Verdict.BUG
+    assert tap(result, name).num_bad_rows == 1
+
+
+class Coarse(nn.Linear):
+    """A product whose inputs are rounded to eight bits: what some family may well do, and no kind's model allows."""
+
+    def forward(self, x):
+        return super().forward(x.to(torch.float8_e4m3fn).to(x.dtype) if x.dtype == self.engine_dtype else x)
+
+
+def test_a_module_of_hfs_that_rounds_more_than_its_kind_is_bounded_by_its_control(bench, tmp_path):
+    one, name = bench("mistral", torch.bfloat16), "model.layers.1.mlp.down_proj"
+    module = one.hf.module(name)
+    plain = type(module)
+    try:
+        module.__class__, module.engine_dtype = Coarse, torch.bfloat16
+        actual = one.recorded()
+        for step in actual.computing():
+            with torch.no_grad():
+                step.taps[name] = module(step.taps["model.layers.1.mlp.act"])
+        found = one.comparison(actual.write(tmp_path / "a"))
+        errors = found.errors[name]
+        assert float(errors.roundings.max()) > 3 * largest_rounding(torch.bfloat16)
+        assert errors.is_bounded_by_control
+        assert not bool(errors.bad.any())
+        actual.at(name, *ROW).mul_(3)
+        assert one.comparison(actual.write(tmp_path / "b")).errors[name].bad.sum() == 1
+    finally:
+        module.__class__ = plain
+        del module.engine_dtype
+    assert one.comparison(actual.write(tmp_path / "c")).errors[name].bad.sum() > 3, "and without it they are bugs"
