@@ -16,7 +16,7 @@ from reference_engine.config import DTYPES, EngineConfig, ModelConfig
 from reference_engine.device import open_device
 from reference_engine.errors import ConfigError
 from reference_engine.graphs import Capture, DecodeGraphs, capture_cuda
-from reference_engine.kv_cache import CacheSpec
+from reference_engine.kv_cache import CacheSpec, cache_budget_bytes
 from reference_engine.messages import Command, encode_chunks
 from reference_engine.model import Decoder
 from reference_engine.observer import Observer
@@ -44,7 +44,7 @@ class ModelRunner:
     ) -> None:
         self._ranks = ranks
         self.model_config = model_config if ranks is None else shard_config(model_config, ranks.size)
-        self.device = open_device(config.device)
+        self.device = open_device(config.device if ranks is None else str(ranks.device))
         self.dtype = _resolve_dtype(config, model_config)
         self.max_model_len = _resolve_max_model_len(config, model_config)
         spec = self._cache_spec(config)
@@ -58,7 +58,7 @@ class ModelRunner:
         rotary = RotaryEmbedding(model_config, self.device, self.dtype)
         weights = load_weights(model_dir, model_config, self.dtype, self.device, ranks)
         # After the weights, so that on a GPU the cache takes its share of what they leave.
-        self.backend = open_backend(spec)
+        self.backend = open_backend(replace(spec, budget_bytes=self._cache_budget_bytes()))
         self.model = Decoder.build(
             self.model_config, weights, rotary, self.backend, ranks, packs_weights=not config.compile_layers
         )
@@ -145,6 +145,12 @@ class ModelRunner:
             device=self.device,
             capture=capture,
         )
+
+    def _cache_budget_bytes(self) -> int:
+        if self._ranks is None:
+            return cache_budget_bytes(self.device)
+        # Rank 0 hands out the blocks of all ranks: none may have fewer.
+        return self._ranks.least(cache_budget_bytes(self.device, num_engines=self._ranks.num_on_device))
 
     def _cache_spec(self, config: EngineConfig) -> CacheSpec:
         return CacheSpec(

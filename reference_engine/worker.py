@@ -68,11 +68,11 @@ def parallel_engine(model_dir: str | Path, config: EngineConfig, size: int) -> I
         for worker in workers:
             worker.wait(GRACE_S)
     finally:
-        if ranks is not None:
-            ranks.leave()
         for worker in workers:
             worker.kill()
             worker.wait()
+        if ranks is not None:  # afterwards: what still waits for a worker that hangs would never leave
+            ranks.leave()
 
 
 def _free_port() -> int:
