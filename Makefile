@@ -17,7 +17,7 @@ test-slow:  ## the longest suites
 	pytest -m slow
 
 test-gpu:  ## what needs a CUDA device
-	pytest -m gpu
+	pytest -m "gpu and not slow"
 
 scoreboard:  ## what the harness finds of known bugs
 	harness faults --format markdown

@@ -15,7 +15,7 @@ from reference_engine.batch import Batch, build_batch
 from reference_engine.graphs import DecodeGraphs, capture_cuda, graph_sizes
 from reference_engine.sequence import Chunk, Sequence
 
-from .kernels.launching import launch_on
+from .kernels.launching import IGNORE_NUMPY, launch_on
 
 CPU = torch.device("cpu")
 PROMPTS = [list(range(4, 21)), [5, 6, 7], list(range(4, 12))]
@@ -105,6 +105,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     return launch_on(request.param, monkeypatch)
 
 
+@IGNORE_NUMPY
 def test_the_engine_makes_the_same_tokens(checkpoint: Any, device: torch.device) -> None:
     """With the Triton backend: the real thing on a GPU, and the same calls again on the CPU."""
     config = EngineConfig(
