@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from reference_engine.graphs import Capture, DecodeGraphs, capture_cuda
 from reference_engine.kv_cache import CacheSpec, cache_budget_bytes
 from reference_engine.messages import Command, encode_chunks
 from reference_engine.model import Decoder
+from reference_engine.numerics import step_numerics
 from reference_engine.observer import Observer
 from reference_engine.parallel import Ranks, ShardedTaps, shard_config
 from reference_engine.rotary import RotaryEmbedding
@@ -45,6 +47,7 @@ class ModelRunner:
         self._ranks = ranks
         self.model_config = model_config if ranks is None else shard_config(model_config, ranks.size)
         self.device = open_device(config.device if ranks is None else str(ranks.device))
+        self._numerics = step_numerics if self.device.type == "cuda" else nullcontext
         self.dtype = _resolve_dtype(config, model_config)
         self.max_model_len = _resolve_max_model_len(config, model_config)
         spec = self._cache_spec(config)
@@ -122,7 +125,8 @@ class ModelRunner:
 
     def _compute(self, batch: Batch) -> torch.Tensor | None:
         model = self._unobserved if batch.observer is None else self.model
-        return model(replace(batch, plan=self.backend.plan(batch)))
+        with self._numerics():
+            return model(replace(batch, plan=self.backend.plan(batch)))
 
     def _open_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
         is_wanted = config.cuda_graphs and self.device.type == "cuda" and self._ranks is None
