@@ -1,5 +1,6 @@
 """HuggingFace's continuous batching: what `generate_batch` does, with a length for each request."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -14,6 +15,11 @@ PAGE_SIZE = 256
 TIMEOUT_SECONDS = 600
 
 
+def _page_size_field(config: type) -> str:
+    """Return what a page's size is called; transformers 5.17 calls a page a block."""
+    return "page_size" if "page_size" in inspect.signature(config).parameters else "block_size"
+
+
 class HfContinuousPeer:
     """A manager that is made and warmed up before the clock starts."""
 
@@ -23,7 +29,7 @@ class HfContinuousPeer:
     def __init__(self, setting: Setting) -> None:
         self._model = load_hf_model(setting)
         self._config = ContinuousBatchingConfig(
-            page_size=PAGE_SIZE,
+            **{_page_size_field(ContinuousBatchingConfig): PAGE_SIZE},
             num_blocks=1 + setting.max_requests + setting.max_total_len // PAGE_SIZE,
             max_batch_tokens=max(2048, setting.max_request_len),
             allow_block_sharing=False,
