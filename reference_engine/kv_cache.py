@@ -75,6 +75,11 @@ class KVCache:
         self._k = [layer.flatten(0, 1) for layer in self.data[0]]
         self._v = [layer.flatten(0, 1) for layer in self.data[1]]
 
+    def close(self) -> None:
+        """Give the memory back."""
+        self.data = self.data.new_empty(0)
+        self._k, self._v = [], []
+
     def store(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor, slots_T: torch.Tensor) -> None:
         """Write each row's K and V to its slot."""
         self._k[layer].index_copy_(0, slots_T, k_TKH)

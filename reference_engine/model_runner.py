@@ -68,6 +68,15 @@ class ModelRunner:
         self._unobserved = self.model.compiled() if config.compile_layers else self.model
         self._graphs = self._open_graphs(config)
 
+    def close(self) -> None:
+        """Give the device's memory back; nothing else may be called afterwards."""
+        if self.backend.cache is not None:
+            self.backend.cache.close()
+        # Recorded steps refer to this runner, which refers to them: only the garbage collector would part them.
+        del self.model, self._unobserved, self._graphs
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # or the device's free memory, by which caches are sized, does not count it
+
     @torch.no_grad()
     def run(self, chunks: Seq[Chunk], observer: Observer | None) -> Sampled:
         """Compute the chunks and choose the next token of each that has caught up."""

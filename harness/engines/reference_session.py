@@ -61,6 +61,10 @@ class ReferenceSession:
             self._engine.abort(request)
         self._requests.clear()
 
+    def close(self) -> None:
+        """Give the engine's memory back."""
+        self._engine.close()
+
     def weights(self) -> Mapping[str, torch.Tensor]:
         """See `Session.weights`."""
         return dict(_tensors("", self._engine.runner.model))

@@ -63,7 +63,10 @@ class Watcher(Protocol):
 
 
 class Session(Protocol):
-    """An engine that is driven step by step. One that is given the same requests again computes the same steps."""
+    """An engine that is driven step by step. One that is given the same requests again computes the same steps.
+
+    A session may have a method `close`, which gives the engine's memory back.
+    """
 
     phases: tuple[str, ...]
     """Phases that its steps can have."""
@@ -88,6 +91,13 @@ class Session(Protocol):
         """Return the tensors that K and V are kept in at this moment."""
 
 
+class ClosableSession(Session, Protocol):
+    """What `open_session` makes of every session."""
+
+    def close(self) -> None:
+        """Give the engine's memory back, where the session can; nothing else may be called afterwards."""
+
+
 @runtime_checkable
 class Steppable(Protocol):
     """An engine whose steps can be driven."""
@@ -96,7 +106,7 @@ class Steppable(Protocol):
         """Load the engine for steps of up to so many tokens and requests, as far as its own options allow."""
 
 
-def open_session(engine: Engine, *, max_num_tokens: int, max_num_seqs: int) -> Session:
+def open_session(engine: Engine, *, max_num_tokens: int, max_num_seqs: int) -> ClosableSession:
     """Open a session of an engine; whatever the engine raises in it is an error that names the engine.
 
     Raises:
@@ -143,3 +153,7 @@ class _BlamedSession:
 
     def cache_tensors(self) -> Sequence[torch.Tensor]:
         return self._session.cache_tensors()
+
+    def close(self) -> None:
+        with blaming(self._engine):
+            getattr(self._session, "close", lambda: None)()

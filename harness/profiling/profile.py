@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,7 +86,8 @@ def run_profile(spec: ProfileSpec, out: Path, progress: Progress | None = None) 
             max_num_tokens=workload.batch_size * workload.num_prompt_tokens + workload.batch_size,
             max_num_seqs=workload.batch_size + 1,
         )
-        return _Profile(spec, session, out, report).run()
+        with closing(session):
+            return _Profile(spec, session, out, report).run()
 
 
 class _Profile:

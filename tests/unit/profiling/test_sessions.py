@@ -99,3 +99,14 @@ def test_hf_takes_no_request_that_would_be_padded(hf):
     hf.step()
     with pytest.raises(HarnessError):
         hf.add([1, 2, 3], 4)
+
+
+@pytest.mark.parametrize("engine", ["reference", "hf"])
+def test_every_session_can_be_closed(open_on, engine):
+    session = open_on(engine)
+    session.add([1, 2, 3], 4)
+    session.step()
+    session.close()
+    if engine == "reference":
+        with pytest.raises(HarnessError, match="the engine is closed"):
+            session.add([1, 2, 3], 4)
