@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from reference_engine.checkpoint import load_weights
 from reference_engine.config import DTYPES, EngineConfig, ModelConfig
 from reference_engine.device import open_device
 from reference_engine.errors import ConfigError
-from reference_engine.graphs import Capture, DecodeGraphs, capture_cuda
+from reference_engine.graphs import Capture, CudaCapture, DecodeGraphs
 from reference_engine.kv_cache import CacheSpec, cache_budget_bytes
 from reference_engine.messages import Command, encode_chunks
 from reference_engine.model import Decoder
@@ -141,7 +140,7 @@ class ModelRunner:
         is_wanted = config.cuda_graphs and self.device.type == "cuda" and self._ranks is None
         if not is_wanted or not self.backend.is_capturable:
             return None
-        return self.record_decode(config, partial(capture_cuda, self.device))
+        return self.record_decode(config, CudaCapture(self.device))
 
     def record_decode(self, config: EngineConfig, capture: Capture) -> DecodeGraphs:
         """Return what records decode steps with `capture` and replays them."""
