@@ -65,14 +65,13 @@ class TritonAttention:
     is_capturable = True
 
     def __init__(self, spec: CacheSpec) -> None:
-        from reference_engine.kernels import interpreter, paged_decode, paged_prefill, store_kv
+        from reference_engine.kernels import paged_decode, paged_prefill, store_kv
 
         self.block_size = spec.block_size
         self.num_blocks = spec.num_blocks or spec.default_num_blocks(spec.block_size)
         self.cache = KVCache(spec, self.num_blocks, self.block_size)
         self._layer_windows = spec.layer_windows
         self._tiling = find_tiling(spec.head_dim, spec.dtype)
-        self._out_dtype = interpreter.output_dtype(spec.dtype)
         self._store_kv = store_kv.store_kv
         self._cut_into_tiles = paged_prefill.cut_into_tiles
         self._prefill, self._decode = paged_prefill.paged_prefill, paged_decode.paged_decode
@@ -90,7 +89,7 @@ class TritonAttention:
         plan: TritonPlan = batch.plan
         k_cache_BSKH, v_cache_BSKH = self.cache.data[:, layer]
         window = self._layer_windows[layer]
-        out_TNH = torch.empty(q_TNH.shape, dtype=self._out_dtype, device=q_TNH.device)
+        out_TNH = q_TNH.new_empty(q_TNH.shape)
         with torch.cuda.device_of(q_TNH):  # Triton launches on the current device, which need not be this one
             self._store_kv(k_TKH, v_TKH, batch.slot_mapping_T, k_cache_BSKH, v_cache_BSKH)
             if plan.num_single:
@@ -110,7 +109,7 @@ class TritonAttention:
                     window=window,
                     tiling=self._tiling,
                 )
-        return out_TNH.to(q_TNH.dtype)
+        return out_TNH
 
     def read_back(self, layer: int, block_table: Sequence[int], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AttentionBackend.read_back`."""

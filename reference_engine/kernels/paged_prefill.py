@@ -3,7 +3,7 @@
 The rows of all requests are packed, and cut into tiles that never span two requests; one program takes one tile of one
 query head (FlashAttention-2, Dao 2023, arXiv:2307.08691, section 3.2: parallel over rows). What a tile computes depends
 on its own request alone, so a chunk's results are bit for bit the same in every batch; and key tiles begin at multiples
-of their size, so that the same keys are summed together whatever the chunk. Performance on a GPU is unmeasured.
+of their size, so that the same keys are summed together whatever the chunk.
 
 Shapes: T packed rows, M tiles, Q rows of a tile, C keys of a tile, R requests, B blocks, S slots in a block,
 N query heads, K KV heads, H head dim.
@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from reference_engine.kernels.attend_tile import LOG2_E, attend_tile, normalise
+from reference_engine.kernels.interpreter import round_to
 from reference_engine.kernels.tiling import Tiling
 
 __all__ = ["cut_into_tiles", "paged_prefill"]
@@ -125,5 +126,5 @@ def _prefill_kernel(
             SLOT_WIDTH, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
         )  # fmt: skip
     context_QH, _ = normalise(largest_Q, sum_Q, product_QH)
-    context_QH = context_QH.to(out_ptr.dtype.element_ty)
+    context_QH = round_to(context_QH, out_ptr.dtype.element_ty)
     tl.store(out_ptr + packed_Q[:, None] * out_stride + columns_H[None, :], context_QH, mask=is_row_QH)

@@ -1,4 +1,4 @@
-"""Compile for GPUs, without one, what the wrappers launch; print shared memory and whether matrix units are used.
+"""Compile for GPUs, without one, what the wrappers launch; print shared memory, matrix units and copies on their way.
 
 A program of its own: in the test's process the kernels are interpreted, and the interpreter takes more than a compiler.
 """
@@ -6,6 +6,7 @@ A program of its own: in the test's process the kernels are interpreted, and the
 from __future__ import annotations
 
 import json
+import re
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -29,6 +30,8 @@ def compile_only(kernel: JITFunction, compiled: list[dict[str, object]], *args: 
         {
             "name": result.metadata.name,
             "shared_bytes": result.metadata.shared,
+            # Asynchronous copies that are still on their way when the oldest are waited for: 0 where none is ahead.
+            "copies_ahead": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", result.asm["ptx"])), default=0),
             "has_matrix_units": "wgmma" in result.asm["ptx"] or "mma.sync" in result.asm["ptx"],
         }
     )

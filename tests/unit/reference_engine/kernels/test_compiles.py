@@ -31,3 +31,5 @@ def test_the_kernels_compile(tmp_path: Path) -> None:
             assert kernel["shared_bytes"] <= SHARED_BYTES, kernel
             if kernel["name"] in ("_decode_kernel", "_prefill_kernel"):
                 assert kernel["has_matrix_units"] != is_float32, "float32 keeps all of its bits"
+            if kernel["name"] == "_decode_kernel":
+                assert kernel["copies_ahead"] > 0, "the next keys are loaded while these are computed with"
