@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import replace
@@ -64,7 +65,9 @@ class ModelRunner:
         self.model = Decoder.build(
             self.model_config, weights, rotary, self.backend, ranks, packs_weights=not config.compile_layers
         )
-        self._unobserved = self.model.compiled() if config.compile_layers else self.model
+        self.is_fused = config.fused_kernels and self.backend.uses_triton and not config.compile_layers
+        self._observed = self._fused() if self.is_fused else self.model
+        self._unobserved = self.model.compiled() if config.compile_layers else self._observed
         self._graphs = self._open_graphs(config)
 
     def close(self) -> None:
@@ -72,7 +75,7 @@ class ModelRunner:
         if self.backend.cache is not None:
             self.backend.cache.close()
         # Recorded steps refer to this runner, which refers to them: only the garbage collector would part them.
-        del self.model, self._unobserved, self._graphs
+        del self.model, self._observed, self._unobserved, self._graphs
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # or the device's free memory, by which caches are sized, does not count it
 
@@ -132,9 +135,14 @@ class ModelRunner:
         return self._compute(batch) if logits_RV is None else logits_RV
 
     def _compute(self, batch: Batch) -> torch.Tensor | None:
-        model = self._unobserved if batch.observer is None else self.model
+        model = self._unobserved if batch.observer is None else self._observed
         with self._numerics():
             return model(replace(batch, plan=self.backend.plan(batch)))
+
+    def _fused(self) -> Callable[[Batch], torch.Tensor | None]:
+        from reference_engine.fused import FusedDecoder  # which needs Triton
+
+        return FusedDecoder.of(self.model)
 
     def _open_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
         is_wanted = config.cuda_graphs and self.device.type == "cuda" and self._ranks is None

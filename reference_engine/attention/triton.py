@@ -1,7 +1,7 @@
 """Attention by Triton kernels: the paged backend's cache and block tables, with no gathered copies of K and V.
 
 Rows of requests with a single row go to the decode kernel, all others to the prefill kernel. Each of the two returns
-the same bits for a row whatever else is in the batch. On a GPU nothing of this has been timed.
+the same bits for a row whatever else is in the batch.
 
 Triton is imported when this backend is opened, not before.
 
@@ -13,7 +13,7 @@ Shapes: T tokens, M prefill tiles, N query heads, K KV heads, H head dim.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -62,19 +62,21 @@ class TritonAttention:
 
     limits = _LIMITS
     has_blocks = True
+    uses_triton = True
     is_capturable = True
 
     def __init__(self, spec: CacheSpec) -> None:
-        from reference_engine.kernels import paged_decode, paged_prefill, store_kv
+        from reference_engine import operators
+        from reference_engine.kernels.paged_prefill import cut_into_tiles
 
         self.block_size = spec.block_size
         self.num_blocks = spec.num_blocks or spec.default_num_blocks(spec.block_size)
         self.cache = KVCache(spec, self.num_blocks, self.block_size)
         self._layer_windows = spec.layer_windows
         self._tiling = find_tiling(spec.head_dim, spec.dtype)
-        self._store_kv = store_kv.store_kv
-        self._cut_into_tiles = paged_prefill.cut_into_tiles
-        self._prefill, self._decode = paged_prefill.paged_prefill, paged_decode.paged_decode
+        self._cut_into_tiles = cut_into_tiles
+        self._store_kv, self._prefill = operators.store_kv, operators.paged_prefill
+        self._decode: Callable[..., None] = operators.paged_decode
 
     def plan(self, batch: Batch) -> TritonPlan:
         """Cut the chunks into tiles, on the host."""
@@ -96,18 +98,11 @@ class TritonAttention:
                 own = slice(plan.num_single)
                 self._decode(
                     q_TNH[own], k_cache_BSKH, v_cache_BSKH, batch.block_tables_RB[own], batch.context_lens_R[own],
-                    out_TNH[own], window=window, tiling=self._tiling,
+                    out_TNH[own], window=window,
                 )  # fmt: skip
             if len(plan.tiles_M4):
                 self._prefill(
-                    q_TNH,
-                    k_cache_BSKH,
-                    v_cache_BSKH,
-                    batch.block_tables_RB,
-                    plan.tiles_M4,
-                    out_TNH,
-                    window=window,
-                    tiling=self._tiling,
+                    q_TNH, k_cache_BSKH, v_cache_BSKH, batch.block_tables_RB, plan.tiles_M4, out_TNH, window=window
                 )
         return out_TNH
 
