@@ -70,6 +70,11 @@ class ModelRunner:
         self._unobserved = self.model.compiled() if config.compile_layers else self._observed
         self._graphs = self._open_graphs(config)
 
+    @property
+    def replays_graphs(self) -> bool:
+        """Whether decode steps that nobody observes are recorded and replayed."""
+        return self._graphs is not None
+
     def close(self) -> None:
         """Give the device's memory back; nothing else may be called afterwards."""
         if self.backend.cache is not None:

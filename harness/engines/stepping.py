@@ -65,7 +65,8 @@ class Watcher(Protocol):
 class Session(Protocol):
     """An engine that is driven step by step. One that is given the same requests again computes the same steps.
 
-    A session may have a method `close`, which gives the engine's memory back.
+    A session may have a method `close`, which gives the engine's memory back, and `notes`, which readers of its profile
+    should know.
     """
 
     phases: tuple[str, ...]
@@ -93,6 +94,9 @@ class Session(Protocol):
 
 class ClosableSession(Session, Protocol):
     """What `open_session` makes of every session."""
+
+    notes: Sequence[str]
+    """What a reader of its profile should know."""
 
     def close(self) -> None:
         """Give the engine's memory back, where the session can; nothing else may be called afterwards."""
@@ -132,6 +136,7 @@ class _BlamedSession:
     def __init__(self, engine: str, session: Session) -> None:
         self._engine, self._session = engine, session
         self.phases, self.model = session.phases, session.model
+        self.notes: Sequence[str] = getattr(session, "notes", ())
 
     def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
         with blaming(self._engine):
