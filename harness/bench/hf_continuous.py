@@ -60,3 +60,7 @@ class HfContinuousPeer:
             generation.end_step()
         generation.token_ids = [list(results[name].generated_tokens) for name in names]
         return generation
+
+    def close(self) -> None:
+        """See `Peer.close`."""
+        del self._model
