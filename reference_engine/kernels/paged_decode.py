@@ -31,7 +31,7 @@ MAX_SPLITS = 16
 # Splits are at least this long: shorter ones would cost more to merge than they win. A multiple of every key tile.
 MIN_SPLIT_KEYS = 256
 # Block table, then K and V: with 5 stages two tiles of each are on their way while a third is computed with.
-NUM_STAGES = 5
+NUM_STAGES, NUM_WARPS = 5, 4
 
 
 def paged_decode(
@@ -71,7 +71,7 @@ def paged_decode(
         GROUP=group, PADDED_GROUP=power_of_two(group), SLOT_WIDTH=num_kv_heads * head_dim, BLOCK_SIZE=block_size,
         WINDOW=window, HEAD_DIM=head_dim, PADDED_DIM=tiling.padded_head_dim, TILE_KEYS=tiling.keys,
         MAX_SPLITS=MAX_SPLITS, MIN_SPLIT_KEYS=min_split_keys,
-        num_warps=4, num_stages=NUM_STAGES,
+        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     if num_splits > 1:
         _merge_kernel[num_requests, num_heads](
