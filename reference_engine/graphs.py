@@ -1,7 +1,8 @@
 """Decode steps recorded once and replayed, so that the host does not launch every kernel of every step.
 
 A recorded step has a fixed number of rows and reads fixed tensors. A batch is copied into them, and the rows that are
-left over are padding: token 0 of a request without keys, whose K and V go to the null block.
+left over are padding: token 0 of a request without keys, whose K and V go to the null block. On a GPU this is
+unmeasured: no session had one to run it on.
 
 Shapes: R requests, B blocks, V vocab.
 """

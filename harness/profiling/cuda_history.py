@@ -1,4 +1,7 @@
-"""The CUDA allocator's snapshots as allocations: what is there, and what has happened."""
+"""The CUDA allocator's snapshots as allocations: what is there, and what has happened.
+
+Written after torch's schema, and not measured on a GPU yet.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The memory pass: every allocation and free of the captured steps, with the stack that made it.
 
-On the CPU they are the profiler's allocation events; on CUDA the allocator's own history.
+On the CPU they are the profiler's allocation events; on CUDA the allocator's own history (written, and not measured on
+a GPU yet).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention by Triton kernels: the paged backend's cache and block tables, with no gathered copies of K and V.
 
 Rows of requests with a single row go to the decode kernel, all others to the prefill kernel. Each of the two returns
-the same bits for a row whatever else is in the batch.
+the same bits for a row whatever else is in the batch. On a GPU nothing of this has been timed.
 
 Triton is imported when this backend is opened, not before.
 
@@ -113,6 +113,10 @@ class TritonAttention:
 
 
 def _to_device(tiles: list[tuple[int, int, int, int]], device: torch.device) -> torch.Tensor:
-    host = torch.tensor(tiles, dtype=torch.int32).reshape(-1, 4)
+    if (
+        not tiles
+    ):  # made there: a copy, even of nothing, may wait for the device, which a step that is recorded must not
+        return torch.empty((0, 4), dtype=torch.int32, device=device)
+    host = torch.tensor(tiles, dtype=torch.int32)
     # Only a copy from pinned memory is asynchronous.
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and tiles else host.to(device)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

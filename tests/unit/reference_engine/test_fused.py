@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference_engine import EngineConfig, LLMEngine, SamplingParams, StepInfo
 from reference_engine.model import Decoder
@@ -70,6 +72,43 @@ def test_unobserved_steps_make_the_same_tokens(checkpoint: Any, device: torch.de
         with LLMEngine(checkpoint.folder, replace(config, fused_kernels=is_fused)) as engine:
             made.append([output.token_ids for output in engine.generate(PROMPTS, params)])
     assert made[0] == made[1]
+
+
+class Operators(TorchDispatchMode):
+    """Counts what is computed, views and empty tensors left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if not func.is_view and name not in ("aten::empty", "aten::new_empty", "aten::split"):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_layer_is_ten_operators(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_on("cpu", monkeypatch)
+    counts = []
+    for is_fused in (True, False):
+        config = EngineConfig(dtype="bfloat16", attention_backend="triton", max_model_len=32, fused_kernels=is_fused)
+        with LLMEngine(checkpoint.folder, config) as engine:
+            engine.add_request([5, 6, 7], SamplingParams(max_new_tokens=3, ignore_eos=True))
+            engine.step()
+            with Operators() as operators:
+                engine.step()
+        counts.append(operators.counts)
+    fused, plain = counts
+    own = {"norm_rotate": 2, "store_kv": 2, "paged_decode": 2, "silu_mul": 2, "add_norm": 4, "rms_norm": 1}
+    # Beside the layers: embedding, cosines and sines in seven operators, a norm, the head and the choice.
+    assert fused == Counter({f"reference_engine::{name}": count for name, count in own.items()}) + Counter(
+        {"aten::mm": 2 * 4 + 1, "aten::embedding": 1, "aten::_to_copy": 3, "aten::mul": 1, "aten::cat": 1,
+         "aten::cos": 1, "aten::sin": 1, "aten::max": 1}
+    )  # fmt: skip
+    assert plain.total() - fused.total() == 2 * (52 - 10) + 8 - 1, (
+        "the last norm is eight operators, the first kernel one"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # of torch's compiler
