@@ -76,7 +76,11 @@ class Peer(Protocol):
 
 
 class PeerMissingError(Exception):
-    """The package of a peer is not installed."""
+    """A peer is not installed; `package` is what pip would have to install, the peer's own extra where it is None."""
+
+    def __init__(self, reason: str, *, package: str | None = None) -> None:
+        super().__init__(reason)
+        self.package = package
 
 
 def _reference(setting: Setting) -> Peer:
@@ -170,7 +174,7 @@ def open_peers(group: Sequence[str], setting: Setting, *, required: Sequence[str
 def _not_installed(name: str, error: PeerMissingError) -> HarnessError:
     return HarnessError(
         Code.BAD_OPTION, f"{name} is not installed: {error}", where="--peer",
-        hint=f"pip install 'inference-harness[{name}]'",
+        hint=f"pip install '{error.package or f'inference-harness[{name}]'}'",
     )  # fmt: skip
 
 
