@@ -35,7 +35,7 @@ class KernelAttention:
         window: int | None = None,
         num_splits: int | None = None,
     ) -> torch.Tensor:
-        from reference_engine.kernels import interpreter, paged_prefill, tiling
+        from reference_engine.kernels import paged_prefill, tiling
 
         caches = k_cache_BSKH, v_cache_BSKH
         tables_RB = _tables(block_tables, k_cache_BSKH)
@@ -43,7 +43,7 @@ class KernelAttention:
             "window": window,
             "tiling": replace(tiling.find_tiling(q_TNH.shape[-1], q_TNH.dtype), rows=TILE, keys=TILE),
         }
-        out_TNH = torch.empty(q_TNH.shape, dtype=interpreter.output_dtype(q_TNH.dtype), device=q_TNH.device)
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         single = [request for request, query_len in enumerate(query_lens) if query_len == 1]
         if single:
             rows = [sum(query_lens[:request]) for request in single]
@@ -55,7 +55,7 @@ class KernelAttention:
         if tiles:
             tiles_M4 = torch.tensor(tiles, dtype=torch.int32, device=q_TNH.device)
             paged_prefill.paged_prefill(_strided(q_TNH), *caches, tables_RB, tiles_M4, out_TNH, **options)
-        return out_TNH.to(q_TNH.dtype)
+        return out_TNH
 
     def store(
         self,

@@ -188,12 +188,20 @@ MUTANTS = [
         attention("split"), FORM,
     ),
     Mutant(
-        "merged, but not divided", "paged_decode", "tl.where(total == 0.0, 1.0, total)", "1.0", attention("split"),
-        FORM,
+        "merged, but not divided", "paged_decode", ", tl.sum(weight_P, 0))", ", tl.sum(weight_P, 0) * 0.0 + 1.0)",
+        attention("split"), FORM,
     ),
     Mutant(
         "parts of the first request merged for all", "paged_decode", "(request * tl.num_programs(1) + head)", "head",
         attention("split"), FORM,
+    ),
+    Mutant(
+        "a full single split left to the merge, which leaves it alone", "paged_decode", "if num_keys > split_keys:",
+        "if num_keys >= split_keys:", attention("split"), FORM,
+    ),
+    Mutant(
+        "the second split taken for empty", "paged_decode", "(split * split_keys >= num_keys)",
+        "((split + 1) * split_keys >= num_keys)", attention("split"), FORM,
     ),
     # The store
     Mutant("K stored in place of V", "store_kv", "columns_W, v_W", "columns_W, k_W", store, STORED),
