@@ -41,7 +41,6 @@ def test_the_graph_does_not_depend_on_the_dtype_of_the_weights(tiny):
     assert in_brief(tiny("qwen3_moe", torch.bfloat16).graph) == in_brief(tiny("qwen3_moe").graph)
 
 
-@pytest.mark.xfail(reason="NaN is not equal to itself: what is not finite is taken for rows that are no tokens")
 def test_the_graph_does_not_depend_on_what_overflows():
     graphs = []
     for scale in (1, 1e6):
@@ -231,7 +230,7 @@ def test_no_alias_is_a_tap(tiny, family):
 
 @pytest.mark.parametrize(
     "spread",
-    [6, pytest.param(1, marks=pytest.mark.xfail(reason="a row that moves by less than 1e-3 counts as the same"))],
+    [6, 1],
 )
 def test_a_model_whose_rows_see_later_tokens_is_refused(spread):
     """An encoder; with HF's own initial weights its rows hardly depend on each other, and still they do."""
@@ -323,10 +322,7 @@ def test_layer_and_site_of_a_name(name, layer, site):
         "model.layers.1e3.output",
         "model.layers.99999999999999999999.output",  # a table with as many layers would not end
         "model.layers.٣٣٣٣٣.output",
-        pytest.param(
-            "model.layers.٣.output",
-            marks=pytest.mark.xfail(reason="digits of any alphabet are taken for a number: two names of one layer"),
-        ),
+        "model.layers.٣.output",
         "model.layers.².output",
         "model.layers..output",
         "7.output",
