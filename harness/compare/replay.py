@@ -83,7 +83,8 @@ class Replay:
         self._given: dict[str, torch.Tensor] = {}
         """[places] bool of each tap: where the engine recorded it."""
         self._values: dict[str, torch.Tensor] = {}
-        self._num_readers = Counter(tap for op in judge.graph for tap in op.inputs)
+        computed = (op for op in judge.graph if op.kind is not Kind.CACHE)
+        self._num_readers = Counter(tap for op in computed for tap in op.inputs)
 
     @property
     def logit_positions(self) -> list[int] | None:

@@ -18,7 +18,7 @@ _MOVES = frozenset({
     "_reshape_alias", "_to_copy", "_unsafe_view", "alias", "as_strided", "cat", "chunk", "clone", "constant_pad_nd",
     "contiguous", "copy_", "detach", "expand", "fill_", "flatten", "flip", "gather", "index", "index_put",
     "index_put_", "index_select", "lift_fresh", "masked_fill", "movedim", "narrow", "permute", "repeat",
-    "repeat_interleave", "reshape", "roll", "scatter", "scatter_", "select", "select_scatter", "slice",
+    "repeat_interleave", "reshape", "roll", "scatter", "scatter_", "select", "select_scatter", "set_", "slice",
     "slice_scatter", "split", "split_copy", "split_with_sizes", "split_with_sizes_copy", "squeeze", "stack", "t",
     "transpose", "unbind", "unflatten", "unfold", "unsafe_chunk", "unsafe_split", "unsqueeze", "view", "where",
     "zero_",
@@ -61,7 +61,7 @@ class Flow(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        origin = Origin((), () if name in _MOVES else (name,))
+        origin = Origin((), () if name in _MOVES or not inputs else (name,))  # what is made of nothing is nobody's
         for x in reversed(inputs):
             origin = self.of(x) | origin
         known = {_storage(x) for x in inputs}

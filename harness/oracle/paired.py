@@ -78,7 +78,7 @@ def run_pair(
     ids = ids.to(hf.device)
     if logit_positions is not None and len(logit_positions) == ids.shape[1]:
         logit_positions = None
-    forward = _forward(hf, ids, logit_positions)
+    forward, _ = _forward(hf, ids, logit_positions), hf.graph  # traced now: later two forwards are under way
     kept = None if logit_positions is None else torch.tensor(list(logit_positions))
     with ExitStack() as stack:
         stack.enter_context(without_tf32())

@@ -165,7 +165,6 @@ def test_both_see_every_operation_once_and_part_by_part(hf, token_ids):
     assert most == largest
 
 
-@pytest.mark.xfail(reason="run_pair traces the graph while its hooks are on the model: truth and control wait for good")
 def test_the_graph_is_traced_before_either_forward_begins(checkpoints, monkeypatch):
     hf = load_model(checkpoints / "llama-tiny", dtype=torch.float32)
 
