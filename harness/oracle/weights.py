@@ -67,10 +67,11 @@ class StreamedWeights:
     def _give_embedding_a_device(self) -> None:
         """Let the embedding's weight say where the token ids go: some families ask it before they look them up."""
         weight = getattr(self._model.get_input_embeddings(), "weight", None)
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            if weight is parameter:
-                unknown = torch.full((1,), torch.nan, dtype=parameter.dtype, device=self._device)
-                self._set(name, nn.Parameter(unknown.expand(parameter.shape), requires_grad=False))
+        if isinstance(weight, nn.Parameter):
+            unknown = torch.full((1,), torch.nan, dtype=weight.dtype, device=self._device).expand(weight.shape)
+            for name, parameter in self._model.named_parameters(remove_duplicate=False):
+                if parameter is weight:
+                    self._set(name, nn.Parameter(unknown, requires_grad=False))
 
     def _plan(self) -> Mapping[str, Sequence[Key]]:
         """Return the tensors behind each parameter; those of a tied one are those of what it is tied to."""
