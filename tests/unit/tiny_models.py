@@ -24,6 +24,24 @@ _WINDOWED: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ["sliding_
 _EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 FAMILIES: dict[str, dict[str, Any]] = {
+    "axk2": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "index_topk": 3,
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "gated_norm_rank": 4,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
     "llama": {},
     "mistral": {"sliding_window": WINDOW},
     "qwen2": {"use_sliding_window": True, **_WINDOWED},

@@ -1,7 +1,7 @@
-"""Attention's own definition against independent ones, and its error formulas against errors that were made."""
+"""How sensitive attention is to rounding: against its definition in float64, and against errors that were made."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from harness.oracle.watch import AttentionCall
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 16
 WINDOW = 5
+SCALE = HEAD_DIM**-0.5
+SINKS = torch.linspace(-1, 2, NUM_HEADS, dtype=torch.float64)
 
 
 def relative(actual, expected):
@@ -50,85 +52,144 @@ def causal(queries, keys, window=None):
     return seen[None, None]
 
 
-def attention_by_definition(call, scale, seen, *, softcap=None, sinks=None):
-    """softmax(q k^T scale) v, row by row and head by head, in einsum."""
-    group = call.query.shape[1] // call.key.shape[1]
-    requests = []
-    for q, k, v in zip(call.query.double(), call.key.double(), call.value.double(), strict=True):
-        rows = []
-        for row in range(q.shape[1]):
-            there = seen[0, 0, row].nonzero()[:, 0]
-            heads = []
-            for head in range(q.shape[0]):
-                scores = torch.einsum("h,sh->s", q[head, row], k[head // group, there]) * scale
-                if softcap is not None:
-                    scores = softcap * torch.tanh(scores / softcap)
-                total = 0.0 if sinks is None else torch.exp(sinks[head] - scores.max())
-                weights = torch.exp(scores - scores.max())
-                heads.append(torch.einsum("s,sh->h", weights / (weights.sum() + total), v[head // group, there]))
-            rows.append(torch.cat(heads))
-        requests.append(torch.stack(rows))
-    return torch.stack(requests)
+@dataclass(frozen=True, kw_only=True)
+class Definition:
+    """Attention and its sensitivities by their definition, in float64."""
+
+    context: torch.Tensor
+    """[B, T, N, H]."""
+    amplification: torch.Tensor
+    """[B, T]."""
+    score_sensitivity: torch.Tensor
+    """[B, T]."""
+    without_cancelling: torch.Tensor
+    """[B, T]: the score sensitivity, had ||v - o|| been ||v|| + ||o||: what its rounding is relative to."""
 
 
+def by_definition(call, scale, seen, *, softcap=None, sinks=None):
+    """Sum up row by row, head by head."""
+    batch, num_heads, num_queries, _ = call.query.shape
+    group = num_heads // call.key.shape[1]
+    query, key, value = (x.double() for x in (call.query, call.key, call.value))
+    context = torch.zeros(batch, num_queries, num_heads, value.shape[-1], dtype=torch.float64)
+    products, scores, largest = torch.zeros(3, batch, num_queries, dtype=torch.float64)
+    for b, t, n in torch.cartesian_prod(*(torch.arange(size) for size in (batch, num_queries, num_heads))).tolist():
+        there = seen.expand(batch, -1, -1, -1)[b, 0, t]
+        q, k, v = query[b, n, t], key[b, n // group, there], value[b, n // group, there]
+        score = torch.einsum("h,sh->s", q, k) * scale
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        weights = torch.exp(score - score.max())
+        p = weights / (weights.sum() + (0.0 if sinks is None else torch.exp(sinks[n].double() - score.max())))
+        o = torch.einsum("s,sh->h", p, v)
+        bound = q.norm() * k.norm(dim=-1) * scale
+        context[b, t, n] = o
+        products[b, t] += (p * v.norm(dim=-1)).square().sum()
+        scores[b, t] += (p * bound * (v - o).norm(dim=-1)).square().sum()
+        largest[b, t] += (p * bound * (v.norm(dim=-1) + o.norm())).square().sum()
+    norm = context.flatten(2).norm(dim=-1)
+    products, scores, largest = (x.sqrt() / norm for x in (products, scores, largest))
+    return Definition(context=context, amplification=products, score_sensitivity=scores, without_cancelling=largest)
+
+
+def assert_same(found, expected):
+    """In float32: they are factors of a bound.
+
+    The second is the root of a difference of squares. So its square is as exact as the squares are large, and it has no
+    digit where it is zero (a row that sees one key).
+    """
+    assert found.amplification.dtype == found.score_sensitivity.dtype == torch.float32
+    torch.testing.assert_close(found.amplification.double(), expected.amplification, rtol=1e-5, atol=0)
+    errors = found.score_sensitivity.double().square() - expected.score_sensitivity.square()
+    assert bool((errors.abs() <= 1e-6 * expected.without_cancelling.square()).all())
+
+
+def assert_differs(found, expected):
+    for name in ("amplification", "score_sensitivity"):
+        assert relative(getattr(found, name).double(), getattr(expected, name)) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("queries", "keys"), [(9, 9), (1, 9), (4, 9), (1, 1)])
-def test_attention_is_its_definition(queries, keys, batch):
-    call = call_of(queries=queries, keys=keys, batch=batch)
-    actual = attention_sensitivity(call).context
-    assert actual.shape == (batch, queries, NUM_HEADS * HEAD_DIM)
-    assert relative(actual, attention_by_definition(call, HEAD_DIM**-0.5, causal(queries, keys))) < 1e-14
+def test_sensitivities_are_their_definition(queries, keys, batch, dtype):
+    call = call_of(queries=queries, keys=keys, batch=batch, dtype=dtype)
+    assert torch.equal(visible_keys(call), causal(queries, keys))
+    found = attention_sensitivity(call)
+    assert found.amplification.shape == found.score_sensitivity.shape == (batch, queries)
+    assert_same(found, by_definition(call, SCALE, causal(queries, keys)))
 
 
-@pytest.mark.parametrize("as_numbers", [False, True])
-def test_attention_behind_a_window_is_its_definition(as_numbers):
+@pytest.mark.parametrize("as_numbers", [torch.float64, torch.float32, torch.bfloat16, torch.float16, None])
+def test_a_window_is_what_the_mask_says(as_numbers):
     """HF says what is seen by a mask, of booleans or of what is added to the scores."""
     seen = causal(11, 17, WINDOW)
-    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min) if as_numbers else seen
+    mask = seen
+    if as_numbers is not None:
+        mask = torch.zeros(seen.shape, dtype=as_numbers).masked_fill(~seen, torch.finfo(as_numbers).min)
     call = call_of(queries=11, keys=17, mask=mask)
     assert torch.equal(visible_keys(call), seen)
-    actual = attention_sensitivity(call).context
-    assert relative(actual, attention_by_definition(call, HEAD_DIM**-0.5, seen)) < 1e-14
-    assert relative(actual, attention_sensitivity(replace(call, mask=None)).context) > 1e-2
+    assert_same(attention_sensitivity(call), by_definition(call, SCALE, seen))
+    assert_differs(attention_sensitivity(replace(call, mask=None)), by_definition(call, SCALE, seen))
+
+
+def test_a_mask_of_each_request():
+    """Padded requests have masks of their own."""
+    seen = torch.cat([causal(4, 9), causal(4, 9, WINDOW)])
+    call = call_of(queries=4, keys=9, batch=2, mask=seen)
+    assert torch.equal(visible_keys(call), seen)
+    assert_same(attention_sensitivity(call), by_definition(call, SCALE, seen))
 
 
 def test_a_mask_that_is_longer_than_the_keys():
     """HF's masks of a static cache are as long as the cache may become."""
     seen = causal(4, 9)
-    call = call_of(queries=4, keys=9, mask=torch.cat([seen, torch.zeros(1, 1, 4, 3, dtype=torch.bool)], dim=-1))
-    assert relative(attention_sensitivity(call).context, attention_by_definition(call, HEAD_DIM**-0.5, seen)) < 1e-14
+    call = call_of(queries=4, keys=9, mask=torch.cat([seen, torch.ones(1, 1, 4, 3, dtype=torch.bool)], dim=-1))
+    assert torch.equal(visible_keys(call), seen)
+    assert_same(attention_sensitivity(call), by_definition(call, SCALE, seen))
 
 
-def test_a_cap_on_the_scores_is_its_definition():
+def test_a_cap_on_the_scores():
     call = call_of(queries=4, keys=9, scale=2.0, softcap=3.0)
-    expected = attention_by_definition(call, HEAD_DIM**-0.5, causal(4, 9), softcap=3.0)
-    assert relative(attention_sensitivity(call).context, expected) < 1e-14
-    assert relative(attention_sensitivity(replace(call, options={})).context, expected) > 1e-2
+    expected = by_definition(call, SCALE, causal(4, 9), softcap=3.0)
+    assert_same(attention_sensitivity(call), expected)
+    assert_differs(attention_sensitivity(replace(call, options={})), expected)
 
 
-def test_sinks_are_their_definition():
-    sinks = torch.linspace(-1, 2, NUM_HEADS, dtype=torch.float64)
-    call = call_of(queries=4, keys=9, s_aux=sinks)
-    expected = attention_by_definition(call, HEAD_DIM**-0.5, causal(4, 9), sinks=sinks)
-    assert relative(attention_sensitivity(call).context, expected) < 1e-14
-    assert relative(attention_sensitivity(replace(call, options={})).context, expected) > 1e-2
+def test_sinks():
+    call = call_of(queries=4, keys=9, s_aux=SINKS)
+    expected = by_definition(call, SCALE, causal(4, 9), sinks=SINKS)
+    assert_same(attention_sensitivity(call), expected)
+    assert_differs(attention_sensitivity(replace(call, options={})), expected)
 
 
 def test_the_scale_of_a_call():
-    call = call_of(queries=1, keys=1)
-    assert scaling(call) == HEAD_DIM**-0.5
+    """What is passed, else what the module has, else that of the head's size."""
+    call = call_of(queries=4, keys=9)
+    assert scaling(call) == SCALE
     call.module.scaling = 0.4
     assert scaling(call) == 0.4
-    assert scaling(replace(call, options={"scaling": 0.3})) == 0.3
-    expected = attention_by_definition(call, 0.4, causal(1, 1))
-    assert relative(attention_sensitivity(call).context, expected) < 1e-14
+    assert scaling(replace(call, options={"scaling": None})) == 0.4
+    passed = replace(call, options={"scaling": 0.7})
+    assert scaling(passed) == 0.7
+    for each, scale in ((call, 0.4), (passed, 0.7)):
+        assert_same(attention_sensitivity(each), by_definition(each, scale, causal(4, 9)))
+
+
+def test_values_of_another_size_than_the_keys():
+    """As in latent attention."""
+    call = call_of(queries=4, keys=9)
+    call = replace(call, value=call.value[..., :5])
+    assert_same(attention_sensitivity(call), by_definition(call, SCALE, causal(4, 9)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "llama4_text", "mistral"])
-def test_attention_is_that_of_hf(tiny, family, dtype):
-    """Caps, sinks, windows, scales and chunks, as each family passes them to its interface."""
-    hf, errors = tiny(family, dtype), {}
+@pytest.mark.parametrize(
+    "family", ["axk2", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "llama4_text", "mistral"]
+)
+def test_attention_of_a_family_is_read_as_hf_reads_it(tiny, family, dtype):
+    """Caps, sinks, windows, scales and chunks, as each family passes them: the context by definition is HF's own."""
+    hf, calls = tiny(family, dtype), {}
 
     class Observer:
         def control(self, _value):
@@ -136,15 +197,22 @@ def test_attention_is_that_of_hf(tiny, family, dtype):
 
         def truth(self, value):
             if value.call is not None:
-                errors[value.operation.tap] = relative(
-                    attention_sensitivity(value.call).context.flatten(0, 1), value.rows.flatten(1)
-                )
+                calls[value.operation.tap] = value.call, value.rows.clone()
 
     assert len(hf.graph.layers) == 2
     ids = torch.tensor([list(range(3, 16)), list(range(23, 36))])
     run_pair(hf, ids, Observer(), truth_dtype=torch.float64)
-    assert len(errors) == 2
-    assert max(errors.values()) < 1e-12
+    assert len(calls) == 2
+    for call, rows in calls.values():
+        expected = by_definition(
+            call,
+            scaling(call),
+            visible_keys(call),
+            softcap=call.options.get("softcap"),
+            sinks=call.options.get("s_aux"),
+        )
+        assert relative(expected.context.flatten(0, 1), rows) < 1e-12
+        assert_same(attention_sensitivity(call), expected)
 
 
 def test_keys_may_come_in_any_order():
@@ -152,29 +220,34 @@ def test_keys_may_come_in_any_order():
     call, order = call_of(queries=4, keys=9, mask=seen), torch.tensor([4, 1, 8, 0, 7, 2, 6, 3, 5])
     shuffled = replace(call, key=call.key[:, :, order], value=call.value[:, :, order], mask=seen[..., order])
     flipped = replace(shuffled, query=call.query.flip(2), mask=shuffled.mask.flip(2))
-    expected = attention_sensitivity(call)
-    for other, dims in ((shuffled, []), (flipped, [1])):
-        found = attention_sensitivity(other)
-        for name in ("context", "amplification", "score_sensitivity"):
-            torch.testing.assert_close(
-                getattr(found, name).flip(dims),
-                getattr(expected, name),
-                rtol=1e-10,
-                atol=1e-6 if "score" in name else 0,
-            )
+    expected = by_definition(call, SCALE, seen)
+    assert_same(attention_sensitivity(shuffled), expected)
+    in_reverse = Definition(**{name: x.flip(1) for name, x in vars(expected).items()})
+    assert_same(attention_sensitivity(flipped), in_reverse)
 
 
-def test_attention_in_pieces(monkeypatch):
+@pytest.mark.parametrize("num_queries_at_a_time", [1, 2, 9])
+def test_attention_in_pieces(monkeypatch, num_queries_at_a_time):
     """Scores are held a few queries at a time, and nothing depends on how many."""
-    call = call_of(queries=9, keys=9)
-    whole = attention_sensitivity(call)
-    monkeypatch.setattr(attention, "_SCORE_BYTES", 8 * NUM_HEADS * 9 * 2)
-    pieces = attention_sensitivity(call)
-    torch.testing.assert_close(pieces.context, whole.context, rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(pieces.amplification, whole.amplification, rtol=1e-13, atol=1e-13)
-    # A root of sums that cancel: exact where it matters, and without any digits where it is zero (row 0 sees one key).
-    squares = (x.score_sensitivity.square() for x in (pieces, whole))
-    torch.testing.assert_close(*squares, rtol=1e-12, atol=1e-13 * float(whole.score_sensitivity.square().max()))
+    call, sizes = call_of(queries=9, keys=9, mask=causal(9, 9, WINDOW)), []
+    some = attention._sensitivities
+    monkeypatch.setattr(attention, "_SCORE_BYTES", 4 * NUM_HEADS * 9 * num_queries_at_a_time)
+    monkeypatch.setattr(attention, "_sensitivities", lambda *args: sizes.append(args[1].shape[2]) or some(*args))
+    assert_same(attention_sensitivity(call), by_definition(call, SCALE, causal(9, 9, WINDOW)))
+    assert max(sizes) == num_queries_at_a_time
+    assert sum(sizes) == 9
+
+
+def test_each_request_of_a_batch_is_by_itself():
+    call = call_of(queries=5, keys=5, batch=2)
+    together = attention_sensitivity(call)
+    for at in range(2):
+        own = slice(at, at + 1)
+        alone = replace(call, query=call.query[own], key=call.key[own], value=call.value[own])
+        found = replace(
+            together, amplification=together.amplification[own], score_sensitivity=together.score_sensitivity[own]
+        )
+        assert_same(found, by_definition(alone, SCALE, causal(5, 5)))
 
 
 # The formulas of how far rounding carries, against roundings that were made.
@@ -184,9 +257,10 @@ _EPS = 1e-6
 
 
 def rms_relative(changed, expected):
-    """[rows]: RMS over samples of the relative error of each row."""
-    errors = torch.stack([(x - expected).norm(dim=-1) / expected.norm(dim=-1) for x in changed])
-    return errors.square().mean(dim=0).sqrt() / _EPS
+    """[rows] in float32: RMS over samples of the relative error of each row; all are [heads, rows, head size]."""
+    changed, expected = (x.transpose(-3, -2).flatten(-2) for x in (torch.stack(list(changed)), expected))
+    errors = (changed - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return (errors.square().mean(dim=0).sqrt() / _EPS).float()
 
 
 def parts(call):
@@ -207,9 +281,6 @@ def probabilities(call, scores):
     return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
 
 
-SINKS = torch.linspace(-1, 1, NUM_HEADS, dtype=torch.float64)
-
-
 @pytest.mark.parametrize("options", [{}, {"s_aux": SINKS}])
 @pytest.mark.parametrize("scale", [0.3, 2.0])
 def test_amplification_is_the_error_of_rounded_products(scale, options):
@@ -222,7 +293,7 @@ def test_amplification_is_the_error_of_rounded_products(scale, options):
         (products * (1 + _EPS * torch.randn(products.shape, generator=generator, dtype=torch.float64))).sum(2)
         for _ in range(_SAMPLES)
     )
-    measured = rms_relative([x.transpose(0, 1).flatten(1) for x in changed], found.context[0])
+    measured = rms_relative(changed, probabilities(call, scores) @ v)
     torch.testing.assert_close(found.amplification[0], measured, rtol=0.2, atol=0)
 
 
@@ -240,15 +311,5 @@ def test_score_sensitivity_is_the_error_of_rounded_scores(scale, options):
         @ v
         for _ in range(_SAMPLES)
     )
-    measured = rms_relative([x.transpose(0, 1).flatten(1) for x in changed], found.context[0])
+    measured = rms_relative(changed, probabilities(call, scores) @ v)
     torch.testing.assert_close(found.score_sensitivity[0], measured, rtol=0.2, atol=0)
-
-
-def test_sensitivities_are_of_each_request_of_a_batch():
-    call = call_of(queries=5, keys=5, batch=2)
-    together = attention_sensitivity(call)
-    for at in range(2):
-        own = slice(at, at + 1)
-        alone = attention_sensitivity(replace(call, query=call.query[own], key=call.key[own], value=call.value[own]))
-        torch.testing.assert_close(together.amplification[own], alone.amplification, rtol=1e-12, atol=0)
-        torch.testing.assert_close(together.score_sensitivity[own], alone.score_sensitivity, rtol=1e-8, atol=1e-6)
