@@ -26,8 +26,8 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear"})
 _NORMS = frozenset({"rsqrt", "native_layer_norm", "rms_norm", "_fused_rms_norm", "linalg_vector_norm"})
 _INTERFACE = ("query", "key", "value")
 _SAME_ROUNDINGS, _SAME = 256, 1e-3
-"""Distance, in roundings and relative to the row, within which rows of two requests are the same: they stand elsewhere in
-a product."""
+"""Distance of a row, in roundings and relative to it, within which rows of two requests are the same: they stand
+elsewhere in a product."""
 _ACTIVATION_FILES = ("transformers.activations", "torch.nn.modules.activation")
 
 
