@@ -156,7 +156,9 @@ def _without_other_rows(trace: _Trace, shapes: Mapping[str, torch.Size]) -> _Tra
     kept = {
         source: each
         for source, each in trace.shown.items()
-        if shapes.get(source) == each.rows.shape[1:] and _is_causal(each.rows, trace.num_tokens)
+        if shapes.get(source) == each.rows.shape[1:]
+        and _is_causal(each.rows, trace.num_tokens)
+        and not _is_mask(each.rows)
     }
     return replace(trace, shown=dict(_bridged(trace.shown, kept)))
 
@@ -171,6 +173,14 @@ def _is_causal(rows: torch.Tensor, num_tokens: int) -> bool:
         return False
     one, other = (x.where(x.isfinite(), 0) for x in (one, other))
     return bool(((one - other).norm(dim=1) <= distance * other.norm(dim=1)).all())
+
+
+def _is_mask(rows: torch.Tensor) -> bool:
+    """Whether all that is in the rows is zero or as low as the dtype goes."""
+    if not rows.is_floating_point():
+        return False
+    is_low = rows <= torch.finfo(rows.dtype).min / 2
+    return bool(is_low.any() and (is_low | (rows == 0)).all())
 
 
 def _bridged(shown: dict[str, _Shown], kept: dict[str, _Shown]) -> Iterator[tuple[str, _Shown]]:
