@@ -51,6 +51,36 @@ def test_the_graph_does_not_depend_on_what_overflows():
     assert graphs[0] == graphs[1]
 
 
+class Masked(torch.nn.Module):
+    """Hands a mask on beside what it computes."""
+
+    def __init__(self, layer, low):
+        super().__init__()
+        self.layer, self.low = layer, low
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y, torch.where(y[..., :4] > 0, 0.0, self.low)
+
+
+class First(torch.nn.Sequential):
+    """Goes on without the mask."""
+
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+@pytest.mark.parametrize(
+    ("low", "is_tap"), [(-torch.inf, False), (torch.finfo(torch.float32).min, False), (-1.0, True)]
+)
+def test_a_mask_is_no_tap(low, is_tap):
+    model = tiny_model("llama")
+    mlp = model.model.layers[0].mlp
+    mlp.down_proj = First(Masked(mlp.down_proj, low))
+    hf = HFModel(model=model, folder=Path(), dtype=torch.float32, device=torch.device("cpu"))
+    assert any(op.source.endswith("down_proj.0:1") for op in hf.graph) is is_tap
+
+
 TRACED = (
     "mistral", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "llama4_text", "mamba", "mixtral", "phi3",
     "qwen3_moe",
