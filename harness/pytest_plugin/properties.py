@@ -23,11 +23,11 @@ NOT_CHECKED = "not checked"
 """Key of the properties of a test that say which invariants its adapter leaves unchecked."""
 
 _ADAPTERS = {
-    "block_manager": "harness.properties.reference:BlockManager",
-    "scheduler": "harness.properties.reference:Scheduler",
-    "attention": "harness.properties.reference_attention:PagedAttention",
-    "engine": "harness.properties.reference_whole:Engine",
-    "ops": "harness.properties.reference_ops:Ops",
+    "block_manager": "harness.properties.reference.blocks:BlockManager",
+    "scheduler": "harness.properties.reference.blocks:Scheduler",
+    "attention": "harness.properties.reference.attention:PagedAttention",
+    "engine": "harness.properties.reference.engine:Engine",
+    "ops": "harness.properties.reference.ops:Ops",
 }
 """By the name of the fixture, what is tested without the option: the reference engine."""
 
@@ -90,7 +90,7 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def property_settings(request: pytest.FixtureRequest) -> "settings":
     """Hypothesis settings of the chosen profile."""
-    from harness.properties.profiles import PROFILES
+    from harness.properties.core.profiles import PROFILES
 
     return PROFILES[request.config.getoption("properties_profile")].settings()
 

@@ -31,29 +31,30 @@ from hypothesis import Phase, given, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from tabulate import tabulate
 
-from harness.properties import falsify
-from harness.properties.attention import check_definition
-from harness.properties.blocks import BlockManagerMachine
-from harness.properties.engine import check_engine
-from harness.properties.falsify import BrokenPropertyError
-from harness.properties.profiles import PROFILES
-from harness.properties.reference import BlockManager, Scheduler
-from harness.properties.reference_attention import PagedAttention
-from harness.properties.reference_ops import Ops
-from harness.properties.reference_whole import Engine
-from harness.properties.scheduler import SchedulerMachine
-from harness.properties.subject import Violation
-from harness.properties.test_ops import CHECKS
+from harness.properties.attention.suite import check_definition
+from harness.properties.blocks.suite import BlockManagerMachine
+from harness.properties.core import falsify
+from harness.properties.core.falsify import BrokenPropertyError
+from harness.properties.core.profiles import PROFILES
+from harness.properties.core.subject import Violation
+from harness.properties.engine.suite import check_engine
+from harness.properties.ops.test_ops import CHECKS
+from harness.properties.reference.attention import PagedAttention
+from harness.properties.reference.blocks import BlockManager, Scheduler
+from harness.properties.reference.engine import Engine
+from harness.properties.reference.ops import Ops
+from harness.properties.scheduler.suite import SchedulerMachine
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the mutants and the managers are the tests'
 
-from tests.unit.properties import attention_mutants, block_mutants, kernel_mutants  # noqa: E402
-from tests.unit.properties.block_mutants import BLOCK_MUTANTS, SCHEDULER_MUTANTS  # noqa: E402
-from tests.unit.properties.managers.chained import ChainedManager  # noqa: E402
-from tests.unit.properties.managers.radix import RadixManager  # noqa: E402
-from tests.unit.properties.managers.two_phase import TwoPhaseScheduler  # noqa: E402
-from tests.unit.properties.test_managers import BUGS, SCHEDULER_BUGS  # noqa: E402
+from tests.unit.properties.attention import attention_mutants, kernel_mutants  # noqa: E402
+from tests.unit.properties.blocks import block_mutants  # noqa: E402
+from tests.unit.properties.blocks.block_mutants import BLOCK_MUTANTS, SCHEDULER_MUTANTS  # noqa: E402
+from tests.unit.properties.blocks.managers.chained import ChainedManager  # noqa: E402
+from tests.unit.properties.blocks.managers.radix import RadixManager  # noqa: E402
+from tests.unit.properties.blocks.managers.two_phase import TwoPhaseScheduler  # noqa: E402
+from tests.unit.properties.blocks.test_managers import BUGS, SCHEDULER_BUGS  # noqa: E402
 
 MOST_EXAMPLES = 2_000
 MOST_OF_A_PROPERTY = 500

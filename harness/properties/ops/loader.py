@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from safetensors.torch import load_file, save_file
 
-from harness.properties.falsify import Broken, calling, falsify
+from harness.properties.core.falsify import Broken, calling, falsify
 from harness.properties.ops.adapter import OpsUnderTest
 from harness.safetensors_header import LENGTH_BYTES, read_header
 

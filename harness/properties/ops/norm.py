@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from harness.metrics import largest_rounding, rounding_unit
-from harness.properties.falsify import Broken, calling, falsify
+from harness.properties.core.falsify import Broken, calling, falsify
 from harness.properties.ops.adapter import OpsUnderTest
 from harness.properties.ops.rows import Rows, closeness_lines, worst_row
 

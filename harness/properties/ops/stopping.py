@@ -11,7 +11,7 @@ from hypothesis import settings as Settings  # noqa: N812  # `settings` is what 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from harness.properties.falsify import Broken, calling, falsify
+from harness.properties.core.falsify import Broken, calling, falsify
 from harness.properties.ops.adapter import OpsUnderTest
 
 __all__ = ["check_stopping"]

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import settings as Settings  # noqa: N812  # `settings` is what the functions here take
 from hypothesis import strategies as st
 
-from harness.properties.falsify import Broken, calling, falsify
+from harness.properties.core.falsify import Broken, calling, falsify
 from harness.properties.ops.adapter import OpsUnderTest
 
 __all__ = ["check_tokenizer"]

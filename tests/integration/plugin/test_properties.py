@@ -63,7 +63,7 @@ def project(pytester: pytest.Pytester) -> pytest.Pytester:
 
 
 def run(project: pytest.Pytester, *args: str) -> pytest.RunResult:
-    return project.runpytest_subprocess("--pyargs", "harness.properties.test_blocks", *args)
+    return project.runpytest_subprocess("--pyargs", "harness.properties.blocks.test_blocks", *args)
 
 
 def test_a_correct_manager_passes_and_what_it_does_not_offer_is_said(project: pytest.Pytester) -> None:

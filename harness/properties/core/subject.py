@@ -1,0 +1,179 @@
+"""The code under test, with a record of the calls that changed it: a failure is told as a program of those calls."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from harness.errors import Code, HarnessError
+from harness.properties.core.invariants import INVARIANTS
+
+__all__ = ["PropertyError", "Subject", "Violation"]
+
+
+class Violation(Exception):  # noqa: N818  # it is what Hypothesis searches for, not an error of ours
+    """An invariant does not hold.
+
+    Attributes:
+        invariant: its number in `INVARIANTS`.
+        what: one sentence with the values that disagree.
+        ending: last lines of a program that shows it, after the recorded calls: an assertion that fails. It may name
+            `result`, what the last call returned. Empty where that call itself raises.
+        question: a line to stand before the last call, for an `ending` that compares the two.
+    """
+
+    def __init__(self, invariant: int, what: str, ending: str = "", question: str = "") -> None:
+        self.invariant = invariant
+        self.what = what
+        self.ending = ending
+        self.question = question
+        super().__init__(f"invariant {invariant}: {what}")
+
+
+class PropertyError(HarnessError):
+    """A property suite's finding, with the shortest program that shows it.
+
+    Attributes:
+        invariant: number of the broken invariant.
+        program: plain Python, nothing in it but calls of the code under test.
+    """
+
+    def __init__(self, violation: Violation, program: str) -> None:
+        self.invariant = violation.invariant
+        self.program = program
+        super().__init__(
+            Code.PROPERTY_VIOLATED,
+            violation.what,
+            where=f"invariant {violation.invariant}: {INVARIANTS[violation.invariant]}",
+        )
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n\n{self.program}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of the code under test."""
+
+    source: str
+    result: str | None
+    """Its value as source text; None where it raised."""
+
+
+class Subject:
+    """One instance of the code under test, made by `factory(**sizes)`.
+
+    Raises:
+        HarnessError: it lacks one of the methods in `required`.
+    """
+
+    def __init__(
+        self, factory: Callable[..., Any], name: str, *, required: Iterable[str] = (), **sizes: object
+    ) -> None:
+        self._factory = factory
+        self.name = name
+        self._sizes = sizes
+        self._calls: list[Call] = []
+        self._target = factory(**sizes)
+        missing = [method for method in required if not self.offers(method)]
+        if missing:
+            raise HarnessError(
+                Code.BAD_ADAPTER, f"the adapter lacks {', '.join(missing)}", where=_path(factory),
+                expected=f"at least {', '.join(required)}", hint="docs/test-your-engine.md has a complete one",
+            )  # fmt: skip
+
+    @property
+    def num_calls(self) -> int:
+        """Calls recorded so far."""
+        return len(self._calls)
+
+    def offers(self, method: str) -> bool:
+        """Whether the code under test has an optional method."""
+        return callable(getattr(self._target, method, None))
+
+    def takes(self, method: str, keyword: str) -> bool:
+        """Whether a method has an optional parameter."""
+        return takes(getattr(self._target, method), keyword)
+
+    def attribute(self, name: str) -> Any:
+        """Return an optional attribute, None where it is absent."""
+        return getattr(self._target, name, None)
+
+    def do(self, invariant: int, method: str, *args: object, **kwargs: object) -> Any:
+        """Call what may change something, and record it.
+
+        Raises:
+            Violation: of `invariant`: the call raised.
+        """
+        source = self._source(method, args, kwargs)
+        try:
+            result = getattr(self._target, method)(*args, **kwargs)
+        except Exception as error:
+            self._calls.append(Call(source=source, result=None))
+            raise Violation(invariant, f"{method} raised {_named(error)}") from error
+        self._calls.append(Call(source=source, result=repr(result)))
+        return result
+
+    def error_of(self, method: str, *args: object, **kwargs: object) -> Exception | None:
+        """Call what ought to raise, and return what it raised; recorded."""
+        source = self._source(method, args, kwargs)
+        try:
+            result = getattr(self._target, method)(*args, **kwargs)
+        except Exception as error:
+            self._calls.append(Call(source=source, result=None))
+            return error
+        self._calls.append(Call(source=source, result=repr(result)))
+        return None
+
+    def ask(self, invariant: int, method: str, *args: object, **kwargs: object) -> Any:
+        """Call what changes nothing; not recorded, unless it raises.
+
+        Raises:
+            Violation: of `invariant`: the call raised.
+        """
+        try:
+            return getattr(self._target, method)(*args, **kwargs)
+        except Exception as error:
+            self._calls.append(Call(source=self._source(method, args, kwargs), result=None))
+            raise Violation(invariant, f"{method} raised {_named(error)}") from error
+
+    def program(self, violation: Violation) -> str:
+        """Return the calls so far as a program that ends in `violation`."""
+        path, _, name = _path(self._factory).partition(":")
+        sizes = ", ".join(f"{key}={value!r}" for key, value in self._sizes.items())
+        lines = [f"from {path} import {name.partition('.')[0]}", "", f"{self.name} = {name}({sizes})"]
+        for number, call in enumerate(self._calls, start=1):
+            is_last = number == len(self._calls)
+            lines += [violation.question] if is_last and violation.question else []
+            lines += self._lines(call, violation.ending, is_last=is_last)
+        return "\n".join([*lines, violation.ending]).rstrip() + "\n"
+
+    def _lines(self, call: Call, ending: str, *, is_last: bool) -> list[str]:
+        if is_last and not ending:
+            return [f"{call.source}  # raises"]
+        if call.result is None:  # it was right to raise: the program goes on
+            return ["try:", f"    {call.source}", "except Exception as error:", "    print(error)"]
+        if is_last and "result" in ending:
+            return [f"result = {call.source}"]
+        return [call.source if call.result == "None" else f"{call.source}  # {call.result}"]
+
+    def _source(self, method: str, args: Iterable[object], kwargs: dict[str, object]) -> str:
+        values = [repr(arg) for arg in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
+        return f"{self.name}.{method}({', '.join(values)})"
+
+
+def takes(function: Callable[..., Any], keyword: str) -> bool:
+    """Whether a callable has a parameter of this name."""
+    try:
+        return keyword in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _path(factory: Callable[..., Any]) -> str:
+    return f"{factory.__module__}:{factory.__qualname__}"
+
+
+def _named(error: Exception) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,1 @@
+"""Metamorphic relations of a whole engine."""

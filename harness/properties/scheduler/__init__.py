@@ -1,0 +1,1 @@
+"""Invariants of a scheduler, and those of the blocks behind it."""

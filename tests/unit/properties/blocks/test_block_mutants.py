@@ -1,0 +1,42 @@
+"""Every mutant of the reference engine's blocks and scheduler is killed, by the invariant that it breaks."""
+
+import pytest
+
+from harness.properties.blocks.suite import check_block_manager
+from harness.properties.core.profiles import PROFILES
+from harness.properties.core.subject import PropertyError
+from harness.properties.reference.blocks import BlockManager, Scheduler
+from harness.properties.scheduler.suite import check_scheduler
+
+from .block_mutants import BLOCK_MUTANTS, SCHEDULER_MUTANTS, SURVIVORS, Mutant
+
+CI = PROFILES["ci"].settings()
+
+
+@pytest.mark.parametrize("mutant", BLOCK_MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_block_suite_kills(mutant: Mutant) -> None:
+    with mutant.planted(), pytest.raises(PropertyError) as caught:
+        check_block_manager(BlockManager, CI)
+    assert caught.value.invariant in mutant.killed_by
+
+
+@pytest.mark.parametrize("mutant", SCHEDULER_MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_scheduler_suite_kills(mutant: Mutant) -> None:
+    with mutant.planted(), pytest.raises(PropertyError) as caught:
+        check_scheduler(Scheduler, CI)
+    assert caught.value.invariant in mutant.killed_by
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", SURVIVORS, ids=lambda mutant: mutant.name)
+def test_what_is_listed_as_a_survivor_is_one(mutant: Mutant) -> None:
+    with mutant.planted():
+        check_scheduler(Scheduler, CI)
+
+
+def test_a_planted_mutant_is_gone_afterwards() -> None:
+    for mutant in (*BLOCK_MUTANTS, *SCHEDULER_MUTANTS):
+        before = vars(mutant.owner)[mutant.target.__name__]
+        with mutant.planted():
+            assert vars(mutant.owner)[mutant.target.__name__] is not before
+        assert vars(mutant.owner)[mutant.target.__name__] is before
