@@ -24,7 +24,7 @@ NOT_CHECKED = "not checked"
 
 _ADAPTERS = {
     "block_manager": "harness.properties.reference.blocks:BlockManager",
-    "scheduler": "harness.properties.reference.blocks:Scheduler",
+    "scheduler": "harness.properties.reference.scheduler:Scheduler",
     "attention": "harness.properties.reference.attention:PagedAttention",
     "engine": "harness.properties.reference.engine:Engine",
     "ops": "harness.properties.reference.ops:Ops",

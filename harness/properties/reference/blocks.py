@@ -1,20 +1,18 @@
-"""The reference engine's adapters: what the suites run on where no other is named."""
+"""The reference engine's block manager under the block suite."""
 
 from collections.abc import Mapping, Sequence
 
-from reference_engine.admission import Admission
 from reference_engine.block_manager import BlockManager as EngineBlockManager
 from reference_engine.block_pool import NULL_BLOCK, BlockPool
 from reference_engine.prefix_cache import HashFunction, Prefix, PrefixCache, sha256_digest
 from reference_engine.sampling import SamplingParams
-from reference_engine.scheduler import Scheduler as EngineScheduler
 from reference_engine.sequence import Chunk
 from reference_engine.sequence import Sequence as EngineSequence
 
-__all__ = ["BlockManager", "Scheduler"]
+__all__ = ["BlockManager", "PoolAndCache"]
 
 
-class Blocks:
+class PoolAndCache:
     """Pool, prefix cache and block manager, and what a suite may see of them."""
 
     null_block = NULL_BLOCK
@@ -52,14 +50,15 @@ class Blocks:
         found = {block: prefix for block, prefix in self.cache.prefixes.items() if self.cache.find(prefix) == block}
         return {block: _all_tokens(prefix) for block, prefix in found.items()}
 
-    def _sequence(self, request_id: int, token_ids: Sequence[int], max_new_tokens: int, salt: str) -> EngineSequence:
+    def new_sequence(self, request_id: int, token_ids: Sequence[int], max_new_tokens: int, salt: str) -> EngineSequence:
+        """Return a request of the engine."""
         params = SamplingParams(max_new_tokens=max_new_tokens, cache_salt=salt)
         return EngineSequence(
             request_id=request_id, token_ids=list(token_ids), num_prompt_tokens=len(token_ids), params=params
         )
 
 
-class BlockManager(Blocks):
+class BlockManager(PoolAndCache):
     """The reference engine's block manager under the block suite."""
 
     def __init__(self, *, num_blocks: int, block_size: int, hash_bits: int | None = None) -> None:
@@ -67,7 +66,7 @@ class BlockManager(Blocks):
 
     def allocate(self, request_id: int, token_ids: Sequence[int], salt: str = "") -> int | None:
         """Pin the cached prefix and grow to all tokens, or do neither."""
-        sequence = self._sequence(request_id, token_ids, 1, salt)
+        sequence = self.new_sequence(request_id, token_ids, 1, salt)
         num_cached = self.manager.take_prefix(sequence)
         if not self.manager.grow(sequence, len(token_ids)):
             self.manager.release(sequence)
@@ -135,65 +134,6 @@ class BlockManager(Blocks):
                 break
             blocks.append(block)
         return blocks
-
-
-class Scheduler(Blocks):
-    """The reference engine's scheduler, with the admission that stands before it, under the scheduler suite."""
-
-    def __init__(
-        self,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_num_batched_tokens: int,
-        max_num_seqs: int,
-        max_model_len: int,
-        hash_bits: int | None = None,
-    ) -> None:
-        super().__init__(num_blocks, block_size, hash_bits)
-        self.scheduler = EngineScheduler(
-            self.manager, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
-        )
-        self._admission = Admission(
-            vocab_size=256, max_model_len=max_model_len, num_usable_blocks=num_blocks, block_size=block_size
-        )
-        self._chunks: list[Chunk] = []
-
-    def add(self, request_id: int, token_ids: Sequence[int], max_new_tokens: int, salt: str = "") -> None:
-        """Check a request and queue it."""
-        sequence = self._sequence(request_id, token_ids, max_new_tokens, salt)
-        self._admission.check(token_ids, sequence.params)
-        self.sequences[request_id] = sequence
-        self.scheduler.add(sequence)
-
-    def schedule(self) -> list[tuple[int, int, int]]:
-        """Choose the next step's chunks."""
-        self._chunks = self.scheduler.schedule()
-        return [(chunk.sequence.request_id, chunk.start, chunk.stop) for chunk in self._chunks]
-
-    def update(self, sampled: Mapping[int, int]) -> None:
-        """Record that the step is computed, and what it sampled."""
-        self.scheduler.advance(self._chunks)
-        for request_id, token_id in sampled.items():
-            self.sequences[request_id].append(token_id)
-
-    def finish(self, request_id: int) -> None:
-        """Take a running request out."""
-        self.scheduler.finish(self.sequences.pop(request_id))
-
-    def abort(self, request_id: int) -> None:
-        """Take a request out, running or waiting."""
-        self.scheduler.abort(self.sequences.pop(request_id))
-
-    def fork(self, parent_id: int, child_id: int) -> None:
-        """Queue a copy of a request."""
-        parent = self.sequences[parent_id]
-        self.sequences[child_id] = parent.fork(child_id, parent.params, seed=0)
-        self.scheduler.fork(parent, self.sequences[child_id])
-
-    def running(self) -> list[int]:
-        """Return the requests that run, in order of arrival."""
-        return [sequence.request_id for sequence in self.scheduler.running]
 
 
 def _hash_function(hash_bits: int | None) -> HashFunction:

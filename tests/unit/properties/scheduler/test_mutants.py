@@ -1,23 +1,16 @@
-"""Every mutant of the reference engine's blocks and scheduler is killed, by the invariant that it breaks."""
+"""Every mutant of the reference engine's scheduler is killed, by the invariant that it breaks."""
 
 import pytest
 
-from harness.properties.blocks.suite import check_block_manager
 from harness.properties.core.profiles import PROFILES
 from harness.properties.core.subject import PropertyError
-from harness.properties.reference.blocks import BlockManager, Scheduler
+from harness.properties.reference.scheduler import Scheduler
 from harness.properties.scheduler.suite import check_scheduler
 
-from .block_mutants import BLOCK_MUTANTS, SCHEDULER_MUTANTS, SURVIVORS, Mutant
+from ..mutation import Mutant
+from .mutants import SCHEDULER_MUTANTS, SURVIVORS
 
 CI = PROFILES["ci"].settings()
-
-
-@pytest.mark.parametrize("mutant", BLOCK_MUTANTS, ids=lambda mutant: mutant.name)
-def test_the_block_suite_kills(mutant: Mutant) -> None:
-    with mutant.planted(), pytest.raises(PropertyError) as caught:
-        check_block_manager(BlockManager, CI)
-    assert caught.value.invariant in mutant.killed_by
 
 
 @pytest.mark.parametrize("mutant", SCHEDULER_MUTANTS, ids=lambda mutant: mutant.name)
@@ -35,7 +28,7 @@ def test_what_is_listed_as_a_survivor_is_one(mutant: Mutant) -> None:
 
 
 def test_a_planted_mutant_is_gone_afterwards() -> None:
-    for mutant in (*BLOCK_MUTANTS, *SCHEDULER_MUTANTS):
+    for mutant in SCHEDULER_MUTANTS:
         before = vars(mutant.owner)[mutant.target.__name__]
         with mutant.planted():
             assert vars(mutant.owner)[mutant.target.__name__] is not before

@@ -9,7 +9,7 @@ from harness.properties.core import falsify
 from harness.properties.core.falsify import BrokenPropertyError
 from harness.properties.core.profiles import PROFILES
 
-from .attention_mutants import MUTANTS, SURVIVORS, Mutant
+from .model_mutants import MUTANTS, SURVIVORS, Mutant
 
 DEV = PROFILES["dev"].settings()
 

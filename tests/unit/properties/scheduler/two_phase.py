@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .chained import ChainedManager
+from ..blocks.chained import ChainedManager
 
 
 @dataclass(slots=True, eq=False)
