@@ -31,6 +31,17 @@ _ADAPTERS = {
 }
 """By the name of the fixture, what is tested without the option: the reference engine."""
 
+_MOVED = {
+    "harness.properties.block_manager": "harness.properties.blocks.adapter",
+    "harness.properties.scheduler_adapter": "harness.properties.scheduler.adapter",
+    "harness.properties.attention_adapter": "harness.properties.attention.adapter",
+    "harness.properties.engine_adapter": "harness.properties.engine.adapter",
+    "harness.properties.reference_attention": "harness.properties.reference.attention",
+    "harness.properties.reference_whole": "harness.properties.reference.engine",
+    "harness.properties.reference_ops": "harness.properties.reference.ops",
+}
+"""Modules that adapters written before version 0.2 may import, and where they are now."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare one option for each kind of adapter, and the profile."""
@@ -99,9 +110,11 @@ def _adapter(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Yield the object that the fixture's option names; its module may lie where pytest was started."""
     name = str(request.fixturename)
     path = request.config.getoption(name) or _ADAPTERS[name]
+    from harness.properties.core.adapter import Adapter
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(request.config.invocation_params.dir), *sys.path])
-        yield load_adapter(path, option=f"--{name.replace('_', '-')}")
+        yield Adapter.at(path, load_adapter(path, option=f"--{name.replace('_', '-')}"))
 
 
 def load_adapter(path: str, *, option: str) -> Any:
@@ -118,9 +131,11 @@ def load_adapter(path: str, *, option: str) -> Any:
         for part in name.split("."):
             target = getattr(target, part)
     except (ImportError, AttributeError) as error:
+        moved_to = _MOVED.get(getattr(error, "name", None) or "")
         raise HarnessError(
             Code.BAD_ADAPTER, f"the adapter cannot be imported: {error}", where=option,
             expected="module:name, importable from where pytest was started", actual=path,
+            hint=f"import {moved_to} instead" if moved_to else None,
         ) from error  # fmt: skip
     return target
 

@@ -34,9 +34,8 @@ from tabulate import tabulate
 from harness.properties.attention.suite import check_definition
 from harness.properties.blocks.suite import BlockManagerMachine
 from harness.properties.core import falsify
-from harness.properties.core.falsify import BrokenPropertyError
+from harness.properties.core.findings import PropertyError, Violation
 from harness.properties.core.profiles import PROFILES
-from harness.properties.core.subject import Violation
 from harness.properties.engine.suite import check_engine
 from harness.properties.ops.test_ops import CHECKS
 from harness.properties.reference.attention import PagedAttention
@@ -180,7 +179,7 @@ def killed(mutant: model_mutants.Mutant | kernel_mutants.Mutant, num_seeds: int)
         with mutant.planted(), counting(number) as examples:
             try:
                 mutant.suite(chosen)
-            except BrokenPropertyError as error:
+            except PropertyError as error:
                 properties[error.property.partition(":")[0]] += 1
                 counts.append(max(1, examples.of_the_last - 1))  # the failing one is run twice
     missed = num_seeds - len(counts)

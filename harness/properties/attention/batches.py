@@ -60,6 +60,8 @@ class Served:
     group_sizes: Sequence[int] = GROUP_SIZES
     device: str = "cpu"
     keywords: frozenset[str] = frozenset()
+    hides_keywords: bool = False
+    """Whether there may be more of them, behind `**kwargs` or a signature that cannot be read."""
     rounds_scores: bool = False
     has_masked_rows: bool = False
 
@@ -67,6 +69,8 @@ class Served:
         """Return why a focus of `FOCUSES` cannot be checked; None where it can."""
         keyword = KEYWORD_OF.get(focus)
         if keyword is not None and keyword not in self.keywords:
+            if self.hides_keywords:
+                return f"the signature of attend hides its parameters; say keywords = ({keyword!r},) if it takes it"
             return f"attend has no parameter {keyword}"
         if focus == "masked rows" and not self.has_masked_rows:
             return "it does not declare serves_masked_rows"
@@ -130,7 +134,9 @@ def _lengths(draw: DrawFn, focus: str) -> tuple[int, int]:
     if focus == "masked rows" and draw(st.booleans()):
         return 1, 0
     # Mostly short: what goes wrong at a block boundary does so at the first one.
-    context_len = draw(st.integers(3 if focus == "chunk" else 1, 24) | st.integers(25, 90))
+    # A range within the other, not beside it: a long context can be made shorter step by step.
+    longest_context = draw(st.sampled_from((24, 90)))
+    context_len = draw(st.integers(3 if focus == "chunk" else 1, longest_context))
     longest = min(context_len, 24)
     query_lens = {
         "decode": st.just(1),

@@ -14,7 +14,8 @@ from hypothesis.strategies import DrawFn
 
 from harness.properties.attention.batches import Served
 from harness.properties.attention.subject import AttentionUnderTest
-from harness.properties.core.falsify import Broken, calling, falsify
+from harness.properties.core.falsify import calling, falsify
+from harness.properties.core.findings import Counterexample
 
 __all__ = ["check_read_back", "check_store"]
 
@@ -71,7 +72,7 @@ def check_store(named: Any, settings: Settings) -> None:
     """Check that `store` writes each row to its slot, and nothing else; nothing is checked without it.
 
     Raises:
-        BrokenPropertyError: a slot holds other bits.
+        PropertyError: a slot holds other bits.
         HarnessError: BAD_ADAPTER.
     """
     target = AttentionUnderTest(named)
@@ -93,7 +94,7 @@ def check_store(named: Any, settings: Settings) -> None:
                 block, offset = (int(i) for i in wrong_BS.nonzero()[0])
                 slot = block * case.block_size + offset
                 written = f"what row {case.slots.index(slot)} has" if slot in case.slots else "what it held before"
-                raise Broken(
+                raise Counterexample(
                     f"{name} in slot {slot} is not {written}", _store_program(target, case, name.lower(), slot)
                 )
 
@@ -104,7 +105,7 @@ def check_read_back(named: Any, settings: Settings) -> None:
     """Check that `read_back` returns the bits of a block table's slots; nothing is checked without it.
 
     Raises:
-        BrokenPropertyError: it returns others.
+        PropertyError: it returns others.
         HarnessError: BAD_ADAPTER.
     """
     target = AttentionUnderTest(named)
@@ -126,7 +127,7 @@ def check_read_back(named: Any, settings: Settings) -> None:
                     f"expected = torch.stack([{name}_cache[block, offset] for block, offset in slots])",
                     f"assert torch.equal({name}.view({_WORDS[case.dtype]}), expected.view({_WORDS[case.dtype]}))",
                 ]
-                raise Broken(f"{name.upper()} of {num_tokens} positions is not what their slots hold",
+                raise Counterexample(f"{name.upper()} of {num_tokens} positions is not what their slots hold",
                              "\n".join([*opening, call, *ending]) + "\n")  # fmt: skip
 
     falsify("what is read back is what the slots hold, bit for bit", check, _tables(target.served), settings)

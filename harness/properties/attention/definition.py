@@ -9,7 +9,10 @@ output and b_j what the rounding of a score is relative to,
 
     amplification = sqrt(sum_j p_j^2 |v_j|^2) / |o|         sensitivity = sqrt(sum_j p_j^2 b_j^2 |v_j - o|^2) / |o|
 
-Shapes: T rows, C context tokens, N query heads, K KV heads, H head dim.
+The same holds of parts of a split that are merged, in float32 and without the rounding of the products: p are then the
+weights of the parts, v their outputs and b_j the sizes of the logarithms.
+
+Shapes: T rows, C context tokens, P parts, N query heads, K KV heads, H head dim.
 """
 
 # ruff: noqa: N815 (shape suffixes on fields are this field's notation)
@@ -23,7 +26,7 @@ import torch
 from harness.metrics import largest_rounding, rounding_unit
 from harness.properties.attention.case import AttentionCase, Tensors
 
-__all__ = ["Expected", "context_of", "expected_output"]
+__all__ = ["Expected", "context_of", "expected_output", "merged_output"]
 
 _ACCUMULATION = 25
 _SCORES = 6
@@ -58,6 +61,19 @@ def expected_output(case: AttentionCase, tensors: Tensors, *, rounds_scores: boo
         parts.append(_attend(q_TNH.transpose(0, 1), k_NCH, v_NCH, visible_TC, case, rounds_scores))
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
     return Expected(out_TNH=columns[0], bound_TN=columns[1])
+
+
+def merged_output(out_PTNH: torch.Tensor, log_sum_PTN: torch.Tensor) -> Expected:
+    """Merge the parts of a split, given in float64 with the logarithms of their sums of exp(score)."""
+    w_PTN = torch.softmax(log_sum_PTN, dim=0)
+    merged_TNH = (w_PTN[..., None] * out_PTNH).sum(dim=0)
+    norm_TN = merged_TNH.norm(dim=-1)
+    amplification_TN = (w_PTN * out_PTNH.norm(dim=-1)).square().sum(dim=0).sqrt() / norm_TN
+    size_PTN = torch.where(w_PTN > 0, log_sum_PTN.abs(), 0.0) + log_sum_PTN.amax(dim=0).abs()
+    spread_PTN = (out_PTNH - merged_TNH).norm(dim=-1)
+    sensitivity_TN = (w_PTN * size_PTN * spread_PTN).square().sum(dim=0).sqrt() / norm_TN
+    bound_TN = largest_rounding(torch.float32) + _ACCUMULATION * (1 + amplification_TN) + _SCORES * sensitivity_TN
+    return Expected(out_TNH=merged_TNH, bound_TN=bound_TN)
 
 
 def _visible(num_rows: int, context_len: int, window: int | None) -> torch.Tensor:

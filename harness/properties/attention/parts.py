@@ -12,14 +12,15 @@ from hypothesis import settings as Settings  # noqa: N812  # `settings` is what 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from harness.metrics import largest_rounding, rounding_unit, row_metrics
+from harness.metrics import rounding_unit, row_metrics
 from harness.properties.attention.batches import Served, batches
 from harness.properties.attention.case import AttentionCase
-from harness.properties.attention.definition import context_of, expected_output
+from harness.properties.attention.definition import context_of, expected_output, merged_output
 from harness.properties.attention.program import definition_lines, program
 from harness.properties.attention.subject import AttentionUnderTest
 from harness.properties.attention.suite import worst_head
-from harness.properties.core.falsify import Broken, calling, falsify
+from harness.properties.core.falsify import calling, falsify
+from harness.properties.core.findings import Counterexample
 
 __all__ = ["check_merge", "check_padded"]
 
@@ -72,7 +73,7 @@ def check_merge(named: Any, settings: Settings) -> None:
     """Hold `merge` to the sum of the parts weighted by exp(logarithm); nothing is checked without it.
 
     Raises:
-        BrokenPropertyError: a head of a row is further off than rounding to float32 can explain.
+        PropertyError: a head of a row is further off than rounding to float32 can explain.
         HarnessError: BAD_ADAPTER.
     """
     target = AttentionUnderTest(named)
@@ -84,8 +85,9 @@ def check_merge(named: Any, settings: Settings) -> None:
         parts = case.tensors()
         with calling("merge", lambda: "\n".join(opening) + "\n"):
             out_TNH = target.adapter.merge(*(part.clone() for part in parts))
-        expected_TNH, bound_TN = _merged(*(part.double().cpu() for part in parts))
-        metrics = row_metrics(out_TNH.detach().cpu().flatten(0, 1), expected_TNH.flatten(0, 1))
+        expected = merged_output(*(part.double().cpu() for part in parts))
+        bound_TN = expected.bound_TN
+        metrics = row_metrics(out_TNH.detach().cpu().flatten(0, 1), expected.out_TNH.flatten(0, 1))
         error = (metrics.relative_l2 / rounding_unit(torch.float32)).nan_to_num(nan=math.inf)
         excess = torch.where(error <= bound_TN.flatten(), 0.0, error / bound_TN.flatten())
         worst = int(excess.argmax())
@@ -101,22 +103,9 @@ def check_merge(named: Any, settings: Settings) -> None:
                 f"assert error <= {float(bound_TN[row, head]):.3g}",
             ]
             what = f"row {row}, head {head}: {float(error[worst]):.3g} roundings, bound {bound_TN[row, head]:.3g}"
-            raise Broken(what, "\n".join([*opening, *ending]) + "\n")
+            raise Counterexample(what, "\n".join([*opening, *ending]) + "\n")
 
     falsify("merged parts are the whole", check, _merges(target.served), settings)
-
-
-def _merged(out_PTNH: torch.Tensor, log_sum_PTN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the merged output [T, N, H] and its bound [T, N] in roundings to float32: see `attention_definition`."""
-    w_PTN = torch.softmax(log_sum_PTN, dim=0)
-    merged_TNH = (w_PTN[..., None] * out_PTNH).sum(dim=0)
-    norm_TN = merged_TNH.norm(dim=-1)
-    amplification_TN = (w_PTN * out_PTNH.norm(dim=-1)).square().sum(dim=0).sqrt() / norm_TN
-    size_PTN = torch.where(w_PTN > 0, log_sum_PTN.abs(), 0.0) + log_sum_PTN.amax(dim=0).abs()
-    spread_PTN = (out_PTNH - merged_TNH).norm(dim=-1)
-    sensitivity_TN = (w_PTN * size_PTN * spread_PTN).square().sum(dim=0).sqrt() / norm_TN
-    bound_TN = largest_rounding(torch.float32) + 25 * (1 + amplification_TN) + 6 * sensitivity_TN
-    return merged_TNH, bound_TN
 
 
 @st.composite
@@ -138,7 +127,7 @@ def check_padded(named: Any, settings: Settings) -> None:
     """Hold every row of a padded batch to the definition; nothing is checked without `attend_padded`.
 
     Raises:
-        BrokenPropertyError: a head of a row is further from its definition than rounding can explain.
+        PropertyError: a head of a row is further from its definition than rounding can explain.
         HarnessError: BAD_ADAPTER.
     """
     target = AttentionUnderTest(named)
@@ -161,7 +150,7 @@ def check_padded(named: Any, settings: Settings) -> None:
         if worst is not None:
             row, head, error, bound = worst
             what = f"row {row}, query head {head}: {error:.3g} roundings to {case.dtype}, bound {bound:.3g}"
-            raise Broken(what, program(target, case, _PADDED_LINES, definition_lines(case, row, head, bound)))
+            raise Counterexample(what, program(target, case, _PADDED_LINES, definition_lines(case, row, head, bound)))
 
     plain = batches(target.served).map(lambda case: replace(case, scale=None, window=None, softcap=None))
     falsify("a padded batch gives what the packed one does", check, plain, settings)

@@ -10,7 +10,8 @@ from harness.properties.attention.adapter import KEYWORDS, OPTIONAL
 from harness.properties.attention.batches import FOCUSES, MOST_ROUNDED_SCORE, Served
 from harness.properties.attention.case import AttentionCase, Tensors
 from harness.properties.attention.program import call_lines, program
-from harness.properties.core.falsify import Broken, Target, calling
+from harness.properties.core.falsify import Target, calling
+from harness.properties.core.findings import Counterexample
 
 __all__ = ["AttentionUnderTest", "not_checked"]
 
@@ -41,13 +42,14 @@ class AttentionUnderTest(Target):
             keywords=frozenset(name for name in KEYWORDS if self.takes(self.method, name)),
             rounds_scores=self.rounds_scores,
             has_masked_rows=bool(self.declares("serves_masked_rows", False)),
+            hides_keywords=self.hides_parameters(self.method),
         )
 
     def attend(self, case: AttentionCase, tensors: Tensors) -> torch.Tensor:
         """Return [T, N, H] on the CPU.
 
         Raises:
-            Broken: it raises, or gives another shape or dtype.
+            Counterexample: it raises, or gives another shape or dtype.
         """
         return self.attend_requests(case, tensors, range(len(case.query_lens)))
 
@@ -58,7 +60,7 @@ class AttentionUnderTest(Target):
             for values in (case.block_tables, case.query_lens, case.context_lens)
         )
         with calling("attend", lambda: program(self, case, call_lines(self, case))):
-            out = getattr(self.adapter, self.method)(
+            out = self._function(self.method)(
                 tensors.q_TNH,
                 tensors.k_cache_BSKH,
                 tensors.v_cache_BSKH,
@@ -71,7 +73,7 @@ class AttentionUnderTest(Target):
         if actual != expected:
             ending = ["", f"assert (tuple(out.shape), out.dtype) == {expected}"]
             what = f"expected {expected[1]} {list(expected[0])}, actual {actual[1]} {list(actual[0])}"
-            raise Broken(what, program(self, case, call_lines(self, case), ending))
+            raise Counterexample(what, program(self, case, call_lines(self, case), ending))
         return torch.as_tensor(out).detach().cpu()
 
 

@@ -1,6 +1,6 @@
 """Properties of attention functions: what must hold for every batch, whatever computes it.
 
-Each `check_` takes what `--attention` names and Hypothesis settings, and raises `BrokenPropertyError` with the smallest
+Each `check_` takes what `--attention` names and Hypothesis settings, and raises `PropertyError` with the smallest
 batch that breaks the property.
 """
 
@@ -18,7 +18,8 @@ from harness.properties.attention.case import AttentionCase, Tensors
 from harness.properties.attention.definition import Expected, expected_output
 from harness.properties.attention.program import call_lines, definition_lines, program, tensor_lines
 from harness.properties.attention.subject import AttentionUnderTest
-from harness.properties.core.falsify import Broken, falsify
+from harness.properties.core.falsify import falsify
+from harness.properties.core.findings import Counterexample
 
 __all__ = ["check_batching", "check_definition", "check_placement", "worst_head"]
 
@@ -27,7 +28,7 @@ def check_definition(named: Any, settings: Settings, focus: str = "any") -> None
     """Hold every head of every row of batches of a kind (a key of `FOCUSES`) to the definition in float64.
 
     Raises:
-        BrokenPropertyError: one is further off than rounding can explain.
+        PropertyError: one is further off than rounding can explain.
         HarnessError: BAD_ADAPTER.
     """
     target = AttentionUnderTest(named)
@@ -40,7 +41,9 @@ def check_definition(named: Any, settings: Settings, focus: str = "any") -> None
         if worst is not None:
             row, head, error, bound = worst
             ending = definition_lines(case, row, head, bound)
-            raise Broken(_off(case, row, head, error, bound), program(target, case, call_lines(target, case), ending))
+            raise Counterexample(
+                _off(case, row, head, error, bound), program(target, case, call_lines(target, case), ending)
+            )
 
     falsify(f"attention equals its definition: {FOCUSES[focus]}", check, batches(target.served, focus), settings)
 
@@ -71,7 +74,7 @@ def check_placement(named: Any, settings: Settings) -> None:
     """Compare the bits of batches whose blocks lie elsewhere, with other garbage in the slots that belong to nobody.
 
     Raises:
-        BrokenPropertyError: they differ.
+        PropertyError: they differ.
         HarnessError: BAD_ADAPTER.
     """
     target = AttentionUnderTest(named)
@@ -86,7 +89,7 @@ def check_placement(named: Any, settings: Settings) -> None:
             *call_lines(target, case), *tensor_lines(moved), *call_lines(target, moved, out="moved"),
             "", "assert torch.equal(moved, out)",
         ]  # fmt: skip
-        raise Broken(f"row {row}, query head {head} has other bits elsewhere", program(target, case, ending))
+        raise Counterexample(f"row {row}, query head {head} has other bits elsewhere", program(target, case, ending))
 
     falsify("the place of the blocks changes no bit", check, batches(target.served).flatmap(_moved), settings)
 
@@ -105,7 +108,7 @@ def check_batching(named: Any, settings: Settings) -> None:
     """Compare the bits of each request alone and in a batch; nothing is checked where their equality is not declared.
 
     Raises:
-        BrokenPropertyError: they differ.
+        PropertyError: they differ.
         HarnessError: BAD_ADAPTER.
     """
     target = AttentionUnderTest(named)
@@ -119,7 +122,7 @@ def check_batching(named: Any, settings: Settings) -> None:
         for request, (q_TNH, in_batch) in enumerate(zip(chunks, together, strict=True)):
             own = Tensors(q_TNH=q_TNH, k_cache_BSKH=tensors.k_cache_BSKH, v_cache_BSKH=tensors.v_cache_BSKH)
             if not torch.equal(target.attend_requests(case, own, [request]), in_batch):
-                raise Broken(f"request {request} has other bits alone", _alone(target, case, request))
+                raise Counterexample(f"request {request} has other bits alone", _alone(target, case, request))
 
     falsify("a request has the same bits alone and in a batch", check, batches(target.served), settings)
 

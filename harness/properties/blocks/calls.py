@@ -7,7 +7,9 @@ from harness.properties.blocks.adapter import OPTIONAL, REQUIRED
 from harness.properties.blocks.prefix_cache import CachedBlocks, Findable
 from harness.properties.blocks.tables import Request, Tables
 from harness.properties.core.actions import ActionMachine
-from harness.properties.core.subject import Subject, Violation, takes
+from harness.properties.core.adapter import Adapter
+from harness.properties.core.findings import Violation
+from harness.properties.core.subject import Subject
 
 __all__ = ["BlockManagerCalls"]
 
@@ -22,7 +24,7 @@ class BlockManagerCalls(ActionMachine):
     def start(self, num_blocks: int, block_size: int, hash_bits: int | None) -> None:
         """Make a manager."""
         sizes: dict[str, object] = {"num_blocks": num_blocks, "block_size": block_size}
-        self.collides = hash_bits is not None and takes(self._factory, "hash_bits")
+        self.collides = hash_bits is not None and Adapter.of(self._factory).takes("hash_bits")
         if self.collides:
             sizes["hash_bits"] = hash_bits
         self.num_blocks, self.block_size = num_blocks, block_size

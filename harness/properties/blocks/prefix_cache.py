@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from harness.properties.blocks.tables import Request, Tables
-from harness.properties.core.subject import Subject, Violation
+from harness.properties.core.findings import Violation
+from harness.properties.core.subject import Subject
 
 __all__ = ["CachedBlocks", "Findable"]
 

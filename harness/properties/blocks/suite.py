@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from harness.properties.blocks.adapter import OPTIONAL, REQUIRED
 from harness.properties.blocks.calls import BlockManagerCalls
 from harness.properties.core.actions import Impossible, action, token_lists
+from harness.properties.core.adapter import Adapter
+from harness.properties.core.findings import Violation
 from harness.properties.core.search import not_offered, search
-from harness.properties.core.subject import Subject, Violation, takes
+from harness.properties.core.subject import Subject
 
 __all__ = ["check_block_manager", "not_checked"]
 
@@ -36,7 +38,7 @@ def not_checked(factory: Callable[..., Any]) -> list[str]:
     """Name what the adapter does not offer, and the invariants that are therefore not checked, or checked less."""
     subject = Subject(factory, "manager", required=REQUIRED, num_blocks=4, block_size=2)
     lines = not_offered(subject, "block manager", OPTIONAL)
-    if not takes(factory, "hash_bits"):
+    if not Adapter.of(factory).takes("hash_bits"):
         lines.append("block manager: no keyword hash_bits: hashes do not collide (10)")
     if not subject.takes("allocate", "salt"):
         lines.append("block manager: allocate has no keyword salt (10)")

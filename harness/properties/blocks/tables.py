@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from harness.properties.blocks.content import ContentOracle
-from harness.properties.core.subject import Subject, Violation
+from harness.properties.core.findings import Violation
+from harness.properties.core.subject import Subject
 
 __all__ = ["Request", "Tables"]
 

@@ -1,6 +1,5 @@
 """Searching for the smallest input that breaks a property, and telling it as a program."""
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -10,10 +9,10 @@ from hypothesis import settings as Settings  # noqa: N812  # `settings` is what 
 from hypothesis.errors import Flaky
 from hypothesis.strategies import SearchStrategy
 
-from harness.errors import Code, HarnessError
-from harness.properties.core.subject import takes
+from harness.properties.core.adapter import Adapter, hides_parameters, takes
+from harness.properties.core.findings import Counterexample, Finding, PropertyError
 
-__all__ = ["Broken", "BrokenPropertyError", "Target", "calling", "falsify"]
+__all__ = ["Target", "calling", "falsify"]
 
 Input = TypeVar("Input")
 
@@ -21,39 +20,8 @@ PHASES = (Phase.generate, Phase.shrink)
 """A batch, unlike a sequence of calls, is made smaller by Hypothesis itself."""
 
 
-class Broken(Exception):  # noqa: N818  # it is what Hypothesis searches for, not an error of ours
-    """A property does not hold for an input.
-
-    Attributes:
-        what: one sentence with the values that disagree.
-        program: plain Python that shows it: it ends in an assertion that fails, or in a call that raises.
-    """
-
-    def __init__(self, what: str, program: str) -> None:
-        self.what = what
-        self.program = program
-        super().__init__(what)
-
-
-class BrokenPropertyError(HarnessError):
-    """A property suite's finding, with the smallest input that shows it.
-
-    Attributes:
-        property: what ought to hold, in one sentence.
-        program: plain Python, nothing in it but torch and the code under test.
-    """
-
-    def __init__(self, property: str, broken: Broken) -> None:
-        self.property = property
-        self.program = broken.program
-        super().__init__(Code.PROPERTY_VIOLATED, broken.what, where=property)
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}\n\n{self.program}"
-
-
 class Target:
-    """What an option names, a class, a function or any object, and how a program writes it.
+    """The code under test of a suite of single calls, and how a program writes it.
 
     Attributes:
         name: what the program calls the object.
@@ -62,26 +30,35 @@ class Target:
 
     def __init__(self, named: Any, name: str) -> None:
         self.name = name
-        self.adapter: Any = named() if inspect.isclass(named) else named
-        self._named = named if inspect.isclass(named) or inspect.isroutine(named) else type(named)
+        self._source = Adapter.of(named)
+        target = self._source.target
+        self.adapter: Any = target() if self._source.is_class else target
 
     def offers(self, method: str) -> bool:
         """Whether there is an optional method."""
         return callable(getattr(self.adapter, method, None))
 
     def takes(self, method: str, keyword: str) -> bool:
-        """Whether a method has an optional parameter."""
-        return self.offers(method) and takes(getattr(self.adapter, method), keyword)
+        """Whether a method has an optional parameter; `__call__` is the object itself."""
+        function = self._function(method)
+        return takes(function, keyword) or (hides_parameters(function) and keyword in self.declares("keywords", ()))
+
+    def hides_parameters(self, method: str) -> bool:
+        """Whether a method may have optional parameters that neither its signature nor `keywords` names."""
+        return hides_parameters(self._function(method)) and self.declares("keywords") is None
 
     def declares(self, name: str, default: Any = None) -> Any:
         """Return an optional attribute."""
-        return getattr(self.adapter, name, default)
+        return getattr(self.adapter, name, self._source.declares(name, default))
 
     def opening(self) -> list[str]:
         """Return the lines of a program that import and make the object."""
-        path, name = self._named.__module__, self._named.__qualname__
-        imported = f"from {path} import {name.partition('.')[0]}"
-        return [imported, "", f"{self.name} = {name}{'' if inspect.isroutine(self._named) else '()'}"]
+        call = "()" if self._source.is_class else ""
+        return [*self._source.imports, "", f"{self.name} = {self._source.expression}{call}"]
+
+    def _function(self, method: str) -> Any:
+        # A function's own `__call__` has the signature (*args, **kwargs), whatever the function takes.
+        return self.adapter if method == "__call__" else getattr(self.adapter, method)
 
 
 @contextmanager
@@ -91,30 +68,34 @@ def calling(what: str, program: Callable[[], str]) -> Iterator[None]:
         yield
     except Exception as error:
         text = f"{type(error).__name__}: {error}".rstrip(": ")
-        raise Broken(f"{what} raised {text}", program()) from error
+        raise Counterexample(f"{what} raised {text}", program()) from error
 
 
 def falsify(property: str, check: Callable[[Input], None], inputs: SearchStrategy[Input], settings: Settings) -> None:
-    """Try `check` on inputs until it raises `Broken` or the examples run out.
+    """Try `check` on inputs until it raises `Counterexample` or the examples run out.
 
     Raises:
-        BrokenPropertyError: the smallest input that breaks the property.
+        PropertyError: the smallest input that breaks the property.
     """
-    last: list[Broken] = []
+    last: list[Counterexample] = []
 
     @Settings(settings, phases=PHASES)
     @given(inputs)
     def run(value: Input) -> None:
         try:
             check(value)
-        except Broken as broken:
+        except Counterexample as broken:
             last[:] = [broken]
             raise
 
     try:
         run()
-    except Broken as broken:
-        raise BrokenPropertyError(property, broken) from None
+    except Counterexample as broken:
+        raise _finding(property, broken) from None
     except Flaky:  # what reads memory that nobody has written finds something else there every time
-        now_and_then = Broken(f"{last[0].what}; on some runs, not on all", last[0].program)
-        raise BrokenPropertyError(property, now_and_then) from None
+        now_and_then = Counterexample(f"{last[0].what}; on some runs, not on all", last[0].program)
+        raise _finding(property, now_and_then) from None
+
+
+def _finding(property: str, broken: Counterexample) -> PropertyError:
+    return PropertyError(Finding(property=property, what=broken.what, program=broken.program))

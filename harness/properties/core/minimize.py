@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 
 from harness.properties.core.actions import ActionMachine, Impossible, Step
-from harness.properties.core.subject import Violation
+from harness.properties.core.findings import Violation
 
 __all__ = ["minimize"]
 

@@ -6,8 +6,9 @@ from hypothesis import settings as Settings  # noqa: N812  # `settings` is what 
 from hypothesis.stateful import run_state_machine_as_test
 
 from harness.properties.core.actions import ActionMachine
+from harness.properties.core.findings import Finding, PropertyError, Violation
 from harness.properties.core.minimize import minimize
-from harness.properties.core.subject import PropertyError, Subject, Violation
+from harness.properties.core.subject import Subject
 
 __all__ = ["not_offered", "search"]
 
@@ -27,7 +28,7 @@ def search(make: Callable[[], ActionMachine], settings: Settings) -> None:
     violation = _first(make_and_keep, settings)
     if violation is not None:
         machine, smallest = minimize(make, machines[0].trace, violation)  # the last to run is the one that raised
-        raise PropertyError(smallest, machine.subject.program(smallest))
+        raise PropertyError(Finding.of(smallest, machine.subject.program(smallest)))
 
 
 def _first(make: Callable[[], ActionMachine], settings: Settings) -> Violation | None:

@@ -1,54 +1,14 @@
 """The code under test, with a record of the calls that changed it: a failure is told as a program of those calls."""
 
-import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from harness.errors import Code, HarnessError
-from harness.properties.core.invariants import INVARIANTS
+from harness.properties.core.adapter import Adapter, takes
+from harness.properties.core.findings import Violation
 
-__all__ = ["PropertyError", "Subject", "Violation"]
-
-
-class Violation(Exception):  # noqa: N818  # it is what Hypothesis searches for, not an error of ours
-    """An invariant does not hold.
-
-    Attributes:
-        invariant: its number in `INVARIANTS`.
-        what: one sentence with the values that disagree.
-        ending: last lines of a program that shows it, after the recorded calls: an assertion that fails. It may name
-            `result`, what the last call returned. Empty where that call itself raises.
-        question: a line to stand before the last call, for an `ending` that compares the two.
-    """
-
-    def __init__(self, invariant: int, what: str, ending: str = "", question: str = "") -> None:
-        self.invariant = invariant
-        self.what = what
-        self.ending = ending
-        self.question = question
-        super().__init__(f"invariant {invariant}: {what}")
-
-
-class PropertyError(HarnessError):
-    """A property suite's finding, with the shortest program that shows it.
-
-    Attributes:
-        invariant: number of the broken invariant.
-        program: plain Python, nothing in it but calls of the code under test.
-    """
-
-    def __init__(self, violation: Violation, program: str) -> None:
-        self.invariant = violation.invariant
-        self.program = program
-        super().__init__(
-            Code.PROPERTY_VIOLATED,
-            violation.what,
-            where=f"invariant {violation.invariant}: {INVARIANTS[violation.invariant]}",
-        )
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}\n\n{self.program}"
+__all__ = ["Subject"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +30,15 @@ class Subject:
     def __init__(
         self, factory: Callable[..., Any], name: str, *, required: Iterable[str] = (), **sizes: object
     ) -> None:
-        self._factory = factory
+        self._adapter = Adapter.of(factory)
         self.name = name
         self._sizes = sizes
         self._calls: list[Call] = []
-        self._target = factory(**sizes)
+        self._target = self._adapter.target(**sizes)
         missing = [method for method in required if not self.offers(method)]
         if missing:
             raise HarnessError(
-                Code.BAD_ADAPTER, f"the adapter lacks {', '.join(missing)}", where=_path(factory),
+                Code.BAD_ADAPTER, f"the adapter lacks {', '.join(missing)}", where=self._adapter.expression,
                 expected=f"at least {', '.join(required)}", hint="docs/test-your-engine.md has a complete one",
             )  # fmt: skip
 
@@ -139,9 +99,8 @@ class Subject:
 
     def program(self, violation: Violation) -> str:
         """Return the calls so far as a program that ends in `violation`."""
-        path, _, name = _path(self._factory).partition(":")
         sizes = ", ".join(f"{key}={value!r}" for key, value in self._sizes.items())
-        lines = [f"from {path} import {name.partition('.')[0]}", "", f"{self.name} = {name}({sizes})"]
+        lines = [*self._adapter.imports, "", f"{self.name} = {self._adapter.expression}({sizes})"]
         for number, call in enumerate(self._calls, start=1):
             is_last = number == len(self._calls)
             lines += [violation.question] if is_last and violation.question else []
@@ -160,18 +119,6 @@ class Subject:
     def _source(self, method: str, args: Iterable[object], kwargs: dict[str, object]) -> str:
         values = [repr(arg) for arg in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
         return f"{self.name}.{method}({', '.join(values)})"
-
-
-def takes(function: Callable[..., Any], keyword: str) -> bool:
-    """Whether a callable has a parameter of this name."""
-    try:
-        return keyword in inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False
-
-
-def _path(factory: Callable[..., Any]) -> str:
-    return f"{factory.__module__}:{factory.__qualname__}"
 
 
 def _named(error: Exception) -> str:

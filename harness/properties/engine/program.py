@@ -1,30 +1,29 @@
 """A finding about a whole engine as a program, with the engine's adapter in it and nothing else."""
 
-from typing import Any
-
+from harness.properties.core.adapter import Adapter
 from harness.properties.engine.case import EngineCase
 
 __all__ = ["tap_program", "token_program"]
 
 
-def token_program(factory: Any, case: EngineCase) -> str:
+def token_program(adapter: Adapter, case: EngineCase) -> str:
     """Return a program that asserts that the tokens of all requests are those of each alone."""
-    name = factory.__qualname__
+    name = adapter.expression
     alone = f"plain = [{name}().generate([prompt], [n])[0] for prompt, n in zip(prompts, max_new_tokens)]"
     is_sorted = list(case.order) == sorted(case.order)
     expected = "plain" if is_sorted else f"[plain[i] for i in {list(case.order)}]"
-    lines = [*_opening(factory, case), alone, *_running(factory, case)]
+    lines = [*_opening(adapter, case), alone, *_running(adapter, case)]
     return "\n".join([*lines, f"assert [list(own) for own in changed] == [list(own) for own in {expected}]"]) + "\n"
 
 
 def tap_program(
-    factory: Any, case: EngineCase, request: int, tap: str, place: tuple[int, int], bound: float, unit: float
+    adapter: Adapter, case: EngineCase, request: int, tap: str, place: tuple[int, int], bound: float, unit: float
 ) -> str:
     """Return a program that asserts that one row of a tap is what it is alone; `place` is its key among the taps."""
     lines = [
-        *_opening(factory, case),
-        *_running(factory, case),
-        f"alone = {factory.__qualname__}()",
+        *_opening(adapter, case),
+        *_running(adapter, case),
+        f"alone = {adapter.expression}()",
         f"alone.generate([prompts[{request}]], [max_new_tokens[{request}]])",
         f'expected = alone.taps()["{tap}"][0, {place[1]}].double()',
         f'actual = engine.taps()["{tap}"][{place[0]}, {place[1]}].double()',
@@ -35,18 +34,18 @@ def tap_program(
     return "\n".join(lines) + "\n"
 
 
-def _opening(factory: Any, case: EngineCase) -> list[str]:
+def _opening(adapter: Adapter, case: EngineCase) -> list[str]:
     prompts = [list(prompt) for prompt in case.prompts]
     return [
-        f"from {factory.__module__} import {factory.__qualname__.partition('.')[0]}",
+        *adapter.imports,
         "",
         f"prompts, max_new_tokens = {prompts}, {list(case.max_new_tokens)}",
     ]
 
 
-def _running(factory: Any, case: EngineCase) -> list[str]:
+def _running(adapter: Adapter, case: EngineCase) -> list[str]:
     options = ", ".join(f"{name}={value!r}" for name, value in case.options.items())
-    lines = [f"engine = {factory.__qualname__}({options})"]
+    lines = [f"engine = {adapter.expression}({options})"]
     if case.warm_up:
         warm_up = [list(prompt) for prompt in case.warm_up]
         lines += [f"engine.generate({warm_up}, {[1] * len(warm_up)})"]

@@ -9,8 +9,9 @@ from hypothesis import settings as Settings  # noqa: N812  # `settings` is what 
 
 from harness.errors import Code, HarnessError
 from harness.metrics import rounding_unit
-from harness.properties.core.falsify import Broken, falsify
-from harness.properties.core.subject import takes
+from harness.properties.core.adapter import Adapter
+from harness.properties.core.falsify import falsify
+from harness.properties.core.findings import Counterexample
 from harness.properties.engine.adapter import OPTIONAL, OPTIONS, Taps
 from harness.properties.engine.case import RELATIONS, EngineCase, engine_cases
 from harness.properties.engine.program import tap_program, token_program
@@ -31,7 +32,7 @@ def check_engine(factory: Any, settings: Settings, relation: str = "all") -> Non
     """Run requests otherwise than one by one, in the way of a relation, and compare tokens and taps.
 
     Raises:
-        BrokenPropertyError: they differ.
+        PropertyError: they differ.
         HarnessError: BAD_ADAPTER; TRIGGER_NOT_REACHED where no example did what the relation is about; NOTHING_CHECKED
             where the adapter has taps and they are empty.
     """
@@ -60,8 +61,11 @@ def check_engine(factory: Any, settings: Settings, relation: str = "all") -> Non
 
 def refusal(factory: Any, relation: str) -> str | None:
     """Return why a relation cannot be checked of an engine; None where it can."""
-    lacking = [option for option in RELATIONS[relation].options if not takes(factory, option)]
-    return f"the constructor has no parameter {lacking[0]}" if lacking else None
+    adapter = Adapter.of(factory)
+    missing = [option for option in RELATIONS[relation].options if not adapter.takes(option)]
+    if missing and adapter.hides_parameters:
+        return f"the constructor takes **kwargs; keywords does not name {missing[0]}"
+    return f"the constructor has no parameter {missing[0]}" if missing else None
 
 
 def not_checked(factory: Any) -> list[str]:
@@ -80,8 +84,8 @@ class EngineUnderTest:
     """
 
     def __init__(self, factory: Any) -> None:
-        self.factory = factory
-        engine = factory()
+        self.adapter = Adapter.of(factory)
+        engine = self.adapter.target()
         if not callable(getattr(engine, "generate", None)) or not hasattr(engine, "vocab_size"):
             raise HarnessError(
                 Code.BAD_ADAPTER, "the adapter lacks generate or vocab_size", where="--engine",
@@ -91,7 +95,7 @@ class EngineUnderTest:
         self.max_model_len = int(getattr(engine, "max_model_len", MAX_MODEL_LEN))
         self.tap_bound: float | None = getattr(engine, "tap_bound", None)
         self.num_compared_rows = 0
-        self.offered = frozenset(name for name in OPTIONS if takes(factory, name))
+        self.offered = frozenset(name for name in OPTIONS if self.adapter.takes(name))
         self.methods = frozenset(name for name in OPTIONAL if callable(getattr(engine, name, None)))
         self._plain: dict[tuple[tuple[int, ...], int], tuple[list[int], Taps]] = {}
 
@@ -99,11 +103,11 @@ class EngineUnderTest:
         """Compare a case with its requests one by one, and return what the counter counted.
 
         Raises:
-            Broken: a token or a tap differs, or the engine raises.
+            Counterexample: a token or a tap differs, or the engine raises.
         """
         plain = [self._alone(case, request) for request in range(len(case.prompts))]
         try:
-            engine = self.factory(**case.options)
+            engine = self.adapter.target(**case.options)
             if case.warm_up:
                 engine.generate(case.warm_up, [1] * len(case.warm_up))
             tokens = engine.generate(
@@ -112,7 +116,7 @@ class EngineUnderTest:
             )
         except Exception as error:
             what = f"the engine raised {type(error).__name__}: {error}".rstrip(": ")
-            raise Broken(what, token_program(self.factory, case)) from error
+            raise Counterexample(what, token_program(self.adapter, case)) from error
         taps = self._taps(engine)
         for place, request in enumerate(case.order):
             self._compare(case, request, plain[request], list(tokens[place]), _of(taps, place))
@@ -122,11 +126,11 @@ class EngineUnderTest:
         key = case.prompts[request], case.max_new_tokens[request]
         if key not in self._plain:
             try:
-                engine = self.factory()
+                engine = self.adapter.target()
                 tokens = list(engine.generate([key[0]], [key[1]])[0])
             except Exception as error:
                 what = f"the engine raised {type(error).__name__}: {error}".rstrip(": ")
-                raise Broken(what, token_program(self.factory, case)) from error
+                raise Counterexample(what, token_program(self.adapter, case)) from error
             self._plain[key] = tokens, self._taps(engine)
         return self._plain[key]
 
@@ -151,7 +155,7 @@ class EngineUnderTest:
             what = (
                 f"request {request}, new token {num_same}: {tokens[num_same:][:1]}, alone {plain_tokens[num_same:][:1]}"
             )
-            raise Broken(what, token_program(self.factory, case))
+            raise Counterexample(what, token_program(self.adapter, case))
 
     def _compare_taps(
         self,
@@ -178,7 +182,7 @@ class EngineUnderTest:
                     f"from what it is alone, against a bound of {bound:g}"
                 )
                 place = case.order.index(request), positions[worst]
-                raise Broken(what, tap_program(self.factory, case, request, name, place, bound, unit))
+                raise Counterexample(what, tap_program(self.adapter, case, request, name, place, bound, unit))
 
     def _is_tie(
         self,

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from safetensors.torch import load_file, save_file
 
-from harness.properties.core.falsify import Broken, calling, falsify
+from harness.properties.core.falsify import calling, falsify
+from harness.properties.core.findings import Counterexample
 from harness.properties.ops.adapter import OpsUnderTest
 from harness.safetensors_header import LENGTH_BYTES, read_header
 
@@ -42,7 +43,7 @@ def check_loader(named: Any, settings: Settings) -> None:
     """Check that shards load as one file does, and that damage is refused in its own words; nothing without it.
 
     Raises:
-        BrokenPropertyError: they do not, or it is not.
+        PropertyError: they do not, or it is not.
     """
     target = OpsUnderTest(named)
     if not target.offers("load") or target.declares("checkpoint") is None:
@@ -87,7 +88,7 @@ def _check_shards(
             name for name in sorted(found) if not torch.equal(found[name], expected[name])
         ]
     if wrong:
-        raise Broken(f"{wrong[0]} is not what one file gives", program)
+        raise Counterexample(f"{wrong[0]} is not what one file gives", program)
 
 
 def _check_damage(target: OpsUnderTest, source: Path, damage: Damage) -> None:
@@ -110,7 +111,7 @@ def _check_damage(target: OpsUnderTest, source: Path, damage: Damage) -> None:
             what = (
                 f"load crashed: {type(error).__name__}: {error}, expected {' or '.join(e.__name__ for e in refusals)}"
             )
-            raise Broken(what, "\n".join([*_opening(target), *lines]) + "\n") from error
+            raise Counterexample(what, "\n".join([*_opening(target), *lines]) + "\n") from error
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from harness.metrics import largest_rounding, rounding_unit
-from harness.properties.core.falsify import Broken, calling, falsify
+from harness.properties.core.falsify import calling, falsify
+from harness.properties.core.findings import Counterexample
 from harness.properties.ops.adapter import OpsUnderTest
 from harness.properties.ops.rows import Rows, closeness_lines, worst_row
 
@@ -42,7 +43,7 @@ def check_rotary(named: Any, settings: Settings) -> None:
     """Hold `rotary` and `rotary_interleaved` to the properties of a rotation by position; nothing without them.
 
     Raises:
-        BrokenPropertyError: one does not hold.
+        PropertyError: one does not hold.
     """
     target = OpsUnderTest(named)
     for method in filter(target.offers, ("rotary", "rotary_interleaved")):
@@ -92,7 +93,7 @@ class Rotation:
         if worst is not None:
             row, error, bound = worst
             what = f"{self.method}, row {row}: {error:.3g} roundings, against a bound of {bound:.3g}"
-            raise Broken(what, self.program([*lines, *closeness_lines(row, bound, actual.dtype)]))
+            raise Counterexample(what, self.program([*lines, *closeness_lines(row, bound, actual.dtype)]))
 
 
 def _definition(rotation: Rotation) -> None:
@@ -120,7 +121,7 @@ def _position_zero(rotation: Rotation) -> None:
     zeros = torch.zeros_like(rotation.positions_T)
     if not torch.equal(rotation.rotate(rotation.x_TNH, zeros), rotation.x_TNH):
         lines = [rotation.line("out", "x", "torch.zeros_like(positions)"), "assert torch.equal(out, x)"]
-        raise Broken(f"{rotation.method} changes what stands at position 0", rotation.program(lines))
+        raise Counterexample(f"{rotation.method} changes what stands at position 0", rotation.program(lines))
 
 
 def _composition(rotation: Rotation) -> None:
@@ -158,7 +159,7 @@ def _norm(rotation: Rotation) -> None:
         row, error, bound = worst
         what = f"{rotation.method}, row {row}: the length of a pair is off by {error / unit_ratio:.3g} roundings"
         ending = closeness_lines(row, bound / unit_ratio, dtype)
-        raise Broken(what, rotation.program([*lines, *ending]))
+        raise Counterexample(what, rotation.program([*lines, *ending]))
 
 
 def _relative(rotation: Rotation) -> None:
@@ -187,7 +188,7 @@ def _relative(rotation: Rotation) -> None:
         ]
         error = float(error_TN[row, head])
         what = f"{rotation.method}, row {row}: {error:.3g} roundings between the products at two equal distances"
-        raise Broken(what, rotation.program(lines))
+        raise Counterexample(what, rotation.program(lines))
 
 
 def _products(q_TNH: torch.Tensor, k_TNH: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,8 @@ from hypothesis import settings as Settings  # noqa: N812  # `settings` is what 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from harness.properties.core.falsify import Broken, calling, falsify
+from harness.properties.core.falsify import calling, falsify
+from harness.properties.core.findings import Counterexample
 from harness.properties.ops.adapter import OpsUnderTest
 
 __all__ = ["Request", "check_frequency", "check_sampling"]
@@ -61,7 +62,7 @@ def check_sampling(named: Any, settings: Settings) -> None:
     """Hold `sample` to the sets of top-k, top-p and min-p, to their distribution, and to seeds; nothing without it.
 
     Raises:
-        BrokenPropertyError: one property does not hold.
+        PropertyError: one property does not hold.
     """
     target = OpsUnderTest(named)
     if not target.offers("sample"):
@@ -81,7 +82,9 @@ def _check_sets(target: OpsUnderTest, batch: Sequence[Request]) -> None:
         allowed = request.probabilities(slack=_SLACK).nonzero().flatten().tolist()
         if token not in allowed:
             ending = [f"assert tokens[{row}] in {allowed}"]
-            raise Broken(f"row {row} drew token {token}, which is none of {allowed}", _program(target, batch, ending))
+            raise Counterexample(
+                f"row {row} drew token {token}, which is none of {allowed}", _program(target, batch, ending)
+            )
 
 
 def _check_batches(target: OpsUnderTest, batch: Sequence[Request]) -> None:
@@ -91,7 +94,7 @@ def _check_batches(target: OpsUnderTest, batch: Sequence[Request]) -> None:
         if alone != [tokens[row]]:
             again = _call(target, [request], "alone")
             ending = [*again, f"assert list(alone) == [tokens[{row}]]"]
-            raise Broken(
+            raise Counterexample(
                 f"row {row} drew {tokens[row]} in the batch, {alone[0]} alone", _program(target, batch, ending)
             )
 
@@ -100,7 +103,7 @@ def check_frequency(target: OpsUnderTest, request: Request) -> None:
     """Count what a request draws with many seeds, and test that with chi-square.
 
     Raises:
-        Broken: tokens come more or less often than they should.
+        Counterexample: tokens come more or less often than they should.
     """
     p = request.probabilities()
     near = request.probabilities(slack=_SLACK) - p
@@ -122,7 +125,7 @@ def check_frequency(target: OpsUnderTest, request: Request) -> None:
             f"assert chi_square <= {largest!r}",
         ]  # fmt: skip
         what = f"chi-square {statistic:.3g}, against a bound of {largest:.3g}: {pairs}"
-        raise Broken(what, "\n".join(program) + "\n")
+        raise Counterexample(what, "\n".join(program) + "\n")
 
 
 def _cells(expected: Sequence[float]) -> list[tuple[list[int], float]]:

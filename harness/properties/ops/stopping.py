@@ -11,7 +11,8 @@ from hypothesis import settings as Settings  # noqa: N812  # `settings` is what 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from harness.properties.core.falsify import Broken, calling, falsify
+from harness.properties.core.falsify import calling, falsify
+from harness.properties.core.findings import Counterexample
 from harness.properties.ops.adapter import OpsUnderTest
 
 __all__ = ["check_stopping"]
@@ -45,7 +46,7 @@ def check_stopping(named: Any, settings: Settings) -> None:
     """Check where requests end under an `eos_token_id` that is a number or a list; nothing without `num_generated`.
 
     Raises:
-        BrokenPropertyError: they end elsewhere.
+        PropertyError: they end elsewhere.
     """
     target = OpsUnderTest(named)
     if not target.offers("num_generated") or target.declares("checkpoint") is None:
@@ -88,4 +89,4 @@ def _check(target: OpsUnderTest, folder: Path, ending: Ending) -> None:
             f"of the tokens {list(ending.token_ids)} {found} are generated, against {ending.num_generated}: "
             f"the end is {ending.document['eos_token_id']}"
         )
-        raise Broken(what, program())
+        raise Counterexample(what, program())

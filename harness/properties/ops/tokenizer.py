@@ -5,7 +5,8 @@ from typing import Any
 from hypothesis import settings as Settings  # noqa: N812  # `settings` is what the functions here take
 from hypothesis import strategies as st
 
-from harness.properties.core.falsify import Broken, calling, falsify
+from harness.properties.core.falsify import calling, falsify
+from harness.properties.core.findings import Counterexample
 from harness.properties.ops.adapter import OpsUnderTest
 
 __all__ = ["check_tokenizer"]
@@ -15,7 +16,7 @@ def check_tokenizer(named: Any, settings: Settings) -> None:
     """Check that `decode` undoes `encode`, and that pieces of `detokenize` make up the whole; nothing without them.
 
     Raises:
-        BrokenPropertyError: they do not.
+        PropertyError: they do not.
     """
     target = OpsUnderTest(named)
     if not (target.offers("encode") and target.offers("decode")):
@@ -35,7 +36,7 @@ def _check_text(target: OpsUnderTest, text: str) -> None:
     with calling("encode or decode", program):
         found = target.adapter.decode(target.adapter.encode(text))
     if found != text:
-        raise Broken(f"{text!r} comes back as {found!r}", program())
+        raise Counterexample(f"{text!r} comes back as {found!r}", program())
 
 
 def _check_pieces(target: OpsUnderTest, text: str) -> None:
@@ -47,4 +48,4 @@ def _check_pieces(target: OpsUnderTest, text: str) -> None:
         tokens = target.adapter.encode(text)
         found, expected = "".join(target.adapter.detokenize(tokens)), target.adapter.decode(tokens)
     if found != expected:
-        raise Broken(f"the pieces make {found!r}, the whole is {expected!r}", program())
+        raise Counterexample(f"the pieces make {found!r}, the whole is {expected!r}", program())

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from harness.properties.blocks.prefix_cache import CachedBlocks
 from harness.properties.blocks.tables import Request, Tables
 from harness.properties.core.actions import ActionMachine, Impossible, action, token_lists
+from harness.properties.core.adapter import Adapter
+from harness.properties.core.findings import Violation
 from harness.properties.core.search import not_offered, search
-from harness.properties.core.subject import Subject, Violation, takes
+from harness.properties.core.subject import Subject
 from harness.properties.scheduler.adapter import OPTIONAL, REQUIRED
 
 __all__ = ["check_scheduler", "not_checked"]
@@ -46,7 +48,7 @@ def not_checked(factory: Callable[..., Any]) -> list[str]:
     sizes = {"num_blocks": 4, "block_size": 2, "max_num_batched_tokens": 4, "max_num_seqs": 2, "max_model_len": 8}
     subject = Subject(factory, "scheduler", required=REQUIRED, **sizes)
     lines = not_offered(subject, "scheduler", OPTIONAL)
-    if not takes(factory, "hash_bits"):
+    if not Adapter.of(factory).takes("hash_bits"):
         lines.append("scheduler: no keyword hash_bits: hashes do not collide (10)")
     if not subject.takes("add", "salt"):
         lines.append("scheduler: add has no keyword salt (10)")
@@ -100,7 +102,7 @@ class SchedulerMachine(ActionMachine):
             "num_blocks": num_blocks, "block_size": block_size, "max_num_batched_tokens": budget,
             "max_num_seqs": max_num_seqs, "max_model_len": max_model_len,
         }  # fmt: skip
-        if hash_bits is not None and takes(self._factory, "hash_bits"):
+        if hash_bits is not None and Adapter.of(self._factory).takes("hash_bits"):
             sizes["hash_bits"] = hash_bits
         self.num_blocks, self.budget = num_blocks, budget
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len

@@ -15,7 +15,7 @@ from harness.properties.attention.definition import expected_output
 from harness.properties.attention.parts import check_merge, check_padded
 from harness.properties.attention.subject import AttentionUnderTest, not_checked
 from harness.properties.attention.suite import check_batching, check_definition, check_placement
-from harness.properties.core.falsify import BrokenPropertyError
+from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 from harness.properties.reference.attention import ContiguousAttention, PagedAttention, RecomputeAttention
 
@@ -80,7 +80,7 @@ def definition(focus: str) -> Any:
 )
 def test_a_bug_is_told_as_a_program_that_shows_it(name: str, check: Any, what: str) -> None:
     bug = getattr(full_attention, name)
-    with pytest.raises(BrokenPropertyError, match="H092") as caught:
+    with pytest.raises(PropertyError, match="H092") as caught:
         check(bug, MANY)
     assert what in caught.value.what
     program = caught.value.program
@@ -91,7 +91,7 @@ def test_a_bug_is_told_as_a_program_that_shows_it(name: str, check: Any, what: s
 
 
 def test_the_program_of_a_bug_passes_without_it() -> None:
-    with pytest.raises(BrokenPropertyError) as caught:
+    with pytest.raises(PropertyError) as caught:
         check_definition(full_attention.WindowTooLong, MANY, "window")
     run(caught.value.program.replace("WindowTooLong", "FullAttention"))
 
@@ -102,7 +102,7 @@ def run(program: str) -> None:
 
 def test_a_plain_function_will_do() -> None:
     check_definition(plain_function, settings(FEW, max_examples=5), "decode")
-    with pytest.raises(BrokenPropertyError) as caught:
+    with pytest.raises(PropertyError) as caught:
         check_definition(wrong_function, FEW)
     assert "attention = wrong_function\n" in caught.value.program
     with pytest.raises(AssertionError):
@@ -159,7 +159,7 @@ def test_rounded_scores_are_a_convention_that_must_be_declared() -> None:
                 self, q, k_cache, v_cache, block_tables=block_tables, query_lens=query_lens, context_lens=context_lens
             )
 
-    with pytest.raises(BrokenPropertyError):
+    with pytest.raises(PropertyError):
         check_definition(Rounded, MANY)
     Rounded.rounds_scores = True
     check_definition(Rounded, settings(MANY, max_examples=40))

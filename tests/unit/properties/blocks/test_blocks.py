@@ -3,8 +3,8 @@
 import pytest
 
 from harness.properties.blocks.suite import check_block_manager
+from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
-from harness.properties.core.subject import PropertyError
 
 from ..programs import assert_fails_in_its_last_line
 from . import chained, radix

@@ -3,8 +3,8 @@
 import pytest
 
 from harness.properties.blocks.suite import check_block_manager
+from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
-from harness.properties.core.subject import PropertyError
 from harness.properties.reference.blocks import BlockManager
 
 from ..mutation import Mutant

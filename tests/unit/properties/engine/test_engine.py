@@ -7,7 +7,7 @@ import torch
 from hypothesis import settings
 
 from harness.errors import Code, HarnessError
-from harness.properties.core.falsify import BrokenPropertyError
+from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 from harness.properties.engine.case import RELATIONS
 from harness.properties.engine.suite import check_engine, not_checked, refusal
@@ -116,7 +116,7 @@ class NeverHits(Counting):
 )
 def test_a_bug_is_told_as_a_program_that_shows_it(bug: Any, relation: str) -> None:
     check_engine(Counting, DEV, relation)
-    with pytest.raises(BrokenPropertyError, match="H092") as caught:
+    with pytest.raises(PropertyError, match="H092") as caught:
         check_engine(bug, DEV, relation)
     assert "hypothesis" not in caught.value.program
     with pytest.raises((AssertionError, RuntimeError)):
@@ -129,7 +129,7 @@ def run(program: str) -> None:
 
 
 def test_the_program_is_as_short_as_it_can_be() -> None:
-    with pytest.raises(BrokenPropertyError) as caught:
+    with pytest.raises(PropertyError) as caught:
         check_engine(LastChunkOnly, DEV, "chunks")
     assert caught.value.program.splitlines()[2:] == [
         "prompts, max_new_tokens = [[0, 1]], [1]",
@@ -157,7 +157,7 @@ def test_a_relation_that_never_comes_to_pass_is_no_success() -> None:
 
 
 def test_a_tap_that_differs_is_found_where_the_tokens_agree() -> None:
-    with pytest.raises(BrokenPropertyError) as caught:
+    with pytest.raises(PropertyError) as caught:
         check_engine(Tapped, DEV, "chunks")
     assert "roundings from what it is alone" in caught.value.what
     with pytest.raises(AssertionError):
@@ -208,7 +208,7 @@ class FarFromTied(NearlyTied):
 
 def test_a_choice_between_equals_may_be_either() -> None:
     check_engine(NearlyTied, FEW, "batch")
-    with pytest.raises(BrokenPropertyError, match="new token 0"):
+    with pytest.raises(PropertyError, match="new token 0"):
         check_engine(FarFromTied, FEW, "batch")
 
 

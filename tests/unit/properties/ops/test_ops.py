@@ -8,7 +8,7 @@ import torch
 from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from harness.properties.core.falsify import Broken, BrokenPropertyError
+from harness.properties.core.findings import Counterexample, PropertyError
 from harness.properties.core.profiles import PROFILES
 from harness.properties.ops.adapter import OpsUnderTest, not_checked
 from harness.properties.ops.loader import check_loader
@@ -147,7 +147,7 @@ class FirstEndOnly(More):
     ],
 )
 def test_a_bug_is_told_as_a_program_that_shows_it(bug: Any, check: Any, error: type[Exception]) -> None:
-    with pytest.raises(BrokenPropertyError, match="H092") as caught:
+    with pytest.raises(PropertyError, match="H092") as caught:
         check(bug, DEV)
     assert "hypothesis" not in caught.value.program
     with pytest.raises(error):
@@ -167,7 +167,7 @@ class TooWarm(Ops):
 
 @pytest.mark.parametrize("logits", [(0.0, 1.0), (0.0, 0.25, 3.25), (3.0, *[-1.0] * 7)])
 def test_a_biased_sampler_is_told_as_a_program_that_shows_it(logits: tuple[float, ...]) -> None:
-    with pytest.raises(Broken, match="chi-square") as caught:
+    with pytest.raises(Counterexample, match="chi-square") as caught:
         check_frequency(OpsUnderTest(TooWarm), Request(logits=logits))
     with pytest.raises(AssertionError):
         exec(compile(caught.value.program, "program", "exec"), {})

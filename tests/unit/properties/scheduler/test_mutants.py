@@ -2,8 +2,8 @@
 
 import pytest
 
+from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
-from harness.properties.core.subject import PropertyError
 from harness.properties.reference.scheduler import Scheduler
 from harness.properties.scheduler.suite import check_scheduler
 

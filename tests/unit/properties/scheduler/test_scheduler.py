@@ -2,8 +2,8 @@
 
 import pytest
 
+from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
-from harness.properties.core.subject import PropertyError
 from harness.properties.scheduler.suite import check_scheduler
 
 from ..programs import assert_fails_in_its_last_line
