@@ -15,7 +15,7 @@ from hypothesis.strategies import DrawFn
 from harness.properties.attention.batches import Served
 from harness.properties.attention.subject import AttentionUnderTest
 from harness.properties.core.falsify import calling, falsify
-from harness.properties.core.findings import Counterexample
+from harness.properties.core.findings import Counterexample, Rejections
 
 __all__ = ["check_read_back", "check_store"]
 
@@ -68,7 +68,7 @@ class CacheCase:
         ]
 
 
-def check_store(named: Any, settings: Settings) -> None:
+def check_store(named: Any, settings: Settings) -> Rejections:
     """Check that `store` writes each row to its slot, and nothing else; nothing is checked without it.
 
     Raises:
@@ -77,7 +77,7 @@ def check_store(named: Any, settings: Settings) -> None:
     """
     target = AttentionUnderTest(named)
     if not target.offers("store"):
-        return
+        return Rejections()
     pad_slot = target.declares("pad_slot")
 
     def check(case: CacheCase) -> None:
@@ -98,10 +98,10 @@ def check_store(named: Any, settings: Settings) -> None:
                     f"{name} in slot {slot} is not {written}", _store_program(target, case, name.lower(), slot)
                 )
 
-    falsify("what is stored lies in its slot bit for bit", check, _stores(target.served, pad_slot), settings)
+    return falsify("what is stored lies in its slot bit for bit", check, _stores(target.served, pad_slot), settings)
 
 
-def check_read_back(named: Any, settings: Settings) -> None:
+def check_read_back(named: Any, settings: Settings) -> Rejections:
     """Check that `read_back` returns the bits of a block table's slots; nothing is checked without it.
 
     Raises:
@@ -110,7 +110,7 @@ def check_read_back(named: Any, settings: Settings) -> None:
     """
     target = AttentionUnderTest(named)
     if not target.offers("read_back"):
-        return
+        return Rejections()
 
     def check(drawn: tuple[CacheCase, list[int], int]) -> None:
         case, table, num_tokens = drawn
@@ -130,7 +130,7 @@ def check_read_back(named: Any, settings: Settings) -> None:
                 raise Counterexample(f"{name.upper()} of {num_tokens} positions is not what their slots hold",
                              "\n".join([*opening, call, *ending]) + "\n")  # fmt: skip
 
-    falsify("what is read back is what the slots hold, bit for bit", check, _tables(target.served), settings)
+    return falsify("what is read back is what the slots hold, bit for bit", check, _tables(target.served), settings)
 
 
 def _differs(case: CacheCase, actual: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

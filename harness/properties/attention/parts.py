@@ -20,7 +20,7 @@ from harness.properties.attention.program import definition_lines, program
 from harness.properties.attention.subject import AttentionUnderTest
 from harness.properties.attention.suite import worst_head
 from harness.properties.core.falsify import calling, falsify
-from harness.properties.core.findings import Counterexample
+from harness.properties.core.findings import Counterexample, Rejections
 
 __all__ = ["check_merge", "check_padded"]
 
@@ -69,7 +69,7 @@ class MergeCase:
         return lines
 
 
-def check_merge(named: Any, settings: Settings) -> None:
+def check_merge(named: Any, settings: Settings) -> Rejections:
     """Hold `merge` to the sum of the parts weighted by exp(logarithm); nothing is checked without it.
 
     Raises:
@@ -78,7 +78,7 @@ def check_merge(named: Any, settings: Settings) -> None:
     """
     target = AttentionUnderTest(named)
     if not target.offers("merge"):
-        return
+        return Rejections()
 
     def check(case: MergeCase) -> None:
         opening = ["import torch", *target.opening(), *case.lines(), "out = attention.merge(out_parts, log_sums)"]
@@ -105,7 +105,7 @@ def check_merge(named: Any, settings: Settings) -> None:
             what = f"row {row}, head {head}: {float(error[worst]):.3g} roundings, bound {bound_TN[row, head]:.3g}"
             raise Counterexample(what, "\n".join([*opening, *ending]) + "\n")
 
-    falsify("merged parts are the whole", check, _merges(target.served), settings)
+    return falsify("merged parts are the whole", check, _merges(target.served), settings)
 
 
 @st.composite
@@ -123,7 +123,7 @@ def _merges(draw: DrawFn, served: Served) -> MergeCase:
     )
 
 
-def check_padded(named: Any, settings: Settings) -> None:
+def check_padded(named: Any, settings: Settings) -> Rejections:
     """Hold every row of a padded batch to the definition; nothing is checked without `attend_padded`.
 
     Raises:
@@ -132,7 +132,7 @@ def check_padded(named: Any, settings: Settings) -> None:
     """
     target = AttentionUnderTest(named)
     if not target.offers("attend_padded"):
-        return
+        return Rejections()
 
     def check(case: AttentionCase) -> None:
         tensors = case.tensors()
@@ -153,7 +153,7 @@ def check_padded(named: Any, settings: Settings) -> None:
             raise Counterexample(what, program(target, case, _PADDED_LINES, definition_lines(case, row, head, bound)))
 
     plain = batches(target.served).map(lambda case: replace(case, scale=None, window=None, softcap=None))
-    falsify("a padded batch gives what the packed one does", check, plain, settings)
+    return falsify("a padded batch gives what the packed one does", check, plain, settings)
 
 
 _PADDED_LINES = [

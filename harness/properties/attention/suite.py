@@ -19,12 +19,12 @@ from harness.properties.attention.definition import Expected, expected_output
 from harness.properties.attention.program import call_lines, definition_lines, program, tensor_lines
 from harness.properties.attention.subject import AttentionUnderTest
 from harness.properties.core.falsify import falsify
-from harness.properties.core.findings import Counterexample
+from harness.properties.core.findings import Counterexample, Rejections
 
 __all__ = ["check_batching", "check_definition", "check_placement", "worst_head"]
 
 
-def check_definition(named: Any, settings: Settings, focus: str = "any") -> None:
+def check_definition(named: Any, settings: Settings, focus: str = "any") -> Rejections:
     """Hold every head of every row of batches of a kind (a key of `FOCUSES`) to the definition in float64.
 
     Raises:
@@ -45,7 +45,7 @@ def check_definition(named: Any, settings: Settings, focus: str = "any") -> None
                 _off(case, row, head, error, bound), program(target, case, call_lines(target, case), ending)
             )
 
-    falsify(f"attention equals its definition: {FOCUSES[focus]}", check, batches(target.served, focus), settings)
+    return falsify(f"attention equals its definition: {FOCUSES[focus]}", check, batches(target.served, focus), settings)
 
 
 def worst_head(case: AttentionCase, out_TNH: torch.Tensor, expected: Expected) -> tuple[int, int, float, float] | None:
@@ -70,7 +70,7 @@ def _off(case: AttentionCase, row: int, head: int, error: float, bound: float) -
     return f"{where}: {found}, against a bound of {bound:.3g}"
 
 
-def check_placement(named: Any, settings: Settings) -> None:
+def check_placement(named: Any, settings: Settings) -> Rejections:
     """Compare the bits of batches whose blocks lie elsewhere, with other garbage in the slots that belong to nobody.
 
     Raises:
@@ -91,7 +91,7 @@ def check_placement(named: Any, settings: Settings) -> None:
         ]  # fmt: skip
         raise Counterexample(f"row {row}, query head {head} has other bits elsewhere", program(target, case, ending))
 
-    falsify("the place of the blocks changes no bit", check, batches(target.served).flatmap(_moved), settings)
+    return falsify("the place of the blocks changes no bit", check, batches(target.served).flatmap(_moved), settings)
 
 
 def _moved(case: AttentionCase) -> st.SearchStrategy[tuple[AttentionCase, AttentionCase]]:
@@ -104,7 +104,7 @@ def _moved(case: AttentionCase) -> st.SearchStrategy[tuple[AttentionCase, Attent
     return st.tuples(st.just(case), elsewhere)
 
 
-def check_batching(named: Any, settings: Settings) -> None:
+def check_batching(named: Any, settings: Settings) -> Rejections:
     """Compare the bits of each request alone and in a batch; nothing is checked where their equality is not declared.
 
     Raises:
@@ -113,7 +113,7 @@ def check_batching(named: Any, settings: Settings) -> None:
     """
     target = AttentionUnderTest(named)
     if not target.declares("is_batch_invariant", False):
-        return
+        return Rejections()
 
     def check(case: AttentionCase) -> None:
         tensors = case.tensors()
@@ -124,7 +124,7 @@ def check_batching(named: Any, settings: Settings) -> None:
             if not torch.equal(target.attend_requests(case, own, [request]), in_batch):
                 raise Counterexample(f"request {request} has other bits alone", _alone(target, case, request))
 
-    falsify("a request has the same bits alone and in a batch", check, batches(target.served), settings)
+    return falsify("a request has the same bits alone and in a batch", check, batches(target.served), settings)
 
 
 def _alone(target: AttentionUnderTest, case: AttentionCase, request: int) -> str:

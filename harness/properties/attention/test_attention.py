@@ -16,19 +16,20 @@ SHARE = 4
 
 
 @pytest.mark.parametrize("focus", FOCUSES)
-def test_definition(attention: Any, property_settings: settings, focus: str, request: pytest.FixtureRequest) -> None:
+def test_definition(attention: Any, property_settings: settings, focus: str, suite_record: Any) -> None:
     """Every head of every row is what the definition in float64 gives."""
-    request.node.user_properties += [("not checked", line) for line in not_checked(attention)]
+    suite_record.add_not_checked(not_checked(attention))
     refusal = AttentionUnderTest(attention).served.refusal(focus)
     if refusal:
         pytest.skip(refusal)
     few = settings(property_settings, max_examples=property_settings.max_examples // SHARE)
-    check_definition(attention, property_settings if focus == "any" else few, focus)
+    rejections = check_definition(attention, property_settings if focus == "any" else few, focus)
+    suite_record.add_rejections(f"attention: {FOCUSES[focus]}", rejections)
 
 
-def test_placement(attention: Any, property_settings: settings) -> None:
-    """No bit depends on where the blocks lie, or on what the slots hold that belong to nobody."""
-    check_placement(attention, property_settings)
+def test_placement(attention: Any, property_settings: settings, suite_record: Any) -> None:
+    """No bit depends on where the blocks lie, or on what unallocated slots hold."""
+    suite_record.add_rejections("attention: the place of the blocks", check_placement(attention, property_settings))
 
 
 @pytest.mark.parametrize(
@@ -42,8 +43,8 @@ def test_placement(attention: Any, property_settings: settings) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_it_offers(attention: Any, property_settings: settings, check: Any, offer: str) -> None:
+def test_what_it_offers(attention: Any, property_settings: settings, check: Any, offer: str, suite_record: Any) -> None:
     """What an adapter offers besides does what it should."""
     if not AttentionUnderTest(attention).declares(offer):
         pytest.skip(f"the adapter has no {offer}")
-    check(attention, property_settings)
+    suite_record.add_rejections(f"attention: {offer}", check(attention, property_settings))

@@ -58,5 +58,8 @@ OPTIONAL = {
     "return_blocks": ("return_blocks(blocks): the pool's own free; raises where it must not be called", (16,)),
     "evict": ("evict(num_blocks): give up cached content that nobody owns", (11, 18)),
     "reset": ("reset(): empty the prefix cache", (6,)),
+    "swap_out": ("swap_out(request_id) -> [(block, host_block)] or None for no room: copies to host memory", (3, 7)),
+    "swap_in": ("swap_in(request_id) -> [(host_block, block)] or None for no room: copies back", (3, 7)),
+    "num_free_host": ("num_free_host() -> int: free blocks of host memory", (1,)),
 }
 """By method: its signature, and the invariants that are checked, or checked harder, where it is offered."""

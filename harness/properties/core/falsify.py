@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from hypothesis import Phase, given
+from hypothesis import Phase, given, reject
 from hypothesis import settings as Settings  # noqa: N812  # `settings` is what the function here takes
-from hypothesis.errors import Flaky
+from hypothesis.errors import Flaky, Unsatisfiable, UnsatisfiedAssumption
 from hypothesis.strategies import SearchStrategy
 
+from harness.errors import Code, HarnessError
 from harness.properties.core.adapter import Adapter, hides_parameters, takes
-from harness.properties.core.findings import Counterexample, Finding, PropertyError
+from harness.properties.core.findings import Counterexample, Finding, PropertyError, RejectedError, Rejections
 
 __all__ = ["Target", "calling", "falsify"]
 
@@ -63,21 +64,30 @@ class Target:
 
 @contextmanager
 def calling(what: str, program: Callable[[], str]) -> Iterator[None]:
-    """Count whatever the code under test raises as a broken property: of `what`, shown by `program`."""
+    """Count whatever the code under test raises as a broken property: of `what`, shown by `program`.
+
+    NotImplementedError and Hypothesis' `reject` say that it does not serve the input.
+    """
     try:
         yield
+    except (NotImplementedError, UnsatisfiedAssumption) as error:
+        raise RejectedError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
     except Exception as error:
         text = f"{type(error).__name__}: {error}".rstrip(": ")
         raise Counterexample(f"{what} raised {text}", program()) from error
 
 
-def falsify(property: str, check: Callable[[Input], None], inputs: SearchStrategy[Input], settings: Settings) -> None:
-    """Try `check` on inputs until it raises `Counterexample` or the examples run out.
+def falsify(
+    property: str, check: Callable[[Input], None], inputs: SearchStrategy[Input], settings: Settings
+) -> Rejections:
+    """Try `check` on inputs until it raises `Counterexample` or the examples run out; count what is rejected.
 
     Raises:
         PropertyError: the smallest input that breaks the property.
+        HarnessError: NOTHING_CHECKED: the adapter rejected all inputs.
     """
     last: list[Counterexample] = []
+    rejections = Rejections()
 
     @Settings(settings, phases=PHASES)
     @given(inputs)
@@ -87,15 +97,26 @@ def falsify(property: str, check: Callable[[Input], None], inputs: SearchStrateg
         except Counterexample as broken:
             last[:] = [broken]
             raise
+        except RejectedError as error:
+            rejections[str(error)] += 1
+            reject()
 
     try:
         run()
     except Counterexample as broken:
-        raise _finding(property, broken) from None
-    except Flaky:  # what reads memory that nobody has written finds something else there every time
-        now_and_then = Counterexample(f"{last[0].what}; on some runs, not on all", last[0].program)
-        raise _finding(property, now_and_then) from None
+        raise _finding(property, broken.what, broken.program) from None
+    except Unsatisfiable:
+        raise HarnessError(
+            Code.NOTHING_CHECKED, "the adapter rejected every input", where=property,
+            actual=rejections.most_common(1)[0][0] if rejections else None, hint="declare what it serves",
+        ) from None  # fmt: skip
+    except Flaky:  # what reads memory that was never written finds something else there every time
+        if not last:
+            raise _finding(property, "the same choices led to other inputs a second time", "") from None
+        what = f"{last[0].what}; the same input a second time did not show it: the code is not deterministic"
+        raise _finding(property, what, last[0].program) from None
+    return rejections
 
 
-def _finding(property: str, broken: Counterexample) -> PropertyError:
-    return PropertyError(Finding(property=property, what=broken.what, program=broken.program))
+def _finding(property: str, what: str, program: str) -> PropertyError:
+    return PropertyError(Finding(property=property, what=what, program=program))

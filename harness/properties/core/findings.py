@@ -1,12 +1,16 @@
 """What a suite finds: a property that does not hold, told by the shortest program that shows it."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from harness.errors import Code, HarnessError
-from harness.properties.core.invariants import INVARIANTS
+from harness.properties.core.invariants import INVARIANTS, severity_of
 
-__all__ = ["Counterexample", "Finding", "PropertyError", "Violation", "raise_all"]
+__all__ = ["Counterexample", "Finding", "PropertyError", "RejectedError", "Rejections", "Violation", "raise_all"]
+
+Rejections = Counter[str]
+"""By an adapter's words: how many inputs it said it does not serve."""
 
 
 class Counterexample(Exception):  # noqa: N818  # the search looks for it; a user sees a PropertyError
@@ -21,6 +25,10 @@ class Counterexample(Exception):  # noqa: N818  # the search looks for it; a use
         self.what = what
         self.program = program
         super().__init__(what)
+
+
+class RejectedError(Exception):
+    """The code under test says that it does not serve an example."""
 
 
 class Violation(Counterexample):
@@ -63,6 +71,10 @@ class Finding:
         property = f"invariant {number}: {INVARIANTS[number]}"
         return cls(property=property, what=violation.what, program=program, invariant=number)
 
+    def severity(self) -> str | None:
+        """Return what it does to the users of an engine, in words; None for properties of single calls."""
+        return None if self.invariant is None else severity_of(self.invariant).name.lower().replace("_", " ")
+
     def __str__(self) -> str:
         return f"{HarnessError(Code.PROPERTY_VIOLATED, self.what, where=self.property)}\n\n{self.program}"
 
@@ -79,23 +91,32 @@ class PropertyError(HarnessError):
         self.findings = findings
         first = findings[0]
         self.property, self.invariant, self.program = first.property, first.invariant, first.program
-        super().__init__(Code.PROPERTY_VIOLATED, first.what, where=first.property)
+        more = f" ({len(findings) - 1} more)" if len(findings) > 1 else ""
+        super().__init__(Code.PROPERTY_VIOLATED, first.what + more, where=first.property)
 
     def __str__(self) -> str:
-        return "\n\n".join(str(finding).rstrip("\n") for finding in self.findings) + "\n"
+        if len(self.findings) == 1:
+            return str(self.findings[0])
+        texts = []
+        for number, finding in enumerate(self.findings, start=1):
+            severity = f", {finding.severity()}" if finding.severity() else ""
+            texts.append(f"{number} of {len(self.findings)}{severity}\n{finding}")
+        return "\n".join(texts)
 
 
-def raise_all(checks: Iterable[Callable[[], None]]) -> None:
-    """Run checks of several properties, whether or not one before fails.
+def raise_all(checks: Iterable[Callable[[], Rejections]]) -> Rejections:
+    """Run checks of several properties, whether or not one before fails, and add up what the adapter rejected.
 
     Raises:
         PropertyError: the findings of all.
     """
     findings: list[Finding] = []
+    rejections = Rejections()
     for check in checks:
         try:
-            check()
+            rejections += check()
         except PropertyError as error:
             findings += error.findings
     if findings:
         raise PropertyError(*findings)
+    return rejections

@@ -1,6 +1,8 @@
 """The invariants of a paged KV cache and of its scheduler, by the numbers that findings, options and docs use."""
 
-__all__ = ["INVARIANTS"]
+from enum import IntEnum
+
+__all__ = ["INVARIANTS", "Severity", "severity_of"]
 
 INVARIANTS = {
     # Ownership
@@ -33,4 +35,32 @@ INVARIANTS = {
     24: "The output does not depend on batching, chunks, block size, prefix caching, preemption or arrival order",
     25: "A block table fits the width that max_model_len gives",
     26: "The pools of tensor-parallel ranks agree",
+    # The code itself
+    27: "The same calls give the same answers",
 }
+
+
+class Severity(IntEnum):
+    """What a broken invariant does to the users of an engine, the worst first."""
+
+    WRONG_OUTPUT = 0
+    """A request reads what is not its own, or not computed."""
+    STOPS_SERVING = 1
+    """The engine crashes, hangs, or loses memory until it does."""
+    UNRELIABLE = 2
+    """Answers and limits do not hold, or change from run to run."""
+    SLOW = 3
+    """Requests are served, later or at a higher cost than necessary."""
+
+
+_SEVERITIES = {
+    Severity.WRONG_OUTPUT: (3, 4, 5, 7, 8, 9, 10, 24, 26),
+    Severity.STOPS_SERVING: (1, 6, 12, 14, 15, 16, 21, 23),
+    Severity.UNRELIABLE: (2, 13, 19, 20, 25, 27),
+    Severity.SLOW: (11, 17, 18, 22),
+}
+
+
+def severity_of(invariant: int) -> Severity:
+    """Return how bad it is that an invariant is broken."""
+    return next(severity for severity, numbers in _SEVERITIES.items() if invariant in numbers)

@@ -1,42 +1,148 @@
-"""Running a state machine, and telling what it found."""
+"""Searching for calls after which an invariant does not hold: every broken invariant once, each told by itself."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
-from hypothesis import settings as Settings  # noqa: N812  # `settings` is what the function here takes
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis import given, reject
+from hypothesis import settings as Settings  # noqa: N812  # `settings` is what the functions here take
+from hypothesis import strategies as st
+from hypothesis.errors import Flaky, StopTest
 
-from harness.properties.core.actions import ActionMachine
-from harness.properties.core.findings import Finding, PropertyError, Violation
+from harness.errors import Code, HarnessError
+from harness.properties.core.determinism import Sample, difference
+from harness.properties.core.findings import Finding, PropertyError, RejectedError, Rejections, Violation
+from harness.properties.core.invariants import severity_of
+from harness.properties.core.machine import Machine, Step
 from harness.properties.core.minimize import minimize
 from harness.properties.core.subject import Subject
 
-__all__ = ["not_offered", "search"]
+__all__ = ["SearchReport", "not_offered", "search"]
+
+SAMPLE_EVERY = 8
+"""One of so many examples is run a second time, to see whether it does the same."""
+MOST_SAMPLES = 25
+MOST_SHRUNK = 3
+"""Examples of each broken invariant that are made smaller: not all of them end in the shortest program."""
 
 
-def search(make: Callable[[], ActionMachine], settings: Settings) -> None:
-    """Run a state machine until it violates an invariant or the examples run out.
+class EnoughFoundError(BaseException):
+    """Ends a search at its first finding; not an Exception, so that Hypothesis does not try it again."""
 
-    Raises:
-        PropertyError: the smallest example that violates one.
+
+@dataclass(slots=True, kw_only=True)
+class SearchReport:
+    """What a search found."""
+
+    findings: list[Finding] = field(default_factory=list)
+    """The worst first."""
+    num_examples: int = 0
+    rejections: Rejections = field(default_factory=Rejections)
+    """By the adapter's words: how many examples it said it does not serve."""
+
+    def raise_findings(self, accepted: Collection[int] = ()) -> None:
+        """Raise the findings, but those of accepted invariants.
+
+        Raises:
+            PropertyError: there are some.
+            HarnessError: NOTHING_CHECKED: the adapter rejected every example.
+        """
+        findings = [finding for finding in self.findings if finding.invariant not in accepted]
+        if findings:
+            raise PropertyError(*findings)
+        if self.num_examples == self.rejections.total():
+            raise HarnessError(
+                Code.NOTHING_CHECKED, f"the adapter rejected all {self.num_examples} examples",
+                where="the adapter", actual=self.rejections.most_common(1)[0][0] if self.rejections else "no example",
+                hint="declare the sizes that it serves",
+            )  # fmt: skip
+
+
+def search(make: Callable[[], Machine], settings: Settings, *, is_first_enough: bool = False) -> SearchReport:
+    """Run examples of a machine and return every invariant that one of them broke, with its shortest program.
+
+    `is_first_enough`: end at the first example that breaks one.
     """
-    machines: list[ActionMachine] = []
+    found = _Found(make, is_first_enough=is_first_enough)
 
-    def make_and_keep() -> ActionMachine:
-        machines[:] = [make()]
-        return machines[0]
+    @settings
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        if not found.try_example(data, settings.stateful_step_count):
+            reject()
 
-    violation = _first(make_and_keep, settings)
-    if violation is not None:
-        machine, smallest = minimize(make, machines[0].trace, violation)  # the last to run is the one that raised
-        raise PropertyError(Finding.of(smallest, machine.subject.program(smallest)))
-
-
-def _first(make: Callable[[], ActionMachine], settings: Settings) -> Violation | None:
+    is_flaky = False
     try:
-        run_state_machine_as_test(make, settings=settings)  # type: ignore[arg-type]  # it calls what it is given
-    except Violation as violation:
-        return violation
-    return None
+        run()
+    except EnoughFoundError:
+        pass
+    except Flaky:  # it drew the same numbers twice, and there was something else to choose from
+        is_flaky = True
+    findings = [found.smallest(invariant) for invariant in found.broken]
+    other = difference(make, found.samples, is_certain=is_flaky)
+    findings += [other] if other else []
+    findings.sort(key=lambda finding: (severity_of(finding.invariant or 0), finding.invariant))
+    return SearchReport(findings=findings, num_examples=found.num_examples, rejections=found.rejections)
+
+
+class _Found:
+    """What the examples so far have broken."""
+
+    def __init__(self, make: Callable[[], Machine], *, is_first_enough: bool) -> None:
+        self._make = make
+        self._is_first_enough = is_first_enough
+        self.num_examples = 0
+        self.rejections = Rejections()
+        self.broken: dict[int, list[tuple[list[Step], Violation, Machine]]] = {}
+        """By invariant, the shortest examples that broke it."""
+        self.samples: list[Sample] = []
+
+    def try_example(self, data: st.DataObject, num_steps: int) -> bool:
+        """Run one example and note what it breaks; tell whether the adapter serves it."""
+        self.num_examples += 1
+        machine = self._make()
+        try:
+            with _until_no_numbers_are_left(machine):
+                machine.run_drawn(data, num_steps)
+            machine.drain()
+        except Violation as violation:
+            self._note(violation, machine.trace, machine)
+        except RejectedError as error:
+            self.rejections[str(error)] += 1
+            return False
+        for noted, trace in machine.noted.values():
+            self._note(noted, trace, machine)
+        if self.num_examples % SAMPLE_EVERY == 1 and len(self.samples) < MOST_SAMPLES:
+            self.samples.append(Sample(trace=list(machine.trace), calls=list(machine.subject.calls)))
+        if self.broken and self._is_first_enough:
+            raise EnoughFoundError
+        return True
+
+    def smallest(self, invariant: int) -> Finding:
+        """Return the shortest program that breaks an invariant."""
+        shrunk = [minimize(self._make, trace, invariant) for trace, _, _ in self.broken[invariant]]
+        found = min(filter(None, shrunk), key=lambda smallest: smallest.cost, default=None)
+        if found is not None:
+            return Finding.of(found.violation, found.machine.subject.program(found.violation))
+        _, violation, machine = self.broken[invariant][0]
+        what = f"{violation.what}; the same calls a second time did not show it"
+        return Finding.of(Violation(invariant, what), machine.subject.program(violation))
+
+    def _note(self, violation: Violation, trace: list[Step], machine: Machine) -> None:
+        broken = self.broken.setdefault(violation.invariant, [])
+        broken.append((trace, violation, machine))
+        broken.sort(key=lambda entry: len(entry[0]))
+        del broken[MOST_SHRUNK:]
+
+
+@contextmanager
+def _until_no_numbers_are_left(machine: Machine) -> Iterator[None]:
+    """Let an example end where Hypothesis cuts it short, if it has begun."""
+    try:
+        yield
+    except StopTest:
+        if not machine.trace:
+            raise
 
 
 def not_offered(subject: Subject, kind: str, optional: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:

@@ -1,14 +1,17 @@
 """The code under test, with a record of the calls that changed it: a failure is told as a program of those calls."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from hypothesis.errors import UnsatisfiedAssumption
+
 from harness.errors import Code, HarnessError
 from harness.properties.core.adapter import Adapter, takes
-from harness.properties.core.findings import Violation
+from harness.properties.core.findings import RejectedError, Violation
+from harness.properties.core.source import plain_text, spell
 
-__all__ = ["Subject"]
+__all__ = ["Call", "Subject"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,23 +21,24 @@ class Call:
     source: str
     result: str | None
     """Its value as source text; None where it raised."""
+    answer: str = ""
+    """The value as a text that is equal for equal values."""
 
 
 class Subject:
     """One instance of the code under test, made by `factory(**sizes)`.
 
     Raises:
-        HarnessError: it lacks one of the methods in `required`.
+        HarnessError: BAD_ADAPTER: it cannot be made, or lacks one of the methods in `required`.
+        RejectedError: it does not serve these sizes.
     """
 
-    def __init__(
-        self, factory: Callable[..., Any], name: str, *, required: Iterable[str] = (), **sizes: object
-    ) -> None:
+    def __init__(self, factory: Any, name: str, *, required: Iterable[str] = (), **sizes: object) -> None:
         self._adapter = Adapter.of(factory)
         self.name = name
         self._sizes = sizes
-        self._calls: list[Call] = []
-        self._target = self._adapter.target(**sizes)
+        self.calls: list[Call] = []
+        self._target = self._make()
         missing = [method for method in required if not self.offers(method)]
         if missing:
             raise HarnessError(
@@ -43,9 +47,10 @@ class Subject:
             )  # fmt: skip
 
     @property
-    def num_calls(self) -> int:
-        """Calls recorded so far."""
-        return len(self._calls)
+    def opening(self) -> list[str]:
+        """The lines of a program that import the adapter and make it."""
+        sizes = ", ".join(f"{key}={value!r}" for key, value in self._sizes.items())
+        return [*self._adapter.imports, "", f"{self.name} = {self._adapter.expression}({sizes})"]
 
     def offers(self, method: str) -> bool:
         """Whether the code under test has an optional method."""
@@ -68,10 +73,12 @@ class Subject:
         source = self._source(method, args, kwargs)
         try:
             result = getattr(self._target, method)(*args, **kwargs)
+        except UnsatisfiedAssumption as error:
+            raise RejectedError(_described(error)) from error
         except Exception as error:
-            self._calls.append(Call(source=source, result=None))
-            raise Violation(invariant, f"{method} raised {_named(error)}") from error
-        self._calls.append(Call(source=source, result=repr(result)))
+            self.calls.append(Call(source=source, result=None))
+            raise Violation(invariant, f"{method} raised {_described(error)}") from error
+        self.calls.append(Call(source=source, result=repr(result), answer=plain_text(result)))
         return result
 
     def error_of(self, method: str, *args: object, **kwargs: object) -> Exception | None:
@@ -80,9 +87,9 @@ class Subject:
         try:
             result = getattr(self._target, method)(*args, **kwargs)
         except Exception as error:
-            self._calls.append(Call(source=source, result=None))
+            self.calls.append(Call(source=source, result=None))
             return error
-        self._calls.append(Call(source=source, result=repr(result)))
+        self.calls.append(Call(source=source, result=repr(result), answer=plain_text(result)))
         return None
 
     def ask(self, invariant: int, method: str, *args: object, **kwargs: object) -> Any:
@@ -93,34 +100,48 @@ class Subject:
         """
         try:
             return getattr(self._target, method)(*args, **kwargs)
+        except UnsatisfiedAssumption as error:
+            raise RejectedError(_described(error)) from error
         except Exception as error:
-            self._calls.append(Call(source=self._source(method, args, kwargs), result=None))
-            raise Violation(invariant, f"{method} raised {_named(error)}") from error
+            self.calls.append(Call(source=self._source(method, args, kwargs), result=None))
+            raise Violation(invariant, f"{method} raised {_described(error)}") from error
 
     def program(self, violation: Violation) -> str:
         """Return the calls so far as a program that ends in `violation`."""
-        sizes = ", ".join(f"{key}={value!r}" for key, value in self._sizes.items())
-        lines = [*self._adapter.imports, "", f"{self.name} = {self._adapter.expression}({sizes})"]
-        for number, call in enumerate(self._calls, start=1):
-            is_last = number == len(self._calls)
+        lines = self.opening
+        for number, call in enumerate(self.calls, start=1):
+            is_last = number == len(self.calls)
             lines += [violation.question] if is_last and violation.question else []
-            lines += self._lines(call, violation.ending, is_last=is_last)
+            lines += _lines(call, violation.ending, is_last=is_last)
         return "\n".join([*lines, violation.ending]).rstrip() + "\n"
 
-    def _lines(self, call: Call, ending: str, *, is_last: bool) -> list[str]:
-        if is_last and not ending:
-            return [f"{call.source}  # raises"]
-        if call.result is None:  # it was right to raise: the program goes on
-            return ["try:", f"    {call.source}", "except Exception as error:", "    print(error)"]
-        if is_last and "result" in ending:
-            return [f"result = {call.source}"]
-        return [call.source if call.result == "None" else f"{call.source}  # {call.result}"]
+    def _make(self) -> Any:
+        try:
+            return self._adapter.target(**self._sizes)
+        except (UnsatisfiedAssumption, NotImplementedError) as error:
+            raise RejectedError(_described(error)) from error
+        except Exception as error:
+            raise HarnessError(
+                Code.BAD_ADAPTER, f"the adapter cannot be made: {_described(error)}", where=self.opening[-1],
+                expected="an instance for any sizes that the adapter declares",
+                hint="declare the sizes that it serves (block_sizes, pool_sizes, ...), or raise NotImplementedError",
+            ) from error  # fmt: skip
 
     def _source(self, method: str, args: Iterable[object], kwargs: dict[str, object]) -> str:
-        values = [repr(arg) for arg in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
+        values = [spell(arg) for arg in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
         return f"{self.name}.{method}({', '.join(values)})"
 
 
-def _named(error: Exception) -> str:
+def _lines(call: Call, ending: str, *, is_last: bool) -> list[str]:
+    if is_last and not ending:
+        return [f"{call.source}  # raises"]
+    if call.result is None:  # it was right to raise: the program goes on
+        return ["try:", f"    {call.source}", "except Exception as error:", "    print(error)"]
+    if is_last and "result" in ending:
+        return [f"result = {call.source}"]
+    return [call.source if call.result == "None" else f"{call.source}  # {call.result}"]
+
+
+def _described(error: Exception) -> str:
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

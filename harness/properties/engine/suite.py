@@ -10,8 +10,8 @@ from hypothesis import settings as Settings  # noqa: N812  # `settings` is what 
 from harness.errors import Code, HarnessError
 from harness.metrics import rounding_unit
 from harness.properties.core.adapter import Adapter
-from harness.properties.core.falsify import falsify
-from harness.properties.core.findings import Counterexample
+from harness.properties.core.falsify import calling, falsify
+from harness.properties.core.findings import Counterexample, Rejections
 from harness.properties.engine.adapter import OPTIONAL, OPTIONS, Taps
 from harness.properties.engine.case import RELATIONS, EngineCase, engine_cases
 from harness.properties.engine.program import tap_program, token_program
@@ -28,7 +28,7 @@ LOGITS = "lm_head"
 MAX_MODEL_LEN = 48
 
 
-def check_engine(factory: Any, settings: Settings, relation: str = "all") -> None:
+def check_engine(factory: Any, settings: Settings, relation: str = "all") -> Rejections:
     """Run requests otherwise than one by one, in the way of a relation, and compare tokens and taps.
 
     Raises:
@@ -46,7 +46,8 @@ def check_engine(factory: Any, settings: Settings, relation: str = "all") -> Non
         nonlocal count
         count += target.check(case, counter)
 
-    falsify(f"what an engine computes does not depend on {RELATIONS[relation].what}", check, cases, settings)
+    property = f"what an engine computes does not depend on {RELATIONS[relation].what}"
+    rejections = falsify(property, check, cases, settings)
     if "taps" in target.methods and not target.num_compared_rows:
         raise HarnessError(
             Code.NOTHING_CHECKED, "no row of any tap was there to be compared", where="--engine",
@@ -57,6 +58,7 @@ def check_engine(factory: Any, settings: Settings, relation: str = "all") -> Non
             Code.TRIGGER_NOT_REACHED, f"no example had {RELATIONS[relation].what}", where="--engine",
             expected=f"{counter}() above 0", actual=0, hint="does the adapter pass its options on?",
         )  # fmt: skip
+    return rejections
 
 
 def refusal(factory: Any, relation: str) -> str | None:
@@ -106,7 +108,7 @@ class EngineUnderTest:
             Counterexample: a token or a tap differs, or the engine raises.
         """
         plain = [self._alone(case, request) for request in range(len(case.prompts))]
-        try:
+        with calling("the engine", lambda: token_program(self.adapter, case)):
             engine = self.adapter.target(**case.options)
             if case.warm_up:
                 engine.generate(case.warm_up, [1] * len(case.warm_up))
@@ -114,9 +116,6 @@ class EngineUnderTest:
                 [case.prompts[request] for request in case.order],
                 [case.max_new_tokens[request] for request in case.order],
             )
-        except Exception as error:
-            what = f"the engine raised {type(error).__name__}: {error}".rstrip(": ")
-            raise Counterexample(what, token_program(self.adapter, case)) from error
         taps = self._taps(engine)
         for place, request in enumerate(case.order):
             self._compare(case, request, plain[request], list(tokens[place]), _of(taps, place))
@@ -125,12 +124,9 @@ class EngineUnderTest:
     def _alone(self, case: EngineCase, request: int) -> tuple[list[int], Taps]:
         key = case.prompts[request], case.max_new_tokens[request]
         if key not in self._plain:
-            try:
+            with calling("the engine", lambda: token_program(self.adapter, case)):
                 engine = self.adapter.target()
                 tokens = list(engine.generate([key[0]], [key[1]])[0])
-            except Exception as error:
-                what = f"the engine raised {type(error).__name__}: {error}".rstrip(": ")
-                raise Counterexample(what, token_program(self.adapter, case)) from error
             self._plain[key] = tokens, self._taps(engine)
         return self._plain[key]
 

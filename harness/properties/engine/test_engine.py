@@ -14,11 +14,11 @@ LEAST = 10
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
-def test_relation(engine: Any, property_settings: settings, relation: str, request: pytest.FixtureRequest) -> None:
+def test_relation(engine: Any, property_settings: settings, relation: str, suite_record: Any) -> None:
     """Requests that are run otherwise give the same tokens, and the same intermediates within the noise."""
-    request.node.user_properties += [("not checked", line) for line in not_checked(engine)]
+    suite_record.add_not_checked(not_checked(engine))
     why = refusal(engine, relation)
     if why:
         pytest.skip(why)
     few = settings(property_settings, max_examples=max(LEAST, property_settings.max_examples // SHARE))
-    check_engine(engine, few, relation)
+    suite_record.add_rejections(f"engine: {RELATIONS[relation].what}", check_engine(engine, few, relation))

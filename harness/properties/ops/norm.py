@@ -5,6 +5,7 @@ Shapes: T rows, X channels.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from hypothesis.strategies import DrawFn
 
 from harness.metrics import largest_rounding, rounding_unit
 from harness.properties.core.falsify import calling, falsify
-from harness.properties.core.findings import Counterexample
+from harness.properties.core.findings import Counterexample, Rejections, raise_all
 from harness.properties.ops.adapter import OpsUnderTest
 from harness.properties.ops.rows import Rows, closeness_lines, worst_row
 
@@ -47,21 +48,20 @@ class NormCase:
 Claim = Callable[["Norm"], None]
 
 
-def check_norms(named: Any, settings: Settings) -> None:
+def check_norms(named: Any, settings: Settings) -> Rejections:
     """Hold `rms_norm` and `layer_norm` to their definition and to what scaling does; nothing without them.
 
     Raises:
         PropertyError: one property does not hold.
     """
     target = OpsUnderTest(named)
-    for method in filter(target.offers, ("rms_norm", "layer_norm")):
+
+    def check(method: str, sentence: str, claim: Claim) -> Rejections:
         cases = _cases(target.dtypes, is_centred=method == "layer_norm")
-        for sentence, claim in _CLAIMS.items():
+        return falsify(f"{method}: {sentence}", lambda case: claim(Norm(target, method, case)), cases, settings)
 
-            def check(case: NormCase, method: str = method, claim: Claim = claim) -> None:
-                claim(Norm(target, method, case))
-
-            falsify(f"{method}: {sentence}", check, cases, settings)
+    methods = filter(target.offers, ("rms_norm", "layer_norm"))
+    return raise_all(partial(check, method, *claim) for method in methods for claim in _CLAIMS.items())
 
 
 class Norm:

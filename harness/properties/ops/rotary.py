@@ -8,6 +8,7 @@ Shapes: T tokens, N heads, H head dim.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from harness.metrics import largest_rounding, rounding_unit
 from harness.properties.core.falsify import calling, falsify
-from harness.properties.core.findings import Counterexample
+from harness.properties.core.findings import Counterexample, Rejections, raise_all
 from harness.properties.ops.adapter import OpsUnderTest
 from harness.properties.ops.rows import Rows, closeness_lines, worst_row
 
@@ -39,20 +40,19 @@ class RotaryCase:
 Claim = Callable[["Rotation"], None]
 
 
-def check_rotary(named: Any, settings: Settings) -> None:
+def check_rotary(named: Any, settings: Settings) -> Rejections:
     """Hold `rotary` and `rotary_interleaved` to the properties of a rotation by position; nothing without them.
 
     Raises:
         PropertyError: one does not hold.
     """
     target = OpsUnderTest(named)
-    for method in filter(target.offers, ("rotary", "rotary_interleaved")):
-        for sentence, claim in _CLAIMS.items():
 
-            def check(case: RotaryCase, method: str = method, claim: Claim = claim) -> None:
-                claim(Rotation(target, method, case))
+    def check(method: str, sentence: str, claim: Claim) -> Rejections:
+        return falsify(sentence, lambda case: claim(Rotation(target, method, case)), _cases(target), settings)
 
-            falsify(sentence, check, _cases(target), settings)
+    methods = filter(target.offers, ("rotary", "rotary_interleaved"))
+    return raise_all(partial(check, method, *claim) for method in methods for claim in _CLAIMS.items())
 
 
 class Rotation:

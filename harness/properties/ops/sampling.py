@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from harness.properties.core.falsify import calling, falsify
-from harness.properties.core.findings import Counterexample
+from harness.properties.core.findings import Counterexample, Rejections, raise_all
 from harness.properties.ops.adapter import OpsUnderTest
 
 __all__ = ["Request", "check_frequency", "check_sampling"]
@@ -58,7 +59,7 @@ class Request:
         return p / p.sum()
 
 
-def check_sampling(named: Any, settings: Settings) -> None:
+def check_sampling(named: Any, settings: Settings) -> Rejections:
     """Hold `sample` to the sets of top-k, top-p and min-p, to their distribution, and to seeds; nothing without it.
 
     Raises:
@@ -66,14 +67,21 @@ def check_sampling(named: Any, settings: Settings) -> None:
     """
     target = OpsUnderTest(named)
     if not target.offers("sample"):
-        return
+        return Rejections()
     few = Settings(settings, max_examples=max(10, settings.max_examples // 4))
-    for drawn in (_repeated(), _batches()):
-        falsify("a sampled token is in the set", lambda case: _check_sets(target, case), drawn, settings)
-    falsify("a request draws the same in any batch", lambda case: _check_batches(target, case), _batches(), settings)
     # Of equally likely tokens at the edge of a set, any may be the one that is in it.
     unequal = _requests().filter(lambda request: len({*request.logits}) == len(request.logits))
-    falsify("tokens come as often as is likely", lambda case: check_frequency(target, case), unequal, few)
+    in_set = "a sampled token is in the set", partial(_check_sets, target)
+    same = "a request draws the same in any batch", partial(_check_batches, target)
+    often = "tokens come as often as is likely", partial(check_frequency, target)
+    return raise_all(
+        [
+            partial(falsify, *in_set, _repeated(), settings),
+            partial(falsify, *in_set, _batches(), settings),
+            partial(falsify, *same, _batches(), settings),
+            partial(falsify, *often, unequal, few),
+        ]
+    )
 
 
 def _check_sets(target: OpsUnderTest, batch: Sequence[Request]) -> None:

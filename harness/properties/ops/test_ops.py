@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from harness.properties.core.findings import Rejections
 from harness.properties.ops.adapter import OpsUnderTest, not_checked
 from harness.properties.ops.loader import check_loader
 from harness.properties.ops.norm import check_norms
@@ -14,7 +15,7 @@ from harness.properties.ops.sampling import check_sampling
 from harness.properties.ops.stopping import check_stopping
 from harness.properties.ops.tokenizer import check_tokenizer
 
-CHECKS: dict[str, tuple[Callable[[Any, settings], None], tuple[str, ...]]] = {
+CHECKS: dict[str, tuple[Callable[[Any, settings], Rejections], tuple[str, ...]]] = {
     "rotary": (check_rotary, ("rotary", "rotary_interleaved")),
     "norms": (check_norms, ("rms_norm", "layer_norm")),
     "sampling": (check_sampling, ("sample",)),
@@ -29,10 +30,11 @@ SHARE = 4
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_operation(ops: Any, property_settings: settings, name: str, request: pytest.FixtureRequest) -> None:
+def test_operation(ops: Any, property_settings: settings, name: str, suite_record: Any) -> None:
     """An operation has its properties."""
-    request.node.user_properties += [("not checked", line) for line in not_checked(ops)]
+    suite_record.add_not_checked(not_checked(ops))
     check, methods = CHECKS[name]
     if not any(OpsUnderTest(ops).offers(method) for method in methods):
         pytest.skip(f"the adapter has no {' or '.join(methods)}")
-    check(ops, settings(property_settings, max_examples=property_settings.max_examples // SHARE))
+    few = settings(property_settings, max_examples=property_settings.max_examples // SHARE)
+    suite_record.add_rejections(f"ops: {name}", check(ops, few))

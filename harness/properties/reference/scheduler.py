@@ -13,6 +13,8 @@ __all__ = ["Scheduler"]
 class Scheduler(PoolAndCache):
     """The reference engine's scheduler, with the admission that stands before it, under the scheduler suite."""
 
+    reuses_prefixes = True
+
     def __init__(
         self,
         *,

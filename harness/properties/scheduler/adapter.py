@@ -48,5 +48,7 @@ OPTIONAL = {
     "free_list": ("free_list() -> [block]: the same blocks, walked", (1, 4)),
     "num_owners": ("num_owners(block) -> int: tables that hold it", (2,)),
     "cached_blocks": ("cached_blocks() -> {block: all tokens up to its end}: what look-ups find", (8, 9)),
+    "propose": ("propose(request_id, token_ids): draft tokens for the request's next step", (7, 8, 19)),
+    "take_swaps": ('take_swaps() -> [("out", block, host_block) or ("in", host_block, block)], in order', (7,)),
 }
 """By method: its signature, and the invariants that are checked, or checked harder, where it is offered."""

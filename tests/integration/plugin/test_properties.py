@@ -142,13 +142,15 @@ def test_an_unknown_profile_is_refused(project: pytest.Pytester) -> None:
     result.stderr.fnmatch_lines(["*--properties-profile: invalid choice: 'endless'*"])
 
 
-def test_without_hypothesis_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_hypothesis_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
     monkeypatch.setitem(sys.modules, "hypothesis", None)
     monkeypatch.delitem(sys.modules, "harness.properties", raising=False)
     with pytest.raises(
         pytest.UsageError, match=r"H090: .*need Hypothesis(.|\n)*pip install 'inference-harness\[test\]'"
     ):
-        pytest_configure()
+        pytest_configure(pytestconfig)
 
 
 def test_other_sessions_keep_the_names_of_the_options(project: pytest.Pytester) -> None:

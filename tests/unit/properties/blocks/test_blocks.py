@@ -1,15 +1,22 @@
 """The suites pass block managers that are unlike ours, and find the bugs that public ones had."""
 
-import pytest
+from collections.abc import Sequence
 
-from harness.properties.blocks.suite import check_block_manager
+import pytest
+from hypothesis import settings
+
+from harness.properties.blocks.adapter import OPTIONAL
+from harness.properties.blocks.suite import check_block_manager, not_checked
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
+from harness.properties.reference.blocks import BlockManager
 
 from ..programs import assert_fails_in_its_last_line
 from . import chained, radix
 
 DEV = PROFILES["dev"].settings()
+FEW = settings(DEV, max_examples=40)
+OFFERED = tuple(method for method in OPTIONAL if callable(getattr(BlockManager, method, None)))
 
 BUGS = [
     (chained.BlockSizeOne, {15}),
@@ -25,6 +32,30 @@ BUGS = [
     (radix.AbortKeepsLocks, {1}),
     (radix.CrashOnExhaustion, {12}),
 ]
+
+
+class ComputesAtOnce(BlockManager):
+    """Publishes as soon as blocks are allocated: an engine that computes whole prompts."""
+
+    def allocate(self, request_id: int, token_ids: Sequence[int], salt: str = "") -> int | None:
+        num_cached = super().allocate(request_id, token_ids, salt)
+        if num_cached is not None:
+            BlockManager.computed(self, request_id, len(token_ids))
+        return num_cached
+
+    def append(self, request_id: int, token_id: int) -> bool:
+        has_room = super().append(request_id, token_id)
+        if has_room:
+            BlockManager.computed(self, request_id, self.sequences[request_id].num_tokens)
+        return has_room
+
+
+@pytest.mark.parametrize("missing", [*((method,) for method in OFFERED), OFFERED], ids="-".join)
+def test_the_reference_manager_passes_without_any_optional_part(missing: tuple[str, ...]) -> None:
+    base = ComputesAtOnce if "computed" in missing else BlockManager
+    lesser = type("Lesser", (base,), dict.fromkeys(missing))
+    check_block_manager(lesser, FEW)
+    assert {line.split()[3] for line in not_checked(lesser) if line.startswith("block manager: no ")} >= set(missing)
 
 
 @pytest.mark.parametrize("manager", [chained.ChainedManager, radix.RadixManager])
