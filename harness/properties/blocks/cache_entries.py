@@ -8,6 +8,9 @@ from harness.properties.core.subject import Subject
 
 __all__ = ["CacheEntries"]
 
+Place = tuple[int, int, int]
+"""A request, a group of layers, and an index in its block table."""
+
 
 class CacheEntries:
     """What `cached_blocks()` lists, held against the content of the blocks, and compared from call to call.
@@ -31,16 +34,26 @@ class CacheEntries:
         self._tables = tables
         self._block_size = block_size
         self._cached: dict[int, tuple[int, ...]] = {}
-        self._owned: set[int] = set()
+        self._places: dict[int, set[Place]] = {}
+        """By block that was in a table, where it was."""
         self._clock = 0
         self._released_at: dict[int, tuple[int, int]] = {}
         """By block, when its last owner left it, and minus its index in that owner's table."""
+        self._group_of: dict[int, int] = {}
+        """By block that was released, the group of layers that it was last used for."""
 
     def note_released(self, request: Request) -> None:
         """Note that a request gives its tables up."""
         self._clock += 1
-        for table in request.tables:
+        for group, table in enumerate(request.tables):
             self._released_at.update({block: (self._clock, -index) for index, block in enumerate(table)})
+            self._group_of.update(dict.fromkeys(table, group))
+
+    def note_used(self, request: Request) -> None:
+        """Note that a request has its tables."""
+        for table in request.tables:
+            for block in table:
+                self._released_at.pop(block, None)
 
     def note_lookup(self, token_ids: Sequence[int]) -> None:
         """Note a look-up: whether it counts as a use is the cache's own choice, so the order is no longer known."""
@@ -55,11 +68,23 @@ class CacheEntries:
             Violation: an entry is wrong, or should still be there, or another should have gone first.
         """
         cached = self.check_entries()
-        owned = set(self._tables.owners())
+        places = {
+            block: {(owner.request.request_id, owner.group, owner.index) for owner in owners}
+            for block, owners in self._tables.owners().items()
+        }
         if not may_forget_owned:
-            self._check_owned_stay(cached, owned)
-        self._check_order(cached, owned)
-        self._cached, self._owned = cached, owned
+            self._check_owned_stay(cached, places)
+        idle = (self._cached.keys() - self._places.keys()) & self._released_at.keys()
+        prefixes = set(cached.values())  # an entry that has moved to an equal block is not evicted
+        for group in {self._group_of[block] for block in idle}:
+            of_group = {block for block in idle if self._group_of[block] == group}
+            kept = {block for block in of_group if cached.get(block) == self._cached[block]}
+            evicted = {block for block in of_group - kept if self._cached[block] not in prefixes}
+            self._check_order(evicted, kept - places.keys())
+        for block in list(self._released_at):
+            if block in places or cached.get(block) != self._cached.get(block):
+                del self._released_at[block]  # it has been used since, perhaps for a moment
+        self._cached, self._places = cached, places
 
     def check_entries(self) -> dict[int, tuple[int, ...]]:
         """Verify that each entry's block holds what it is found under, and return the entries.
@@ -93,10 +118,11 @@ class CacheEntries:
                 f"assert {block} not in {self._source}",
             )
 
-    def _check_owned_stay(self, cached: Mapping[int, tuple[int, ...]], owned: set[int]) -> None:
-        for block in sorted((self._cached.keys() & self._owned & owned) - cached.keys()):
+    def _check_owned_stay(self, cached: Mapping[int, tuple[int, ...]], places: Mapping[int, set[Place]]) -> None:
+        for block in sorted(self._cached.keys() - cached.keys()):
             prefix = self._cached[block]
-            if not (self._may_lose_duplicates and prefix in cached.values()):
+            is_in_use = bool(self._places.get(block, set()) & places.get(block, set()))
+            if is_in_use and not (self._may_lose_duplicates and prefix in cached.values()):
                 self._note(
                     Violation(
                         11,
@@ -106,18 +132,17 @@ class CacheEntries:
                     )
                 )
 
-    def _check_order(self, cached: Mapping[int, object], owned: set[int]) -> None:
-        idle = (self._cached.keys() - self._owned) & self._released_at.keys()
-        evicted, kept = idle - cached.keys(), (idle & cached.keys()) - owned
-        if evicted and kept:
-            last = max(evicted, key=self._released_at.__getitem__)
-            first = min(kept, key=self._released_at.__getitem__)
-            if self._released_at[last] > self._released_at[first]:
-                self._note(
-                    Violation(
-                        18,
-                        f"block {last} with {list(self._cached[last])} was evicted before block {first} with "
-                        f"{list(self._cached[first])}, which was used less recently or stands behind it",
-                        f"assert {last} in {self._source} or {first} not in {self._source}",
-                    )
+    def _check_order(self, evicted: set[int], kept: set[int]) -> None:
+        if not evicted or not kept:
+            return
+        last = max(evicted, key=self._released_at.__getitem__)
+        first = min(kept, key=self._released_at.__getitem__)
+        if self._released_at[last] > self._released_at[first]:
+            self._note(
+                Violation(
+                    18,
+                    f"block {last} with {list(self._cached[last])} was evicted before block {first} with "
+                    f"{list(self._cached[first])}, which was used less recently or stands behind it",
+                    f"assert {last} in {self._source} or {first} not in {self._source}",
                 )
+            )

@@ -95,6 +95,7 @@ class BlockManagerCalls(Machine):
         request.num_computed = num_cached
         self.tables.live[request.request_id] = request
         self.tables.refresh()
+        self.entries.note_used(request)
         self.tables.check_table(request)
         self._check_cached_content(request)
         self.hits.note_computed(request)
@@ -185,7 +186,7 @@ class BlockManagerCalls(Machine):
 
     def release(self, request: Request, method: str, *, is_kept: bool = False) -> None:
         """Take a request's blocks away; `is_kept`: what they hold can be found again."""
-        self.hits.note_released(request, is_kept=is_kept)
+        self.hits.note_released(request, num_kept=request.num_computed if is_kept else 0)
         self.entries.note_released(request)
         del self.tables.live[request.request_id]
         request.leave()

@@ -6,6 +6,9 @@ from harness.properties.blocks.tables import Request, Tables
 
 __all__ = ["ExpectedHits"]
 
+NEVER = -1
+"""Before all that is noted."""
+
 
 class ExpectedHits:
     """Prefixes that were computed and released, and that no eviction can have reached since.
@@ -32,10 +35,16 @@ class ExpectedHits:
             since = self._clock if like is None else self._computed_at[like.request_id, prefix]
             self._computed_at.setdefault((request.request_id, prefix), since)
 
-    def note_released(self, request: Request, *, is_kept: bool) -> None:
-        """Note that a request gives its blocks up; `is_kept`: the cache has to keep their content."""
+    def note_unfindable(self, request: Request) -> None:
+        """Note blocks of a request that the cache need not find: their content came from elsewhere."""
         for prefix in self._full_prefixes(request):
+            self._computed_at[request.request_id, prefix] = NEVER
+
+    def note_released(self, request: Request, *, num_kept: int) -> None:
+        """Note that a request gives its blocks up; the cache has to keep those of its first `num_kept` tokens."""
+        for index, prefix in enumerate(self._full_prefixes(request)):
             since = self._computed_at.pop((request.request_id, prefix))
+            is_kept = (index + 1) * self._block_size <= num_kept
             if is_kept and since >= self._all_lost_at and since >= self._overwritten_at.get(prefix, 0):
                 self._expected.add(prefix)
 

@@ -1,5 +1,6 @@
 """The actions of the block suite: requests come, grow and go in any order."""
 
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from hypothesis import strategies as st
@@ -26,6 +27,10 @@ class BlockManagerMachine(Swapping, BlockManagerCalls):
     """Calls a block manager as an engine would, and keeps what it would have computed."""
 
     lengthened: ClassVar = {"allocate": "token_ids"}
+
+    def served_sizes(self) -> Mapping[str, Sequence[int]]:
+        """Return the sizes that the adapter declares."""
+        return {"num_blocks": self.pool.pool_sizes, "block_size": self.pool.block_sizes}
 
     def start_arguments(self) -> Arguments:
         """Return the sizes that the adapter declares, and collisions of hashes."""
@@ -181,6 +186,11 @@ class BlockManagerMachine(Swapping, BlockManagerCalls):
         if not token_ids:
             raise NotApplicable
         self.look_up(token_ids, "")
+
+    @action(when=lambda self: self.offers["lookup"] and self.history, token_ids=SIMILAR_PROMPTS)
+    def lookup_similar(self, token_ids: list[int]) -> None:
+        """Ask how much of a prompt that begins like an earlier one is cached."""
+        self.lookup(token_ids)
 
     @action(when=lambda self: self.offers["evict"], num_blocks=st.integers(1, 3))
     def evict(self, num_blocks: int) -> None:

@@ -53,4 +53,6 @@ def not_checked(factory: Callable[..., Any]) -> list[str]:
         lines.append("block manager: allocate has no keyword salt (10)")
     if pool.has_groups:
         lines.append("block manager: with several groups of layers, how much a look-up must find (17)")
+    else:
+        lines.append("block manager: it does not declare windows: groups of layers with a sliding window (7)")
     return lines

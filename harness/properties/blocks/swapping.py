@@ -34,7 +34,7 @@ class Swapping(BlockManagerCalls):
             return
         for source, target in copies:
             self.tables.oracle.copy(source, ("host", target))
-        self.hits.note_released(request, is_kept=False)
+        self.hits.note_released(request, num_kept=0)
         self.entries.note_released(request)
         del self.tables.live[request_id]
         request.leave()
@@ -63,7 +63,7 @@ class Swapping(BlockManagerCalls):
         self.tables.live[request_id] = request
         self.tables.refresh()
         self.tables.check()
-        self.hits.note_computed(request)
+        self.hits.note_unfindable(request)
 
     @action(when=lambda self: self.swapped, request_id=one_of(lambda self: list(self.swapped.values())))
     def abort_swapped(self, request_id: int) -> None:

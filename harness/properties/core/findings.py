@@ -39,9 +39,11 @@ class Violation(Counterexample):
         ending: the last lines of the program, after the recorded calls: an assertion that fails. They may name
             `result`, the value of the last call. Empty where that call itself raises.
         question: a line that stands before the last call, for an `ending` that compares the two.
+        hangs: whether the last call does not return.
     """
 
-    def __init__(self, invariant: int, what: str, ending: str = "", question: str = "") -> None:
+    def __init__(self, invariant: int, what: str, ending: str = "", question: str = "", *, hangs: bool = False) -> None:
+        self.hangs = hangs
         self.invariant = invariant
         self.ending = ending
         self.question = question

@@ -129,6 +129,8 @@ class Machine:
     """By action that starts a request, its argument with the tokens: a longer list may save steps."""
     request_arguments: ClassVar[Set[str]] = frozenset({"request_id", "child_id"})
     """Arguments of actions that number a request."""
+    enlarged: ClassVar[Set[str]] = frozenset({"budget"})
+    """Arguments of `start` that may save steps where they are larger."""
     unusual: ClassVar[Set[str]] = frozenset({"hash_bits"})
     """Arguments of `start` that are None in a usual run."""
 
@@ -143,6 +145,10 @@ class Machine:
         self.trace: list[Step] = []
         self.noted: dict[int, tuple[Violation, list[Step]]] = {}
         self.wanted: int | None = None
+
+    def served_sizes(self) -> Mapping[str, Sequence[int]]:
+        """Return the values that arguments of `start` may have, for those that have only some."""
+        return {}
 
     def start_arguments(self) -> Arguments:
         """Return what the arguments of `start` are drawn from."""
@@ -173,7 +179,7 @@ class Machine:
         Raises:
             Violation: an invariant does not hold.
         """
-        self.run_step("start", Action.of(1, bool, self.start_arguments()).draw(self, data))
+        self._start(Action.of(1, bool, self.start_arguments()).draw(self, data))
         for _ in range(num_steps):
             applicable = tuple(name for name, entry in self.actions.items() if entry.when(self))
             name = data.draw(self._names(applicable))
@@ -191,18 +197,23 @@ class Machine:
             Violation: an invariant does not hold.
             NotApplicable: it cannot even start.
         """
-        (name, sizes), *steps = deepcopy(list(trace))
-        self.trace.append((name, sizes))
-        getattr(self, name)(**sizes)
+        (_, sizes), *steps = deepcopy(list(trace))
+        self._start(sizes)
         for name, arguments in steps:
-            try:
-                self.run_step(name, arguments)
-            except NotApplicable:
-                self.trace.pop()
+            self.run_step(name, arguments)
         self.drain()
 
-    def run_step(self, name: str, arguments: dict[str, Any]) -> None:
-        """Run one action, write it down, and verify what must always hold."""
-        self.trace.append((name, deepcopy(arguments)))
-        getattr(self, name)(**arguments)
+    def _start(self, sizes: dict[str, Any]) -> None:
+        self.trace.append(("start", sizes))
+        getattr(self, "start")(**sizes)  # noqa: B009  # each machine has sizes of its own
         self.check()
+
+    def run_step(self, name: str, arguments: dict[str, Any]) -> None:
+        """Run one action, write it down, and verify what must always hold; nothing where it does not apply."""
+        self.trace.append((name, deepcopy(arguments)))
+        try:
+            getattr(self, name)(**arguments)
+        except NotApplicable:
+            self.trace.pop()
+        else:
+            self.check()

@@ -5,7 +5,7 @@ steps that were run are at hand: they are run again without some of them, and wi
 be left out.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from harness.properties.core.machine import Machine, NotApplicable, Step
 __all__ = ["Smallest", "minimize", "smaller_traces"]
 
 MOST_REPLAYS = 4_000
+LONG = 32
 
 Trace = Sequence[Step]
 Cost = tuple[int, int, int]
@@ -39,9 +40,12 @@ class Smallest:
         return len(self.machine.subject.calls), len(numbers), sum(numbers)
 
 
-def minimize(make: Callable[[], Machine], trace: Trace, invariant: int) -> Smallest | None:
-    """Return the smallest part of an example that violates the same invariant; None if it does not do so again."""
-    found = _replay(make, trace, invariant)
+def minimize(make: Callable[[], Machine], trace: Trace, invariant: int, *, hangs: bool = False) -> Smallest | None:
+    """Return the smallest part of an example that violates the same invariant; None if it does not do so again.
+
+    `hangs`: its last call does not return; otherwise a call that takes too long is no example of it.
+    """
+    found = _replay(make, trace, invariant, hangs)
     num_replays, is_smaller = 0, found is not None
     while found is not None and is_smaller:
         is_smaller = False
@@ -49,20 +53,21 @@ def minimize(make: Callable[[], Machine], trace: Trace, invariant: int) -> Small
             num_replays += 1
             if num_replays > MOST_REPLAYS:
                 return found
-            again = _replay(make, candidate, invariant)
+            again = _replay(make, candidate, invariant, hangs)
             if again is not None and again.cost < found.cost:
                 found, is_smaller = again, True
                 break
     return found
 
 
-def _replay(make: Callable[[], Machine], trace: Trace, invariant: int) -> Smallest | None:
+def _replay(make: Callable[[], Machine], trace: Trace, invariant: int, hangs: bool) -> Smallest | None:
     machine = make()
     machine.wanted = invariant
     try:
         machine.run(trace)
     except Violation as violation:
-        return Smallest(machine=machine, violation=violation) if violation.invariant == invariant else None
+        is_same = violation.invariant == invariant and violation.hangs == hangs
+        return Smallest(machine=machine, violation=violation) if is_same else None
     except (NotApplicable, RejectedError):
         return None
     return None
@@ -73,13 +78,18 @@ def smaller_traces(machine: Machine) -> Iterator[list[Step]]:
     trace = machine.trace
     yield from _without_steps(trace)
     yield from _longer_instead_of_steps(trace, machine.lengthened)
-    yield from _scaled(trace, machine.request_arguments)
+    served = machine.served_sizes()
+    yield from _larger_instead_of_steps(trace, machine.enlarged, served)
+    yield from _scaled(trace, machine.request_arguments, served)
     yield [("start", trace[0][1] | dict.fromkeys(trace[0][1].keys() & machine.unusual)), *trace[1:]]
     yield from _with_equal_tokens(trace)
     yield _renumbered(trace, machine.request_arguments)
-    for index, (name, arguments) in enumerate(trace):
+    for key, size in trace[0][1].items():
+        for smaller in _smaller_sizes(size, served[key]) if key in served else _smaller_values(size, least=1):
+            yield [("start", trace[0][1] | {key: smaller}), *trace[1:]]
+    for index, (name, arguments) in enumerate(trace[1:], start=1):
         for key in arguments.keys() - machine.request_arguments:
-            for smaller in _smaller_values(arguments[key], least=0 if index else 1):
+            for smaller in _smaller_values(arguments[key], least=0):
                 yield [*trace[:index], (name, arguments | {key: smaller}), *trace[index + 1 :]]
 
 
@@ -103,6 +113,18 @@ def _longer_instead_of_steps(trace: Trace, lengthened: Mapping[str, str]) -> Ite
                 yield longer[:left_out] + longer[left_out + 2 :]
 
 
+def _larger_instead_of_steps(
+    trace: Trace, enlarged: Collection[str], served: Mapping[str, Sequence[int]]
+) -> Iterator[list[Step]]:
+    """Yield examples where a size of the start is as large as it may be, and some later steps are left out for it."""
+    sizes = trace[0][1]
+    for key in sizes.keys() & enlarged:
+        largest: Step = ("start", sizes | {key: max(served[key])})
+        for number in (4, 3, 2, 1) if sizes[key] < max(served[key]) else ():
+            for first in range(1, len(trace) - number + 1):
+                yield [largest, *trace[1:first], *trace[first + number :]]
+
+
 def _lengthened(step: Step, lengthened: Mapping[str, str], number: int) -> Step:
     name, arguments = step
     key = lengthened.get(name)
@@ -121,12 +143,20 @@ def _renumbered(trace: Trace, request_arguments: Collection[str]) -> list[Step]:
     ]
 
 
-def _scaled(trace: Trace, request_arguments: Collection[str]) -> Iterator[list[Step]]:
+def _smaller_sizes(size: int, served: Iterable[int]) -> list[int]:
+    """Return some of the served sizes below one: the smallest, those next to it, and one in the middle."""
+    smaller = sorted({other for other in served if other < size})
+    return sorted({*smaller[:1], *smaller[len(smaller) // 2 :][:1], *smaller[-2:]})
+
+
+def _scaled(
+    trace: Trace, request_arguments: Collection[str], served: Mapping[str, Sequence[int]]
+) -> Iterator[list[Step]]:
     """Yield examples where the blocks are smaller, or fewer, and all lists, or all numbers too, by the same factor."""
     sizes = trace[0][1]
     for key in ("block_size", "num_blocks"):
         size = sizes.get(key, 1)
-        for smaller in sorted({1, size // 2, size - 1} - {0, size}):
+        for smaller in _smaller_sizes(size, served.get(key, range(1, size))):
             factor = smaller / size
             yield [("start", sizes | {key: smaller}), *_cut(trace[1:], factor, request_arguments, has_numbers=False)]
             start, *steps = _cut(trace, factor, request_arguments, has_numbers=True)
@@ -165,12 +195,16 @@ def _smaller_values(value: object, *, least: int) -> Iterator[object]:
 
 
 def _smaller_lists(values: list[Any]) -> Iterator[list[Any]]:
-    size = len(values)
+    """Yield lists without some elements; of long lists, whose elements are mostly equal, without some at the end."""
+    size, is_long = len(values), len(values) > LONG
     while size:
-        for first in range(0, len(values), size):
-            yield values[:first] + values[first + size :]
+        if not is_long or size * 8 > len(values):
+            for first in range(0, len(values), size):
+                yield values[:first] + values[first + size :]
+        else:
+            yield values[:-size]
         size //= 2
-    for index, element in enumerate(values):
+    for index, element in enumerate(() if is_long else values):
         for smaller in _smaller_values(element, least=0):
             yield [*values[:index], smaller, *values[index + 1 :]]
 

@@ -1,13 +1,12 @@
 """Searching for calls after which an invariant does not hold: every broken invariant once, each told by itself."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from hypothesis import given, reject
 from hypothesis import settings as Settings  # noqa: N812  # `settings` is what the functions here take
 from hypothesis import strategies as st
-from hypothesis.errors import Flaky, StopTest
+from hypothesis.errors import Flaky, StopTest, Unsatisfiable
 
 from harness.errors import Code, HarnessError
 from harness.properties.core.determinism import Sample, difference
@@ -16,6 +15,7 @@ from harness.properties.core.invariants import severity_of
 from harness.properties.core.machine import Machine, Step
 from harness.properties.core.minimize import minimize
 from harness.properties.core.subject import Subject
+from harness.properties.core.watchdog import CALL_LIMIT_S, SHRINKING_LIMIT_S, time_limit
 
 __all__ = ["SearchReport", "not_offered", "search"]
 
@@ -68,18 +68,19 @@ def search(make: Callable[[], Machine], settings: Settings, *, is_first_enough: 
     @settings
     @given(st.data())
     def run(data: st.DataObject) -> None:
-        if not found.try_example(data, settings.stateful_step_count):
-            reject()
+        found.try_example(data, settings.stateful_step_count)
 
     is_flaky = False
     try:
-        run()
-    except EnoughFoundError:
+        with time_limit(CALL_LIMIT_S):
+            run()
+    except (EnoughFoundError, Unsatisfiable):
         pass
     except Flaky:  # it drew the same numbers twice, and there was something else to choose from
         is_flaky = True
-    findings = [found.smallest(invariant) for invariant in found.broken]
-    other = difference(make, found.samples, is_certain=is_flaky)
+    with time_limit(SHRINKING_LIMIT_S):
+        findings = [found.smallest(invariant) for invariant in found.broken]
+        other = difference(make, found.samples, is_certain=is_flaky)
     findings += [other] if other else []
     findings.sort(key=lambda finding: (severity_of(finding.invariant or 0), finding.invariant))
     return SearchReport(findings=findings, num_examples=found.num_examples, rejections=found.rejections)
@@ -97,30 +98,43 @@ class _Found:
         """By invariant, the shortest examples that broke it."""
         self.samples: list[Sample] = []
 
-    def try_example(self, data: st.DataObject, num_steps: int) -> bool:
-        """Run one example and note what it breaks; tell whether the adapter serves it."""
+    def try_example(self, data: st.DataObject, num_steps: int) -> None:
+        """Run one example and note what it breaks, or that the adapter rejects it."""
         self.num_examples += 1
         machine = self._make()
+        no_more: StopTest | None = None
         try:
-            with _until_no_numbers_are_left(machine):
+            try:
                 machine.run_drawn(data, num_steps)
-            machine.drain()
+            except StopTest as stop:  # Hypothesis has no more numbers for this example: it ends where it is
+                no_more = stop
+            if machine.trace:
+                machine.drain()
         except Violation as violation:
             self._note(violation, machine.trace, machine)
         except RejectedError as error:
             self.rejections[str(error)] += 1
-            return False
+            if no_more is None:
+                reject()
+        self._keep(machine)
+        if no_more is not None:
+            raise no_more
+
+    def _keep(self, machine: Machine) -> None:
+        """Keep what an example has noted; some are run again later."""
         for noted, trace in machine.noted.values():
             self._note(noted, trace, machine)
-        if self.num_examples % SAMPLE_EVERY == 1 and len(self.samples) < MOST_SAMPLES:
+        if self.num_examples % SAMPLE_EVERY == 1 and len(self.samples) < MOST_SAMPLES and machine.trace:
             self.samples.append(Sample(trace=list(machine.trace), calls=list(machine.subject.calls)))
         if self.broken and self._is_first_enough:
             raise EnoughFoundError
-        return True
 
     def smallest(self, invariant: int) -> Finding:
         """Return the shortest program that breaks an invariant."""
-        shrunk = [minimize(self._make, trace, invariant) for trace, _, _ in self.broken[invariant]]
+        shrunk = [
+            minimize(self._make, trace, invariant, hangs=violation.hangs)
+            for trace, violation, _ in self.broken[invariant]
+        ]
         found = min(filter(None, shrunk), key=lambda smallest: smallest.cost, default=None)
         if found is not None:
             return Finding.of(found.violation, found.machine.subject.program(found.violation))
@@ -133,16 +147,6 @@ class _Found:
         broken.append((trace, violation, machine))
         broken.sort(key=lambda entry: len(entry[0]))
         del broken[MOST_SHRUNK:]
-
-
-@contextmanager
-def _until_no_numbers_are_left(machine: Machine) -> Iterator[None]:
-    """Let an example end where Hypothesis cuts it short, if it has begun."""
-    try:
-        yield
-    except StopTest:
-        if not machine.trace:
-            raise
 
 
 def not_offered(subject: Subject, kind: str, optional: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:

@@ -10,6 +10,7 @@ from harness.errors import Code, HarnessError
 from harness.properties.core.adapter import Adapter, takes
 from harness.properties.core.findings import RejectedError, Violation
 from harness.properties.core.source import plain_text, spell
+from harness.properties.core.watchdog import HangError, call_limited
 
 __all__ = ["Call", "Subject"]
 
@@ -72,9 +73,12 @@ class Subject:
         """
         source = self._source(method, args, kwargs)
         try:
-            result = getattr(self._target, method)(*args, **kwargs)
+            result = call_limited(getattr(self._target, method), *args, **kwargs)
         except UnsatisfiedAssumption as error:
             raise RejectedError(_described(error)) from error
+        except HangError as error:
+            self.calls.append(Call(source=source, result=None))
+            raise Violation(invariant, f"{method} {error}", hangs=True) from error
         except Exception as error:
             self.calls.append(Call(source=source, result=None))
             raise Violation(invariant, f"{method} raised {_described(error)}") from error
@@ -112,7 +116,7 @@ class Subject:
         for number, call in enumerate(self.calls, start=1):
             is_last = number == len(self.calls)
             lines += [violation.question] if is_last and violation.question else []
-            lines += _lines(call, violation.ending, is_last=is_last)
+            lines += _lines(call, violation, is_last=is_last)
         return "\n".join([*lines, violation.ending]).rstrip() + "\n"
 
     def _make(self) -> Any:
@@ -132,12 +136,12 @@ class Subject:
         return f"{self.name}.{method}({', '.join(values)})"
 
 
-def _lines(call: Call, ending: str, *, is_last: bool) -> list[str]:
-    if is_last and not ending:
-        return [f"{call.source}  # raises"]
+def _lines(call: Call, violation: Violation, *, is_last: bool) -> list[str]:
+    if is_last and not violation.ending:
+        return [f"{call.source}  # {'does not return' if violation.hangs else 'raises'}"]
     if call.result is None:  # it was right to raise: the program goes on
         return ["try:", f"    {call.source}", "except Exception as error:", "    print(error)"]
-    if is_last and "result" in ending:
+    if is_last and "result" in violation.ending:
         return [f"result = {call.source}"]
     return [call.source if call.result == "None" else f"{call.source}  # {call.result}"]
 

@@ -47,6 +47,8 @@ class SchedulerCalls(Machine):
         declared = self.declared
         if num_blocks not in declared.pool_sizes or block_size not in declared.block_sizes:
             raise NotApplicable
+        if budget not in declared.budgets or max_model_len not in declared.max_model_lens:
+            raise NotApplicable
         if not declared.chunks_prompts:
             budget = max(budget, max_model_len)
         self.collides = hash_bits is not None and self.adapter.takes("hash_bits")
@@ -161,19 +163,13 @@ class SchedulerCalls(Machine):
     def _compute(self, chunks: Sequence[Chunk], was_running: Collection[int]) -> None:
         """Write the slots of a step, all before any is read, as each layer does."""
         self._carry_out_swaps()
+        before = {key: list(request.table) for key, request in self.tables.live.items()}
         if self.offers["block_table"]:
-            before = {key: list(request.table) for key, request in self.tables.live.items()}
             self.tables.refresh()
             self.reuse.check(chunks, was_running, before)
         for chunk in chunks:
             request = self.requests[chunk.request_id]
-            if self.offers["running"] and chunk.start > request.num_computed > 0:
-                raise Violation(
-                    19,
-                    f"request {chunk.request_id} goes on at position {chunk.start}, and {request.num_computed} are "
-                    "computed",
-                    f"assert {tuple(chunk)} not in map(tuple, result)",
-                )
+            self._check_start(chunk, request, before.get(chunk.request_id, []))
             num_extra = chunk.stop - len(request.token_ids)
             if num_extra > 0:
                 request.token_ids += [*request.drafts, *[0] * num_extra][:num_extra]
@@ -182,6 +178,20 @@ class SchedulerCalls(Machine):
                 self._check_width(request, chunk.stop)
                 self.tables.write(request, chunk.stop)
             request.num_computed = chunk.stop
+
+    def _check_start(self, chunk: Chunk, request: ScheduledRequest, before: Sequence[int]) -> None:
+        """Verify that a request goes on where it was, unless it was preempted and came back in the same step."""
+        # Its blocks tell whether it was: less is computed then, or more, where it found another request's prefix.
+        has_kept_blocks = bool(before) and request.table[: len(before)] == before
+        if not self.offers["running"] or not request.num_computed:
+            return
+        if chunk.start > request.num_computed or (has_kept_blocks and chunk.start < request.num_computed):
+            raise Violation(
+                19,
+                f"request {chunk.request_id} goes on at position {chunk.start}, and {request.num_computed} are "
+                "computed",
+                f"assert {tuple(chunk)} not in map(tuple, result)",
+            )
 
     def _carry_out_swaps(self) -> None:
         for direction, source, target in self.subject.ask(16, "take_swaps") if self.offers["take_swaps"] else ():

@@ -1,6 +1,7 @@
 """The actions of the scheduler suite: arrivals, steps, forks, aborts and finishes in any order."""
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
@@ -35,6 +36,16 @@ class SchedulerMachine(SchedulerCalls):
         super().__init__(factory)
         self._refuses = refuses
         self.history: list[list[int]] = []
+
+    def served_sizes(self) -> Mapping[str, Sequence[int]]:
+        """Return the sizes that the adapter declares."""
+        declared = self.declared
+        return {
+            "num_blocks": declared.pool_sizes,
+            "block_size": declared.block_sizes,
+            "budget": declared.budgets,
+            "max_model_len": declared.max_model_lens,
+        }
 
     def start_arguments(self) -> Arguments:
         """Return the sizes that the adapter declares, and collisions of hashes."""

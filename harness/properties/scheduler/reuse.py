@@ -43,10 +43,12 @@ class Reuse:
             self._hits.note_computed(child, like=parent)
 
     def note_released(self, request: ScheduledRequest, *, is_kept: bool) -> None:
-        """Note that a request gives its blocks up; `is_kept`: the cache has to keep their content."""
+        """Note that a request gives its blocks up; `is_kept`: the cache has to keep what was reported as computed."""
         if self.is_checked and request.is_running:
             self._hits.note_computed(request)
-            self._hits.note_released(request, is_kept=is_kept)
+            chunks = (chunk for step in self._calls.in_flight for chunk in step.chunks)
+            in_flight = (chunk.start for chunk in chunks if chunk.request_id == request.request_id)
+            self._hits.note_released(request, num_kept=min(in_flight, default=request.num_computed) if is_kept else 0)
 
     def check(self, chunks: Sequence[Chunk], was_running: Collection[int], before: Mapping[int, Sequence[int]]) -> None:
         """Verify how much each request that starts has found, after all blocks of the step are handed out."""

@@ -113,7 +113,7 @@ def pytest_runtest_makereport(
         error = call.excinfo.value if call.excinfo else None
         for finding in getattr(error, "findings", ()) if not record.findings else ():
             record.add_finding(finding)
-        report.user_properties += record.user_properties
+        item.user_properties += record.user_properties  # a JUnit file has those of the report of the teardown
         setattr(report, ATTRIBUTE, record.as_dict())
     return report
 

@@ -27,7 +27,7 @@ BLOCK_MUTANTS = [
         killed_by=(2, 4, 12),
     ),
     mutant(
-        "hit block stays idle", BlockPool.share_prefix, ("del self._idle[block]", "pass"), killed_by=(4, 12),
+        "hit block stays idle", BlockPool.share_prefix, ("del self._idle[block]", "pass"), killed_by=(3, 4, 12),
     ),
     mutant(
         "one block too many promised", BlockPool.can_allocate,
