@@ -18,6 +18,8 @@ INVARIANT = 27
 MOST_RUNS = 400
 RUNS_OF_ONE = 4
 """How often a shorter example is run before it counts as giving the same answers."""
+RUNS_IF_CERTAIN = 5
+"""How often each sample is run again where the search has met a difference."""
 NO_INVARIANT = 0
 """Nobody violates it, so that an example runs through."""
 
@@ -45,7 +47,8 @@ def difference(make: Callable[[], Machine], samples: Sequence[Sample], *, is_cer
 
     `is_certain`: the search has met a difference already, so that one is reported even if it does not come again.
     """
-    found = next(filter(None, (_compare(make, sample) for sample in samples)), None)
+    runs = [sample for _ in range(RUNS_IF_CERTAIN if is_certain else 1) for sample in samples]
+    found = next(filter(None, (_compare(make, sample) for sample in runs)), None)
     if found is not None:
         return _finding(_smallest(make, found))
     if not is_certain:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from hypothesis import given, reject
+from hypothesis import given, reject, seed
 from hypothesis import settings as Settings  # noqa: N812  # `settings` is what the functions here take
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky, StopTest, Unsatisfiable
@@ -22,6 +22,8 @@ __all__ = ["SearchReport", "not_offered", "search"]
 SAMPLE_EVERY = 8
 """One of so many examples is run a second time, to see whether it does the same."""
 MOST_SAMPLES = 25
+MOST_RESTARTS = 8
+"""Of a search that ends because the code under test is not deterministic."""
 MOST_SHRUNK = 3
 """Examples of each broken invariant that are made smaller: not all of them end in the shortest program."""
 
@@ -64,26 +66,33 @@ def search(make: Callable[[], Machine], settings: Settings, *, is_first_enough: 
     `is_first_enough`: end at the first example that breaks one.
     """
     found = _Found(make, is_first_enough=is_first_enough)
-
-    @settings
-    @given(st.data())
-    def run(data: st.DataObject) -> None:
-        found.try_example(data, settings.stateful_step_count)
-
-    is_flaky = False
-    try:
-        with time_limit(CALL_LIMIT_S):
-            run()
-    except (EnoughFoundError, Unsatisfiable):
-        pass
-    except Flaky:  # it drew the same numbers twice, and there was something else to choose from
-        is_flaky = True
+    with time_limit(CALL_LIMIT_S):
+        is_steady = _run(found, settings)
     with time_limit(SHRINKING_LIMIT_S):
         findings = [found.smallest(invariant) for invariant in found.broken]
-        other = difference(make, found.samples, is_certain=is_flaky)
+        other = difference(make, found.samples, is_certain=not is_steady)
     findings += [other] if other else []
     findings.sort(key=lambda finding: (severity_of(finding.invariant or 0), finding.invariant))
     return SearchReport(findings=findings, num_examples=found.num_examples, rejections=found.rejections)
+
+
+def _run(found: "_Found", settings: Settings) -> bool:
+    """Run all examples; tell whether the code under test took the same course whenever the same was drawn."""
+    for restart in range(MOST_RESTARTS):
+        left = Settings(settings, max_examples=max(1, settings.max_examples - found.num_examples))
+
+        def run(data: st.DataObject) -> None:
+            found.try_example(data, settings.stateful_step_count)
+
+        given_run = given(st.data())(run)
+        try:
+            left(seed(restart)(given_run) if restart else given_run)()
+        except (EnoughFoundError, Unsatisfiable):
+            return restart == 0
+        except Flaky:  # it drew the same numbers twice, and there was something else to choose from
+            continue
+        return restart == 0
+    return False
 
 
 class _Found:

@@ -52,7 +52,7 @@ class SwappingScheduler(TwoPhaseScheduler):
         return swaps
 
     def schedule(self) -> list[tuple[int, int, int]]:
-        while self.swapped and len(self.active) < self.max_num_seqs:
+        while self._has_swapped_next() and len(self.active) < self.max_num_seqs:
             copies = self.blocks.swap_in(self.swapped[0].request_id)
             if copies is None:
                 break
@@ -72,7 +72,11 @@ class SwappingScheduler(TwoPhaseScheduler):
             super().abort(request_id)
 
     def _may_start(self, chunks: Sequence[object]) -> bool:
-        return not self.swapped and super()._may_start(chunks)
+        return not self._has_swapped_next() and super()._may_start(chunks)
+
+    def _has_swapped_next(self) -> bool:
+        # Where host memory was full, a request that arrived earlier waits to be computed again.
+        return bool(self.swapped and not (self.waiting and self.waiting[0].request_id < self.swapped[0].request_id))
 
     def _preempt(self, job: Job) -> None:
         copies = self.blocks.swap_out(job.request_id)
