@@ -7,7 +7,7 @@ from typing import Any
 from harness.errors import Code, HarnessError
 from harness.properties.core.adapter import Adapter
 
-__all__ = ["PoolCapabilities", "declared_sizes"]
+__all__ = ["PoolCapabilities", "declared_choice", "declared_pool", "declared_sizes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,9 @@ class PoolCapabilities:
     """Tokens in a block."""
     pool_sizes: tuple[int, ...] = tuple(range(1, 11))
     """Numbers of blocks that requests can own."""
+    chunks_prompts: bool = True
+    """Whether a prompt may take several steps. If not, it is computed right after its blocks are allocated, and no
+    scheduler has a budget that is smaller than `max_model_len`."""
     may_lose_duplicates: bool = False
     """Where two requests have computed the same block, the cache may forget the one that is in use."""
     windows: tuple[int | None, ...] = (None,)
@@ -53,7 +56,9 @@ def declared_pool(adapter: Adapter) -> dict[str, Any]:
     if adapter.declares("windows") is not None:
         windows = tuple(adapter.declares("windows"))
         declared["windows"] = tuple(None if window is None else int(window) for window in windows)
-    return declared | {"may_lose_duplicates": bool(adapter.declares("may_lose_duplicates", False))}
+    declared["chunks_prompts"] = declared_choice(adapter, "chunks_prompts", (True, False))
+    declared["may_lose_duplicates"] = declared_choice(adapter, "may_lose_duplicates", (False, True))
+    return declared
 
 
 def declared_sizes(adapter: Adapter, name: str) -> tuple[int, ...]:
@@ -70,3 +75,18 @@ def declared_sizes(adapter: Adapter, name: str) -> tuple[int, ...]:
             expected="a list of positive integers", actual=repr(listed), hint=f"for instance {name} = (16, 32)",
         )  # fmt: skip
     return sizes
+
+
+def declared_choice(adapter: Adapter, name: str, choices: tuple[Any, ...]) -> Any:
+    """Return an attribute that is one of some values, the first of them where it is absent.
+
+    Raises:
+        HarnessError: BAD_ADAPTER: it is another.
+    """
+    value = adapter.declares(name, choices[0])
+    if value not in choices:
+        raise HarnessError(
+            Code.BAD_ADAPTER, f"{name} declares what nobody does", where=adapter.expression,
+            expected=" or ".join(map(repr, choices)), actual=repr(value),
+        )  # fmt: skip
+    return value

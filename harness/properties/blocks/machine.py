@@ -57,7 +57,7 @@ class BlockManagerMachine(Swapping, BlockManagerCalls):
             raise NotApplicable
         request = self.new_request(request_id, token_ids, "x" if salt and self.has_salts else "")
         self.history.append(list(token_ids))
-        self.begin_request(request, looks_up=looks_up, computes=computes)
+        self.begin_request(request, looks_up=looks_up, computes=computes or not self.pool.chunks_prompts)
 
     @action(
         weight=2,
@@ -79,7 +79,7 @@ class BlockManagerMachine(Swapping, BlockManagerCalls):
     def resume(self, request_id: int, computes: bool) -> None:
         """Start a preempted request again."""
         request = _known(self.preempted, request_id)
-        if self.begin_request(request, looks_up=False, computes=computes):
+        if self.begin_request(request, looks_up=False, computes=computes or not self.pool.chunks_prompts):
             del self.preempted[request_id]
 
     @action(
@@ -110,7 +110,7 @@ class BlockManagerMachine(Swapping, BlockManagerCalls):
         for number, token_id in enumerate(token_ids, start=1):
             if not self.append_token(request, token_id):
                 break
-            if computes or number < len(token_ids) or not self.offers["computed"]:
+            if computes or number < len(token_ids) or not (self.offers["computed"] and self.pool.chunks_prompts):
                 self.compute_up_to(request, len(request.token_ids))
 
     @action(

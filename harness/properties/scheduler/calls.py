@@ -58,7 +58,7 @@ class SchedulerCalls(Machine):
             max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
             **({"hash_bits": hash_bits} if self.collides else {}),
         )  # fmt: skip
-        self.offers = {method: self.subject.offers(method) for method in OPTIONAL}
+        self.offers = {method: self.subject.offers(method) for method in (*OPTIONAL, "finish")}
         self.has_salts = self.subject.takes("add", "salt")
         self.limits = Limits(
             declared=declared, budget=budget, max_num_seqs=max_num_seqs, max_model_len=max_model_len, note=self.note
@@ -93,7 +93,8 @@ class SchedulerCalls(Machine):
         self.reuse.note_released(request, is_kept=method == "finish")
         del self.requests[request.request_id]
         self.tables.live.pop(request.request_id, None)
-        self.subject.do(23, method, request.request_id)
+        if self.offers[method]:  # a scheduler without `finish` has done it in `update`
+            self.subject.do(23, method, request.request_id)
 
     # A step
 
@@ -127,8 +128,25 @@ class SchedulerCalls(Machine):
                 if request_id in (dropped or ()):
                     self._take_back(request, len(new))
                     step.ended.discard(request_id)
+        self._check_still_there(step.ended)
         for request_id in sorted(step.ended & self.requests.keys()):
             self.remove(self.requests[request_id], "finish")
+
+    def _check_still_there(self, ended: Collection[int]) -> None:
+        """Verify that no request is gone that may still sample."""
+        running = set(self.subject.ask(20, "running")) if self.offers["running"] else set(self.requests)
+        for request in self.requests.values():
+            if request.is_running and request.request_id not in running | set(ended):
+                raise Violation(
+                    23,
+                    f"request {request.request_id} does not run any more with {request.num_reported} of up to "
+                    f"{request.num_total} tokens, and none of them is its end",
+                    f"assert {request.request_id} in {self.subject.name}.running()",
+                )
+
+    def has_ended_in_flight(self) -> bool:
+        """Whether a step in flight computes a request that is gone: its blocks may stay until that is reported."""
+        return any(chunk.request_id not in self.requests for step in self.in_flight for chunk in step.chunks)
 
     def _take_back(self, request: ScheduledRequest, num_tokens: int) -> None:
         """Forget sampled tokens that the scheduler dropped, because it had preempted the request meanwhile."""

@@ -3,8 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-from harness.errors import Code, HarnessError
-from harness.properties.blocks.capabilities import PoolCapabilities, declared_pool, declared_sizes
+from harness.properties.blocks.capabilities import (
+    PoolCapabilities,
+    declared_choice,
+    declared_pool,
+    declared_sizes,
+)
 from harness.properties.blocks.tokens import stretch_of
 from harness.properties.core.adapter import Adapter
 
@@ -19,12 +23,12 @@ class SchedulerCapabilities(PoolCapabilities):
     """Values of `max_num_batched_tokens`; for larger blocks as many times larger."""
     max_model_lens: tuple[int, ...] = tuple(range(2, 17))
     """Longest requests; for larger blocks as many times longer."""
-    chunks_prompts: bool = True
-    """Whether a prompt may take several steps; if not, no budget is smaller than `max_model_len`."""
     budget_covers: str = "all"
     """`"all"` tokens of a step, or those of `"prompts"`: single tokens of requests that generate are not counted."""
     max_num_seqs_limits: str = "running"
     """`"running"` requests, or those of one `"step"`."""
+    refuses_impossible: bool = True
+    """Whether `add` refuses a request that can never be served; if not, none is queued: somebody else refuses it."""
     reuses_prefixes: bool = False
     """Whether a request that is queued again finds what was computed for it before (17)."""
     max_steps_in_flight: int = 1
@@ -59,26 +63,16 @@ class SchedulerCapabilities(PoolCapabilities):
             stretched = tuple(size * stretch for size in getattr(defaults, name))
             declared[name] = declared_sizes(adapter, name) if is_declared else stretched
         for name, choices in _CHOICES.items():
-            declared[name] = _choice(adapter, name, choices)
+            declared[name] = declared_choice(adapter, name, choices)
         for name in ("max_steps_in_flight", "max_draft_tokens", "max_tokens_per_step"):
             declared[name] = int(adapter.declares(name, getattr(defaults, name)))
         return cls(**declared)
 
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "chunks_prompts": (True, False),
     "budget_covers": ("all", "prompts"),
     "max_num_seqs_limits": ("running", "step"),
+    "refuses_impossible": (True, False),
     "reuses_prefixes": (False, True),
 }
 """By attribute: its values, the default first."""
-
-
-def _choice(adapter: Adapter, name: str, choices: tuple[Any, ...]) -> Any:
-    value = adapter.declares(name, choices[0])
-    if value not in choices:
-        raise HarnessError(
-            Code.BAD_ADAPTER, f"{name} declares what no scheduler does", where=adapter.expression,
-            expected=" or ".join(map(repr, choices)), actual=repr(value),
-        )  # fmt: skip
-    return value

@@ -34,7 +34,7 @@ class SchedulerMachine(SchedulerCalls):
 
     def __init__(self, factory: Any, *, refuses: bool = True) -> None:
         super().__init__(factory)
-        self._refuses = refuses
+        self._refuses = refuses and self.declared.refuses_impossible
         self.history: list[list[int]] = []
 
     def served_sizes(self) -> Mapping[str, Sequence[int]]:
@@ -163,6 +163,7 @@ class SchedulerMachine(SchedulerCalls):
     def check(self) -> None:
         """Verify tables, owners, free blocks, content and cache, as far as they are shown."""
         if self.offers["block_table"]:
+            self.tables.knows_all = self.offers["running"] and not self.has_ended_in_flight()
             self.tables.refresh()
             self.tables.check()
             if self.offers["cached_blocks"]:

@@ -59,6 +59,8 @@ def not_checked(factory: Callable[..., Any]) -> list[str]:
         lines.append("scheduler: no keyword hash_bits: hashes do not collide (10)")
     if not subject.takes("add", "salt"):
         lines.append("scheduler: add has no keyword salt (10)")
+    if not declared.refuses_impossible:
+        lines.append("scheduler: it declares refuses_impossible = False: requests that can never be served (21)")
     if not declared.reuses_prefixes:
         lines.append("scheduler: it does not declare reuses_prefixes: what a request must find in the cache (17)")
     if declared.max_steps_in_flight == 1:

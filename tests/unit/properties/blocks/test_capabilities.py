@@ -87,3 +87,18 @@ class LatestEntry(ChainedManager):
 def test_a_cache_that_keeps_the_later_of_two_equal_blocks_says_so() -> None:
     assert [finding.invariant for finding in search_block_manager(LatestEntry, DEV).findings] == [11]
     check_block_manager(type("Declared", (LatestEntry,), {"may_lose_duplicates": True}), DEV)
+
+
+class ComputesWithAllocation(ChainedManager):
+    """Gives blocks for what the same step computes: a prompt in two steps would be cut wrong."""
+
+    def computed(self, request_id: int, num_tokens: int) -> None:
+        if num_tokens != len(self.held[request_id].token_ids):
+            raise ValueError(f"{num_tokens} of {len(self.held[request_id].token_ids)} tokens")
+        super().computed(request_id, num_tokens)
+
+
+def test_prompts_are_computed_whole_where_the_adapter_says_so() -> None:
+    check_block_manager(type("Declared", (ComputesWithAllocation,), {"chunks_prompts": False}), DEV)
+    (finding, *_) = search_block_manager(ComputesWithAllocation, DEV, is_first_enough=True).findings
+    assert finding.what.startswith("computed raised ValueError")

@@ -1,6 +1,6 @@
 """What a scheduler is made for is no bug where its adapter declares it, and one where it does not."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -35,7 +35,38 @@ class StepLimited(two_phase.SequencesNotCounted):
         return min(self.budget, self.max_num_seqs)
 
 
+class EndsInUpdate(TwoPhaseScheduler):
+    """Takes a request out by itself when it has sampled its last token."""
+
+    finish = None  # type: ignore[assignment]
+
+    def add(self, request_id: int, token_ids: Sequence[int], max_new_tokens: int) -> None:
+        super().add(request_id, token_ids, max_new_tokens)
+        self.num_left = getattr(self, "num_left", {}) | {request_id: max_new_tokens}
+
+    def update(self, sampled: Mapping[int, int]) -> None:
+        super().update(sampled)
+        for request_id, token_id in sampled.items():
+            self.num_left[request_id] -= 1
+            if token_id == 2 or self.num_left[request_id] == 0:
+                self.take_out(request_id)
+
+
+class EndsTooEarly(EndsInUpdate):
+    def add(self, request_id: int, token_ids: Sequence[int], max_new_tokens: int) -> None:
+        super().add(request_id, token_ids, max_new_tokens)
+        self.num_left[request_id] = max(1, max_new_tokens - 1)
+
+
+def test_a_scheduler_may_end_requests_by_itself() -> None:
+    check_scheduler(EndsInUpdate, DEV)
+    (finding, *_) = search_scheduler(EndsTooEarly, CI, is_first_enough=True).findings
+    assert finding.invariant == 23
+    assert "does not run any more" in finding.what
+
+
 CASES = [
+    (two_phase.NothingRefused, {"refuses_impossible": False}, {21}),
     (two_phase.BudgetIgnoredInDecode, {"budget_covers": "prompts"}, {19}),
     (StepLimited, {"max_num_seqs_limits": "step"}, {20}),
     (WholePromptsOnly, {"chunks_prompts": False}, {21}),

@@ -46,12 +46,15 @@ class TwoPhaseScheduler:
                 job.token_ids.append(sampled[job.request_id])
 
     def finish(self, request_id: int) -> None:
+        self.take_out(request_id)
+
+    def take_out(self, request_id: int) -> None:
         self.blocks.free(request_id)
         self.active = [job for job in self.active if job.request_id != request_id]
 
     def abort(self, request_id: int) -> None:
         if any(job.request_id == request_id for job in self.active):
-            self.finish(request_id)
+            self.take_out(request_id)
         else:
             self.waiting = deque(job for job in self.waiting if job.request_id != request_id)
 
