@@ -1,5 +1,6 @@
 """A search reports every broken invariant once, and ends whatever the code under test does."""
 
+import signal
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -10,7 +11,7 @@ from harness.properties.blocks.suite import check_block_manager, search_block_ma
 from harness.properties.core import search as search_module
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
-from harness.properties.core.watchdog import call_limited, time_limit
+from harness.properties.core.watchdog import HangError, call_limited, time_limit
 from harness.properties.scheduler.suite import check_scheduler, search_scheduler
 
 from ..blocks.chained import ChainedManager
@@ -168,6 +169,20 @@ def test_the_limit_of_a_call_is_gone_afterwards() -> None:
     with time_limit(0.05):
         assert call_limited(sum, [1, 2]) == 3
     assert sum(range(10**6)) > 0
+
+
+def test_a_callback_of_the_garbage_collector_is_not_interrupted() -> None:
+    def gc_callback() -> str:
+        signal.raise_signal(signal.SIGPROF)
+        return "went on"
+
+    def call() -> None:
+        signal.raise_signal(signal.SIGPROF)
+
+    with time_limit(10):
+        assert call_limited(gc_callback) == "went on"
+        with pytest.raises(HangError):
+            call_limited(call)
 
 
 class NewSetting(TwoPhaseScheduler):
