@@ -198,9 +198,9 @@ def heading() -> str:
     return (
         "# Families\n\n"
         f"`python -m tests.families.check`, {date.today()}: {made_with}.\n\n"
-        "Every decoder-only text architecture of transformers' causal language models, with tiny random weights under "
-        "which it\nbehaves as a trained one. HF itself is the engine: prefill, then decode through its own cache. Faults "
-        f"are planted in\nthe engine's copy, in {FAULT_DTYPE}."
+        "Every decoder-only text architecture of transformers' causal language models, with tiny random weights under\n"
+        "which it behaves as a trained one. HF itself is the engine: prefill, then decode through its own cache.\n"
+        f"Faults are planted in the engine's copy, in {FAULT_DTYPE}."
     )
 
 
