@@ -129,7 +129,7 @@ def _show_run(hf: HFModel, ids: torch.Tensor, sink: Callable[[str, torch.Tensor]
         watch = stack.enter_context(watching(hf))
         stack.enter_context(all_parts_held(hf))
         stack.enter_context(watch.showing(watcher))
-        sink("logits", hf.model(input_ids=ids.to(hf.device), use_cache=False).logits)
+        sink("logits", hf.run(input_ids=ids.to(hf.device), use_cache=False).logits)
     return watcher.calls
 
 
