@@ -9,7 +9,7 @@ import torch
 
 from harness.oracle.caches import new_cache
 from harness.oracle.model import HFModel
-from harness.oracle.trace import all_parts_held
+from harness.oracle.parts import all_parts_held
 
 _CACHES = ("past_key_values", "cache_params", "state", "mems")
 """Names under which HF's families return their cache, and take it."""

@@ -46,7 +46,7 @@ class HFModel:
     @cached_property
     def graph(self) -> Graph:
         """Operations of the model in the order of its run, traced from a forward over a few tokens."""
-        from harness.oracle.trace import trace_graph
+        from harness.oracle.graph import trace_graph
 
         return trace_graph(self)
 
