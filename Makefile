@@ -1,4 +1,4 @@
-.PHONY: check format test test-slow test-gpu floors scoreboard
+.PHONY: check format test test-slow test-gpu test-oldest floors scoreboard
 
 check:  ## format, lint, types, floors
 	ruff format --check harness reference_engine tests cases
@@ -17,7 +17,13 @@ test-slow:  ## the longest suites
 	pytest -m slow
 
 test-gpu:  ## what needs a CUDA device
-	pytest -m gpu
+	pytest -m "gpu and not slow"
+
+OLDEST_PYTHON ?= python3.12
+test-oldest:  ## the default suite under the lower bounds of pyproject.toml, in an environment of its own
+	$(OLDEST_PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/pip install -q -c tests/oldest.txt -e '.[test]'
+	.venv-oldest/bin/python -m pytest
 
 scoreboard:  ## what the harness finds of known bugs
 	harness faults --format markdown

@@ -49,7 +49,7 @@ def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
     report("oracle", 0, 1)
     hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
     runs = []
-    with suitable_threads(hf.config.hidden_size):
+    with suitable_threads(int(getattr(hf.config, "hidden_size", 0))):
         golden = cached_golden(hf, plan.prompts, truth=plan.truth, progress=report)
         golden_s = time.perf_counter() - begin
         for index, schedule in enumerate(plan.schedules):

@@ -19,7 +19,7 @@ class ExitStatus(IntEnum):
 
 
 class Code(StrEnum):
-    """Stable codes. A code is never reused for another meaning; docs/errors/<code>.md explains it."""
+    """Stable codes. A code is never reused for another meaning (H008 was one); docs/errors/<code>.md explains it."""
 
     # Checkpoints
     NOT_A_CHECKPOINT = "H001"
@@ -29,7 +29,6 @@ class Code(StrEnum):
     MISSING_SHARD = "H005"
     TENSORS_CONTRADICT_CONFIG = "H006"
     NO_TOKENIZER = "H007"
-    GRAPH_DOES_NOT_FIT = "H008"
     # Requests and options
     TOKEN_OUTSIDE_VOCABULARY = "H010"
     EMPTY_PROMPT = "H011"
@@ -40,6 +39,7 @@ class Code(StrEnum):
     NO_DEVICE = "H016"
     ENGINE_FAILED = "H017"
     BAD_CASE = "H018"
+    HF_FAILED = "H019"
     # Recordings
     NOT_A_RECORDING = "H020"
     BAD_MANIFEST = "H021"

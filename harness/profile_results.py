@@ -114,7 +114,7 @@ class RooflinePoint:
     bytes_moved: int
     """The least that has to be read and written, by formula."""
     time_us: float | None
-    """For a phase the time without a profiler; for an operation that of the trace."""
+    """For a phase the time without a profiler; for an operation that of the trace, of its kernels on a GPU."""
     intensity: float
     """FLOPs per byte."""
     bound_by: BoundBy

@@ -137,7 +137,7 @@ class EngineConfig:
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:1`."""
     attention_backend: str = "paged"
-    """A name in `attention.backend.BACKENDS`: `paged`, `contiguous` or `recompute`."""
+    """A name in `attention.backend.BACKENDS`: `paged`, `contiguous`, `recompute`, `triton` or `varlen`."""
     block_size: int = 16
     """Tokens in a KV block; only the paged backend has blocks."""
     num_blocks: int | None = None
@@ -159,6 +159,9 @@ class EngineConfig:
     cuda_graphs: bool = True
     """On a GPU, replay decode steps that were recorded once. Needs a backend that is made for it (`triton`); a step
     that somebody observes, or that several ranks share, runs as it is."""
+    fused_kernels: bool = True
+    """With the backend `triton`, norms with residuals, norms of heads with rotary, and SiLU with its product are one
+    kernel each; layers that are compiled are not fused by hand as well."""
     compile_layers: bool = False
     """Let torch.compile fuse what a layer does between its matrix products. The first steps then take a minute or so; a
     step that somebody observes runs as it is written. Meant for a GPU: on the CPU the compiler cannot read packed
@@ -179,6 +182,7 @@ class EngineConfig:
         self._check_at_least("seed", 0)
         self._check_boolean("enable_prefix_caching")
         self._check_boolean("cuda_graphs")
+        self._check_boolean("fused_kernels")
         self._check_boolean("compile_layers")
         self._check_boolean("debug_checks")
 

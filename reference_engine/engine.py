@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from functools import cached_property
 from itertools import count
 from pathlib import Path
+from typing import Self
 
 from reference_engine.admission import Admission
 from reference_engine.block_manager import BlockManager
@@ -32,7 +33,7 @@ Prompt = str | Iterable[int]
 
 
 class LLMEngine:
-    """Runs one model for many requests.
+    """Runs one model for many requests. As a context manager, it gives its memory back at the end of the block.
 
     `observer` may be set at any time between steps; None, the default, costs nothing. `hash_function` is what the
     prefix cache finds blocks by; a bad one costs hits, never correctness. `ranks` are the processes that share the
@@ -81,12 +82,32 @@ class LLMEngine:
         )
         self._sequences: dict[int, Sequence] = {}
         self._request_ids = count()
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        """Return the engine, open as it is."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
+        """Drop all requests, and give weights, KV cache and recorded steps back to the device at once.
+
+        A closed engine takes no requests. Closing it again does nothing.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            self._drop_all()
+            self.runner.close()
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a request, text or token ids, and return its id.
 
         Raises:
-            RequestError: the prompt is empty, holds an id outside the vocabulary, or is too long for the model.
+            RequestError: the prompt is empty, holds an id outside the vocabulary, or is too long for the model; or the
+                engine is closed.
             CapacityError: the request is larger than the whole pool of blocks.
             ConfigError: it is text or has stop strings, and the checkpoint has no tokenizer to read them with.
         """
@@ -218,6 +239,8 @@ class LLMEngine:
         return (self.config.seed << 32) + request_id if params.seed is None else params.seed
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        if self._is_closed:
+            raise RequestError("the engine is closed", where="LLMEngine", hint="Open another one.")
         self._check_stops(params)
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt)

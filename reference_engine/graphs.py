@@ -20,7 +20,7 @@ import torch
 from reference_engine.batch import Batch
 from reference_engine.block_pool import NULL_BLOCK
 
-__all__ = ["Capture", "DecodeGraphs", "capture_cuda", "graph_sizes"]
+__all__ = ["Capture", "CudaCapture", "DecodeGraphs", "graph_sizes"]
 
 Forward = Callable[[Batch], torch.Tensor]
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
@@ -47,6 +47,8 @@ class _Recorded:
 class DecodeGraphs:
     """Runs the steps that decode one token for each of some requests; each size is recorded when it first occurs.
 
+    The largest is recorded before any other, so that all others find room in the memory that it has left.
+
     Args:
         forward: computes the logits of a batch, with nothing that waits for the device or depends on its numbers.
         max_num_seqs: the largest batch.
@@ -71,8 +73,9 @@ class DecodeGraphs:
         if not self._is_served(batch):
             return None
         size = self._sizes[bisect_left(self._sizes, num_rows)]
-        if size not in self._recorded:
-            self._recorded[size] = self._record(size)
+        for needed in (self._sizes[-1], size):
+            if needed not in self._recorded:
+                self._recorded[needed] = self._record(needed)
         recorded = self._recorded[size]
         _fill(recorded.batch, batch)
         recorded.replay()
@@ -125,18 +128,26 @@ def _fill(recorded: Batch, batch: Batch) -> None:
     recorded.block_tables_RB[:num_rows, :width].copy_(batch.block_tables_RB)
 
 
-def capture_cuda(device: torch.device, function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """Record a call as a CUDA graph, after it has run once on a stream beside, where libraries set themselves up.
+class CudaCapture:
+    """Records calls as CUDA graphs: all from one stream, whose workspaces they share, and in one pool of memory.
 
-    Streams are those of the current device, which need not be `device`: a call on another one would not be recorded.
+    So only one of them may run at a time, and none is valid beyond the next one's replay but its result.
     """
-    with torch.cuda.device(device):
-        beside = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
-            function()
-        torch.cuda.current_stream().wait_stream(beside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = function()
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Streams are those of the current device, which need not be `device`: a call on another one is not recorded.
+        with torch.cuda.device(device):
+            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """Record a call, after it has run once, where libraries set themselves up."""
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                function()
+            torch.cuda.current_stream().wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                result = function()
         return graph.replay, result

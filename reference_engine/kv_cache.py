@@ -15,7 +15,7 @@ import torch
 from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.errors import CapacityError
 
-__all__ = ["CacheSpec", "KVCache", "context_slots"]
+__all__ = ["CacheSpec", "KVCache", "cache_budget_bytes", "context_slots"]
 
 # Without num_blocks: on the CPU, where untouched memory costs nothing, and on a GPU, as a share of what is free.
 CPU_CACHE_BYTES = 1 << 30
@@ -38,18 +38,24 @@ class CacheSpec:
     max_model_len: int
     layer_windows: tuple[int | None, ...]
     """Latest tokens that each layer sees; None: all of them."""
+    budget_bytes: int = CPU_CACHE_BYTES
+    """What a cache without `num_blocks` may take."""
 
     def default_num_blocks(self, block_size: int) -> int:
         """Count the blocks, the null block included, that the limits can use and the memory can hold."""
         wanted = self.max_num_seqs * -(-self.max_model_len // block_size)
         block_bytes = 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-        return 1 + max(1, min(wanted, self._budget_bytes() // block_bytes))
+        return 1 + max(1, min(wanted, self.budget_bytes // block_bytes))
 
-    def _budget_bytes(self) -> int:
-        if self.device.type == "cpu":
-            return CPU_CACHE_BYTES
-        num_free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        return int(CUDA_CACHE_SHARE * num_free_bytes)
+
+def cache_budget_bytes(device: torch.device, *, num_engines: int = 1) -> int:
+    """Return what each of `num_engines` that are opened on a device at the same time may take for its cache."""
+    if device.type == "cpu":
+        return CPU_CACHE_BYTES
+    num_free_bytes, _ = torch.cuda.mem_get_info(device)
+    # What torch keeps for its next tensors is free, too.
+    num_free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(CUDA_CACHE_SHARE * num_free_bytes) // num_engines
 
 
 class KVCache:
@@ -68,6 +74,11 @@ class KVCache:
         self.data[:, :, NULL_BLOCK] = 0
         self._k = [layer.flatten(0, 1) for layer in self.data[0]]
         self._v = [layer.flatten(0, 1) for layer in self.data[1]]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.data = self.data.new_empty(0)
+        self._k, self._v = [], []
 
     def store(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor, slots_T: torch.Tensor) -> None:
         """Write each row's K and V to its slot."""

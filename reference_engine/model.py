@@ -154,9 +154,10 @@ class Decoder:
             x_TD = layer(x_TD, rotation, batch)
         x_TD = self.norm(x_TD)
         batch.tap("model.", "norm", x_TD)
-        return self._logits(x_TD, batch)
+        return self.logits(x_TD, batch)
 
-    def _logits(self, x_TD: torch.Tensor, batch: Batch) -> torch.Tensor | None:
+    def logits(self, x_TD: torch.Tensor, batch: Batch) -> torch.Tensor | None:
+        """Return the logits [R, V] of normalised rows [T, D], or None when no row is sampled."""
         if not batch.sampled_rows:
             return None
         if batch.sampled_rows_ is not None:

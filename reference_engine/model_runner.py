@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,10 +16,11 @@ from reference_engine.checkpoint import load_weights
 from reference_engine.config import DTYPES, EngineConfig, ModelConfig
 from reference_engine.device import open_device
 from reference_engine.errors import ConfigError
-from reference_engine.graphs import Capture, DecodeGraphs, capture_cuda
-from reference_engine.kv_cache import CacheSpec
+from reference_engine.graphs import Capture, CudaCapture, DecodeGraphs
+from reference_engine.kv_cache import CacheSpec, cache_budget_bytes
 from reference_engine.messages import Command, encode_chunks
 from reference_engine.model import Decoder
+from reference_engine.numerics import step_numerics
 from reference_engine.observer import Observer
 from reference_engine.parallel import Ranks, ShardedTaps, shard_config
 from reference_engine.rotary import RotaryEmbedding
@@ -44,7 +46,8 @@ class ModelRunner:
     ) -> None:
         self._ranks = ranks
         self.model_config = model_config if ranks is None else shard_config(model_config, ranks.size)
-        self.device = open_device(config.device)
+        self.device = open_device(config.device if ranks is None else str(ranks.device))
+        self._numerics = step_numerics if self.device.type == "cuda" else nullcontext
         self.dtype = _resolve_dtype(config, model_config)
         self.max_model_len = _resolve_max_model_len(config, model_config)
         spec = self._cache_spec(config)
@@ -58,12 +61,28 @@ class ModelRunner:
         rotary = RotaryEmbedding(model_config, self.device, self.dtype)
         weights = load_weights(model_dir, model_config, self.dtype, self.device, ranks)
         # After the weights, so that on a GPU the cache takes its share of what they leave.
-        self.backend = open_backend(spec)
+        self.backend = open_backend(replace(spec, budget_bytes=self._cache_budget_bytes()))
         self.model = Decoder.build(
             self.model_config, weights, rotary, self.backend, ranks, packs_weights=not config.compile_layers
         )
-        self._unobserved = self.model.compiled() if config.compile_layers else self.model
+        self.is_fused = config.fused_kernels and self.backend.uses_triton and not config.compile_layers
+        self._observed = self._fused() if self.is_fused else self.model
+        self._unobserved = self.model.compiled() if config.compile_layers else self._observed
         self._graphs = self._open_graphs(config)
+
+    @property
+    def replays_graphs(self) -> bool:
+        """Whether decode steps that nobody observes are recorded and replayed."""
+        return self._graphs is not None
+
+    def close(self) -> None:
+        """Give the device's memory back; nothing else may be called afterwards."""
+        if self.backend.cache is not None:
+            self.backend.cache.close()
+        # Recorded steps refer to this runner, which refers to them: only the garbage collector would part them.
+        del self.model, self._observed, self._unobserved, self._graphs
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # or the device's free memory, by which caches are sized, does not count it
 
     @torch.no_grad()
     def run(self, chunks: Seq[Chunk], observer: Observer | None) -> Sampled:
@@ -121,14 +140,20 @@ class ModelRunner:
         return self._compute(batch) if logits_RV is None else logits_RV
 
     def _compute(self, batch: Batch) -> torch.Tensor | None:
-        model = self._unobserved if batch.observer is None else self.model
-        return model(replace(batch, plan=self.backend.plan(batch)))
+        model = self._unobserved if batch.observer is None else self._observed
+        with self._numerics():
+            return model(replace(batch, plan=self.backend.plan(batch)))
+
+    def _fused(self) -> Callable[[Batch], torch.Tensor | None]:
+        from reference_engine.fused import FusedDecoder  # which needs Triton
+
+        return FusedDecoder.of(self.model)
 
     def _open_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
         is_wanted = config.cuda_graphs and self.device.type == "cuda" and self._ranks is None
         if not is_wanted or not self.backend.is_capturable:
             return None
-        return self.record_decode(config, partial(capture_cuda, self.device))
+        return self.record_decode(config, CudaCapture(self.device))
 
     def record_decode(self, config: EngineConfig, capture: Capture) -> DecodeGraphs:
         """Return what records decode steps with `capture` and replays them."""
@@ -145,6 +170,12 @@ class ModelRunner:
             device=self.device,
             capture=capture,
         )
+
+    def _cache_budget_bytes(self) -> int:
+        if self._ranks is None:
+            return cache_budget_bytes(self.device)
+        # Rank 0 hands out the blocks of all ranks: none may have fewer.
+        return self._ranks.least(cache_budget_bytes(self.device, num_engines=self._ranks.num_on_device))
 
     def _cache_spec(self, config: EngineConfig) -> CacheSpec:
         return CacheSpec(

@@ -27,9 +27,12 @@ from reference_engine.observer import Observer, StepInfo
 
 __all__ = ["Ranks", "RowParallel", "ShardedTaps", "VocabParallelEmbedding", "VocabParallelHead", "shard_config"]
 
-PATIENCE = timedelta(days=30)
+IDLE_LIMIT = timedelta(days=30)
 """For the next step: an engine may be idle. That a rank has ended is noticed at once, by its closed connections."""
-JOINING = timedelta(seconds=60)
+ANSWER_LIMIT = timedelta(minutes=10)
+"""For the others to hear of a step and to give their parts of a sum: the first steps compile kernels. NCCL does not see
+that a rank has ended, so that this is how long the others wait for it."""
+JOIN_LIMIT = timedelta(seconds=60)
 _SHARDED = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope", "attention", "gate_proj", "up_proj",
             "act", "k_cache", "v_cache")  # fmt: skip
 """Last parts of the names of taps of which each rank has its heads, or its part of the ffn: dimension 1."""
@@ -46,21 +49,28 @@ class Ranks:
     rank: int
     size: int
     device: torch.device
+    num_on_device: int = 1
+    """Ranks that share this rank's device."""
+    tensors: dist.ProcessGroup | None = None
+    """Carries activations; None: what carries the commands, too."""
 
     @classmethod
-    def join(cls, address: str, rank: int, size: int, device: str = "cpu") -> Ranks:
-        """Meet the others at `address`, `127.0.0.1:29500`, where rank 0 listens."""
-        place = torch.device(device)
-        if place.type == "cuda":
-            place = torch.device("cuda", rank % max(1, torch.cuda.device_count()))
-            torch.cuda.set_device(place)
+    def join(cls, address: str, rank: int, size: int, device: str = "cpu", *, num_local: int | None = None) -> Ranks:
+        """Meet the others at `address`, `127.0.0.1:29500`, where rank 0 listens.
+
+        On CUDA each rank takes the GPU of its place among the `num_local` ranks of its machine (None: all of them).
+        Ranks that outnumber the GPUs share them, and gloo carries their tensors through the host: NCCL takes one rank
+        a GPU.
+        """
+        place, num_on_device = _place(torch.device(device), rank, num_local or size)
         with _blaming("joining the others"):
             host, _, port = address.rpartition(":")
-            store = dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=JOINING)  # type: ignore[attr-defined]
+            store = dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=JOIN_LIMIT)  # type: ignore[attr-defined]
             # What rank 0 tells is made and read on the host: with gloo, no rank waits for its device to hear it.
-            backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
-        return cls(rank=rank, size=size, device=place)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=IDLE_LIMIT)
+            backend = "nccl" if place.type == "cuda" and num_on_device == 1 else "gloo"
+            tensors = dist.new_group(backend=backend, timeout=ANSWER_LIMIT)
+        return cls(rank=rank, size=size, device=place, num_on_device=num_on_device, tensors=tensors)
 
     @classmethod
     def from_torchrun(cls, device: str = "cpu") -> Ranks:
@@ -75,31 +85,39 @@ class Ranks:
                 hint="torchrun --nproc-per-node 2 SCRIPT",
             )  # fmt: skip
         address = f"{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT']) + 1}"  # torchrun listens at its own
-        return cls.join(address, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device)
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return cls.join(address, rank, size, device, num_local=int(os.environ.get("LOCAL_WORLD_SIZE", size)))
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks, on every rank: in float32, so that the order of the ranks is not seen."""
         total = x.to(torch.float32)
         with _blaming("adding up"):
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self.tensors)
         return total.to(x.dtype)
 
     def join_up(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return all ranks' parts side by side along `dim`, on every rank."""
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
         with _blaming("joining parts"):
-            dist.all_gather(parts, x.contiguous())
+            dist.all_gather(parts, x.contiguous(), group=self.tensors)
         return torch.cat(parts, dim=dim)
+
+    def least(self, number: int) -> int:
+        """Return the smallest of all ranks' numbers, on every rank, however long the slowest needs for its own."""
+        smallest = torch.tensor([number])
+        with _blaming("comparing numbers"):
+            dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+        return int(smallest)
 
     def tell(self, numbers: Sequence[int]) -> None:
         """Send integers from rank 0 to all others."""
-        self._broadcast(torch.tensor([len(numbers)]))
-        self._broadcast(torch.tensor(list(numbers), dtype=torch.int64))
+        self._broadcast(torch.tensor([len(numbers)]), ANSWER_LIMIT)
+        self._broadcast(torch.tensor(list(numbers), dtype=torch.int64), ANSWER_LIMIT)
 
     def listen(self) -> list[int]:
         """Wait for what rank 0 tells."""
-        length = self._broadcast(torch.zeros(1, dtype=torch.int64))
-        numbers: list[int] = self._broadcast(torch.zeros(int(length), dtype=torch.int64)).tolist()
+        length = self._broadcast(torch.zeros(1, dtype=torch.int64), IDLE_LIMIT)
+        numbers: list[int] = self._broadcast(torch.zeros(int(length), dtype=torch.int64), ANSWER_LIMIT).tolist()
         return numbers
 
     def leave(self) -> None:
@@ -107,10 +125,21 @@ class Ranks:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _broadcast(self, numbers: torch.Tensor) -> torch.Tensor:
+    def _broadcast(self, numbers: torch.Tensor, limit: timedelta) -> torch.Tensor:
+        """Send or receive; with gloo, who sends waits until all have received."""
         with _blaming("passing on a step"):
-            dist.broadcast(numbers, src=0)
+            dist.broadcast(numbers, src=0, async_op=True).wait(limit)
         return numbers
+
+
+def _place(device: torch.device, rank: int, num_local: int) -> tuple[torch.device, int]:
+    """Return this rank's own device, and how many ranks share it."""
+    if device.type != "cuda":
+        return device, 1
+    num_devices = max(1, torch.cuda.device_count())
+    place = torch.device("cuda", rank % num_local % num_devices)
+    torch.cuda.set_device(place)
+    return place, -(-num_local // num_devices)
 
 
 @contextmanager

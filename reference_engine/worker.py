@@ -62,17 +62,17 @@ def parallel_engine(model_dir: str | Path, config: EngineConfig, size: int) -> I
     ranks: Ranks | None = None
     try:
         ranks = Ranks.join(address, 0, size, config.device)
-        engine = LLMEngine(model_dir, config, ranks=ranks)
-        yield engine
+        with LLMEngine(model_dir, config, ranks=ranks) as engine:
+            yield engine
         ranks.tell([Command.STOP])
         for worker in workers:
             worker.wait(GRACE_S)
     finally:
-        if ranks is not None:
-            ranks.leave()
         for worker in workers:
             worker.kill()
             worker.wait()
+        if ranks is not None:  # afterwards: what still waits for a worker that hangs would never leave
+            ranks.leave()
 
 
 def _free_port() -> int:

@@ -1,12 +1,14 @@
 """HuggingFace's continuous batching: what `generate_batch` does, with a length for each request."""
 
+import inspect
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from harness.bench.hf_generate import load_hf_model
-from harness.bench.peer import Generation, Setting
+from harness.bench.peer import Generation, PeerMissingError, Setting
 from harness.bench.workload import Workload
 from harness.errors import Code, HarnessError
 
@@ -14,16 +16,28 @@ PAGE_SIZE = 256
 TIMEOUT_SECONDS = 600
 
 
+def _page_size_field(config: type) -> str:
+    """Return what a page's size is called; transformers 5.17 calls a page a block."""
+    return "page_size" if "page_size" in inspect.signature(config).parameters else "block_size"
+
+
 class HfContinuousPeer:
-    """A manager that is made and warmed up before the clock starts."""
+    """A manager that is made and warmed up before the clock starts.
+
+    Raises:
+        PeerMissingError: transformers 5.17 on a CPU, without psutil: it takes the machine's memory for nothing.
+    """
 
     name = "hf-continuous"
     shows_steps = False
 
     def __init__(self, setting: Setting) -> None:
+        page_size = _page_size_field(ContinuousBatchingConfig)
+        if page_size == "block_size" and setting.device == "cpu" and find_spec("psutil") is None:
+            raise PeerMissingError("this transformers needs psutil on a CPU", package="psutil")
         self._model = load_hf_model(setting)
         self._config = ContinuousBatchingConfig(
-            page_size=PAGE_SIZE,
+            **{page_size: PAGE_SIZE},
             num_blocks=1 + setting.max_requests + setting.max_total_len // PAGE_SIZE,
             max_batch_tokens=max(2048, setting.max_request_len),
             allow_block_sharing=False,
@@ -54,3 +68,7 @@ class HfContinuousPeer:
             generation.end_step()
         generation.token_ids = [list(results[name].generated_tokens) for name in names]
         return generation
+
+    def close(self) -> None:
+        """See `Peer.close`."""
+        del self._model

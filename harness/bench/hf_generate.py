@@ -48,6 +48,10 @@ class HfGeneratePeer:
         generation.token_ids = [row[:length] for row, length in zip(continued, workload.output_lens, strict=True)]
         return generation
 
+    def close(self) -> None:
+        """See `Peer.close`."""
+        del self._model
+
 
 class _Clock(StoppingCriteria):  # type: ignore[misc]
     """Stops nothing, but is asked behind every step."""

@@ -66,6 +66,9 @@ class LlamaCppPeer:
         self._batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
 
+    def close(self) -> None:
+        """See `Peer.close`; the library's memory is the process's until it ends."""
+
     def generate(self, workload: Workload) -> Generation:
         """See `Peer.generate`."""
         requests = [_Request(*pair) for pair in zip(workload.prompts, workload.output_lens, strict=True)]

@@ -1,13 +1,16 @@
 """What a figure depends on besides the code: the processor, its threads, and versions."""
 
 import importlib.metadata
+import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
+SWITCHES = ("TORCH_CUDNN_SDPA_DEPRIORITIZED", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables of the environment that change what torch runs on a GPU."""
 PACKAGES = ("torch", "transformers", "triton", "llama-cpp-python")
 
 
@@ -22,6 +25,8 @@ class Machine:
     num_threads: int
     """Threads of torch, and of peers that have their own."""
     versions: dict[str, str]
+    switches: dict[str, str] = field(default_factory=dict)
+    """Those of `SWITCHES` that are set."""
 
     @property
     def hardware(self) -> str:
@@ -30,8 +35,13 @@ class Machine:
 
     @property
     def software(self) -> str:
-        """Return the versions in one line."""
-        return ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        """Return the versions, and what is switched, in one line."""
+        return ", ".join(
+            [
+                *(f"{name} {version}" for name, version in self.versions.items()),
+                *(f"{name}={value}" for name, value in self.switches.items()),
+            ]
+        )
 
 
 def describe_machine(device: str) -> Machine:
@@ -46,6 +56,7 @@ def describe_machine(device: str) -> Machine:
         cpu_flags=tuple(flag for flag in FLAGS if flag in own),
         num_threads=torch.get_num_threads(),
         versions={"python": platform.python_version(), **_versions()},
+        switches={name: os.environ[name] for name in SWITCHES if name in os.environ},
     )
 
 

@@ -1,8 +1,8 @@
-"""The benchmark: build the model, open the engines, see that they agree, and time them in turn."""
+"""The benchmark: build the model, open the engines, see that they agree, and time them."""
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -12,7 +12,7 @@ from harness.bench.agreement import Agreement, find_partings, judge_partings
 from harness.bench.bandwidth import copy_bandwidth
 from harness.bench.hf_generate import load_hf_model
 from harness.bench.machine import describe_machine
-from harness.bench.peer import OURS, Generation, Peer, Setting, check_peer_names, open_peers
+from harness.bench.peer import OURS, Generation, Peer, Setting, check_peer_names, open_peers, peer_groups
 from harness.bench.quiet import quiet_peers
 from harness.bench.results import BandwidthShare, BenchResult, Measure
 from harness.bench.shape import Shape, build_checkpoint, find_shape
@@ -22,6 +22,8 @@ from harness.errors import Code, HarnessError
 
 BATCH_SIZES = (1, 16)
 Progress = Callable[[str, int, int], None]
+Tokens = dict[str, Sequence[Sequence[int]]]
+"""What was generated for each request of a workload, by engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +31,20 @@ class Timed:
     """A workload with all of its generations, one a repeat, by engine."""
 
     workload: Workload
-    generations: dict[str, list[Generation]]
+    generations: dict[str, list[Generation]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Found:
+    """What all groups of engines have come to."""
+
+    timed: list[Timed]
+    tokens: list[Tokens]
+    """Of each workload."""
+    copies: list[float] = field(default_factory=list)
+    """Copy bandwidths, bytes a second."""
+    agreements: list[Agreement] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
 
 
 def run_bench(
@@ -60,9 +75,7 @@ def run_bench(
         progress("building the model", 0, 1)
         num_parameters = build_checkpoint(shape, folder, dtype=dtype, seed=seed, device=device)
         setting = _setting(folder, workloads, dtype=dtype, device=device, engine_options=engine_options)
-        peers, absent = open_peers(peer_names, setting)
-        agreements = _agree(peers, workloads, setting, progress)
-        timed, copies = _time(peers, workloads, device, repeats, progress)
+        found = _run_groups(peer_groups(peer_names, device), workloads, setting, peer_names, repeats, progress)
     return BenchResult(
         shape=shape_name,
         num_parameters=num_parameters,
@@ -70,12 +83,14 @@ def run_bench(
         seed=seed,
         repeats=repeats,
         machine=describe_machine(device),
-        copy_bytes_per_second=median(copies),
-        copy_spread=(min(copies), max(copies)),
-        measures=_measures(timed),
-        shares=[_share(shape, num_parameters, dtype, own, median(copies)) for own in timed[: len(BATCH_SIZES)]],
-        agreements=agreements,
-        absent=absent,
+        copy_bytes_per_second=median(found.copies),
+        copy_spread=(min(found.copies), max(found.copies)),
+        measures=_measures(found.timed),
+        shares=[
+            _share(shape, num_parameters, dtype, own, median(found.copies)) for own in found.timed[: len(BATCH_SIZES)]
+        ],
+        agreements=found.agreements,
+        absent=found.absent,
     )
 
 
@@ -114,20 +129,49 @@ def _setting(
     )
 
 
-def _agree(
-    peers: Sequence[Peer], workloads: Sequence[Workload], setting: Setting, progress: Progress
-) -> list[Agreement]:
-    """Run everything once, which also warms everything up, and compare the tokens."""
-    ties: dict[str, list[float]] = {peer.name: [] for peer in peers if peer.name != OURS}
-    model = None
-    for index, workload in enumerate(workloads):
+def _run_groups(
+    groups: Sequence[Sequence[str]],
+    workloads: Sequence[Workload],
+    setting: Setting,
+    required: Sequence[str],
+    repeats: int,
+    progress: Progress,
+) -> Found:
+    """Time the engines of each group while they are open; their tokens are compared before, or once all are closed."""
+    found = Found(timed=[Timed(workload=own) for own in workloads], tokens=[{} for _ in workloads])
+    for group in groups:
+        with open_peers(group, setting, required=required) as opened:
+            found.absent |= opened.absent
+            _run_once(opened.peers, workloads, found.tokens, progress)
+            if len(groups) == 1:  # nothing is timed in vain
+                found.agreements = _agree(found.tokens, workloads, setting, progress)
+            found.copies += _time(opened.peers, found.timed, setting.device, repeats, progress)
+    if len(groups) > 1:  # the model that judges needs the memory that the engines had
+        found.agreements = _agree(found.tokens, workloads, setting, progress)
+    return found
+
+
+def _run_once(
+    peers: Sequence[Peer], workloads: Sequence[Workload], tokens: Sequence[Tokens], progress: Progress
+) -> None:
+    """Run everything once, which also warms everything up, and keep the tokens of each workload."""
+    for index, (workload, own) in enumerate(zip(workloads, tokens, strict=True)):
         progress("comparing tokens", index, len(workloads))
-        tokens = {peer.name: peer.generate(workload).token_ids for peer in peers}
-        partings = find_partings(workload, tokens)
+        own |= {peer.name: peer.generate(workload).token_ids for peer in peers}
+
+
+def _agree(
+    tokens: Sequence[Tokens], workloads: Sequence[Workload], setting: Setting, progress: Progress
+) -> list[Agreement]:
+    """Compare each peer's tokens with ours."""
+    ties: dict[str, list[float]] = {name: [] for name in tokens[0] if name != OURS}
+    model = None
+    for index, (workload, own) in enumerate(zip(workloads, tokens, strict=True)):
+        progress("judging tokens", index, len(workloads))
+        partings = find_partings(workload, own)
         if partings:
             model = model or load_hf_model(setting, "float32")
-            judged = judge_partings(partings, workload, tokens[OURS], model, dtype=setting.dtype)
-            for name, distances in judged.items():
+            for name, distances in judge_partings(partings, workload, own[OURS], model, dtype=setting.dtype).items():
                 ties[name] += distances
     num_requests = sum(len(workload.prompts) for workload in workloads)
     return [
@@ -136,11 +180,8 @@ def _agree(
     ]
 
 
-def _time(
-    peers: Sequence[Peer], workloads: Sequence[Workload], device: str, repeats: int, progress: Progress
-) -> tuple[list[Timed], list[float]]:
-    """Time all engines in turn within each repeat, in the opposite order in every second one."""
-    timed = [Timed(workload=own, generations={peer.name: [] for peer in peers}) for own in workloads]
+def _time(peers: Sequence[Peer], timed: Sequence[Timed], device: str, repeats: int, progress: Progress) -> list[float]:
+    """Time engines in turn in each repeat, in the opposite order in every second one; return copy bandwidths."""
     copies = []
     for repeat in range(repeats):
         progress("timing", repeat, repeats)
@@ -148,8 +189,8 @@ def _time(
         for own in timed:
             for peer in peers if repeat % 2 == 0 else reversed(peers):
                 if peer.shows_steps or own is timed[-1]:
-                    own.generations[peer.name].append(peer.generate(own.workload))
-    return timed, copies
+                    own.generations.setdefault(peer.name, []).append(peer.generate(own.workload))
+    return copies
 
 
 def _measures(timed: Sequence[Timed]) -> list[Measure]:

@@ -1,10 +1,14 @@
 """What an engine has to do to be timed, and how one is opened by name."""
 
+import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+import torch
 
 from harness.bench.workload import Workload
 from harness.errors import Code, HarnessError
@@ -67,9 +71,16 @@ class Peer(Protocol):
     def generate(self, workload: Workload) -> Generation:
         """Run the requests greedily, each to its length; an end-of-sequence token ends nothing."""
 
+    def close(self) -> None:
+        """Let go of the model and whatever else takes memory."""
+
 
 class PeerMissingError(Exception):
-    """The package of a peer is not installed."""
+    """A peer is not installed; `package` is what pip would have to install, the peer's own extra where it is None."""
+
+    def __init__(self, reason: str, *, package: str | None = None) -> None:
+        super().__init__(reason)
+        self.package = package
 
 
 def _reference(setting: Setting) -> Peer:
@@ -118,23 +129,57 @@ def check_peer_names(names: Sequence[str]) -> None:
         )
 
 
-def open_peers(names: Sequence[str], setting: Setting) -> tuple[list[Peer], dict[str, str]]:
-    """Return ours and the named peers (all, if none is named), and of those that are absent why.
+def peer_groups(names: Sequence[str], device: str) -> list[list[str]]:
+    """Return ours and the named peers (all, if none is named), in groups that are open at the same time.
+
+    On the CPU that is all of them, which are then timed in turn. On a GPU each is open by itself: two models of one
+    size and their caches do not fit there beside each other.
+    """
+    chosen = [name for name in PEERS if name == OURS or not names or name in names]
+    return [chosen] if torch.device(device).type == "cpu" else [[name] for name in chosen]
+
+
+@dataclass(slots=True)
+class OpenPeers:
+    """The peers of a group that are installed, and why the others are not there."""
+
+    peers: list[Peer] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def open_peers(group: Sequence[str], setting: Setting, *, required: Sequence[str]) -> Iterator[OpenPeers]:
+    """Open the peers of a group for a block.
 
     Raises:
-        HarnessError: BAD_OPTION: a peer that was named is not installed.
+        HarnessError: BAD_OPTION: one that is required is not installed.
     """
-    peers, absent = [], {}
-    for name, open_peer in PEERS.items():
-        if name != OURS and names and name not in names:
-            continue
-        try:
-            peers.append(open_peer(setting))
-        except PeerMissingError as error:
-            if name in names:
-                raise HarnessError(
-                    Code.BAD_OPTION, f"{name} is not installed: {error}", where="--peer",
-                    hint=f"pip install 'inference-harness[{name}]'",
-                ) from error  # fmt: skip
-            absent[name] = str(error)
-    return peers, absent
+    opened = OpenPeers()
+    try:
+        for name in group:
+            try:
+                opened.peers.append(PEERS[name](setting))
+            except PeerMissingError as error:
+                if name in required:
+                    raise _not_installed(name, error) from error
+                opened.absent[name] = str(error)
+        yield opened
+    finally:
+        for peer in opened.peers:
+            peer.close()
+        opened.peers.clear()
+        _release(setting.device)
+
+
+def _not_installed(name: str, error: PeerMissingError) -> HarnessError:
+    return HarnessError(
+        Code.BAD_OPTION, f"{name} is not installed: {error}", where="--peer",
+        hint=f"pip install '{error.package or f'inference-harness[{name}]'}'",
+    )  # fmt: skip
+
+
+def _release(device: str) -> None:
+    """Give back what nothing refers to any more, but for circles that libraries have made."""
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()

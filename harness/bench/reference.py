@@ -41,3 +41,7 @@ class ReferencePeer:
                 generation.end_step()
         generation.token_ids = list(tokens.values())
         return generation
+
+    def close(self) -> None:
+        """See `Peer.close`."""
+        self._engine.close()

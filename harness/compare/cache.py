@@ -9,6 +9,7 @@ from harness.compare.align import Locator, Rows, is_readback, step_rows
 from harness.compare.local_judge import LocalErrors
 from harness.compare.prefixes import Prefixes
 from harness.compare.propagated import RATIO_BOUND
+from harness.compare.shapes import engine_dtype
 from harness.metrics import rounding_unit, row_metrics
 from harness.recording import Step
 from harness.taps import Graph, Kind, Operation
@@ -23,7 +24,8 @@ def cache_errors(
 ) -> Iterator[tuple[Operation, LocalErrors]]:
     """Compare every `k_cache` and `v_cache` row with the key or value last recorded before it for the same tokens.
 
-    Any differing bit is an error: a cache stores, it does not compute. A cache of a narrower dtype shows as rounding.
+    Any differing bit is an error: a cache stores, it does not compute. What was computed in a wider dtype is stored in
+    the engine's; a cache of a dtype narrower than that shows as rounding.
     Where nobody has computed these tokens, the row is somebody else's unless it is as near to the golden's as HF's own
     noise allows.
 
@@ -52,6 +54,11 @@ class _Writes:
         self.prefixes = Prefixes(locator.recording.manifest.requests)
         self._found: dict[tuple[str, ...], dict[int, torch.Tensor]] = {}
 
+    def stored(self, written: torch.Tensor) -> torch.Tensor:
+        """Return what was written in the dtype in which a cache of this engine holds it."""
+        dtype = engine_dtype(self.locator.recording)
+        return written.to(dtype) if written.dtype.itemsize > dtype.itemsize else written
+
     def before(self, step: Step, rows: Rows, tap: str) -> torch.Tensor:
         """Return [rows, 2] int64: the step and the row within `tap` of each row's latest write; -1 for none."""
         signature = self.locator.signature(tap)
@@ -79,7 +86,8 @@ class _Writes:
             if not is_readback(writer) and writer.has(tap):
                 written = self.prefixes.of(step_rows(writer, tap))
                 here, there = (wanted[:, None] == written).nonzero().unbind(1)
-                kept[here[~_differs(read[here], writer.tap(tap)[there].flatten(1))]] = True
+                written = self.stored(writer.tap(tap)[there].flatten(1))
+                kept[here[~_differs(read[here], written)]] = True
         return kept
 
 
@@ -102,7 +110,7 @@ def _read_back(operation: Operation, writes: _Writes) -> Iterator[_Part]:
         if not bool(present.any()):
             continue
         own, read = own.select(present), read[present]
-        written = writes.locator.gather(source, found[present]).flatten(1)
+        written = writes.stored(writes.locator.gather(source, found[present]).flatten(1))
         bad = _differs(read, written)
         if bool(bad.any()):  # of several who computed the same tokens, the cache may keep any
             bad[bad.clone()] = ~writes.is_kept(step, own.select(bad), read[bad], source)

@@ -1,11 +1,14 @@
 """What is wrong with a tap, in words."""
 
+import math
+
 import torch
 
 from harness.compare.judged import Judged
 from harness.compare.propagated import Propagation
 from harness.errors import Code
 from harness.results import Finding
+from harness.taps import Kind
 
 
 def bad_finding(judged: Judged) -> Finding:
@@ -19,6 +22,8 @@ def bad_finding(judged: Judged) -> Finding:
         message = f"{tap} is not finite{clause} in {count}"
     elif code is Code.CACHE_DIFFERS:
         message = f"{tap} read back through the block table differs from what was written in {count}"
+    elif errors is not None and judged.operation.kind is Kind.CHOICE:
+        message = f"{tap} chose other indices than HF does from the same scores in {count}: {_distance(judged)}"
     elif errors is not None:
         share = f"{float(errors.roundings[at]):.3g} roundings, bound {float(errors.bound[at]):.3g}"
         way = f", computed through {len(errors.through)} taps that were not recorded" if errors.through else ""
@@ -26,6 +31,14 @@ def bad_finding(judged: Judged) -> Finding:
     else:
         message = f"{tap} is {judged.ratio_at(at):.3g} times as far from the truth as HF in {count}"
     return Finding(code=code, message=message, tap=tap, request=request, position=position)
+
+
+def _distance(judged: Judged) -> str:
+    assert judged.errors is not None
+    distance = float(judged.errors.roundings[judged.first_bad])
+    if math.isfinite(distance):
+        return f"their scores lie {distance:.3g} times as far below as rounding explains"
+    return "an index does not exist, or is there twice"
 
 
 def systematic_finding(judged: Judged) -> Finding:

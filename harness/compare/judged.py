@@ -77,7 +77,8 @@ class Judged:
             return Code.PROPAGATED_ERROR if self.propagated.metrics.is_finite[at] else Code.NOT_FINITE
         if self.local is None:
             return Code.CACHE_DIFFERS
-        return Code.LOCAL_ERROR if torch.isfinite(errors.roundings[at]) else Code.NOT_FINITE
+        is_finite = self.operation.kind is Kind.CHOICE or bool(torch.isfinite(errors.roundings[at]))
+        return Code.LOCAL_ERROR if is_finite else Code.NOT_FINITE
 
     @property
     def verdict(self) -> Verdict:

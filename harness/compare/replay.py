@@ -83,7 +83,8 @@ class Replay:
         self._given: dict[str, torch.Tensor] = {}
         """[places] bool of each tap: where the engine recorded it."""
         self._values: dict[str, torch.Tensor] = {}
-        self._num_readers = Counter(tap for op in judge.graph for tap in op.inputs)
+        computed = (op for op in judge.graph if op.kind is not Kind.CACHE)
+        self._num_readers = Counter(tap for op in computed for tap in op.inputs)
 
     @property
     def logit_positions(self) -> list[int] | None:
@@ -103,7 +104,7 @@ class Replay:
         self._control[value.operation.tap] = value.rows[at].flatten(1)
         if value.scores is not None:
             self._control_scores[value.operation.tap] = value.scores[at]
-        return put_back(value.rows, at, recorded.rows)
+        return put_back(value.rows, at, _to_go_on_with(value, recorded, at))
 
     def truth(self, value: Value) -> torch.Tensor | None:
         """See `PairObserver.truth`."""
@@ -113,7 +114,7 @@ class Replay:
             recorded, at = found
             given[recorded.places] = True
             self._judge_rows(value, recorded, at)
-            replaced = put_back(value.rows, at, recorded.rows)
+            replaced = put_back(value.rows, at, _to_go_on_with(value, recorded, at))
         self._given[tap] = given
         self._keep(value, value.rows if replaced is None else replaced)
         return replaced
@@ -185,6 +186,23 @@ class Replay:
         table = rows.new_full((self._batch.num_places, *rows.shape[1:]), unknown)
         table[value.places.to(rows.device)] = rows
         return table
+
+
+def _to_go_on_with(value: Value, recorded: RecordedRows, at: torch.Tensor) -> torch.Tensor:
+    """Return the recorded rows, HF's own choice in the place of indices that do not exist."""
+    if value.scores is None:
+        return recorded.rows
+    possible = are_indices(recorded.rows, value.scores.shape[-1])
+    if bool(possible.all()):
+        return recorded.rows
+    rows = recorded.rows.clone()
+    rows[~possible] = value.rows[at][~possible.to(at.device)].to(rows.device, rows.dtype).reshape(-1, *rows.shape[1:])
+    return rows
+
+
+def are_indices(chosen: torch.Tensor, num_scores: int) -> torch.Tensor:
+    """[rows] bool: whether all indices of a row, [rows, ..., k], name one of so many scores."""
+    return ((chosen >= 0) & (chosen < num_scores)).flatten(1).all(dim=1)
 
 
 def put_back(rows: torch.Tensor, at: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:

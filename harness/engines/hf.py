@@ -47,6 +47,7 @@ class _Lane:
     request: RequestInfo
     num_padding: int
     num_fed: int = 0
+    is_read_back: bool = False
 
     def next_tokens(self, count: int) -> list[int]:
         """Return the next tokens to feed; a request that is done is fed zeros, which nobody looks at."""
@@ -115,8 +116,7 @@ class _Batch:
         with Decoder(self._hf) as decoder:
             for columns in self._columns(chunk_size):
                 self._forward(columns, decoder)
-            for index, lane in enumerate(self._lanes):
-                self._read_back(index, lane, decoder)
+                self._read_back_finished(decoder)
 
     def _columns(self, chunk_size: int | None) -> Iterator[int]:
         """Yield the width of each forward: the padded prompts, whole or in chunks, then one column at a time."""
@@ -182,16 +182,21 @@ class _Batch:
         forward.request += [lane.request.id] * num_real
         forward.position += positions[:num_real]
 
+    def _read_back_finished(self, decoder: Decoder) -> None:
+        """Read each request's cache when it is done: behind a window, padding soon takes the place of its rows."""
+        for index, lane in enumerate(self._lanes):
+            if lane.num_fed >= len(lane.request.token_ids) and not lane.is_read_back:
+                lane.is_read_back = True
+                self._read_back(index, lane, decoder)
+
     def _read_back(self, index: int, lane: _Lane, decoder: Decoder) -> None:
-        """Write what the cache holds of a request at the end: of a sliding window, its last rows."""
+        """Write what the cache holds of a request: of a sliding window, its last rows."""
         caches = {op.tap: prod(op.shape) for op in self._hf.graph if op.kind is Kind.CACHE}
         layers = list(getattr(decoder.cache.get("past_key_values"), "layers", ()))
         parts = {}
         attentions = [op for op in self._hf.graph if op.kind is Kind.ATTENTION and op.layer is not None]
-        if len({op.layer for op in attentions}) < len(
-            attentions
-        ):  # layers that run more than once cache more than once
-            return
+        if len({op.layer for op in attentions}) < len(attentions):
+            return  # layers that run more than once cache more than once
         for operation in attentions:
             layer = layers[operation.layer] if operation.layer is not None and operation.layer < len(layers) else None
             for name in ("keys", "values"):

@@ -32,6 +32,7 @@ class HFSession:
         self._hf = hf
         if attention is not None:
             hf.model.set_attn_implementation(attention)
+        self._graph = hf.graph  # traced now: later its forwards would be taken for steps
         self._prompts: list[list[int]] = []
         self._num_added = 0
         self._num_cached = 0
@@ -115,7 +116,7 @@ class HFSession:
         stack.enter_context(_before(model.rotary_emb, PREPARE, reached))
         stack.enter_context(_after(model.rotary_emb, ROTARY, reached))
         stack.enter_context(_after(model.embed_tokens, EMBEDDING, reached))
-        for operation in hf.graph:
+        for operation in self._graph:
             reader, prefix = _READERS.get(operation.site), operation.tap.removesuffix(operation.site)
             if operation.site == "mlp.act":  # silu comes before up_proj, the product with it after
                 stack.enter_context(_after(hf.module(f"{prefix}mlp.act_fn"), operation.tap, reached))

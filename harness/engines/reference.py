@@ -1,7 +1,7 @@
 """The reference engine under test: the one place where the harness imports it."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +55,7 @@ class ReferenceEngine:
     def _opened(self, workload: Workload) -> AbstractContextManager[LLMEngine]:
         config, num_ranks = self._config(workload), workload.schedule.num_ranks
         if num_ranks == 1:
-            return nullcontext(LLMEngine(self._folder, config))
+            return LLMEngine(self._folder, config)
         return parallel_engine(self._folder, config, num_ranks)
 
     def _config(self, workload: Workload) -> EngineConfig:

@@ -19,6 +19,12 @@ from reference_engine import LLMEngine, SamplingParams, StepInfo
 _COMPUTED_WITH_ANOTHER = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm", "k_rope", "mlp.up_proj")
 """Taps that are there as soon as the one before them is: q, k and v are one product, and so are gate and up; q and k
 are normed, and rotated, before either is shown."""
+_FUSED_WITH_ANOTHER = (".input_layernorm", ".post_attention_layernorm", "model.norm", "q_rope")
+"""The same where kernels are fused: a residual is normed with its sum, and heads are rotated with their norm."""
+_REPLAYS_GRAPHS = (
+    "decode steps that nobody watches are replayed as CUDA graphs: latencies and wall times are those of graphs, "
+    "tables, traces, memory and counts those of the same steps launched one kernel at a time"
+)
 
 
 class ReferenceSession:
@@ -30,6 +36,7 @@ class ReferenceSession:
         self._engine, self._folder = engine, folder
         self._requests: set[int] = set()
         self.model = _model_shape(engine)
+        self.notes = (_REPLAYS_GRAPHS,) if engine.runner.replays_graphs else ()
 
     def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
         """See `Session.add`."""
@@ -49,17 +56,27 @@ class ReferenceSession:
     @contextmanager
     def watching(self, watcher: Watcher) -> Iterator[None]:
         """See `Session.watching`."""
-        before, self._engine.observer = self._engine.observer, _Boundaries(watcher)
+        before, self._engine.observer = self._engine.observer, _Boundaries(watcher, self._computed_with_another())
         try:
             yield
         finally:
             self._engine.observer = before
+
+    def _computed_with_another(self) -> tuple[str, ...]:
+        if not self._engine.runner.is_fused:
+            return _COMPUTED_WITH_ANOTHER
+        fused = _FUSED_WITH_ANOTHER if self.model.has_qk_norm else _FUSED_WITH_ANOTHER[:-1]
+        return (*_COMPUTED_WITH_ANOTHER, *fused)
 
     def stop(self) -> None:
         """See `Session.stop`."""
         for request in sorted(self._requests):
             self._engine.abort(request)
         self._requests.clear()
+
+    def close(self) -> None:
+        """Give the engine's memory back."""
+        self._engine.close()
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         """See `Session.weights`."""
@@ -74,8 +91,9 @@ class ReferenceSession:
 class _Boundaries:
     """The engine's observer: a tap is where the operation ends that made it."""
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: Watcher, computed_with_another: tuple[str, ...]) -> None:
         self._watcher = watcher
+        self._computed_with_another = computed_with_another
         self._is_readback = False
 
     def begin_step(self, step: StepInfo) -> None:
@@ -85,7 +103,7 @@ class _Boundaries:
             self._watcher.reached(PREPARE)
 
     def tap(self, name: str, tensor: torch.Tensor) -> None:
-        if not (self._is_readback or name.endswith(_COMPUTED_WITH_ANOTHER)):
+        if not (self._is_readback or name.endswith(self._computed_with_another)):
             self._watcher.reached(name)
 
     def end_step(self, sampled: Sequence[int]) -> None:

@@ -63,7 +63,11 @@ class Watcher(Protocol):
 
 
 class Session(Protocol):
-    """An engine that is driven step by step. One that is given the same requests again computes the same steps."""
+    """An engine that is driven step by step. One that is given the same requests again computes the same steps.
+
+    A session may have a method `close`, which gives the engine's memory back, and `notes`, which readers of its profile
+    should know.
+    """
 
     phases: tuple[str, ...]
     """Phases that its steps can have."""
@@ -88,6 +92,16 @@ class Session(Protocol):
         """Return the tensors that K and V are kept in at this moment."""
 
 
+class ClosableSession(Session, Protocol):
+    """What `open_session` makes of every session."""
+
+    notes: Sequence[str]
+    """What a reader of its profile should know."""
+
+    def close(self) -> None:
+        """Give the engine's memory back, where the session can; nothing else may be called afterwards."""
+
+
 @runtime_checkable
 class Steppable(Protocol):
     """An engine whose steps can be driven."""
@@ -96,7 +110,7 @@ class Steppable(Protocol):
         """Load the engine for steps of up to so many tokens and requests, as far as its own options allow."""
 
 
-def open_session(engine: Engine, *, max_num_tokens: int, max_num_seqs: int) -> Session:
+def open_session(engine: Engine, *, max_num_tokens: int, max_num_seqs: int) -> ClosableSession:
     """Open a session of an engine; whatever the engine raises in it is an error that names the engine.
 
     Raises:
@@ -122,6 +136,7 @@ class _BlamedSession:
     def __init__(self, engine: str, session: Session) -> None:
         self._engine, self._session = engine, session
         self.phases, self.model = session.phases, session.model
+        self.notes: Sequence[str] = getattr(session, "notes", ())
 
     def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
         with blaming(self._engine):
@@ -143,3 +158,7 @@ class _BlamedSession:
 
     def cache_tensors(self) -> Sequence[torch.Tensor]:
         return self._session.cache_tensors()
+
+    def close(self) -> None:
+        with blaming(self._engine):
+            getattr(self._session, "close", lambda: None)()

@@ -34,7 +34,9 @@ def _of_module(module: Any, operation: Operation, x: torch.Tensor) -> torch.Tens
         return None
     x = x.to(weight.device)
     if operation.source.endswith(":linear"):
-        return torch.nn.functional.linear(x, weight.to(torch.float64)).cpu()
+        bias = getattr(module, "bias", None)
+        bias = bias.to(torch.float64) if isinstance(bias, torch.Tensor) else None
+        return torch.nn.functional.linear(x, weight.to(torch.float64), bias).cpu()
     if operation.kind is Kind.NORM and x.shape[-1] != weight.shape[0]:  # norms of q and k see heads
         x = x.unflatten(-1, (-1, weight.shape[0]))
     with preserve_precision(torch.float64):

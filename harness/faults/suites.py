@@ -8,8 +8,8 @@ if TYPE_CHECKING:
 
 def block_manager() -> None:
     """Hold the block manager to its invariants."""
-    from harness.properties.blocks import check_block_manager
-    from harness.properties.reference import BlockManager
+    from harness.properties.blocks.suite import check_block_manager
+    from harness.properties.reference.blocks import BlockManager
 
     check_block_manager(BlockManager, _settings())
 
@@ -17,7 +17,7 @@ def block_manager() -> None:
 def sampling() -> None:
     """Hold the sampler to its properties."""
     from harness.properties.ops.sampling import check_sampling
-    from harness.properties.reference_ops import Ops
+    from harness.properties.reference.ops import Ops
 
     check_sampling(Ops, _settings())
 
@@ -25,12 +25,12 @@ def sampling() -> None:
 def stopping() -> None:
     """Hold the ends of requests to their property."""
     from harness.properties.ops.stopping import check_stopping
-    from harness.properties.reference_ops import Ops
+    from harness.properties.reference.ops import Ops
 
     check_stopping(Ops, _settings())
 
 
 def _settings() -> "settings":
-    from harness.properties.profiles import PROFILES
+    from harness.properties.core.profiles import PROFILES
 
     return PROFILES["dev"].settings()

@@ -1,14 +1,13 @@
 """HF's model token by token through the cache that it makes for itself, whatever the family calls it."""
 
-import inspect
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from transformers import DynamicCache
 
+from harness.oracle.caches import new_cache
 from harness.oracle.model import HFModel
 from harness.oracle.trace import all_parts_held
 
@@ -32,10 +31,8 @@ class Decoder:
 
     def __enter__(self) -> Self:
         self._stack.enter_context(all_parts_held(self._hf))
-        takes_cache = "past_key_values" in inspect.signature(self._hf.model.forward).parameters
-        if takes_cache and self._hf.model._supports_default_dynamic_cache():
-            with suppress(Exception):  # a family with a cache of its own makes it itself
-                self.cache = {"past_key_values": DynamicCache(config=self._hf.config)}
+        cache = new_cache(self._hf)
+        self.cache = {} if cache is None else {"past_key_values": cache}
         return self
 
     def __exit__(
@@ -56,7 +53,7 @@ class Decoder:
             rows = [before + row for before, row in zip(self._ids, rows, strict=True)]
             options.pop("position_ids", None)
         given = torch.tensor(rows, device=self._hf.device)
-        output = self._hf.model(input_ids=given, use_cache=True, **self.cache, **options)
+        output = self._hf.run(input_ids=given, use_cache=True, **self.cache, **options)
         returned = {name: output[name] for name in _CACHES if output.get(name) is not None}
         self.cache = returned or {name: cache for name, cache in self.cache.items() if cache.get_seq_length()}
         self._ids = [] if self.cache else rows

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,7 +18,7 @@ _MOVES = frozenset({
     "_reshape_alias", "_to_copy", "_unsafe_view", "alias", "as_strided", "cat", "chunk", "clone", "constant_pad_nd",
     "contiguous", "copy_", "detach", "expand", "fill_", "flatten", "flip", "gather", "index", "index_put",
     "index_put_", "index_select", "lift_fresh", "masked_fill", "movedim", "narrow", "permute", "repeat",
-    "repeat_interleave", "reshape", "roll", "scatter", "scatter_", "select", "select_scatter", "slice",
+    "repeat_interleave", "reshape", "roll", "scatter", "scatter_", "select", "select_scatter", "set_", "slice",
     "slice_scatter", "split", "split_copy", "split_with_sizes", "split_with_sizes_copy", "squeeze", "stack", "t",
     "transpose", "unbind", "unflatten", "unfold", "unsafe_chunk", "unsafe_split", "unsqueeze", "view", "where",
     "zero_",
@@ -49,6 +50,8 @@ class Flow(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._origins: dict[int, Origin] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
+        """Of each storage with a note: its data may be given back, and no other storage gets its address."""
         self._parts: dict[tuple[int, int, int], Origin] = {}
         """Of views that are part of their storage, by where they begin and how many elements they have."""
 
@@ -58,14 +61,13 @@ class Flow(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        origin = Origin((), () if name in _MOVES else (name,))
+        origin = Origin((), () if name in _MOVES or not inputs else (name,))  # what is made of nothing is nobody's
         for x in reversed(inputs):
             origin = self.of(x) | origin
         known = {_storage(x) for x in inputs}
         for x in tree_leaves(result):
             if isinstance(x, torch.Tensor) and (_storage(x) not in known or name.endswith("_")):
-                self._origins[_storage(x)] = origin
-                self._forget_parts(_storage(x))
+                self._note(x, origin)
         return result
 
     def of(self, tensor: torch.Tensor) -> Origin:
@@ -76,14 +78,22 @@ class Flow(TorchDispatchMode):
     def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
         """Say where a tensor comes from, in the place of what was noted."""
         if tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes():
-            self._origins[_storage(tensor)] = origin
-            self._forget_parts(_storage(tensor))
+            self._note(tensor, origin)
         else:
+            self._hold(tensor)
             self._parts[_place(tensor)] = origin
 
-    def _forget_parts(self, storage: int) -> None:
+    def _note(self, tensor: torch.Tensor, origin: Origin) -> None:
+        storage = self._hold(tensor)
+        self._origins[storage] = origin
         for place in [place for place in self._parts if place[0] == storage]:
             del self._parts[place]
+
+    def _hold(self, tensor: torch.Tensor) -> int:
+        storage = _storage(tensor)
+        if storage not in self._storages:
+            self._storages[storage] = StorageWeakRef(tensor.untyped_storage())
+        return storage
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 import errno
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -126,7 +126,21 @@ def _make(hf: HFModel, prompts: Sequence[Prompt], folder: Path, truth: str, repo
         for index, batch in enumerate(groups):
             _record(hf, batch, writer, noise, truth, partial(report, f"truth {index + 1}/{len(groups)}"))
     joined = {tap: torch.cat(parts) for tap, parts in noise.items()}
+    _check_finite(hf, joined)
     write_golden_files(folder, golden_key(hf, prompts, truth), hf.graph, joined)
+
+
+def _check_finite(hf: HFModel, noise: Mapping[str, torch.Tensor]) -> None:
+    for tap, errors in noise.items():
+        if not bool(errors.isfinite().all()):
+            dtype = str(hf.dtype).removeprefix("torch.")
+            raise HarnessError(
+                Code.ORACLE_NOT_FINITE,
+                f"HF itself is not finite in {dtype}: no engine can be judged there",
+                where=tap,
+                expected=f"numbers of at most {torch.finfo(hf.dtype).max:.3g}",
+                hint="check in bfloat16 or float32 (--dtype bfloat16); if that fails too, look for NaN in the weights",
+            )
 
 
 def _record(

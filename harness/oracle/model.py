@@ -15,6 +15,7 @@ from torch import nn
 from harness.checkpoint import CONFIG_NAME, read_config, shards
 from harness.errors import Code, HarnessError
 from harness.inspect import inspect_path
+from harness.oracle.failures import hf_failures
 from harness.oracle.quiet import quiet_transformers
 from harness.oracle.weights import ResidentWeights, StreamedWeights, parameters_on_meta
 from harness.taps import Graph
@@ -73,6 +74,15 @@ class HFModel:
         """Size of one attention head."""
         own = getattr(self.config, "head_dim", None)
         return int(own or self.config.hidden_size // self.config.num_attention_heads)
+
+    def run(self, **inputs: Any) -> Any:
+        """Return what HF's forward returns.
+
+        Raises:
+            HarnessError: HF_FAILED: HF's own code raised.
+        """
+        with hf_failures(self.folder):
+            return self.model(**inputs)
 
     def module(self, path: str) -> nn.Module:
         """Return the module at a path; raises AttributeError where there is none."""

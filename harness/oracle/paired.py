@@ -78,7 +78,7 @@ def run_pair(
     ids = ids.to(hf.device)
     if logit_positions is not None and len(logit_positions) == ids.shape[1]:
         logit_positions = None
-    forward = _forward(hf, ids, logit_positions)
+    forward, _ = _forward(hf, ids, logit_positions), hf.graph  # traced now: later two forwards are under way
     kept = None if logit_positions is None else torch.tensor(list(logit_positions))
     with ExitStack() as stack:
         stack.enter_context(without_tf32())
@@ -99,7 +99,7 @@ def _forward(hf: HFModel, ids: torch.Tensor, positions: Sequence[int] | None) ->
     options: dict[str, Any] = {}
     if positions is not None and "logits_to_keep" in inspect.signature(hf.model.forward).parameters:
         options["logits_to_keep"] = torch.tensor(list(positions), device=ids.device)
-    return lambda: hf.model(input_ids=ids, use_cache=False, **options).logits
+    return lambda: hf.run(input_ids=ids, use_cache=False, **options).logits
 
 
 @torch.no_grad()

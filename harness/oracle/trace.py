@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from harness.errors import Code, HarnessError
+from harness.oracle.caches import cache_windows
 from harness.oracle.flow import Flow, Origin, following
 from harness.oracle.model import HFModel
 from harness.oracle.precision import eager_experts
@@ -24,8 +25,9 @@ _ACTIVATIONS = frozenset({"activation", "silu", "gelu", "relu", "sigmoid", "tanh
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear"})
 _NORMS = frozenset({"rsqrt", "native_layer_norm", "rms_norm", "_fused_rms_norm", "linalg_vector_norm"})
 _INTERFACE = ("query", "key", "value")
-_SAME = 1e-3
-"""Relative distance within which rows of two requests are the same: they stand elsewhere in a product."""
+_SAME_ROUNDINGS, _SAME = 256, 1e-3
+"""Distance of a row, in roundings and relative to it, within which rows of two requests are the same: they stand
+elsewhere in a product."""
 _ACTIVATION_FILES = ("transformers.activations", "torch.nn.modules.activation")
 
 
@@ -37,7 +39,7 @@ class _Shown:
     origin: Origin
     token_dim: int
     rows: torch.Tensor
-    """[rows, ...]: all values are kept, since a storage that is given back could be taken for the one after it."""
+    """[rows, ...]."""
 
     @property
     def width(self) -> int:
@@ -127,7 +129,7 @@ def _show_run(hf: HFModel, ids: torch.Tensor, sink: Callable[[str, torch.Tensor]
         watch = stack.enter_context(watching(hf))
         stack.enter_context(all_parts_held(hf))
         stack.enter_context(watch.showing(watcher))
-        sink("logits", hf.model(input_ids=ids.to(hf.device), use_cache=False).logits)
+        sink("logits", hf.run(input_ids=ids.to(hf.device), use_cache=False).logits)
     return watcher.calls
 
 
@@ -154,7 +156,9 @@ def _without_other_rows(trace: _Trace, shapes: Mapping[str, torch.Size]) -> _Tra
     kept = {
         source: each
         for source, each in trace.shown.items()
-        if shapes.get(source) == each.rows.shape[1:] and _is_causal(each.rows, trace.num_tokens)
+        if shapes.get(source) == each.rows.shape[1:]
+        and _is_causal(each.rows, trace.num_tokens)
+        and not _is_mask(each.rows)
     }
     return replace(trace, shown=dict(_bridged(trace.shown, kept)))
 
@@ -163,8 +167,20 @@ def _is_causal(rows: torch.Tensor, num_tokens: int) -> bool:
     """Whether the rows of the first two requests, whose last tokens differ, are the same but for the last."""
     if not rows.is_floating_point():
         return True  # a choice between near scores may fall either way
+    distance = min(_SAME, _SAME_ROUNDINGS * torch.finfo(rows.dtype).eps)
     one, other = (rows[at : at + num_tokens - 1].flatten(1).to(torch.float64) for at in (0, num_tokens))
-    return bool(((one - other).norm(dim=1) <= _SAME * other.norm(dim=1)).all())
+    if not torch.equal(one.isfinite(), other.isfinite()):
+        return False
+    one, other = (x.where(x.isfinite(), 0) for x in (one, other))
+    return bool(((one - other).norm(dim=1) <= distance * other.norm(dim=1)).all())
+
+
+def _is_mask(rows: torch.Tensor) -> bool:
+    """Whether all that is in the rows is zero or as low as the dtype goes."""
+    if not rows.is_floating_point():
+        return False
+    is_low = rows <= torch.finfo(rows.dtype).min / 2
+    return bool(is_low.any() and (is_low | (rows == 0)).all())
 
 
 def _bridged(shown: dict[str, _Shown], kept: dict[str, _Shown]) -> Iterator[tuple[str, _Shown]]:
@@ -243,7 +259,7 @@ def _named(hf: HFModel, trace: _Trace) -> Graph:
     others |= {source: name for source, name in names.items() if source != name}
     others |= {source.replace(":", "."): name for source, name in others.items()}
     others = {alias: name for alias, name in others.items() if alias not in names.values()}
-    return Graph(tuple(_with_caches(renamed)), others)
+    return Graph(tuple(_with_caches(renamed, cache_windows(hf))), others)
 
 
 def _attention(operation: Operation, trace: _Trace) -> Operation:
@@ -347,12 +363,13 @@ def _short_name(operation: Operation, layers: set[str], given: set[str], head: s
     return plain if short in given else short
 
 
-def _with_caches(operations: list[Operation]) -> Iterator[Operation]:
+def _with_caches(operations: list[Operation], windows: Mapping[int, int]) -> Iterator[Operation]:
     """Before each attention, what a cache gives back of the keys and values that it reads."""
     by_tap = {operation.tap: operation for operation in operations}
     for operation in operations:
         if operation.kind is Kind.ATTENTION and operation.layer is not None:
             for name, written in zip(("k_cache", "v_cache"), operation.inputs[1:], strict=True):
                 tap, shape = f"{prefix_of(operation.tap)}{name}", by_tap[written].shape
-                yield Operation(tap=tap, kind=Kind.CACHE, inputs=(written,), shape=shape, window=operation.window)
+                window = operation.window or windows.get(operation.layer)
+                yield Operation(tap=tap, kind=Kind.CACHE, inputs=(written,), shape=shape, window=window)
         yield operation

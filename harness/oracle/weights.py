@@ -57,12 +57,23 @@ class StreamedWeights:
             dtype_plan=model._get_dtype_plan(dtype),
             weight_mapping=get_model_conversion_mapping(model, None, None),
         )
-        self._headers = tensor_headers(folder)
+        self._folder, self._headers = folder, tensor_headers(folder)
         self._converted: set[str] = set()
         """Parameters that are not the tensor of the checkpoint as it stands."""
-        self._keys_of = self._plan(folder)
+        self._keys_of = self._plan()
+        self._give_embedding_a_device()
+        self._empty: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
 
-    def _plan(self, folder: Path) -> Mapping[str, Sequence[Key]]:
+    def _give_embedding_a_device(self) -> None:
+        """Let the embedding's weight say where the token ids go: some families ask it before they look them up."""
+        weight = getattr(self._model.get_input_embeddings(), "weight", None)
+        if isinstance(weight, nn.Parameter):
+            unknown = torch.full((1,), torch.nan, dtype=weight.dtype, device=self._device).expand(weight.shape)
+            for name, parameter in self._model.named_parameters(remove_duplicate=False):
+                if parameter is weight:
+                    self._set(name, nn.Parameter(unknown, requires_grad=False))
+
+    def _plan(self) -> Mapping[str, Sequence[Key]]:
         """Return the tensors behind each parameter; those of a tied one are those of what it is tied to."""
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -82,20 +93,19 @@ class StreamedWeights:
             one, other = (target, source) if source in keys else (source, target)
             if one not in keys and other in keys:
                 keys[one] = keys[other]
-        self._check_complete(keys, folder)
+        self._check_complete(keys)
         return keys
 
-    def _check_complete(self, keys: Mapping[str, Sequence[Key]], folder: Path) -> None:
-        # A converter's first target stands for all of them, so only a module that lacks everything is certain to lack.
-        modules = {name.rpartition(".")[0] for name in keys}
+    def _check_complete(self, keys: Mapping[str, Sequence[Key]]) -> None:
+        # A converter's first target stands for all of them: whether another is lacking is seen when it is loaded.
+        converted = {name.rpartition(".")[0] for name in self._converted}
         for name, _ in self._model.named_parameters():
-            if name not in keys and name.rpartition(".")[0] not in modules:
-                raise HarnessError(
-                    Code.TENSORS_CONTRADICT_CONFIG,
-                    f"the checkpoint has no tensor for the parameter {name}",
-                    where=folder,
-                    hint=f"harness inspect {folder}",
-                )
+            if name not in keys and name.rpartition(".")[0] not in converted:
+                raise self._contradiction(f"the checkpoint has no tensor for the parameter {name}")
+
+    def _contradiction(self, message: str, **shown: object) -> HarnessError:
+        hint = f"harness inspect {self._folder}"
+        return HarnessError(Code.TENSORS_CONTRADICT_CONFIG, message, where=self._folder, hint=hint, **shown)
 
     @contextmanager
     def held(self, part: str) -> Iterator[None]:
@@ -103,24 +113,35 @@ class StreamedWeights:
 
         Args:
             part: dotted path of a module.
+
+        Raises:
+            HarnessError: TENSORS_CONTRADICT_CONFIG: a tensor has another shape than its parameter, or is not there.
         """
         module = self._model.get_submodule(part)
-        empty = dict(module.named_parameters(remove_duplicate=False))
-        if not empty or all(not parameter.is_meta for parameter in empty.values()):
+        own = [f"{part}.{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
+        if not any(map(self._is_empty, own)):
             yield
             return
-        names = [f"{part}.{name}" for name in (*empty, *dict(module.named_buffers()))]
         with ExitStack() as stack:
-            stack.callback(_release, module, empty)
-            self._load(names, {f"{part}.{name}": parameter.shape for name, parameter in empty.items()})
-            self._tie(names, stack)
+            stack.callback(self._release, own)
+            self._load([*own, *(f"{part}.{name}" for name, _ in module.named_buffers())])
+            self._tie(own, stack)
+            for name in filter(self._is_empty, own):
+                raise self._contradiction(f"the checkpoint has no tensor for the parameter {name}")
             module.requires_grad_(False)
             yield
 
-    def _load(self, names: Sequence[str], shapes: Mapping[str, torch.Size]) -> None:
+    def _is_empty(self, name: str) -> bool:
+        return self._empty[name] is self._model.get_parameter(name)
+
+    def _release(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._set(name, self._empty[name])
+
+    def _load(self, names: Sequence[str]) -> None:
         prefixes = tuple({name.rpartition(".")[0] + "." for name in names})
         wanted = {name: keys for name, keys in self._keys_of.items() if name in names or name.startswith(prefixes)}
-        mapped = {name: keys[0] for name, keys in wanted.items() if self._is_mapped(name, keys, shapes.get(name))}
+        mapped = {name: keys[0] for name, keys in wanted.items() if name in names and self._is_mapped(name, keys)}
         with ExitStack() as stack:
             files = _Files(stack, self._headers)
             for name, key in mapped.items():
@@ -130,25 +151,31 @@ class StreamedWeights:
             if converted:
                 self._convert({key: files.of(key).get_slice(key) for key in sorted(converted)})
 
-    def _is_mapped(self, name: str, keys: Sequence[Key], shape: torch.Size | None) -> bool:
-        if shape is None or name in self._converted or len(keys) > 1:
+    def _is_mapped(self, name: str, keys: Sequence[Key]) -> bool:
+        if name not in self._empty or name in self._converted or len(keys) > 1:
             return False
-        return tuple(self._headers[keys[0]][0].shape) == shape
+        return tuple(self._headers[keys[0]][0].shape) == self._empty[name].shape
 
     def _convert(self, tensors: Mapping[Key, Any]) -> None:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
         with quiet_transformers():
-            convert_and_load_state_dict_in_model(self._model, tensors, self._loading)
+            loaded, _ = convert_and_load_state_dict_in_model(self._model, tensors, self._loading)
+        for name, actual, expected in sorted(loaded.mismatched_keys):
+            raise self._contradiction(
+                f"the parameter {name} has another shape in the checkpoint",
+                expected=list(expected),
+                actual=list(actual),
+            )
 
     def _tie(self, names: Sequence[str], stack: ExitStack) -> None:
         """Give a tied parameter the tensor that was loaded for what it is tied to."""
         for target, source in self._model.all_tied_weights_keys.items():
             for one, other in ((target, source), (source, target)):
-                if one in names and self._model.get_parameter(one).is_meta:
+                if one in names and self._is_empty(one) and not self._is_empty(other):
                     self._set(one, self._model.get_parameter(other))
                 if one in names and other not in names:
-                    stack.callback(self._set, other, _meta_like(self._model.get_parameter(other)))
+                    stack.callback(self._set, other, self._empty[other])
 
     def _set(self, name: str, parameter: nn.Parameter) -> None:
         path, _, own = name.rpartition(".")
@@ -168,16 +195,6 @@ class _Files:
         if shard not in self._files:
             self._files[shard] = self._stack.enter_context(safe_open(shard, framework="pt"))
         return self._files[shard]
-
-
-def _meta_like(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-
-
-def _release(module: nn.Module, empty: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in empty.items():
-        path, _, own = name.rpartition(".")
-        module.get_submodule(path)._parameters[own] = parameter
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,9 +19,9 @@ import torch
 from torch.profiler import profile, record_function
 
 from harness.engines.stepping import Session
-from harness.profile_results import Category, Frame, MemoryTimeline
+from harness.profile_results import Category, Frame, MemoryTimeline, StepShape
 from harness.profiling.allocations import Allocation, categorize, match
-from harness.profiling.cuda_history import read_cuda_history
+from harness.profiling.cuda_history import read_cuda_blocks, read_cuda_history
 from harness.profiling.load import Window, drive
 from harness.profiling.recorders import activities, profiling, recording_cuda_memory
 from harness.profiling.snapshot import Held, build_snapshot, write_snapshot
@@ -129,24 +130,41 @@ def _frame(node: Node) -> Frame:
     return Frame(filename=filename, line=int(line), name=name)
 
 
+class _Unheard:
+    """A watcher that notes nothing: it only keeps an engine from replaying graphs, which allocate nothing."""
+
+    def begin_step(self, shape: StepShape) -> None:
+        """See `Watcher`."""
+
+    def reached(self, name: str) -> None:
+        """See `Watcher`."""
+
+
 def _capture_cuda(session: Session, window: Window, path: Path, device: str, held: list[Held]) -> MemoryCapture:
-    """Record the allocator's own history; its snapshot is written as it is. Not measured on a GPU yet."""
-    stopwatch = Stopwatch(window, device)
+    """Record the allocator's own history of the captured steps; its snapshot is written as it is."""
+    stopwatch, index = Stopwatch(window, device), torch.device(device).index or 0
+    earlier: list[Allocation] = []
     taken: list[dict[str, Any]] = []
+    with ExitStack() as recording:
 
-    def take(index: int) -> Sequence[int]:
-        with stopwatch.step(index):
-            requests = session.step()
-        if index == window.num_steps - 1:
-            taken.append(torch.cuda.memory._snapshot())
-        return requests
+        def take(step: int) -> Sequence[int]:
+            if step == len(window.before):
+                earlier.extend(
+                    read_cuda_blocks(torch.cuda.memory._snapshot(), index, {block.address for block in held})
+                )
+                recording.enter_context(recording_cuda_memory(_MAX_CUDA_ENTRIES))
+            with stopwatch.step(step):
+                requests = session.step()
+            if step == window.num_steps - 1:
+                taken.append(torch.cuda.memory._snapshot())
+            return requests
 
-    with recording_cuda_memory(_MAX_CUDA_ENTRIES):
-        drive(session, window.load, take, num_steps=window.num_steps)
+        with session.watching(_Unheard()):
+            drive(session, window.load, take, num_steps=window.num_steps)
         gc.collect()
         final = torch.cuda.memory._snapshot()
     write_snapshot(taken[0], path)
-    allocations: list[Allocation] = read_cuda_history(final, torch.device(device).index or 0, MAX_FRAMES)
-    times = [allocation.time_us for allocation in allocations] or [0.0]
+    allocations = read_cuda_history(final, index, MAX_FRAMES, earlier)
+    times = [allocation.time_us for allocation in allocations[len(earlier) :]] or [0.0]
     timeline = build_timeline(allocations, held, begin=min(times), end=float("inf"))
     return MemoryCapture(timeline=timeline, elapsed_s=stopwatch.elapsed_s)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from harness.profiling.kernel_cost import KERNELS
 from harness.profiling.pairs import causal_pairs
 from harness.profiling.storage import storages
 
@@ -40,12 +41,14 @@ def flops(name: str, arguments: Arguments) -> int:
     Of attention only the scores that the mask keeps are counted, whatever the kernel computes. A product over an inner
     dimension of 1 adds nothing up and counts as pointwise.
     """
-    formula = _FLOPS.get(name)
+    formula = KERNELS[name].flops if name in KERNELS else _FLOPS.get(name)
     return 0 if formula is None else formula(arguments)
 
 
 def elementwise_flops(operator: torch._ops.OpOverload, name: str, arguments: Arguments, result: Any) -> int:
     """Return one for each element of a pointwise operator's result, or of a reduction's input."""
+    if name in KERNELS:
+        return KERNELS[name].elementwise_flops(arguments)
     if name in _COPIES:
         return 0
     if name in _REDUCTIONS:
@@ -58,6 +61,8 @@ def elementwise_flops(operator: torch._ops.OpOverload, name: str, arguments: Arg
 
 def bytes_moved(operator: torch._ops.OpOverload, name: str, arguments: Arguments, result: Any) -> int:
     """Return the bytes that the operator has to read and to write; 0 for a view."""
+    if name in KERNELS:
+        return KERNELS[name].bytes_moved(arguments)
     if _is_view(operator, result, arguments):
         return 0
     written = {argument.name for argument in operator._schema.arguments if is_written(argument)}
@@ -72,7 +77,7 @@ def bytes_moved(operator: torch._ops.OpOverload, name: str, arguments: Arguments
 
 def written_bytes(name: str, arguments: Arguments, key: str) -> int:
     """Return how much of a written argument is written."""
-    source = _WRITTEN_FROM.get(name)
+    source = KERNELS[name].written_from.get(key) if name in KERNELS else _WRITTEN_FROM.get(name)
     targets = tensors(arguments.get(key))
     if source is None or not isinstance(arguments.get(source), torch.Tensor):
         return sum(tensor.nbytes for tensor in targets)

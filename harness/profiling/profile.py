@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 from harness.checkpoint import read_config
 from harness.engines import open_engine
-from harness.engines.stepping import Session, open_session
+from harness.engines.stepping import ClosableSession, open_session
 from harness.errors import Code, HarnessError
 from harness.profile_results import Ceilings, Overhead, PhaseProfile, ProfileResult, RooflinePoint
 from harness.profiling.ceilings import best_of, measure_ceilings
@@ -85,13 +86,14 @@ def run_profile(spec: ProfileSpec, out: Path, progress: Progress | None = None) 
             max_num_tokens=workload.batch_size * workload.num_prompt_tokens + workload.batch_size,
             max_num_seqs=workload.batch_size + 1,
         )
-        return _Profile(spec, session, out, report).run()
+        with closing(session):
+            return _Profile(spec, session, out, report).run()
 
 
 class _Profile:
     """The profile on its way."""
 
-    def __init__(self, spec: ProfileSpec, session: Session, out: Path, report: Progress) -> None:
+    def __init__(self, spec: ProfileSpec, session: ClosableSession, out: Path, report: Progress) -> None:
         self._spec, self._session, self._out, self._report = spec, session, out, report
         self._about = describe_environment() | {
             "engine": spec.engine,
@@ -228,13 +230,15 @@ class _Profile:
             ),
             ceilings=ceilings,
             environment=tuple(self._about.items()),
+            notes=tuple(self._session.notes),
         )
 
 
 def _points(found: PhaseTables, costs: Mapping[str, Cost], ceilings: Ceilings) -> list[RooflinePoint]:
     folded = fold(costs, {row.name for row in found.operations})
-    times = {row.name: row.total_us for row in found.operations}
-    return [point(name, cost, times[name], ceilings) for name, cost in folded.items() if name in times]
+    # On a GPU an operation's own time is that of its launches, and what its kernels take is what the roofs limit.
+    times = {row.name: row.total_us if row.device_us is None else row.device_us for row in found.operations}
+    return [point(name, cost, times[name], ceilings) for name, cost in folded.items() if times.get(name)]
 
 
 def _notes(found: _Pass) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -35,7 +36,9 @@ def profiling(profiler: profile) -> Iterator[None]:
     # Or the profiler announces each of its starts on standard error, at a level above its errors.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     try:
-        with _blaming_profiler():
+        with _blaming_profiler(), warnings.catch_warnings():
+            # Each cycle is exported by itself. Torch 2.11 warns of that, even where there is one cycle.
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")
             yield
             profiler.stop()
     except BaseException:

@@ -7,13 +7,15 @@ from collections.abc import Collection, Mapping
 from harness.engines.stepping import ROTARY
 from harness.profile_results import BoundBy, Ceilings, RooflinePoint
 from harness.profiling.formulas import Cost
+from harness.taps import FINAL_NORM
 
 OVERHEAD_SHARE = 0.1
 """Below this share of the lower roof it is not that roof that limits."""
 _COMPUTED_WITH = {
     "self_attn.k_proj": "self_attn.q_proj", "self_attn.v_proj": "self_attn.q_proj", "self_attn.k_norm":
     "self_attn.q_norm", "k_rope": "q_rope", "v_cache": "k_cache", "k_cache": "attention", "mlp.up_proj":
-    "mlp.gate_proj", ROTARY: "input_layernorm",
+    "mlp.gate_proj", ROTARY: "input_layernorm", "q_rope": "self_attn.q_norm", "post_attention_layernorm":
+    "attn_residual", "input_layernorm": "output", FINAL_NORM: "output",
 }  # fmt: skip
 """Where an engine computes several operations in one, the one that stands for this one."""
 

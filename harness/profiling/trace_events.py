@@ -85,7 +85,8 @@ def read_events(path: Path) -> TraceEvents:
             events: list[dict[str, Any]] = json.load(file)["traceEvents"]
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise HarnessError(Code.PROFILER_FAILED, f"the trace cannot be read: {error}", where=path) from error
-    thread = next((event["tid"] for event in events if event["name"] == STEP), None)
+    # A GPU's stream may show the span again, in a category of its own.
+    thread = next((own["tid"] for own in events if own["name"] == STEP and own.get("cat") in _CPU_CATEGORIES), None)
     if thread is None:
         raise HarnessError(Code.PROFILER_FAILED, "the trace holds no step", where=path)
     own = [event for event in events if event.get("tid") == thread]

@@ -14,7 +14,7 @@ MAX_OPERATORS = 12
 
 def profile_text(result: ProfileResult) -> str:
     """Return the whole text."""
-    parts = [_head(result), _phases(result.phases), _overhead(result)]
+    parts = [_head(result), _phases(result.phases), _overhead(result), *result.notes]
     parts += [_phase(phase) for phase in result.phases]
     return "\n\n".join(parts)
 

@@ -14,7 +14,7 @@ LOGITS = "lm_head"
 FINAL_LOGITS = "logits"
 """What the model makes of the head's output, where it does (a soft cap, a scale)."""
 
-_IN_LAYER = re.compile(r"(?P<prefix>[A-Za-z_][\w.]*?\.(?P<layer>\d{1,4})\.)(?P<site>.+)", re.DOTALL)
+_IN_LAYER = re.compile(r"(?P<prefix>[A-Za-z_][\w.]*?\.(?P<layer>\d{1,4})\.)(?P<site>.+)", re.DOTALL | re.ASCII)
 
 
 def layer_of(tap: str) -> int | None:

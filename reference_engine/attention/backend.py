@@ -30,6 +30,8 @@ class AttentionBackend(Protocol):
     """What it can serve."""
     has_blocks: bool
     """Whether slots and block tables mean something to an observer."""
+    uses_triton: bool
+    """Whether Triton runs here, so that a decoder's small operations can be kernels of it, too."""
     is_capturable: bool
     """Whether a decode step depends on shapes alone on the host, so that it can be recorded and replayed."""
     block_size: int

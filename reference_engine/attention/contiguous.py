@@ -25,6 +25,7 @@ class ContiguousAttention:
 
     limits = Limits()
     has_blocks = False
+    uses_triton = False
     is_capturable = False
 
     def __init__(self, spec: CacheSpec) -> None:

@@ -64,6 +64,7 @@ class PagedAttention:
 
     limits = Limits()
     has_blocks = True
+    uses_triton = False
     is_capturable = False
 
     def __init__(self, spec: CacheSpec) -> None:

@@ -26,6 +26,7 @@ class RecomputeAttention:
     cache = None
     limits = Limits()
     has_blocks = False
+    uses_triton = False
     is_capturable = False
 
     def __init__(self, spec: CacheSpec) -> None:

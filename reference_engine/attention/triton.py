@@ -13,7 +13,7 @@ Shapes: T tokens, M prefill tiles, N query heads, K KV heads, H head dim.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -62,20 +62,21 @@ class TritonAttention:
 
     limits = _LIMITS
     has_blocks = True
+    uses_triton = True
     is_capturable = True
 
     def __init__(self, spec: CacheSpec) -> None:
-        from reference_engine.kernels import interpreter, paged_decode, paged_prefill, store_kv
+        from reference_engine import operators
+        from reference_engine.kernels.paged_prefill import cut_into_tiles
 
         self.block_size = spec.block_size
         self.num_blocks = spec.num_blocks or spec.default_num_blocks(spec.block_size)
         self.cache = KVCache(spec, self.num_blocks, self.block_size)
         self._layer_windows = spec.layer_windows
         self._tiling = find_tiling(spec.head_dim, spec.dtype)
-        self._out_dtype = interpreter.output_dtype(spec.dtype)
-        self._store_kv = store_kv.store_kv
-        self._cut_into_tiles = paged_prefill.cut_into_tiles
-        self._prefill, self._decode = paged_prefill.paged_prefill, paged_decode.paged_decode
+        self._cut_into_tiles = cut_into_tiles
+        self._store_kv, self._prefill = operators.store_kv, operators.paged_prefill
+        self._decode: Callable[..., None] = operators.paged_decode
 
     def plan(self, batch: Batch) -> TritonPlan:
         """Cut the chunks into tiles, on the host."""
@@ -90,27 +91,20 @@ class TritonAttention:
         plan: TritonPlan = batch.plan
         k_cache_BSKH, v_cache_BSKH = self.cache.data[:, layer]
         window = self._layer_windows[layer]
-        out_TNH = torch.empty(q_TNH.shape, dtype=self._out_dtype, device=q_TNH.device)
+        out_TNH = q_TNH.new_empty(q_TNH.shape)
         with torch.cuda.device_of(q_TNH):  # Triton launches on the current device, which need not be this one
             self._store_kv(k_TKH, v_TKH, batch.slot_mapping_T, k_cache_BSKH, v_cache_BSKH)
             if plan.num_single:
                 own = slice(plan.num_single)
                 self._decode(
                     q_TNH[own], k_cache_BSKH, v_cache_BSKH, batch.block_tables_RB[own], batch.context_lens_R[own],
-                    out_TNH[own], window=window, tiling=self._tiling,
+                    out_TNH[own], window=window,
                 )  # fmt: skip
             if len(plan.tiles_M4):
                 self._prefill(
-                    q_TNH,
-                    k_cache_BSKH,
-                    v_cache_BSKH,
-                    batch.block_tables_RB,
-                    plan.tiles_M4,
-                    out_TNH,
-                    window=window,
-                    tiling=self._tiling,
+                    q_TNH, k_cache_BSKH, v_cache_BSKH, batch.block_tables_RB, plan.tiles_M4, out_TNH, window=window
                 )
-        return out_TNH.to(q_TNH.dtype)
+        return out_TNH
 
     def read_back(self, layer: int, block_table: Sequence[int], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AttentionBackend.read_back`."""
@@ -119,6 +113,10 @@ class TritonAttention:
 
 
 def _to_device(tiles: list[tuple[int, int, int, int]], device: torch.device) -> torch.Tensor:
-    host = torch.tensor(tiles, dtype=torch.int32).reshape(-1, 4)
+    if (
+        not tiles
+    ):  # made there: a copy, even of nothing, may wait for the device, which a step that is recorded must not
+        return torch.empty((0, 4), dtype=torch.int32, device=device)
+    host = torch.tensor(tiles, dtype=torch.int32)
     # Only a copy from pinned memory is asynchronous.
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and tiles else host.to(device)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -79,6 +79,7 @@ class VarlenAttention:
 
     limits = _LIMITS
     has_blocks = True
+    uses_triton = False
     is_capturable = False
 
     def __init__(self, spec: CacheSpec) -> None:

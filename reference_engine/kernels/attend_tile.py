@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from reference_engine.kernels.interpreter import INTERPRETED
+from reference_engine.kernels.interpreter import INTERPRETED, round_to
 
 __all__ = ["LOG2_E", "attend_tile", "normalise"]
 
@@ -43,7 +43,8 @@ def attend_tile(
     """Return `largest_M`, `sum_M` and `product_MH` with the keys at positions `keys_C` taken in.
 
     `k_ptr` and `v_ptr` point at a KV head in slot 0, `table_ptr` at the request's block table, whose entries outside
-    `is_read_C` are not looked at. `scale` is log2(e) / sqrt(H).
+    `is_read_C` are not looked at. `scale` is log2(e) / sqrt(H). Weights are rounded to the dtype of V before they meet
+    it, as FlashAttention does: matrix units take both in one dtype. Their sum is that of the weights before.
     """
     # Each key goes through the table by itself: tiles need not fit blocks, and any block size will do.
     block_C = tl.load(table_ptr + keys_C // BLOCK_SIZE, mask=is_read_C, other=0).to(tl.int64)
@@ -54,7 +55,8 @@ def attend_tile(
     is_read_CH = is_read_C[:, None] & (dims_H < HEAD_DIM)[None, :]
     k_CH = tl.load(k_ptr + offsets_CH, mask=is_read_CH, other=0.0)
     v_CH = tl.load(v_ptr + offsets_CH, mask=is_read_CH, other=0.0)
-    if INTERPRETED and k_CH.dtype == tl.bfloat16:
+    dtype: tl.constexpr = v_CH.dtype
+    if INTERPRETED and dtype == tl.bfloat16:
         q_MH, k_CH, v_CH = q_MH.to(tl.float32), k_CH.to(tl.float32), v_CH.to(tl.float32)
 
     # "ieee" keeps float32 in float32; the default would round it to TF32. Narrower dtypes are not affected.
@@ -66,7 +68,7 @@ def attend_tile(
     weight_MC = tl.exp2(score_MC - base_M[:, None])
     shrink_M = tl.exp2(largest_M - base_M)
     new_sum_M = sum_M * shrink_M + tl.sum(weight_MC, 1)
-    new_product_MH = product_MH * shrink_M[:, None] + tl.dot(weight_MC.to(v_CH.dtype), v_CH, input_precision="ieee")
+    new_product_MH = product_MH * shrink_M[:, None] + tl.dot(round_to(weight_MC, dtype), v_CH, input_precision="ieee")
     return new_largest_M, new_sum_M, new_product_MH
 
 

@@ -2,12 +2,11 @@
 
 Flash-Decoding (Dao, Haziza, Massa and Sizov 2023, crfm.stanford.edu/2023/10/12/flashdecoding.html): one program takes
 one split of the keys of one KV head, with all query heads of that KV head as the rows of its tile, so that K and V are
-read once. A second kernel merges the splits.
+read once. A second kernel merges the splits of requests that have several.
 
 A request's results do not depend on its batch mates, bit for bit: how its keys are split follows from its own number of
-keys, the merge always sums over `MAX_SPLITS` places, and the merge of a single split changes nothing. Mates, or rather
-the width of the block tables, decide only how many programs are started; those without keys end at once. Performance on
-a GPU is unmeasured.
+keys, and the merge always sums over `MAX_SPLITS` places. Mates, or rather the width of the block tables, decide only
+how many programs are started; those without keys end at once. Performance on a GPU is unmeasured.
 
 Shapes: R requests, G query heads of a KV head (padded), C keys of a tile, P splits, B blocks, S slots in a block,
 N query heads, K KV heads, H head dim.
@@ -22,6 +21,7 @@ import triton
 import triton.language as tl
 
 from reference_engine.kernels.attend_tile import LOG2_E, attend_tile, normalise
+from reference_engine.kernels.interpreter import round_to
 from reference_engine.kernels.tiling import Tiling, power_of_two
 
 __all__ = ["MAX_SPLITS", "MIN_SPLIT_KEYS", "paged_decode"]
@@ -30,6 +30,8 @@ __all__ = ["MAX_SPLITS", "MIN_SPLIT_KEYS", "paged_decode"]
 MAX_SPLITS = 16
 # Splits are at least this long: shorter ones would cost more to merge than they win. A multiple of every key tile.
 MIN_SPLIT_KEYS = 256
+# Block table, then K and V: with 5 stages two tiles of each are on their way while a third is computed with.
+NUM_STAGES, NUM_WARPS = 5, 4
 
 
 def paged_decode(
@@ -59,8 +61,7 @@ def paged_decode(
     if window is not None:
         max_keys = min(max_keys, window)
     num_splits = min(MAX_SPLITS, -(-max_keys // min_split_keys))
-    is_split = num_splits > 1
-    shape = (num_requests, num_heads, num_splits) if is_split else (0,)
+    shape = (num_requests, num_heads, num_splits) if num_splits > 1 else (0,)
     part_RNPH = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_RNH.device)
     log_sum_RNP = torch.empty(shape, dtype=torch.float32, device=q_RNH.device)
     group = num_heads // num_kv_heads
@@ -69,10 +70,10 @@ def paged_decode(
         q_RNH.stride(0), out_RNH.stride(0), block_tables_RB.stride(0), head_dim**-0.5 * LOG2_E,
         GROUP=group, PADDED_GROUP=power_of_two(group), SLOT_WIDTH=num_kv_heads * head_dim, BLOCK_SIZE=block_size,
         WINDOW=window, HEAD_DIM=head_dim, PADDED_DIM=tiling.padded_head_dim, TILE_KEYS=tiling.keys,
-        IS_SPLIT=is_split, MAX_SPLITS=MAX_SPLITS, MIN_SPLIT_KEYS=min_split_keys,
-        num_warps=4, num_stages=2,
+        MAX_SPLITS=MAX_SPLITS, MIN_SPLIT_KEYS=min_split_keys,
+        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
-    if is_split:
+    if num_splits > 1:
         _merge_kernel[num_requests, num_heads](
             part_RNPH, log_sum_RNP, out_RNH, context_lens_R, out_RNH.stride(0), num_splits,
             WINDOW=window, HEAD_DIM=head_dim, PADDED_DIM=tiling.padded_head_dim, TILE_KEYS=tiling.keys,
@@ -118,13 +119,14 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     MIN_SPLIT_KEYS: tl.constexpr,
 ):
     request, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     context_len = tl.load(context_lens_ptr + request).to(tl.int32)
     num_keys, split_keys = _keys_and_split(context_len, WINDOW, TILE_KEYS, MAX_SPLITS, MIN_SPLIT_KEYS)
+    if (split > 0) & (split * split_keys >= num_keys):
+        return
     first = context_len - num_keys + split * split_keys
     stop = tl.minimum(first + split_keys, context_len)
 
@@ -147,14 +149,13 @@ def _decode_kernel(
             SLOT_WIDTH, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
         )  # fmt: skip
     context_GH, log_sum_G = normalise(largest_G, sum_G, product_GH)
-    if IS_SPLIT:
-        # Of splits without keys nothing is read again; they write all the same, which is simpler than not to.
+    if num_keys > split_keys:
         part_G = (request * tl.num_programs(1) * GROUP + head_G) * tl.num_programs(2) + split
         tl.store(part_ptr + part_G[:, None] * HEAD_DIM + dims_H[None, :], context_GH, mask=is_head_GH)
         tl.store(log_sum_ptr + part_G, log_sum_G, mask=heads_G < GROUP)
     else:
-        context_GH = context_GH.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + request * out_stride + offsets_GH, context_GH, mask=is_head_GH)
+        rounded_GH = round_to(context_GH, out_ptr.dtype.element_ty)
+        tl.store(out_ptr + request * out_stride + offsets_GH, rounded_GH, mask=is_head_GH)
 
 
 @triton.jit(do_not_specialize=["num_places", "context_lens_ptr"])
@@ -176,6 +177,8 @@ def _merge_kernel(
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     context_len = tl.load(context_lens_ptr + request).to(tl.int32)
     num_keys, split_keys = _keys_and_split(context_len, WINDOW, TILE_KEYS, MAX_SPLITS, MIN_SPLIT_KEYS)
+    if num_keys <= split_keys:  # a single split, which is the result
+        return
     splits_P, dims_H = tl.arange(0, MAX_SPLITS), tl.arange(0, PADDED_DIM)
     is_split_P = splits_P * split_keys < num_keys
     is_part_PH = is_split_P[:, None] & (dims_H < HEAD_DIM)[None, :]
@@ -183,11 +186,8 @@ def _merge_kernel(
     log_sum_P = tl.load(log_sum_ptr + part_P, mask=is_split_P, other=float("-inf"))
     context_PH = tl.load(part_ptr + part_P[:, None] * HEAD_DIM + dims_H[None, :], mask=is_part_PH, other=0.0)
 
-    largest = tl.max(log_sum_P, 0)
-    base = tl.where(largest == float("-inf"), 0.0, largest)
+    base = tl.max(log_sum_P, 0)
     weight_P = tl.exp2(log_sum_P - base)
-    total = tl.sum(weight_P, 0)
-    # Rounded division: with a single split it must return exactly what it is given.
-    merged_H = tl.div_rn(tl.sum(context_PH * weight_P[:, None], 0), tl.where(total == 0.0, 1.0, total))
-    merged_H = merged_H.to(out_ptr.dtype.element_ty)
+    merged_H = tl.div_rn(tl.sum(context_PH * weight_P[:, None], 0), tl.sum(weight_P, 0))
+    merged_H = round_to(merged_H, out_ptr.dtype.element_ty)
     tl.store(out_ptr + request * out_stride + head * HEAD_DIM + dims_H, merged_H, mask=dims_H < HEAD_DIM)

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from reference_engine.kernels.attend_tile import LOG2_E, attend_tile, normalise
+from reference_engine.kernels.interpreter import round_to
 from reference_engine.kernels.tiling import Tiling
 
 __all__ = ["cut_into_tiles", "paged_prefill"]
@@ -125,5 +126,5 @@ def _prefill_kernel(
             SLOT_WIDTH, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
         )  # fmt: skip
     context_QH, _ = normalise(largest_Q, sum_Q, product_QH)
-    context_QH = context_QH.to(out_ptr.dtype.element_ty)
+    context_QH = round_to(context_QH, out_ptr.dtype.element_ty)
     tl.store(out_ptr + packed_Q[:, None] * out_stride + columns_H[None, :], context_QH, mask=is_row_QH)

@@ -31,29 +31,33 @@ from hypothesis import Phase, given, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from tabulate import tabulate
 
-from harness.properties import falsify
-from harness.properties.attention import check_definition
-from harness.properties.blocks import BlockManagerMachine
-from harness.properties.engine import check_engine
-from harness.properties.falsify import BrokenPropertyError
-from harness.properties.profiles import PROFILES
-from harness.properties.reference import BlockManager, Scheduler
-from harness.properties.reference_attention import PagedAttention
-from harness.properties.reference_ops import Ops
-from harness.properties.reference_whole import Engine
-from harness.properties.scheduler import SchedulerMachine
-from harness.properties.subject import Violation
-from harness.properties.test_ops import CHECKS
+from harness.properties.attention.suite import check_definition
+from harness.properties.blocks.suite import BlockManagerMachine
+from harness.properties.core import falsify
+from harness.properties.core.findings import PropertyError, Violation
+from harness.properties.core.profiles import PROFILES
+from harness.properties.engine.suite import check_engine
+from harness.properties.ops.test_ops import CHECKS
+from harness.properties.reference.attention import PagedAttention
+from harness.properties.reference.blocks import BlockManager
+from harness.properties.reference.engine import Engine
+from harness.properties.reference.ops import Ops
+from harness.properties.reference.scheduler import Scheduler
+from harness.properties.scheduler.suite import SchedulerMachine
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the mutants and the managers are the tests'
 
-from tests.unit.properties import attention_mutants, block_mutants, kernel_mutants  # noqa: E402
-from tests.unit.properties.block_mutants import BLOCK_MUTANTS, SCHEDULER_MUTANTS  # noqa: E402
-from tests.unit.properties.managers.chained import ChainedManager  # noqa: E402
-from tests.unit.properties.managers.radix import RadixManager  # noqa: E402
-from tests.unit.properties.managers.two_phase import TwoPhaseScheduler  # noqa: E402
-from tests.unit.properties.test_managers import BUGS, SCHEDULER_BUGS  # noqa: E402
+from tests.unit.properties import model_mutants  # noqa: E402
+from tests.unit.properties.attention import kernel_mutants  # noqa: E402
+from tests.unit.properties.blocks.chained import ChainedManager  # noqa: E402
+from tests.unit.properties.blocks.mutants import BLOCK_MUTANTS  # noqa: E402
+from tests.unit.properties.blocks.radix import RadixManager  # noqa: E402
+from tests.unit.properties.blocks.test_blocks import BUGS  # noqa: E402
+from tests.unit.properties.scheduler import mutants as scheduler_mutants  # noqa: E402
+from tests.unit.properties.scheduler.mutants import SCHEDULER_MUTANTS  # noqa: E402
+from tests.unit.properties.scheduler.test_scheduler import SCHEDULER_BUGS  # noqa: E402
+from tests.unit.properties.scheduler.two_phase import TwoPhaseScheduler  # noqa: E402
 
 MOST_EXAMPLES = 2_000
 MOST_OF_A_PROPERTY = 500
@@ -167,7 +171,7 @@ def counting(number: int) -> Iterator[Examples]:
         falsify.PHASES, falsify.given = phases, given
 
 
-def killed(mutant: attention_mutants.Mutant | kernel_mutants.Mutant, num_seeds: int) -> list[object]:
+def killed(mutant: model_mutants.Mutant | kernel_mutants.Mutant, num_seeds: int) -> list[object]:
     """Return one row: how soon a mutant of attention, the kernels, the operations or the engine is found."""
     chosen = settings(PROFILES["dev"].settings(), max_examples=MOST_OF_A_PROPERTY, derandomize=False)
     counts, properties = [], Counter[str]()
@@ -175,7 +179,7 @@ def killed(mutant: attention_mutants.Mutant | kernel_mutants.Mutant, num_seeds: 
         with mutant.planted(), counting(number) as examples:
             try:
                 mutant.suite(chosen)
-            except BrokenPropertyError as error:
+            except PropertyError as error:
                 properties[error.property.partition(":")[0]] += 1
                 counts.append(max(1, examples.of_the_last - 1))  # the failing one is run twice
     missed = num_seeds - len(counts)
@@ -214,7 +218,7 @@ def found(bug: Bug, num_seeds: int) -> list[object]:
 def survivors() -> str:
     """Return the mutants that nothing kills, with the reason that stands above each."""
     lines = []
-    for module in (block_mutants, attention_mutants, *([kernel_mutants] if HAS_KERNELS else [])):
+    for module in (scheduler_mutants, model_mutants, *([kernel_mutants] if HAS_KERNELS else [])):
         source = Path(str(module.__file__)).read_text(encoding="utf-8").partition("\nSURVIVORS = [\n")[2]
         for found in re.finditer(r"((?: +#.*\n)+) +[Mm]utant\(\s*\"([^\"]+)\"", source):
             reason = " ".join(line.strip(" #") for line in found[1].splitlines())
@@ -236,7 +240,7 @@ def main() -> None:
     speed_rows = [*speeds(), *call_speeds()]
     suite_rows = [[dev[0], dev[1], ci[1]] for dev, ci in zip(suites("dev"), suites("ci"), strict=True)]
     bug_rows = [found(bug, options.seeds) for bug in bugs()]
-    mutant_rows = [killed(mutant, options.engine_seeds) for mutant in attention_mutants.MUTANTS]
+    mutant_rows = [killed(mutant, options.engine_seeds) for mutant in model_mutants.MUTANTS]
     if HAS_KERNELS:
         for mutant in kernel_mutants.MUTANTS:
             name, *figures = killed(mutant, options.engine_seeds)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -21,8 +22,10 @@ from tabulate import tabulate
 from harness.case import RequestSpec
 from harness.check import record_run
 from harness.compare import compare_run
+from harness.compare.bounds import CONTROL_FACTOR
 from harness.engines.hf import HFEngine
 from harness.errors import HarnessError
+from harness.oracle.environment import environment
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import make_golden
 from harness.oracle.model import HFModel, load_model
@@ -182,10 +185,23 @@ def main() -> None:
             for each in missed:
                 where = each.divergence.tap if each.divergence else "nowhere"
                 sys.stderr.write(f"{name}: {each.fault.name} found at {where}, not at {', '.join(each.fault.sites)}\n")
-    sys.stdout.write("\n\n".join([sound_table(results), summary(results, trials), fault_table(trials)]) + "\n")
+    parts = [heading(), summary(results, trials), sound_table(results), fault_table(trials)]
+    sys.stdout.write("\n\n".join(parts) + "\n")
     if not options.names:
         rows = list(excluded().items())
         sys.stdout.write("\n" + tabulate(rows, ["not a decoder-only text model", "why"], tablefmt="github") + "\n")
+
+
+def heading() -> str:
+    """Say what this is, and what made it."""
+    made_with = ", ".join(f"{name} {value}" for name, value in environment().items() if value)
+    return (
+        "# Families\n\n"
+        f"`python -m tests.families.check`, {date.today()}: {made_with}.\n\n"
+        "Every decoder-only text architecture of transformers' causal language models, with tiny random weights under\n"
+        "which it behaves as a trained one. HF itself is the engine: prefill, then decode through its own cache.\n"
+        f"Faults are planted in the engine's copy, in {FAULT_DTYPE}."
+    )
 
 
 def sound_table(results: dict[str, dict[str, Checked]]) -> str:
@@ -222,6 +238,13 @@ def summary(results: dict[str, dict[str, Checked]], trials: dict[str, list[Trial
     if planted:
         text += f" {found} of {len(planted)} faults in {len(trials)} architectures are found at the right tap"
         text += f" ({100 * found / len(planted):.1f} %); {enough} architectures have three faults or more."
+    runs = [each.run for by_dtype in results.values() for each in by_dtype.values() if each.word == "pass" and each.run]
+    by_control = [tap.local_bound_share_max or 0.0 for run in runs for tap in run.taps if tap.is_bounded_by_control]
+    if by_control:
+        text += (
+            f"\n{len(by_control)} taps of sound runs are bounded by their control, {CONTROL_FACTOR:g} times what it "
+        )
+        text += f"loses: the largest share of such a bound is {max(by_control):.2f}."
     return text
 
 

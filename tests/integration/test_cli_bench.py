@@ -27,6 +27,8 @@ def wrong_peer(monkeypatch):
             generation.end_step()
             return generation
 
+        def close(self): ...
+
     monkeypatch.setitem(peer_module.PEERS, "hf-generate", lambda setting: Zeros())
 
 

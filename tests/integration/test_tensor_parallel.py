@@ -1,13 +1,17 @@
 """Two processes on the loopback address: the same tokens, the same rows, and an end when one of them ends."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+import reference_engine.parallel
 import reference_engine.worker
 from harness.case import RequestSpec
 from harness.check import run_check
@@ -54,7 +58,15 @@ def test_forks_and_tokens_are_those_of_one_rank(checkpoints: Path) -> None:
         assert tokens(engine) == expected
 
 
-def test_when_a_rank_ends_the_others_end(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "stop",
+    [subprocess.Popen.kill, lambda worker: worker.send_signal(signal.SIGSTOP)],
+    ids=["it has ended", "it hangs"],
+)
+def test_when_a_rank_does_not_answer_the_others_end(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch, stop: "Callable[[subprocess.Popen[bytes]], None]"
+) -> None:
+    monkeypatch.setattr(reference_engine.parallel, "ANSWER_LIMIT", timedelta(seconds=1))
     workers: list[subprocess.Popen[bytes]] = []
     start = subprocess.Popen
 
@@ -68,7 +80,7 @@ def test_when_a_rank_ends_the_others_end(checkpoints: Path, monkeypatch: pytest.
         with parallel_engine(checkpoints / "qwen3-tiny", EngineConfig(), 2) as engine:
             engine.add_request(PROMPTS[0], PARAMS)
             engine.step()
-            workers[0].kill()
+            stop(workers[0])
             while engine.has_unfinished():
                 engine.step()
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from harness.properties.falsify import Target
+from harness.properties.core.falsify import Target
 
 __all__ = ["ATTRIBUTES", "OPTIONAL", "OpsUnderTest", "not_checked"]
 

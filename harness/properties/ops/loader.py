@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from safetensors.torch import load_file, save_file
 
-from harness.properties.falsify import Broken, calling, falsify
+from harness.properties.core.falsify import calling, falsify
+from harness.properties.core.findings import Counterexample, Rejections, raise_all
 from harness.properties.ops.adapter import OpsUnderTest
 from harness.safetensors_header import LENGTH_BYTES, read_header
 
@@ -38,32 +40,35 @@ class Damage:
         return data[: self.at] + self.by + data[self.at + self.replaced :]
 
 
-def check_loader(named: Any, settings: Settings) -> None:
+def check_loader(named: Any, settings: Settings) -> Rejections:
     """Check that shards load as one file does, and that damage is refused in its own words; nothing without it.
 
     Raises:
-        BrokenPropertyError: they do not, or it is not.
+        PropertyError: they do not, or it is not.
     """
     target = OpsUnderTest(named)
     if not target.offers("load") or target.declares("checkpoint") is None:
-        return
+        return Rejections()
     source = Path(target.declares("checkpoint"))
     header = read_header(source / FILE)
     names = sorted(entry.name for entry in header.tensors)
     tensors, expected = load_file(source / FILE), target.adapter.load(source)
     few = Settings(settings, max_examples=max(10, settings.max_examples // 4))
-    falsify(
+    shards = partial(
+        falsify,
         "shards hold what one file holds",
         lambda parts: _check_shards(target, source, tensors, expected, parts),
         st.lists(st.integers(0, 3), min_size=len(names), max_size=len(names)),
         few,
     )
-    falsify(
+    damage = partial(
+        falsify,
         "a damaged header is refused",
         lambda damage: _check_damage(target, source, damage),
         _damages(header.data_offset, header.file_bytes),
         settings,
     )
+    return raise_all([shards, damage])
 
 
 def _check_shards(
@@ -87,7 +92,7 @@ def _check_shards(
             name for name in sorted(found) if not torch.equal(found[name], expected[name])
         ]
     if wrong:
-        raise Broken(f"{wrong[0]} is not what one file gives", program)
+        raise Counterexample(f"{wrong[0]} is not what one file gives", program)
 
 
 def _check_damage(target: OpsUnderTest, source: Path, damage: Damage) -> None:
@@ -110,7 +115,7 @@ def _check_damage(target: OpsUnderTest, source: Path, damage: Damage) -> None:
             what = (
                 f"load crashed: {type(error).__name__}: {error}, expected {' or '.join(e.__name__ for e in refusals)}"
             )
-            raise Broken(what, "\n".join([*_opening(target), *lines]) + "\n") from error
+            raise Counterexample(what, "\n".join([*_opening(target), *lines]) + "\n") from error
 
 
 @contextmanager
@@ -163,7 +168,7 @@ def _damages(draw: DrawFn, data_offset: int, file_bytes: int) -> Damage:
         length = draw(st.integers(0, 2**64 - 1) | st.integers(0, 2 * file_bytes))
         return Damage(0, LENGTH_BYTES, length.to_bytes(LENGTH_BYTES, "little"))
     if kind == "truncate":
-        at = draw(st.integers(0, data_offset) | st.integers(0, file_bytes - 1))
+        at = draw(st.integers(0, 2 * LENGTH_BYTES) | st.integers(0, data_offset) | st.integers(0, file_bytes - 1))
         return Damage(at, file_bytes - at, b"")
     at = draw(st.integers(LENGTH_BYTES, data_offset - 1))
     number = draw(st.integers(1, 4))

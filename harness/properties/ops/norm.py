@@ -5,6 +5,7 @@ Shapes: T rows, X channels.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from harness.metrics import largest_rounding, rounding_unit
-from harness.properties.falsify import Broken, calling, falsify
+from harness.properties.core.falsify import calling, falsify
+from harness.properties.core.findings import Counterexample, Rejections, raise_all
 from harness.properties.ops.adapter import OpsUnderTest
 from harness.properties.ops.rows import Rows, closeness_lines, worst_row
 
@@ -46,21 +48,20 @@ class NormCase:
 Claim = Callable[["Norm"], None]
 
 
-def check_norms(named: Any, settings: Settings) -> None:
+def check_norms(named: Any, settings: Settings) -> Rejections:
     """Hold `rms_norm` and `layer_norm` to their definition and to what scaling does; nothing without them.
 
     Raises:
-        BrokenPropertyError: one property does not hold.
+        PropertyError: one property does not hold.
     """
     target = OpsUnderTest(named)
-    for method in filter(target.offers, ("rms_norm", "layer_norm")):
+
+    def check(method: str, sentence: str, claim: Claim) -> Rejections:
         cases = _cases(target.dtypes, is_centred=method == "layer_norm")
-        for sentence, claim in _CLAIMS.items():
+        return falsify(f"{method}: {sentence}", lambda case: claim(Norm(target, method, case)), cases, settings)
 
-            def check(case: NormCase, method: str = method, claim: Claim = claim) -> None:
-                claim(Norm(target, method, case))
-
-            falsify(f"{method}: {sentence}", check, cases, settings)
+    methods = filter(target.offers, ("rms_norm", "layer_norm"))
+    return raise_all(partial(check, method, *claim) for method in methods for claim in _CLAIMS.items())
 
 
 class Norm:
@@ -126,7 +127,7 @@ def _definition(norm: Norm) -> None:
             f"expected = {scaled}{' + bias.double()' if norm.is_centred else ''}",
         ]  # fmt: skip
         what = f"{norm.method}, row {row}: {error:.3g} roundings, against a bound of {bound:.3g}"
-        raise Broken(what, norm.program([*lines, *closeness_lines(row, bound, norm.x.dtype)]))
+        raise Counterexample(what, norm.program([*lines, *closeness_lines(row, bound, norm.x.dtype)]))
 
 
 def _scale(norm: Norm) -> None:
@@ -142,7 +143,7 @@ def _scale(norm: Norm) -> None:
             norm.line("out", f"x * {factor!r}", eps=f"{eps!r} * {factor!r} ** 2"),
         ]
         what = f"{norm.method}, row {row}: {error:.3g} roundings from the row before it was scaled, bound {bound:.3g}"
-        raise Broken(what, norm.program([*lines, *closeness_lines(row, bound, norm.x.dtype)]))
+        raise Counterexample(what, norm.program([*lines, *closeness_lines(row, bound, norm.x.dtype)]))
 
 
 def _sign(norm: Norm) -> None:
@@ -156,7 +157,7 @@ def _sign(norm: Norm) -> None:
         norm.line("negated", "-x", bias="-bias"),
         "assert torch.equal(negated, -out)",
     ]
-    raise Broken(f"{norm.method}: the negated row has other bits", norm.program(lines))
+    raise Counterexample(f"{norm.method}: the negated row has other bits", norm.program(lines))
 
 
 def _input(norm: Norm) -> None:
@@ -164,7 +165,7 @@ def _input(norm: Norm) -> None:
     norm(given, norm.weight, norm.bias, norm.case.eps)
     if not torch.equal(given, norm.x):
         lines = ["before = x.clone()", norm.line("out", "x"), "assert torch.equal(x, before)"]
-        raise Broken(f"{norm.method} changes its input, which the residual still needs", norm.program(lines))
+        raise Counterexample(f"{norm.method} changes its input, which the residual still needs", norm.program(lines))
 
 
 _CLAIMS: dict[str, Claim] = {

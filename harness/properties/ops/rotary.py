@@ -8,6 +8,7 @@ Shapes: T tokens, N heads, H head dim.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from harness.metrics import largest_rounding, rounding_unit
-from harness.properties.falsify import Broken, calling, falsify
+from harness.properties.core.falsify import calling, falsify
+from harness.properties.core.findings import Counterexample, Rejections, raise_all
 from harness.properties.ops.adapter import OpsUnderTest
 from harness.properties.ops.rows import Rows, closeness_lines, worst_row
 
@@ -38,20 +40,19 @@ class RotaryCase:
 Claim = Callable[["Rotation"], None]
 
 
-def check_rotary(named: Any, settings: Settings) -> None:
+def check_rotary(named: Any, settings: Settings) -> Rejections:
     """Hold `rotary` and `rotary_interleaved` to the properties of a rotation by position; nothing without them.
 
     Raises:
-        BrokenPropertyError: one does not hold.
+        PropertyError: one does not hold.
     """
     target = OpsUnderTest(named)
-    for method in filter(target.offers, ("rotary", "rotary_interleaved")):
-        for sentence, claim in _CLAIMS.items():
 
-            def check(case: RotaryCase, method: str = method, claim: Claim = claim) -> None:
-                claim(Rotation(target, method, case))
+    def check(method: str, sentence: str, claim: Claim) -> Rejections:
+        return falsify(sentence, lambda case: claim(Rotation(target, method, case)), _cases(target), settings)
 
-            falsify(sentence, check, _cases(target), settings)
+    methods = filter(target.offers, ("rotary", "rotary_interleaved"))
+    return raise_all(partial(check, method, *claim) for method in methods for claim in _CLAIMS.items())
 
 
 class Rotation:
@@ -92,7 +93,7 @@ class Rotation:
         if worst is not None:
             row, error, bound = worst
             what = f"{self.method}, row {row}: {error:.3g} roundings, against a bound of {bound:.3g}"
-            raise Broken(what, self.program([*lines, *closeness_lines(row, bound, actual.dtype)]))
+            raise Counterexample(what, self.program([*lines, *closeness_lines(row, bound, actual.dtype)]))
 
 
 def _definition(rotation: Rotation) -> None:
@@ -120,7 +121,7 @@ def _position_zero(rotation: Rotation) -> None:
     zeros = torch.zeros_like(rotation.positions_T)
     if not torch.equal(rotation.rotate(rotation.x_TNH, zeros), rotation.x_TNH):
         lines = [rotation.line("out", "x", "torch.zeros_like(positions)"), "assert torch.equal(out, x)"]
-        raise Broken(f"{rotation.method} changes what stands at position 0", rotation.program(lines))
+        raise Counterexample(f"{rotation.method} changes what stands at position 0", rotation.program(lines))
 
 
 def _composition(rotation: Rotation) -> None:
@@ -158,7 +159,7 @@ def _norm(rotation: Rotation) -> None:
         row, error, bound = worst
         what = f"{rotation.method}, row {row}: the length of a pair is off by {error / unit_ratio:.3g} roundings"
         ending = closeness_lines(row, bound / unit_ratio, dtype)
-        raise Broken(what, rotation.program([*lines, *ending]))
+        raise Counterexample(what, rotation.program([*lines, *ending]))
 
 
 def _relative(rotation: Rotation) -> None:
@@ -187,7 +188,7 @@ def _relative(rotation: Rotation) -> None:
         ]
         error = float(error_TN[row, head])
         what = f"{rotation.method}, row {row}: {error:.3g} roundings between the products at two equal distances"
-        raise Broken(what, rotation.program(lines))
+        raise Counterexample(what, rotation.program(lines))
 
 
 def _products(q_TNH: torch.Tensor, k_TNH: torch.Tensor) -> torch.Tensor:

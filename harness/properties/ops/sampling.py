@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from hypothesis import settings as Settings  # noqa: N812  # `settings` is what 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from harness.properties.falsify import Broken, calling, falsify
+from harness.properties.core.falsify import calling, falsify
+from harness.properties.core.findings import Counterexample, Rejections, raise_all
 from harness.properties.ops.adapter import OpsUnderTest
 
 __all__ = ["Request", "check_frequency", "check_sampling"]
@@ -57,22 +59,29 @@ class Request:
         return p / p.sum()
 
 
-def check_sampling(named: Any, settings: Settings) -> None:
+def check_sampling(named: Any, settings: Settings) -> Rejections:
     """Hold `sample` to the sets of top-k, top-p and min-p, to their distribution, and to seeds; nothing without it.
 
     Raises:
-        BrokenPropertyError: one property does not hold.
+        PropertyError: one property does not hold.
     """
     target = OpsUnderTest(named)
     if not target.offers("sample"):
-        return
+        return Rejections()
     few = Settings(settings, max_examples=max(10, settings.max_examples // 4))
-    for drawn in (_repeated(), _batches()):
-        falsify("a sampled token is in the set", lambda case: _check_sets(target, case), drawn, settings)
-    falsify("a request draws the same in any batch", lambda case: _check_batches(target, case), _batches(), settings)
     # Of equally likely tokens at the edge of a set, any may be the one that is in it.
     unequal = _requests().filter(lambda request: len({*request.logits}) == len(request.logits))
-    falsify("tokens come as often as is likely", lambda case: check_frequency(target, case), unequal, few)
+    in_set = "a sampled token is in the set", partial(_check_sets, target)
+    same = "a request draws the same in any batch", partial(_check_batches, target)
+    often = "tokens come as often as is likely", partial(check_frequency, target)
+    return raise_all(
+        [
+            partial(falsify, *in_set, _repeated(), settings),
+            partial(falsify, *in_set, _batches(), settings),
+            partial(falsify, *same, _batches(), settings),
+            partial(falsify, *often, unequal, few),
+        ]
+    )
 
 
 def _check_sets(target: OpsUnderTest, batch: Sequence[Request]) -> None:
@@ -81,7 +90,9 @@ def _check_sets(target: OpsUnderTest, batch: Sequence[Request]) -> None:
         allowed = request.probabilities(slack=_SLACK).nonzero().flatten().tolist()
         if token not in allowed:
             ending = [f"assert tokens[{row}] in {allowed}"]
-            raise Broken(f"row {row} drew token {token}, which is none of {allowed}", _program(target, batch, ending))
+            raise Counterexample(
+                f"row {row} drew token {token}, which is none of {allowed}", _program(target, batch, ending)
+            )
 
 
 def _check_batches(target: OpsUnderTest, batch: Sequence[Request]) -> None:
@@ -91,7 +102,7 @@ def _check_batches(target: OpsUnderTest, batch: Sequence[Request]) -> None:
         if alone != [tokens[row]]:
             again = _call(target, [request], "alone")
             ending = [*again, f"assert list(alone) == [tokens[{row}]]"]
-            raise Broken(
+            raise Counterexample(
                 f"row {row} drew {tokens[row]} in the batch, {alone[0]} alone", _program(target, batch, ending)
             )
 
@@ -100,7 +111,7 @@ def check_frequency(target: OpsUnderTest, request: Request) -> None:
     """Count what a request draws with many seeds, and test that with chi-square.
 
     Raises:
-        Broken: tokens come more or less often than they should.
+        Counterexample: tokens come more or less often than they should.
     """
     p = request.probabilities()
     near = request.probabilities(slack=_SLACK) - p
@@ -122,7 +133,7 @@ def check_frequency(target: OpsUnderTest, request: Request) -> None:
             f"assert chi_square <= {largest!r}",
         ]  # fmt: skip
         what = f"chi-square {statistic:.3g}, against a bound of {largest:.3g}: {pairs}"
-        raise Broken(what, "\n".join(program) + "\n")
+        raise Counterexample(what, "\n".join(program) + "\n")
 
 
 def _cells(expected: Sequence[float]) -> list[tuple[list[int], float]]:

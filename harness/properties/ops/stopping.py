@@ -11,7 +11,8 @@ from hypothesis import settings as Settings  # noqa: N812  # `settings` is what 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from harness.properties.falsify import Broken, calling, falsify
+from harness.properties.core.falsify import calling, falsify
+from harness.properties.core.findings import Counterexample, Rejections
 from harness.properties.ops.adapter import OpsUnderTest
 
 __all__ = ["check_stopping"]
@@ -41,19 +42,19 @@ class Ending:
         return next((at + 1 for at, token in enumerate(self.token_ids) if token in ends), len(self.token_ids))
 
 
-def check_stopping(named: Any, settings: Settings) -> None:
+def check_stopping(named: Any, settings: Settings) -> Rejections:
     """Check where requests end under an `eos_token_id` that is a number or a list; nothing without `num_generated`.
 
     Raises:
-        BrokenPropertyError: they end elsewhere.
+        PropertyError: they end elsewhere.
     """
     target = OpsUnderTest(named)
     if not target.offers("num_generated") or target.declares("checkpoint") is None:
-        return
+        return Rejections()
     with TemporaryDirectory() as parent:
         folder = Path(parent) / "checkpoint"
         shutil.copytree(target.declares("checkpoint"), folder)
-        falsify(
+        return falsify(
             "a request ends with the first token that the checkpoint calls an end, whichever of them it is",
             lambda ending: _check(target, folder, ending),
             _endings(),
@@ -88,4 +89,4 @@ def _check(target: OpsUnderTest, folder: Path, ending: Ending) -> None:
             f"of the tokens {list(ending.token_ids)} {found} are generated, against {ending.num_generated}: "
             f"the end is {ending.document['eos_token_id']}"
         )
-        raise Broken(what, program())
+        raise Counterexample(what, program())

@@ -1,30 +1,35 @@
 """Properties of a tokenizer: text comes back, whole and in pieces."""
 
+from functools import partial
 from typing import Any
 
 from hypothesis import settings as Settings  # noqa: N812  # `settings` is what the functions here take
 from hypothesis import strategies as st
 
-from harness.properties.falsify import Broken, calling, falsify
+from harness.properties.core.falsify import calling, falsify
+from harness.properties.core.findings import Counterexample, Rejections, raise_all
 from harness.properties.ops.adapter import OpsUnderTest
 
 __all__ = ["check_tokenizer"]
 
 
-def check_tokenizer(named: Any, settings: Settings) -> None:
+def check_tokenizer(named: Any, settings: Settings) -> Rejections:
     """Check that `decode` undoes `encode`, and that pieces of `detokenize` make up the whole; nothing without them.
 
     Raises:
-        BrokenPropertyError: they do not.
+        PropertyError: they do not.
     """
     target = OpsUnderTest(named)
     if not (target.offers("encode") and target.offers("decode")):
-        return
+        return Rejections()
     alphabet = target.declares("alphabet")
     texts = st.text(max_size=40) if alphabet is None else st.text(alphabet, max_size=40)
-    falsify("a text that is encoded and decoded is the same", lambda text: _check_text(target, text), texts, settings)
+    checks = {"a text that is encoded and decoded is the same": _check_text}
     if target.offers("detokenize"):
-        falsify("pieces of a text make up the whole", lambda text: _check_pieces(target, text), texts, settings)
+        checks["pieces of a text make up the whole"] = _check_pieces
+    return raise_all(
+        partial(falsify, sentence, partial(check, target), texts, settings) for sentence, check in checks.items()
+    )
 
 
 def _check_text(target: OpsUnderTest, text: str) -> None:
@@ -35,7 +40,7 @@ def _check_text(target: OpsUnderTest, text: str) -> None:
     with calling("encode or decode", program):
         found = target.adapter.decode(target.adapter.encode(text))
     if found != text:
-        raise Broken(f"{text!r} comes back as {found!r}", program())
+        raise Counterexample(f"{text!r} comes back as {found!r}", program())
 
 
 def _check_pieces(target: OpsUnderTest, text: str) -> None:
@@ -47,4 +52,4 @@ def _check_pieces(target: OpsUnderTest, text: str) -> None:
         tokens = target.adapter.encode(text)
         found, expected = "".join(target.adapter.detokenize(tokens)), target.adapter.decode(tokens)
     if found != expected:
-        raise Broken(f"the pieces make {found!r}, the whole is {expected!r}", program())
+        raise Counterexample(f"the pieces make {found!r}, the whole is {expected!r}", program())

@@ -2,6 +2,8 @@
 
 import json
 import sys
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -46,6 +48,21 @@ class Leaking(Adapter):
         self.free_blocks += self.tables.pop(request_id)[1:]
 
 
+class TwoBugs(Leaking):
+    def append(self, request_id, token_id):
+        return len(self.tables[request_id]) < 2 and super().append(request_id, token_id)
+
+    def can_append(self, request_id):
+        return True
+
+
+class Picky(Adapter):
+    def __init__(self, *, num_blocks, block_size):
+        if block_size == 3:
+            raise NotImplementedError("blocks of 3 tokens")
+        super().__init__(num_blocks=num_blocks, block_size=block_size)
+
+
 class Incomplete:
     def __init__(self, *, num_blocks, block_size):
         pass
@@ -63,7 +80,7 @@ def project(pytester: pytest.Pytester) -> pytest.Pytester:
 
 
 def run(project: pytest.Pytester, *args: str) -> pytest.RunResult:
-    return project.runpytest_subprocess("--pyargs", "harness.properties.test_blocks", *args)
+    return project.runpytest_subprocess("--pyargs", "harness.properties.blocks.test_blocks", *args)
 
 
 def test_a_correct_manager_passes_and_what_it_does_not_offer_is_said(project: pytest.Pytester) -> None:
@@ -90,6 +107,82 @@ def test_workers_report_what_is_not_checked(project: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["H092: *", "block manager: no fork (5, 16)"])
 
 
+ALLOWED = ("--allow", "6: it restarts every night", "--allow", " 12 , 18 :asked once")
+
+
+def test_every_finding_is_shown_the_worst_first(project: pytest.Pytester) -> None:
+    result = run(project, "--block-manager", "my_blocks:TwoBugs")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["1 of 2, stops serving", "H092: *", "2 of 2, stops serving", "H092: *"])
+    result.stdout.fnmatch_lines(["FAILED *H092: after all requests are gone*"])
+
+
+def test_accepted_findings_are_shown_with_their_reasons_and_do_not_fail(project: pytest.Pytester) -> None:
+    result = run(project, "--block-manager", "my_blocks:TwoBugs", *ALLOWED)
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines_random(
+        [
+            "*= accepted =*",
+            "invariant 6: after all requests are gone*(it restarts every night)",
+            "invariant 12: *(asked once)",
+            "invariant 18 is accepted and not broken (asked once)",
+        ]
+    )
+
+
+@pytest.mark.parametrize("workers", [(), ("-n1",)])
+def test_findings_are_written_as_json(project: pytest.Pytester, workers: tuple[str, ...]) -> None:
+    arguments = ("--block-manager", "my_blocks:TwoBugs", "--allow", "6: known", "--properties-json", "out/found.json")
+    run(project, *arguments, *workers).assert_outcomes(failed=1)
+    document = json.loads((project.path / "out" / "found.json").read_text())
+    (suite,) = document["suites"]
+    assert (document["schema_version"], document["profile"]) == (1, "dev")
+    assert document["adapters"] == {"block_manager": "my_blocks:TwoBugs"}
+    assert suite["outcome"] == "failed"
+    assert suite["num_examples"] >= 100
+    assert "block manager: no fork (5, 16)" in suite["not_checked"]
+    assert [(finding["invariant"], finding["severity"], finding["accepted"]) for finding in suite["findings"]] == [
+        (6, "stops serving", "known"),
+        (12, "stops serving", None),
+    ]
+    for finding in suite["findings"]:
+        assert finding["program"].startswith("from my_blocks import TwoBugs\n")
+        assert finding["property"].startswith(f"invariant {finding['invariant']}: ")
+
+
+def test_a_junit_file_has_each_finding_and_what_was_not_checked(project: pytest.Pytester) -> None:
+    run(project, "--block-manager", "my_blocks:TwoBugs", "--allow", "6: known", "--junitxml=junit.xml")
+    (case,) = ElementTree.parse(project.path / "junit.xml").iter("testcase")
+    properties = [(entry.get("name"), str(entry.get("value"))) for entry in case.iter("property")]
+    assert [name for name, _ in properties if name != "not checked"] == ["accepted", "finding"]
+    assert dict(properties)["finding"].startswith("invariant 12: ")
+    assert dict(properties)["accepted"].endswith("(accepted: known)")
+    failure = case.find("failure")
+    assert failure is not None
+    assert str(failure.get("message")).startswith("H092: ")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "message"),
+    [
+        ("6", "*--allow '6' gives no reason; expected numbers and a reason*"),
+        ("6:", "*--allow '6:' gives no reason*"),
+        ("6,99: known", "*'99' is no invariant (1 to 27)*"),
+        ("leaks: known", "*'leaks' is no invariant*"),
+    ],
+)
+def test_what_is_accepted_needs_a_number_and_a_reason(project: pytest.Pytester, allowed: str, message: str) -> None:
+    result = run(project, "--allow", allowed)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([message])
+
+
+def test_examples_that_an_adapter_rejects_are_said_not_to_be_checked(project: pytest.Pytester) -> None:
+    result = run(project, "--block-manager", "my_blocks:Picky")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["block manager: * examples: NotImplementedError: blocks of 3 tokens"])
+
+
 def test_an_incomplete_adapter_is_an_error_of_one_glance(project: pytest.Pytester) -> None:
     text = run(project, "--block-manager", "my_blocks:Incomplete").stdout.str()
     assert "H091: the adapter lacks append, free, block_table" in text
@@ -111,6 +204,26 @@ def test_an_adapter_that_cannot_be_imported_is_an_error_with_its_path(path: str,
     assert (caught.value.code, caught.value.where, caught.value.actual) == (Code.BAD_ADAPTER, "--scheduler", path)
 
 
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        (
+            "harness.properties.reference_attention:PagedAttention",
+            "import harness.properties.reference.attention instead",
+        ),
+        ("old_adapter:Adapter", "import harness.properties.blocks.adapter instead"),
+    ],
+)
+def test_an_adapter_that_imports_a_module_that_has_moved_is_told_where_it_is(
+    path: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "old_adapter.py").write_text("from harness.properties.block_manager import BlockManagerAdapter\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(HarnessError) as caught:
+        load_adapter(path, option="--attention")
+    assert (caught.value.code, caught.value.hint) == (Code.BAD_ADAPTER, hint)
+
+
 def test_an_adapter_may_stand_inside_a_class() -> None:
     assert load_adapter("json:JSONDecoder.decode", option="--engine") is json.JSONDecoder.decode
 
@@ -121,13 +234,15 @@ def test_an_unknown_profile_is_refused(project: pytest.Pytester) -> None:
     result.stderr.fnmatch_lines(["*--properties-profile: invalid choice: 'endless'*"])
 
 
-def test_without_hypothesis_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_hypothesis_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
     monkeypatch.setitem(sys.modules, "hypothesis", None)
     monkeypatch.delitem(sys.modules, "harness.properties", raising=False)
     with pytest.raises(
         pytest.UsageError, match=r"H090: .*need Hypothesis(.|\n)*pip install 'inference-harness\[test\]'"
     ):
-        pytest_configure()
+        pytest_configure(pytestconfig)
 
 
 def test_other_sessions_keep_the_names_of_the_options(project: pytest.Pytester) -> None:

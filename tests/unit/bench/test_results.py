@@ -73,6 +73,13 @@ def test_the_machine_is_described():
     assert {"python", "torch", "transformers"} <= set(machine.versions)
 
 
+def test_a_switch_of_the_environment_is_named(monkeypatch):
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    assert describe_machine("cpu").software.endswith(", TORCH_CUDNN_SDPA_DEPRIORITIZED=1")
+    monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED")
+    assert "TORCH" not in describe_machine("cpu").software
+
+
 def test_a_peer_that_was_timed_less_often_is_an_error():
     uneven = Measure(name="x", unit="ms", is_higher_better=False, samples={"reference": [1.0, 2.0], "good": [1.0]})
     with pytest.raises(ValueError, match="zip"):

@@ -124,6 +124,15 @@ def test_a_cache_of_a_wider_dtype_that_holds_the_same_numbers(bench, tmp_path):
     assert tap(one.measure(actual.write(tmp_path / "r")), KEY).verdict is Verdict.EXACT
 
 
+def test_what_was_computed_in_a_wider_dtype_is_stored_in_the_engines(bench, tmp_path):
+    """A norm of values that ends in float32, in an engine of 16 bits."""
+    one = bench(dtype=torch.bfloat16)
+    actual = one.recorded()
+    for step in actual.computing():
+        step.taps[ROPE] = step.taps[ROPE].float() * (1 + 2**-12)  # less than half of a rounding
+    assert tap(one.measure(actual.write(tmp_path / "r")), KEY).verdict is Verdict.EXACT
+
+
 def test_heads_recorded_as_one_dimension(one, tmp_path):
     actual = one.recorded()
     for step in actual.steps:

@@ -14,19 +14,12 @@ FAMILIES = (
     "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "mamba", "mistral", "mixtral", "phi3", "qwen2",
     "qwen3_moe", "llama4_text",
 )  # fmt: skip
-THROUGH_ITS_CACHE = (
-    *FAMILIES[:-1],
-    pytest.param(
-        "llama4_text",
-        marks=pytest.mark.xfail(reason="HF's cache drops what is out of the chunk: those rows are missing"),
-    ),
-)
 SCHEDULES = {torch.float32: "plain", torch.bfloat16: "batched", torch.float16: "chunked:3"}
 SOUND = {Verdict.EXACT, Verdict.NOISE, Verdict.CONVENTION}
 
 
 @pytest.mark.parametrize("dtype", SCHEDULES)
-@pytest.mark.parametrize("family", THROUGH_ITS_CACHE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_hf_itself_is_sound(bench, tmp_path, family, dtype):
     one = bench(family, dtype)
     schedule = "plain" if family == "mamba" else SCHEDULES[dtype]  # HF's scan knows neither padding nor chunks
@@ -52,7 +45,6 @@ def test_the_truth_put_back_into_itself_is_exact(bench, family):
     assert all(tap.verdict is Verdict.EXACT for tap in run.taps if tap.name in choices)
 
 
-@pytest.mark.xfail(reason="of a batch HF's cache keeps the last columns, in which the first to end has no rows")
 def test_requests_that_end_at_different_times_behind_a_window(bench, tmp_path):
     one = bench("gemma3_text")
     prompts = [Prompt(token_ids=tuple(range(3, 15)), max_new_tokens=count) for count in (1, 7)]

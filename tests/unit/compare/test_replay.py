@@ -140,7 +140,6 @@ def test_several_batches_are_one_judgement(one, tmp_path, monkeypatch):
     assert apart.evidence.keys() == together.evidence.keys()
 
 
-@pytest.mark.xfail(reason="caches count as readers and are never shown: keys and values of every layer stay")
 def test_values_are_kept_until_their_last_reader_has_been_judged(one, tmp_path):
     recording = one.recorded().write(tmp_path / "r").with_names(one.hf.graph.aliases)
     usable = {entry.name for entry in recording.taps}

@@ -5,6 +5,7 @@ import pytest
 from harness.engines.reference import open_engine
 from harness.errors import Code, HarnessError
 from harness.recording.manifest import RequestInfo
+from reference_engine import LLMEngine
 
 from .conftest import REQUESTS
 
@@ -67,6 +68,14 @@ def test_a_run_starts_from_nothing(opened, record):
         file.unlink()
     with record(engine, "plain", REQUESTS[:1]) as recording:
         assert recording.steps[0].tap("lm_head").equal(first)
+
+
+@pytest.mark.parametrize("schedule", ["plain", "batched", "forked"])
+def test_a_run_gives_its_memory_back(opened, record, monkeypatch, schedule):
+    closed, close = [], LLMEngine.close
+    monkeypatch.setattr(LLMEngine, "close", lambda engine: closed.append(close(engine)))
+    with record(opened(), schedule):
+        assert len(closed) == 1
 
 
 def test_what_keeps_no_cache_does_not_offer_one(opened):

@@ -91,7 +91,6 @@ def test_nothing_is_noted_behind_the_block():
     assert flow.of(a * 2) == NOWHERE
 
 
-@pytest.mark.xfail(reason="notes are kept by the address of a storage, and outlive it")
 def test_a_tensor_in_the_place_of_another_does_not_inherit_its_origin():
     """Weights that are read while the model is traced get memory that was given back a moment ago."""
     flow = Flow()

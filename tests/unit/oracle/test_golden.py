@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -387,6 +388,21 @@ def test_a_golden_that_cannot_be_made_leaves_nothing(load, cache):
     long = Prompt(token_ids=tuple([7] * 512), max_new_tokens=1)
     with pytest.raises(HarnessError):
         cached_golden(load("llama-tiny"), [long])
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.parametrize(("factor", "tap"), [(300, "mlp.act"), (torch.nan, "mlp.gate_proj")])
+def test_what_overflows_in_hf_itself_cannot_be_judged(checkpoints, cache, tmp_path, factor, tap):
+    """Or has NaN in its weights: not a golden that is refused when it is read."""
+    folder = Path(shutil.copytree(checkpoints / "qwen3-tiny", tmp_path / "model"))
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if "layers.1.mlp" in name]:
+        weights[name] = weights[name] * factor
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(HarnessError) as caught:
+        cached_golden(load_model(folder, dtype=torch.float16), PROMPTS)
+    assert caught.value.code is Code.ORACLE_NOT_FINITE
+    assert f"model.layers.1.{tap}" in str(caught.value)
     assert list(cache.iterdir()) == []
 
 

@@ -448,3 +448,14 @@ assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("make", [lambda x: torch.tensor(x), lambda x: torch.full((), x)])
+def test_the_lowest_number_of_the_truths_dtype_is_one_of_it(make):
+    lowest = torch.finfo(torch.float64).min
+    with preserve_precision(torch.float64):
+        assert make(lowest).item() == lowest
+        assert make(0.5).dtype == torch.float64
+        assert torch.full((2,), 0.5).dtype == torch.float32
+        assert torch.tensor(3).dtype == torch.int64
+    assert make(0.5).dtype == torch.float32

@@ -20,10 +20,7 @@ from .test_paired import Notes, pair
 
 FAMILIES = (
     "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "mamba", "mixtral", "phi3", "qwen3_moe",
-    pytest.param(
-        "llama4_text",
-        marks=pytest.mark.xfail(reason="it moves the token ids to the device of the embedding's weight: to meta"),
-    ),
+    "llama4_text",
 )  # fmt: skip
 TOKENS = list(range(3, 20))
 
@@ -33,7 +30,9 @@ class BoomError(Exception):
 
 
 def on_meta(hf):
-    return {name for name, x in hf.model.named_parameters(remove_duplicate=False) if x.is_meta}
+    """Names of parameters without numbers; the embedding's stands for one number, and has a device."""
+    named = hf.model.named_parameters(remove_duplicate=False)
+    return {name for name, x in named if x.is_meta or (x.numel() > 1 and not any(x.stride()))}
 
 
 def parameters(hf):
@@ -63,9 +62,6 @@ def test_streamed_weights_of_other_families(tiny, tiny_folder, streamed, family)
     assert_same_numbers(streamed(tiny_folder(family)), tiny(family))
 
 
-@pytest.mark.xfail(
-    strict=False, reason="test_flow: a new tensor inherits what was noted of a storage, if it is so placed"
-)
 def test_the_graph_is_traced_from_streamed_weights(load, streamed, checkpoints):
     for _ in range(6):
         graph = streamed(checkpoints / "llama-tiny").graph
@@ -181,10 +177,8 @@ def changed(folder, copy, part, change):
         ("mixtral", "layernorm"),
         ("mixtral", "embed_tokens"),
         ("gpt_neox", "embed_in"),
-        pytest.param(
-            "gpt_neox", "layernorm.bias", marks=pytest.mark.xfail(reason="H006 is not raised: HF's own error")
-        ),
-        pytest.param("mixtral", "experts.2.w2", marks=pytest.mark.xfail(reason="nothing is raised: other numbers")),
+        ("gpt_neox", "layernorm.bias"),
+        ("mixtral", "experts.2.w2"),
     ],
 )
 def test_a_tensor_that_is_missing_is_an_error(tmp_path, streamed, tiny, tiny_folder, family, part):
@@ -194,10 +188,10 @@ def test_a_tensor_that_is_missing_is_an_error(tmp_path, streamed, tiny, tiny_fol
     with pytest.raises(HarnessError) as caught:
         run_streamed(streamed, folder, tiny(family).graph)
     assert caught.value.code is Code.TENSORS_CONTRADICT_CONFIG
-    assert name in str(caught.value)
+    merged = "mlp.experts.down_proj"  # of an expert that is lacking among many only the number is seen
+    assert (merged if part == "experts.2.w2" else name) in str(caught.value)
 
 
-@pytest.mark.xfail(reason="nothing is raised: the parameter is not loaded and the model runs")
 @pytest.mark.parametrize("part", ["self_attn.o_proj", "experts.2.w2"])
 def test_a_tensor_of_another_shape_is_an_error(tmp_path, streamed, tiny, tiny_folder, part):
     folder, _ = changed(tiny_folder("mixtral"), tmp_path / "copy", part, lambda tensor: tensor[:, :-1])

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from harness.profile_results import BoundBy, Ceilings
+from harness.profile_results import BoundBy, Ceilings, TableRow
+from harness.profiling import profile
 from harness.profiling.ceilings import best_of, measure_ceilings
 from harness.profiling.formulas import Cost
 from harness.profiling.roofline import bound_by, fold, point
+from harness.profiling.tables import PhaseTables
 
 CEILINGS = Ceilings(copy_bytes_per_s=1e9, matmul_flops_per_s=1e12)
 
@@ -48,3 +50,18 @@ def test_ceilings_are_measured():
 def test_the_higher_roof_counts():
     other = Ceilings(copy_bytes_per_s=2e9, matmul_flops_per_s=1e11)
     assert best_of(CEILINGS, other) == Ceilings(copy_bytes_per_s=2e9, matmul_flops_per_s=1e12)
+
+
+@pytest.mark.parametrize(("device_us", "expected"), [(None, {"a": 50.0, "b": 7.0}), (3.0, {"a": 3.0, "b": 3.0})])
+def test_on_a_gpu_the_time_of_kernels_counts_not_that_of_their_launches(device_us, expected):
+    rows = [
+        TableRow(name=name, calls=1, total_us=total_us, self_us=total_us, share=0.1, device_us=device_us)
+        for name, total_us in (("a", 50.0), ("b", 7.0))
+    ]
+    rows.append(TableRow(name="c", calls=1, total_us=1.0, self_us=1.0, share=0.1, device_us=device_us and 0.0))
+    found = PhaseTables(wall_us=58, attributed_share=1, layers=(), operations=tuple(rows), operators=())
+    points = profile._points(found, {name: Cost(site=name, flops=1) for name in "abc"}, CEILINGS)
+    times = {one.name: one.time_us for one in points}
+    assert times == (expected | {"c": 1.0} if device_us is None else expected), (
+        "an operation without a kernel has no roof"
+    )

@@ -8,7 +8,13 @@ from harness.engines.reference_session import ReferenceSession
 from harness.engines.stepping import PREPARE, SAMPLE
 from harness.errors import Code, HarnessError
 from harness.oracle.model import load_model
+from harness.profiling.formulas import operation_costs
+from harness.profiling.load import Load, rehearse
+from harness.profiling.roofline import fold
+from harness.profiling.spans import site_of
 from reference_engine import EngineConfig, LLMEngine
+
+from ..reference_engine.kernels.launching import IGNORE_NUMPY, launch_on
 
 
 class Watcher:
@@ -99,3 +105,38 @@ def test_hf_takes_no_request_that_would_be_padded(hf):
     hf.step()
     with pytest.raises(HarnessError):
         hf.add([1, 2, 3], 4)
+
+
+@pytest.mark.parametrize("engine", ["reference", "hf"])
+def test_every_session_can_be_closed(open_on, engine):
+    session = open_on(engine)
+    session.add([1, 2, 3], 4)
+    session.step()
+    session.close()
+    if engine == "reference":
+        with pytest.raises(HarnessError, match="the engine is closed"):
+            session.add([1, 2, 3], 4)
+
+
+@IGNORE_NUMPY
+@pytest.mark.parametrize("model", ["qwen3-tiny", "llama-tiny"])
+def test_fused_operations_are_under_the_name_of_the_first(open_on, monkeypatch, model):
+    launch_on("cpu", monkeypatch)
+    session = open_on("reference", model=model, attention_backend="triton")
+    steps = rehearse(session, Load(prompts=((1, 2, 3),), max_new_tokens=2))
+    names = {site_of(name) for step in steps for name in step.names}
+    assert not {"input_layernorm", "post_attention_layernorm", "model.norm"} & names
+    assert ("q_rope" in names) is not session.model.has_qk_norm
+    costs = operation_costs(session.model, [step.shape for step in steps])
+    folded = fold(costs, names)
+    assert folded.keys() <= names
+    for field in ("flops", "elementwise_flops", "bytes_moved"):
+        assert sum(getattr(own, field) for own in folded.values()) == sum(getattr(own, field) for own in costs.values())
+
+
+def test_an_engine_that_replays_graphs_says_what_that_means_for_its_profile(own):
+    engine, session = own
+    assert session.notes == ()
+    engine.runner._graphs = object()
+    (note,) = ReferenceSession(engine, session._folder).notes
+    assert "replayed as CUDA graphs" in note

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from functools import partial
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ import torch
 
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 from reference_engine.batch import Batch, build_batch
-from reference_engine.graphs import DecodeGraphs, capture_cuda, graph_sizes
+from reference_engine.graphs import CudaCapture, DecodeGraphs, graph_sizes
 from reference_engine.sequence import Chunk, Sequence
 
-from .kernels.launching import launch_on
+from .kernels.launching import IGNORE_NUMPY, launch_on
 
 CPU = torch.device("cpu")
 PROMPTS = [list(range(4, 21)), [5, 6, 7], list(range(4, 12))]
@@ -78,9 +79,42 @@ def test_rows_that_are_left_over_write_the_null_block_and_read_nothing(graphs: D
 def test_a_size_is_recorded_once(graphs: DecodeGraphs, seen: list[Batch]) -> None:
     for _ in range(3):
         graphs.run(decode_batch([[1]], [2]))
-    assert len({id(batch) for batch in seen}) == 1
+    assert len({id(batch) for batch in seen if len(batch.query_lens) == 1}) == 1
     graphs.run(decode_batch([[1], [2], [3], [4], [5]], [2] * 5))
     assert [len(batch.query_lens) for batch in seen][-1] == 6
+
+
+def test_the_largest_size_is_recorded_first(graphs: DecodeGraphs, seen: list[Batch]) -> None:
+    for num_requests in (1, 3, 1):
+        graphs.run(decode_batch([[block + 1] for block in range(num_requests)], [2] * num_requests))
+    assert list(dict.fromkeys(len(batch.query_lens) for batch in seen)) == [6, 1, 4]
+
+
+def test_all_sizes_share_a_stream_and_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[tuple[str, Any]] = []
+
+    def made(kind: str) -> Callable[..., Any]:
+        return lambda *args: (
+            used.append((kind, args)) or SimpleNamespace(wait_stream=lambda stream: None, replay=lambda: None)
+        )
+
+    @contextmanager
+    def within(*args: Any, **kwargs: Any) -> Any:
+        used.append(("capture", kwargs)) if kwargs else None
+        yield
+
+    for name in ("Stream", "graph_pool_handle", "CUDAGraph", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, made(name))
+    for name in ("device", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, within)
+    capture = CudaCapture(CPU)
+    for _ in range(3):
+        capture(lambda: torch.zeros(1))
+    kinds = [kind for kind, _ in used]
+    assert (kinds.count("Stream"), kinds.count("graph_pool_handle"), kinds.count("CUDAGraph")) == (1, 1, 3)
+    captures = [kwargs for kind, kwargs in used if kind == "capture"]
+    assert [set(kwargs) for kwargs in captures] == [{"pool", "stream"}] * 3
+    assert len({(id(kwargs["pool"]), id(kwargs["stream"])) for kwargs in captures}) == 1
 
 
 @pytest.mark.parametrize(
@@ -105,6 +139,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     return launch_on(request.param, monkeypatch)
 
 
+@IGNORE_NUMPY
 def test_the_engine_makes_the_same_tokens(checkpoint: Any, device: torch.device) -> None:
     """With the Triton backend: the real thing on a GPU, and the same calls again on the CPU."""
     config = EngineConfig(
@@ -115,7 +150,7 @@ def test_the_engine_makes_the_same_tokens(checkpoint: Any, device: torch.device)
     expected = LLMEngine(checkpoint.folder, config).generate(PROMPTS, params)
     engine = LLMEngine(checkpoint.folder, config)
 
-    graphs = engine.runner.record_decode(config, partial(capture_cuda, device) if device.type == "cuda" else again)
+    graphs = engine.runner.record_decode(config, CudaCapture(device) if device.type == "cuda" else again)
     served: list[torch.Tensor | None] = []
     run = graphs.run
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from reference_engine import EngineConfig, model_runner, parallel
 from reference_engine.checkpoint import load_weights
 from reference_engine.config import ModelConfig
 from reference_engine.errors import ConfigError
 from reference_engine.messages import decode_chunks, encode_chunks
+from reference_engine.model_runner import ModelRunner
 from reference_engine.parallel import Ranks, RowParallel, ShardedTaps, VocabParallelEmbedding, shard_config
 from reference_engine.sampling import SamplingParams
 from reference_engine.sequence import Chunk, Sequence
@@ -120,3 +122,50 @@ def test_outside_of_torchrun_nobody_is_joined(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ConfigError, match="not started by torchrun"):
         Ranks.from_torchrun()
+
+
+def open_runner(folder: Path, ranks: Ranks, **options: Any) -> ModelRunner:
+    return ModelRunner(folder, EngineConfig(device="cuda", **options), ModelConfig.from_folder(folder), ranks)
+
+
+def test_a_rank_opens_its_own_device(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(model_runner, "open_device", lambda name: opened.append(name) or CPU)
+    monkeypatch.setattr(Ranks, "least", lambda self, number: number)
+    open_runner(checkpoint.folder, Ranks(rank=0, size=1, device=torch.device("cuda:1")))
+    assert opened == ["cuda:1"]
+
+
+def test_no_rank_has_more_blocks_than_another(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets: list[int] = []
+    monkeypatch.setattr(model_runner, "open_device", lambda name: CPU)
+    monkeypatch.setattr(Ranks, "least", lambda self, number: budgets.append(number) or number // 1024)
+    block_bytes = 2 * 2 * 16 * 2 * 12 * 4
+    runner = open_runner(checkpoint.folder, Ranks(rank=0, size=1, device=CPU))
+    assert runner.backend.num_blocks == 1 + budgets[0] // 1024 // block_bytes
+
+
+@pytest.mark.parametrize(
+    ("rank", "num_local", "num_devices", "expected"),
+    [(1, 2, 2, (1, 1)), (5, 4, 8, (1, 1)), (3, 4, 2, (1, 2)), (1, 2, 1, (0, 2)), (2, 3, 2, (0, 2))],
+    ids=["alone on a GPU", "on a second machine", "two on each GPU", "two on the only GPU", "two on one, one on one"],
+)
+def test_ranks_take_the_gpus_in_turn(
+    monkeypatch: pytest.MonkeyPatch, rank: int, num_local: int, num_devices: int, expected: tuple[int, int]
+) -> None:
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(parallel.torch.cuda, "device_count", lambda: num_devices)
+    monkeypatch.setattr(parallel.torch.cuda, "set_device", lambda device: made.update(current=device))
+    monkeypatch.setattr(parallel.dist, "TCPStore", lambda *args, **kwargs: None)
+    monkeypatch.setattr(
+        parallel.dist, "init_process_group", lambda backend, **kwargs: made.update(kwargs, first=backend)
+    )
+    monkeypatch.setattr(parallel.dist, "new_group", lambda **kwargs: made.update(tensors=kwargs))
+    ranks = Ranks.join("127.0.0.1:1", rank, 8, "cuda", num_local=num_local)
+    index, num_on_device = expected
+    assert (ranks.device, ranks.num_on_device) == (torch.device("cuda", index), num_on_device)
+    assert made["current"] == ranks.device
+    # Commands may be long in coming; an answer within a step may not, and NCCL takes one rank a GPU.
+    assert (made["first"], made["timeout"]) == ("gloo", parallel.IDLE_LIMIT)
+    assert made["tensors"] == {"backend": "nccl" if num_on_device == 1 else "gloo", "timeout": parallel.ANSWER_LIMIT}
+    assert parallel.ANSWER_LIMIT < parallel.IDLE_LIMIT

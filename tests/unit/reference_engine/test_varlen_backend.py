@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +102,15 @@ def test_what_it_cannot_serve_is_said(
         find_backend("varlen", replace(SERVED, **change))
 
 
+def test_a_varlen_attn_without_block_tables_is_not_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_torch_2_11(query: Any, key: Any, *, scale: Any = None, window_size: Any = (-1, -1)) -> None: ...
+
+    monkeypatch.setattr(varlen.importlib, "import_module", lambda name: SimpleNamespace(varlen_attn=of_torch_2_11))
+    assert varlen._kernel.__wrapped__() is None
+    monkeypatch.setattr(varlen.importlib, "import_module", lambda name: SimpleNamespace(varlen_attn=by_definition))
+    assert varlen._kernel.__wrapped__() is by_definition
+
+
 def test_a_torch_without_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "_kernel", lambda: None)
     with pytest.raises(ConfigError, match=r"a torch whose varlen_attn reads block tables \(2.13 does\), found 2"):
@@ -109,6 +119,9 @@ def test_a_torch_without_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(
+    varlen._kernel() is None, reason=f"torch {torch.__version__} has no varlen_attn that reads block tables (2.13 has)"
+)
 def test_on_a_gpu_it_is_as_near_as_paged(checkpoint: Any) -> None:
     forced = SamplingParams(max_new_tokens=3, forced_token_ids=[5, 9])
     config = EngineConfig(dtype="bfloat16", device="cuda", block_size=256, max_model_len=64)

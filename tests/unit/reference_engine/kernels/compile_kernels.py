@@ -1,4 +1,4 @@
-"""Compile for GPUs, without one, what the wrappers launch; print shared memory and whether matrix units are used.
+"""Compile for GPUs, without one, what the wrappers launch; print shared memory, matrix units and copies on their way.
 
 A program of its own: in the test's process the kernels are interpreted, and the interpreter takes more than a compiler.
 """
@@ -6,6 +6,7 @@ A program of its own: in the test's process the kernels are interpreted, and the
 from __future__ import annotations
 
 import json
+import re
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -15,8 +16,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from reference_engine.kernels.add_norm import add_norm, rms_norm
+from reference_engine.kernels.norm_rotate import norm_rotate
 from reference_engine.kernels.paged_decode import paged_decode
 from reference_engine.kernels.paged_prefill import cut_into_tiles, paged_prefill
+from reference_engine.kernels.silu_mul import silu_mul
 from reference_engine.kernels.store_kv import store_kv
 from reference_engine.kernels.tiling import find_tiling
 
@@ -29,6 +33,8 @@ def compile_only(kernel: JITFunction, compiled: list[dict[str, object]], *args: 
         {
             "name": result.metadata.name,
             "shared_bytes": result.metadata.shared,
+            # Asynchronous copies that are still on their way when the oldest are waited for: 0 where none is ahead.
+            "copies_ahead": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", result.asm["ptx"])), default=0),
             "has_matrix_units": "wgmma" in result.asm["ptx"] or "mma.sync" in result.asm["ptx"],
         }
     )
@@ -54,6 +60,13 @@ def compile_all(capability: int, dtype: torch.dtype, head_dim: int) -> list[dict
         for tables in (narrow, wide):
             paged_decode(q, *caches, tables, lens, torch.empty_like(q), window=window, tiling=tiling)
         paged_prefill(q, *caches, narrow, tiles, torch.empty_like(q), window=window, tiling=tiling)
+    rows, weight, cos = torch.zeros(3, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype), q[:, :1]
+    rms_norm(rows, weight, 1e-6)
+    add_norm(rows, rows, weight, 1e-6)
+    silu_mul(rows)
+    qkv = torch.zeros(3, 12 * head_dim, dtype=dtype)
+    for own in (weight[:head_dim], None):
+        norm_rotate(qkv, cos.contiguous(), cos.contiguous(), own, own, 1e-6, 8, 2, keeps_normed=own is not None)
     return compiled
 
 

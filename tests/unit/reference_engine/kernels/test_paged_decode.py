@@ -118,3 +118,37 @@ def test_prefill_and_decode_agree(device: torch.device) -> None:
     workload = Workload(device, context_lens=LENS)
     q = workload.queries(ONES)
     assert relative_l2(workload.decode(q, min_split_keys=16), workload.prefill(q, ONES).double()) < 1e-6
+
+
+@pytest.mark.parametrize("window", [None, 32, 40])
+def test_splits_that_are_exactly_full(device: torch.device, window: int | None) -> None:
+    lens = (16, 32, 48, 64)
+    workload = Workload(device, context_lens=lens)
+    q = workload.queries((1,) * len(lens))
+    actual = workload.decode(q, window, min_split_keys=16)
+    assert relative_l2(actual, workload.expected(q, (1,) * len(lens), window)) < TOLERANCE[torch.float32]
+
+
+def test_a_request_with_one_split_is_not_merged(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from reference_engine.kernels import paged_decode
+
+    workload = Workload(device, context_lens=(16, 5, 0))
+    q = workload.queries((1, 1, 1))
+    expected = workload.decode(q, min_split_keys=16)
+    workload.tables = torch.nn.functional.pad(workload.tables, (0, 9))  # wide tables: many programs, one split each
+    monkeypatch.setattr(paged_decode.torch, "empty", lambda *args, **kwargs: torch.full(*args, torch.nan, **kwargs))
+    assert torch.equal(workload.decode(q, min_split_keys=16), expected)
+
+
+def test_weights_are_rounded_before_they_meet_v(device: torch.device) -> None:
+    """The convention of FlashAttention: weights 1 and exp(-2^-10) are one number in bfloat16, and V cancels them."""
+    workload = Workload(device, context_lens=(16,), num_kv_heads=1, group=1, dtype=torch.bfloat16)
+    for rows in (*workload.k, *workload.v):
+        rows.zero_()
+    workload.k[0][::2, 0, 0] = 2**-8
+    workload.v[0][::2], workload.v[0][1::2] = 1, -1
+    workload.write(0)
+    q = torch.zeros(1, 1, workload.head_dim, dtype=torch.bfloat16, device=device)
+    q[0, 0, 0] = 1
+    assert float(workload.expected(q, (1,))[0, 0, 0]) > 4e-4
+    assert not workload.decode(q).any()

@@ -68,9 +68,7 @@ class Workload:
 
     def output(self, q: torch.Tensor) -> torch.Tensor:
         """An output that shows what has not been written."""
-        from reference_engine.kernels.interpreter import output_dtype
-
-        return torch.full(q.shape, torch.nan, dtype=output_dtype(self.dtype), device=self.device)
+        return torch.full_like(q, torch.nan)
 
     def prefill(
         self, q: torch.Tensor, query_lens: tuple[int, ...], window: int | None = None, **tiling: Any
@@ -81,7 +79,7 @@ class Workload:
         tiles = torch.tensor(cut_into_tiles(query_lens, self.context_lens, chosen.rows), dtype=torch.int32)
         out = self.output(q)
         paged_prefill(q, *self.caches, self.tables, tiles.to(self.device), out, window=window, tiling=chosen)
-        return out.to(self.dtype)
+        return out
 
     def decode(self, q: torch.Tensor, window: int | None = None, min_split_keys: int = 256) -> torch.Tensor:
         from reference_engine.kernels.paged_decode import paged_decode
@@ -91,7 +89,7 @@ class Workload:
         paged_decode(
             q, *self.caches, self.tables, lens, out, window=window, tiling=self.tiling(), min_split_keys=min_split_keys
         )
-        return out.to(self.dtype)
+        return out
 
     def alone(self, request: int, run: Callable[[Workload], torch.Tensor]) -> torch.Tensor:
         """Run with this request only, its table no wider than it must be."""

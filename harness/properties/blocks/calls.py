@@ -1,0 +1,223 @@
+"""What an engine does with a block manager, call by call; each answer is compared with what was known before."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from harness.properties.blocks.adapter import OPTIONAL, REQUIRED
+from harness.properties.blocks.cache_entries import CacheEntries
+from harness.properties.blocks.capabilities import PoolCapabilities
+from harness.properties.blocks.expected_hits import ExpectedHits
+from harness.properties.blocks.tables import Request, Tables
+from harness.properties.core.adapter import Adapter
+from harness.properties.core.findings import Violation
+from harness.properties.core.machine import Machine, NotApplicable
+from harness.properties.core.subject import Subject
+
+__all__ = ["BlockManagerCalls"]
+
+
+class BlockManagerCalls(Machine):
+    """A block manager, and what is known of its requests, tables and cache."""
+
+    def __init__(self, factory: Any) -> None:
+        super().__init__()
+        self.adapter = Adapter.of(factory)
+        self.pool = PoolCapabilities.of(self.adapter)
+
+    def start(self, num_blocks: int, block_size: int, hash_bits: int | None, num_host_blocks: int) -> None:
+        """Make a manager."""
+        if num_blocks not in self.pool.pool_sizes or block_size not in self.pool.block_sizes:
+            raise NotApplicable
+        options = {"hash_bits": hash_bits, "num_host_blocks": num_host_blocks}
+        taken = {name: value for name, value in options.items() if value is not None and self.adapter.takes(name)}
+        self.collides = "hash_bits" in taken
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_host_blocks = num_host_blocks if "num_host_blocks" in taken else None
+        self.subject = Subject(
+            self.adapter, "manager", required=REQUIRED, num_blocks=num_blocks, block_size=block_size, **taken
+        )
+        self.offers = {method: self.subject.offers(method) for method in OPTIONAL}
+        self.has_salts = self.subject.takes("allocate", "salt")
+        self.tables = Tables(self.subject, self.pool, num_blocks=num_blocks, block_size=block_size)
+        self.hits = ExpectedHits(self.tables, block_size)
+        self.entries = CacheEntries(
+            self.subject, self.tables, block_size, self.note, may_lose_duplicates=self.pool.may_lose_duplicates
+        )
+        self.history: list[list[int]] = []
+        self.preempted: dict[int, Request] = {}
+        self.finished: list[Request] = []
+        self.num_requests = 0
+        self.is_reset = False
+
+    def live(self) -> list[Request]:
+        """Return the requests that hold blocks."""
+        return list(self.tables.live.values())
+
+    def caught_up(self) -> list[Request]:
+        """Return those whose tokens are all computed."""
+        return [request for request in self.live() if request.num_computed == len(request.token_ids)]
+
+    def behind(self) -> list[Request]:
+        """Return those with tokens to compute."""
+        return [request for request in self.live() if request.num_computed < len(request.token_ids)]
+
+    def new_request(self, request_id: int, token_ids: Sequence[int], salt: str) -> Request:
+        """Return a request with a number that no other has."""
+        if request_id < self.num_requests:
+            raise NotApplicable
+        self.num_requests = request_id + 1
+        return Request(request_id=request_id, token_ids=list(token_ids), salt=salt)
+
+    def _salted(self, salt: str) -> dict[str, object]:
+        return {"salt": salt} if salt else {}
+
+    def ask_optional(self, invariant: int, method: str, *args: object, **kwargs: object) -> Any:
+        """Ask an optional question; None where it is not offered."""
+        return self.subject.ask(invariant, method, *args, **kwargs) if self.offers[method] else None
+
+    def begin_request(self, request: Request, *, looks_up: bool, computes: bool) -> bool:
+        """Allocate a request's blocks and perhaps compute all its tokens; tell whether there was room."""
+        token_ids, salted = request.token_ids, self._salted(request.salt)
+        found = self.look_up(token_ids, request.salt) if looks_up and self.offers["lookup"] else None
+        expected = self.ask_optional(12, "can_allocate", list(token_ids), **salted)
+        fits = not self.tables.live and self.tables.fits(len(token_ids))
+        before = self.free_blocks()
+        num_cached = self.subject.do(12, "allocate", request.request_id, list(token_ids), **salted)
+        self.check_answer(
+            num_cached is not None, expected, fits=fits, what=f"room for {len(token_ids)} tokens",
+            question=f"can_allocate({token_ids}{''.join(f', {key}={value!r}' for key, value in salted.items())})",
+        )  # fmt: skip
+        if num_cached is None:
+            self.check_unchanged(before)
+            self.entries.note_lookup(token_ids)
+            return False
+        self._check_hit(request, num_cached, found)
+        request.num_computed = num_cached
+        self.tables.live[request.request_id] = request
+        self.tables.refresh()
+        self.entries.note_used(request)
+        self.tables.check_table(request)
+        self._check_cached_content(request)
+        self.hits.note_computed(request)
+        self.tables.check()
+        self.hits.note_allocated(request.table[num_cached // self.block_size :])
+        if computes or not self.offers["computed"]:
+            self.compute_up_to(request, len(request.token_ids))
+        return True
+
+    def look_up(self, token_ids: Sequence[int], salt: str) -> int:
+        """Ask how much of a prompt is cached, and return it."""
+        found: int = self.subject.do(13, "lookup", list(token_ids), **self._salted(salt))
+        self.entries.note_lookup(token_ids)
+        self._check_found(found, token_ids, salt)
+        return found
+
+    def _check_found(self, found: int, token_ids: Sequence[int], salt: str) -> None:
+        if not 0 <= found < len(token_ids):
+            raise Violation(
+                14, f"{found} of {len(token_ids)} tokens count as cached, so that none is left to compute",
+                f"assert 0 <= result < {len(token_ids)}",
+            )  # fmt: skip
+        if self.pool.has_groups or self.collides or not self.offers["lookup"]:
+            return
+        at_least = self.hits.num_tokens(list(token_ids), salt)
+        if found < at_least:
+            self.note(
+                Violation(
+                    17,
+                    f"{found} tokens of {list(token_ids)} were found; {at_least} were computed before, and nothing was "
+                    "evicted since",
+                    f"assert result >= {at_least}",
+                )
+            )
+
+    def _check_hit(self, request: Request, num_cached: int, found: int | None) -> None:
+        self._check_found(num_cached, request.token_ids, request.salt)
+        if found is not None and found != num_cached:
+            self.note(
+                Violation(
+                    13, f"the look-up found {found} tokens, and the allocation right after it {num_cached}",
+                    f"assert result == {found}",
+                )
+            )  # fmt: skip
+
+    def _check_cached_content(self, request: Request) -> None:
+        """Tell the kinds of a wrong hit apart: not computed yet, or another prefix."""
+        oracle = self.tables.oracle
+        oracle.extend(request.prefixes, request.token_ids, request.salt)
+        position = oracle.first_wrong(request.table, request.prefixes, 0, range(request.num_computed))
+        if position is not None and not self.pool.has_groups:
+            block = request.table[position // self.block_size]
+            others = [other for other in self.live() if other is not request and block in other.table]
+            is_early = oracle.read(request.table, position) is None or any(
+                other.num_computed <= position for other in others
+            )
+            self.tables.check_content(request, 8 if is_early else 10)
+        self.tables.check_content(request, 10)
+
+    def append_token(self, request: Request, token_id: int) -> bool:
+        """Append a token, and tell whether there was room."""
+        expected = self.ask_optional(12, "can_append", request.request_id)
+        num_tokens = len(request.token_ids) + 1
+        fits = len(self.tables.live) == 1 and self.tables.fits(num_tokens)
+        before, old_table = self.free_blocks(), set(request.table)
+        has_room = bool(self.subject.do(12, "append", request.request_id, token_id))
+        self.check_answer(
+            has_room, expected, fits=fits, what=f"room for token {num_tokens - 1}",
+            question=f"can_append({request.request_id})",
+        )  # fmt: skip
+        if not has_room:
+            self.check_unchanged(before)
+            return False
+        request.token_ids.append(token_id)
+        self.tables.refresh()
+        self.hits.note_allocated(set(request.table) - old_table)
+        self.tables.check()
+        return True
+
+    def compute_up_to(self, request: Request, stop: int) -> None:
+        """Compute up to `stop`; without `computed`, what is allocated counts as computed."""
+        if stop > request.num_computed:
+            self.tables.write(request, stop)
+            self.hits.note_computed(request)
+            if self.offers["computed"]:
+                self.subject.do(8, "computed", request.request_id, stop)
+                self.tables.refresh()
+
+    def release(self, request: Request, method: str, *, is_kept: bool = False) -> None:
+        """Take a request's blocks away; `is_kept`: what they hold can be found again."""
+        self.hits.note_released(request, num_kept=request.num_computed if is_kept else 0)
+        self.entries.note_released(request)
+        del self.tables.live[request.request_id]
+        request.leave()
+        self.subject.do(23, method, request.request_id)
+
+    def free_blocks(self) -> tuple[int | None, list[int]]:
+        """Return what is free, as a count and as a list, as far as they are offered."""
+        return self.ask_optional(12, "num_free"), sorted(self.ask_optional(1, "free_list") or ())
+
+    def check_answer(self, has_room: bool, expected: object, *, fits: bool, what: str, question: str) -> None:
+        """Compare an allocation with the answer that was given before."""
+        if expected is not None and bool(expected) != has_room:
+            self.note(
+                Violation(
+                    12, f"{question} said {expected}, and there was {'' if has_room else 'no '}{what}",
+                    "assert expected == (result not in (None, False))", f"expected = {self.subject.name}.{question}",
+                )
+            )  # fmt: skip
+        if fits and not has_room:
+            raise Violation(12, f"the pool is free, and there was no {what}", "assert result not in (None, False)")
+
+    def check_unchanged(self, before: tuple[int | None, list[int]]) -> None:
+        """Verify that a failed allocation has left free what was."""
+        (old_count, old_list), (count, free) = before, self.free_blocks()
+        if old_count != count:
+            raise Violation(
+                12, f"an allocation failed and changed what is free: {old_count} blocks before, {count} after",
+                f"assert {self.subject.name}.num_free() == {old_count}",
+            )  # fmt: skip
+        if old_list != free:
+            raise Violation(
+                12, f"an allocation failed and changed what is free: {old_list} before, {free} after",
+                f"assert sorted({self.subject.name}.free_list()) == {old_list}",
+            )  # fmt: skip

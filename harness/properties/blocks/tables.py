@@ -1,0 +1,297 @@
+"""The block tables of live requests, as the code under test reports them, held against invariants 1 to 7 and 15."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from harness.properties.blocks.capabilities import PoolCapabilities
+from harness.properties.blocks.content import ContentOracle
+from harness.properties.core.findings import Violation
+from harness.properties.core.subject import Subject
+
+__all__ = ["Owner", "Request", "Tables"]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """What the suite knows of one request."""
+
+    request_id: int
+    token_ids: list[int]
+    salt: str = ""
+    prefixes: list[int] = field(default_factory=list)
+    """The number of each prefix, see `ContentOracle.extend`."""
+    num_computed: int = 0
+    tables: list[list[int]] = field(default_factory=lambda: [[]])
+    """Its block table in each group of layers."""
+
+    def leave(self) -> None:
+        """Note that it holds no blocks any more."""
+        self.tables = [[] for _ in self.tables]
+
+    @property
+    def table(self) -> list[int]:
+        """The only table, where there are no groups."""
+        return self.tables[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """One place of a block in a table."""
+
+    request: Request
+    group: int
+    index: int
+
+
+class Tables:
+    """The block tables of live requests, and the content of the slots behind them.
+
+    `are_exact`: a table has room for all of its request's tokens; otherwise for the computed ones at least, and for
+    `num_lookahead` tokens more than there are at most. `knows_all`: all requests that hold blocks are in `live`.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        pool: PoolCapabilities,
+        *,
+        num_blocks: int,
+        block_size: int,
+        are_exact: bool = True,
+        num_lookahead: int = 0,
+    ) -> None:
+        self.oracle = ContentOracle(block_size)
+        self.live: dict[int, Request] = {}
+        self.knows_all = True
+        self._subject = subject
+        self._pool = pool
+        self._num_blocks = num_blocks
+        self._are_exact = are_exact
+        self._num_lookahead = num_lookahead
+        self._block_size = block_size
+        self._null_block = subject.attribute("null_block")
+        self._offers = {
+            method: subject.offers(method) for method in ("free_list", "num_free", "num_owners", "take_copies")
+        }
+
+    def num_needed(self, num_tokens: int) -> int:
+        """Count the blocks that hold `num_tokens` tokens in one group."""
+        return -(-num_tokens // self._block_size)
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether the whole pool holds `num_tokens` tokens of one request, in all groups."""
+        return self.num_needed(num_tokens) * self._pool.num_groups <= self._num_blocks
+
+    def source(self, request: Request, group: int) -> str:
+        """Return the call that gives a table, as source text."""
+        arguments = f"{request.request_id}, {group}" if self._pool.has_groups else f"{request.request_id}"
+        return f"{self._subject.name}.block_table({arguments})"
+
+    def owners(self) -> dict[int, list[Owner]]:
+        """Return the places of each block that is in a table."""
+        owners: dict[int, list[Owner]] = {}
+        for request in self.live.values():
+            for group, table in enumerate(request.tables):
+                for index, block in enumerate(table):
+                    if block != self._null_block:
+                        owners.setdefault(block, []).append(Owner(request, group, index))
+        return owners
+
+    def refresh(self) -> None:
+        """Carry out the copies that were asked for, then read all tables anew."""
+        if self._offers["take_copies"]:
+            for source, target in self._subject.ask(16, "take_copies"):
+                self.oracle.copy(source, target)
+        for request in self.live.values():
+            old, request.tables = request.tables, self._read(request.request_id)
+            if not self._offers["take_copies"]:
+                self._assume_copies(old, request)
+
+    def _read(self, request_id: int) -> list[list[int]]:
+        if not self._pool.has_groups:
+            return [list(self._subject.ask(15, "block_table", request_id))]
+        groups = range(self._pool.num_groups)
+        return [list(self._subject.ask(15, "block_table", request_id, group)) for group in groups]
+
+    def _assume_copies(self, old: Sequence[Sequence[int]], request: Request) -> None:
+        """Take a block that another has replaced as copied: without `take_copies` nobody can tell."""
+        for before, after in zip(old, request.tables, strict=False):
+            for source, target in zip(before, after, strict=False):
+                if source != target and target != self._null_block:
+                    self.oracle.copy(source, target)
+
+    def write(self, request: Request, stop: int) -> None:
+        """Compute a request up to `stop`: write the slots of its new positions in every group.
+
+        Raises:
+            Violation: one of them is not the request's own.
+        """
+        self.oracle.extend(request.prefixes, request.token_ids, request.salt)
+        owners = self.owners()
+        for group, table in enumerate(request.tables):
+            for position in range(request.num_computed, stop):
+                index, offset = divmod(position, self._block_size)
+                self._check_written(request, group, index, position, owners)
+                self.oracle.write(table[index], offset, (group, request.prefixes[position]))
+        request.num_computed = stop
+
+    def _check_written(
+        self, request: Request, group: int, index: int, position: int, owners: Mapping[int, Sequence[Owner]]
+    ) -> None:
+        block, source = request.tables[group][index], self.source(request, group)
+        doing = f"request {request.request_id} writes position {position} into"
+        if block == self._null_block:
+            raise Violation(5, f"{doing} the null block", f"assert {source}[{index}] != {block}")
+        for owner in owners[block]:
+            if owner.request is not request:
+                raise Violation(
+                    5,
+                    f"{doing} block {block}, which request {owner.request.request_id} owns too",
+                    f"assert {block} not in {self.source(owner.request, owner.group)}",
+                )
+
+    def check(self) -> None:
+        """Verify tables, owners, free blocks and content.
+
+        Raises:
+            Violation: an invariant does not hold.
+        """
+        for request in self.live.values():
+            self.check_table(request)
+        owners = self.owners()
+        for block, places in owners.items():
+            for other in places[1:]:
+                self._check_shared(block, places[0], other)
+        self._check_free(owners)
+        if self._offers["num_owners"] and self.knows_all:
+            self._check_owner_counts(owners)
+        for request in self.live.values():
+            self.check_content(request, 7)
+
+    def check_table(self, request: Request) -> None:
+        """Verify the length of a request's tables, and that no block is twice in one.
+
+        Raises:
+            Violation: an invariant does not hold.
+        """
+        for group in range(len(request.tables)):
+            self._check_length(request, group)
+            self._check_entries(request, group)
+
+    def _check_length(self, request: Request, group: int) -> None:
+        table, source = request.tables[group], self.source(request, group)
+        most = self.num_needed(len(request.token_ids) + self._num_lookahead)
+        least = most if self._are_exact else self.num_needed(request.num_computed)
+        if not least <= len(table) <= most:
+            raise Violation(
+                15,
+                f"request {request.request_id} has {len(request.token_ids)} tokens, {request.num_computed} of them "
+                f"computed, in {len(table)} blocks of {self._block_size}",
+                f"assert {least} <= len({source}) <= {most}",
+            )
+
+    def _check_entries(self, request: Request, group: int) -> None:
+        table, source = request.tables[group], self.source(request, group)
+        blocks = [block for block in table if block != self._null_block]
+        if len(blocks) < len(table) and self._pool.windows[group] is None:
+            raise Violation(
+                5, f"the null block is in the table of request {request.request_id}: {table}",
+                f"assert {self._null_block} not in {source}",
+            )  # fmt: skip
+        if len(set(blocks)) < len(blocks):
+            left_out = "" if len(blocks) == len(table) else f" - {{{self._null_block}}}"
+            raise Violation(
+                3,
+                f"a block is twice in the table of request {request.request_id}: {table}",
+                f"assert len(set({source}){left_out}) == {len(blocks)}",
+            )
+
+    def _check_shared(self, block: int, first: Owner, second: Owner) -> None:
+        places = [(owner.group, owner.index) for owner in (first, second)]
+        if places[0] != places[1] or self._tokens_behind(first) != self._tokens_behind(second):
+            raise Violation(
+                3,
+                f"block {block} is at {self._place(first)} and at {self._place(second)}, behind other tokens",
+                f"assert {block} not in {self.source(second.request, second.group)}",
+            )
+
+    def _place(self, owner: Owner) -> str:
+        group = f" in group {owner.group}" if self._pool.has_groups else ""
+        return f"index {owner.index} of request {owner.request.request_id}{group}"
+
+    def _tokens_behind(self, owner: Owner) -> tuple[str, list[int]]:
+        """Return the tokens up to the end of a block that are in it or are about to be."""
+        request, end = owner.request, (owner.index + 1) * self._block_size
+        return request.salt, request.token_ids[: end if self._are_exact else min(end, request.num_computed)]
+
+    def _check_free(self, owners: Mapping[int, Sequence[Owner]]) -> None:
+        num_free = self._num_blocks - len(owners)
+        if self._offers["free_list"]:
+            self._check_free_list(owners, num_free)
+        if self._offers["num_free"]:
+            actual = self._subject.ask(1, "num_free")
+            if not (actual == num_free if self.knows_all else actual <= num_free):
+                raise Violation(
+                    1,
+                    f"{len(owners)} of {self._num_blocks} blocks are live, and {actual} are counted as free",
+                    f"assert {self._subject.name}.num_free() {self._relation} {num_free}",
+                )
+
+    @property
+    def _relation(self) -> str:
+        return "==" if self.knows_all else "<="
+
+    def _check_free_list(self, owners: Mapping[int, Sequence[Owner]], num_free: int) -> None:
+        free, source = list(self._subject.ask(1, "free_list")), f"{self._subject.name}.free_list()"
+        for block in sorted(owners.keys() & set(free)):
+            owner = owners[block][0]
+            raise Violation(
+                4,
+                f"request {owner.request.request_id} points at block {block}, which is free",
+                f"assert not set({self.source(owner.request, owner.group)}) & set({source})",
+            )
+        if len(set(free)) < len(free):
+            raise Violation(
+                1, f"a block is twice among the free ones: {free}", f"assert len(set({source})) == len({source})"
+            )
+        if not (len(free) == num_free if self.knows_all else len(free) <= num_free):
+            raise Violation(
+                1,
+                f"{len(owners)} of {self._num_blocks} blocks are live, and {len(free)} are free: {free}",
+                f"assert len({source}) {self._relation} {num_free}",
+            )
+
+    def _check_owner_counts(self, owners: Mapping[int, Sequence[Owner]]) -> None:
+        for block, places in owners.items():
+            actual = self._subject.ask(2, "num_owners", block)
+            if actual != len(places):
+                raise Violation(
+                    2,
+                    f"block {block} is in {len(places)} tables and counts {actual} owners",
+                    f"assert {self._subject.name}.num_owners({block}) == {len(places)}",
+                )
+
+    def check_content(self, request: Request, invariant: int) -> None:
+        """Verify that what counts as computed is there, as far back as each group attends to.
+
+        Raises:
+            Violation: of `invariant`: a slot holds something else.
+        """
+        self.oracle.extend(request.prefixes, request.token_ids, request.salt)
+        for group, table in enumerate(request.tables):
+            window = self._pool.windows[group]
+            first = 0 if window is None else max(0, request.num_computed - window + 1)
+            positions = range(first, request.num_computed)
+            position = self.oracle.first_wrong(table, request.prefixes, group, positions)
+            if position is not None:
+                self._raise_wrong(request, group, position, invariant)
+
+    def _raise_wrong(self, request: Request, group: int, position: int, invariant: int) -> None:
+        index, table = position // self._block_size, request.tables[group]
+        block, expected = table[index], (group, request.prefixes[position])
+        raise Violation(
+            invariant,
+            f"position {position} of request {request.request_id} reads block {block}, where K and V of "
+            f"{self.oracle.describe(self.oracle.read(table, position))} are, not of {self.oracle.describe(expected)}",
+            f"assert {self.source(request, group)}[{index}] != {block}",
+        )

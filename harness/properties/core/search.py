@@ -1,0 +1,167 @@
+"""Searching for calls after which an invariant does not hold: every broken invariant once, each told by itself."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from hypothesis import given, reject, seed
+from hypothesis import settings as Settings  # noqa: N812  # `settings` is what the functions here take
+from hypothesis import strategies as st
+from hypothesis.errors import Flaky, StopTest, Unsatisfiable
+
+from harness.errors import Code, HarnessError
+from harness.properties.core.determinism import Sample, difference
+from harness.properties.core.findings import Finding, PropertyError, RejectedError, Rejections, Violation
+from harness.properties.core.invariants import severity_of
+from harness.properties.core.machine import Machine, Step
+from harness.properties.core.minimize import minimize
+from harness.properties.core.subject import Subject
+from harness.properties.core.watchdog import CALL_LIMIT_S, SHRINKING_LIMIT_S, time_limit
+
+__all__ = ["SearchReport", "not_offered", "search"]
+
+SAMPLE_EVERY = 8
+"""One of so many examples is run a second time, to see whether it does the same."""
+MOST_SAMPLES = 25
+MOST_RESTARTS = 8
+"""Of a search that ends because the code under test is not deterministic."""
+MOST_SHRUNK = 3
+"""Examples of each broken invariant that are made smaller: not all of them end in the shortest program."""
+
+
+class EnoughFoundError(BaseException):
+    """Ends a search at its first finding; not an Exception, so that Hypothesis does not try it again."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SearchReport:
+    """What a search found."""
+
+    findings: list[Finding] = field(default_factory=list)
+    """The worst first."""
+    num_examples: int = 0
+    rejections: Rejections = field(default_factory=Rejections)
+    """By the adapter's words: how many examples it said it does not serve."""
+
+    def raise_findings(self, accepted: Collection[int] = ()) -> None:
+        """Raise the findings, but those of accepted invariants.
+
+        Raises:
+            PropertyError: there are some.
+            HarnessError: NOTHING_CHECKED: the adapter rejected every example.
+        """
+        findings = [finding for finding in self.findings if finding.invariant not in accepted]
+        if findings:
+            raise PropertyError(*findings)
+        if self.num_examples == self.rejections.total():
+            raise HarnessError(
+                Code.NOTHING_CHECKED, f"the adapter rejected all {self.num_examples} examples",
+                where="the adapter", actual=self.rejections.most_common(1)[0][0] if self.rejections else "no example",
+                hint="declare the sizes that it serves",
+            )  # fmt: skip
+
+
+def search(make: Callable[[], Machine], settings: Settings, *, is_first_enough: bool = False) -> SearchReport:
+    """Run examples of a machine and return every invariant that one of them broke, with its shortest program.
+
+    `is_first_enough`: end at the first example that breaks one.
+    """
+    found = _Found(make, is_first_enough=is_first_enough)
+    with time_limit(CALL_LIMIT_S):
+        is_steady = _run(found, settings)
+    with time_limit(SHRINKING_LIMIT_S):
+        findings = [found.smallest(invariant) for invariant in found.broken]
+        other = difference(make, found.samples, is_certain=not is_steady)
+    findings += [other] if other else []
+    findings.sort(key=lambda finding: (severity_of(finding.invariant or 0), finding.invariant))
+    return SearchReport(findings=findings, num_examples=found.num_examples, rejections=found.rejections)
+
+
+def _run(found: "_Found", settings: Settings) -> bool:
+    """Run all examples; tell whether the code under test took the same course whenever the same was drawn."""
+    for restart in range(MOST_RESTARTS):
+        left = Settings(settings, max_examples=max(1, settings.max_examples - found.num_examples))
+
+        def run(data: st.DataObject) -> None:
+            found.try_example(data, settings.stateful_step_count)
+
+        given_run = given(st.data())(run)
+        try:
+            left(seed(restart)(given_run) if restart else given_run)()
+        except (EnoughFoundError, Unsatisfiable):
+            return restart == 0
+        except Flaky:  # it drew the same numbers twice, and there was something else to choose from
+            continue
+        return restart == 0
+    return False
+
+
+class _Found:
+    """What the examples so far have broken."""
+
+    def __init__(self, make: Callable[[], Machine], *, is_first_enough: bool) -> None:
+        self._make = make
+        self._is_first_enough = is_first_enough
+        self.num_examples = 0
+        self.rejections = Rejections()
+        self.broken: dict[int, list[tuple[list[Step], Violation, Machine]]] = {}
+        """By invariant, the shortest examples that broke it."""
+        self.samples: list[Sample] = []
+
+    def try_example(self, data: st.DataObject, num_steps: int) -> None:
+        """Run one example and note what it breaks, or that the adapter rejects it."""
+        self.num_examples += 1
+        machine = self._make()
+        no_more: StopTest | None = None
+        try:
+            try:
+                machine.run_drawn(data, num_steps)
+            except StopTest as stop:  # Hypothesis has no more numbers for this example: it ends where it is
+                no_more = stop
+            if machine.trace:
+                machine.drain()
+        except Violation as violation:
+            self._note(violation, machine.trace, machine)
+        except RejectedError as error:
+            self.rejections[str(error)] += 1
+            if no_more is None:
+                reject()
+        self._keep(machine)
+        if no_more is not None:
+            raise no_more
+
+    def _keep(self, machine: Machine) -> None:
+        """Keep what an example has noted; some are run again later."""
+        for noted, trace in machine.noted.values():
+            self._note(noted, trace, machine)
+        if self.num_examples % SAMPLE_EVERY == 1 and len(self.samples) < MOST_SAMPLES and machine.trace:
+            self.samples.append(Sample(trace=list(machine.trace), calls=list(machine.subject.calls)))
+        if self.broken and self._is_first_enough:
+            raise EnoughFoundError
+
+    def smallest(self, invariant: int) -> Finding:
+        """Return the shortest program that breaks an invariant."""
+        shrunk = [
+            minimize(self._make, trace, invariant, hangs=violation.hangs)
+            for trace, violation, _ in self.broken[invariant]
+        ]
+        found = min(filter(None, shrunk), key=lambda smallest: smallest.cost, default=None)
+        if found is not None:
+            return Finding.of(found.violation, found.machine.subject.program(found.violation))
+        _, violation, machine = self.broken[invariant][0]
+        what = f"{violation.what}; the same calls a second time did not show it"
+        return Finding.of(Violation(invariant, what), machine.subject.program(violation))
+
+    def _note(self, violation: Violation, trace: list[Step], machine: Machine) -> None:
+        broken = self.broken.setdefault(violation.invariant, [])
+        broken.append((trace, violation, machine))
+        broken.sort(key=lambda entry: len(entry[0]))
+        del broken[MOST_SHRUNK:]
+
+
+def not_offered(subject: Subject, kind: str, optional: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
+    """Name the optional methods that are absent, with the invariants that depend on them."""
+    return [
+        f"{kind}: no {method} ({', '.join(map(str, invariants))})"
+        for method, (_, invariants) in optional.items()
+        if not subject.offers(method)
+    ]

@@ -1,0 +1,71 @@
+"""What the scheduler suite asks of a scheduler's adapter.
+
+What a scheduler is made for (sizes, what its limits limit, steps in flight, drafts) its adapter declares by attributes:
+the fields of `SchedulerCapabilities`.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+__all__ = ["OPTIONAL", "REQUIRED", "SchedulerAdapter"]
+
+
+class SchedulerAdapter(Protocol):
+    """The methods that every adapter has. The optional ones are in `OPTIONAL`.
+
+    Any exception that leaves a method is a finding, but for `add`. Tokens are 0 and 1, and 2, which ends a request.
+    """
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
+    ) -> None:
+        """Make a scheduler over a pool of `num_blocks` blocks that requests can own, a null block not counted.
+
+        With a keyword `hash_bits: int | None` it is also tried with hashes cut to that many bits, so that they collide.
+        NotImplementedError says that the scheduler is not made for these sizes.
+        """
+
+    def add(self, request_id: int, token_ids: Sequence[int], max_new_tokens: int) -> None:
+        """Queue a request, or raise an error with the numbers where it can never be served.
+
+        With a keyword `salt: str`, requests of different salts share nothing.
+        """
+
+    def schedule(self) -> Sequence[tuple[int, int, int]]:
+        """Choose the next step: request and the positions `start` to `stop - 1` that are computed for it.
+
+        It may be called again before the step is reported, where the adapter declares `max_steps_in_flight`.
+        """
+
+    def update(self, sampled: Mapping[int, int]) -> Collection[int] | None:
+        """Record that the oldest step in flight is computed, and the token of each request that has caught up.
+
+        Requests that were aborted or have ended meanwhile are among them. With `max_draft_tokens` or
+        `max_tokens_per_step` declared, there is a list of tokens for each request: the accepted drafts and one more.
+        Return the requests whose tokens are dropped, if any: they were preempted meanwhile and sample them again.
+        """
+
+    def finish(self, request_id: int) -> None:
+        """Take a request out after the step in which it sampled its last token.
+
+        A scheduler that does so in `update` has no such method.
+        """
+
+
+REQUIRED = ("add", "schedule", "update")
+
+OPTIONAL = {
+    "abort": ("abort(request_id): take a request out, running or waiting", (23,)),
+    "fork": ("fork(parent_id, child_id): a second request with the same tokens", (5, 16, 23)),
+    "running": ("running() -> [request_id]: requests that hold blocks, in any order", (1, 17, 20, 22)),
+    "block_table": ("block_table(request_id) -> [block], of a running request", (3, 5, 7, 8, 15, 17, 25)),
+    "take_copies": ("take_copies() -> [(source, target)]: blocks to be copied since it was last asked", (5, 16)),
+    "num_free": ("num_free() -> int: blocks that no table holds", (1, 6)),
+    "free_list": ("free_list() -> [block]: the same blocks, walked", (1, 4)),
+    "num_owners": ("num_owners(block) -> int: tables that hold it", (2,)),
+    "cached_blocks": ("cached_blocks() -> {block: all tokens up to its end}: what look-ups find", (8, 9)),
+    "propose": ("propose(request_id, token_ids): draft tokens for the request's next step", (7, 8, 19)),
+    "take_swaps": ('take_swaps() -> [("out", block, host_block) or ("in", host_block, block)], in order', (7,)),
+}
+"""By method: its signature, and the invariants that are checked, or checked harder, where it is offered. With groups of
+layers (`windows`), `block_table` takes the number of a group as well."""

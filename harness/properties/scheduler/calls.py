@@ -1,0 +1,265 @@
+"""What an engine does with a scheduler: it plans a step, computes it and reports it, perhaps after planning the next.
+
+A step is computed when it is planned, in the order of the steps, as on the stream of a GPU. What it samples is decided
+then, too, and reported later: the scheduler learns it from `update`.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from harness.properties.blocks.cache_entries import CacheEntries
+from harness.properties.blocks.tables import Tables
+from harness.properties.core.adapter import Adapter
+from harness.properties.core.findings import Violation
+from harness.properties.core.machine import Machine, NotApplicable
+from harness.properties.core.subject import Subject
+from harness.properties.scheduler.adapter import OPTIONAL, REQUIRED
+from harness.properties.scheduler.capabilities import SchedulerCapabilities
+from harness.properties.scheduler.limits import Limits
+from harness.properties.scheduler.requests import Chunk, ScheduledRequest, Step
+from harness.properties.scheduler.reuse import Reuse
+
+__all__ = ["END_OF_SEQUENCE", "MAX_EMPTY_STEPS", "SchedulerCalls"]
+
+MAX_EMPTY_STEPS = 2
+"""Steps in a row that may schedule nothing while requests wait."""
+END_OF_SEQUENCE = 2
+
+
+class SchedulerCalls(Machine):
+    """A scheduler, and what is known of its requests, tables and cache."""
+
+    def __init__(self, factory: Any) -> None:
+        super().__init__()
+        self.adapter = Adapter.of(factory)
+        self.declared = SchedulerCapabilities.of(self.adapter)
+
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        budget: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        hash_bits: int | None,
+    ) -> None:
+        """Make a scheduler."""
+        declared = self.declared
+        if num_blocks not in declared.pool_sizes or block_size not in declared.block_sizes:
+            raise NotApplicable
+        if budget not in declared.budgets or max_model_len not in declared.max_model_lens:
+            raise NotApplicable
+        if not declared.chunks_prompts:
+            budget = max(budget, max_model_len)
+        self.collides = hash_bits is not None and self.adapter.takes("hash_bits")
+        self.num_blocks, self.block_size, self.max_model_len = num_blocks, block_size, max_model_len
+        self.subject = Subject(
+            self.adapter, "scheduler", required=REQUIRED, num_blocks=num_blocks, block_size=block_size,
+            max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
+            **({"hash_bits": hash_bits} if self.collides else {}),
+        )  # fmt: skip
+        self.offers = {method: self.subject.offers(method) for method in (*OPTIONAL, "finish")}
+        self.has_salts = self.subject.takes("add", "salt")
+        self.limits = Limits(
+            declared=declared, budget=budget, max_num_seqs=max_num_seqs, max_model_len=max_model_len, note=self.note
+        )
+        self.tables = Tables(
+            self.subject, declared, num_blocks=num_blocks, block_size=block_size, are_exact=False,
+            num_lookahead=declared.num_lookahead,
+        )  # fmt: skip
+        self.tables.knows_all = self.offers["running"]
+        self.entries = CacheEntries(self.subject, self.tables, block_size, self.note)
+        self.reuse = Reuse(self)
+        self.requests: dict[int, ScheduledRequest] = {}
+        self.in_flight: list[Step] = []
+        self.num_requests = 0
+        self.num_empty_steps = 0
+
+    def fits(self, num_slots: int) -> bool:
+        """Whether a request that needs so many slots can be served at all."""
+        return num_slots <= self.max_model_len and self.tables.fits(num_slots)
+
+    def new_request(self, request_id: int, token_ids: Sequence[int], num_left: int, salt: str) -> ScheduledRequest:
+        """Return a request with a number that no other has."""
+        if request_id < self.num_requests:
+            raise NotApplicable
+        self.num_requests = request_id + 1
+        return ScheduledRequest(
+            request_id=request_id, token_ids=list(token_ids), salt=salt, arrival=request_id, num_left=num_left
+        )
+
+    def remove(self, request: ScheduledRequest, method: str) -> None:
+        """Take a request out."""
+        self.reuse.note_released(request, is_kept=method == "finish")
+        del self.requests[request.request_id]
+        self.tables.live.pop(request.request_id, None)
+        if self.offers[method]:  # a scheduler without `finish` has done it in `update`
+            self.subject.do(23, method, request.request_id)
+
+    # A step
+
+    def plan(self, sampled: Sequence[int], num_accepted: int) -> None:
+        """Have the next step scheduled, and compute it.
+
+        `sampled` are the tokens of the requests that have caught up, then zeros; of the drafts of each, `num_accepted`
+        are accepted, as far as there are so many.
+        """
+        was_running = {request.request_id for request in self.requests.values() if request.is_running}
+        chunks = [Chunk(*chunk) for chunk in self.subject.do(21, "schedule")]
+        self._check_progress(chunks)
+        self.limits.check_chunks(chunks, self.requests)
+        self.note_running(scheduled={chunk.request_id for chunk in chunks})
+        if self.offers["running"]:
+            self.limits.check_turns(chunks, self.requests, was_running)
+        self._compute(chunks, was_running)
+        self.in_flight.append(self._sample(chunks, list(sampled), num_accepted))
+        for chunk in chunks:
+            self.reuse.note_computed(self.requests[chunk.request_id])
+
+    def report(self) -> None:
+        """Report the oldest step in flight, and finish the requests that end with it."""
+        step = self.in_flight.pop(0)
+        tokens = step.sampled if self.declared.reports_lists else {key: new[0] for key, new in step.sampled.items()}
+        dropped = self.subject.do(23, "update", dict(tokens))
+        for request_id, new in step.sampled.items():
+            request = self.requests.get(request_id)
+            if request is not None:
+                request.num_reported += len(new)
+                if request_id in (dropped or ()):
+                    self._take_back(request, len(new))
+                    step.ended.discard(request_id)
+        self._check_still_there(step.ended)
+        for request_id in sorted(step.ended & self.requests.keys()):
+            self.remove(self.requests[request_id], "finish")
+
+    def _check_still_there(self, ended: Collection[int]) -> None:
+        """Verify that no request is gone that may still sample."""
+        running = set(self.subject.ask(20, "running")) if self.offers["running"] else set(self.requests)
+        for request in self.requests.values():
+            if request.is_running and request.request_id not in running | set(ended):
+                raise Violation(
+                    23,
+                    f"request {request.request_id} does not run any more with {request.num_reported} of up to "
+                    f"{request.num_total} tokens, and none of them is its end",
+                    f"assert {request.request_id} in {self.subject.name}.running()",
+                )
+
+    def has_ended_in_flight(self) -> bool:
+        """Whether a step in flight computes a request that is gone: its blocks may stay until that is reported."""
+        return any(chunk.request_id not in self.requests for step in self.in_flight for chunk in step.chunks)
+
+    def _take_back(self, request: ScheduledRequest, num_tokens: int) -> None:
+        """Forget sampled tokens that the scheduler dropped, because it had preempted the request meanwhile."""
+        del request.token_ids[-num_tokens:]
+        del request.prefixes[len(request.token_ids) :]
+        request.num_left += num_tokens
+        request.num_reported -= num_tokens
+
+    def _check_progress(self, chunks: Sequence[Chunk]) -> None:
+        is_idle = bool(chunks or not self.requests or self.in_flight)
+        self.num_empty_steps = 0 if is_idle else self.num_empty_steps + 1
+        if self.num_empty_steps > MAX_EMPTY_STEPS:
+            raise Violation(
+                21, f"nothing is scheduled, and requests {sorted(self.requests)} wait: a livelock", "assert result"
+            )
+
+    def note_running(self, scheduled: Collection[int] = ()) -> None:
+        """Note which requests run, and which were preempted: nothing of those is computed then."""
+        running = set(self.subject.ask(20, "running")) if self.offers["running"] else set()
+        self.limits.check_running(running, self.subject.name)
+        for request in self.requests.values():
+            is_running = request.request_id in running or request.request_id in scheduled
+            if self.offers["running"] and request.is_running and not is_running:
+                self.reuse.note_released(request, is_kept=False)
+                request.leave()
+                request.was_preempted, request.num_computed = True, 0
+                request.is_generating, request.drafts = False, []
+            request.is_running = is_running
+        if self.offers["block_table"]:
+            self.tables.live = {key: request for key, request in self.requests.items() if request.is_running}
+
+    def _compute(self, chunks: Sequence[Chunk], was_running: Collection[int]) -> None:
+        """Write the slots of a step, all before any is read, as each layer does."""
+        self._carry_out_swaps()
+        before = {key: list(request.table) for key, request in self.tables.live.items()}
+        if self.offers["block_table"]:
+            self.tables.refresh()
+            self.reuse.check(chunks, was_running, before)
+        for chunk in chunks:
+            request = self.requests[chunk.request_id]
+            self._check_start(chunk, request, before.get(chunk.request_id, []))
+            num_extra = chunk.stop - len(request.token_ids)
+            if num_extra > 0:
+                request.token_ids += [*request.drafts, *[0] * num_extra][:num_extra]
+            request.num_computed = chunk.start  # less after a preemption, more after a prefix hit
+            if self.offers["block_table"]:
+                self._check_width(request, chunk.stop)
+                self.tables.write(request, chunk.stop)
+            request.num_computed = chunk.stop
+
+    def _check_start(self, chunk: Chunk, request: ScheduledRequest, before: Sequence[int]) -> None:
+        """Verify that a request goes on where it was, unless it was preempted and came back in the same step."""
+        # Its blocks tell whether it was: less is computed then, or more, where it found another request's prefix.
+        has_kept_blocks = bool(before) and request.table[: len(before)] == before
+        if not self.offers["running"] or not request.num_computed:
+            return
+        if chunk.start > request.num_computed or (has_kept_blocks and chunk.start < request.num_computed):
+            raise Violation(
+                19,
+                f"request {chunk.request_id} goes on at position {chunk.start}, and {request.num_computed} are "
+                "computed",
+                f"assert {tuple(chunk)} not in map(tuple, result)",
+            )
+
+    def _carry_out_swaps(self) -> None:
+        for direction, source, target in self.subject.ask(16, "take_swaps") if self.offers["take_swaps"] else ():
+            is_out = direction == "out"
+            self.tables.oracle.copy(source if is_out else ("host", source), ("host", target) if is_out else target)
+
+    def _check_width(self, request: ScheduledRequest, stop: int) -> None:
+        least, most = self.tables.num_needed(stop), self.tables.num_needed(self.max_model_len)
+        for group, table in enumerate(request.tables):
+            source = self.tables.source(request, group)
+            if not least <= len(table):
+                raise Violation(
+                    15,
+                    f"request {request.request_id} computes up to {stop} with a table of {len(table)} blocks",
+                    f"assert len({source}) >= {least}",
+                )
+            if len(table) > most:
+                self.note(
+                    Violation(
+                        25,
+                        f"the table of request {request.request_id} has {len(table)} blocks, and {most} are the width",
+                        f"assert len({source}) <= {most}",
+                    )
+                )
+
+    def _sample(self, chunks: Sequence[Chunk], sampled: list[int], num_accepted: int) -> Step:
+        """Decide what a step samples; drafts that are not accepted are taken back."""
+        step = Step(chunks=chunks)
+        for chunk in chunks:
+            request = self.requests[chunk.request_id]
+            if chunk.stop < len(request.token_ids):
+                continue
+            num_drafts = chunk.stop - self._num_certain(request)
+            # What a request adds by itself is not rejected; nor are more accepted than it may still sample.
+            most_accepted = num_accepted if request.drafts else num_drafts
+            num_rejected = max(0, num_drafts - min(most_accepted, max(0, request.num_left - 1)))
+            accepted = request.token_ids[chunk.stop - num_drafts : chunk.stop - num_rejected]
+            del request.token_ids[chunk.stop - num_rejected :]
+            del request.prefixes[chunk.stop - num_rejected :]
+            request.num_computed -= num_rejected
+            new = sampled.pop(0) if sampled else 0
+            request.token_ids.append(new)
+            step.sampled[chunk.request_id] = [*accepted, new]
+            request.num_left -= len(accepted) + 1
+            request.is_generating, request.drafts = True, []
+            if request.num_left <= 0 or new == END_OF_SEQUENCE:
+                step.ended.add(chunk.request_id)
+        return step
+
+    def _num_certain(self, request: ScheduledRequest) -> int:
+        """Count the tokens before drafts: those that were reported, and those of steps in flight."""
+        in_flight = sum(len(step.sampled.get(request.request_id, ())) for step in self.in_flight)
+        return request.num_reported + in_flight

@@ -1,0 +1,78 @@
+"""What a scheduler is made for: an adapter declares it, and it bounds the inputs, their shrinking and the checks."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from harness.properties.blocks.capabilities import (
+    PoolCapabilities,
+    declared_choice,
+    declared_pool,
+    declared_sizes,
+)
+from harness.properties.blocks.tokens import stretch_of
+from harness.properties.core.adapter import Adapter
+
+__all__ = ["SchedulerCapabilities"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerCapabilities(PoolCapabilities):
+    """What an adapter declares about its scheduler, by attributes of the same names."""
+
+    budgets: tuple[int, ...] = (1, 2, 3, 5, 50)
+    """Values of `max_num_batched_tokens`; for larger blocks as many times larger."""
+    max_model_lens: tuple[int, ...] = tuple(range(2, 17))
+    """Longest requests; for larger blocks as many times longer."""
+    budget_covers: str = "all"
+    """`"all"` tokens of a step, or those of `"prompts"`: single tokens of requests that generate are not counted."""
+    max_num_seqs_limits: str = "running"
+    """`"running"` requests, or those of one `"step"`."""
+    refuses_impossible: bool = True
+    """Whether `add` refuses a request that can never be served; if not, none is queued: somebody else refuses it."""
+    reuses_prefixes: bool = False
+    """Whether a request that is queued again finds what was computed for it before (17)."""
+    max_steps_in_flight: int = 1
+    """Steps that are planned before the first of them is reported: 2 where the next is planned while one runs."""
+    max_draft_tokens: int = 0
+    """Draft tokens for one request that a step verifies, by `propose`."""
+    max_tokens_per_step: int = 1
+    """Tokens that a request samples in one step, without drafts."""
+
+    @property
+    def num_lookahead(self) -> int:
+        """Slots behind a request's tokens that a step may write."""
+        return self.max_draft_tokens + self.max_tokens_per_step - 1
+
+    @property
+    def reports_lists(self) -> bool:
+        """Whether `update` takes a list of tokens for each request."""
+        return self.num_lookahead > 0
+
+    @classmethod
+    def of(cls, adapter: Adapter) -> "SchedulerCapabilities":
+        """Read what an adapter declares.
+
+        Raises:
+            HarnessError: BAD_ADAPTER: it is not what it should be.
+        """
+        declared = declared_pool(adapter)
+        stretch = max(stretch_of(size) for size in declared.get("block_sizes", (1,)))
+        defaults = cls()
+        for name in ("budgets", "max_model_lens"):
+            is_declared = adapter.declares(name) is not None
+            stretched = tuple(size * stretch for size in getattr(defaults, name))
+            declared[name] = declared_sizes(adapter, name) if is_declared else stretched
+        for name, choices in _CHOICES.items():
+            declared[name] = declared_choice(adapter, name, choices)
+        for name in ("max_steps_in_flight", "max_draft_tokens", "max_tokens_per_step"):
+            declared[name] = int(adapter.declares(name, getattr(defaults, name)))
+        return cls(**declared)
+
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "budget_covers": ("all", "prompts"),
+    "max_num_seqs_limits": ("running", "step"),
+    "refuses_impossible": (True, False),
+    "reuses_prefixes": (False, True),
+}
+"""By attribute: its values, the default first."""

@@ -1,0 +1,101 @@
+"""The adapters that the options name, and the fixtures that hand them to the suites."""
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from harness.errors import Code, HarnessError
+
+__all__ = ["ADAPTERS", "attention", "block_manager", "engine", "load_adapter", "ops", "option_of", "scheduler"]
+
+ADAPTERS = {
+    "block_manager": "harness.properties.reference.blocks:BlockManager",
+    "scheduler": "harness.properties.reference.scheduler:Scheduler",
+    "attention": "harness.properties.reference.attention:PagedAttention",
+    "engine": "harness.properties.reference.engine:Engine",
+    "ops": "harness.properties.reference.ops:Ops",
+}
+"""By the name of the fixture, what is tested without the option: the reference engine."""
+
+_MOVED = {
+    "harness.properties.block_manager": "harness.properties.blocks.adapter",
+    "harness.properties.scheduler_adapter": "harness.properties.scheduler.adapter",
+    "harness.properties.attention_adapter": "harness.properties.attention.adapter",
+    "harness.properties.engine_adapter": "harness.properties.engine.adapter",
+    "harness.properties.reference_attention": "harness.properties.reference.attention",
+    "harness.properties.reference_whole": "harness.properties.reference.engine",
+    "harness.properties.reference_ops": "harness.properties.reference.ops",
+}
+"""Modules that adapters written before version 0.2 may import, and where they are now."""
+
+
+def option_of(name: str) -> str:
+    """Return the option of a fixture."""
+    return f"--{name.replace('_', '-')}"
+
+
+@pytest.fixture(scope="session")
+def block_manager(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Return what `--block-manager` names: a callable that makes a block manager's adapter."""
+    yield from _adapter(request)
+
+
+@pytest.fixture(scope="session")
+def scheduler(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Return what `--scheduler` names: a callable that makes a scheduler's adapter."""
+    yield from _adapter(request)
+
+
+@pytest.fixture(scope="session")
+def attention(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Return what `--attention` names."""
+    yield from _adapter(request)
+
+
+@pytest.fixture(scope="session")
+def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Return what `--engine` names."""
+    yield from _adapter(request)
+
+
+@pytest.fixture(scope="session")
+def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Return what `--ops` names."""
+    yield from _adapter(request)
+
+
+def _adapter(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Yield the object that the fixture's option names; its module may lie where pytest was started."""
+    from harness.properties.core.adapter import Adapter
+
+    name = str(request.fixturename)
+    path = request.config.getoption(name) or ADAPTERS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(request.config.invocation_params.dir), *sys.path])
+        yield Adapter.at(path, load_adapter(path, option=option_of(name)))
+
+
+def load_adapter(path: str, *, option: str) -> Any:
+    """Import `module:name`.
+
+    Raises:
+        HarnessError: there is no such module or no such name in it.
+    """
+    module_name, colon, name = path.partition(":")
+    try:
+        if not (module_name and colon and name):
+            raise ImportError("it is not of the form module:name")
+        target: Any = import_module(module_name)
+        for part in name.split("."):
+            target = getattr(target, part)
+    except (ImportError, AttributeError) as error:
+        moved_to = _MOVED.get(getattr(error, "name", None) or "")
+        raise HarnessError(
+            Code.BAD_ADAPTER, f"the adapter cannot be imported: {error}", where=option,
+            expected="module:name, importable from where pytest was started", actual=path,
+            hint=f"import {moved_to} instead" if moved_to else None,
+        ) from error  # fmt: skip
+    return target

@@ -1,0 +1,156 @@
+"""Steps of the engine on a GPU, with random weights that are made there: no checkpoint is written or read.
+
+    python tests/benchmarks/gpu_steps.py 'decode("qwen3-8b", [1, 16])' 'kernels("qwen3-8b")' 'workload("qwen3-0.6b")'
+
+`harness bench engine` times the same beside its peers, and compares tokens first; this is for looking into the engine.
+Not run on a GPU yet: no session had one.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import reference_engine.model_runner
+from harness.bench.shape import SHAPES
+from harness.bench.workload import uneven_workload
+from reference_engine import EngineConfig, LLMEngine, SamplingParams
+from reference_engine.config import ModelConfig
+from reference_engine.weights import LM_HEAD, TOKEN_EMBEDDING, weight_table
+
+DEFAULTS: Mapping[str, Any] = {
+    "dtype": "bfloat16", "device": "cuda", "attention_backend": "triton", "max_model_len": 2048, "max_num_seqs": 256,
+}  # fmt: skip
+PROMPT_LEN = 128
+
+
+def random_weights(_folder: object, config: ModelConfig, dtype: torch.dtype, device: torch.device, *_: Any) -> Any:
+    """Stand in for `load_weights`: norms are 1, all else is normal with the deviation that checkpoints begin with."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for place in weight_table(config).values():  # rows of stacked parameters come in order
+        shapes[place.parameter] = (place.row + place.shape[0], *place.shape[1:])
+    generator = torch.Generator(device).manual_seed(0)
+    weights = {
+        name: torch.ones(shape, dtype=dtype, device=device)
+        if "norm" in name
+        else torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
+        for name, shape in shapes.items()
+    }
+    if config.tie_word_embeddings:
+        weights[LM_HEAD] = weights[TOKEN_EMBEDDING]
+    return weights
+
+
+def opened(shape: str, **options: Any) -> LLMEngine:
+    reference_engine.model_runner.load_weights = random_weights
+    folder = tempfile.mkdtemp()
+    SHAPES[shape].config().save_pretrained(folder)
+    return LLMEngine(folder, EngineConfig(**{**DEFAULTS, **options}))
+
+
+def add(engine: LLMEngine, batch_size: int, num_tokens: int) -> None:
+    for request in range(batch_size):
+        prompt = [(7 * request + position) % 500 + 5 for position in range(PROMPT_LEN)]
+        engine.add_request(prompt, SamplingParams(max_new_tokens=num_tokens, ignore_eos=True))
+
+
+def step_seconds(engine: LLMEngine, batch_size: int, num_tokens: int = 64) -> tuple[float, float]:
+    """Return the seconds of the first step, and of the median one of decode, when everything is warm."""
+    for _ in range(2):
+        add(engine, batch_size, num_tokens)
+        times = []
+        while engine.has_unfinished():
+            begin = time.perf_counter()
+            num_outputs = len(engine.step())
+            times.append((time.perf_counter() - begin, num_outputs))
+    return times[0][0], median(seconds for seconds, num_outputs in times[1:] if num_outputs == batch_size)
+
+
+def num_bytes(shape: str, batch_size: int, context_len: int) -> int:
+    """Return what a decode step has to read: weights once, and the K and V of all requests."""
+    own = SHAPES[shape]
+    attention = own.hidden_size * own.head_dim * 2 * (own.num_heads + own.num_kv_heads)
+    weights = own.num_layers * (attention + 3 * own.hidden_size * own.ffn_size) + own.vocab_size * own.hidden_size
+    return 2 * (weights + batch_size * context_len * own.kv_elements_per_token)
+
+
+def decode(shape: str, batch_sizes: list[int], **options: Any) -> None:
+    """Time prefill and decode at some batch sizes."""
+    with opened(shape, **options) as engine:
+        for batch_size in batch_sizes:
+            prefill_s, decode_s = step_seconds(engine, batch_size)
+            moved = num_bytes(shape, batch_size, PROMPT_LEN + 32)
+            print(
+                f"{shape} {options} batch {batch_size}: {decode_s * 1e3:.3f} ms a step, {moved / 1e6:.0f} MB, "
+                f"{moved / decode_s / 1e12:.3f} TB/s; first step {prefill_s * 1e3:.1f} ms",
+                flush=True,
+            )
+
+
+def kernels(shape: str, batch_size: int = 1, trace: str | None = None, **options: Any) -> None:
+    """Show which kernels a step of decode is made of; `trace`, a file, gets a chrome trace of four steps."""
+    with opened(shape, **options) as engine:
+        step_seconds(engine, batch_size, 8)
+        add(engine, batch_size, 40)
+        for _ in range(6):
+            engine.step()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            for _ in range(4):
+                engine.step()
+            torch.cuda.synchronize()
+        print(f"{shape} {options} batch {batch_size}, four steps")
+        print(profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=90))
+        if trace is not None:
+            profiler.export_chrome_trace(trace)
+
+
+def host(shape: str, batch_size: int = 256, **options: Any) -> None:
+    """Show what the host does in a step of decode."""
+    with opened(shape, **options) as engine:
+        step_seconds(engine, batch_size, 8)
+        add(engine, batch_size, 60)
+        for _ in range(20):
+            engine.step()
+        with cProfile.Profile() as profiler:
+            for _ in range(30):
+                engine.step()
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(22)
+
+
+def workload(shape: str, num_requests: int | None = None, **options: Any) -> None:
+    """Time the uneven workload of a shape, twice: the first time warms up."""
+    own = SHAPES[shape]
+    size = replace(own.uneven, num_requests=num_requests or own.uneven.num_requests)
+    work = uneven_workload(size, vocab_size=own.vocab_size, seed=0)
+    requests = list(zip(work.prompts, work.output_lens, strict=True))
+    num_blocks = 1 + len(requests) + sum(len(prompt) + length for prompt, length in requests) // 16
+    with opened(shape, num_blocks=num_blocks, **options) as engine:
+        for _ in range(2):
+            begin, num_steps = time.perf_counter(), 0
+            for prompt, length in requests:
+                engine.add_request(prompt, SamplingParams(max_new_tokens=length, ignore_eos=True))
+            while engine.has_unfinished():
+                engine.step()
+                num_steps += 1
+            seconds = time.perf_counter() - begin
+            rate = work.num_output_tokens / seconds
+            print(f"{shape} {options} {len(requests)} requests: {seconds:.2f} s, {rate:.0f} tok/s, {num_steps} steps")
+
+
+if __name__ == "__main__":
+    for call in sys.argv[1:]:
+        try:
+            eval(call)  # what stands on the command line: one of the functions above
+        except Exception:  # the next call may still say something
+            traceback.print_exc(file=sys.stdout)

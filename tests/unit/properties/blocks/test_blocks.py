@@ -1,0 +1,74 @@
+"""The suites pass block managers that are unlike ours, and find the bugs that public ones had."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+
+from harness.properties.blocks.adapter import OPTIONAL
+from harness.properties.blocks.suite import check_block_manager, not_checked, search_block_manager
+from harness.properties.core.findings import PropertyError
+from harness.properties.core.profiles import PROFILES
+from harness.properties.reference.blocks import BlockManager
+
+from ..programs import assert_fails_in_its_last_line
+from . import chained, radix
+
+DEV = PROFILES["dev"].settings()
+CI = PROFILES["ci"].settings()
+FEW = settings(DEV, max_examples=40)
+OFFERED = tuple(method for method in OPTIONAL if callable(getattr(BlockManager, method, None)))
+
+BUGS = [
+    (chained.BlockSizeOne, {15}),
+    (chained.PublishedBeforeCompute, {8, 9}),
+    (chained.CrashOnExhaustion, {12}),
+    (chained.WholePromptCached, {12, 14}),
+    (chained.HitCountedAsFree, {12}),
+    (chained.StaleKey, {8, 9}),
+    (radix.DuplicateFreed, {3, 4}),  # 3 where the freed block is given out before anybody looks
+    (radix.DuplicateLeaked, {1}),
+    (radix.LockedEvicted, {1, 3, 4, 11}),
+    (radix.InnerNodeEvicted, {1, 15, 18}),
+    (radix.AbortKeepsLocks, {1}),
+    (radix.CrashOnExhaustion, {12}),
+]
+
+
+class ComputesAtOnce(BlockManager):
+    """Publishes as soon as blocks are allocated: an engine that computes whole prompts."""
+
+    def allocate(self, request_id: int, token_ids: Sequence[int], salt: str = "") -> int | None:
+        num_cached = super().allocate(request_id, token_ids, salt)
+        if num_cached is not None:
+            BlockManager.computed(self, request_id, len(token_ids))
+        return num_cached
+
+    def append(self, request_id: int, token_id: int) -> bool:
+        has_room = super().append(request_id, token_id)
+        if has_room:
+            BlockManager.computed(self, request_id, self.sequences[request_id].num_tokens)
+        return has_room
+
+
+@pytest.mark.parametrize("missing", [*((method,) for method in OFFERED), OFFERED], ids="-".join)
+def test_the_reference_manager_passes_without_any_optional_part(missing: tuple[str, ...]) -> None:
+    base = ComputesAtOnce if "computed" in missing else BlockManager
+    lesser = type("Lesser", (base,), dict.fromkeys(missing))
+    check_block_manager(lesser, FEW)
+    assert {line.split()[3] for line in not_checked(lesser) if line.startswith("block manager: no ")} >= set(missing)
+
+
+@pytest.mark.parametrize("manager", [chained.ChainedManager, radix.RadixManager])
+def test_a_correct_block_manager_passes(manager: type) -> None:
+    check_block_manager(manager, DEV)
+
+
+@pytest.mark.parametrize(("manager", "invariants"), BUGS)
+def test_a_known_bug_is_found_and_told_as_a_program(manager: type, invariants: set[int]) -> None:
+    report = search_block_manager(manager, CI, is_first_enough=True)
+    with pytest.raises(PropertyError) as caught:
+        report.raise_findings()
+    assert invariants & {finding.invariant for finding in caught.value.findings}
+    for finding in caught.value.findings:
+        assert_fails_in_its_last_line(finding.program, manager)

@@ -1,0 +1,174 @@
+"""The suites of single operations pass the reference engine's, and tell what is wrong as a program that shows it."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from harness.properties.core.findings import Counterexample, PropertyError
+from harness.properties.core.profiles import PROFILES
+from harness.properties.ops.adapter import OpsUnderTest, not_checked
+from harness.properties.ops.loader import check_loader
+from harness.properties.ops.norm import check_norms
+from harness.properties.ops.rotary import check_rotary
+from harness.properties.ops.sampling import Request, check_frequency, check_sampling
+from harness.properties.ops.stopping import check_stopping
+from harness.properties.ops.tokenizer import check_tokenizer
+from harness.properties.reference.ops import Ops
+from reference_engine.detokenizer import Detokenizer
+
+DEV = PROFILES["dev"].settings()
+FEW = settings(DEV, max_examples=15)
+CHECKS = (check_rotary, check_norms, check_sampling, check_tokenizer, check_loader, check_stopping)
+
+
+class More(Ops):
+    """What the reference engine lacks, in torch, and a tokenizer of all bytes."""
+
+    alphabet = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        bytes_ = Tokenizer(
+            models.BPE({char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+        )
+        bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bytes_.decoder = decoders.ByteLevel()
+        self.bytes = bytes_
+
+    def rotary_interleaved(self, x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+        by_halves = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
+        return torch.stack(self.rotary(by_halves, positions, theta).chunk(2, dim=-1), dim=-1).flatten(-2)
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def encode(self, text: str) -> list[int]:
+        return self.bytes.encode(text).ids
+
+    def decode(self, token_ids: Any) -> str:
+        return self.bytes.decode(list(token_ids))
+
+    def detokenize(self, token_ids: Any) -> list[str]:
+        pieces = Detokenizer(self.decode)
+        return [*(pieces.add(token_id) for token_id in token_ids), pieces.finish()]
+
+
+@pytest.mark.parametrize("ops", [Ops, More])
+def test_sound_operations_pass(ops: Any) -> None:
+    for check in CHECKS:
+        check(ops, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS)
+def test_sound_operations_pass_in_many_examples(check: Any) -> None:
+    check(More, PROFILES["ci"].settings())
+
+
+def test_what_an_adapter_lacks_is_reported_and_not_checked() -> None:
+    class Nothing:
+        pass
+
+    assert len(not_checked(Nothing)) == 10
+    for check in CHECKS:
+        check(Nothing, FEW)
+
+
+class NeighboursSwapped(More):
+    def rotary_interleaved(self, x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+        return super().rotary_interleaved(x.flip(-1), positions, theta).flip(-1)
+
+
+class NotCentred(More):
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        x = x.double()
+        return (x * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + eps) * weight + bias).to(weight.dtype)
+
+
+class SampleVariance(More):
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        x = x.double()
+        return ((x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + eps) * weight + bias).to(
+            weight.dtype
+        )
+
+
+class SpaceLost(More):
+    def decode(self, token_ids: Any) -> str:
+        return super().decode(token_ids).strip()
+
+
+class HalfCharacters(More):
+    def detokenize(self, token_ids: Any) -> list[str]:
+        return [self.decode([token_id]) for token_id in token_ids]
+
+
+class OneShardSkipped(More):
+    def load(self, folder: Any) -> Any:
+        weights = super().load(folder)
+        if (folder / "model.safetensors").exists():
+            return weights
+        return {**weights, "model.norm.weight": weights["model.norm.weight"] * 2}
+
+
+class HeaderBelieved(More):
+    def load(self, folder: Any) -> Any:
+        path = folder / "model.safetensors"
+        if path.exists():
+            path.read_bytes()[8:].index(b"{")
+        return super().load(folder)
+
+
+class FirstEndOnly(More):
+    """Ends at the first of a list of ends alone (vllm#4182)."""
+
+    def num_generated(self, folder: Any, token_ids: Any) -> int:
+        path = folder / "generation_config.json"
+        ends = json.loads(path.read_text())["eos_token_id"]
+        path.write_text(json.dumps({"eos_token_id": ends[0] if isinstance(ends, list) else ends}))
+        return super().num_generated(folder, token_ids)
+
+
+@pytest.mark.parametrize(
+    ("bug", "check", "error"),
+    [
+        (NeighboursSwapped, check_rotary, AssertionError),
+        (NotCentred, check_norms, AssertionError),
+        (SampleVariance, check_norms, AssertionError),
+        (SpaceLost, check_tokenizer, AssertionError),
+        (HalfCharacters, check_tokenizer, AssertionError),
+        (OneShardSkipped, check_loader, AssertionError),
+        (HeaderBelieved, check_loader, ValueError),
+        (FirstEndOnly, check_stopping, AssertionError),
+    ],
+)
+def test_a_bug_is_told_as_a_program_that_shows_it(bug: Any, check: Any, error: type[Exception]) -> None:
+    with pytest.raises(PropertyError, match="H092") as caught:
+        check(bug, DEV)
+    assert "hypothesis" not in caught.value.program
+    with pytest.raises(error):
+        exec(compile(caught.value.program, "program", "exec"), {})
+
+
+@pytest.mark.parametrize("logits", [(-3.0, 3.0), (0.0, 3.25), (0.0, 0.25, 3.25), (3.0, *[-3.0] * 7)])
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_a_token_that_comes_a_few_times_is_no_finding(logits: tuple[float, ...], temperature: float) -> None:
+    check_frequency(OpsUnderTest(Ops), Request(logits=logits, temperature=temperature))
+
+
+class TooWarm(Ops):
+    def sample(self, logits: torch.Tensor, *, temperatures: Any, **others: Any) -> list[int]:
+        return super().sample(logits, temperatures=[1.3 * own for own in temperatures], **others)
+
+
+@pytest.mark.parametrize("logits", [(0.0, 1.0), (0.0, 0.25, 3.25), (3.0, *[-1.0] * 7)])
+def test_a_biased_sampler_is_told_as_a_program_that_shows_it(logits: tuple[float, ...]) -> None:
+    with pytest.raises(Counterexample, match="chi-square") as caught:
+        check_frequency(OpsUnderTest(TooWarm), Request(logits=logits))
+    with pytest.raises(AssertionError):
+        exec(compile(caught.value.program, "program", "exec"), {})
+    exec(compile(caught.value.program.replace("TooWarm", "Ops"), "program", "exec"), {})

@@ -1,0 +1,47 @@
+"""The suite passes a scheduler that is unlike ours, and finds the bugs that public ones had."""
+
+import pytest
+from hypothesis import settings
+
+from harness.properties.core.findings import PropertyError
+from harness.properties.core.profiles import PROFILES
+from harness.properties.reference.scheduler import Scheduler
+from harness.properties.scheduler.adapter import OPTIONAL
+from harness.properties.scheduler.suite import check_scheduler, not_checked, search_scheduler
+
+from ..programs import assert_fails_in_its_last_line
+from . import two_phase
+
+DEV = PROFILES["dev"].settings()
+CI = PROFILES["ci"].settings()
+FEW = settings(DEV, max_examples=40)
+OFFERED = tuple(method for method in OPTIONAL if callable(getattr(Scheduler, method, None)))
+
+SCHEDULER_BUGS = [
+    (two_phase.SequencesNotCounted, {20}),
+    (two_phase.BudgetIgnoredInDecode, {19}),
+    (two_phase.NothingRefused, {21}),
+    (two_phase.ExhaustionNotHandled, {21}),
+    (two_phase.PreemptedGoesLast, {22}),
+]
+
+
+@pytest.mark.parametrize("missing", [*((method,) for method in OFFERED), OFFERED], ids="-".join)
+def test_the_reference_scheduler_passes_without_any_optional_part(missing: tuple[str, ...]) -> None:
+    lesser = type("Lesser", (Scheduler,), dict.fromkeys(missing))
+    check_scheduler(lesser, FEW)
+    assert {line.split()[2] for line in not_checked(lesser) if line.startswith("scheduler: no ")} >= set(missing)
+
+
+def test_a_correct_scheduler_passes() -> None:
+    check_scheduler(two_phase.TwoPhaseScheduler, DEV)
+
+
+@pytest.mark.parametrize(("scheduler", "invariants"), SCHEDULER_BUGS)
+def test_a_known_bug_of_a_scheduler_is_found_and_told_as_a_program(scheduler: type, invariants: set[int]) -> None:
+    report = search_scheduler(scheduler, CI, is_first_enough=True)
+    with pytest.raises(PropertyError) as caught:
+        report.raise_findings()
+    assert invariants & {finding.invariant for finding in caught.value.findings}
+    for finding in caught.value.findings:
+        assert_fails_in_its_last_line(finding.program, scheduler)

@@ -1,0 +1,29 @@
+"""`make test-oldest` installs what pyproject.toml says is enough."""
+
+import re
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+
+
+def bounds(requirements: list[str], operator: str) -> dict[str, str]:
+    """The version that each package is given with an operator."""
+    found = (Requirement(requirement) for requirement in requirements)
+    return {
+        re.sub("[-_]", "-", own.name): next(part.version for part in own.specifier if part.operator == operator)
+        for own in found
+        if own.specifier
+    }
+
+
+def test_every_lower_bound_is_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    stated = bounds([*project["dependencies"], *project["optional-dependencies"]["test"]], ">=")
+    lines = (ROOT / "tests" / "oldest.txt").read_text().splitlines()
+    installed = bounds([line for line in lines if not line.startswith("#")], "==")
+    assert stated.keys() == installed.keys()
+    for name, version in stated.items():
+        assert re.fullmatch(rf"{re.escape(version)}(\.0)*|{re.escape(version)}\.\d+", installed[name]), name
