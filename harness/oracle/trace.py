@@ -16,11 +16,15 @@ from harness.oracle.model import HFModel
 from harness.oracle.parts import all_parts_held
 from harness.oracle.precision import eager_experts
 from harness.oracle.rows import as_rows, token_dim
-from harness.oracle.watch import CHOICE, AttentionCall, Seeing, watching, window_of
+from harness.oracle.watch import CHOICE, Seeing, watching, window_of
 
 _SAME_ROUNDINGS, _SAME = 256, 1e-3
 """Distance of a row, in roundings and relative to it, within which rows of two requests are the same: they stand
 elsewhere in a product."""
+_RowShape = tuple[torch.Size, int | None]
+"""Shape of a row, and of a choice the number of scores."""
+_TOKENS = ((11, 13, 17, 19, 23, 29), (37, 41, 43, 47, 53, 59))
+"""Lengths of the two runs: far apart, since a width may be rounded up."""
 _ACTIVATION_FILES = ("transformers.activations", "torch.nn.modules.activation")
 
 
@@ -51,6 +55,8 @@ class Trace:
     """Values that are another one, as a whole and only moved."""
     windows: dict[str, int | None] = field(default_factory=dict)
     """Sliding window of each attention module."""
+    num_scores: dict[str, int] = field(default_factory=dict)
+    """Among how many each choice was made."""
 
     def note(self, flow: Flow, source: str, value: torch.Tensor) -> None:
         """Take a value in."""
@@ -87,26 +93,27 @@ def _watched(hf: HFModel, ids: torch.Tensor) -> Trace:
     with ExitStack() as stack:
         flow = stack.enter_context(following())
         stack.enter_context(_activations_noted(hf, flow))
-        calls = _show_run(hf, ids, lambda source, value: seen.note(flow, source, value))
-    seen.windows = {path: window_of(call) for path, call in calls.items()}
+        watcher = _show_run(hf, ids, lambda source, value: seen.note(flow, source, value))
+    seen.windows = {path: window_of(call) for path, call in watcher.calls.items()}
+    seen.num_scores = watcher.num_scores
     return seen
 
 
-def _row_shapes(hf: HFModel, ids: torch.Tensor) -> dict[str, torch.Size]:
+def _row_shapes(hf: HFModel, ids: torch.Tensor) -> dict[str, _RowShape]:
     """Run the model and return the shape of a row of everything that it shows, by source."""
-    shapes = {}
+    shapes: dict[str, torch.Size] = {}
 
     def note(source: str, value: torch.Tensor) -> None:
         dim = token_dim(value, *ids.shape)
         if dim is not None:
             shapes[source] = as_rows(value, dim, *ids.shape).shape[1:]
 
-    _show_run(hf, ids, note)
-    return shapes
+    watcher = _show_run(hf, ids, note)
+    return {source: (shape, watcher.num_scores.get(source)) for source, shape in shapes.items()}
 
 
-def _show_run(hf: HFModel, ids: torch.Tensor, sink: Callable[[str, torch.Tensor], None]) -> Mapping[str, AttentionCall]:
-    """Run the model over [requests, tokens], show every value to `sink`, and return the calls of attention."""
+def _show_run(hf: HFModel, ids: torch.Tensor, sink: Callable[[str, torch.Tensor], None]) -> Seeing:
+    """Run the model over [requests, tokens], show every value to `sink`, and return what was seen besides."""
     watcher = Seeing(sink)
     with ExitStack() as stack:
         stack.enter_context(eager_experts(hf.config))
@@ -114,7 +121,7 @@ def _show_run(hf: HFModel, ids: torch.Tensor, sink: Callable[[str, torch.Tensor]
         stack.enter_context(all_parts_held(hf))
         stack.enter_context(watch.showing(watcher))
         sink("logits", hf.run(input_ids=ids.to(hf.device), use_cache=False).logits)
-    return watcher.calls
+    return watcher
 
 
 def _unmistakable_sizes(hf: HFModel) -> tuple[int, tuple[int, int]]:
@@ -127,12 +134,14 @@ def _unmistakable_sizes(hf: HFModel) -> tuple[int, tuple[int, int]]:
     sizes = {size for parameter in hf.model.parameters() for size in parameter.shape} | set(settings.values())
     experts = [value for name, value in settings.items() if "expert" in name]
     requests = next(n for n in (3, 5, 7, 11, 13) if all(value % n for value in experts if value))
-    free = (n for n in (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47) if not {n, n * requests} & sizes)
-    return requests, (next(free), next(free))
+    few, more = (next(n for n in each if not {n, n * requests} & sizes) for each in _TOKENS)
+    return requests, (few, more)
 
 
-def _without_other_rows(seen: Trace, shapes: Mapping[str, torch.Size]) -> Trace:
+def _without_other_rows(seen: Trace, shapes: Mapping[str, _RowShape]) -> Trace:
     """Leave out values whose rows are not the tokens in their order, and rows as wide as the history is long.
+
+    So is a choice among the tokens so far: an engine numbers them by the places of its own cache.
 
     What a tensor's sizes say may be chance, or rows may be in another order: only the last row may see the last token.
     In a run of another length the rows have the same shape.
@@ -140,7 +149,7 @@ def _without_other_rows(seen: Trace, shapes: Mapping[str, torch.Size]) -> Trace:
     kept = {
         source: each
         for source, each in seen.shown.items()
-        if shapes.get(source) == each.rows.shape[1:]
+        if shapes.get(source) == (each.rows.shape[1:], seen.num_scores.get(source))
         and _is_causal(each.rows, seen.num_tokens)
         and not _is_mask(each.rows)
     }

@@ -220,7 +220,6 @@ def test_a_tied_head_and_its_embedding_are_one_tensor_of_the_file(streamed, tmp_
     assert mappings(folder) == []
 
 
-@pytest.mark.xfail(reason="what is held inside drops the weight that it shares with what is held outside")
 @pytest.mark.parametrize("outer", ["model.embed_tokens", "lm_head"])
 def test_a_tied_head_that_is_held_beside_its_embedding(streamed, tmp_path, outer):
     folder = save(tiny_model("llama", tie_word_embeddings=True), tmp_path / "tied")
@@ -269,7 +268,6 @@ def test_a_damaged_file_is_an_error_on_loading(streamed, folder, damage, code):
     assert "model-1-1.safetensors" in str(caught.value)
 
 
-@pytest.mark.xfail(reason="errors of safe_open are passed on: FileNotFoundError, SafetensorError")
 @pytest.mark.parametrize(("damage", "code"), DAMAGES)
 def test_a_file_that_is_damaged_later_is_an_error_when_it_is_read(streamed, folder, damage, code):
     """Hours may lie between the first layer and the last; nothing is left in memory then."""
