@@ -50,6 +50,7 @@ class Code(StrEnum):
     STEP_MALFORMED = "H026"
     DIFFERENT_PROMPTS = "H027"
     BAD_RECORDER_CALL = "H028"
+    BAD_MODULE_TABLE = "H029"
     # Output and goldens
     OUTPUT_EXISTS = "H030"
     CANNOT_WRITE = "H031"
