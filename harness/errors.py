@@ -39,7 +39,6 @@ class Code(StrEnum):
     NO_DEVICE = "H016"
     ENGINE_FAILED = "H017"
     BAD_CASE = "H018"
-    HF_FAILED = "H019"
     # Recordings
     NOT_A_RECORDING = "H020"
     BAD_MANIFEST = "H021"
@@ -50,13 +49,13 @@ class Code(StrEnum):
     STEP_MALFORMED = "H026"
     DIFFERENT_PROMPTS = "H027"
     BAD_RECORDER_CALL = "H028"
-    BAD_MODULE_TABLE = "H029"
     # Output and goldens
     OUTPUT_EXISTS = "H030"
     CANNOT_WRITE = "H031"
     SKETCH_MISSING = "H032"
     SKETCH_DIFFERS = "H033"
     UPDATE_REFUSED = "H034"
+    HF_FAILED = "H035"
     # Findings: the numbers, or what was not checked
     LOCAL_ERROR = "H040"
     PROPAGATED_ERROR = "H041"
@@ -70,6 +69,8 @@ class Code(StrEnum):
     NO_DECODE = "H049"
     TRIGGER_NOT_REACHED = "H050"
     NOTHING_CHECKED = "H051"
+    # Adapters
+    BAD_MODULE_TABLE = "H055"
     # Profiles
     ENGINE_HAS_NO_STEPS = "H060"
     PHASE_WITHOUT_STEP = "H061"
