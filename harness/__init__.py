@@ -3,4 +3,6 @@
 Importing this package imports neither torch nor transformers: the pytest plugin must cost nothing until a case runs.
 """
 
-__version__ = "0.1.0"
+from harness.version import __version__
+
+__all__ = ["__version__"]

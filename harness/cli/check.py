@@ -57,7 +57,7 @@ def check(
         raise HarnessError(Code.BAD_OPTION, what, where="--profile", hint="add --out DIR")
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.check import run_check
+        from harness.jobs.check import run_check
         from harness.plan import resolve_dtype
 
         given = opt.Given(
@@ -102,7 +102,7 @@ def _write_page(result: "CheckResult", folder: Path) -> None:
 
 def _profiled(plan: "Plan", result: "CheckResult", folder: Path, report: "Progress") -> "ProfileResult":
     """Profile a check's engine, and write the page anew with both: what was known before is kept if this fails."""
-    from harness.captures import keep_profile, planned_profile
+    from harness.jobs.profile import keep_profile, planned_profile
 
     return keep_profile(planned_profile(plan), folder, check=result, progress=report)
 

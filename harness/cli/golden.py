@@ -37,7 +37,7 @@ def golden(
         report("loading libraries", 0, 1)
         import torch
 
-        from harness.check import claimed
+        from harness.jobs.check import claimed
         from harness.oracle.make_golden import cached_golden, make_golden
         from harness.oracle.model import load_model
         from harness.oracle.precision import truth_dtype

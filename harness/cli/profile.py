@@ -43,9 +43,9 @@ def profile(
     """
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.captures import keep_profile
-        from harness.check import claimed
         from harness.checkpoint import resolve
+        from harness.jobs.check import claimed
+        from harness.jobs.profile import keep_profile
         from harness.plan import check_device, resolve_dtype
         from harness.profiling.load import CaptureSchedule
         from harness.profiling.profile import ProfileSpec

@@ -59,7 +59,7 @@ def run(
     )
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.check import claimed, open_planned, record_run
+        from harness.jobs.check import claimed, open_planned, record_run
         from harness.recording import Recording
 
         if golden is None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-import harness
 from harness.checkpoint import config_hash, weights_hash
 from harness.compare import compare_run
 from harness.engines import Engine, Workload, blaming, open_engine
@@ -26,6 +25,7 @@ from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, R
 from harness.results import CheckResult, RunResult
 from harness.schedule import Schedule
 from harness.threads import suitable_threads
+from harness.version import __version__
 
 
 def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None = None) -> CheckResult:
@@ -144,7 +144,7 @@ def record_run(
         copies = duplicate_requests(requests) if schedule.is_repeated else ()
     writer = RecordingWriter(
         folder,
-        producer=Producer(name=f"harness.engines.{plan.engine}", version=harness.__version__),
+        producer=Producer(name=f"harness.engines.{plan.engine}", version=__version__),
         model=ModelInfo(
             id=plan.model, revision=None, config_hash=config_hash(plan.folder), weights_hash=weights_hash(plan.folder)
         ),
