@@ -23,6 +23,7 @@ def planned_profile(plan: Plan) -> ProfileSpec:
         model=plan.model,
         folder=plan.folder,
         engine=plan.engine,
+        subject=plan.subject,
         dtype=plan.dtype,
         device=plan.device,
         engine_options=plan.engine_options,
