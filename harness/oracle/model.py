@@ -88,8 +88,12 @@ class HFModel:
         return next((part for part in self.parts if path == part or path.startswith(f"{part}.")), path)
 
     def eager_attention(self, module: nn.Module) -> Callable[..., Any] | None:
-        """Return HF's eager attention of the file that defines an attention module; None where it has none."""
-        return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        """Return HF's eager attention of the file that defines an attention module, or what that is derived from.
+
+        None where there is none.
+        """
+        files = (sys.modules[each.__module__] for each in type(module).__mro__)
+        return next((file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")), None)
 
 
 def _parts(module: nn.Module, path: str) -> Iterator[str]:
