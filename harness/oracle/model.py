@@ -15,6 +15,7 @@ from torch import nn
 from harness.checkpoint import CONFIG_NAME, read_config, shards
 from harness.errors import Code, HarnessError
 from harness.inspect import inspect_path
+from harness.oracle.patches import check_is_unpatched
 from harness.oracle.quiet import quiet_transformers
 from harness.oracle.weights import ResidentWeights, StreamedWeights, parameters_on_meta
 from harness.taps import Graph
@@ -118,14 +119,17 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: str = "cpu", stays: 
         stays: whether to load all weights at once, however large: for a model that is run more than a few times.
 
     Raises:
-        HarnessError: the architecture is unknown to transformers, or the tensors do not fit the config.
+        HarnessError: the architecture is unknown to transformers, which may not be patched (ORACLE_PATCHED), or the
+            tensors do not fit the config.
     """
     _check_tensors(folder)
     where = torch.device(device)
     if stays or sum(shard.stat().st_size for shard in shards(folder)) <= _RESIDENT_BYTES:
         model = _from_pretrained(folder, dtype).to(where).eval().requires_grad_(False)
+        check_is_unpatched(model)
         return HFModel(model=model, folder=folder, dtype=dtype, device=where)
     model = _skeleton(folder, dtype, where)
+    check_is_unpatched(model)
     weights = StreamedWeights(model, folder, dtype=dtype, device=where)
     return HFModel(model=model, folder=folder, dtype=dtype, device=where, weights=weights)
 
