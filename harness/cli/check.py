@@ -85,19 +85,9 @@ def check(
             for each in plans:
                 folder = out / each.dtype if out and len(plans) > 1 else out
                 results.append(run_check(each, out=folder, progress=report))
-                if folder is not None:
-                    _write_page(results[-1], folder)
-                    if profile:
-                        profiles.append(_profiled(each, results[-1], folder, report))
+                if profile and folder is not None:
+                    profiles.append(_profiled(each, results[-1], folder, report))
     return print_results(results, format, profiles)
-
-
-def _write_page(result: "CheckResult", folder: Path) -> None:
-    """Write a check's page beside its recordings."""
-    from harness.files import write_text
-    from harness.report.html import REPORT_NAME, report_html
-
-    write_text(folder / REPORT_NAME, report_html(result))
 
 
 def _profiled(plan: "Plan", result: "CheckResult", folder: Path, report: "Progress") -> "ProfileResult":

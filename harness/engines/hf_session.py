@@ -29,7 +29,7 @@ class HFSession:
     phases = ("prefill", "decode")
 
     def __init__(self, hf: HFModel, attention: str | None) -> None:
-        self._hf = hf
+        self._hf, self._graph = hf, hf.graph  # traced now: later its forward would be shown as a step
         if attention is not None:
             hf.model.set_attn_implementation(attention)
         self._prompts: list[list[int]] = []
@@ -115,7 +115,7 @@ class HFSession:
         stack.enter_context(_before(model.rotary_emb, PREPARE, reached))
         stack.enter_context(_after(model.rotary_emb, ROTARY, reached))
         stack.enter_context(_after(model.embed_tokens, EMBEDDING, reached))
-        for operation in hf.graph:
+        for operation in self._graph:
             reader, prefix = _READERS.get(operation.site), operation.tap.removesuffix(operation.site)
             if operation.site == "mlp.act":  # silu comes before up_proj, the product with it after
                 stack.enter_context(_after(hf.module(f"{prefix}mlp.act_fn"), operation.tap, reached))

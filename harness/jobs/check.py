@@ -15,6 +15,7 @@ from harness.compare import compare_run
 from harness.engines import Engine, TapMatcher, Workload, blaming, open_engine
 from harness.errors import Code, HarnessError
 from harness.explain import explain_run
+from harness.files import write_text
 from harness.oracle.environment import environment
 from harness.oracle.forks import forked_prompts
 from harness.oracle.golden import Golden
@@ -23,6 +24,7 @@ from harness.oracle.model import HFModel, load_model
 from harness.oracle.requests import duplicate_requests
 from harness.plan import Plan
 from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+from harness.report.html import REPORT_NAME, report_html
 from harness.results import CheckResult, RunResult
 from harness.schedule import Schedule
 from harness.taps import Graph
@@ -35,14 +37,18 @@ def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None 
 
     Args:
         plan: what to check.
-        out: folder, new or empty, that keeps the recordings of the engine, one folder a schedule; None keeps nothing.
+        out: folder, new or empty, that keeps the page of the result and the recordings of the engine, one folder a
+            schedule; None keeps nothing.
         progress: told what is being done.
 
     Raises:
         HarnessError: the input cannot be used. Findings are results, not errors.
     """
     with nullcontext() if out is None else claimed(out):
-        return _run_plan(plan, out, progress or (lambda _label, _done, _total: None))
+        result = _run_plan(plan, out, progress or (lambda _label, _done, _total: None))
+        if out is not None:
+            write_text(out / REPORT_NAME, report_html(result))
+        return result
 
 
 def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:

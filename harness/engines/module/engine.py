@@ -29,13 +29,15 @@ class TorchEngine:
         Args:
             module: with its weights, on one device.
             device: where it is.
-            names: paths of its modules, and HF's paths of the same; None where they are called as in HF's model.
+            names: paths of its modules, and HF's paths of the same; None where they are called as in HF's model. With
+                an empty mapping none of them needs to be: its logits alone are compared then.
 
         Raises:
             HarnessError: ENGINE_CANNOT_SERVE: the forward cannot be called; BAD_OPTION: the names are none.
         """
         self.name = type(module).__name__
-        self._module, self._names, self._is_named = module, ModuleNames(names or {}), names is not None
+        self._module, self._names = module, ModuleNames(names or {})
+        self._wants_logits_alone = names is not None and not names
         self._device = torch.device(device)
         self._forward = Forward(module, self._device)
         self._places: dict[str, list[Place]] = {}
@@ -58,7 +60,7 @@ class TorchEngine:
         with evaluating(self._module), showing_values(self._module, paths, places.see):
             answer = self._forward(ids, 0)
         self._forward.check_vocabulary(answer, vocabulary)
-        if not places.by_tap and not self._is_named:
+        if not places.by_tap and not self._wants_logits_alone:
             self._refuse_strangers(paths, graph)
         self._places = {}
         for place in places.by_tap.values():
