@@ -49,7 +49,7 @@ class Rope(nn.Module):
         self.dim, self.theta, self.offset = dim, theta, 0
 
     def forward(self, q, k, positions):
-        angles = (positions + self.offset)[:, None] / self.theta ** (torch.arange(0, self.dim, 2) / self.dim)
+        angles = (positions + self.offset)[:, None] * (1 / self.theta ** (torch.arange(0, self.dim, 2) / self.dim))
         cos, sin = (torch.cat((f(angles), f(angles)), dim=-1) for f in (torch.cos, torch.sin))
         return tuple(
             x * cos + torch.cat((-x[..., self.dim // 2 :], x[..., : self.dim // 2]), dim=-1) * sin for x in (q, k)
