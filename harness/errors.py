@@ -40,6 +40,7 @@ class Code(StrEnum):
     NO_DEVICE = "H016"
     ENGINE_FAILED = "H017"
     BAD_CASE = "H018"
+    HF_FAILED = "H019"
     # Recordings
     NOT_A_RECORDING = "H020"
     BAD_MANIFEST = "H021"
@@ -50,6 +51,7 @@ class Code(StrEnum):
     STEP_MALFORMED = "H026"
     DIFFERENT_PROMPTS = "H027"
     BAD_RECORDER_CALL = "H028"
+    BAD_MODULE_TABLE = "H029"
     # Output and goldens
     OUTPUT_EXISTS = "H030"
     CANNOT_WRITE = "H031"

@@ -27,7 +27,7 @@ def first_divergence(
     shape = min((tap for tap in misshapen if tap in order), key=order.__getitem__, default=None)
     wrong = next((each for each in judged if each.is_bad or each.is_systematic), None)
     if shape is not None and (wrong is None or order[shape] < order.get(wrong.operation.tap, len(order))):
-        return _of_shape(shape, actual)
+        return _of_shape(shape, actual) or (None if wrong is None else _of_values(wrong, actual))
     return None if wrong is None else _of_values(wrong, actual)
 
 
@@ -51,10 +51,12 @@ def _of_values(judged: Judged, actual: Recording) -> Divergence:
     )
 
 
-def _of_shape(tap: str, actual: Recording) -> Divergence:
-    """Describe the first row of a tap whose values cannot be compared."""
-    step = next(step for step in actual.steps if tap in step.tap_names)
-    rows = step_rows(step, tap)
+def _of_shape(tap: str, actual: Recording) -> Divergence | None:
+    """Describe the first row of a tap whose values cannot be compared; None where it has no row."""
+    found = ((step, step_rows(step, tap)) for step in actual.steps if tap in step.tap_names)
+    step, rows = next(((step, rows) for step, rows in found if len(rows)), (None, None))
+    if step is None or rows is None:
+        return None
     return Divergence(
         tap=tap,
         request=int(rows.request[0]),

@@ -11,13 +11,14 @@ from harness.compare.bounds import CONTROL_FACTOR, THROUGH_FACTOR, Sensitivity, 
 from harness.compare.choices import choice_errors
 from harness.compare.conventions import Convention, conventions
 from harness.compare.evidence import MAX_LAYERS, MAX_ROWS, Evidence, histories, merged, spread
+from harness.compare.granularity import ways
 from harness.compare.replay import TapRows
 from harness.compare.systematic import Effects, beyond_control
 from harness.metrics import rounding_unit, row_errors
 from harness.oracle.attention import attention_sensitivity
 from harness.oracle.model import HFModel
 from harness.results import Effect
-from harness.taps import KINDS, ErrorModel, Graph, Kind, Operation
+from harness.taps import KINDS, ErrorModel, Kind
 
 _HALF = (torch.bfloat16, torch.float16)
 _BLOCK_ELEMENTS = 1 << 18
@@ -268,32 +269,6 @@ class LocalJudge:
 
 def _kept_input(x: torch.Tensor) -> torch.Tensor:
     return x.to("cpu", torch.float64).flatten(1) if x.is_floating_point() else x.cpu()
-
-
-def ways(graph: Graph, usable: set[str]) -> dict[str, tuple[str, ...] | None]:
-    """Return, for each recorded tap whose inputs were not all recorded, the taps that are computed on the way to it.
-
-    None where the way begins at the tokens: then the whole model so far would be judged as one operation, which is what
-    propagation does better.
-    """
-    found: dict[str, tuple[str, ...] | None] = {}
-    for operation in graph:
-        if operation.tap in usable and operation.kind is not Kind.CACHE and not set(operation.inputs) <= usable:
-            between = _unrecorded(graph, operation, usable)
-            is_closed = all(graph[tap].inputs for tap in between)
-            found[operation.tap] = tuple(op.tap for op in graph if op.tap in between) if is_closed else None
-    return found
-
-
-def _unrecorded(graph: Graph, operation: Operation, usable: set[str]) -> set[str]:
-    found: set[str] = set()
-    pending = [tap for tap in operation.inputs if tap not in usable]
-    while pending:
-        tap = pending.pop()
-        if tap not in found:
-            found.add(tap)
-            pending += [each for each in graph[tap].inputs if each not in usable]
-    return found
 
 
 def _column_norms2(weight: torch.Tensor, num_in: int) -> torch.Tensor:

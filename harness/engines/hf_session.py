@@ -29,9 +29,10 @@ class HFSession:
     phases = ("prefill", "decode")
 
     def __init__(self, hf: HFModel, attention: str | None) -> None:
-        self._hf, self._graph = hf, hf.graph  # traced now: later its forward would be shown as a step
+        self._hf = hf
         if attention is not None:
             hf.model.set_attn_implementation(attention)
+        self._graph = hf.graph  # traced now: later its forwards would be taken for steps
         self._prompts: list[list[int]] = []
         self._num_added = 0
         self._num_cached = 0
@@ -169,6 +170,19 @@ def _new_cache(config: Any, ends: Callable[[int, str], None]) -> Any:
 
 
 def _model_shape(hf: HFModel) -> ModelShape:
+    try:
+        return _llama_like_shape(hf)
+    except AttributeError as error:
+        raise HarnessError(
+            Code.ENGINE_CANNOT_SERVE,
+            f"profiles know the operations of the dense decoders of Llama, Qwen and Mistral; this is another: {error}",
+            where=hf.folder,
+            actual=type(hf.model).__name__,
+            hint="harness check takes it; harness trace summary reads a trace of it that torch.profiler made",
+        ) from error
+
+
+def _llama_like_shape(hf: HFModel) -> ModelShape:
     config, layers = hf.config, hf.model.model.layers
     first: Any = layers[0]
     windows = tuple(getattr(layer.self_attn, "sliding_window", None) for layer in layers)

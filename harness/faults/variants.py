@@ -5,14 +5,15 @@ from random import Random
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 
 import reference_engine.attention.paged
 from harness.faults.attention import merge_exactly, split_decode
 from harness.faults.fault import Setting, Variant
 from harness.faults.plant import replacing
+from reference_engine.batch import Batch
 from reference_engine.block_pool import BlockPool
-from reference_engine.layers import Linear, RMSNorm
+from reference_engine.layers import MLP, Linear, RMSNorm
 
 MODELS = ("llama-tiny", "qwen2-tiny", "qwen3-tiny")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -56,6 +57,20 @@ def _unfused(original: Any) -> Callable[[Linear, torch.Tensor], torch.Tensor]:
     return call
 
 
+def _activation_in_float32(original: Any) -> Callable[[MLP, torch.Tensor, Batch, str], torch.Tensor]:
+    """silu(gate) * up is rounded once, as in fused kernels: HF rounds silu, too, on a coarse grid in one direction."""
+
+    def call(self: MLP, x: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        act = (silu(gate.to(torch.float32)) * up.to(torch.float32)).to(x.dtype)
+        out = self.down_proj(act)
+        for name, value in (("gate_proj", gate), ("up_proj", up), ("act", act), ("down_proj", out)):
+            batch.tap(prefix, f"mlp.{name}", value)
+        return out
+
+    return call
+
+
 def _row_by_row(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Decode attends one request at a time."""
 
@@ -69,6 +84,7 @@ def _row_by_row(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 _PLANTED = {
     "blocks-permuted": replacing((BlockPool, "__init__", _permuted)),
     "norm-weight-before-cast": replacing((RMSNorm, "__call__", _weight_before_cast)),
+    "activation-in-float32": replacing((MLP, "__call__", _activation_in_float32)),
     "projections-unfused": replacing((Linear, "__call__", _unfused)),
     "decode-row-by-row": replacing((reference_engine.attention.paged, "attend_single", _row_by_row)),
     "split-kv": split_decode(merge_exactly),

@@ -57,7 +57,7 @@ def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
     report("oracle", 0, 1)
     hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
     runs = []
-    with suitable_threads(hf.config.hidden_size):
+    with suitable_threads(int(getattr(hf.config, "hidden_size", 0))):
         match_taps(plan, engine, hf.graph)
         plan = followed_schedules(plan, engine)
         golden = cached_golden(hf, plan.prompts, truth=plan.truth, progress=report)

@@ -9,7 +9,7 @@ import torch
 
 from harness.oracle.caches import new_cache
 from harness.oracle.model import HFModel
-from harness.oracle.trace import all_parts_held
+from harness.oracle.parts import all_parts_held
 
 _CACHES = ("past_key_values", "cache_params", "state", "mems")
 """Names under which HF's families return their cache, and take it."""
@@ -53,7 +53,7 @@ class Decoder:
             rows = [before + row for before, row in zip(self._ids, rows, strict=True)]
             options.pop("position_ids", None)
         given = torch.tensor(rows, device=self._hf.device)
-        output = self._hf.model(input_ids=given, use_cache=True, **self.cache, **options)
+        output = self._hf.run(input_ids=given, use_cache=True, **self.cache, **options)
         returned = {name: output[name] for name in _CACHES if output.get(name) is not None}
         self.cache = returned or {name: cache for name, cache in self.cache.items() if cache.get_seq_length()}
         self._ids = [] if self.cache else rows

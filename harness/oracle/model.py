@@ -15,6 +15,7 @@ from torch import nn
 from harness.checkpoint import CONFIG_NAME, read_config, shards
 from harness.errors import Code, HarnessError
 from harness.inspect import inspect_path
+from harness.oracle.failures import hf_failures
 from harness.oracle.patches import check_is_unpatched
 from harness.oracle.quiet import quiet_transformers
 from harness.oracle.weights import ResidentWeights, StreamedWeights, parameters_on_meta
@@ -46,7 +47,7 @@ class HFModel:
     @cached_property
     def graph(self) -> Graph:
         """Operations of the model in the order of its run, traced from a forward over a few tokens."""
-        from harness.oracle.trace import trace_graph
+        from harness.oracle.graph import trace_graph
 
         return trace_graph(self)
 
@@ -74,6 +75,15 @@ class HFModel:
         """Size of one attention head."""
         own = getattr(self.config, "head_dim", None)
         return int(own or self.config.hidden_size // self.config.num_attention_heads)
+
+    def run(self, **inputs: Any) -> Any:
+        """Return what HF's forward returns.
+
+        Raises:
+            HarnessError: HF_FAILED: HF's own code raised.
+        """
+        with hf_failures(self.folder):
+            return self.model(**inputs)
 
     def module(self, path: str) -> nn.Module:
         """Return the module at a path; raises AttributeError where there is none."""

@@ -99,7 +99,7 @@ def _forward(hf: HFModel, ids: torch.Tensor, positions: Sequence[int] | None) ->
     options: dict[str, Any] = {}
     if positions is not None and "logits_to_keep" in inspect.signature(hf.model.forward).parameters:
         options["logits_to_keep"] = torch.tensor(list(positions), device=ids.device)
-    return lambda: hf.model(input_ids=ids, use_cache=False, **options).logits
+    return lambda: hf.run(input_ids=ids, use_cache=False, **options).logits
 
 
 @torch.no_grad()

@@ -44,6 +44,8 @@ class PreservePrecision(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if _is_number(func, args) and "dtype" not in kwargs:
+            kwargs["dtype"] = self._dtype  # the lowest number of the truth's dtype is none of torch's default one
         if not (args and isinstance(args[0], torch.Tensor) and args[0].dtype == self._dtype):
             return func(*args, **kwargs)
         if func in self._casts:
@@ -61,6 +63,13 @@ class PreservePrecision(TorchFunctionMode):
 
     def _names_one(self, args: tuple[Any, ...]) -> bool:
         return any(isinstance(arg, torch.dtype) and arg in self._lower for arg in args)
+
+
+def _is_number(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether a tensor of no dimensions is made of a float; computed with, it does not change another's dtype."""
+    if func is torch.tensor:
+        return isinstance(args[0], float)
+    return func is torch.full and len(args) > 1 and tuple(args[0]) == () and isinstance(args[1], float)
 
 
 _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

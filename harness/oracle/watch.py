@@ -68,6 +68,8 @@ class Seeing:
         self._sink = sink
         self.calls: dict[str, AttentionCall] = {}
         """The latest call of each attention module, by its path."""
+        self.num_scores: dict[str, int] = {}
+        """By source: among how many the latest choice was made."""
 
     def see(self, source: str, value: torch.Tensor) -> None:
         """See `Watcher.see`."""
@@ -80,6 +82,7 @@ class Seeing:
 
     def choose(self, source: str, scores: torch.Tensor, chosen: torch.Tensor) -> None:
         """See `Watcher.choose`."""
+        self.num_scores[source] = scores.shape[-1]
         self._sink(source, chosen)
 
 

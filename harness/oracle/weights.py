@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from harness.checkpoint import tensor_headers
@@ -123,9 +123,9 @@ class StreamedWeights:
             yield
             return
         with ExitStack() as stack:
-            stack.callback(self._release, own)
+            stack.callback(self._release, [*own, *self._tied_to(own)])
             self._load([*own, *(f"{part}.{name}" for name, _ in module.named_buffers())])
-            self._tie(own, stack)
+            self._tie(own)
             for name in filter(self._is_empty, own):
                 raise self._contradiction(f"the checkpoint has no tensor for the parameter {name}")
             module.requires_grad_(False)
@@ -168,14 +168,19 @@ class StreamedWeights:
                 actual=list(actual),
             )
 
-    def _tie(self, names: Sequence[str], stack: ExitStack) -> None:
+    def _tied_to(self, names: Sequence[str]) -> list[str]:
+        """Return the parameters outside of a part that are one with its own, and are not held yet."""
+        pairs = [
+            pair for one, other in self._model.all_tied_weights_keys.items() for pair in ((one, other), (other, one))
+        ]
+        return [other for one, other in pairs if one in names and other not in names and self._is_empty(other)]
+
+    def _tie(self, names: Sequence[str]) -> None:
         """Give a tied parameter the tensor that was loaded for what it is tied to."""
         for target, source in self._model.all_tied_weights_keys.items():
             for one, other in ((target, source), (source, target)):
                 if one in names and self._is_empty(one) and not self._is_empty(other):
                     self._set(one, self._model.get_parameter(other))
-                if one in names and other not in names:
-                    stack.callback(self._set, other, self._empty[other])
 
     def _set(self, name: str, parameter: nn.Parameter) -> None:
         path, _, own = name.rpartition(".")
@@ -193,8 +198,17 @@ class _Files:
         """Return the file that has a tensor, open."""
         shard = self._headers[key][1]
         if shard not in self._files:
-            self._files[shard] = self._stack.enter_context(safe_open(shard, framework="pt"))
+            self._files[shard] = self._stack.enter_context(_opened(shard))
         return self._files[shard]
+
+
+def _opened(shard: Path) -> Any:
+    try:
+        return safe_open(shard, framework="pt")
+    except FileNotFoundError as error:
+        raise HarnessError(Code.MISSING_SHARD, f"the file is gone: {error}", where=shard) from error
+    except (SafetensorError, OSError) as error:
+        raise HarnessError(Code.DAMAGED_SAFETENSORS, f"the file was changed: {error}", where=shard) from error
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The operations of one model in the order of its run, each named by the tap it produces.
 
-No graph is written by hand: the oracle traces HF's own forward (harness/oracle/trace.py). Here is what it finds, as
+No graph is written by hand: the oracle traces HF's own forward (harness/oracle/graph.py). Here is what it finds, as
 plain data: for every tap what computes it and which taps it is computed from, so that one operation can be judged by
 itself and its causes can be looked for.
 """

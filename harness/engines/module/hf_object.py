@@ -1,5 +1,7 @@
 """A model object of transformers as an engine: somebody's own kernels in HF's model, run as the engine `hf` runs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 
@@ -10,6 +12,7 @@ from harness.engines.hf import HFEngine, ShownTap
 from harness.engines.module.names import operation_of
 from harness.engines.module.taps import lacking_taps
 from harness.engines.module.values import evaluating
+from harness.errors import Code, HarnessError
 from harness.oracle.model import HFModel
 from harness.oracle.rows import as_rows, token_dim
 from harness.oracle.trace import unmistakable_sizes
@@ -38,7 +41,7 @@ class HFObjectEngine(HFEngine):
 
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """See `Engine.run`."""
-        with evaluating(self._hf.model):
+        with evaluating(self._hf.model), _failures_are_the_engines():
             super().run(workload, writer)
 
     def _find(self, graph: Graph) -> dict[str, ShownTap]:
@@ -60,3 +63,14 @@ class HFObjectEngine(HFEngine):
         with evaluating(self._hf.model), watching(self._hf) as watch, watch.showing(Seeing(see)):
             see("logits", self._hf.model(input_ids=ids, use_cache=False).logits)
         return sources
+
+
+@contextmanager
+def _failures_are_the_engines() -> Iterator[None]:
+    """Let go of an error that says HF's code raised: here it was called by what is under test."""
+    try:
+        yield
+    except HarnessError as error:
+        if error.code is Code.HF_FAILED and error.__cause__ is not None:
+            raise error.__cause__ from None
+        raise

@@ -156,6 +156,16 @@ def test_what_a_module_raises_names_it(own):
     assert "Failing" in text
 
 
+def test_what_a_models_code_makes_of_a_module_that_is_not_hfs_names_the_engine(checkpoints):
+    model = AutoModelForCausalLM.from_pretrained(checkpoints / "qwen3-tiny", dtype=torch.float32)
+    model.model.layers[1].self_attn.register_forward_hook(
+        lambda _module, args, output: output if output[0].shape[1] > 1 else (output[0][..., :5], output[1])
+    )
+    text = refused(model)  # a decode step: HF's own residual cannot be added
+    assert text.startswith(Code.ENGINE_FAILED)
+    assert "RuntimeError" in text
+
+
 def test_an_out_folder_that_is_taken(own, tmp_path):
     (tmp_path / "mine").touch()
     assert refused(own, names=NAMES, out=tmp_path).startswith(Code.OUTPUT_EXISTS)

@@ -76,6 +76,26 @@ def test_one_expert_twice_is_an_error():
     assert errors(SCORES, [[0, 0], [3, 2]], [[0, 1], [3, 2]], control=NOISY)[0] > 1
 
 
+def test_the_best_expert_left_out_is_as_far_as_the_worst_that_was_taken():
+    """Not as the lowest of those chosen: the second best, which both chose, says nothing."""
+    scores = torch.tensor([[5.0, 3.0, 2.9, 0.0]])
+    assert errors(scores, [[1, 2]], [[0, 1]], control=scores + 0.1) == pytest.approx([2.1 / 0.2])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "is_right"), [([0, 1, 3], True), ([3, 1, 2], False), ([0, 1, 2], True), ([0, 2, 3], False)]
+)
+def test_which_of_masked_scores_are_chosen_does_not_matter(chosen, is_right):
+    scores = torch.tensor([[5.0, 3.0, -torch.inf, -torch.inf]])
+    (error,) = errors(scores, [chosen], [[0, 1, 2]], control=scores + 0.1)
+    assert error == (0 if is_right else torch.inf)
+
+
+def test_masked_scores_of_one_row_make_no_noise_for_the_others():
+    scores = torch.tensor([[5.0, -torch.inf, -torch.inf], [5.0, 3.0, 0.0]])
+    assert errors(scores, [[0, 1], [0, 2]], [[0, 2], [0, 1]], control=scores + 0.1) == pytest.approx([0, 3.0 / 0.2])
+
+
 def test_the_judged_rows_are_found_among_all():
     scores = SCORES.flip(0).repeat(2, 1)
     assert errors(scores, [[0, 2]], [[0, 1]], control=NOISY[:1], places=[3]) == pytest.approx([2.0 / 0.2])

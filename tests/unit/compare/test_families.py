@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from harness.compare import compare_run
+from harness.errors import Code
 from harness.oracle.make_golden import make_golden
 from harness.oracle.requests import Prompt
 from harness.results import Outcome, Verdict
@@ -50,3 +51,31 @@ def test_requests_that_end_at_different_times_behind_a_window(bench, tmp_path):
     golden = make_golden(one.hf, prompts, tmp_path / "golden")
     actual = one.run(golden.requests, "batched", tmp_path / "r")
     assert compare_run(actual, golden, hf=one.hf).result.findings == ()
+
+
+LATENT = "axk2"
+"""Latent attention behind an indexer that chooses the keys: its cache holds neither keys nor values."""
+
+
+@pytest.mark.parametrize("dtype", SCHEDULES)
+def test_latent_attention_is_sound(bench, tmp_path, dtype):
+    one = bench(LATENT, dtype)
+    wanted = [op.tap for op in one.hf.graph if op.kind is not Kind.CACHE]
+    run = one.compare(one.recorded(SCHEDULES[dtype]).write(tmp_path / "r"), wanted=wanted)
+    assert run.findings == ()
+    assert run.outcome is Outcome.PASS
+    assert [tap.name for tap in run.taps] == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_values_that_were_joined_in_another_order(bench, tmp_path, dtype):
+    """A copy makes no rounding, and what reads it is judged on what it was given."""
+    one, name = bench(LATENT, dtype), "model.layers.1.self_attn.q_gate_proj.input"
+    actual = one.recorded()
+    for step in actual.computing():
+        step.taps[name] = torch.cat(step.taps[name].chunk(2, dim=-1)[::-1], dim=-1)
+    run = one.compare(actual.write(tmp_path / "r"))
+    assert (run.first_divergence.tap, run.first_divergence.code) == (name, Code.LOCAL_ERROR)
+    (joined,) = (tap for tap in run.taps if tap.name == name)
+    assert joined.num_bad_rows == joined.num_rows
+    assert {tap.name for tap in run.taps if tap.verdict is Verdict.BUG} == {name, name.removesuffix(".input")}

@@ -17,7 +17,7 @@ def bits(model: nn.Module) -> Bits:
     """Return dtype, storage and bytes of every parameter and buffer."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {
-        name: (x.dtype, x.data_ptr(), b"" if x.is_meta else x.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        name: (x.dtype, x.data_ptr(), b"" if x.is_meta else x.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
         for name, x in tensors
     }
 

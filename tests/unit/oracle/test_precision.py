@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import weakref
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attenti
 
 from harness.oracle import precision
 from harness.oracle.precision import (
+    Buffers,
     blocked_linear,
     eager_experts,
     preserve_precision,
@@ -93,22 +95,115 @@ def test_upcast_inside_of_upcast():
     assert bits(model) == before
 
 
-def test_upcast_puts_back_what_it_had_upcast_when_memory_runs_out(monkeypatch):
-    model = small_model()
-    before = bits(model)
-    to, calls = torch.Tensor.to, []
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+@pytest.mark.parametrize(("where", "name"), [(torch, "empty"), (torch.Tensor, "copy_")])
+def test_upcast_puts_back_what_it_had_upcast_when_memory_runs_out(monkeypatch, where, name, number):
+    """At whichever of the model's tensors, and whether there is no memory or what it is filled with cannot be read."""
+    model, calls = small_model(), []
+    before, enough = bits(model), getattr(where, name)
 
-    def scarce(self, *args, **kwargs):
-        calls.append(self)
-        if len(calls) == 3:
+    def scarce(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == number:
             raise BoomError
-        return to(self, *args, **kwargs)
+        return enough(*args, **kwargs)
 
-    monkeypatch.setattr(torch.Tensor, "to", scarce)
-    with pytest.raises(BoomError), upcast(torch.float64, model):
-        pass
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, scarce)
+        with pytest.raises(BoomError), upcast(torch.float64, model):
+            pass
+    assert len(calls) == number
     assert bits(model) == before
+    with upcast(torch.float64, model):
+        assert {x.dtype for x in model.parameters()} == {torch.float64}
+    assert bits(model) == before
+
+
+# Memory that is used for one layer after the other.
+
+
+@pytest.mark.parametrize("dtype", HIGH)
+@pytest.mark.parametrize("tensor", [torch.randn(3, 4), torch.randn(4, 3).T, torch.tensor(1.5), torch.empty(0, 2)])
+def test_a_buffer_is_a_copy_of_its_own(tensor, dtype):
+    before, buffers = tensor.clone(), Buffers()
+    for _ in range(2):  # fresh memory, then what was used before
+        with buffers.copy(tensor, dtype) as copy:
+            assert copy.dtype == dtype
+            assert copy.shape == tensor.shape
+            assert torch.equal(copy, tensor.to(dtype))
+            copy += 1
+            assert torch.equal(tensor, before)
+
+
+def test_a_buffer_is_used_again():
+    buffers, numbers = Buffers(), torch.randn(3, 3, 4).bfloat16()
+    places = []
+    for tensor in numbers:
+        with buffers.copy(tensor, torch.float64) as copy:
+            assert torch.equal(copy, tensor.double())
+            places.append(copy.data_ptr())
+    assert len(set(places)) == 1
+
+
+def test_buffers_that_are_lent_at_the_same_time_are_different_ones():
+    buffers, (one, other) = Buffers(), torch.randn(2, 3, 4)
+    with buffers.copy(one, torch.float64) as first, buffers.copy(other, torch.float64) as second:
+        assert torch.equal(first, one.double())
+        assert torch.equal(second, other.double())
+        places = {first.data_ptr(), second.data_ptr()}
+    with buffers.copy(other, torch.float64) as first, buffers.copy(one, torch.float64) as second:
+        assert {first.data_ptr(), second.data_ptr()} == places
+        assert torch.equal(first, other.double())
+
+
+def test_a_buffer_is_used_again_for_the_same_shape_and_dtype_only():
+    buffers, tensor = Buffers(), torch.randn(3, 4)
+    with buffers.copy(tensor, torch.float64) as copy:
+        place = copy.data_ptr()
+    for other, dtype in ((tensor, torch.float32), (tensor.T, torch.float64), (tensor[:2], torch.float64)):
+        with buffers.copy(other, dtype) as copy:
+            assert copy.data_ptr() != place
+            assert (copy.shape, copy.dtype) == (other.shape, dtype)
+            assert torch.equal(copy, other.to(dtype))
+
+
+def test_a_buffer_is_given_back_under_an_exception():
+    buffers, tensor = Buffers(), torch.randn(3, 4)
+    with suppress(BoomError), buffers.copy(tensor, torch.float64) as copy:
+        place = copy.data_ptr()
+        raise BoomError
+    with buffers.copy(tensor, torch.float64) as copy:
+        assert copy.data_ptr() == place
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_layers_are_upcast_into_the_same_memory(fails):
+    """One after the other, also after one that failed; within one, a parameter that is tied has one place."""
+    layers, buffers = [small_model(), small_model(), small_model()], Buffers()
+    places = []
+    for at, layer in enumerate(layers):
+        layer["mix"].bias.data.add_(at)
+    before = [bits(layer) for layer in layers]
+    for layer in layers:
+        expected = {name: x.to(torch.float64) for name, x in layer.named_parameters()}
+        with suppress(BoomError), upcast_parameters(torch.float64, layer, buffers=buffers):
+            for name, x in layer.named_parameters():
+                torch.testing.assert_close(x.data, expected[name], rtol=0, atol=0, equal_nan=True)
+            assert layer["head"].weight.data_ptr() == layer["embed"].weight.data_ptr()
+            places.append({x.data_ptr() for x in (*layer.parameters(), layer.scale)})
+            if fails:
+                raise BoomError
+    assert len(places[0]) == 4
+    assert places[0] == places[1] == places[2]
+    assert [bits(layer) for layer in layers] == before
+
+
+def test_without_buffers_nothing_is_kept():
+    model = small_model()
+    with upcast_parameters(torch.float64, model):
+        made = [weakref.ref(x.untyped_storage()) for x in (*model.parameters(), model.scale)]
+        assert None not in [x() for x in made]
+    assert {x() for x in made} == {None}
 
 
 def norm_in_float64(x, weight, eps):
@@ -353,3 +448,14 @@ assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("make", [lambda x: torch.tensor(x), lambda x: torch.full((), x)])
+def test_the_lowest_number_of_the_truths_dtype_is_one_of_it(make):
+    lowest = torch.finfo(torch.float64).min
+    with preserve_precision(torch.float64):
+        assert make(lowest).item() == lowest
+        assert make(0.5).dtype == torch.float64
+        assert torch.full((2,), 0.5).dtype == torch.float32
+        assert torch.tensor(3).dtype == torch.int64
+    assert make(0.5).dtype == torch.float32

@@ -12,7 +12,7 @@ from harness.errors import Code, HarnessError
 from harness.oracle import model as model_module
 from harness.oracle.decode import greedy_continuation
 from harness.oracle.model import load_model
-from harness.oracle.weights import ResidentWeights, StreamedWeights, parameters_on_meta
+from harness.oracle.weights import ResidentWeights, parameters_on_meta
 
 from ..tiny_models import save, tiny_model
 from .state import bits, surroundings
@@ -27,20 +27,6 @@ TOKENS = list(range(3, 20))
 
 class BoomError(Exception):
     """Raised by the tests."""
-
-
-@pytest.fixture
-def streamed(monkeypatch):
-    """Load a checkpoint as one that is too large to be held."""
-
-    def load(folder, dtype=torch.float32):
-        with monkeypatch.context() as patch:
-            patch.setattr(model_module, "_RESIDENT_BYTES", 0)
-            hf = load_model(folder, dtype=dtype)
-        assert isinstance(hf.weights, StreamedWeights)
-        return hf
-
-    return load
 
 
 def on_meta(hf):

@@ -140,3 +140,10 @@ def test_an_engine_that_replays_graphs_says_what_that_means_for_its_profile(own)
     engine.runner._graphs = object()
     (note,) = ReferenceSession(engine, session._folder).notes
     assert "replayed as CUDA graphs" in note
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mamba", "qwen3_moe"])
+def test_a_family_that_profiles_do_not_know_is_refused(tiny, family):
+    with pytest.raises(HarnessError) as caught:
+        HFSession(tiny(family), None)
+    assert caught.value.code is Code.ENGINE_CANNOT_SERVE

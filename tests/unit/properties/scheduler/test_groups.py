@@ -26,7 +26,7 @@ REUSE = {
     "owner not counted on a hit": {2, 5, 23},
     "hit block stays idle": {3, 4, 5},
     "stale hash after reuse (vllm#49125)": {8, 9},
-    "hash without its parent": {3, 7, 21, 23},
+    "hash without its parent": {3, 7, 17, 21, 23},
     "hash over a partial block": {8, 9},
     "collision taken as a hit": {3, 7, 23},
     "salt ignored": {3, 7, 23},

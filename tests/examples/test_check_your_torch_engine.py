@@ -1,0 +1,106 @@
+"""The page on torch engines: its adapter records every tap of the engine, which passes, and its bug is found."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.compare import compare_run
+from harness.engines import Engine, Workload
+from harness.errors import Code, HarnessError
+from harness.explain import explain_run
+from harness.oracle.make_golden import cached_golden
+from harness.oracle.model import load_model
+from harness.oracle.requests import Prompt
+from harness.recording import ModelInfo, Producer, Recording, RecordingWriter
+from harness.results import Outcome
+from harness.schedule import parse_schedule
+
+PAGE = (Path(__file__).parents[2] / "docs" / "check-your-torch-engine.md").read_text()
+MOST_LINES = 60
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapter")
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    (folder / "my_adapter.py").write_text(code)
+    patch = pytest.MonkeyPatch()
+    patch.syspath_prepend(Path(__file__).parent)
+    patch.syspath_prepend(folder)
+    yield importlib.import_module("my_adapter")
+    patch.undo()
+    for name in ("my_adapter", "fused_engine"):
+        del sys.modules[name]
+
+
+class Checked:
+    """What a check of the page's engine does, in this process."""
+
+    def __init__(self, adapter, folder, dtype, path):
+        self.adapter, self.folder, self.dtype, self.path = adapter, folder, dtype, path
+        self.hf = load_model(folder, dtype=getattr(torch, dtype))
+        prompts = [(5, 9, 14, 3, 8, 21, 4, 17, 6), tuple(range(3, 17))]
+        self.golden = cached_golden(self.hf, [Prompt(token_ids=ids, max_new_tokens=5) for ids in prompts])
+
+    def compare(self):
+        engine = self.adapter.open_engine(self.folder, dtype=self.dtype, device="cpu", options={})
+        assert isinstance(engine, Engine)
+        writer = RecordingWriter(
+            self.path,
+            producer=Producer(name="fused", version="1"),
+            model=ModelInfo(id="qwen2-tiny"),
+            dtype=self.dtype,
+            device="cpu",
+            environment={},
+            requests=self.golden.requests,
+            schedule="plain",
+        )
+        with writer:
+            engine.run(Workload(requests=self.golden.requests, schedule=parse_schedule("plain")), writer)
+        with Recording.open(self.path) as actual:
+            found = compare_run(actual, self.golden, hf=self.hf, wanted=engine.offer.wanted(self.hf.graph))
+            return explain_run(found, actual, self.golden, self.hf)
+
+
+@pytest.fixture
+def checked(adapter, checkpoints, tmp_path):
+    return lambda dtype: Checked(adapter, checkpoints / "qwen2-tiny", dtype, tmp_path / dtype)
+
+
+def test_the_adapter_is_short(adapter):
+    lines = Path(adapter.__file__).read_text().splitlines()
+    assert sum(bool(line.strip()) for line in lines) <= MOST_LINES
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_engine_passes_with_every_tap_recorded(checked, dtype):
+    run = checked(dtype).compare()
+    assert run.findings == ()
+    assert run.outcome is Outcome.PASS
+    assert (run.coverage.missing, run.coverage.not_offered) == (0, ())
+    assert {tap.judged_by for tap in run.taps} <= {"local", "cache"}
+
+
+def test_the_bug_is_found_where_the_page_says(checked, adapter, monkeypatch):
+    rotary = sys.modules["fused_engine"].Rotary
+    forward = rotary.forward
+    monkeypatch.setattr(rotary, "forward", lambda self, positions, q, k: forward(self, positions - 1, q, k))
+    first = checked("float32").compare().first_divergence
+    shown = re.findall(r"```text\n(.*?)```", PAGE, flags=re.DOTALL)[-1]
+    assert f"First divergence: {first.tap}" in shown
+    assert f"request {first.request}, position {first.position}, step {first.step}, {first.phase}" in shown
+    assert f"Cause: {first.explanation.cause}" in shown
+
+
+def test_an_engine_that_feeds_its_own_tokens_is_found_out(checked, adapter, monkeypatch):
+    engine = sys.modules["fused_engine"].FusedEngine
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda self, work: step(self, [(r, [7] * len(t), at) for r, t, at in work]))
+    with pytest.raises(HarnessError) as caught:
+        checked("float32").compare()
+    assert caught.value.code is Code.ENGINE_FAILED
+    assert "other tokens" in str(caught.value)

@@ -1,0 +1,183 @@
+"""A table is bound to modules, and what they show is written under HF's names."""
+
+import pytest
+import torch
+from torch import nn
+
+from harness.engines.torch_modules import Entry, Fields, ModuleRecorder, StepRows
+from harness.errors import Code, HarnessError
+
+P = "model.layers.{layer}."
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+class Turn(nn.Module):
+    def forward(self, position, x):
+        x.neg_()
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self, turn):
+        super().__init__()
+        self.norm, self.turn = Double(), turn
+
+    def forward(self, x):
+        return self.turn(0, self.norm(x))
+
+
+class Engine(nn.Module):
+    """Two layers that share one module, and an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding.from_pretrained(torch.arange(10.0)[:, None])
+        turn = Turn()
+        self.layers = nn.ModuleList([Layer(turn), Layer(turn)])
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Written:
+    """A writer that keeps what it is given, as it is at that moment."""
+
+    def __init__(self):
+        self.taps, self.step = {}, None
+
+    def begin_step(self, **step):
+        self.step = step
+
+    def tap(self, name, tensor):
+        assert name not in self.taps
+        self.taps[name] = tensor.clone()
+
+
+TABLE = (
+    Entry(module="embed", token_ids=0, output="model.embed_tokens"),
+    Entry(module="layers.{layer}.norm", inputs={"x": P + "input_layernorm.input"}, output=P + "input_layernorm"),
+    Entry(module="layers.{layer}.turn", inputs={1: P + "before"}, updated={1: P + "q_rope"}),
+)
+
+
+def rows(**given):
+    return StepRows(**{"phase": "prefill", "request": [0, 0, 0], "position": [0, 1, 2]} | given)
+
+
+def run(table, ids=(1, 2, 3), step=None, model=None):
+    model, written = model or Engine(), Written()
+    recorder = ModuleRecorder(model, table)
+    with torch.no_grad(), recorder.step(written, step or rows()):
+        model(torch.tensor(ids))
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+    return written
+
+
+def test_values_before_and_after_a_call_in_place():
+    taps = run(TABLE[:1] + TABLE[2:]).taps
+    assert list(taps) == [
+        "model.embed_tokens", "model.layers.0.before", "model.layers.0.q_rope", "model.layers.1.before",
+        "model.layers.1.q_rope",
+    ]  # fmt: skip
+    assert taps["model.layers.0.before"].flatten().tolist() == [2, 4, 6]
+    assert taps["model.layers.0.q_rope"].flatten().tolist() == [-2, -4, -6]
+    assert taps["model.layers.1.q_rope"].flatten().tolist() == [4, 8, 12]
+
+
+def test_one_module_for_all_layers_under_a_path_of_its_own():
+    model = Engine()
+    model.turn = model.layers[0].turn
+    for layer in model.layers:
+        del layer._modules["turn"]
+        vars(layer)["turn"] = model.turn
+    entry = Entry(module="turn", updated={1: P + "q_rope"})
+    layers = Entry(module="layers.{layer}.norm", output=P + "input_layernorm")
+    taps = run((entry, layers), model=model).taps
+    assert {"model.layers.0.q_rope", "model.layers.1.q_rope"} <= set(taps)
+
+
+def test_rows_of_padding_are_left_out():
+    taps = run(TABLE[:1], ids=(9, 1, 2, 3), step=rows(kept=[1, 2, 3], token_ids=[1, 2, 3])).taps
+    assert taps["model.embed_tokens"].flatten().tolist() == [1, 2, 3]
+
+
+def test_requests_side_by_side():
+    model = Engine()
+    written = Written()
+    with ModuleRecorder(model, TABLE[:1]).step(written, rows(request=[0, 0, 1, 1], position=[0, 1, 0, 1])):
+        model(torch.tensor([[1, 2], [3, 4]]))
+    assert written.taps["model.embed_tokens"].flatten().tolist() == [1, 2, 3, 4]
+
+
+def test_only_sampled_rows():
+    head = Entry(module="embed", output="lm_head", is_sampled_only=True)
+    step = run((head,), ids=(5,), step=rows(sampled_rows=[2]))
+    assert step.step["partial_rows"] == {"lm_head": [2]}
+    assert step.taps["lm_head"].flatten().tolist() == [5]
+    assert run((head,), ids=(5,)).taps == {}, "a step that samples nothing has no logits"
+
+
+def test_the_layer_before_and_the_last():
+    stream = Entry(module="layers.{layer}.norm", output=Fields("model.layers.{previous}.output"))
+    last = Entry(module="embed", output="model.layers.{last}.mlp")
+    assert list(run((stream, last)).taps) == ["model.layers.1.mlp", "model.layers.0.output"]
+
+
+def test_what_the_table_does_not_show(tiny):
+    recorder = ModuleRecorder(Engine(), TABLE)
+    graph = tiny("llama").graph
+    lacking = recorder.lacking(graph)
+    assert {"self_attn.q_proj", "lm_head", "model.norm", "k_rope"} <= set(lacking)
+    assert not {"input_layernorm", "q_rope", "model.embed_tokens", "k_cache"} & set(lacking)
+
+
+@pytest.mark.parametrize(
+    ("table", "where", "said"),
+    [
+        ((Entry(module="layers.{layer}.nrm", output="a"),), "layers.{layer}.nrm", "matches no module"),
+        ((Entry(module="layers.{layer}.turn", output=P + "a"), Entry(module="layers.{layer}.norm", output=P + "a")),
+         "layers.{layer}.norm", "two values"),
+        ((Entry(module="embed", output="a"), Entry(module="embed", output="b")), "embed", "two lines"),
+    ],
+)  # fmt: skip
+def test_a_table_that_does_not_fit_the_modules(table, where, said):
+    with pytest.raises(HarnessError, match=said) as caught:
+        ModuleRecorder(Engine(), table)
+    assert caught.value.code is Code.BAD_MODULE_TABLE
+    assert where in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "step", "said"),
+    [
+        (TABLE[:1], {"request": [0, 0], "position": [0, 1]}, "other rows"),
+        ((Entry(module="layers.{layer}.turn", inputs={4: P + "a"}),), {}, "not given the argument 4"),
+        ((Entry(module="layers.{layer}.turn", inputs={"y": P + "a"}),), {}, "not given the argument 'y'"),
+    ],
+)
+def test_a_step_that_does_not_fit_the_table(table, step, said):
+    with pytest.raises(HarnessError, match=said) as caught:
+        run(table, step=rows(**step))
+    assert caught.value.code is Code.BAD_MODULE_TABLE
+
+
+def test_other_tokens_than_those_that_are_forced():
+    with pytest.raises(HarnessError, match="other tokens") as caught:
+        run(TABLE[:1], step=rows(token_ids=[1, 2, 4]))
+    assert caught.value.code is Code.ENGINE_FAILED
+    assert "row 2" in str(caught.value)
+
+
+def test_no_hook_stays_when_the_engine_raises():
+    model = Engine()
+    recorder = ModuleRecorder(model, TABLE)
+    with pytest.raises(IndexError), recorder.step(Written(), rows()):
+        model(torch.tensor([1, 2, 99]))
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())

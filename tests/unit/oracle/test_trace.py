@@ -1,0 +1,170 @@
+"""What is a tap, told from runs of two lengths: rows as wide as the history are none, copies of several values are."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from harness.oracle.model import HFModel
+from harness.oracle.trace import unmistakable_sizes
+from harness.taps import Kind
+
+from ..decoder_graph import decoder_graph
+from ..tiny_models import tiny_model
+
+PREFIX = "model.layers.1."
+
+
+def hf_of(model):
+    return HFModel(model=model, folder=Path(), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def with_mlp(build, **changes):
+    """Return a small Llama with another MLP in its second layer."""
+    model = tiny_model("llama", **changes)
+    torch.manual_seed(1)
+    model.model.layers[1].mlp = build(model.config.hidden_size).eval()
+    return hf_of(model)
+
+
+def sites(hf):
+    return [op.tap.removeprefix(PREFIX) for op in hf.graph.of_layer(1)]
+
+
+class LookingBack(nn.Module):
+    """Mixes the tokens so far, and shows a row of its scores in a width that is made of their number."""
+
+    def __init__(self, size, widen):
+        super().__init__()
+        self.scores, self.out = nn.Identity(), nn.Linear(size, size, bias=False)
+        self._widen = widen
+
+    def forward(self, x):
+        scores = (x @ x.transpose(1, 2)).tanh().tril()
+        wide = self.scores(self._widen(scores))
+        back = wide[..., : x.shape[1]]
+        return self.out(back @ x[:, : back.shape[-1]])
+
+
+WIDTHS = {
+    "one for each token": lambda x: x,
+    "and a sink": lambda x: nn.functional.pad(x, (0, 1)),
+    "twice": lambda x: torch.cat([x, x], dim=-1),
+    "one for every second token": lambda x: x[..., ::2],
+    "rounded up to 4": lambda x: nn.functional.pad(x, (0, -x.shape[-1] % 4)),
+    "at most 12": lambda x: x[..., :12],
+}
+
+
+@pytest.mark.parametrize("width", [*WIDTHS, "rounded up to 16"])
+def test_a_row_as_wide_as_the_history_is_no_tap(width):
+    """In another run it would have another width. What reads it comes from what it was computed from."""
+    widths = WIDTHS | {"rounded up to 16": lambda x: nn.functional.pad(x, (0, -x.shape[-1] % 16))}
+    hf = with_mlp(lambda size: LookingBack(size, widths[width]))
+    assert not [site for site in sites(hf) if site.startswith("mlp.scores")]
+    read = hf.graph[f"{PREFIX}mlp.out.input"]
+    assert read.inputs == (f"{PREFIX}post_attention_layernorm",)
+    assert read.kind is Kind.OTHER, "what was run for the scores was run for it, too"
+    assert hf.graph[f"{PREFIX}mlp.out"].kind is Kind.LINEAR
+
+
+def test_a_row_of_a_width_of_its_own_is_a_tap():
+    """The same module, whose scores are of the first four tokens whatever the history."""
+    hf = with_mlp(lambda size: LookingBack(size, lambda x: x[..., :4]))
+    scores = hf.graph[f"{PREFIX}mlp.scores.input"]
+    assert scores.shape == (4,)
+    assert hf.graph[f"{PREFIX}mlp.out.input"].inputs == (scores.tap, f"{PREFIX}post_attention_layernorm")
+
+
+class Switching(nn.Module):
+    """Runs another module once there are some tokens."""
+
+    def __init__(self, size, limit):
+        super().__init__()
+        self.short, self.long, self.out = (nn.Linear(size, size, bias=False) for _ in range(3))
+        self._limit = limit
+
+    def forward(self, x):
+        return self.out((self.short if x.shape[1] < self._limit else self.long)(x).tanh())
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(2, "mlp.long"), (1000, "mlp.short"), (None, None)])
+def test_a_module_that_runs_for_some_lengths_only_is_no_tap(limit, expected):
+    if limit is None:  # between the two lengths
+        limit = max(unmistakable_sizes(hf_of(tiny_model("llama")))[1])
+    hf = with_mlp(lambda size: Switching(size, limit))
+    assert [site for site in sites(hf) if site in ("mlp.short", "mlp.long")] == ([expected] if expected else [])
+    behind = expected or "post_attention_layernorm"
+    (activation,) = hf.graph[f"{PREFIX}mlp.out"].inputs
+    assert hf.graph[activation].inputs == (f"{PREFIX}{behind}",)
+
+
+@pytest.mark.parametrize("size", [11, 37, 33, 111])
+def test_a_size_that_is_a_number_of_tokens_is_not_taken_for_one(size):
+    """11 and 37 tokens of 3 requests are what a model is traced with if none of its sizes is one of these."""
+    plain = hf_of(tiny_model("llama"))
+    assert unmistakable_sizes(plain) == (3, (11, 37))
+    hf = hf_of(tiny_model("llama", intermediate_size=size))
+    requests, lengths = unmistakable_sizes(hf)
+    assert size not in {requests * length for length in lengths} | set(lengths)
+    assert len(set(lengths)) == 2
+    brief = [(op.tap, op.kind.value, op.inputs) for op in hf.graph]
+    assert brief == [(op.tap, op.kind.value, op.inputs) for op in decoder_graph(num_layers=2, has_qk_norm=False)]
+
+
+# Values that are moved and not computed with.
+
+
+class Joining(nn.Module):
+    """Reads a value beside what was made of it, as A.X K2 does."""
+
+    def __init__(self, size, parts):
+        super().__init__()
+        self.norm, self.proj = nn.LayerNorm(size), nn.Linear(len(parts) * size, size, bias=False)
+        self._parts = parts
+
+    def forward(self, x):
+        values = {"x": x, "normed": self.norm(x)}
+        return self.proj(torch.cat([values[part] for part in self._parts], dim=-1))
+
+
+def test_a_copy_of_two_values_is_a_tap():
+    """A product reads it as one: without it, it would have two inputs and be no linear operation."""
+    hf = with_mlp(lambda size: Joining(size, ("normed", "x")))
+    joined = hf.graph[f"{PREFIX}mlp.proj.input"]
+    assert joined.kind is Kind.COPY
+    assert joined.inputs == (f"{PREFIX}mlp.norm", f"{PREFIX}post_attention_layernorm")
+    assert joined.shape == (64,)
+    product = hf.graph[f"{PREFIX}mlp.proj"]
+    assert (product.kind, product.inputs) == (Kind.LINEAR, (joined.tap,))
+
+
+def test_a_copy_of_one_value_is_no_tap():
+    """Not even twice the same one, in another width."""
+    hf = with_mlp(lambda size: Joining(size, ("normed", "normed")))
+    assert f"{PREFIX}mlp.proj.input" not in hf.graph
+    assert hf.graph[f"{PREFIX}mlp.proj"].inputs == (f"{PREFIX}mlp.norm",)
+
+
+def test_a_x_k2(tiny):
+    """Latent attention with a gate, behind an indexer that chooses the keys."""
+    hf = tiny("axk2")
+    graph = hf.graph
+    joined = graph[f"{PREFIX}self_attn.q_gate_proj.input"]
+    assert joined.kind is Kind.COPY
+    assert joined.inputs == (f"{PREFIX}self_attn.q_a_layernorm", f"{PREFIX}self_attn.q_a_proj")
+    assert graph[f"{PREFIX}self_attn.q_gate_proj"].kind is Kind.LINEAR
+    attention = graph[f"{PREFIX}attention"]
+    assert (attention.kind, attention.inputs) == (
+        Kind.ATTENTION,
+        (f"{PREFIX}q_rope", f"{PREFIX}k_rope", f"{PREFIX}self_attn.value"),
+    )
+
+
+@pytest.mark.parametrize("num_keys", [3, 12, 40])
+def test_chosen_keys_are_no_tap(num_keys):
+    """An engine numbers them by the places of its cache. As few as there are always; in one of the runs; in none."""
+    graph = hf_of(tiny_model("axk2", index_topk=num_keys)).graph
+    assert f"{PREFIX}self_attn.indexer.k_norm" in graph
+    assert f"{PREFIX}self_attn.indexer.topk" not in graph
