@@ -137,6 +137,19 @@ def test_hooks_and_modes_are_as_before_also_after_an_error(engine, record, fails
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_module_that_takes_a_cache_and_returns_none_is_fed_the_whole_sequence(engine, record):
+    class Forgetful(OwnModel):
+        def forward(self, tokens, cache=None):
+            assert cache is None
+            return super().forward(tokens)
+
+    subject, fed = engine(Forgetful), []
+    subject._module.tok.register_forward_hook(lambda _module, args, _out: fed.append(args[0].numel()))
+    with record(subject, "plain", REQUESTS[:1]):
+        assert fed == [8, 9, 10]
+    assert subject.offer.schedules == ("plain",)
+
+
 class Fused(nn.Module):
     """A norm that adds its residual first and returns both, and a layer that returns the two parts of its output."""
 
