@@ -1,6 +1,53 @@
 """A correctness and profiling harness for LLM inference engines.
 
-Importing this package imports neither torch nor transformers: the pytest plugin must cost nothing until a case runs.
+    import harness
+
+    report = harness.check(my_model, model="path/to/checkpoint", prompts=["Hello, world"])
+    report.assert_ok()
+
+`check`, `diff`, `golden` and `profile` are the commands of the same names (docs/python-api.md). Importing this package
+imports neither torch nor transformers: the pytest plugin must cost nothing until a case runs.
 """
 
-__version__ = "0.1.0"
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from harness.version import __version__
+
+if TYPE_CHECKING:
+    from harness.api import CheckFailedError, CheckReport, ProfileReport, check, diff, golden, profile
+    from harness.engines import Engine, Offer, Workload
+    from harness.errors import Code, HarnessError
+
+__all__ = [
+    "CheckFailedError",
+    "CheckReport",
+    "Code",
+    "Engine",
+    "HarnessError",
+    "Offer",
+    "ProfileReport",
+    "Workload",
+    "__version__",
+    "check",
+    "diff",
+    "golden",
+    "profile",
+]
+
+_MODULES = {
+    "harness.api": ("CheckFailedError", "CheckReport", "ProfileReport", "check", "diff", "golden", "profile"),
+    "harness.engines": ("Engine", "Offer", "Workload"),
+    "harness.errors": ("Code", "HarnessError"),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -24,14 +24,16 @@ INDEX_NAME = "model.safetensors.index.json"
 
 _DOWNLOADED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "vocab.txt", "*.jinja"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
+_EMBEDDED_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def resolve(model: str, *, local_files_only: bool = False, revision: str | None = None) -> Path:
-    """Return the folder of a checkpoint: `model` itself, or the snapshot of the hub id `model`.
+    """Return the folder of a checkpoint: `model` itself, an embedded one, or the snapshot of the hub id `model`.
 
     Args:
-        model: a local folder with a config.json, or an id such as `Qwen/Qwen3-0.6B`.
+        model: a local folder with a config.json, the name of an embedded checkpoint such as `qwen3-tiny`, or an id such
+            as `Qwen/Qwen3-0.6B`.
         local_files_only: whether to do with what was downloaded before.
         revision: branch, tag or commit of a hub id.
 
@@ -44,6 +46,8 @@ def resolve(model: str, *, local_files_only: bool = False, revision: str | None 
             what = f"the folder has no {CONFIG_NAME}" if path.is_dir() else "the path is a file, not a folder"
             _not_a_checkpoint(what, path, "pass the folder that holds config.json and the safetensors files")
         return path
+    if (embedded := _embedded(model)) is not None:
+        return embedded
     if not _HUB_ID.fullmatch(model) or ".." in model:
         _not_a_checkpoint("there is no such folder, and this is no hub id", model, "check the path")
     return _download(model, local_files_only, revision)
@@ -134,6 +138,14 @@ def embedded_cases() -> Path:
         where=package,
         hint="install inference-harness again, or name a checkpoint with --model",
     )
+
+
+def _embedded(model: str) -> Path | None:
+    """Return the folder of the embedded checkpoint of that name; None where there is none."""
+    if not _EMBEDDED_NAME.fullmatch(model):
+        return None
+    folder = embedded_cases() / "checkpoints" / model
+    return folder if (folder / CONFIG_NAME).is_file() else None
 
 
 def _local_path(model: str) -> Path | None:

@@ -29,6 +29,7 @@ class Code(StrEnum):
     MISSING_SHARD = "H005"
     TENSORS_CONTRADICT_CONFIG = "H006"
     NO_TOKENIZER = "H007"
+    ORACLE_PATCHED = "H009"
     # Requests and options
     TOKEN_OUTSIDE_VOCABULARY = "H010"
     EMPTY_PROMPT = "H011"

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
-from harness.case import DTYPES, Case, ProfileSection, RequestSpec
-from harness.checkpoint import CONFIG_NAME, read_config, resolve
+from harness.case import DTYPES, Case, ProfileSection, RequestSpec, load_case
+from harness.checkpoint import CONFIG_NAME, embedded_cases, read_config, resolve
+from harness.engines import Engine
 from harness.errors import Code, HarnessError
 from harness.oracle.requests import Prompt
 from harness.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedules
@@ -21,10 +22,15 @@ class Plan:
     """As the user named it."""
     folder: Path
     engine: str
+    """Name of the engine."""
+    subject: Engine | None = None
+    """The engine itself, where it is at hand; None: the installed one of that name is opened."""
     dtype: str
     device: str
     prompts: tuple[Prompt, ...]
     schedules: tuple[Schedule, ...]
+    has_default_schedules: bool = False
+    """Whether nobody asked for these schedules: those that the engine cannot follow are then left out."""
     engine_options: Mapping[str, str] = field(default_factory=dict)
     require: tuple[str, ...] = ()
     """Triggers to be reached by every schedule, besides the schedule's own."""
@@ -33,6 +39,80 @@ class Plan:
     """Precision of the truth: `float64`, `float32`, or `auto` for what the engine's dtype needs."""
     profile: ProfileSection | None = None
     """How the engine is profiled after the check; None leaves that open."""
+
+
+def plan_request(
+    *,
+    case: Case | None = None,
+    model: str | None = None,
+    engine: str | None = None,
+    subject: Engine | None = None,
+    engine_options: Mapping[str, str] | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    truth: str | None = None,
+    requests: Sequence[RequestSpec] = (),
+    max_new_tokens: int | None = None,
+    schedules: Sequence[str] = (),
+    local_files_only: bool = True,
+) -> Plan:
+    """Resolve a case, or the embedded default, with what is given in the place of its own.
+
+    Args:
+        case: None for the embedded default, or for a case made of `model` and `requests`.
+        model: folder, name of an embedded checkpoint, or hub id.
+        engine: name of an engine.
+        subject: the engine itself, where it is at hand; `engine` is then what it is called.
+        engine_options: passed to the engine.
+        dtype: float32, bfloat16, float16, or `auto` for the checkpoint's own.
+        device: a torch device.
+        truth: `float64`, `float32`, or `auto` for what the engine's dtype needs.
+        requests: texts or token ids; empty for the case's own.
+        max_new_tokens: tokens to generate for each request.
+        schedules: `plain`, `chunked:5`, ...; empty for the case's own.
+        local_files_only: never ask the hub.
+
+    Raises:
+        HarnessError: an option makes no sense, or a name in it cannot be resolved.
+    """
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise HarnessError(
+            Code.BAD_OPTION,
+            "the number of new tokens must be positive",
+            where="--max-new-tokens",
+            expected="at least 1; decode is reached from 2 on",
+            actual=max_new_tokens,
+        )
+    base = _default_case(model, engine, requests) if case is None else case
+    chosen = base.replaced(
+        model=model,
+        engine=engine,
+        engine_options=engine_options,
+        dtype=dtype,
+        device=device,
+        truth=truth,
+        requests=requests,
+        max_new_tokens=max_new_tokens,
+        schedules=schedules,
+    )
+    plan = replace(plan_case(chosen, local_files_only=local_files_only), subject=subject)
+    dropped = [trigger for trigger in base.require if trigger not in chosen.require]
+    if not dropped:
+        return plan
+    note = f"the case's own requirements are left out, since options change what it runs: {', '.join(dropped)}"
+    return replace(plan, notes=(*plan.notes, note))
+
+
+def _default_case(model: str | None, engine: str | None, requests: Sequence[RequestSpec]) -> Case:
+    """Return the embedded default, or a case of the user's own model or prompts."""
+    default = load_case(embedded_cases() / "default.toml")
+    if requests:  # a workload of its own, not a change to the default's
+        return Case(schema_version=1, model=model or default.model, requests=list(requests))
+    if model is not None:
+        what, hint = "a model of your own needs a prompt", 'add --prompt "..." or --token-ids 1,2,3'
+        raise HarnessError(Code.EMPTY_PROMPT, what, where="--model", actual="no prompt", hint=hint)
+    # Another engine may follow other schedules than those that the default names for its own.
+    return default if engine in (None, default.engine) else default.model_copy(update={"schedules": []})
 
 
 def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
@@ -104,6 +184,7 @@ def make_plan(
         truth=truth,
         prompts=prompts,
         schedules=tuple(chosen),
+        has_default_schedules=not schedules,
         engine_options=engine_options or {},
         require=tuple(require),
         notes=tuple(notes),

@@ -57,7 +57,7 @@ def check(
         raise HarnessError(Code.BAD_OPTION, what, where="--profile", hint="add --out DIR")
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.check import run_check
+        from harness.jobs.check import run_check
         from harness.plan import resolve_dtype
 
         given = opt.Given(
@@ -85,24 +85,14 @@ def check(
             for each in plans:
                 folder = out / each.dtype if out and len(plans) > 1 else out
                 results.append(run_check(each, out=folder, progress=report))
-                if folder is not None:
-                    _write_page(results[-1], folder)
-                    if profile:
-                        profiles.append(_profiled(each, results[-1], folder, report))
+                if profile and folder is not None:
+                    profiles.append(_profiled(each, results[-1], folder, report))
     return print_results(results, format, profiles)
-
-
-def _write_page(result: "CheckResult", folder: Path) -> None:
-    """Write a check's page beside its recordings."""
-    from harness.files import write_text
-    from harness.report.html import REPORT_NAME, report_html
-
-    write_text(folder / REPORT_NAME, report_html(result))
 
 
 def _profiled(plan: "Plan", result: "CheckResult", folder: Path, report: "Progress") -> "ProfileResult":
     """Profile a check's engine, and write the page anew with both: what was known before is kept if this fails."""
-    from harness.captures import keep_profile, planned_profile
+    from harness.jobs.profile import keep_profile, planned_profile
 
     return keep_profile(planned_profile(plan), folder, check=result, progress=report)
 

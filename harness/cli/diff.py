@@ -41,7 +41,7 @@ def diff(
     """
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.diff import run_diff
+        from harness.jobs.diff import run_diff
 
         report("comparing", 0, 1)
         result = run_diff(

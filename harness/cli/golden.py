@@ -1,6 +1,5 @@
 """`harness golden`: dump what HuggingFace computes."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -37,9 +36,7 @@ def golden(
         report("loading libraries", 0, 1)
         import torch
 
-        from harness.check import claimed
-        from harness.oracle.make_golden import cached_golden, make_golden
-        from harness.oracle.model import load_model
+        from harness.jobs.golden import run_golden
         from harness.oracle.precision import truth_dtype
 
         plan = opt.Given(
@@ -53,12 +50,7 @@ def golden(
             token_ids=token_ids,
             max_new_tokens=max_new_tokens,
         ).plan(local_files_only=local_files_only)
-        with nullcontext() if out is None else claimed(out):
-            hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
-            if out is None:
-                made = cached_golden(hf, plan.prompts, truth=plan.truth, progress=report)
-            else:
-                made = make_golden(hf, plan.prompts, out, truth=plan.truth, progress=report)
+        made = run_golden(plan, out=out, progress=report)
     manifest = made.recording.manifest
     summary = {
         "schema_version": 1,

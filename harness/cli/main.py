@@ -9,10 +9,10 @@ from typing import Any
 
 import typer
 
-from harness import __version__
 from harness.cli.output import write, write_json
 from harness.engines import engine_names
 from harness.errors import Code, ExitStatus, HarnessError
+from harness.version import __version__
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""

@@ -1,14 +1,13 @@
 """Options that several commands share, and how they become a plan."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.case import Case, RequestSpec, load_case
-from harness.checkpoint import embedded_cases
+from harness.case import RequestSpec, load_case
 from harness.errors import Code, HarnessError
 
 if TYPE_CHECKING:
@@ -39,7 +38,11 @@ class Truth(StrEnum):
 
 
 Model = Annotated[
-    str | None, typer.Option(metavar="PATH_OR_HUB_ID", help="Checkpoint. [default: the embedded qwen3-tiny]")
+    str | None,
+    typer.Option(
+        metavar="PATH_OR_HUB_ID",
+        help="Checkpoint: a folder, an embedded one by its name, or a hub id. [default: qwen3-tiny, embedded]",
+    ),
 ]
 EngineName = Annotated[
     str | None, typer.Option("--engine", metavar="NAME", help="Engine under test. [default: reference]")
@@ -123,10 +126,10 @@ class Given:
         Raises:
             HarnessError: an option makes no sense, or a name in it cannot be resolved.
         """
-        from harness.plan import plan_case  # seconds to import
+        from harness.plan import plan_request  # seconds to import
 
-        case = self._case()
-        chosen = case.replaced(
+        return plan_request(
+            case=None if self.case is None else load_case(self.case),
             model=self.model,
             engine=self.engine,
             engine_options=parse_engine_options(self.engine_options),
@@ -134,15 +137,10 @@ class Given:
             device=self.device,
             truth=self.truth,
             requests=self.requests(),
-            max_new_tokens=self._positive_max_new_tokens(),
+            max_new_tokens=self.max_new_tokens,
             schedules=self.schedules or (),
+            local_files_only=local_files_only,
         )
-        plan = plan_case(chosen, local_files_only=local_files_only)
-        dropped = [trigger for trigger in case.require if trigger not in chosen.require]
-        if not dropped:
-            return plan
-        note = f"the case's own requirements are left out, since options change what it runs: {', '.join(dropped)}"
-        return replace(plan, notes=(*plan.notes, note))
 
     def requests(self) -> list[RequestSpec]:
         """Return the requests that were given, in the order text, file, token ids; none if none were."""
@@ -156,29 +154,6 @@ class Given:
                 )
         requests = [RequestSpec(prompt=text) for _, text in texts]
         return requests + [RequestSpec(token_ids=_parse_ids(text)) for text in self.token_ids or ()]
-
-    def _case(self) -> Case:
-        """Return the case named, the embedded default, or one of the user's own model or prompts."""
-        if self.case is not None:
-            return load_case(self.case)
-        default, requests = load_case(embedded_cases() / "default.toml"), self.requests()
-        if requests:  # a workload of its own, not a change to the default's
-            return Case(schema_version=1, model=self.model or default.model, requests=requests)
-        if self.model is None:
-            return default
-        what, hint = "a model of your own needs a prompt", 'add --prompt "..." or --token-ids 1,2,3'
-        raise HarnessError(Code.EMPTY_PROMPT, what, where="--model", actual="no prompt", hint=hint)
-
-    def _positive_max_new_tokens(self) -> int | None:
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise HarnessError(
-                Code.BAD_OPTION,
-                "the number of new tokens must be positive",
-                where="--max-new-tokens",
-                expected="at least 1; decode is reached from 2 on",
-                actual=self.max_new_tokens,
-            )
-        return self.max_new_tokens
 
 
 def _read_text(path: Path) -> str:

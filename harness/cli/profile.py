@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from harness.checkpoint import embedded_cases
 from harness.cli import options as opt
 from harness.cli.output import write, write_json
 from harness.cli.progress import progress_bar
@@ -43,32 +42,25 @@ def profile(
     """
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.captures import keep_profile
-        from harness.check import claimed
-        from harness.checkpoint import resolve
-        from harness.plan import check_device, resolve_dtype
+        from harness.jobs.check import claimed
+        from harness.jobs.profile import keep_profile, resolve_profile
         from harness.profiling.load import CaptureSchedule
-        from harness.profiling.profile import ProfileSpec
-        from harness.profiling.workload import ProfileWorkload
         from harness.report.profile_json import profile_json
         from harness.report.profile_text import profile_text
 
-        name = model or str(embedded_cases() / "checkpoints" / "qwen3-tiny")
-        folder = resolve(name, local_files_only=local_files_only)
-        check_device(device)
-        spec = ProfileSpec(
-            model=name,
-            folder=folder,
+        spec = resolve_profile(
+            model=model,
             engine=engine,
-            dtype=resolve_dtype(dtype, folder),
+            dtype=dtype,
             device=device,
             engine_options=opt.parse_engine_options(engine_option),
-            workload=ProfileWorkload(
-                batch_size=batch_size, num_prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens
-            ),
-            phases=tuple(dict.fromkeys(phase or ())),
+            prompt_tokens=prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            phases=phase or (),
             schedule=CaptureSchedule(wait=wait, warmup=warmup, active=active, repeat=repeat),
             num_runs=runs,
+            local_files_only=local_files_only,
         )
         with claimed(out):
             result = keep_profile(spec, out, progress=report)

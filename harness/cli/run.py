@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from harness.oracle.make_golden import Progress
     from harness.plan import Plan
     from harness.recording import RequestInfo
+    from harness.taps import Graph
 
 
 def run(
@@ -59,20 +60,21 @@ def run(
     )
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.check import claimed, open_planned, record_run
+        from harness.jobs.check import claimed, match_taps, open_planned, record_run
         from harness.recording import Recording
 
         if golden is None:
             plan = given.plan(local_files_only=local_files_only)
         else:
-            plan, requests = _planned_by_golden(golden, given, local_files_only)
+            plan, requests, graph = _planned_by_golden(golden, given, local_files_only)
         if len(plan.schedules) != 1:
             what = "a recording has one schedule"
             raise HarnessError(Code.BAD_OPTION, what, where="--schedule", expected="one", actual=schedule)
         with claimed(out):
             subject = open_planned(plan)
             if golden is None:
-                requests = _continued(plan, report)
+                requests, graph = _continued(plan, report)
+            match_taps(plan, subject, graph)
             report(f"{plan.engine}, {schedule}", 0, 1)
             record_run(plan, subject, plan.schedules[0], requests, out)
     with Recording.open(out, verify=False) as recording:
@@ -95,20 +97,23 @@ def run(
     return ExitStatus.PASS
 
 
-def _continued(plan: "Plan", report: "Progress") -> "list[RequestInfo]":
-    """Return the plan's prompts with the continuation of their golden."""
+def _continued(plan: "Plan", report: "Progress") -> "tuple[list[RequestInfo], Graph]":
+    """Return the plan's prompts with the continuation of their golden, and the model's graph."""
     import torch
 
     from harness.oracle.make_golden import cached_golden
     from harness.oracle.model import load_model
 
     hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
-    return list(cached_golden(hf, plan.prompts, truth=plan.truth, progress=report).requests)
+    return list(cached_golden(hf, plan.prompts, truth=plan.truth, progress=report).requests), hf.graph
 
 
-def _planned_by_golden(golden: Path, given: opt.Given, local_files_only: bool) -> "tuple[Plan, list[RequestInfo]]":
-    """Return what the golden and the remaining options say, and the golden's requests."""
+def _planned_by_golden(
+    golden: Path, given: opt.Given, local_files_only: bool
+) -> "tuple[Plan, list[RequestInfo], Graph]":
+    """Return what the golden and the remaining options say, the golden's requests, and the model's graph."""
     from harness.checkpoint import resolve
+    from harness.oracle.golden import Golden
     from harness.plan import Plan, check_device
     from harness.recording import Recording
     from harness.schedule import parse_schedules
@@ -121,7 +126,7 @@ def _planned_by_golden(golden: Path, given: opt.Given, local_files_only: bool) -
         )
     check_device(given.device or "cpu")
     with Recording.open(golden) as expected:
-        manifest = expected.manifest
+        manifest, graph = expected.manifest, Golden(expected).graph
     model = given.model or manifest.model.id
     plan = Plan(
         model=model,
@@ -133,4 +138,4 @@ def _planned_by_golden(golden: Path, given: opt.Given, local_files_only: bool) -
         schedules=tuple(parse_schedules(given.schedules or ())),
         engine_options=opt.parse_engine_options(given.engine_options),
     )
-    return plan, manifest.requests
+    return plan, manifest.requests, graph

@@ -45,16 +45,16 @@ class Offer:
     keeps_cache: bool = True
     """Whether its KV cache can be read back."""
     lacking: tuple[str, ...] = ()
-    """Sites (`self_attn.q_norm`, `mlp.act`) whose taps it cannot record."""
+    """Sites (`self_attn.q_norm`, `mlp.act`) whose taps it cannot record; or single taps by their full name."""
 
     def lacks(self) -> tuple[str, ...]:
-        """Return all sites it cannot record."""
+        """Return all sites and taps it cannot record."""
         return self.lacking if self.keeps_cache else (*self.lacking, "k_cache", "v_cache")
 
     def wanted(self, graph: Graph) -> list[str]:
         """Return the taps of the graph that a recording of this engine must hold."""
         lacking = set(self.lacks())
-        return [operation.tap for operation in graph if operation.site not in lacking]
+        return [operation.tap for operation in graph if lacking.isdisjoint((operation.site, operation.tap))]
 
 
 @runtime_checkable
@@ -71,6 +71,18 @@ class Engine(Protocol):
         the last prompt token and of every token after it; `writer.end_step` receives the engine's own greedy choice for
         each of those. What the cache holds at the end of a request is written as a step of phase `readback`. Nothing is
         left over from one run to the next.
+        """
+
+
+@runtime_checkable
+class TapMatcher(Protocol):
+    """An engine whose taps depend on the model; optional, beside `Engine`."""
+
+    def match_taps(self, graph: Graph) -> None:
+        """Find the taps of a model's graph and set `offer`. Called before the first run.
+
+        Raises:
+            HarnessError: what the engine was told of its taps does not fit the graph.
         """
 
 

@@ -6,6 +6,7 @@ HF as an engine shows what a sound engine scores, and checks HF's own decode aga
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from harness.oracle.model import HFModel, load_model
 from harness.oracle.rows import as_rows
 from harness.oracle.watch import Seeing, watching
 from harness.recording import RecordingWriter, RequestInfo
-from harness.taps import Kind, prefix_of
+from harness.taps import Kind, Operation, prefix_of
 
 _ATTENTIONS = ("sdpa", "eager")
 
@@ -38,6 +39,14 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
             actual=attention,
         )
     return HFEngine(load_model(folder, dtype=getattr(torch, dtype), device=device, stays=True), attention)
+
+
+@dataclass(frozen=True, slots=True)
+class ShownTap:
+    """A tap, and which dimension of what the model shows of it counts the tokens."""
+
+    operation: Operation
+    token_dim: int
 
 
 @dataclass(slots=True)
@@ -80,13 +89,18 @@ class HFEngine:
         self._hf, self._attention = hf, attention
         self.offer = Offer(schedules=("plain", "chunked", "batched"))
 
+    @cached_property
+    def sources(self) -> Mapping[str, ShownTap]:
+        """What the model shows of its taps, and where."""
+        return {source: ShownTap(op, op.token_dim) for source, op in self._hf.graph.by_source.items()}
+
     @torch.no_grad()
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """Run the workload through HF's own cache; see `Engine.run`."""
         together = workload.schedule.is_batched
         groups = [list(workload.requests)] if together else [[request] for request in workload.requests]
         for group in groups:
-            batch = _Batch(self._hf, self._attention, group, writer)
+            batch = _Batch(self._hf, self._attention, self.sources, group, writer)
             batch.run(workload.schedule.chunk_size)
             lacking = {op.site for op in self._hf.graph if op.kind is Kind.CACHE and op.tap not in batch.read_back}
             self.offer = replace(self.offer, lacking=tuple(sorted({*self.offer.lacking, *lacking})))
@@ -100,9 +114,14 @@ class _Batch:
     """Some requests computed together, the shorter ones padded on the left."""
 
     def __init__(
-        self, hf: HFModel, attention: str | None, requests: Sequence[RequestInfo], writer: RecordingWriter
+        self,
+        hf: HFModel,
+        attention: str | None,
+        sources: Mapping[str, ShownTap],
+        requests: Sequence[RequestInfo],
+        writer: RecordingWriter,
     ) -> None:
-        self._hf, self._attention, self._writer = hf, attention, writer
+        self._hf, self._attention, self._sources, self._writer = hf, attention, sources, writer
         self._longest = max(request.prompt_length for request in requests)
         self._lanes = [_Lane(request, self._longest - request.prompt_length) for request in requests]
         self._mask: list[list[int]] = [[] for _ in requests]
@@ -151,7 +170,7 @@ class _Batch:
             options["attention_mask"] = torch.tensor(self._mask, device=self._hf.device)
         if "logits_to_keep" in inspect.signature(self._hf.model.forward).parameters:
             options["logits_to_keep"] = 1
-        recorder = _Recorder(self._hf, forward, self._writer, self._dtypes)
+        recorder = _Recorder(self._hf, self._sources, forward, self._writer, self._dtypes)
         with watching(self._hf, attention=self._attention) as watch, watch.showing(Seeing(recorder.see)):
             logits = decoder.feed(forward.ids, **options)
             recorder.see("logits", logits[:, None])
@@ -238,27 +257,28 @@ class _Recorder:
     def __init__(
         self,
         hf: HFModel,
+        sources: Mapping[str, ShownTap],
         forward: _Forward,
         writer: RecordingWriter,
         dtypes: dict[str, torch.dtype],
     ) -> None:
         self._dtypes = dtypes
-        self._operations, self._forward, self._writer = hf.graph.by_source, forward, writer
+        self._sources, self._forward, self._writer = sources, forward, writer
         self._kept = torch.tensor(forward.kept, device=hf.device)
         self._head = hf.graph.head
         self._shape = len(forward.ids), len(forward.ids[0])
 
     def see(self, source: str, value: torch.Tensor) -> None:
         """Write one value, if it is a tap."""
-        operation = self._operations.get(source)
-        if operation is None:
+        shown = self._sources.get(source)
+        if shown is None:
             return
+        operation, dim = shown.operation, shown.token_dim
         num_requests, num_tokens = self._shape
         if operation.tap in self._head:
             if self._forward.lanes:
                 self._writer.tap(operation.tap, value[self._forward.lanes, -1])
             return
-        dim = operation.token_dim
         if dim and value.shape[dim] > num_tokens:  # all of the history comes with the new tokens
             value = value.narrow(dim, value.shape[dim] - num_tokens, num_tokens)
         rows = as_rows(value, dim, num_requests, num_tokens)[self._kept]

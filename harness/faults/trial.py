@@ -11,12 +11,12 @@ import safetensors.torch
 import torch
 
 from harness.case import RequestSpec
-from harness.check import run_check, with_copies
 from harness.checkpoint import embedded_cases
 from harness.errors import Code, HarnessError
 from harness.faults.fault import BLOCK_SIZE, PROMPT_LENGTHS, Fault, Setting, Variant
 from harness.faults.peers import PeerVerdict, judge_as_peers
 from harness.faults.plant import Planted
+from harness.jobs.check import run_check, with_copies
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import load_model

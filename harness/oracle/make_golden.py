@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import transformers
 
-import harness
 from harness.checkpoint import cache_dir, config_hash, weights_hash
 from harness.errors import Code, HarnessError
 from harness.metrics import row_errors
@@ -26,6 +25,7 @@ from harness.oracle.paired import Value, run_pair
 from harness.oracle.precision import truth_dtype
 from harness.oracle.requests import Prompt, check_prompt, sampled_positions
 from harness.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
+from harness.version import __version__
 
 ORACLE_VERSION = 2
 """Part of a cached golden's key: raise it with every change of the oracle that moves its numbers."""
@@ -37,7 +37,7 @@ Progress = Callable[[str, int, int], None]
 def golden_key(hf: HFModel, prompts: Sequence[Prompt], truth: str = "auto") -> dict[str, Any]:
     """Return all that the numbers of a golden depend on."""
     return {
-        "harness": harness.__version__,
+        "harness": __version__,
         "oracle": ORACLE_VERSION,
         "weights": weights_hash(hf.folder),
         "config": config_hash(hf.folder),
@@ -233,7 +233,7 @@ class _Dump:
 def _writer(hf: HFModel, requests: Sequence[RequestInfo], out: Path) -> RecordingWriter:
     return RecordingWriter(
         out,
-        producer=Producer(name="harness.oracle", version=harness.__version__),
+        producer=Producer(name="harness.oracle", version=__version__),
         model=ModelInfo(
             id=str(hf.folder),
             revision=None,

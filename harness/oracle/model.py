@@ -16,6 +16,7 @@ from harness.checkpoint import CONFIG_NAME, read_config, shards
 from harness.errors import Code, HarnessError
 from harness.inspect import inspect_path
 from harness.oracle.failures import hf_failures
+from harness.oracle.patches import check_is_unpatched
 from harness.oracle.quiet import quiet_transformers
 from harness.oracle.weights import ResidentWeights, StreamedWeights, parameters_on_meta
 from harness.taps import Graph
@@ -98,8 +99,12 @@ class HFModel:
         return next((part for part in self.parts if path == part or path.startswith(f"{part}.")), path)
 
     def eager_attention(self, module: nn.Module) -> Callable[..., Any] | None:
-        """Return HF's eager attention of the file that defines an attention module; None where it has none."""
-        return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        """Return HF's eager attention of the file that defines an attention module, or what that is derived from.
+
+        None where there is none.
+        """
+        files = (sys.modules[each.__module__] for each in type(module).__mro__)
+        return next((file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")), None)
 
 
 def _parts(module: nn.Module, path: str) -> Iterator[str]:
@@ -124,14 +129,17 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: str = "cpu", stays: 
         stays: whether to load all weights at once, however large: for a model that is run more than a few times.
 
     Raises:
-        HarnessError: the architecture is unknown to transformers, or the tensors do not fit the config.
+        HarnessError: the architecture is unknown to transformers, which may not be patched (ORACLE_PATCHED), or the
+            tensors do not fit the config.
     """
     _check_tensors(folder)
     where = torch.device(device)
     if stays or sum(shard.stat().st_size for shard in shards(folder)) <= _RESIDENT_BYTES:
         model = _from_pretrained(folder, dtype).to(where).eval().requires_grad_(False)
+        check_is_unpatched(model)
         return HFModel(model=model, folder=folder, dtype=dtype, device=where)
     model = _skeleton(folder, dtype, where)
+    check_is_unpatched(model)
     weights = StreamedWeights(model, folder, dtype=dtype, device=where)
     return HFModel(model=model, folder=folder, dtype=dtype, device=where, weights=weights)
 

@@ -81,7 +81,7 @@ class Trace:
 @torch.no_grad()
 def trace(hf: HFModel) -> Trace:
     """Run the model over a few tokens and return what it computed for each of them."""
-    num_requests, (few, more) = _unmistakable_sizes(hf)
+    num_requests, (few, more) = unmistakable_sizes(hf)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, hf.vocab_size, (num_requests, more), generator=generator)
     ids[1, : few - 1] = ids[0, : few - 1]  # the first two of the first run differ in their last token only
@@ -124,7 +124,7 @@ def _show_run(hf: HFModel, ids: torch.Tensor, sink: Callable[[str, torch.Tensor]
     return watcher
 
 
-def _unmistakable_sizes(hf: HFModel) -> tuple[int, tuple[int, int]]:
+def unmistakable_sizes(hf: HFModel) -> tuple[int, tuple[int, int]]:
     """Return a number of requests, and two of tokens, by which a dimension that counts them is told from every other.
 
     The tokens are no size of the model's, and the requests divide no number of experts, so that rows in another order

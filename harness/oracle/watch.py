@@ -240,7 +240,8 @@ def watching(hf: HFModel, *, attention: str | None = None) -> Iterator[Watch]:
 
     Args:
         hf: the model to listen to.
-        attention: HF's attention to run, `sdpa` or `eager`; None for the one that the model was loaded with.
+        attention: the attention of HF's registry to run, `sdpa`, `eager` or one that somebody has registered; None for
+            the one that the model is set to.
     """
     watch = Watch(hf)
     with ExitStack() as stack:
@@ -287,6 +288,7 @@ def _attention_shown(hf: HFModel, watch: Watch, attention: str | None) -> Iterat
 
     before = hf.config._attn_implementation
     name, attention = f"harness_watch_{next(_REGISTRATIONS)}", attention or before or "sdpa"
+    chosen = None if attention == "eager" else AttentionInterface()[attention]
     paths = {module: path for path, module in hf.model.named_modules()}
 
     def listen(
@@ -297,7 +299,7 @@ def _attention_shown(hf: HFModel, watch: Watch, attention: str | None) -> Iterat
         attention_mask: torch.Tensor | None,
         **options: Any,
     ) -> Any:
-        function = hf.eager_attention(module) if attention == "eager" else AttentionInterface()["sdpa"]
+        function = hf.eager_attention(module) if chosen is None else chosen
         assert function is not None, f"{type(module).__name__} has no eager attention"
         call = AttentionCall(
             path=paths[module],
@@ -312,7 +314,8 @@ def _attention_shown(hf: HFModel, watch: Watch, attention: str | None) -> Iterat
 
     try:
         AttentionInterface.register(name, listen)
-        AttentionMaskInterface.register(name, AttentionMaskInterface()[attention])
+        if attention in AttentionMaskInterface._global_mapping:  # an attention of the user's may do without
+            AttentionMaskInterface.register(name, AttentionMaskInterface()[attention])
         _set_attention(hf, name)
         yield
     finally:

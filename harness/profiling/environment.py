@@ -5,14 +5,14 @@ from __future__ import annotations
 import platform
 import subprocess
 
-import harness
 from harness.oracle.environment import environment
+from harness.version import __version__
 
 
 def describe_environment() -> dict[str, str]:
     """Return versions, threads, machine and revision, as text."""
     found = {name: str(value) for name, value in environment().items()}
-    found |= {"python": platform.python_version(), "machine": platform.machine(), "harness": harness.__version__}
+    found |= {"python": platform.python_version(), "machine": platform.machine(), "harness": __version__}
     return found | {"revision": _revision()}
 
 

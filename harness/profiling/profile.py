@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from harness.checkpoint import read_config
-from harness.engines import open_engine
+from harness.engines import Engine, open_engine
 from harness.engines.stepping import ClosableSession, open_session
 from harness.errors import Code, HarnessError
 from harness.profile_results import Ceilings, Overhead, PhaseProfile, ProfileResult, RooflinePoint
@@ -44,6 +44,9 @@ class ProfileSpec:
     """As the user named it."""
     folder: Path
     engine: str
+    """Name of the engine."""
+    subject: Engine | None = None
+    """The engine itself, where it is at hand; None: the installed one of that name is opened."""
     dtype: str
     device: str
     engine_options: Mapping[str, str] = field(default_factory=dict)
@@ -77,7 +80,7 @@ def run_profile(spec: ProfileSpec, out: Path, progress: Progress | None = None) 
     report = progress or (lambda _label, _done, _total: None)
     report("loading", 0, 1)
     with suitable_threads(int(read_config(spec.folder).get("hidden_size", 0))):
-        engine = open_engine(
+        engine = spec.subject or open_engine(
             spec.engine, spec.folder, dtype=spec.dtype, device=spec.device, options=spec.engine_options
         )
         workload = spec.workload

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import harness
 from harness.checkpoint import resolve
 from harness.errors import Code, HarnessError
 from harness.profiling import step_worker
@@ -40,7 +39,7 @@ def time_against(
     Raises:
         HarnessError: BAD_OPTION: no such revision; ENGINE_FAILED: one of the two engines does not run.
     """
-    here = Path(harness.__file__).parents[1]
+    here = _WORKER.parents[2]
     spec = _spec(profile)
     with (
         _checked_out(here, revision) as stored,

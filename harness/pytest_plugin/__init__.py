@@ -1,4 +1,4 @@
-"""The pytest plugin: case files are collected as tests (docs/pytest.md).
+"""The pytest plugin: case files are collected as tests, and a fixture serves tests in Python (docs/pytest.md).
 
 pytest imports this in every session of everybody who has the harness installed, so that nothing heavy is imported here:
 pydantic waits until a case file is collected, torch and transformers until a case runs.
@@ -17,9 +17,11 @@ from harness.pytest_plugin.failure import (
     pytest_report_from_serializable,
     pytest_report_to_serializable,
 )
+from harness.pytest_plugin.fixtures import harness_check
 from harness.pytest_plugin.items import UPDATE_SECTIONS, CaseFile
 
 __all__ = [
+    "harness_check",
     "pytest_addoption",
     "pytest_collect_file",
     "pytest_configure",

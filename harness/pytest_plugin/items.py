@@ -63,7 +63,7 @@ class CaseItem(pytest.Item):
 
     def runtest(self) -> None:
         """Run the case."""
-        from harness.check import run_check
+        from harness.jobs.check import run_check
         from harness.plan import plan_case
         from harness.report.junit import check_properties
 
@@ -85,7 +85,7 @@ class CaseItem(pytest.Item):
 
     def _profile(self, plan: "Plan", section: "ProfileSection", result: "CheckResult") -> None:
         """Profile the engine, keep the captures, and hold them to the case's baseline."""
-        from harness.captures import keep_profile, planned_profile
+        from harness.jobs.profile import keep_profile, planned_profile
         from harness.report.junit import profile_properties
 
         kept = captures_folder(self.path, self.config)

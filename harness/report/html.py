@@ -35,8 +35,8 @@ def report_html(check: CheckResult | None = None, profile: ProfileResult | None 
         _environment()
         .get_template("report.html.j2")
         .render(
-            check=check_view(check) if check else None,
-            profile=profile_view(profile) if profile else None,
+            check=None if check is None else check_view(check),
+            profile=None if profile is None else profile_view(profile),
             script=Markup(script),
             script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
             style=Markup(style),

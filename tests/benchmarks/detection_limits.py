@@ -24,9 +24,9 @@ from torch.nn.functional import linear, silu
 import reference_engine.attention.paged
 import reference_engine.model
 from harness.bench.machine import describe_machine
-from harness.check import run_check
 from harness.faults.fault import Setting
 from harness.faults.trial import checkpoint, plan_of
+from harness.jobs.check import run_check
 from harness.metrics import rounding_unit
 from harness.results import Outcome, Verdict
 from reference_engine.layers import MLP, Linear, RMSNorm

@@ -71,7 +71,7 @@ CHILD = """
 import json, sys, time
 from pathlib import Path
 import torch
-from harness.diff import run_diff
+from harness.jobs.diff import run_diff
 def peak():  # getrusage would count the parent's peak as well
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])

@@ -24,7 +24,7 @@ from tabulate import tabulate
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.case import RequestSpec
-from harness.check import run_check
+from harness.jobs.check import run_check
 from harness.plan import make_plan
 
 from ..families.lively import make_lively

@@ -14,8 +14,8 @@ import torch
 import reference_engine.model
 import reference_engine.model_runner
 from harness.case import RequestSpec
-from harness.check import run_check
 from harness.errors import Code
+from harness.jobs.check import run_check
 from harness.plan import make_plan
 from harness.results import CheckResult, Outcome, RunResult, Verdict
 from reference_engine.attention.paged import PagedAttention

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from harness.case import RequestSpec
-from harness.check import run_check
 from harness.errors import Code
+from harness.jobs.check import run_check
 from harness.plan import make_plan
 from harness.results import Outcome, RunResult
 from reference_engine.block_manager import BlockManager

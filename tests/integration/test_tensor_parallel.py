@@ -14,7 +14,7 @@ import pytest
 import reference_engine.parallel
 import reference_engine.worker
 from harness.case import RequestSpec
-from harness.check import run_check
+from harness.jobs.check import run_check
 from harness.plan import make_plan
 from harness.results import Outcome
 from reference_engine import EngineConfig, LLMEngine, SamplingParams

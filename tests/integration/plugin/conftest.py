@@ -53,7 +53,7 @@ def sketch_text(case_text: str, tmp_path_factory: pytest.TempPathFactory) -> str
 
     from harness import sketch
     from harness.case import load_case
-    from harness.check import run_check
+    from harness.jobs.check import run_check
     from harness.oracle.make_golden import cached_golden
     from harness.oracle.model import load_model
     from harness.plan import plan_case

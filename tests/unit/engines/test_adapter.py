@@ -33,6 +33,12 @@ def test_what_is_wanted_is_the_graph_without_what_is_lacking():
     assert Offer(schedules=()).wanted(graph) == [operation.tap for operation in graph]
 
 
+def test_a_single_tap_may_be_lacking():
+    graph = decoder_graph(num_layers=2, has_qk_norm=False)
+    offer = Offer(schedules=("plain",), lacking=("model.layers.1.mlp.act",))
+    assert set(graph.by_tap) - set(offer.wanted(graph)) == {"model.layers.1.mlp.act"}
+
+
 def test_naming_the_engines_imports_no_torch():
     code = "import sys, harness.cli.main, harness.engines as e; e.engine_names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

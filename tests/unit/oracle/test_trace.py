@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from harness.oracle.model import HFModel
-from harness.oracle.trace import _unmistakable_sizes
+from harness.oracle.trace import unmistakable_sizes
 from harness.taps import Kind
 
 from ..decoder_graph import decoder_graph
@@ -92,7 +92,7 @@ class Switching(nn.Module):
 @pytest.mark.parametrize(("limit", "expected"), [(2, "mlp.long"), (1000, "mlp.short"), (None, None)])
 def test_a_module_that_runs_for_some_lengths_only_is_no_tap(limit, expected):
     if limit is None:  # between the two lengths
-        limit = max(_unmistakable_sizes(hf_of(tiny_model("llama")))[1])
+        limit = max(unmistakable_sizes(hf_of(tiny_model("llama")))[1])
     hf = with_mlp(lambda size: Switching(size, limit))
     assert [site for site in sites(hf) if site in ("mlp.short", "mlp.long")] == ([expected] if expected else [])
     behind = expected or "post_attention_layernorm"
@@ -104,9 +104,9 @@ def test_a_module_that_runs_for_some_lengths_only_is_no_tap(limit, expected):
 def test_a_size_that_is_a_number_of_tokens_is_not_taken_for_one(size):
     """11 and 37 tokens of 3 requests are what a model is traced with if none of its sizes is one of these."""
     plain = hf_of(tiny_model("llama"))
-    assert _unmistakable_sizes(plain) == (3, (11, 37))
+    assert unmistakable_sizes(plain) == (3, (11, 37))
     hf = hf_of(tiny_model("llama", intermediate_size=size))
-    requests, lengths = _unmistakable_sizes(hf)
+    requests, lengths = unmistakable_sizes(hf)
     assert size not in {requests * length for length in lengths} | set(lengths)
     assert len(set(lengths)) == 2
     brief = [(op.tap, op.kind.value, op.inputs) for op in hf.graph]

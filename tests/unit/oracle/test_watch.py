@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AttentionInterface, DynamicCache
 
 from harness.oracle.rows import as_rows
 from harness.oracle.watch import Seeing, run_attention, watching, window_of
@@ -376,6 +376,24 @@ def test_a_watch_can_be_used_again_after_a_forward_that_raised(hf, token_ids):
             run(hf, token_ids, num_decoded=0)
     assert "model.layers.0" in seen
     assert not [source for source in seen if "@" in source]
+
+
+def test_an_attention_that_somebody_has_registered_is_the_one_that_runs(hf, token_ids):
+    """A kernel under test that was replaced by HF's own would always be right."""
+
+    def doubled(module, query, key, value, mask, **options):
+        context, weights = AttentionInterface()["sdpa"](module, query, key, value, mask, **options)
+        return 2 * context, weights
+
+    AttentionInterface.register("doubled", doubled)
+    try:
+        with hf_attention(hf, "sdpa"):
+            once = taps_of(hf, token_ids)["model.layers.0.attention"]
+        with hf_attention(hf, "doubled"):
+            twice = taps_of(hf, token_ids)["model.layers.0.attention"]
+    finally:
+        AttentionInterface._global_mapping.pop("doubled")
+    torch.testing.assert_close(twice, 2 * once, rtol=1e-5, atol=1e-5)
 
 
 def test_everything_is_put_back_when_the_attention_is_unknown(hf):

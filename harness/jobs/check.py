@@ -5,16 +5,17 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-import harness
 from harness.checkpoint import config_hash, weights_hash
 from harness.compare import compare_run
-from harness.engines import Engine, Workload, blaming, open_engine
+from harness.engines import Engine, TapMatcher, Workload, blaming, open_engine
 from harness.errors import Code, HarnessError
 from harness.explain import explain_run
+from harness.files import write_text
 from harness.oracle.environment import environment
 from harness.oracle.forks import forked_prompts
 from harness.oracle.golden import Golden
@@ -23,9 +24,12 @@ from harness.oracle.model import HFModel, load_model
 from harness.oracle.requests import duplicate_requests
 from harness.plan import Plan
 from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+from harness.report.html import REPORT_NAME, report_html
 from harness.results import CheckResult, RunResult
 from harness.schedule import Schedule
+from harness.taps import Graph
 from harness.threads import suitable_threads
+from harness.version import __version__
 
 
 def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None = None) -> CheckResult:
@@ -33,14 +37,18 @@ def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None 
 
     Args:
         plan: what to check.
-        out: folder, new or empty, that keeps the recordings of the engine, one folder a schedule; None keeps nothing.
+        out: folder, new or empty, that keeps the page of the result and the recordings of the engine, one folder a
+            schedule; None keeps nothing.
         progress: told what is being done.
 
     Raises:
         HarnessError: the input cannot be used. Findings are results, not errors.
     """
     with nullcontext() if out is None else claimed(out):
-        return _run_plan(plan, out, progress or (lambda _label, _done, _total: None))
+        result = _run_plan(plan, out, progress or (lambda _label, _done, _total: None))
+        if out is not None:
+            write_text(out / REPORT_NAME, report_html(result))
+        return result
 
 
 def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
@@ -50,6 +58,8 @@ def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
     hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
     runs = []
     with suitable_threads(int(getattr(hf.config, "hidden_size", 0))):
+        match_taps(plan, engine, hf.graph)
+        plan = followed_schedules(plan, engine)
         golden = cached_golden(hf, plan.prompts, truth=plan.truth, progress=report)
         golden_s = time.perf_counter() - begin
         for index, schedule in enumerate(plan.schedules):
@@ -66,6 +76,35 @@ def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
         golden_s=golden_s,
         notes=plan.notes,
     )
+
+
+def match_taps(plan: Plan, engine: Engine, graph: Graph) -> None:
+    """Let an engine whose taps depend on the model find them."""
+    if isinstance(engine, TapMatcher):
+        with blaming(plan.engine):
+            engine.match_taps(graph)
+
+
+def followed_schedules(plan: Plan, engine: Engine) -> Plan:
+    """Return the plan without the default schedules that the engine cannot follow.
+
+    Raises:
+        HarnessError: ENGINE_CANNOT_SERVE: it cannot follow one that was asked for.
+    """
+    offered = engine.offer.schedules
+    others = [schedule for schedule in plan.schedules if schedule.name not in offered]
+    if others and not plan.has_default_schedules:
+        raise HarnessError(
+            Code.ENGINE_CANNOT_SERVE,
+            f"engine {plan.engine!r} cannot follow the schedule {others[0].name!r}",
+            where="--schedule",
+            expected=", ".join(offered),
+            actual=str(others[0]),
+            hint=f"--schedule {offered[0]}" if offered else None,
+        )
+    notes = [f"schedule {schedule} left out: engine {plan.engine} cannot follow it" for schedule in others]
+    followed = [schedule for schedule in plan.schedules if schedule not in others]
+    return replace(plan, schedules=tuple(followed), notes=(*plan.notes, *notes))
 
 
 def _run_schedule(
@@ -112,18 +151,11 @@ def with_copies(
 
 
 def open_planned(plan: Plan) -> Engine:
-    """Open the plan's engine, and refuse it if it cannot follow one of the plan's schedules."""
-    engine = open_engine(plan.engine, plan.folder, dtype=plan.dtype, device=plan.device, options=plan.engine_options)
-    for schedule in plan.schedules:
-        if schedule.name not in engine.offer.schedules:
-            raise HarnessError(
-                Code.ENGINE_CANNOT_SERVE,
-                f"engine {plan.engine!r} cannot follow the schedule {schedule.name!r}",
-                where="--schedule",
-                expected=", ".join(engine.offer.schedules),
-                actual=str(schedule),
-                hint=f"--schedule {engine.offer.schedules[0]}" if engine.offer.schedules else None,
-            )
+    """Open the plan's engine, and refuse it if it cannot follow a schedule that was asked for."""
+    engine = plan.subject or open_engine(
+        plan.engine, plan.folder, dtype=plan.dtype, device=plan.device, options=plan.engine_options
+    )
+    followed_schedules(plan, engine)
     return engine
 
 
@@ -144,7 +176,7 @@ def record_run(
         copies = duplicate_requests(requests) if schedule.is_repeated else ()
     writer = RecordingWriter(
         folder,
-        producer=Producer(name=f"harness.engines.{plan.engine}", version=harness.__version__),
+        producer=Producer(name=f"harness.engines.{plan.engine}", version=__version__),
         model=ModelInfo(
             id=plan.model, revision=None, config_hash=config_hash(plan.folder), weights_hash=weights_hash(plan.folder)
         ),

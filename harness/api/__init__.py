@@ -1,0 +1,9 @@
+"""The harness from Python: one call for a notebook, a script, or somebody's own test (docs/python-api.md).
+
+The functions resolve their arguments into the same plans as the command line, and run the same jobs.
+"""
+
+from harness.api.calls import check, diff, golden, profile
+from harness.api.reports import CheckFailedError, CheckReport, ProfileReport
+
+__all__ = ["CheckFailedError", "CheckReport", "ProfileReport", "check", "diff", "golden", "profile"]

@@ -1,0 +1,257 @@
+"""The functions: arguments become a plan, the plan is run as the command line runs it, the result is a report."""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.api.arguments import (
+    Dtype,
+    Model,
+    Prompts,
+    checkpoint,
+    dtype_name,
+    engine_option_texts,
+    named_as_arguments,
+    requests_of,
+)
+from harness.api.reports import CheckReport, ProfileReport
+from harness.api.subject import choose, model_or_own
+
+if TYPE_CHECKING:
+    import torch
+
+    from harness.api.subject import Subject
+    from harness.oracle.golden import Golden
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and how much there is."""
+
+
+def check(
+    engine: "Subject" = "reference",
+    *,
+    model: Model | None = None,
+    prompts: Prompts | None = None,
+    max_new_tokens: int | None = None,
+    schedules: Sequence[str] = (),
+    names: Mapping[str, str] | None = None,
+    dtype: Dtype = "auto",
+    device: "str | torch.device | None" = None,
+    truth: str = "auto",
+    engine_options: Mapping[str, object] | None = None,
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+    local_files_only: bool = True,
+) -> CheckReport:
+    """Check an engine against HuggingFace, operation by operation and row by row.
+
+    Args:
+        engine: name of an installed engine; an engine (an object with `name`, `offer` and `run`); a model object of
+            HF's, patched or not; or any `nn.Module` whose forward takes token ids and returns logits.
+        model: checkpoint that says what is right: a folder, an embedded one by its name (`qwen3-tiny`), a hub id, or a
+            model object of HF's, whose weights are saved to a temporary folder. None: the embedded default; for a model
+            object of HF's as engine its own weights in HF's own code.
+        prompts: texts, or lists of token ids; None for those of the embedded default.
+        max_new_tokens: tokens to generate for each prompt, 24 by default.
+        schedules: `plain`, `chunked:5`, `batched`, ...; empty for the default ones that engine and prompts can follow.
+        names: for a module whose parts are called otherwise than HF's: paths in the module, and HF's paths of the same.
+            An entry holds for all that is in the part; `*` stands for the number of a layer.
+        dtype: float32, bfloat16, float16; `auto` for the module's or the checkpoint's own.
+        device: where engine and oracle run; None for the module's own, or the CPU.
+        truth: precision of the truth: `float64`, `float32`, or `auto` for what the dtype needs.
+        engine_options: of an engine that is opened by its name.
+        out: folder, new or empty, for `report.html` and the engine's recordings; None keeps nothing.
+        progress: called with what is being done, how much of it is done, and how much there is.
+        local_files_only: never ask the model hub.
+
+    Returns:
+        What was found. Wrong numbers are a result, not an error: see `CheckReport.assert_ok`.
+
+    Raises:
+        HarnessError: an argument cannot be used, or the engine raised an exception.
+    """
+    from harness.jobs.check import run_check
+    from harness.plan import plan_request
+
+    with named_as_arguments(), checkpoint(model_or_own(engine, model)) as (folder, label):
+        chosen = choose(engine, dtype=dtype, device=device, options=engine_options or {}, names=names)
+        plan = plan_request(
+            model=folder,
+            engine=chosen.name,
+            engine_options=engine_option_texts(engine_options or {}),
+            dtype=chosen.dtype,
+            device=chosen.device,
+            truth=truth,
+            requests=requests_of(prompts),
+            max_new_tokens=max_new_tokens,
+            schedules=_several(schedules),
+            local_files_only=local_files_only,
+        )
+        subject = chosen.open and chosen.open(plan.folder, plan.dtype, plan.device)
+        plan = replace(plan, subject=subject, model=label or plan.model)
+        return CheckReport.of(run_check(plan, out=None if out is None else Path(out), progress=progress))
+
+
+def golden(
+    model: Model | None = None,
+    *,
+    prompts: Prompts | None = None,
+    max_new_tokens: int | None = None,
+    dtype: Dtype = "auto",
+    device: "str | torch.device | None" = None,
+    truth: str = "auto",
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+    local_files_only: bool = True,
+) -> "Golden":
+    """Return what HuggingFace computes: every tap of the model in high precision, with a greedy continuation.
+
+    Args:
+        model: as `check` has it.
+        prompts: as `check` has them.
+        max_new_tokens: tokens to generate for each prompt, 24 by default.
+        dtype: of the weights, and of the noise that is measured.
+        device: where to run; None for the CPU.
+        truth: `float64`, `float32`, or `auto` for what the dtype needs.
+        out: folder, new or empty, to write the golden to; None for the cache.
+        progress: called with what is being done, how much of it is done, and how much there is.
+        local_files_only: never ask the model hub.
+
+    Raises:
+        HarnessError: an argument cannot be used, or `out` cannot be written.
+    """
+    from harness.jobs.golden import run_golden
+    from harness.plan import plan_request
+
+    with named_as_arguments(), checkpoint(model) as (folder, _label):
+        plan = plan_request(
+            model=folder,
+            dtype=_chosen(dtype),
+            device=None if device is None else str(device),
+            truth=truth,
+            requests=requests_of(prompts),
+            max_new_tokens=max_new_tokens,
+            local_files_only=local_files_only,
+        )
+        return run_golden(plan, out=None if out is None else Path(out), progress=progress)
+
+
+def diff(
+    expected: str | Path,
+    actual: str | Path,
+    *,
+    model: Model | None = None,
+    taps: Sequence[str] = ("*",),
+    require: Sequence[str] = ("decode",),
+    truth: str = "auto",
+    device: "str | torch.device" = "cpu",
+    progress: Progress | None = None,
+    local_files_only: bool = True,
+) -> CheckReport:
+    """Compare two recordings row by row.
+
+    Args:
+        expected: folder of a golden, or of another engine's recording.
+        actual: folder of the recording under test.
+        model: checkpoint, as `check` has it; with it every operation is judged by itself.
+        taps: globs; the taps of `expected` that match must be in `actual`.
+        require: what `actual` must have reached.
+        truth: precision in which operations are judged.
+        device: where they are replayed.
+        progress: called with what is being done, how much of it is done, and how much there is.
+        local_files_only: never ask the model hub.
+
+    Raises:
+        HarnessError: a recording is missing or damaged, they hold different prompts, or an argument makes no sense.
+    """
+    from harness.jobs.diff import run_diff
+
+    with named_as_arguments(), checkpoint(model) as (folder, _label):
+        result = run_diff(
+            Path(expected),
+            Path(actual),
+            model=folder,
+            taps=_several(taps),
+            require=_several(require),
+            truth=truth,
+            device=str(device),
+            progress=progress,
+            local_files_only=local_files_only,
+        )
+    return CheckReport.of(result)
+
+
+def profile(
+    engine: "Subject" = "reference",
+    *,
+    model: Model | None = None,
+    prompt_tokens: int = 128,
+    max_new_tokens: int = 32,
+    batch_size: int = 1,
+    phases: Sequence[str] = (),
+    num_runs: int = 5,
+    dtype: Dtype = "auto",
+    device: "str | torch.device | None" = None,
+    engine_options: Mapping[str, object] | None = None,
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+    local_files_only: bool = True,
+) -> ProfileReport:
+    """Profile an engine, prefill and decode by themselves: times, operators, memory, roofline.
+
+    Args:
+        engine: as `check` has it; an engine needs steps (`open_session`), which a module of your own has not.
+        model: as `check` has it.
+        prompt_tokens: tokens of each prompt; they are random.
+        max_new_tokens: tokens to generate for each request.
+        batch_size: requests that arrive together.
+        phases: `prefill`, `decode`, `mixed`; empty for all that the engine has.
+        num_runs: runs without a profiler, for the latencies.
+        dtype: as `check` has it.
+        device: as `check` has it.
+        engine_options: of an engine that is opened by its name.
+        out: folder, new or empty, for `report.html`, traces and memory snapshots; None keeps nothing.
+        progress: called with what is being done, how much of it is done, and how much there is.
+        local_files_only: never ask the model hub.
+
+    Raises:
+        HarnessError: an argument cannot be used, or the engine has no steps.
+    """
+    from harness.jobs.check import claimed
+    from harness.jobs.profile import keep_profile, resolve_profile
+
+    with named_as_arguments(), checkpoint(model_or_own(engine, model)) as (folder, label):
+        chosen = choose(engine, dtype=dtype, device=device, options=engine_options or {}, names=None)
+        spec = resolve_profile(
+            model=folder,
+            engine=chosen.name,
+            dtype=chosen.dtype or "auto",
+            device=chosen.device or "cpu",
+            engine_options=engine_option_texts(engine_options or {}),
+            prompt_tokens=prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            phases=_several(phases),
+            num_runs=num_runs,
+            local_files_only=local_files_only,
+        )
+        subject = chosen.open and chosen.open(spec.folder, spec.dtype, spec.device)
+        spec = replace(spec, subject=subject, model=label or spec.model)
+        with tempfile.TemporaryDirectory(prefix="harness-profile-") as passing:
+            kept = Path(passing if out is None else out)
+            with nullcontext() if out is None else claimed(kept):
+                return ProfileReport.of(keep_profile(spec, kept, progress=progress))
+
+
+def _chosen(dtype: Dtype) -> str | None:
+    """Return a dtype's name; None for `auto`."""
+    name = dtype_name(dtype)
+    return None if name == "auto" else name
+
+
+def _several(texts: Any) -> tuple[str, ...]:
+    """Return texts as a tuple; one text alone is one of them, not its letters."""
+    return (texts,) if isinstance(texts, str) else tuple(texts)

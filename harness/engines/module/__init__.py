@@ -1,0 +1,56 @@
+"""An `nn.Module` as an engine, without an entry point: HF's own classes, or anybody's."""
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from harness.engines.adapter import Engine
+from harness.engines.module.engine import TorchEngine
+from harness.engines.module.hf_object import HFObjectEngine
+from harness.engines.module.weights import check_has_values, module_device, module_dtype
+from harness.errors import Code, HarnessError
+from harness.oracle.model import HFModel
+
+__all__ = ["TorchEngine", "check_has_values", "module_device", "module_dtype", "module_engine"]
+
+
+def module_engine(
+    module: nn.Module, *, folder: Path, dtype: str, device: str, names: Mapping[str, str] | None = None
+) -> Engine:
+    """Return the engine that runs a module.
+
+    A model of HF's is run with its own cache, in batches and chunks, and its attention is watched. Any other module is
+    run one request at a time.
+
+    Args:
+        module: with its weights.
+        folder: checkpoint of the model that it should be.
+        dtype: of its weights.
+        device: where it is.
+        names: paths of its modules, and HF's paths of the same.
+
+    Raises:
+        HarnessError: ENGINE_CANNOT_SERVE: it is compiled, or its forward cannot be called; BAD_OPTION: bad names.
+    """
+    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        raise HarnessError(
+            Code.ENGINE_CANNOT_SERVE,
+            "the module is compiled, so that nothing between its input and its output can be seen",
+            where=type(module).__name__,
+            expected="a module before torch.compile",
+            hint="pass the module that was compiled",
+        )
+    if names is None and isinstance(module, PreTrainedModel) and _is_called_as_hf(module):
+        dtypes = getattr(torch, dtype)
+        return HFObjectEngine(HFModel(model=module, folder=folder, dtype=dtypes, device=torch.device(device)))
+    return TorchEngine(module, device=device, names=names)
+
+
+def _is_called_as_hf(model: PreTrainedModel) -> bool:
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return takes_any or {"input_ids", "use_cache"} <= set(parameters)

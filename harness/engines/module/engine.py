@@ -1,0 +1,148 @@
+"""Somebody's `nn.Module` as an engine: one request at a time, its taps found by the paths of its modules."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.engines.adapter import Offer, Workload
+from harness.engines.module.forward import Forward
+from harness.engines.module.names import ModuleNames
+from harness.engines.module.taps import Place, Places, lacking_taps, unmatched_hint, unmistakable_length
+from harness.engines.module.values import evaluating, showing_values
+from harness.errors import Code, HarnessError
+from harness.recording import RecordingWriter, RequestInfo
+from harness.taps import Graph
+
+
+class TorchEngine:
+    """Runs a module whose forward takes token ids and returns logits.
+
+    A module that takes a cache and returns it is fed each token once. One without is fed the whole sequence for every
+    new token. Nothing of the module is changed: hooks are removed and its mode is put back.
+    """
+
+    def __init__(self, module: nn.Module, *, device: str, names: Mapping[str, str] | None = None) -> None:
+        """Look at the module's forward.
+
+        Args:
+            module: with its weights, on one device.
+            device: where it is.
+            names: paths of its modules, and HF's paths of the same; None where they are called as in HF's model. With
+                an empty mapping none of them needs to be: its logits alone are compared then.
+
+        Raises:
+            HarnessError: ENGINE_CANNOT_SERVE: the forward cannot be called; BAD_OPTION: the names are none.
+        """
+        self.name = type(module).__name__
+        self._module, self._names = module, ModuleNames(names or {})
+        self._wants_logits_alone = names is not None and not names
+        self._device = torch.device(device)
+        self._forward = Forward(module, self._device)
+        self._places: dict[str, list[Place]] = {}
+        self._heads: frozenset[str] = frozenset()
+        self._logits = ""
+        self._has_cache = self._forward.takes_cache
+        self.offer = self._offered(())
+
+    def match_taps(self, graph: Graph) -> None:
+        """See `TapMatcher.match_taps`.
+
+        Raises:
+            HarnessError: BAD_OPTION: the names lead nowhere, or no module is called as HF calls it.
+        """
+        paths = [path for path, _ in self._module.named_modules() if path]
+        self._names.check(self.name, ["", *paths], graph)
+        places = Places(self._names, graph, unmistakable_length(self._module, graph))
+        vocabulary = graph[graph.logits].shape[-1]
+        ids = torch.randint(0, vocabulary, (places.num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+        with evaluating(self._module), showing_values(self._module, paths, places.see):
+            answer = self._forward(ids, 0)
+        self._forward.check_vocabulary(answer, vocabulary)
+        if not places.by_tap and not self._wants_logits_alone:
+            self._refuse_strangers(paths, graph)
+        self._places = {}
+        for place in places.by_tap.values():
+            self._places.setdefault(place.shown, []).append(place)
+        self._heads, self._logits = graph.head, graph.logits
+        self._has_cache = answer.cache is not None
+        self.offer = self._offered(lacking_taps(graph, {*places.by_tap, graph.logits}))
+
+    def run(self, workload: Workload, writer: RecordingWriter) -> None:
+        """Feed the requests one after the other; see `Engine.run`."""
+        with evaluating(self._module):
+            for request in workload.requests:
+                cache = None
+                for positions in _pieces(request, workload.schedule.chunk_size):
+                    cache = self._step(request, positions, cache, writer)
+
+    def _offered(self, lacking: tuple[str, ...]) -> Offer:
+        schedules = ("plain", "chunked") if self._has_cache else ("plain",)
+        return Offer(schedules=schedules, keeps_cache=False, lacking=lacking)
+
+    def _step(self, request: RequestInfo, positions: range, cache: Any, writer: RecordingWriter) -> Any:
+        """Compute the rows at some positions, record them, and return the cache."""
+        last = [len(positions) - 1] if positions.stop >= request.prompt_length else []
+        writer.begin_step(
+            phase="prefill" if positions.start < request.prompt_length else "decode",
+            request=[request.id] * len(positions),
+            position=positions,
+            sampled_rows=last,
+            partial_rows=dict.fromkeys(self._heads, last) if last else None,
+        )
+        start = positions.start if self._has_cache else 0
+        recorder = _Recorder(self._places, self._heads, positions.stop - start, len(positions), bool(last), writer)
+        with showing_values(self._module, recorder.paths, recorder.see):
+            answer = self._forward(request.token_ids[start : positions.stop], start, cache)
+        if last:
+            writer.tap(self._logits, answer.logits[-1:])
+        writer.end_step(answer.logits[-1:].argmax(dim=-1).tolist() if last else ())
+        return answer.cache if self._has_cache else None
+
+    def _refuse_strangers(self, paths: list[str], graph: Graph) -> None:
+        raise HarnessError(
+            Code.BAD_OPTION,
+            f"no module of {self.name} is called as HF calls it, so that no operation could be judged",
+            where="names=",
+            expected=", ".join(operation.source for operation in list(graph)[:4]),
+            actual=", ".join(paths[:4]) or "no modules",
+            hint=unmatched_hint(paths, graph),
+        )
+
+
+class _Recorder:
+    """Writes the taps of one step: of what is computed again, the new rows."""
+
+    def __init__(
+        self,
+        places: Mapping[str, list[Place]],
+        heads: frozenset[str],
+        num_tokens: int,
+        num_new: int,
+        is_sampled: bool,
+        writer: RecordingWriter,
+    ) -> None:
+        self._places, self._heads, self._writer = places, heads, writer
+        self._num_tokens, self._num_new, self._is_sampled = num_tokens, num_new, is_sampled
+        self.paths = list(dict.fromkeys(shown.partition("@")[0].partition(":")[0] for shown in places))
+
+    def see(self, shown: str, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Write the taps that are in some tensors; what has another shape than expected is missing, and found so."""
+        for place in self._places.get(shown, ()):
+            rows = place.rows(tensors, self._num_tokens)
+            if rows is None:
+                continue
+            if place.operation.tap not in self._heads:
+                self._writer.tap(place.operation.tap, rows[-self._num_new :])
+            elif self._is_sampled:
+                self._writer.tap(place.operation.tap, rows[-1:])
+
+
+def _pieces(request: RequestInfo, chunk_size: int | None) -> Iterator[range]:
+    """Yield the positions of each forward: the prompt, whole or in chunks, then one after the other."""
+    length = request.prompt_length
+    for start in range(0, length, chunk_size or length):
+        yield range(start, min(length, start + (chunk_size or length)))
+    for position in range(length, len(request.token_ids)):
+        yield range(position, position + 1)

@@ -1,0 +1,30 @@
+"""A golden as a plan has it: from the cache, or written to a folder."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from harness.jobs.check import claimed
+from harness.oracle.golden import Golden
+from harness.oracle.make_golden import Progress, cached_golden, make_golden
+from harness.oracle.model import load_model
+from harness.plan import Plan
+
+
+def run_golden(plan: Plan, *, out: Path | None = None, progress: Progress | None = None) -> Golden:
+    """Return what HF computes for a plan's prompts.
+
+    Args:
+        plan: model, prompts, dtype, device and truth.
+        out: folder, new or empty, that the golden is written to; None for the cache, where it may be already.
+        progress: told what is being done.
+
+    Raises:
+        HarnessError: the input cannot be used, or `out` cannot be written.
+    """
+    with nullcontext() if out is None else claimed(out):
+        hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
+        if out is None:
+            return cached_golden(hf, plan.prompts, truth=plan.truth, progress=progress)
+        return make_golden(hf, plan.prompts, out, truth=plan.truth, progress=progress)

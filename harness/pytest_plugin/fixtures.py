@@ -1,0 +1,46 @@
+"""Fixtures for tests in Python."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from harness.errors import Code, HarnessError
+
+if TYPE_CHECKING:
+    from harness.api import CheckReport
+
+
+@pytest.fixture
+def harness_check(request: pytest.FixtureRequest) -> "Callable[..., CheckReport]":
+    """Return `harness.check`, made to fail the test where the check does not pass.
+
+    The figures of each check are properties of the test in a JUnit file. A test whose device is not there is skipped.
+    """
+
+    def check(engine: Any = "reference", **arguments: Any) -> "CheckReport":
+        """Check an engine as `harness.check` does, assert the report, and return it."""
+        __tracebackhide__ = True
+        from harness.report.junit import check_properties
+
+        found = _checked(engine, arguments)
+        if isinstance(found, HarnessError):
+            if found.code is Code.NO_DEVICE:
+                pytest.skip(f"{found.code}: {found.what} ({found.actual})")
+            raise found  # what the engine itself raised stays its cause
+        request.node.user_properties += check_properties(found)
+        found.assert_ok()
+        return found
+
+    return check
+
+
+def _checked(engine: Any, arguments: Mapping[str, Any]) -> "CheckReport | HarnessError":
+    """Return the report, or the error without the harness's own frames."""
+    import harness
+
+    try:
+        return harness.check(engine, **arguments)
+    except HarnessError as error:
+        return error if os.environ.get("HARNESS_TRACEBACK") else error.with_traceback(None)

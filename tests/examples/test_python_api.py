@@ -1,0 +1,70 @@
+"""docs/python-api.md: its files are written, its programs run, and they print what the page says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "python-api.md").read_text()
+README = (ROOT / "README.md").read_text()
+FILES = dict(re.findall(r"```python title=(\S+)\n(.*?)```", PAGE, flags=re.DOTALL))
+PROGRAMS = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", PAGE, flags=re.DOTALL)
+README_PROGRAMS = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", README, flags=re.DOTALL)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "cases").symlink_to(ROOT / "cases")
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def run(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": f"{project}{os.pathsep}{ROOT}"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=project, capture_output=True, text=True, env=environment, check=False
+    )
+
+
+def test_there_are_programs_to_run() -> None:
+    assert len(PROGRAMS) == 4
+    assert sum(bool(printed) for _, printed in PROGRAMS) == 2
+    assert README_PROGRAMS
+
+
+@pytest.mark.parametrize("index", range(len(PROGRAMS)))
+def test_a_program_of_the_page_runs_and_prints_what_stands_under_it(project: Path, index: int) -> None:
+    program, printed = PROGRAMS[index]
+    done = run(project, "-c", program)
+    assert done.returncode == 0, done.stderr
+    if printed:
+        assert done.stdout == printed
+
+
+def test_the_tests_of_the_page_pass(project: Path) -> None:
+    done = run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_model.py")
+    assert "2 passed" in done.stdout, done.stdout
+
+
+def test_a_bug_in_the_pages_model_is_found_by_its_tests(project: Path) -> None:
+    model = project / "my_model.py"
+    fixed = model.read_text()
+    model.write_text(fixed.replace("h = self.ln2(x)", "h = self.ln2(1.5 * x)"))
+    assert model.read_text() != fixed
+    done = run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_model.py")
+    assert "2 failed" in done.stdout, done.stdout
+    assert "First divergence: model.layers.0.attn_residual" in done.stdout
+
+
+@pytest.mark.parametrize("index", range(len(README_PROGRAMS)))
+def test_a_program_of_the_readme_runs(project: Path, index: int) -> None:
+    program, printed = README_PROGRAMS[index]
+    done = run(project, "-c", program)
+    assert done.returncode == 0, done.stderr
+    if printed:
+        assert done.stdout == printed

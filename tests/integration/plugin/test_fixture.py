@@ -1,0 +1,82 @@
+"""The fixture for tests in Python: it fails the test with the diagnosis, at the test's own line."""
+
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from .conftest import INI
+
+pytest_plugins = ["pytester"]
+
+TESTS = """
+import torch
+from transformers import AutoModelForCausalLM
+
+PROMPTS = [[1, 5, 6, 7]]
+
+
+def loaded():
+    return AutoModelForCausalLM.from_pretrained({folder!r}, dtype=torch.float32)
+
+
+def test_sound(harness_check):
+    report = harness_check(loaded(), prompts=PROMPTS, max_new_tokens=2)
+    assert report.is_ok and report.runs
+
+
+def test_broken(harness_check):
+    model = loaded()
+    model.model.layers[1].input_layernorm.variance_epsilon = 1e-3
+    harness_check(model, prompts=PROMPTS, max_new_tokens=2)  # the line that is shown
+
+
+def test_elsewhere(harness_check):
+    harness_check("hf", model={folder!r}, prompts=PROMPTS, max_new_tokens=2, device="cuda:99")
+
+
+def test_misused(harness_check):
+    harness_check(None)
+
+
+def test_raising(harness_check):
+    model = loaded()
+    model.model.norm.register_forward_hook(lambda *_args: 1 / 0)
+    harness_check(model, prompts=PROMPTS, max_new_tokens=2)
+"""
+
+
+@pytest.fixture
+def tests(pytester: pytest.Pytester, checkpoints) -> pytest.Pytester:
+    pytester.makeini(INI)
+    pytester.makepyfile(test_engine=TESTS.format(folder=str(checkpoints / "llama-tiny")))
+    return pytester
+
+
+def test_a_check_is_a_test(tests: pytest.Pytester) -> None:
+    result = tests.runpytest_subprocess("-rs", "--junitxml=junit.xml", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1, failed=3, skipped=1)
+    result.stdout.fnmatch_lines(
+        [
+            ">*harness_check(model, prompts=PROMPTS, max_new_tokens=2)  # the line that is shown",
+            "E*CheckFailedError: MISMATCH  LlamaForCausalLM*",
+            "E*input_layernorm*bug in*",
+            "E*First divergence: model.layers.1.input_layernorm",
+            "E*Cause: wrong eps: 0.001 instead of 1e-05",
+        ]
+    )
+    result.stdout.fnmatch_lines(["E*H014: no engine was given"])
+    result.stdout.fnmatch_lines([">*lambda *_args: 1 / 0)", "E*H017: the engine raised ZeroDivisionError*"])
+    result.stdout.fnmatch_lines(["SKIPPED*H016*cuda:99*"])
+    result.stdout.no_fnmatch_line("*def check(engine*")  # nothing of the harness in between
+    cases = {case.get("name"): case for case in ElementTree.parse(tests.path / "junit.xml").iter("testcase")}
+    properties = {
+        name: {each.get("name"): each.get("value") for each in case.iter("property")} for name, case in cases.items()
+    }
+    assert properties["test_sound"]["verdict"] == "pass"
+    assert properties["test_broken"]["verdict"] == "mismatch"
+    assert properties["test_broken"]["first_divergence"].startswith("model.layers.1.input_layernorm")
+
+
+def test_the_fixture_is_listed_with_what_it_does(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_subprocess("--fixtures", "-p", "no:cacheprovider")
+    result.stdout.fnmatch_lines(["harness_check*", "*Return `harness.check`, made to fail the test*"])

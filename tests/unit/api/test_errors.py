@@ -1,0 +1,182 @@
+"""Arguments that cannot be used: a code, what was expected, and the argument's own name."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import harness
+from harness import Code
+
+from ..own_model import NAMES, OwnModel, load
+
+IDS = [[1, 5, 6, 7]]
+
+
+def refused(*arguments, **options):
+    """Return the error as text, its code first."""
+    with pytest.raises(harness.HarnessError) as caught:
+        harness.check(*arguments, **{"model": "qwen3-tiny", "prompts": IDS, "max_new_tokens": 2} | options)
+    error = caught.value
+    assert error.args == (str(error),)
+    assert "--" not in str(error)  # an argument is no option of the command line
+    return str(error)
+
+
+@pytest.fixture(scope="module")
+def own(checkpoints):
+    return load(checkpoints / "qwen3-tiny")
+
+
+@pytest.mark.parametrize(
+    ("engine", "code", "words"),
+    [
+        (None, Code.UNKNOWN_ENGINE, "hf, reference"),
+        ("refrence", Code.UNKNOWN_ENGINE, "hf, reference"),
+        (OwnModel, Code.BAD_OPTION, "OwnModel is a class"),
+        (lambda tokens: tokens, Code.BAD_OPTION, "nothing that can be checked"),
+        (3, Code.BAD_OPTION, "actual:   3"),
+    ],
+)
+def test_what_is_no_engine(engine, code, words):
+    text = refused(engine)
+    assert text.startswith(code)
+    assert words in text
+
+
+@pytest.mark.parametrize(
+    ("prompts", "code", "words"),
+    [
+        ([], Code.EMPTY_PROMPT, "prompts="),
+        ([""], Code.EMPTY_PROMPT, "prompts[0]"),
+        ("  ", Code.EMPTY_PROMPT, "prompts[0]"),
+        ([[1], []], Code.EMPTY_PROMPT, "prompts[1]"),
+        ([1, 2, 3], Code.BAD_OPTION, "prompts=[[1, 2, 3]]"),
+        ([[1, True]], Code.BAD_OPTION, "prompts[0]"),
+        ([[1.0, 2.0]], Code.BAD_OPTION, "prompts[0]"),
+        (torch.ones(1, 4), Code.BAD_OPTION, "prompts="),
+        ([[1, 256]], Code.TOKEN_OUTSIDE_VOCABULARY, "request 0, position 1"),
+        ([[1] * 600], Code.PROMPT_TOO_LONG, "lower max_new_tokens="),
+        (None, Code.EMPTY_PROMPT, 'add prompts=["..."] or prompts=[[1, 2, 3]]'),
+    ],
+)
+def test_prompts_that_make_no_sense(prompts, code, words):
+    text = refused("reference", prompts=prompts)
+    assert text.startswith(code)
+    assert words in text
+
+
+def test_token_ids_may_be_a_tensor():
+    assert harness.check(
+        "reference", model="qwen3-tiny", prompts=[torch.tensor([1, 5, 6])], max_new_tokens=2, schedules=["plain"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        ({"dtype": "float8"}, Code.BAD_OPTION, "dtype="),
+        ({"dtype": torch.float64}, Code.BAD_OPTION, "float64"),
+        ({"device": "cuda:99"}, Code.NO_DEVICE, 'device="cpu"'),
+        ({"device": "xpu"}, Code.BAD_OPTION, "device="),
+        ({"max_new_tokens": 0}, Code.BAD_OPTION, "max_new_tokens="),
+        ({"schedules": ["fast"]}, Code.BAD_OPTION, "unknown schedule 'fast'"),
+        ({"engine_options": {"blocksize": 4}}, Code.BAD_OPTION, "engine_options="),
+        ({"names": {"a": "b"}}, Code.BAD_OPTION, "names are for an nn.Module"),
+        ({"model": "no such folder/x"}, Code.NOT_A_CHECKPOINT, "no such folder"),
+        ({"model": nn.Linear(2, 2)}, Code.BAD_OPTION, "no model of HF's"),
+    ],
+)
+def test_options_that_make_no_sense(options, code, words):
+    text = refused("reference", **options)
+    assert text.startswith(code)
+    assert words in text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device": "cuda"}, "module is on another device"),
+        ({"dtype": "bfloat16"}, "another dtype than was asked for"),
+        ({"model": None}, "needs the checkpoint"),
+        ({"engine_options": {"a": 1}}, "opened by its name"),
+        ({"names": NAMES | {"blocks.*.attn.w9": "model.layers.*.self_attn.q_proj"}}, "no module 'blocks.*.attn.w9'"),
+        ({"names": NAMES | {"ln": "model.final_norm"}}, "nothing called 'model.final_norm'"),
+        ({"names": NAMES | {"ln": "lm_head"}}, "'ln' and 'head' are both called 'lm_head'"),
+        ({}, "no module of OwnModel is called as HF calls it"),
+        ({"names": {"": "model"}}, "no module of OwnModel is called as HF calls it"),
+    ],
+)
+def test_what_does_not_go_with_a_module(own, options, words):
+    text = refused(own, **options)
+    assert text.startswith(Code.BAD_OPTION)
+    assert words in text
+
+
+def test_a_module_without_values_in_its_weights(checkpoints):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoints / "qwen3-tiny"))
+    for options in ({}, {"model": None}):
+        text = refused(model, **options)
+        assert text.startswith(Code.ENGINE_CANNOT_SERVE)
+        assert "on the meta device" in text
+    assert "on the meta device" in refused("reference", model=model)
+
+
+def test_a_module_that_returns_no_logits(own):
+    class Body(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = own
+
+        def forward(self, tokens):
+            return {"hidden": self.own(tokens)}
+
+    text = refused(Body(), names={})
+    assert text.startswith(Code.ENGINE_CANNOT_SERVE)
+    assert "dict of hidden" in text
+
+
+def test_a_module_of_another_vocabulary(own):
+    text = refused(nn.Sequential(own, nn.Linear(256, 7)), names={})
+    assert "256 logits a token" in text
+    assert "7 numbers a token" in text
+
+
+def test_what_a_module_raises_names_it(own):
+    class Failing(OwnModel):
+        def forward(self, tokens):
+            raise ZeroDivisionError("deep inside")
+
+    model = Failing.__new__(Failing)
+    model.__dict__.update(own.__dict__)
+    text = refused(model, names=NAMES)
+    assert text.startswith(Code.ENGINE_FAILED)
+    assert "ZeroDivisionError: deep inside" in text
+    assert "Failing" in text
+
+
+def test_what_a_models_code_makes_of_a_module_that_is_not_hfs_names_the_engine(checkpoints):
+    model = AutoModelForCausalLM.from_pretrained(checkpoints / "qwen3-tiny", dtype=torch.float32)
+    model.model.layers[1].self_attn.register_forward_hook(
+        lambda _module, args, output: output if output[0].shape[1] > 1 else (output[0][..., :5], output[1])
+    )
+    text = refused(model)  # a decode step: HF's own residual cannot be added
+    assert text.startswith(Code.ENGINE_FAILED)
+    assert "RuntimeError" in text
+
+
+def test_an_out_folder_that_is_taken(own, tmp_path):
+    (tmp_path / "mine").touch()
+    assert refused(own, names=NAMES, out=tmp_path).startswith(Code.OUTPUT_EXISTS)
+
+
+def test_text_for_a_model_object_without_a_tokenizer():
+    config = AutoConfig.for_model(
+        "llama", vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    text = refused(model, model=None, prompts=["hello"])
+    assert text.startswith(Code.NO_TOKENIZER)
+    assert "prompts=[[1, 2, 3]]" in text
+    assert harness.check(model, prompts=IDS, max_new_tokens=2)

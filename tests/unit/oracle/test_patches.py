@@ -1,0 +1,61 @@
+"""The library as its files define it is accepted; whatever replaces a part of it for the whole process is not."""
+
+import functools
+
+import pytest
+import torch
+from transformers.models.llama import modeling_llama as llama
+
+from harness.errors import Code, HarnessError
+from harness.oracle.model import load_model
+from harness.oracle.patches import check_is_unpatched
+
+
+class OwnNorm(llama.LlamaRMSNorm):
+    pass
+
+
+def own_rotary(q, k, cos, sin):
+    return q, k
+
+
+@functools.wraps(llama.LlamaMLP.forward)
+def own_forward(self, x):
+    return x
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "replacement"),
+    [
+        (llama, "LlamaRMSNorm", OwnNorm),
+        (llama, "apply_rotary_pos_emb", own_rotary),
+        (llama.LlamaMLP, "forward", own_forward),
+        (llama.LlamaAttention, "forward", lambda self: None),
+    ],
+)
+def test_a_patched_library_cannot_say_what_is_right(checkpoints, monkeypatch, owner, name, replacement):
+    monkeypatch.setattr(owner, name, replacement)
+    with pytest.raises(HarnessError) as caught:
+        load_model(checkpoints / "llama-tiny", dtype=torch.float32)
+    assert caught.value.code is Code.ORACLE_PATCHED
+    assert f".{name}" in str(caught.value.where)
+    assert "test_patches" in str(caught.value.actual) or name == "forward"
+
+
+def test_a_large_model_is_looked_at_too(checkpoints, monkeypatch):
+    monkeypatch.setattr("harness.oracle.model._RESIDENT_BYTES", 0)
+    monkeypatch.setattr(llama, "apply_rotary_pos_emb", own_rotary)
+    with pytest.raises(HarnessError, match="H009"):
+        load_model(checkpoints / "llama-tiny", dtype=torch.float32)
+
+
+def test_a_module_of_one_model_may_be_replaced(checkpoints):
+    model = load_model(checkpoints / "llama-tiny", dtype=torch.float32).model
+    model.model.norm = OwnNorm(96)
+    model.model.layers[0].mlp.forward = lambda x: x
+    check_is_unpatched(model)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt2", "mamba", "qwen3_moe"])
+def test_families_are_accepted_as_they_are(tiny_folder, family):
+    check_is_unpatched(load_model(tiny_folder(family), dtype=torch.float32).model)

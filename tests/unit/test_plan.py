@@ -1,0 +1,90 @@
+"""Plans: names resolved once, for the command line and for Python."""
+
+import pytest
+
+from harness.case import RequestSpec
+from harness.checkpoint import resolve
+from harness.engines import Offer
+from harness.errors import Code, HarnessError
+from harness.jobs.check import followed_schedules, match_taps, open_planned
+from harness.plan import plan_request
+
+REQUESTS = [RequestSpec(token_ids=[1, 4, 5, 6, 7, 8, 9, 10, 11])]
+
+
+class Plain:
+    name = "plain only"
+    offer = Offer(schedules=("plain",))
+
+    def run(self, workload, writer):
+        raise NotImplementedError
+
+
+class Matching(Plain):
+    graph = None
+
+    def match_taps(self, graph):
+        self.graph = graph
+
+
+def test_an_embedded_checkpoint_is_found_by_its_name(checkpoints):
+    assert resolve("llama-tiny").samefile(checkpoints / "llama-tiny")
+    assert plan_request(model="llama-tiny", requests=REQUESTS).folder.samefile(checkpoints / "llama-tiny")
+
+
+def test_a_folder_comes_before_an_embedded_checkpoint_of_its_name(checkpoints, tmp_path, monkeypatch):
+    (tmp_path / "llama-tiny").symlink_to(checkpoints / "qwen3-tiny")
+    monkeypatch.chdir(tmp_path)
+    assert resolve("llama-tiny").samefile(checkpoints / "qwen3-tiny")
+
+
+@pytest.mark.parametrize("name", ["..", "llama-tiny/..", "checkpoints"])
+def test_what_is_no_embedded_checkpoint_is_not_taken_for_one(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(HarnessError) as caught:
+        resolve(name, local_files_only=True)
+    assert caught.value.code is Code.NOT_A_CHECKPOINT
+
+
+def test_default_schedules_that_the_engine_cannot_follow_are_left_out_and_said():
+    plan = plan_request(model="llama-tiny", requests=REQUESTS)
+    assert [schedule.name for schedule in plan.schedules] == ["plain", "chunked"]
+    followed = followed_schedules(plan, Plain())
+    assert [schedule.name for schedule in followed.schedules] == ["plain"]
+    assert followed.notes[-1] == "schedule chunked left out: engine reference cannot follow it"
+
+
+def test_a_schedule_that_was_asked_for_is_refused():
+    plan = plan_request(model="llama-tiny", requests=REQUESTS, schedules=["plain", "chunked:4"])
+    with pytest.raises(HarnessError) as caught:
+        followed_schedules(plan, Plain())
+    assert caught.value.code is Code.ENGINE_CANNOT_SERVE
+    assert "chunked:4" in str(caught.value)
+
+
+def test_another_engine_than_the_default_one_need_not_follow_the_default_cases_schedules():
+    assert not plan_request().has_default_schedules
+    assert plan_request(engine="hf").has_default_schedules
+
+
+def test_an_engine_at_hand_is_not_looked_for_by_its_name():
+    engine = Plain()
+    plan = plan_request(model="llama-tiny", requests=REQUESTS, engine="nobody has installed it", subject=engine)
+    assert open_planned(plan) is engine
+
+
+def test_an_engine_that_finds_its_taps_is_told_the_graph():
+    engine, plan, graph = Matching(), plan_request(), object()
+    match_taps(plan, engine, graph)
+    assert engine.graph is graph
+    match_taps(plan, Plain(), graph)  # one that does not is left alone
+
+
+def test_what_an_engine_raises_while_it_finds_them_names_it():
+    class Broken(Plain):
+        def match_taps(self, graph):
+            raise ZeroDivisionError("no")
+
+    with pytest.raises(HarnessError) as caught:
+        match_taps(plan_request(), Broken(), object())
+    assert caught.value.code is Code.ENGINE_FAILED
