@@ -64,7 +64,7 @@ def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
         num_requests=len(plan.prompts),
         runs=tuple(runs),
         golden_s=golden_s,
-        notes=plan.notes,
+        notes=(*plan.notes, *golden.notes),
     )
 
 

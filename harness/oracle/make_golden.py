@@ -3,7 +3,7 @@
 import errno
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -53,28 +53,47 @@ def golden_key(hf: HFModel, prompts: Sequence[Prompt], truth: str = "auto") -> d
 def cached_golden(
     hf: HFModel, prompts: Sequence[Prompt], *, truth: str = "auto", progress: Progress | None = None
 ) -> Golden:
-    """Return the golden of `prompts` from the cache; made first if it is not there, is damaged, or is another one."""
+    """Return the golden of `prompts` from the cache; made first if it is not there, is damaged, or is another one.
+
+    A golden that had to be made again says so in its notes.
+    """
     key = golden_key(hf, prompts, truth)
     folder = cache_dir() / "goldens" / key_name(key)
+    notes: tuple[str, ...] = ()
     if folder.exists():
         try:
-            golden = open_golden(folder)
-            if golden.noise and golden.info is not None and golden.info.key == key:
-                return golden
-        except HarnessError:
-            pass  # damaged
+            return _open_cached(folder, key)
+        except HarnessError as error:
+            notes = (f"the golden in the cache was not used, and was made again: {error.what}",)
         _discard(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        return make_golden(hf, prompts, folder, truth=truth, progress=progress)
+        golden = make_golden(hf, prompts, folder, truth=truth, progress=progress)
     except OSError as error:
         raise HarnessError(
             Code.CANNOT_WRITE, f"the golden cannot be cached: {error}", where=folder, hint="set HARNESS_CACHE"
         ) from error
     except HarnessError as error:
-        if error.code is Code.OUTPUT_EXISTS:  # another process was faster: its golden is the same
-            return open_golden(folder)
-        raise
+        if error.code is not Code.OUTPUT_EXISTS:
+            raise
+        golden = _open_cached(folder, key)  # another process was faster: its golden is the same
+    golden.notes = notes
+    return golden
+
+
+def _open_cached(folder: Path, key: Mapping[str, Any]) -> Golden:
+    """Open a cached golden, and see that every byte of it is what was written, for this key.
+
+    Raises:
+        HarnessError: it is damaged, or another one.
+    """
+    golden = open_golden(folder)
+    if golden.info is None or not golden.noise:
+        raise HarnessError(Code.BAD_MANIFEST, "a file of it is missing", where=folder)
+    if golden.info.key != key:
+        raise HarnessError(Code.BAD_MANIFEST, "it is the golden of something else", where=folder)
+    golden.recording.verify_all()
+    return golden
 
 
 def _discard(folder: Path) -> None:
