@@ -57,8 +57,8 @@ class Case(BaseModel):
 
     schema_version: Literal[1]
     description: str = ""
-    model: str
-    engine: str = "reference"
+    model: Annotated[str, Field(min_length=1)]
+    engine: Annotated[str, Field(min_length=1)] = "reference"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
     truth: Literal["auto", "float64", "float32"] = "auto"
@@ -93,15 +93,16 @@ class Case(BaseModel):
         """
         own_options = self.engine_options if engine in (None, self.engine) else {}
         decisive: dict[str, Any] = {
-            "model": model or self.model,
-            "engine": engine or self.engine,
+            "model": self.model if model is None else model,
+            "engine": self.engine if engine is None else engine,
             "engine_options": {**own_options, **(engine_options or {})},
             "requests": [_with_length(request, max_new_tokens) for request in requests or self.requests],
-            "max_new_tokens": max_new_tokens or self.max_new_tokens,
+            "max_new_tokens": self.max_new_tokens if max_new_tokens is None else max_new_tokens,
             "schedules": list(schedules or self.schedules),
         }
         is_same = all(getattr(self, name) == value for name, value in decisive.items())
-        rest = {"dtype": dtype or self.dtype, "device": device or self.device, "truth": truth or self.truth}
+        given = {"dtype": dtype, "device": device, "truth": truth}
+        rest = {name: value for name, value in given.items() if value is not None}
         return self.model_copy(update={**decisive, **rest, "require": self.require if is_same else []})
 
 

@@ -139,7 +139,7 @@ def embedded_cases() -> Path:
 def _local_path(model: str) -> Path | None:
     try:
         path = Path(model).expanduser()
-        return path if path.exists() else None
+        return path if model and path.exists() else None  # an empty path would be the working folder
     except (OSError, ValueError, RuntimeError):  # a name too long, with a NUL, or of an unknown user is no path
         return None
 

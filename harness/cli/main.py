@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from harness import __version__
+from harness.cli.command import Command
 from harness.cli.output import write, write_json
 from harness.engines import engine_names
 from harness.errors import Code, ExitStatus, HarnessError
@@ -124,15 +125,15 @@ def build_app() -> typer.Typer:
     )
     app.callback(help=_HELP, epilog=_ENVIRONMENT)(_options)
     engines = f"Engines installed here: {', '.join(engine_names())}. docs/write-an-adapter.md shows how to add one."
-    app.command(epilog=engines)(check.check)
-    app.command()(golden.golden)
-    app.command(epilog=engines)(run.run)
-    app.command()(diff.diff)
-    app.command()(inspect.inspect)
-    app.command()(generate.generate)
-    app.command(epilog=engines)(profile.profile)
-    app.command()(gate.gate)
-    app.command()(faults.faults)
+    app.command(cls=Command, epilog=engines)(check.check)
+    app.command(cls=Command)(golden.golden)
+    app.command(cls=Command, epilog=engines)(run.run)
+    app.command(cls=Command)(diff.diff)
+    app.command(cls=Command)(inspect.inspect)
+    app.command(cls=Command)(generate.generate)
+    app.command(cls=Command, epilog=engines)(profile.profile)
+    app.command(cls=Command)(gate.gate)
+    app.command(cls=Command)(faults.faults)
     app.add_typer(bench.app)
     app.add_typer(trace.app)
     return app

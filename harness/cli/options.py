@@ -208,7 +208,7 @@ def parse_engine_options(options: list[str] | None) -> dict[str, str]:
     parsed = {}
     for option in options or ():
         name, equals, value = option.partition("=")
-        if not equals or not name:
+        if not equals or not name or not value:
             what = "an engine option is NAME=VALUE"
             raise HarnessError(Code.BAD_OPTION, what, where="--engine-option", expected="NAME=VALUE", actual=option)
         parsed[name] = value
