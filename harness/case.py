@@ -70,6 +70,10 @@ class Case(BaseModel):
     require: list[Trigger] = []
     """Triggers that the case as it is written reaches, and must go on reaching."""
     requests: Annotated[list[RequestSpec], Field(min_length=1)]
+    isolate: bool | None = None
+    """Whether the engine runs in a process of its own; None: if another package provides it, or it has a time limit."""
+    engine_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Longest time for opening the engine, and for each schedule."""
     profile: ProfileSection | None = None
     """None: the engine is checked and not profiled."""
 
@@ -85,11 +89,13 @@ class Case(BaseModel):
         requests: Sequence[RequestSpec] = (),
         max_new_tokens: int | None = None,
         schedules: Sequence[str] = (),
+        isolate: bool | None = None,
+        engine_timeout_s: float | None = None,
     ) -> "Case":
         """Return the case with what is given in place of its own.
 
         Another engine has other options, so the case's own stay with its engine. What the case requires to be reached
-        goes as soon as anything is replaced that decides what is reached: all but dtype, device and truth.
+        goes as soon as anything is replaced that decides what is reached: dtype, device, truth and process do not.
         """
         own_options = self.engine_options if engine in (None, self.engine) else {}
         decisive: dict[str, Any] = {
@@ -101,7 +107,8 @@ class Case(BaseModel):
             "schedules": list(schedules or self.schedules),
         }
         is_same = all(getattr(self, name) == value for name, value in decisive.items())
-        given = {"dtype": dtype, "device": device, "truth": truth}
+        given: dict[str, Any] = {"dtype": dtype, "device": device, "truth": truth}
+        given |= {"isolate": isolate, "engine_timeout_s": engine_timeout_s}
         rest = {name: value for name, value in given.items() if value is not None}
         return self.model_copy(update={**decisive, **rest, "require": self.require if is_same else []})
 

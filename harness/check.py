@@ -4,25 +4,25 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
 
-import harness
 from harness.checkpoint import config_hash, weights_hash
 from harness.compare import compare_run
-from harness.engines import Engine, Workload, blaming, open_engine
+from harness.engines import Engine, open_engine
+from harness.engines.isolated import IsolatedEngine, isolated_engine
+from harness.engines.record import RunDescription, record
 from harness.errors import Code, HarnessError
 from harness.explain import explain_run
-from harness.oracle.environment import environment
 from harness.oracle.forks import forked_prompts
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import Progress, cached_golden
 from harness.oracle.model import HFModel, load_model
 from harness.oracle.requests import duplicate_requests
 from harness.plan import Plan
-from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+from harness.recording import ModelInfo, Recording, RequestInfo
 from harness.results import CheckResult, RunResult
 from harness.schedule import Schedule
 from harness.threads import suitable_threads
@@ -44,7 +44,11 @@ def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None 
 
 
 def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
-    engine = open_planned(plan)  # before the golden, which may take long: what it cannot do is known at once
+    with open_planned(plan) as engine:  # before the golden, which may take long: what it cannot do is known at once
+        return _check_engine(plan, engine, out, report)
+
+
+def _check_engine(plan: Plan, engine: Engine | IsolatedEngine, out: Path | None, report: Progress) -> CheckResult:
     begin = time.perf_counter()
     report("oracle", 0, 1)
     hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
@@ -70,7 +74,7 @@ def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
 
 def _run_schedule(
     plan: Plan,
-    engine: Engine,
+    engine: Engine | IsolatedEngine,
     schedule: Schedule,
     golden: Golden,
     hf: HFModel,
@@ -111,25 +115,37 @@ def with_copies(
     return larger, larger.requests[len(plan.prompts) :]
 
 
-def open_planned(plan: Plan) -> Engine:
-    """Open the plan's engine, and refuse it if it cannot follow one of the plan's schedules."""
-    engine = open_engine(plan.engine, plan.folder, dtype=plan.dtype, device=plan.device, options=plan.engine_options)
-    for schedule in plan.schedules:
-        if schedule.name not in engine.offer.schedules:
-            raise HarnessError(
-                Code.ENGINE_CANNOT_SERVE,
-                f"engine {plan.engine!r} cannot follow the schedule {schedule.name!r}",
-                where="--schedule",
-                expected=", ".join(engine.offer.schedules),
-                actual=str(schedule),
-                hint=f"--schedule {engine.offer.schedules[0]}" if engine.offer.schedules else None,
-            )
-    return engine
+@contextmanager
+def open_planned(plan: Plan) -> Iterator[Engine | IsolatedEngine]:
+    """Open the plan's engine for the block, and refuse it if it cannot follow one of the plan's schedules.
+
+    Raises:
+        HarnessError: ENGINE_CANNOT_SERVE, or as `open_engine` and `isolated_engine`.
+    """
+    given = {"dtype": plan.dtype, "device": plan.device}
+    if plan.isolates_engine:
+        opened: AbstractContextManager[Engine | IsolatedEngine] = isolated_engine(
+            plan.engine, plan.folder, **given, options=plan.engine_options, timeout_s=plan.engine_timeout_s
+        )
+    else:
+        opened = nullcontext(open_engine(plan.engine, plan.folder, **given, options=plan.engine_options))
+    with opened as engine:
+        for schedule in plan.schedules:
+            if schedule.name not in engine.offer.schedules:
+                raise HarnessError(
+                    Code.ENGINE_CANNOT_SERVE,
+                    f"engine {plan.engine!r} cannot follow the schedule {schedule.name!r}",
+                    where="--schedule",
+                    expected=", ".join(engine.offer.schedules),
+                    actual=str(schedule),
+                    hint=f"--schedule {engine.offer.schedules[0]}" if engine.offer.schedules else None,
+                )
+        yield engine
 
 
 def record_run(
     plan: Plan,
-    engine: Engine,
+    engine: Engine | IsolatedEngine,
     schedule: Schedule,
     requests: Sequence[RequestInfo],
     folder: Path,
@@ -142,20 +158,22 @@ def record_run(
     """
     if copies is None:
         copies = duplicate_requests(requests) if schedule.is_repeated else ()
-    writer = RecordingWriter(
-        folder,
-        producer=Producer(name=f"harness.engines.{plan.engine}", version=harness.__version__),
+    run = RunDescription(
+        engine=plan.engine,
+        folder=folder.absolute(),
         model=ModelInfo(
             id=plan.model, revision=None, config_hash=config_hash(plan.folder), weights_hash=weights_hash(plan.folder)
         ),
         dtype=plan.dtype,
         device=plan.device,
-        environment=environment(),
-        requests=[*requests, *copies],
-        schedule=str(schedule),
+        schedule=schedule,
+        requests=list(requests),
+        copies=list(copies),
     )
-    with writer, blaming(f"{plan.engine}, schedule {schedule}"):
-        engine.run(Workload(requests=requests, schedule=schedule, copies=copies), writer)
+    if isinstance(engine, IsolatedEngine):
+        engine.record(run)
+    else:
+        record(engine, run)
 
 
 @contextmanager

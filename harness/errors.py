@@ -40,6 +40,7 @@ class Code(StrEnum):
     NO_DEVICE = "H016"
     ENGINE_FAILED = "H017"
     BAD_CASE = "H018"
+    ENGINE_TIMED_OUT = "H019"
     # Recordings
     NOT_A_RECORDING = "H020"
     BAD_MANIFEST = "H021"

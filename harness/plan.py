@@ -8,6 +8,7 @@ import torch
 
 from harness.case import DTYPES, Case, ProfileSection, RequestSpec
 from harness.checkpoint import CONFIG_NAME, read_config, resolve
+from harness.engines import is_foreign
 from harness.errors import Code, HarnessError
 from harness.oracle.requests import Prompt
 from harness.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedules
@@ -33,6 +34,21 @@ class Plan:
     """Precision of the truth: `float64`, `float32`, or `auto` for what the engine's dtype needs."""
     profile: ProfileSection | None = None
     """How the engine is profiled after the check; None leaves that open."""
+    isolate: bool | None = None
+    """Whether the engine runs in a process of its own; None: if another package provides it, or it has a time limit."""
+    engine_timeout_s: float | None = None
+    """Longest time for opening the engine, and for each schedule."""
+
+    @property
+    def isolates_engine(self) -> bool:
+        """Whether the engine runs in a process of its own.
+
+        Raises:
+            HarnessError: UNKNOWN_ENGINE.
+        """
+        if self.isolate is not None:
+            return self.isolate
+        return self.engine_timeout_s is not None or is_foreign(self.engine)
 
 
 def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
@@ -50,7 +66,19 @@ def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
         require=case.require,
         local_files_only=local_files_only,
     )
-    return replace(plan, profile=case.profile)
+    _refuse_limit_without_process(case.isolate, case.engine_timeout_s)
+    return replace(plan, profile=case.profile, isolate=case.isolate, engine_timeout_s=case.engine_timeout_s)
+
+
+def _refuse_limit_without_process(isolate: bool | None, timeout_s: float | None) -> None:
+    if isolate is False and timeout_s is not None:
+        raise HarnessError(
+            Code.BAD_OPTION,
+            "an engine in the harness's own process cannot be ended",
+            where="--engine-timeout",
+            expected="an engine in a process of its own",
+            hint="leave out --no-isolate, or the limit",
+        )
 
 
 def make_plan(

@@ -24,6 +24,8 @@ def check(
     model: opt.Model = None,
     engine: opt.EngineName = None,
     engine_option: opt.EngineOption = None,
+    isolate: opt.Isolate = None,
+    engine_timeout: opt.EngineTimeout = None,
     dtype: opt.Dtypes = None,
     device: opt.Device = None,
     truth: opt.TruthChoice = None,
@@ -73,6 +75,8 @@ def check(
             token_ids=token_ids,
             max_new_tokens=max_new_tokens,
             schedules=schedule,
+            isolate=isolate,
+            engine_timeout_s=engine_timeout,
         )
         with (
             nullcontext(given.plan(local_files_only=local_files_only))

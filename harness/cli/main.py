@@ -1,10 +1,12 @@
 """Entry point: runs a command and turns every way it can end into an exit status."""
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from itertools import pairwise
+from types import FrameType
 from typing import Any
 
 import typer
@@ -15,8 +17,8 @@ from harness.cli.output import write, write_json
 from harness.engines import engine_names
 from harness.errors import Code, ExitStatus, HarnessError
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit statuses after Ctrl-C and after SIGTERM, as shells have them."""
 
 # typer brings click along under a private name, older versions depend on click itself: this is the base of either.
 _ClickError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -39,8 +41,17 @@ Environment:
 
 
 def main() -> None:
-    """Run the command line and exit the process."""
-    sys.exit(run(sys.argv[1:]))
+    """Run the command line and exit the process; SIGTERM ends it as Ctrl-C does, with nothing left behind."""
+    was_terminated = False
+
+    def terminate(_number: int, _frame: FrameType | None) -> None:
+        nonlocal was_terminated
+        was_terminated = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, terminate)
+    status = run(sys.argv[1:])
+    sys.exit(TERMINATED if was_terminated and status == INTERRUPTED else status)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -1,5 +1,6 @@
 """Options that several commands share, and how they become a plan."""
 
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -49,6 +50,20 @@ EngineOption = Annotated[
     typer.Option(
         metavar="NAME=VALUE",
         help="Option of the engine: block_size=32, attention_backend=contiguous; for hf attention=eager. Repeatable.",
+    ),
+]
+Isolate = Annotated[
+    bool | None,
+    typer.Option(
+        "--isolate/--no-isolate",
+        help="Run the engine in a process of its own, whose end is an error. [default: for engines of other packages]",
+    ),
+]
+EngineTimeout = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Longest time for opening the engine, and for each schedule, in a process of its own. [default: 3600]",
     ),
 ]
 Dtype = Annotated[
@@ -116,6 +131,8 @@ class Given:
     token_ids: list[str] | None = None
     max_new_tokens: int | None = None
     schedules: list[str] | None = None
+    isolate: bool | None = None
+    engine_timeout_s: float | None = None
 
     def plan(self, *, local_files_only: bool) -> "Plan":
         """Return the plan: the case, or the embedded default, with what was given in place of its own.
@@ -136,6 +153,8 @@ class Given:
             requests=self.requests(),
             max_new_tokens=self._positive_max_new_tokens(),
             schedules=self.schedules or (),
+            isolate=self.isolate,
+            engine_timeout_s=self._positive_timeout(),
         )
         plan = plan_case(chosen, local_files_only=local_files_only)
         dropped = [trigger for trigger in case.require if trigger not in chosen.require]
@@ -168,6 +187,17 @@ class Given:
             return default
         what, hint = "a model of your own needs a prompt", 'add --prompt "..." or --token-ids 1,2,3'
         raise HarnessError(Code.EMPTY_PROMPT, what, where="--model", actual="no prompt", hint=hint)
+
+    def _positive_timeout(self) -> float | None:
+        if self.engine_timeout_s is not None and not 0 < self.engine_timeout_s < math.inf:
+            raise HarnessError(
+                Code.BAD_OPTION,
+                "the time limit must be positive",
+                where="--engine-timeout",
+                expected="seconds",
+                actual=self.engine_timeout_s,
+            )
+        return self.engine_timeout_s
 
     def _positive_max_new_tokens(self) -> int | None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
