@@ -70,6 +70,8 @@ class Case(BaseModel):
     require: list[Trigger] = []
     """Triggers that the case as it is written reaches, and must go on reaching."""
     requests: Annotated[list[RequestSpec], Field(min_length=1)]
+    only: Literal["tokens", "logits"] | None = None
+    """All that the engine must show; None: every tap that it does not declare lacking."""
     isolate: bool | None = None
     """Whether the engine runs in a process of its own; None: if another package provides it, or it has a time limit."""
     engine_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -89,6 +91,7 @@ class Case(BaseModel):
         requests: Sequence[RequestSpec] = (),
         max_new_tokens: int | None = None,
         schedules: Sequence[str] = (),
+        only: str | None = None,
         isolate: bool | None = None,
         engine_timeout_s: float | None = None,
     ) -> "Case":
@@ -108,7 +111,7 @@ class Case(BaseModel):
         }
         is_same = all(getattr(self, name) == value for name, value in decisive.items())
         given: dict[str, Any] = {"dtype": dtype, "device": device, "truth": truth}
-        given |= {"isolate": isolate, "engine_timeout_s": engine_timeout_s}
+        given |= {"only": only, "isolate": isolate, "engine_timeout_s": engine_timeout_s}
         rest = {name: value for name, value in given.items() if value is not None}
         return self.model_copy(update={**decisive, **rest, "require": self.require if is_same else []})
 

@@ -11,7 +11,7 @@ import torch
 
 from harness.checkpoint import config_hash, weights_hash
 from harness.compare import compare_run
-from harness.engines import Engine, open_engine
+from harness.engines import Engine, Offer, open_engine
 from harness.engines.isolated import IsolatedEngine, isolated_engine
 from harness.engines.record import RunDescription, record
 from harness.errors import Code, HarnessError
@@ -25,6 +25,7 @@ from harness.plan import Plan
 from harness.recording import ModelInfo, Recording, RequestInfo
 from harness.results import CheckResult, RunResult
 from harness.schedule import Schedule
+from harness.taps import Graph
 from harness.threads import suitable_threads
 
 
@@ -68,7 +69,7 @@ def _check_engine(plan: Plan, engine: Engine | IsolatedEngine, out: Path | None,
         num_requests=len(plan.prompts),
         runs=tuple(runs),
         golden_s=golden_s,
-        notes=(*plan.notes, *golden.notes),
+        notes=(*plan.notes, *golden.notes, *_what_was_judged(plan, runs, hf.graph)),
     )
 
 
@@ -91,14 +92,34 @@ def _run_schedule(
                 actual,
                 golden,
                 hf=hf,
-                wanted=engine.offer.wanted(hf.graph),
+                wanted=_wanted(plan, engine.offer, hf.graph),
                 not_offered=engine.offer.lacks(),
+                accepts_tokens=plan.only == "tokens",
                 require=sorted({*schedule.requires, *plan.require}),
                 truth=plan.truth,
                 engine_s=engine_s,
                 progress=report,
             )
             return explain_run(found, actual, golden, hf)
+
+
+def _wanted(plan: Plan, offer: Offer, graph: Graph) -> list[str]:
+    """Return the taps that must have been recorded."""
+    if plan.only is None:
+        return offer.wanted(graph)
+    return [graph.logits] if plan.only == "logits" else []
+
+
+def _what_was_judged(plan: Plan, runs: Sequence[RunResult], graph: Graph) -> Iterator[str]:
+    """Say it where that is less than a reader of `pass` takes it for."""
+    judged = {tap.name for run in runs for tap in run.taps if tap.judged_by != "none"}
+    if judged and judged <= {graph.logits, *graph.head}:
+        yield "only the logits were judged: what is wrong inside is seen only as far as it reaches them"
+    elif not judged and plan.only == "tokens":
+        yield "only tokens were compared, as asked: not one operation was judged"
+    elif not judged and any(run.tokens.compared for run in runs):
+        code = Code.NOTHING_CHECKED
+        yield f"{code}: no tap was recorded, so not one operation was judged; --only tokens compares the tokens alone"
 
 
 def with_copies(

@@ -34,6 +34,8 @@ class Plan:
     """Precision of the truth: `float64`, `float32`, or `auto` for what the engine's dtype needs."""
     profile: ProfileSection | None = None
     """How the engine is profiled after the check; None leaves that open."""
+    only: str | None = None
+    """`tokens` or `logits`: all that the engine must show; None: every tap that it does not declare lacking."""
     isolate: bool | None = None
     """Whether the engine runs in a process of its own; None: if another package provides it, or it has a time limit."""
     engine_timeout_s: float | None = None
@@ -67,7 +69,9 @@ def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
         local_files_only=local_files_only,
     )
     _refuse_limit_without_process(case.isolate, case.engine_timeout_s)
-    return replace(plan, profile=case.profile, isolate=case.isolate, engine_timeout_s=case.engine_timeout_s)
+    return replace(
+        plan, profile=case.profile, only=case.only, isolate=case.isolate, engine_timeout_s=case.engine_timeout_s
+    )
 
 
 def _refuse_limit_without_process(isolate: bool | None, timeout_s: float | None) -> None:

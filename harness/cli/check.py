@@ -34,6 +34,7 @@ def check(
     token_ids: opt.TokenIds = None,
     max_new_tokens: opt.MaxNewTokens = None,
     schedule: opt.ScheduleNames = None,
+    only: opt.Only = None,
     case: opt.CaseFile = None,
     out: Annotated[
         Path | None,
@@ -75,6 +76,7 @@ def check(
             token_ids=token_ids,
             max_new_tokens=max_new_tokens,
             schedules=schedule,
+            only=only,
             isolate=isolate,
             engine_timeout_s=engine_timeout,
         )

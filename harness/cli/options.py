@@ -39,6 +39,13 @@ class Truth(StrEnum):
     FLOAT32 = "float32"
 
 
+class OnlyThis(StrEnum):
+    """What an engine must show where it is not all of its taps."""
+
+    TOKENS = "tokens"
+    LOGITS = "logits"
+
+
 Model = Annotated[
     str | None, typer.Option(metavar="PATH_OR_HUB_ID", help="Checkpoint. [default: the embedded qwen3-tiny]")
 ]
@@ -51,6 +58,10 @@ EngineOption = Annotated[
         metavar="NAME=VALUE",
         help="Option of the engine: block_size=32, attention_backend=contiguous; for hf attention=eager. Repeatable.",
     ),
+]
+Only = Annotated[
+    OnlyThis | None,
+    typer.Option("--only", help="All that the engine must show. [default: every tap that it does not declare lacking]"),
 ]
 Isolate = Annotated[
     bool | None,
@@ -131,6 +142,7 @@ class Given:
     token_ids: list[str] | None = None
     max_new_tokens: int | None = None
     schedules: list[str] | None = None
+    only: OnlyThis | None = None
     isolate: bool | None = None
     engine_timeout_s: float | None = None
 
@@ -153,6 +165,7 @@ class Given:
             requests=self.requests(),
             max_new_tokens=self._positive_max_new_tokens(),
             schedules=self.schedules or (),
+            only=self.only,
             isolate=self.isolate,
             engine_timeout_s=self._positive_timeout(),
         )
