@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness.errors import Code, HarnessError
+from harness.files import read_text
 from harness.schedule import parse_schedules
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -20,6 +21,9 @@ TRIGGERS: tuple[str, ...] = get_args(Trigger)
 """Conditions that a workload can be required to reach."""
 
 
+_Count = Annotated[int, Field(ge=1, lt=2**31)]
+
+
 class RequestSpec(BaseModel):
     """One request of a case: text or token ids."""
 
@@ -27,7 +31,7 @@ class RequestSpec(BaseModel):
 
     prompt: str | None = None
     token_ids: list[int] | None = None
-    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_new_tokens: _Count | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "RequestSpec":
@@ -41,9 +45,9 @@ class ProfileSection(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    prompt_tokens: Annotated[int, Field(ge=1)] = 128
-    max_new_tokens: Annotated[int, Field(ge=1)] = 32
-    batch_size: Annotated[int, Field(ge=1)] = 1
+    prompt_tokens: _Count = 128
+    max_new_tokens: _Count = 32
+    batch_size: _Count = 1
     phases: list[Literal["prefill", "decode", "mixed"]] = []
     """Empty: all that the engine has."""
     baseline: str | None = None
@@ -65,7 +69,7 @@ class Case(BaseModel):
     """Precision of the truth; `auto`: what the engine's dtype needs."""
     schedules: list[str] = []
     """Empty: those of the default ones that the prompts can reach."""
-    max_new_tokens: Annotated[int, Field(ge=1)] = 24
+    max_new_tokens: _Count = 24
     engine_options: dict[str, str | int] = {}
     require: list[Trigger] = []
     """Triggers that the case as it is written reaches, and must go on reaching."""
@@ -128,19 +132,26 @@ def load_case(path: Path) -> Case:
         HarnessError: BAD_CASE: it is absent, is not TOML, or breaks the schema; the message names the field.
     """
     try:
-        case = Case.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        case = Case.model_validate(tomllib.loads(read_text(path)))
         parse_schedules(case.schedules)
     except FileNotFoundError:
         raise HarnessError(Code.BAD_CASE, "there is no such case file", where=path) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise HarnessError(Code.BAD_CASE, f"the case cannot be read: {error}", where=path) from error
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "the case"
-        actual = reprlib.repr(first["input"])
+        actual = _shown(first["input"])
         raise HarnessError(Code.BAD_CASE, f"{field}: {first['msg']}", where=path, actual=actual) from error
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, no TOML, a number of too many digits
+        raise HarnessError(Code.BAD_CASE, f"the case cannot be read: {error}", where=path) from error
     except HarnessError as error:
         what = f"schedules: {error.what}"
         raise HarnessError(Code.BAD_CASE, what, where=path, expected=error.expected, actual=error.actual) from error
     model = path.parent / case.model
     return case.model_copy(update={"model": str(model)}) if model.exists() else case
+
+
+def _shown(value: object) -> str:
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # TOML's hexadecimal numbers may have more digits than Python prints
+        return "a number of too many digits"

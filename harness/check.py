@@ -1,7 +1,6 @@
 """The main job: an engine's rows under every schedule against one golden, every operation by itself."""
 
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -23,8 +22,10 @@ from harness.oracle.model import HFModel, load_model
 from harness.oracle.requests import duplicate_requests
 from harness.plan import Plan
 from harness.recording import ModelInfo, Recording, RequestInfo
+from harness.recording.writer import is_unfinished
 from harness.results import CheckResult, RunResult
 from harness.schedule import Schedule
+from harness.scratch import scratch_folder
 from harness.taps import Graph
 from harness.threads import suitable_threads
 
@@ -202,8 +203,8 @@ def _recording_folder(out: Path | None, name: str) -> Iterator[Path]:
     if out is not None:
         yield out / name
         return
-    with tempfile.TemporaryDirectory(prefix="harness-") as folder:
-        yield Path(folder) / name
+    with scratch_folder("harness-") as folder:
+        yield folder / name
 
 
 @contextmanager
@@ -217,7 +218,10 @@ def claimed(out: Path) -> Iterator[None]:
         is_new = not out.exists()
         if not is_new and (not out.is_dir() or any(out.iterdir())):
             what = "the output folder exists and is not empty" if out.is_dir() else "the output path is a file"
-            raise HarnessError(Code.OUTPUT_EXISTS, what, where=out, hint="name a new folder")
+            hint = "name a new folder"
+            if any(is_unfinished(folder) for folder in (out, *out.glob("*/"))):
+                hint = "it holds steps of a recording that was interrupted: remove it, or name a new folder"
+            raise HarnessError(Code.OUTPUT_EXISTS, what, where=out, hint=hint)
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         what = f"the output folder cannot be made: {error.strerror}"

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
 from harness.errors import Code, HarnessError
+from harness.files import read_bytes
 from harness.safetensors_header import TensorEntry, read_header
 
 CONFIG_NAME = "config.json"
@@ -190,7 +191,11 @@ def _check_shard(folder: Path, tensor: str, file: object) -> None:
         _bad_config("the index names no safetensors file", where, reprlib.repr(file))
     if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:  # not resolved: hub caches are links
         _bad_config("a shard lies outside of the checkpoint's folder", where, reprlib.repr(file))
-    if not (folder / file).is_file():
+    try:
+        is_there = (folder / file).is_file()
+    except OSError as error:  # a name too long
+        _bad_config(f"the index names no file: {error.strerror}", where, reprlib.repr(file))
+    if not is_there:
         raise HarnessError(
             Code.MISSING_SHARD,
             f"the shard {file} is missing",
@@ -203,7 +208,7 @@ def _check_shard(folder: Path, tensor: str, file: object) -> None:
 
 def _read_table(path: Path) -> dict[str, Any]:
     try:
-        table = json.loads(path.read_bytes())
+        table = json.loads(read_bytes(path))
     except RecursionError:
         _bad_config("the file is nested too deeply", path, None)
     except OSError as error:

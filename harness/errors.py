@@ -160,4 +160,9 @@ class HarnessError(Exception):
         lines = [f"{self.code}: {self.what}"]
         details = {"where": self.where, "expected": self.expected, "actual": self.actual, "try": self.hint}
         lines += [f"  {name + ':':10}{value}" for name, value in details.items() if value is not None]
-        return "\n".join(lines)
+        return printable("\n".join(lines))
+
+
+def printable(text: str) -> str:
+    """Return `text` without what a terminal would obey: names in files are anybody's. Line ends and tabs stay."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)

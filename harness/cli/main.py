@@ -60,6 +60,7 @@ def run(arguments: Sequence[str]) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # the tables use a few characters that not every locale has
     try:
+        _refuse_missing_docstrings()
         command = typer.main.get_command(build_app())
         status = int(command(list(arguments), prog_name="harness", standalone_mode=False) or ExitStatus.PASS)
     except (KeyboardInterrupt, typer.Abort):  # older versions of typer: newer ones return a status
@@ -72,6 +73,17 @@ def run(arguments: Sequence[str]) -> int:
     if status == INTERRUPTED:
         typer.echo("interrupted", err=True)
     return status
+
+
+def _refuse_missing_docstrings() -> None:
+    if sys.flags.optimize > 1:
+        raise HarnessError(
+            Code.BAD_OPTION,
+            "transformers cannot work without docstrings, which Python was told to leave out",
+            where="python -OO, or PYTHONOPTIMIZE",
+            expected="at most -O",
+            hint="unset PYTHONOPTIMIZE, and leave -OO out",
+        )
 
 
 def wants_json(arguments: Sequence[str]) -> bool:

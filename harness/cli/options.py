@@ -11,6 +11,7 @@ import typer
 from harness.case import Case, RequestSpec, load_case
 from harness.checkpoint import embedded_cases
 from harness.errors import Code, HarnessError
+from harness.files import read_text
 
 if TYPE_CHECKING:
     from harness.plan import Plan
@@ -226,7 +227,7 @@ class Given:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         what = f"the prompt file cannot be read: {reason}"

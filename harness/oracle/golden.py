@@ -21,6 +21,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import Code, HarnessError
+from harness.files import read_bytes
 from harness.metrics import rounding_unit
 from harness.recording import Recording, RequestInfo
 from harness.recording.manifest import MANIFEST_NAME
@@ -140,7 +141,7 @@ def write_golden_files(folder: Path, key: Mapping[str, Any], graph: Graph, noise
 
 def _read_info(folder: Path) -> GoldenInfo | None:
     try:
-        info = GoldenInfo.model_validate_json((folder / INFO_FILE).read_bytes())
+        info = GoldenInfo.model_validate_json(read_bytes(folder / INFO_FILE))
         manifest = _sha256(folder / MANIFEST_NAME)
     except FileNotFoundError:
         return None

@@ -1,7 +1,6 @@
 """Makes goldens: HF's greedy continuation, the truth over all of it, and HF's own noise in the engine's dtype."""
 
 import errno
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +25,7 @@ from harness.oracle.paired import Value, run_pair
 from harness.oracle.precision import truth_dtype
 from harness.oracle.requests import Prompt, check_prompt, sampled_positions
 from harness.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
+from harness.scratch import scratch_folder
 
 ORACLE_VERSION = 2
 """Part of a cached golden's key: raise it with every change of the oracle that moves its numbers."""
@@ -98,8 +98,8 @@ def _open_cached(folder: Path, key: Mapping[str, Any]) -> Golden:
 
 def _discard(folder: Path) -> None:
     """Take a damaged golden away, by a rename first: another process may be reading what is put in its place."""
-    with suppress(OSError), tempfile.TemporaryDirectory(dir=folder.parent, prefix=".damaged-") as aside:
-        folder.rename(Path(aside) / "golden")
+    with suppress(OSError), scratch_folder(".damaged-", folder.parent) as aside:
+        folder.rename(aside / "golden")
 
 
 def make_golden(
@@ -122,10 +122,11 @@ def make_golden(
         check_prompt(hf, prompt, index)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".making-") as making:
-            folder = Path(making) / "golden"
+        place = out.resolve()  # a link to an empty folder stays one
+        with scratch_folder(".making-", place.parent) as making:
+            folder = making / "golden"
             _make(hf, prompts, folder, truth, report)
-            folder.rename(out)  # replaces an empty folder, and no other
+            folder.rename(place)  # replaces an empty folder, and no other
     except OSError as error:
         exists = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
         code = Code.OUTPUT_EXISTS if exists else Code.CANNOT_WRITE

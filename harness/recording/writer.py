@@ -253,6 +253,11 @@ class RecordingWriter:
             refuse(what, where=where, expected=expected, actual=f"{dtype} {shape}")
 
 
+def is_unfinished(folder: Path) -> bool:
+    """Return whether the folder holds step files of a recording that never got its manifest."""
+    return not (folder / MANIFEST_NAME).exists() and any(folder.glob("step-*.safetensors"))
+
+
 def discard_unfinished(folder: Path, *, keep_folder: bool) -> None:
     """Remove the step files of a recording whose writer was killed; one that has its manifest stays."""
     if (folder / MANIFEST_NAME).exists():
