@@ -32,5 +32,6 @@ floors:  ## measure again what the bounds were chosen from
 	python tests/benchmarks/noise_floors.py
 
 FUZZ_INPUTS ?= 100000
-fuzz:  ## damaged files of every kind: about 20 ms each
+fuzz:  ## damaged files of every kind, about 20 ms each, and runs that are killed, about 3 s each
 	python -m tests.fuzz --inputs $(FUZZ_INPUTS)
+	python -m tests.fuzz.interrupt --runs 200

@@ -1,5 +1,7 @@
 """Damaged files by the hundred: each is refused with a code or used, and nothing else happens. `make fuzz` has more."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,6 +56,14 @@ def test_what_a_command_must_not_do_is_seen(templates, monkeypatch, does, words)
     (target,) = [target for target in targets(templates) if target.name == "trace"]
     (found,) = fuzz(target, templates.folder, 0).violations
     assert words in found
+
+
+@pytest.mark.slow
+def test_nothing_half_written_reads_as_whole() -> None:
+    """In a process of its own, which forks. `make fuzz` interrupts 200 runs."""
+    command = [sys.executable, "-m", "tests.fuzz.interrupt", "--runs", "20"]
+    ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=900)
+    assert (ran.returncode, ran.stdout) == (0, "20 interrupted runs, 0 violations\n"), ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize("mutation", [damaged, damaged_json, damaged_header])

@@ -70,6 +70,14 @@ def test_a_tensor_that_a_terminal_would_obey(refused, sharded):
     refused(Code.TENSORS_CONTRADICT_CONFIG, "inspect", index_with(sharded, FIRST_SHARD, name=ESCAPE))
 
 
+def test_a_config_that_a_terminal_would_obey(harness, sharded):
+    config = json.loads((sharded / "config.json").read_text())
+    (sharded / "config.json").write_text(json.dumps({**config, "note": ESCAPE, ESCAPE: 1}))
+    ran = harness("inspect", sharded)
+    assert ran.status == 0
+    assert all(character.isprintable() or character == "\n" for character in ran.out), repr(ran.out)
+
+
 def test_a_manifest_that_a_terminal_would_obey(refused, golden, recording, tmp_path):
     folder = Path(shutil.copytree(recording, tmp_path / "r"))
     manifest = json.loads((folder / "manifest.json").read_text())
