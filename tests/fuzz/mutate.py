@@ -3,6 +3,7 @@
 import json
 import struct
 from collections.abc import Callable
+from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -61,7 +62,7 @@ def _changed(document: Any, random: Random) -> Any:
             case "rename" if isinstance(document, dict):
                 document[random.choice([*document, "", "\x1b[2J", "x"])] = document.pop(key)
             case "repeat" if isinstance(document, list):
-                document.insert(key, document[key])
+                document.insert(key, deepcopy(document[key]))
             case _:
                 document[key] = _changed(document[key], random)
         return document
@@ -69,7 +70,7 @@ def _changed(document: Any, random: Random) -> Any:
         return document + random.choice([-2, -1, 1, 2, 7])
     if random.random() < 0.1:
         return [document] if random.random() < 0.5 else {"a": document}
-    return random.choice(_VALUES)
+    return deepcopy(random.choice(_VALUES))
 
 
 def damaged_header(content: bytes, random: Random) -> bytes:

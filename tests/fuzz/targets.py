@@ -108,12 +108,14 @@ def targets(templates: Templates) -> list[Target]:
 
 def _of_a_golden(templates: Templates, mutations: Sequence[Mutation]) -> Iterator[Target]:
     """Yield what transformers reads of a checkpoint."""
-    workload = ("--prompt", "ab", *WORKLOAD[:2], "--max-new-tokens", "2")
-    for file in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+    files = {"config.json": WORKLOAD, "generation_config.json": WORKLOAD}
+    files |= dict.fromkeys(("tokenizer.json", "tokenizer_config.json"), ("--prompt", "ab", "--max-new-tokens", "2"))
+    for file, workload in files.items():
         if (templates.folder / "model" / file).exists():
             yield Target(
                 name=f"{file} of a golden", file=f"model/{file}", mutations=mutations, seconds=1.0,
-                command=lambda at: ("golden", "--model", at / "model", *workload, "--out", at / "out"),
+                command=lambda at, workload=workload: (
+                    "golden", "--model", at / "model", *workload, "--out", at / "out"),
             )  # fmt: skip
 
 
