@@ -1,4 +1,4 @@
-.PHONY: check format test test-slow test-gpu test-oldest floors scoreboard
+.PHONY: check format test test-slow test-gpu test-oldest floors scoreboard fuzz
 
 check:  ## format, lint, types, floors
 	ruff format --check harness reference_engine tests cases
@@ -30,3 +30,8 @@ scoreboard:  ## what the harness finds of known bugs
 
 floors:  ## measure again what the bounds were chosen from
 	python tests/benchmarks/noise_floors.py
+
+FUZZ_INPUTS ?= 100000
+fuzz:  ## damaged files of every kind, about 20 ms each, and runs that are killed, about 3 s each
+	python -m tests.fuzz --inputs $(FUZZ_INPUTS)
+	python -m tests.fuzz.interrupt --runs 200

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness.errors import Code, HarnessError
+from harness.files import read_text
 from harness.schedule import parse_schedules
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -20,6 +21,9 @@ TRIGGERS: tuple[str, ...] = get_args(Trigger)
 """Conditions that a workload can be required to reach."""
 
 
+_Count = Annotated[int, Field(ge=1, lt=2**31)]
+
+
 class RequestSpec(BaseModel):
     """One request of a case: text or token ids."""
 
@@ -27,7 +31,7 @@ class RequestSpec(BaseModel):
 
     prompt: str | None = None
     token_ids: list[int] | None = None
-    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_new_tokens: _Count | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "RequestSpec":
@@ -41,9 +45,9 @@ class ProfileSection(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    prompt_tokens: Annotated[int, Field(ge=1)] = 128
-    max_new_tokens: Annotated[int, Field(ge=1)] = 32
-    batch_size: Annotated[int, Field(ge=1)] = 1
+    prompt_tokens: _Count = 128
+    max_new_tokens: _Count = 32
+    batch_size: _Count = 1
     phases: list[Literal["prefill", "decode", "mixed"]] = []
     """Empty: all that the engine has."""
     baseline: str | None = None
@@ -57,19 +61,25 @@ class Case(BaseModel):
 
     schema_version: Literal[1]
     description: str = ""
-    model: str
-    engine: str = "reference"
+    model: Annotated[str, Field(min_length=1)]
+    engine: Annotated[str, Field(min_length=1)] = "reference"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
     truth: Literal["auto", "float64", "float32"] = "auto"
     """Precision of the truth; `auto`: what the engine's dtype needs."""
     schedules: list[str] = []
     """Empty: those of the default ones that the prompts can reach."""
-    max_new_tokens: Annotated[int, Field(ge=1)] = 24
+    max_new_tokens: _Count = 24
     engine_options: dict[str, str | int] = {}
     require: list[Trigger] = []
     """Triggers that the case as it is written reaches, and must go on reaching."""
     requests: Annotated[list[RequestSpec], Field(min_length=1)]
+    only: Literal["tokens", "logits"] | None = None
+    """All that the engine must show; None: every tap that it does not declare lacking."""
+    isolate: bool | None = None
+    """Whether the engine runs in a process of its own; None: if another package provides it, or it has a time limit."""
+    engine_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Longest time for opening the engine, and for each schedule."""
     profile: ProfileSection | None = None
     """None: the engine is checked and not profiled."""
 
@@ -85,23 +95,28 @@ class Case(BaseModel):
         requests: Sequence[RequestSpec] = (),
         max_new_tokens: int | None = None,
         schedules: Sequence[str] = (),
+        only: str | None = None,
+        isolate: bool | None = None,
+        engine_timeout_s: float | None = None,
     ) -> "Case":
         """Return the case with what is given in place of its own.
 
         Another engine has other options, so the case's own stay with its engine. What the case requires to be reached
-        goes as soon as anything is replaced that decides what is reached: all but dtype, device and truth.
+        goes as soon as anything is replaced that decides what is reached: dtype, device, truth and process do not.
         """
         own_options = self.engine_options if engine in (None, self.engine) else {}
         decisive: dict[str, Any] = {
-            "model": model or self.model,
-            "engine": engine or self.engine,
+            "model": self.model if model is None else model,
+            "engine": self.engine if engine is None else engine,
             "engine_options": {**own_options, **(engine_options or {})},
             "requests": [_with_length(request, max_new_tokens) for request in requests or self.requests],
-            "max_new_tokens": max_new_tokens or self.max_new_tokens,
+            "max_new_tokens": self.max_new_tokens if max_new_tokens is None else max_new_tokens,
             "schedules": list(schedules or self.schedules),
         }
         is_same = all(getattr(self, name) == value for name, value in decisive.items())
-        rest = {"dtype": dtype or self.dtype, "device": device or self.device, "truth": truth or self.truth}
+        given: dict[str, Any] = {"dtype": dtype, "device": device, "truth": truth}
+        given |= {"only": only, "isolate": isolate, "engine_timeout_s": engine_timeout_s}
+        rest = {name: value for name, value in given.items() if value is not None}
         return self.model_copy(update={**decisive, **rest, "require": self.require if is_same else []})
 
 
@@ -117,19 +132,26 @@ def load_case(path: Path) -> Case:
         HarnessError: BAD_CASE: it is absent, is not TOML, or breaks the schema; the message names the field.
     """
     try:
-        case = Case.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        case = Case.model_validate(tomllib.loads(read_text(path)))
         parse_schedules(case.schedules)
     except FileNotFoundError:
         raise HarnessError(Code.BAD_CASE, "there is no such case file", where=path) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise HarnessError(Code.BAD_CASE, f"the case cannot be read: {error}", where=path) from error
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "the case"
-        actual = reprlib.repr(first["input"])
+        actual = _shown(first["input"])
         raise HarnessError(Code.BAD_CASE, f"{field}: {first['msg']}", where=path, actual=actual) from error
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, no TOML, a number of too many digits
+        raise HarnessError(Code.BAD_CASE, f"the case cannot be read: {error}", where=path) from error
     except HarnessError as error:
         what = f"schedules: {error.what}"
         raise HarnessError(Code.BAD_CASE, what, where=path, expected=error.expected, actual=error.actual) from error
     model = path.parent / case.model
     return case.model_copy(update={"model": str(model)}) if model.exists() else case
+
+
+def _shown(value: object) -> str:
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # TOML's hexadecimal numbers may have more digits than Python prints
+        return "a number of too many digits"

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
 from harness.errors import Code, HarnessError
+from harness.files import read_bytes
 from harness.safetensors_header import TensorEntry, read_header
 
 CONFIG_NAME = "config.json"
@@ -151,7 +152,7 @@ def _embedded(model: str) -> Path | None:
 def _local_path(model: str) -> Path | None:
     try:
         path = Path(model).expanduser()
-        return path if path.exists() else None
+        return path if model and path.exists() else None  # an empty path would be the working folder
     except (OSError, ValueError, RuntimeError):  # a name too long, with a NUL, or of an unknown user is no path
         return None
 
@@ -202,7 +203,11 @@ def _check_shard(folder: Path, tensor: str, file: object) -> None:
         _bad_config("the index names no safetensors file", where, reprlib.repr(file))
     if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:  # not resolved: hub caches are links
         _bad_config("a shard lies outside of the checkpoint's folder", where, reprlib.repr(file))
-    if not (folder / file).is_file():
+    try:
+        is_there = (folder / file).is_file()
+    except OSError as error:  # a name too long
+        _bad_config(f"the index names no file: {error.strerror}", where, reprlib.repr(file))
+    if not is_there:
         raise HarnessError(
             Code.MISSING_SHARD,
             f"the shard {file} is missing",
@@ -215,7 +220,7 @@ def _check_shard(folder: Path, tensor: str, file: object) -> None:
 
 def _read_table(path: Path) -> dict[str, Any]:
     try:
-        table = json.loads(path.read_bytes())
+        table = json.loads(read_bytes(path))
     except RecursionError:
         _bad_config("the file is nested too deeply", path, None)
     except OSError as error:

@@ -40,6 +40,7 @@ class Code(StrEnum):
     NO_DEVICE = "H016"
     ENGINE_FAILED = "H017"
     BAD_CASE = "H018"
+    ENGINE_TIMED_OUT = "H019"
     # Recordings
     NOT_A_RECORDING = "H020"
     BAD_MANIFEST = "H021"
@@ -50,6 +51,7 @@ class Code(StrEnum):
     STEP_MALFORMED = "H026"
     DIFFERENT_PROMPTS = "H027"
     BAD_RECORDER_CALL = "H028"
+    ONE_RANK_OF_SEVERAL = "H029"
     # Output and goldens
     OUTPUT_EXISTS = "H030"
     CANNOT_WRITE = "H031"
@@ -70,6 +72,8 @@ class Code(StrEnum):
     NO_DECODE = "H049"
     TRIGGER_NOT_REACHED = "H050"
     NOTHING_CHECKED = "H051"
+    CACHE_NOT_JUDGED = "H052"
+    SLOT_WRITTEN_TWICE = "H053"
     # Adapters
     BAD_MODULE_TABLE = "H055"
     # Profiles
@@ -106,7 +110,7 @@ _MISMATCHES = {
     Code.SKETCH_DIFFERS, Code.LOCAL_ERROR, Code.PROPAGATED_ERROR, Code.NOT_FINITE, Code.ORACLE_NOT_FINITE,
     Code.TAP_MISSING, Code.ROWS_MISSING, Code.TAP_MISMATCH, Code.CACHE_DIFFERS, Code.TOKENS_DIFFER, Code.NO_DECODE,
     Code.TRIGGER_NOT_REACHED, Code.PEER_TOKENS_DIFFER, Code.SYSTEMATIC_ERROR,
-    Code.PROPERTY_VIOLATED,
+    Code.PROPERTY_VIOLATED, Code.CACHE_NOT_JUDGED, Code.SLOT_WRITTEN_TWICE,
 }  # fmt: skip
 
 
@@ -159,4 +163,9 @@ class HarnessError(Exception):
         lines = [f"{self.code}: {self.what}"]
         details = {"where": self.where, "expected": self.expected, "actual": self.actual, "try": self.hint}
         lines += [f"  {name + ':':10}{value}" for name, value in details.items() if value is not None]
-        return "\n".join(lines)
+        return printable("\n".join(lines))
+
+
+def printable(text: str) -> str:
+    """Return `text` without what a terminal would obey: names in files are anybody's. Line ends and tabs stay."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)

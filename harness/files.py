@@ -1,11 +1,47 @@
-"""Files that are written whole or not at all, and what to say where the system refuses."""
+"""Files that are written whole or not at all, files that are read up to a size, and what to say where that fails."""
 
-import tempfile
+import errno
+import os
+import select
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from harness.errors import Code, HarnessError
+from harness.scratch import scratch_folder
+
+MOST_BYTES = 1 << 28
+"""Largest file of text that is read: no manifest, config or case comes near it."""
+_WAIT_S = 60.0
+_CHUNK_BYTES = 1 << 20
+
+
+def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return the content of a file, or of a pipe somebody writes to; a device without end is not read to its end.
+
+    Raises:
+        OSError: as `Path.read_bytes`; EFBIG for more than `most_bytes`; ETIMEDOUT for a pipe that stays silent.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for a writer
+    try:
+        is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        content = bytearray()
+        while len(content) <= most_bytes:
+            if not is_regular and not select.select([descriptor], [], [], _WAIT_S)[0]:
+                raise OSError(errno.ETIMEDOUT, "nothing comes from it", str(path))
+            data = os.read(descriptor, _CHUNK_BYTES)
+            if not data:
+                return bytes(content)
+            content += data
+        raise OSError(errno.EFBIG, f"it is larger than {most_bytes:,} bytes", str(path))
+    finally:
+        os.close(descriptor)
+
+
+def read_text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
+    """Return the content of a file of UTF-8, as `read_bytes`."""
+    return read_bytes(path, most_bytes=most_bytes).decode("utf-8")
 
 
 @contextmanager
@@ -30,7 +66,7 @@ def write_text(path: Path, text: str) -> None:
     """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".writing-") as folder:
-            beside = Path(folder) / path.name
+        with scratch_folder(".writing-", path.parent) as folder:
+            beside = folder / path.name
             beside.write_text(text, encoding="utf-8")
             beside.replace(path)

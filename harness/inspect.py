@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from tabulate import tabulate
 
 from harness import checkpoint
-from harness.errors import Code, HarnessError
+from harness.errors import Code, HarnessError, printable
 from harness.safetensors_header import Header, TensorEntry, read_header
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def render_text(info: Mapping[str, Any]) -> str:
     parts.append(_table(rows, ["dtype", "tensors", "parameters", "bytes"]))
     if "against_config" in info:
         parts.append(_render_against_config(info["against_config"]))
-    return "\n\n".join(parts)
+    return printable("\n\n".join(parts))
 
 
 def _inspect_checkpoint(folder: Path) -> dict[str, Any]:

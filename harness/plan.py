@@ -8,7 +8,7 @@ import torch
 
 from harness.case import DTYPES, Case, ProfileSection, RequestSpec, load_case
 from harness.checkpoint import CONFIG_NAME, embedded_cases, read_config, resolve
-from harness.engines import Engine
+from harness.engines import Engine, is_foreign
 from harness.errors import Code, HarnessError
 from harness.oracle.requests import Prompt
 from harness.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedules
@@ -39,6 +39,25 @@ class Plan:
     """Precision of the truth: `float64`, `float32`, or `auto` for what the engine's dtype needs."""
     profile: ProfileSection | None = None
     """How the engine is profiled after the check; None leaves that open."""
+    only: str | None = None
+    """`tokens` or `logits`: all that the engine must show; None: every tap that it does not declare lacking."""
+    isolate: bool | None = None
+    """Whether the engine runs in a process of its own; None: if another package provides it, or it has a time limit."""
+    engine_timeout_s: float | None = None
+    """Longest time for opening the engine, and for each schedule."""
+
+    @property
+    def isolates_engine(self) -> bool:
+        """Whether the engine runs in a process of its own.
+
+        Raises:
+            HarnessError: UNKNOWN_ENGINE.
+        """
+        if self.subject is not None:
+            return False
+        if self.isolate is not None:
+            return self.isolate
+        return self.engine_timeout_s is not None or is_foreign(self.engine)
 
 
 def plan_request(
@@ -54,6 +73,9 @@ def plan_request(
     requests: Sequence[RequestSpec] = (),
     max_new_tokens: int | None = None,
     schedules: Sequence[str] = (),
+    only: str | None = None,
+    isolate: bool | None = None,
+    engine_timeout_s: float | None = None,
     local_files_only: bool = True,
 ) -> Plan:
     """Resolve a case, or the embedded default, with what is given in the place of its own.
@@ -70,6 +92,9 @@ def plan_request(
         requests: texts or token ids; empty for the case's own.
         max_new_tokens: tokens to generate for each request.
         schedules: `plain`, `chunked:5`, ...; empty for the case's own.
+        only: `tokens` or `logits`: all that the engine must show.
+        isolate: whether the engine runs in a process of its own; None to leave it to `Plan.isolates_engine`.
+        engine_timeout_s: longest time for opening the engine, and for each schedule.
         local_files_only: never ask the hub.
 
     Raises:
@@ -94,6 +119,9 @@ def plan_request(
         requests=requests,
         max_new_tokens=max_new_tokens,
         schedules=schedules,
+        only=only,
+        isolate=isolate,
+        engine_timeout_s=engine_timeout_s,
     )
     plan = replace(plan_case(chosen, local_files_only=local_files_only), subject=subject)
     dropped = [trigger for trigger in base.require if trigger not in chosen.require]
@@ -130,7 +158,21 @@ def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
         require=case.require,
         local_files_only=local_files_only,
     )
-    return replace(plan, profile=case.profile)
+    _refuse_limit_without_process(case.isolate, case.engine_timeout_s)
+    return replace(
+        plan, profile=case.profile, only=case.only, isolate=case.isolate, engine_timeout_s=case.engine_timeout_s
+    )
+
+
+def _refuse_limit_without_process(isolate: bool | None, timeout_s: float | None) -> None:
+    if isolate is False and timeout_s is not None:
+        raise HarnessError(
+            Code.BAD_OPTION,
+            "an engine in the harness's own process cannot be ended",
+            where="--engine-timeout",
+            expected="an engine in a process of its own",
+            hint="leave out --no-isolate, or the limit",
+        )
 
 
 def make_plan(

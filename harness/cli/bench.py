@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from harness.cli import options as opt
+from harness.cli.command import Command
 from harness.cli.output import write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
@@ -20,7 +21,7 @@ def bench() -> None:
     """Time the reference engine against its peers."""
 
 
-@app.command("engine")
+@app.command("engine", cls=Command)
 def engine(
     shape: Annotated[
         str, typer.Option(metavar="NAME", help="tiny, 142m, qwen3-0.6b or qwen3-8b, with random weights.")

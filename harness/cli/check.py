@@ -24,6 +24,8 @@ def check(
     model: opt.Model = None,
     engine: opt.EngineName = None,
     engine_option: opt.EngineOption = None,
+    isolate: opt.Isolate = None,
+    engine_timeout: opt.EngineTimeout = None,
     dtype: opt.Dtypes = None,
     device: opt.Device = None,
     truth: opt.TruthChoice = None,
@@ -32,6 +34,7 @@ def check(
     token_ids: opt.TokenIds = None,
     max_new_tokens: opt.MaxNewTokens = None,
     schedule: opt.ScheduleNames = None,
+    only: opt.Only = None,
     case: opt.CaseFile = None,
     out: Annotated[
         Path | None,
@@ -73,6 +76,9 @@ def check(
             token_ids=token_ids,
             max_new_tokens=max_new_tokens,
             schedules=schedule,
+            only=only,
+            isolate=isolate,
+            engine_timeout_s=engine_timeout,
         )
         with (
             nullcontext(given.plan(local_files_only=local_files_only))

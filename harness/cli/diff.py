@@ -24,6 +24,10 @@ def diff(
         list[str] | None,
         typer.Option(metavar="GLOB", help="Taps that must have been recorded. Repeatable. [default: all]"),
     ] = None,
+    lacking: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SITE", help="What the engine of ACTUAL cannot record: k_cache, mlp.act, ... Repeatable."),
+    ] = None,
     require: Annotated[
         list[str] | None,
         typer.Option(
@@ -49,6 +53,7 @@ def diff(
             actual,
             model=model,
             taps=tuple(taps or ("*",)),
+            lacking=tuple(lacking or ()),
             require=tuple(require or ("decode",)),
             truth=truth or opt.Truth.AUTO,
             device=device,

@@ -10,6 +10,7 @@ import typer
 from harness.cli import options as opt
 from harness.cli.output import write, write_json
 from harness.errors import ExitStatus
+from harness.files import read_text
 
 
 def gate(
@@ -45,7 +46,7 @@ def gate(
         from harness.profiling.baseline import profile_file
         from harness.profiling.revision_timing import time_against
 
-        document = json.loads(profile_file(profile).read_text(encoding="utf-8"))
+        document = json.loads(read_text(profile_file(profile)))
         times = time_against(against, document, num_blocks=blocks, tolerance=tolerance)
     if format is opt.Format.JSON:
         write_json(

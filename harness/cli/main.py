@@ -1,21 +1,24 @@
 """Entry point: runs a command and turns every way it can end into an exit status."""
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from itertools import pairwise
+from types import FrameType
 from typing import Any
 
 import typer
 
+from harness.cli.command import Command
 from harness.cli.output import write, write_json
 from harness.engines import engine_names
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.version import __version__
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit statuses after Ctrl-C and after SIGTERM, as shells have them."""
 
 # typer brings click along under a private name, older versions depend on click itself: this is the base of either.
 _ClickError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -38,8 +41,17 @@ Environment:
 
 
 def main() -> None:
-    """Run the command line and exit the process."""
-    sys.exit(run(sys.argv[1:]))
+    """Run the command line and exit the process; SIGTERM ends it as Ctrl-C does, with nothing left behind."""
+    was_terminated = False
+
+    def terminate(_number: int, _frame: FrameType | None) -> None:
+        nonlocal was_terminated
+        was_terminated = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, terminate)
+    status = run(sys.argv[1:])
+    sys.exit(TERMINATED if was_terminated and status == INTERRUPTED else status)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -48,6 +60,7 @@ def run(arguments: Sequence[str]) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # the tables use a few characters that not every locale has
     try:
+        _refuse_missing_docstrings()
         command = typer.main.get_command(build_app())
         status = int(command(list(arguments), prog_name="harness", standalone_mode=False) or ExitStatus.PASS)
     except (KeyboardInterrupt, typer.Abort):  # older versions of typer: newer ones return a status
@@ -60,6 +73,17 @@ def run(arguments: Sequence[str]) -> int:
     if status == INTERRUPTED:
         typer.echo("interrupted", err=True)
     return status
+
+
+def _refuse_missing_docstrings() -> None:
+    if sys.flags.optimize > 1:
+        raise HarnessError(
+            Code.BAD_OPTION,
+            "transformers cannot work without docstrings, which Python was told to leave out",
+            where="python -OO, or PYTHONOPTIMIZE",
+            expected="at most -O",
+            hint="unset PYTHONOPTIMIZE, and leave -OO out",
+        )
 
 
 def wants_json(arguments: Sequence[str]) -> bool:
@@ -124,15 +148,15 @@ def build_app() -> typer.Typer:
     )
     app.callback(help=_HELP, epilog=_ENVIRONMENT)(_options)
     engines = f"Engines installed here: {', '.join(engine_names())}. docs/write-an-adapter.md shows how to add one."
-    app.command(epilog=engines)(check.check)
-    app.command()(golden.golden)
-    app.command(epilog=engines)(run.run)
-    app.command()(diff.diff)
-    app.command()(inspect.inspect)
-    app.command()(generate.generate)
-    app.command(epilog=engines)(profile.profile)
-    app.command()(gate.gate)
-    app.command()(faults.faults)
+    app.command(cls=Command, epilog=engines)(check.check)
+    app.command(cls=Command)(golden.golden)
+    app.command(cls=Command, epilog=engines)(run.run)
+    app.command(cls=Command)(diff.diff)
+    app.command(cls=Command)(inspect.inspect)
+    app.command(cls=Command)(generate.generate)
+    app.command(cls=Command, epilog=engines)(profile.profile)
+    app.command(cls=Command)(gate.gate)
+    app.command(cls=Command)(faults.faults)
     app.add_typer(bench.app)
     app.add_typer(trace.app)
     return app

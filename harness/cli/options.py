@@ -1,5 +1,6 @@
 """Options that several commands share, and how they become a plan."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -9,6 +10,7 @@ import typer
 
 from harness.case import RequestSpec, load_case
 from harness.errors import Code, HarnessError
+from harness.files import read_text
 
 if TYPE_CHECKING:
     from harness.plan import Plan
@@ -37,6 +39,13 @@ class Truth(StrEnum):
     FLOAT32 = "float32"
 
 
+class OnlyThis(StrEnum):
+    """What an engine must show where it is not all of its taps."""
+
+    TOKENS = "tokens"
+    LOGITS = "logits"
+
+
 Model = Annotated[
     str | None,
     typer.Option(
@@ -52,6 +61,24 @@ EngineOption = Annotated[
     typer.Option(
         metavar="NAME=VALUE",
         help="Option of the engine: block_size=32, attention_backend=contiguous; for hf attention=eager. Repeatable.",
+    ),
+]
+Only = Annotated[
+    OnlyThis | None,
+    typer.Option("--only", help="All that the engine must show. [default: every tap that it does not declare lacking]"),
+]
+Isolate = Annotated[
+    bool | None,
+    typer.Option(
+        "--isolate/--no-isolate",
+        help="Run the engine in a process of its own, whose end is an error. [default: for engines of other packages]",
+    ),
+]
+EngineTimeout = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Longest time for opening the engine, and for each schedule, in a process of its own. [default: 3600]",
     ),
 ]
 Dtype = Annotated[
@@ -119,6 +146,9 @@ class Given:
     token_ids: list[str] | None = None
     max_new_tokens: int | None = None
     schedules: list[str] | None = None
+    only: OnlyThis | None = None
+    isolate: bool | None = None
+    engine_timeout_s: float | None = None
 
     def plan(self, *, local_files_only: bool) -> "Plan":
         """Return the plan: the case, or the embedded default, with what was given in place of its own.
@@ -140,6 +170,9 @@ class Given:
             max_new_tokens=self.max_new_tokens,
             schedules=self.schedules or (),
             local_files_only=local_files_only,
+            only=self.only,
+            isolate=self.isolate,
+            engine_timeout_s=self._positive_timeout(),
         )
 
     def requests(self) -> list[RequestSpec]:
@@ -155,10 +188,21 @@ class Given:
         requests = [RequestSpec(prompt=text) for _, text in texts]
         return requests + [RequestSpec(token_ids=_parse_ids(text)) for text in self.token_ids or ()]
 
+    def _positive_timeout(self) -> float | None:
+        if self.engine_timeout_s is not None and not 0 < self.engine_timeout_s < math.inf:
+            raise HarnessError(
+                Code.BAD_OPTION,
+                "the time limit must be positive",
+                where="--engine-timeout",
+                expected="seconds",
+                actual=self.engine_timeout_s,
+            )
+        return self.engine_timeout_s
+
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         what = f"the prompt file cannot be read: {reason}"
@@ -183,7 +227,7 @@ def parse_engine_options(options: list[str] | None) -> dict[str, str]:
     parsed = {}
     for option in options or ():
         name, equals, value = option.partition("=")
-        if not equals or not name:
+        if not equals or not name or not value:
             what = "an engine option is NAME=VALUE"
             raise HarnessError(Code.BAD_OPTION, what, where="--engine-option", expected="NAME=VALUE", actual=option)
         parsed[name] = value

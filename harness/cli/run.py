@@ -27,6 +27,8 @@ def run(
     model: opt.Model = None,
     engine: opt.EngineName = None,
     engine_option: opt.EngineOption = None,
+    isolate: opt.Isolate = None,
+    engine_timeout: opt.EngineTimeout = None,
     dtype: opt.Dtype = None,
     device: opt.Device = None,
     truth: opt.TruthChoice = None,
@@ -57,6 +59,8 @@ def run(
         token_ids=token_ids,
         max_new_tokens=max_new_tokens,
         schedules=[schedule],
+        isolate=isolate,
+        engine_timeout_s=engine_timeout,
     )
     with progress_bar() as report:
         report("loading libraries", 0, 1)
@@ -70,8 +74,7 @@ def run(
         if len(plan.schedules) != 1:
             what = "a recording has one schedule"
             raise HarnessError(Code.BAD_OPTION, what, where="--schedule", expected="one", actual=schedule)
-        with claimed(out):
-            subject = open_planned(plan)
+        with claimed(out), open_planned(plan) as subject:
             if golden is None:
                 requests, graph = _continued(plan, report)
             match_taps(plan, subject, graph)
@@ -118,7 +121,10 @@ def _planned_by_golden(
     from harness.recording import Recording
     from harness.schedule import parse_schedules
 
-    said_by_golden = replace(given, model=None, engine=None, engine_options=None, device=None, schedules=None)
+    said_by_golden = replace(
+        given, model=None, engine=None, engine_options=None, device=None, schedules=None, isolate=None,
+        engine_timeout_s=None,
+    )  # fmt: skip
     if said_by_golden != opt.Given():
         names = "--dtype, --prompt, --prompt-file, --token-ids, --max-new-tokens and --case"
         raise HarnessError(
@@ -137,5 +143,7 @@ def _planned_by_golden(
         prompts=(),
         schedules=tuple(parse_schedules(given.schedules or ())),
         engine_options=opt.parse_engine_options(given.engine_options),
+        isolate=given.isolate,
+        engine_timeout_s=given.engine_timeout_s,
     )
     return plan, manifest.requests, graph

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from harness.cli import options as opt
+from harness.cli.command import Command
 from harness.cli.output import write, write_json
 from harness.errors import ExitStatus
 
@@ -15,7 +16,7 @@ app = typer.Typer(name="trace", help="Read Chrome traces of torch.", no_args_is_
 _METAVAR = "a .json or .json.gz written by torch.profiler, ours or anybody's."
 
 
-@app.command()
+@app.command(cls=Command)
 def summary(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=f"Traces: {_METAVAR}")],
     format: opt.OutFormat = opt.Format.HUMAN,
@@ -35,7 +36,7 @@ def summary(
     return ExitStatus.PASS
 
 
-@app.command()
+@app.command(cls=Command)
 def diff(
     before: Annotated[Path, typer.Argument(metavar="A", help=f"Trace before: {_METAVAR}")],
     after: Annotated[Path, typer.Argument(metavar="B", help="Trace after.")],

@@ -1,5 +1,6 @@
 """The KV cache read back through the block table, bit for bit against what was written."""
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,8 +27,8 @@ def cache_errors(
 
     Any differing bit is an error: a cache stores, it does not compute. What was computed in a wider dtype is stored in
     the engine's; a cache of a dtype narrower than that shows as rounding.
-    Where nobody has computed these tokens, the row is somebody else's unless it is as near to the golden's as HF's own
-    noise allows.
+    Where no row of these tokens was recorded (a prefix that was taken over, an engine that shows its cache and not
+    what it writes), the row is wrong unless it is as near to the golden's as HF's own noise allows.
 
     Args:
         locator: of the engine's recording.
@@ -38,10 +39,10 @@ def cache_errors(
     """
     writes = _Writes(locator)
     for operation in graph:
-        if operation.kind is Kind.CACHE and {operation.tap, *operation.inputs} <= set(usable):
-            parts = [*_read_back(operation, writes)]
-            if expected is not None and noise:
-                parts += _found_there(operation, writes, expected, noise)
+        if operation.kind is Kind.CACHE and operation.tap in usable:
+            parts = [*_read_back(operation, writes)] if operation.inputs[0] in usable else []
+            if expected is not None:
+                parts += _found_there(operation, writes, expected, _Noise.of(locator, graph, operation, noise or {}))
             if parts:
                 yield operation, _joined(parts)
 
@@ -119,13 +120,32 @@ def _read_back(operation: Operation, writes: _Writes) -> Iterator[_Part]:
         yield _Part(own, roundings, torch.zeros_like(roundings), bad)
 
 
-def _found_there(
-    operation: Operation, writes: _Writes, expected: Locator, noise: Mapping[str, torch.Tensor]
-) -> Iterator[_Part]:
-    """Compare the rows that nobody has computed with the golden's, where the engine recorded the tap at all."""
+@dataclass(frozen=True, slots=True)
+class _Noise:
+    """Relative L2 error that rounding makes of what a cache holds."""
+
+    rows: torch.Tensor | None
+    """HF's own, per row of the golden."""
+    least: float
+
+    @classmethod
+    def of(cls, locator: Locator, graph: Graph, operation: Operation, noise: Mapping[str, torch.Tensor]) -> "_Noise":
+        rows = noise.get(operation.inputs[0])
+        if rows is not None and len(rows):
+            return cls(rows, float(rows.nanmedian()))
+        depth = next(at for at, each in enumerate(graph, start=1) if each.tap == operation.tap)
+        return cls(None, rounding_unit(engine_dtype(locator.recording)) * math.sqrt(depth))
+
+    def at(self, running: torch.Tensor) -> torch.Tensor:
+        """Return the noise of some rows of the golden, by their running numbers."""
+        if self.rows is None:
+            return torch.full((len(running),), self.least, dtype=torch.float64)
+        return self.rows[running].to(torch.float64).clamp(min=self.least)
+
+
+def _found_there(operation: Operation, writes: _Writes, expected: Locator, noise: _Noise) -> Iterator[_Part]:
+    """Compare the rows whose writing was not recorded with the golden's."""
     source = operation.inputs[0]
-    if source not in noise or source not in writes.locator.taps():
-        return
     for step, own, read in _read(operation, writes):
         theirs = expected.find(source, own)
         wanted = (writes.before(step, own, source)[:, 0] < 0) & (theirs[:, 0] >= 0)
@@ -134,7 +154,7 @@ def _found_there(
         metrics = row_metrics(read[wanted], expected.gather(source, theirs[wanted]).flatten(1))
         unit = rounding_unit(read.dtype)
         roundings = torch.where(metrics.is_finite, metrics.relative_l2 / unit, torch.inf)
-        bound = torch.full_like(roundings, RATIO_BOUND * float(noise[source].nanmedian()) / unit)
+        bound = RATIO_BOUND * noise.at(theirs[wanted][:, 2]) / unit
         yield _Part(own.select(wanted), roundings, bound, roundings > bound)
 
 

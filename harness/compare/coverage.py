@@ -96,6 +96,20 @@ def _rows_missing(tap: str, missing: torch.Tensor, locator: Locator) -> Finding:
     return Finding(code=Code.ROWS_MISSING, message=message, tap=tap, request=request, position=position)
 
 
+def check_caches(locator: Locator, graph: Graph, usable: Iterable[str], judged: Iterable[str]) -> list[Finding]:
+    """Return a finding for each cache that was read back and could be held to nothing."""
+    unjudged = set(usable) & set(locator.taps()) - set(judged)
+    return [
+        Finding(
+            code=Code.CACHE_NOT_JUDGED,
+            message=f"{op.tap} was read back, and neither recording has {op.inputs[0]} to compare it with",
+            tap=op.tap,
+        )
+        for op in graph
+        if op.kind is Kind.CACHE and op.tap in unjudged
+    ]
+
+
 def check_tokens(locator: Locator, num_compared: int) -> list[Finding]:
     """Return a finding if the engine did not report its own choice at every sampled row that it computed."""
     requests = sorted(locator.recording.manifest.requests, key=lambda request: request.id)

@@ -8,7 +8,7 @@ import torch
 
 from harness.compare.align import Locator, match_requests
 from harness.compare.cache import cache_errors
-from harness.compare.coverage import check_coverage, check_tokens
+from harness.compare.coverage import check_caches, check_coverage, check_tokens
 from harness.compare.divergence import first_divergence
 from harness.compare.evidence import Evidence
 from harness.compare.figures import tap_result
@@ -18,7 +18,8 @@ from harness.compare.local import Progress, local_errors
 from harness.compare.local_judge import LocalErrors, LocalJudgement
 from harness.compare.positions import position_errors
 from harness.compare.propagated import propagated_errors
-from harness.compare.shapes import check_taps
+from harness.compare.shapes import check_taps, refuse_part
+from harness.compare.slots import slot_conflicts
 from harness.compare.tokens import compare_tokens
 from harness.compare.traits import Traits
 from harness.oracle.golden import LOGIT_NOISE, Golden
@@ -51,6 +52,7 @@ def compare_run(
     hf: HFModel | None = None,
     wanted: Iterable[str] | None = None,
     not_offered: Sequence[str] = (),
+    accepts_tokens: bool = False,
     require: Sequence[str] = ("decode",),
     truth: str = "auto",
     engine_s: float | None = None,
@@ -64,6 +66,7 @@ def compare_run(
         hf: the model that judges every operation by itself; without it the rows are compared and no more.
         wanted: taps that must have been recorded; by default those of `expected`.
         not_offered: sites that the engine declares it cannot record; reported only.
+        accepts_tokens: whether equal tokens are enough to pass where not one operation could be judged.
         require: triggers the workload must have reached.
         truth: precision in which operations are judged, `float64`, `float32` or `auto`.
         engine_s: seconds the engine took, for the report.
@@ -73,6 +76,8 @@ def compare_run(
         HarnessError: the recordings hold different prompts, or one of them is damaged.
     """
     begin, noise = time.perf_counter(), expected.noise
+    for recording in (expected.recording, actual):
+        refuse_part(recording)
     aliases = match_requests(expected.recording, actual)
     graph = expected.graph if hf is None else hf.graph
     actual.with_names(graph.aliases)
@@ -100,12 +105,13 @@ def compare_run(
     not_finite = oracle_finding(propagation)
     findings += [bad_finding(each) for each in judged if each.is_bad] + ([not_finite] if not_finite else [])
     findings += [systematic_finding(each) for each in judged if each.is_systematic]
+    findings += check_caches(ours, graph, usable, [each.operation.tap for each in judged]) + slot_conflicts(actual)
     findings += differences + gaps + ([] if TOKENS in not_offered else check_tokens(ours, tokens.compared))
     actual.verify_all()
     expected.recording.verify_all()
     result = RunResult(
         schedule=actual.manifest.schedule or "recorded",
-        outcome=_outcome(judged, tokens.compared, findings),
+        outcome=_outcome(judged, tokens.compared if accepts_tokens else 0, findings),
         num_rows=sum(step.entry.num_rows for step in actual.steps if step.phase != "readback"),
         taps=tuple(tap_result(each) for each in judged),
         findings=tuple(findings),
@@ -130,5 +136,5 @@ def _ties(logits: LogitResult | None, noise: torch.Tensor | None) -> tuple[str, 
 def _outcome(judged: Sequence[Judged], num_tokens: int, findings: Sequence[Finding]) -> Outcome:
     if findings:
         return Outcome.MISMATCH
-    compared = any(len(each.rows) for each in judged)
+    compared = any(len(each.rows) for each in judged if each.is_in_graph)
     return Outcome.PASS if compared or num_tokens else Outcome.NOTHING

@@ -6,7 +6,7 @@ import torch
 
 from harness.errors import Code, HarnessError
 from harness.metrics import rounding_unit
-from harness.recording import Recording, TapEntry
+from harness.recording import Recording, Replicated, TapEntry
 from harness.recording.tensors import TORCH_DTYPES
 from harness.results import Finding
 from harness.taps import Graph, Kind
@@ -28,6 +28,24 @@ def engine_dtype(recording: Recording) -> torch.dtype:
         expected="float32, bfloat16, float16, ...",
         actual=recording.manifest.dtype,
     )
+
+
+def refuse_part(recording: Recording) -> None:
+    """Refuse what one rank of several recorded: its rows are slices or addends of the taps, and not all of them.
+
+    Raises:
+        HarnessError: ONE_RANK_OF_SEVERAL.
+    """
+    manifest = recording.manifest
+    if manifest.world_size > 1 and not all(isinstance(tap.shard, Replicated) for tap in manifest.taps):
+        raise HarnessError(
+            Code.ONE_RANK_OF_SEVERAL,
+            "the recording is a part: what one rank of several holds",
+            where=recording.path,
+            expected="a recording of whole taps (world_size 1), or taps that are replicated on every rank",
+            actual=f"rank {manifest.rank} of {manifest.world_size}",
+            hint="join the ranks' parts while recording, and record them once",
+        )
 
 
 def check_taps(actual: Recording, expected: Recording, graph: Graph) -> tuple[list[Finding], set[str]]:

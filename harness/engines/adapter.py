@@ -14,7 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from harness.errors import Code, HarnessError
+from harness.errors import Code, ExitStatus, HarnessError
 from harness.schedule import Schedule
 from harness.taps import Graph
 
@@ -110,26 +110,60 @@ def open_engine(
     opener = _load(_entry(name))
     with blaming(name):
         engine = opener(folder, dtype=dtype, device=device, options=dict(options or {}))
-    if not isinstance(engine, Engine):
-        raise HarnessError(
-            Code.ENGINE_FAILED,
-            "what the entry point opens is no engine",
-            where=name,
-            expected="an object with name, offer and run",
-            actual=type(engine).__name__,
-            hint="docs/write-an-adapter.md shows a complete one",
-        )
+        check_engine(name, engine)
     return engine
+
+
+def is_foreign(name: str) -> bool:
+    """Return whether another package provides the engine of that name.
+
+    Raises:
+        HarnessError: UNKNOWN_ENGINE.
+    """
+    return not _entry(name).value.startswith("harness.")
+
+
+def check_engine(name: str, engine: object) -> None:
+    """Refuse what is no engine, or declares what nobody can read.
+
+    Raises:
+        HarnessError: ENGINE_FAILED.
+    """
+    if not isinstance(engine, Engine):
+        raise _no_engine(name, "what is opened is no engine", "an object with name, offer and run", type(engine))
+    offer = engine.offer
+    if not isinstance(offer, Offer):
+        raise _no_engine(name, "the engine's offer is none", "a harness.engines.Offer", type(offer))
+    for field in ("schedules", "lacking"):
+        names = getattr(offer, field)
+        if not isinstance(names, tuple | list) or not all(isinstance(each, str) for each in names):
+            raise _no_engine(name, f"the engine's offer has no list of {field}", "a tuple of names", repr(names))
+
+
+def _no_engine(name: str, what: str, expected: str, actual: type | str) -> HarnessError:
+    return HarnessError(
+        Code.ENGINE_FAILED,
+        what,
+        where=name,
+        expected=expected,
+        actual=actual if isinstance(actual, str) else actual.__name__,
+        hint="docs/write-an-adapter.md shows a complete one",
+    )
 
 
 @contextmanager
 def blaming(engine: str) -> Iterator[None]:
-    """Turn whatever an engine raises, an attempt to end the process included, into an error that names it."""
+    """Turn whatever an engine raises, an attempt to end the process included, into an error that names it.
+
+    An error of the harness passes if it says that the input cannot be served: no engine ends a command in another way.
+    """
     try:
         yield
-    except HarnessError:
-        raise
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise  # Ctrl-C, as far as anybody can tell
+    except BaseException as error:
+        if isinstance(error, HarnessError) and error.exit_status is ExitStatus.BAD_INPUT:
+            raise
         raise HarnessError(
             Code.ENGINE_FAILED,
             f"the engine raised {type(error).__name__}: {error}",
@@ -176,7 +210,9 @@ def _entry(name: str) -> EntryPoint:
 def _load(entry: EntryPoint) -> OpenEngine:
     try:
         opened: OpenEngine = entry.load()
-    except (Exception, SystemExit) as error:  # whatever a foreign package does at import
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a foreign package does at import
         raise HarnessError(
             Code.ENGINE_FAILED,
             f"the engine {entry.name!r} cannot be imported: {type(error).__name__}: {error}",

@@ -1,10 +1,9 @@
 """The main job: an engine's rows under every schedule against one golden, every operation by itself."""
 
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,24 +11,26 @@ import torch
 
 from harness.checkpoint import config_hash, weights_hash
 from harness.compare import compare_run
-from harness.engines import Engine, TapMatcher, Workload, blaming, open_engine
+from harness.engines import Engine, Offer, TapMatcher, blaming, open_engine
+from harness.engines.isolated import IsolatedEngine, isolated_engine
+from harness.engines.record import RunDescription, record
 from harness.errors import Code, HarnessError
 from harness.explain import explain_run
 from harness.files import write_text
-from harness.oracle.environment import environment
 from harness.oracle.forks import forked_prompts
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import Progress, cached_golden
 from harness.oracle.model import HFModel, load_model
 from harness.oracle.requests import duplicate_requests
 from harness.plan import Plan
-from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+from harness.recording import ModelInfo, Recording, RequestInfo
+from harness.recording.writer import is_unfinished
 from harness.report.html import REPORT_NAME, report_html
 from harness.results import CheckResult, RunResult
 from harness.schedule import Schedule
+from harness.scratch import scratch_folder
 from harness.taps import Graph
 from harness.threads import suitable_threads
-from harness.version import __version__
 
 
 def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None = None) -> CheckResult:
@@ -52,7 +53,11 @@ def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None 
 
 
 def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
-    engine = open_planned(plan)  # before the golden, which may take long: what it cannot do is known at once
+    with open_planned(plan) as engine:  # before the golden, which may take long: what it cannot do is known at once
+        return _check_engine(plan, engine, out, report)
+
+
+def _check_engine(plan: Plan, engine: Engine | IsolatedEngine, out: Path | None, report: Progress) -> CheckResult:
     begin = time.perf_counter()
     report("oracle", 0, 1)
     hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
@@ -74,18 +79,18 @@ def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
         num_requests=len(plan.prompts),
         runs=tuple(runs),
         golden_s=golden_s,
-        notes=plan.notes,
+        notes=(*plan.notes, *golden.notes, *_what_was_judged(plan, runs, hf.graph)),
     )
 
 
-def match_taps(plan: Plan, engine: Engine, graph: Graph) -> None:
+def match_taps(plan: Plan, engine: Engine | IsolatedEngine, graph: Graph) -> None:
     """Let an engine whose taps depend on the model find them."""
     if isinstance(engine, TapMatcher):
         with blaming(plan.engine):
             engine.match_taps(graph)
 
 
-def followed_schedules(plan: Plan, engine: Engine) -> Plan:
+def followed_schedules(plan: Plan, engine: Engine | IsolatedEngine) -> Plan:
     """Return the plan without the default schedules that the engine cannot follow.
 
     Raises:
@@ -109,7 +114,7 @@ def followed_schedules(plan: Plan, engine: Engine) -> Plan:
 
 def _run_schedule(
     plan: Plan,
-    engine: Engine,
+    engine: Engine | IsolatedEngine,
     schedule: Schedule,
     golden: Golden,
     hf: HFModel,
@@ -126,14 +131,34 @@ def _run_schedule(
                 actual,
                 golden,
                 hf=hf,
-                wanted=engine.offer.wanted(hf.graph),
+                wanted=_wanted(plan, engine.offer, hf.graph),
                 not_offered=engine.offer.lacks(),
+                accepts_tokens=plan.only == "tokens",
                 require=sorted({*schedule.requires, *plan.require}),
                 truth=plan.truth,
                 engine_s=engine_s,
                 progress=report,
             )
             return explain_run(found, actual, golden, hf)
+
+
+def _wanted(plan: Plan, offer: Offer, graph: Graph) -> list[str]:
+    """Return the taps that must have been recorded."""
+    if plan.only is None:
+        return offer.wanted(graph)
+    return [graph.logits] if plan.only == "logits" else []
+
+
+def _what_was_judged(plan: Plan, runs: Sequence[RunResult], graph: Graph) -> Iterator[str]:
+    """Say it where that is less than a reader of `pass` takes it for."""
+    judged = {tap.name for run in runs for tap in run.taps if tap.judged_by != "none"}
+    if judged and judged <= {graph.logits, *graph.head}:
+        yield "only the logits were judged: what is wrong inside is seen only as far as it reaches them"
+    elif not judged and plan.only == "tokens":
+        yield "only tokens were compared, as asked: not one operation was judged"
+    elif not judged and any(run.tokens.compared for run in runs):
+        code = Code.NOTHING_CHECKED
+        yield f"{code}: no tap was recorded, so not one operation was judged; --only tokens compares the tokens alone"
 
 
 def with_copies(
@@ -150,18 +175,31 @@ def with_copies(
     return larger, larger.requests[len(plan.prompts) :]
 
 
-def open_planned(plan: Plan) -> Engine:
-    """Open the plan's engine, and refuse it if it cannot follow a schedule that was asked for."""
-    engine = plan.subject or open_engine(
-        plan.engine, plan.folder, dtype=plan.dtype, device=plan.device, options=plan.engine_options
-    )
-    followed_schedules(plan, engine)
-    return engine
+@contextmanager
+def open_planned(plan: Plan) -> Iterator[Engine | IsolatedEngine]:
+    """Open the plan's engine for the block, and refuse it if it cannot follow a schedule that was asked for.
+
+    Raises:
+        HarnessError: ENGINE_CANNOT_SERVE, or as `open_engine` and `isolated_engine`.
+    """
+    with _opened(plan) as engine:
+        followed_schedules(plan, engine)
+        yield engine
+
+
+def _opened(plan: Plan) -> AbstractContextManager[Engine | IsolatedEngine]:
+    if plan.subject is not None:
+        return nullcontext(plan.subject)
+    given = {"dtype": plan.dtype, "device": plan.device}
+    if plan.isolates_engine:
+        limit = plan.engine_timeout_s
+        return isolated_engine(plan.engine, plan.folder, **given, options=plan.engine_options, timeout_s=limit)
+    return nullcontext(open_engine(plan.engine, plan.folder, **given, options=plan.engine_options))
 
 
 def record_run(
     plan: Plan,
-    engine: Engine,
+    engine: Engine | IsolatedEngine,
     schedule: Schedule,
     requests: Sequence[RequestInfo],
     folder: Path,
@@ -174,20 +212,22 @@ def record_run(
     """
     if copies is None:
         copies = duplicate_requests(requests) if schedule.is_repeated else ()
-    writer = RecordingWriter(
-        folder,
-        producer=Producer(name=f"harness.engines.{plan.engine}", version=__version__),
+    run = RunDescription(
+        engine=plan.engine,
+        folder=folder.absolute(),
         model=ModelInfo(
             id=plan.model, revision=None, config_hash=config_hash(plan.folder), weights_hash=weights_hash(plan.folder)
         ),
         dtype=plan.dtype,
         device=plan.device,
-        environment=environment(),
-        requests=[*requests, *copies],
-        schedule=str(schedule),
+        schedule=schedule,
+        requests=list(requests),
+        copies=list(copies),
     )
-    with writer, blaming(f"{plan.engine}, schedule {schedule}"):
-        engine.run(Workload(requests=requests, schedule=schedule, copies=copies), writer)
+    if isinstance(engine, IsolatedEngine):
+        engine.record(run)
+    else:
+        record(engine, run)
 
 
 @contextmanager
@@ -195,8 +235,8 @@ def _recording_folder(out: Path | None, name: str) -> Iterator[Path]:
     if out is not None:
         yield out / name
         return
-    with tempfile.TemporaryDirectory(prefix="harness-") as folder:
-        yield Path(folder) / name
+    with scratch_folder("harness-") as folder:
+        yield folder / name
 
 
 @contextmanager
@@ -210,7 +250,10 @@ def claimed(out: Path) -> Iterator[None]:
         is_new = not out.exists()
         if not is_new and (not out.is_dir() or any(out.iterdir())):
             what = "the output folder exists and is not empty" if out.is_dir() else "the output path is a file"
-            raise HarnessError(Code.OUTPUT_EXISTS, what, where=out, hint="name a new folder")
+            hint = "name a new folder"
+            if any(is_unfinished(folder) for folder in (out, *out.glob("*/"))):
+                hint = "it holds steps of a recording that was interrupted: remove it, or name a new folder"
+            raise HarnessError(Code.OUTPUT_EXISTS, what, where=out, hint=hint)
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         what = f"the output folder cannot be made: {error.strerror}"

@@ -17,6 +17,7 @@ from harness.oracle.model import load_model
 from harness.plan import check_device
 from harness.recording import Recording
 from harness.results import CheckResult
+from harness.taps import Graph, Kind
 
 
 def run_diff(
@@ -25,6 +26,7 @@ def run_diff(
     *,
     model: str | None = None,
     taps: Sequence[str] = ("*",),
+    lacking: Sequence[str] = (),
     require: Sequence[str] = ("decode",),
     truth: str = "auto",
     device: str = "cpu",
@@ -37,7 +39,8 @@ def run_diff(
         expected: a golden, or any recording of the same requests.
         actual: the recording under test.
         model: folder or hub id of the checkpoint; with it every operation is replayed on the actual's own inputs.
-        taps: globs; the taps of `expected` that match must be in `actual`.
+        taps: globs; the taps of `expected` that match must be in `actual`, and the KV cache read back if it has one.
+        lacking: sites (`k_cache`, `mlp.act`) that the engine of `actual` cannot record.
         require: triggers that `actual` must have reached.
         truth: precision in which operations are judged, `float64`, `float32` or `auto`.
         device: where to replay.
@@ -58,14 +61,20 @@ def run_diff(
                 notes.append(f"ACTUAL was recorded from other weights than those of {model}, which judge it")
             hf = load_model(folder, dtype=_dtype(ours), device=device)
         golden = Golden(theirs)
-        wanted = _matching(taps, [entry.name for entry in theirs.manifest.taps])
+        graph = golden.graph if hf is None else hf.graph
+        caches = _caches(ours, graph)
+        if not caches and any(operation.kind is Kind.CACHE for operation in graph):
+            notes.append("no KV cache was read back: whether it holds what was written is not known")
+        wanted = _matching(taps, list(dict.fromkeys([*(entry.name for entry in theirs.manifest.taps), *caches])))
+        _refuse_unknown_sites(lacking, [_site(tap, graph) for tap in wanted])
+        wanted = [tap for tap in wanted if _site(tap, graph) not in lacking]
         chose_tokens = any(step.sampled is not None for step in ours.steps)
         found = compare_run(
             ours,
             golden,
             hf=hf,
             wanted=wanted,
-            not_offered=() if chose_tokens else (TOKENS,),
+            not_offered=(*lacking, *(() if chose_tokens else (TOKENS,))),
             require=require,
             truth=truth,
             progress=progress,
@@ -80,6 +89,30 @@ def run_diff(
             runs=(run,),
             notes=tuple(notes),
         )
+
+
+def _caches(recording: Recording, graph: Graph) -> list[str]:
+    """Return the caches that the recording shows the engine to have: by a tap, or by slots and block tables."""
+    recorded = {entry.name for entry in recording.taps}
+    recorded |= {name for stored, name in graph.aliases.items() if stored in recorded}
+    is_paged = any(step.slot_mapping is not None or step.block_tables for step in recording.steps)
+    return [op.tap for op in graph if op.kind is Kind.CACHE and (is_paged or op.tap in recorded)]
+
+
+def _site(tap: str, graph: Graph) -> str:
+    return graph[tap].site if tap in graph else tap
+
+
+def _refuse_unknown_sites(lacking: Sequence[str], sites: Sequence[str]) -> None:
+    for site in lacking:
+        if site not in sites:
+            raise HarnessError(
+                Code.BAD_OPTION,
+                f"no tap that is asked for is a {site!r}",
+                where="--lacking",
+                expected=", ".join(dict.fromkeys(sites)),
+                actual=site,
+            )
 
 
 def _refuse_unknown_triggers(require: Sequence[str]) -> None:

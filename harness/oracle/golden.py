@@ -2,12 +2,13 @@
 
 A golden is a recording of the high-precision forward (docs/recording-format.md) with two files more.
 `noise.safetensors` has the relative L2 error that HF itself makes in the engine's dtype, for every tap and row;
-`golden.json` has what it was made from, the graph of the model, and the digest of the noise. One golden serves every
-schedule.
+`golden.json` has what it was made from, the graph of the model, and digests of the noise, of the manifest (which has
+those of the steps) and of itself. One golden serves every schedule.
 """
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -20,13 +21,19 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import Code, HarnessError
+from harness.files import read_bytes
+from harness.metrics import rounding_unit
 from harness.recording import Recording, RequestInfo
+from harness.recording.manifest import MANIFEST_NAME
 from harness.taps import LOGITS, Graph, Kind, Operation, graph_of_taps
 
 INFO_FILE = "golden.json"
 NOISE_FILE = "noise.safetensors"
 LOGIT_NOISE = "logits.max_abs"
 """Entry of the noise file: the largest absolute error of HF's logits per sampled row, which decides ties."""
+_MOST_NOISE = 500
+"""Most noise of a tap in roundings, for each root of an operation before it. Median over the rows, tiny models of 136
+families, float32 and 16 bits: at most 14 with five exceptions, the largest 75 (Doge in float16, whose router tips)."""
 _LOGIT_NOISE_1 = f"{LOGITS}.max_abs"
 """Its name in goldens of the first version."""
 
@@ -56,15 +63,28 @@ class GoldenInfo(BaseModel):
     key: dict[str, Any]
     """All that the numbers depend on: weights, config, prompts, dtypes, versions."""
     noise_sha256: str
+    manifest_sha256: str
+    """Digest of the recording's manifest: the noise and the graph are of these steps and of no others."""
     operations: tuple[_OperationEntry, ...]
     aliases: dict[str, str]
+    sha256: str = ""
+    """Digest of all other fields."""
 
     @classmethod
-    def of(cls, key: Mapping[str, Any], graph: Graph, noise_sha256: str) -> "GoldenInfo":
-        """Describe a golden that was just made."""
-        entries = tuple(_OperationEntry(**asdict(operation)) for operation in graph)
-        aliases = dict(graph.aliases)
-        return cls(key=dict(key), noise_sha256=noise_sha256, operations=entries, aliases=aliases)
+    def of(cls, folder: Path, key: Mapping[str, Any], graph: Graph) -> "GoldenInfo":
+        """Describe the golden in `folder`, whose recording and noise were just written."""
+        info = cls(
+            key=dict(key),
+            noise_sha256=_sha256(folder / NOISE_FILE),
+            manifest_sha256=_sha256(folder / MANIFEST_NAME),
+            operations=tuple(_OperationEntry(**asdict(operation)) for operation in graph),
+            aliases=dict(graph.aliases),
+        )
+        return info.model_copy(update={"sha256": info.digest()})
+
+    def digest(self) -> str:
+        """Return the digest of all fields but its own."""
+        return hashlib.sha256(self.model_dump_json(exclude={"sha256"}).encode()).hexdigest()
 
     def graph(self) -> Graph:
         """Return the graph of the model that the golden is of."""
@@ -76,12 +96,14 @@ class Golden:
 
     Raises:
         HarnessError: DAMAGED_SAFETENSORS: its noise cannot be read, or is no noise; BAD_MANIFEST: golden.json is
-            damaged.
+            damaged, or is another golden's.
     """
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        self.info = _read_info(recording.path / INFO_FILE)
+        self.notes: tuple[str, ...] = ()
+        """What a reader of a comparison with it should know."""
+        self.info = _read_info(recording.path)
         """None for another engine's recording, and for a golden of the first version."""
         self.noise = _read_noise(recording, self.graph, self.info)
         """Relative L2 error per row of every tap, float64 [rows], in the order of the steps; empty where unknown."""
@@ -112,25 +134,35 @@ def write_golden_files(folder: Path, key: Mapping[str, Any], graph: Graph, noise
     """
     try:
         safetensors.torch.save_file(dict(noise), folder / NOISE_FILE)
-        digest = hashlib.sha256((folder / NOISE_FILE).read_bytes()).hexdigest()
-        (folder / INFO_FILE).write_text(GoldenInfo.of(key, graph, digest).model_dump_json(), encoding="utf-8")
+        (folder / INFO_FILE).write_text(GoldenInfo.of(folder, key, graph).model_dump_json(), encoding="utf-8")
     except (OSError, safetensors.SafetensorError) as error:
         raise HarnessError(Code.CANNOT_WRITE, f"the golden cannot be written: {error}", where=folder) from error
 
 
-def _read_info(path: Path) -> GoldenInfo | None:
+def _read_info(folder: Path) -> GoldenInfo | None:
     try:
-        return GoldenInfo.model_validate_json(path.read_bytes())
+        info = GoldenInfo.model_validate_json(read_bytes(folder / INFO_FILE))
+        manifest = _sha256(folder / MANIFEST_NAME)
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
-        first = str(error).splitlines()[0]
-        raise HarnessError(
-            Code.BAD_MANIFEST,
-            f"what the golden was made from cannot be read: {first}",
-            where=path,
-            hint="delete the golden's folder and make it again",
+        raise _bad_info(
+            folder, f"what the golden was made from cannot be read: {str(error).splitlines()[0]}"
         ) from error
+    if info.digest() != info.sha256:
+        raise _bad_info(folder, "what the golden was made from was altered: its sha256 differs")
+    if manifest != info.manifest_sha256:
+        raise _bad_info(folder, "the golden's manifest is not the one that it was made with: its sha256 differs")
+    return info
+
+
+def _bad_info(folder: Path, what: str) -> HarnessError:
+    hint = "delete the golden's folder and make it again"
+    return HarnessError(Code.BAD_MANIFEST, what, where=folder / INFO_FILE, hint=hint)
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _read_noise(recording: Recording, graph: Graph, info: GoldenInfo | None) -> dict[str, torch.Tensor]:
@@ -153,7 +185,29 @@ def _read_noise(recording: Recording, graph: Graph, info: GoldenInfo | None) -> 
             raise _damaged(path, f"noise of {tap} has shape {list(values.shape)}", expected=[expected])
         if not bool((torch.isfinite(values) & (values >= 0)).all()):
             raise _damaged(path, f"noise of {tap} is not finite, or negative", expected="errors of 0 and more")
+    _refuse_implausible(path, recording, graph, noise)
     return noise
+
+
+def _refuse_implausible(path: Path, recording: Recording, graph: Graph, noise: Mapping[str, torch.Tensor]) -> None:
+    """Refuse noise that rounding cannot have made: whatever an engine computes would be within it."""
+    dtype = getattr(torch, recording.manifest.dtype, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        return  # a comparison refuses it by itself
+    depths = {operation.tap: depth for depth, operation in enumerate(graph, start=1)}
+    for tap, values in noise.items():
+        limit = min(1.0, _MOST_NOISE * rounding_unit(dtype) * math.sqrt(depths.get(tap, len(graph) + 1)))
+        if tap != LOGIT_NOISE and len(values) and float(values.median()) > limit:
+            what = f"noise of {tap} is more than {recording.manifest.dtype} can make"
+            raise _damaged(path, what, expected=f"a median of at most {limit:.2g}", actual=float(values.median()))
+    if LOGIT_NOISE in noise and graph.logits in noise:
+        # No element of an error is larger than the error of its row.
+        norms = [
+            step.tap(graph.logits).to(torch.float64).norm(dim=-1) for step in recording.steps if step.has(graph.logits)
+        ]
+        largest = noise[graph.logits] * torch.cat(norms) * (1 + 1e-6) + torch.finfo(torch.float64).tiny
+        if bool((noise[LOGIT_NOISE] > largest).any()):
+            raise _damaged(path, f"noise of {LOGIT_NOISE} is larger than that of {graph.logits}")
 
 
 def _num_rows(recording: Recording) -> dict[str, int]:
@@ -166,12 +220,13 @@ def _num_rows(recording: Recording) -> dict[str, int]:
     return counts
 
 
-def _damaged(path: Path, what: str, *, expected: object = None) -> HarnessError:
+def _damaged(path: Path, what: str, *, expected: object = None, actual: object = None) -> HarnessError:
     return HarnessError(
         Code.DAMAGED_SAFETENSORS,
         what,
         where=path,
         expected=expected,
+        actual=actual,
         hint="delete the folder and make the golden again",
     )
 

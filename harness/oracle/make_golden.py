@@ -1,7 +1,6 @@
 """Makes goldens: HF's greedy continuation, the truth over all of it, and HF's own noise in the engine's dtype."""
 
 import errno
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from harness.oracle.paired import Value, run_pair
 from harness.oracle.precision import truth_dtype
 from harness.oracle.requests import Prompt, check_prompt, sampled_positions
 from harness.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
+from harness.scratch import scratch_folder
 from harness.version import __version__
 
 ORACLE_VERSION = 2
@@ -53,34 +53,53 @@ def golden_key(hf: HFModel, prompts: Sequence[Prompt], truth: str = "auto") -> d
 def cached_golden(
     hf: HFModel, prompts: Sequence[Prompt], *, truth: str = "auto", progress: Progress | None = None
 ) -> Golden:
-    """Return the golden of `prompts` from the cache; made first if it is not there, is damaged, or is another one."""
+    """Return the golden of `prompts` from the cache; made first if it is not there, is damaged, or is another one.
+
+    A golden that had to be made again says so in its notes.
+    """
     key = golden_key(hf, prompts, truth)
     folder = cache_dir() / "goldens" / key_name(key)
+    notes: tuple[str, ...] = ()
     if folder.exists():
         try:
-            golden = open_golden(folder)
-            if golden.noise and golden.info is not None and golden.info.key == key:
-                return golden
-        except HarnessError:
-            pass  # damaged
+            return _open_cached(folder, key)
+        except HarnessError as error:
+            notes = (f"the golden in the cache was not used, and was made again: {error.what}",)
         _discard(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        return make_golden(hf, prompts, folder, truth=truth, progress=progress)
+        golden = make_golden(hf, prompts, folder, truth=truth, progress=progress)
     except OSError as error:
         raise HarnessError(
             Code.CANNOT_WRITE, f"the golden cannot be cached: {error}", where=folder, hint="set HARNESS_CACHE"
         ) from error
     except HarnessError as error:
-        if error.code is Code.OUTPUT_EXISTS:  # another process was faster: its golden is the same
-            return open_golden(folder)
-        raise
+        if error.code is not Code.OUTPUT_EXISTS:
+            raise
+        golden = _open_cached(folder, key)  # another process was faster: its golden is the same
+    golden.notes = notes
+    return golden
+
+
+def _open_cached(folder: Path, key: Mapping[str, Any]) -> Golden:
+    """Open a cached golden, and see that every byte of it is what was written, for this key.
+
+    Raises:
+        HarnessError: it is damaged, or another one.
+    """
+    golden = open_golden(folder)
+    if golden.info is None or not golden.noise:
+        raise HarnessError(Code.BAD_MANIFEST, "a file of it is missing", where=folder)
+    if golden.info.key != key:
+        raise HarnessError(Code.BAD_MANIFEST, "it is the golden of something else", where=folder)
+    golden.recording.verify_all()
+    return golden
 
 
 def _discard(folder: Path) -> None:
     """Take a damaged golden away, by a rename first: another process may be reading what is put in its place."""
-    with suppress(OSError), tempfile.TemporaryDirectory(dir=folder.parent, prefix=".damaged-") as aside:
-        folder.rename(Path(aside) / "golden")
+    with suppress(OSError), scratch_folder(".damaged-", folder.parent) as aside:
+        folder.rename(aside / "golden")
 
 
 def make_golden(
@@ -103,10 +122,11 @@ def make_golden(
         check_prompt(hf, prompt, index)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".making-") as making:
-            folder = Path(making) / "golden"
+        place = out.resolve()  # a link to an empty folder stays one
+        with scratch_folder(".making-", place.parent) as making:
+            folder = making / "golden"
             _make(hf, prompts, folder, truth, report)
-            folder.rename(out)  # replaces an empty folder, and no other
+            folder.rename(place)  # replaces an empty folder, and no other
     except OSError as error:
         exists = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
         code = Code.OUTPUT_EXISTS if exists else Code.CANNOT_WRITE

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from tabulate import tabulate
 
-from harness.errors import Code
+from harness.errors import Code, printable
 from harness.profiling.gate import GateChange, GateResult, GateVerdict
 from harness.profiling.paired_timing import PairedRatio
 
@@ -30,7 +30,7 @@ def gate_text(result: GateResult, times: Mapping[str, PairedRatio]) -> str:
         parts.append("needs less than the baseline: --accept holds on to it")
     if times:
         parts.append(_times(times))
-    return "\n\n".join(parts)
+    return printable("\n\n".join(parts))
 
 
 def _row(change: GateChange, verdict: GateVerdict) -> list[str]:

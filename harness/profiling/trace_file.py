@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import gzip
+import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ NO_CORRELATION = -1
 _BATCH = 1 << 14
 """Events that are decoded at once: few enough to be small beside the text, enough to make a batch cheap."""
 _CHUNK_BYTES = 1 << 20
+_MOST_EXPANSION = 100
+"""Largest content of a gzipped trace, in sizes of the file; traces of torch are 10 to 30 times as large."""
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -145,6 +148,8 @@ def collecting_no_garbage() -> Iterator[None]:
 
 def _read_text(path: Path) -> memoryview | bytearray:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise HarnessError(Code.TRACE_UNREADABLE, "the trace is not a regular file", where=path)
         with path.open("rb") as file:
             is_gzip = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
         if is_gzip:
@@ -156,6 +161,8 @@ def _read_text(path: Path) -> memoryview | bytearray:
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         what = f"the compressed trace is cut off or damaged: {error}"
         raise HarnessError(Code.TRACE_DAMAGED, what, where=path, hint="export or copy it again") from error
+    except MemoryError as error:
+        raise HarnessError(Code.TRACE_UNREADABLE, "the trace does not fit into memory", where=path) from error
     except OSError as error:
         what = f"the trace cannot be read: {error.strerror}"
         raise HarnessError(Code.TRACE_UNREADABLE, what, where=path) from error
@@ -172,11 +179,19 @@ def _content(path: Path) -> memoryview:
 
 
 def _decompressed(path: Path) -> bytearray:
-    """Return the content; it grows in place, where `gzip.decompress` would hold it twice."""
-    text = bytearray()
+    """Return the content; it grows in place, where `gzip.decompress` would hold it twice.
+
+    Raises:
+        HarnessError: TRACE_DAMAGED: it expands to more than any trace does.
+    """
+    text, most_bytes = bytearray(), _MOST_EXPANSION * max(path.stat().st_size, _CHUNK_BYTES)
     with gzip.open(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             text += chunk
+            if len(text) > most_bytes:
+                what = "the compressed trace expands to more than any trace does"
+                expected = f"at most {_MOST_EXPANSION} times its size"
+                raise HarnessError(Code.TRACE_DAMAGED, what, where=path, expected=expected, hint="export it again")
     return text
 
 

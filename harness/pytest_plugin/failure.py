@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
-from harness.errors import Code, HarnessError
+from harness.errors import Code, HarnessError, printable
 from harness.results import CheckResult
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def failure_text(error: BaseException, config: pytest.Config) -> FailureText | N
         text = f"{gate_text(error.result, {})}\n\nif this is meant: {error.command}"
         return FailureText(str(error), text, text)
     if isinstance(error, HarnessError):
-        return FailureText(f"{error.code}: {error.what}", str(error), str(error))
+        return FailureText(printable(f"{error.code}: {error.what}"), str(error), str(error))
     return None
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness.errors import Code, HarnessError
+from harness.files import read_bytes
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -206,7 +207,7 @@ def _read(path: Path) -> bytes:
             expected = f"at most {MAX_MANIFEST_BYTES} bytes"
             what = "the manifest is too large"
             raise HarnessError(Code.BAD_MANIFEST, what, where=path, expected=expected, actual=num_bytes, hint=hint)
-        return path.read_bytes()
+        return read_bytes(path)
     except OSError as error:
         what = f"the manifest cannot be read: {error.strerror}"
         raise HarnessError(Code.BAD_MANIFEST, what, where=path, hint=hint) from error

@@ -253,6 +253,22 @@ class RecordingWriter:
             refuse(what, where=where, expected=expected, actual=f"{dtype} {shape}")
 
 
+def is_unfinished(folder: Path) -> bool:
+    """Return whether the folder holds step files of a recording that never got its manifest."""
+    return not (folder / MANIFEST_NAME).exists() and any(folder.glob("step-*.safetensors"))
+
+
+def discard_unfinished(folder: Path, *, keep_folder: bool) -> None:
+    """Remove the step files of a recording whose writer was killed; one that has its manifest stays."""
+    if (folder / MANIFEST_NAME).exists():
+        return
+    with suppress(OSError):
+        for path in (*folder.glob("step-*.safetensors"), folder / f".{MANIFEST_NAME}.tmp"):
+            path.unlink(missing_ok=True)
+        if not keep_folder:
+            folder.rmdir()
+
+
 def _entry(index: int, step: _OpenStep, num_bytes: int) -> StepEntry:
     path = step.stream.path
     with writing(path), path.open("rb", buffering=0) as file:

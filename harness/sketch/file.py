@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import Code, HarnessError
-from harness.files import write_text
+from harness.files import read_bytes, write_text
 
 NUM_PROJECTIONS = 3
 
@@ -62,7 +62,7 @@ def read_sketch(path: Path, *, command: str | None = None) -> Sketch:
         HarnessError: BAD_CASE: it is damaged.
     """
     try:
-        return Sketch.model_validate_json(path.read_bytes())
+        return Sketch.model_validate_json(read_bytes(path))
     except (OSError, ValidationError) as error:
         detail = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise HarnessError(

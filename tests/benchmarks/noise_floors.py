@@ -79,20 +79,22 @@ def measure(plan: Plan, floors: dict[tuple[str, str, str], Floor], alarms: list[
     golden, num_runs = cached_golden(hf, plan.prompts), 0
     for label, (name, options) in ENGINES.items():
         own = replace(plan, engine=name, engine_options=options)
-        engine = open_planned(own)
-        for schedule in plan.schedules:
-            with tempfile.TemporaryDirectory() as folder:
-                record_run(own, engine, schedule, golden.requests, Path(folder) / "run")
-                with Recording.open(Path(folder) / "run", verify=False) as recording:
-                    found = compare_run(
-                        recording, golden, hf=hf, wanted=engine.offer.wanted(hf.graph), require=schedule.requires
-                    )
-            collect(found, plan.dtype, hf, floors, label)
-            result = found.result
-            ratio = max(tap.propagated_ratio_max or 0 for tap in result.taps)
-            floors[plan.dtype, label, "(propagated ratio)"].add(torch.tensor([ratio]), torch.tensor([torch.nan]), None)
-            alarms += [f"{plan.model} {plan.dtype} {label} {schedule}: {x.message}" for x in result.findings]
-            num_runs += 1
+        with open_planned(own) as engine:
+            for schedule in plan.schedules:
+                with tempfile.TemporaryDirectory() as folder:
+                    record_run(own, engine, schedule, golden.requests, Path(folder) / "run")
+                    with Recording.open(Path(folder) / "run", verify=False) as recording:
+                        found = compare_run(
+                            recording, golden, hf=hf, wanted=engine.offer.wanted(hf.graph), require=schedule.requires
+                        )
+                collect(found, plan.dtype, hf, floors, label)
+                result = found.result
+                ratio = max(tap.propagated_ratio_max or 0 for tap in result.taps)
+                floors[plan.dtype, label, "(propagated ratio)"].add(
+                    torch.tensor([ratio]), torch.tensor([torch.nan]), None
+                )
+                alarms += [f"{plan.model} {plan.dtype} {label} {schedule}: {x.message}" for x in result.findings]
+                num_runs += 1
     return num_runs
 
 

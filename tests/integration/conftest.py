@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 
 from harness.cli.main import run
+from harness.oracle.golden import INFO_FILE, GoldenInfo
 
 ENGINE = """
 from harness.engines import open_engine as open_any
@@ -116,6 +117,9 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], *, 
         dtype = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}[tensors[name].dtype]
         taps[name] |= {"dtype": dtype, "shape": list(tensors[name].shape[1:])}
     (folder / "manifest.json").write_text(json.dumps(manifest))
+    if (folder / INFO_FILE).exists():
+        info = GoldenInfo.model_validate_json((folder / INFO_FILE).read_bytes())
+        (folder / INFO_FILE).write_text(GoldenInfo.of(folder, info.key, info.graph()).model_dump_json())
 
 
 @pytest.fixture

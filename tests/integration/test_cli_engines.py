@@ -92,6 +92,66 @@ def test_half_of_the_taps_pass_where_the_others_are_declared(check, install):
     assert declared.json["coverage"]["missing"] == 0
 
 
+LACKS = "inner.offer.__class__(schedules=('plain',), keeps_cache=False, lacking=tuple(op.site for op in GRAPH if {}))"
+GRAPH = """
+import torch
+from harness.oracle.model import load_model
+
+GRAPH = None
+
+
+def open_engine(folder, *, dtype, device, options):
+    global GRAPH
+    GRAPH = load_model(folder, dtype=getattr(torch, dtype), device=device).graph
+"""
+
+
+def lacking_all_but(shown: str) -> str:
+    """Return the source of an engine that declares that it can show nothing but one site, and shows nothing else."""
+    offer = LACKS.format(f"op.site != {shown!r}")
+    source = keep(f"name == {shown!r}").replace("inner, inner.offer", f"inner, {offer}")
+    return source.replace("\ndef open_engine(folder, *, dtype, device, options):\n", GRAPH)
+
+
+def test_an_engine_that_declares_everything_lacking_has_not_passed(check, install):
+    """Its tokens are equal, and nobody asked for tokens alone."""
+    name = install(lacking_all_but("nothing"))
+    ran = check(name)
+    assert (ran.status, ran.json["verdict"], ran.json["findings"]) == (5, "nothing", [])
+    assert ran.json["tokens"] == {"compared": 6, "equal": 6, "ties": 0}
+    assert [note.partition(":")[0] for note in ran.json["notes"]] == [Code.NOTHING_CHECKED]
+    asked = check(name, "--only", "tokens")
+    assert (asked.status, asked.json["verdict"]) == (0, "pass")
+    assert asked.json["notes"] == ["only tokens were compared, as asked: not one operation was judged"]
+
+
+def test_an_engine_that_shows_its_logits_alone(check, install):
+    ran = check(install(lacking_all_but("lm_head")))
+    assert (ran.status, [tap["judged_by"] for tap in ran.json["taps"]]) == (0, ["propagated"])
+    (note,) = ran.json["notes"]
+    assert note.startswith("only the logits were judged")
+
+
+def test_less_may_be_asked_for_than_an_engine_declares(check, install):
+    name = install(keep("name == 'lm_head'"))
+    assert codes(check(name)) == {Code.TAP_MISSING}
+    assert check(name, "--only", "logits").status == 0
+    none = install(keep("False"), name="silent")
+    assert codes(check(none, "--only", "logits")) == {Code.TAP_MISSING}
+    assert check(none, "--only", "tokens").status == 0
+
+
+def test_tokens_alone_are_compared_all_the_same(check, install):
+    choose = """    def end_step(self, sampled=()):
+        self.writer.end_step([(token + 1) % 256 for token in sampled])
+
+"""
+    ran = check(
+        install(keep("False").replace("    def __getattr__", f"{choose}    def __getattr__")), "--only", "tokens"
+    )
+    assert (ran.status, codes(ran)) == (1, {Code.TOKENS_DIFFER})
+
+
 def test_a_tap_that_was_recorded_only_while_decoding(check, install):
     tap = "name != 'model.layers.1.mlp.act' or len(tensor) == 1"
     ran = check(install(keep(tap)))

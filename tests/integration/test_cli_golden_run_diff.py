@@ -142,3 +142,68 @@ def test_diff_in_words(harness, golden, recording, form):
     ran = harness("diff", golden, recording, "--format", form)
     assert ran.status == 0
     assert "6 of 6" in ran.out
+
+
+def without_read_back(folder: Path, *, keep_taps: bool = True) -> Path:
+    """Remove the steps that read the cache back, and put the manifest right."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    kept = [step for step in manifest["steps"] if step["phase"] != "readback"]
+    assert len(kept) < len(manifest["steps"])
+    manifest["steps"] = [{**step, "index": index} for index, step in enumerate(kept)]
+    if not keep_taps:
+        manifest["taps"] = [tap for tap in manifest["taps"] if not tap["name"].endswith("_cache")]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.mark.parametrize("keep_taps", [True, False])
+@pytest.mark.parametrize("with_model", [True, False])
+def test_a_read_back_that_was_removed_is_missed(harness, golden, recording, llama, tmp_path, with_model, keep_taps):
+    """Slots and block tables say that there was a cache."""
+    folder = without_read_back(Path(shutil.copytree(recording, tmp_path / "r")), keep_taps=keep_taps)
+    arguments = ["diff", golden, folder, *(["--model", llama] if with_model else []), "--format", "json"]
+    ran = harness(*arguments)
+    assert ran.status == 1
+    assert {finding["code"] for finding in ran.json["findings"]} == {Code.TAP_MISSING}
+    caches = [f"model.layers.{layer}.{site}" for layer in range(3) for site in ("k_cache", "v_cache")]
+    assert ran.json["coverage"]["missing_taps"] == caches
+    declared = harness(*arguments, "--lacking", "k_cache", "--lacking", "v_cache")
+    assert declared.status == 0
+    assert declared.json["coverage"]["not_offered"] == ["k_cache", "v_cache"]
+
+
+def test_an_engine_of_which_nobody_knows_whether_it_has_a_cache(harness, golden, install, tmp_path):
+    """No slots, no block tables and no read-back: it passes, and the result says what was not seen."""
+    recording = tmp_path / "r"
+    arguments = ["--engine", "hf", "--out", recording]
+    assert harness("run", "--golden", golden, *arguments).status == 0
+    without_read_back(recording, keep_taps=False)
+    ran = harness("diff", golden, recording, "--format", "json")
+    assert ran.status == 0
+    assert ran.json["notes"] == ["no KV cache was read back: whether it holds what was written is not known"]
+
+
+def test_an_unknown_site_is_not_lacking(harness, golden, recording):
+    ran = harness("diff", golden, recording, "--lacking", "k_cahce")
+    assert (ran.status, ran.err.partition(":")[0]) == (2, Code.BAD_OPTION)
+    assert "k_cache" in ran.err
+
+
+@pytest.mark.parametrize("side", ["golden", "recording"])
+def test_the_part_of_one_rank_is_not_compared_as_if_it_were_whole(harness, golden, recording, tmp_path, side):
+    folders = {"golden": golden, "recording": recording}
+    folders[side] = Path(shutil.copytree(folders[side], tmp_path / "part"))
+    manifest = json.loads((folders[side] / "manifest.json").read_text())
+    (folders[side] / "manifest.json").write_text(json.dumps(manifest | {"rank": 1, "world_size": 2}))
+    (folders[side] / "golden.json").unlink(missing_ok=True)
+    ran = harness("diff", *folders.values(), "--format", "json")
+    assert (ran.status, ran.json["error"]["code"]) == (2, Code.ONE_RANK_OF_SEVERAL)
+    assert ran.json["error"]["actual"] == "rank 1 of 2"
+
+
+def test_taps_that_every_rank_has_whole_are_compared(harness, golden, recording, tmp_path):
+    folder = Path(shutil.copytree(recording, tmp_path / "part"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    taps = [{**tap, "shard": {"mode": "replicated"}} for tap in manifest["taps"]]
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"rank": 1, "world_size": 2, "taps": taps}))
+    assert harness("diff", golden, folder).status == 0

@@ -10,13 +10,13 @@ from harness.cli.main import build_app, wants_json
 
 WORKLOAD = ["--dtype", "--device", "--truth", "--prompt", "--prompt-file", "--token-ids", "--max-new-tokens"]
 OPTIONS = {
-    "check": ["--model", "--engine", "--engine-option", *WORKLOAD, "--schedule", "--case", "--out",
-              "--fault", "--profile", "--local-files-only", "--format"],
+    "check": ["--model", "--engine", "--engine-option", "--isolate", "--engine-timeout", *WORKLOAD,
+              "--schedule", "--only", "--case", "--out", "--fault", "--profile", "--local-files-only", "--format"],
     "golden": ["--model", *WORKLOAD, "--case", "--out", "--local-files-only", "--format"],
-    "run": ["--out", "--golden", "--model", "--engine", "--engine-option", *WORKLOAD, "--schedule", "--case",
-            "--local-files-only", "--format"],
-    "diff": ["expected", "actual", "--model", "--device", "--truth", "--taps", "--require", "--local-files-only",
-             "--format"],
+    "run": ["--out", "--golden", "--model", "--engine", "--engine-option", "--isolate", "--engine-timeout", *WORKLOAD,
+            "--schedule", "--case", "--local-files-only", "--format"],
+    "diff": ["expected", "actual", "--model", "--device", "--truth", "--taps", "--lacking", "--require",
+             "--local-files-only", "--format"],
     "inspect": ["path", "--format"],
     "generate": ["--prompt", "--model", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--seed",
                  "--device", "--dtype", "--engine-option", "--local-files-only", "--chat", "--stream", "--show-stats",
@@ -98,6 +98,37 @@ def test_an_unknown_command(harness):
     assert (ran.status, ran.out) == (2, "")
     assert ran.err.startswith("H013: No such command 'chekc'")
     assert "try:      harness --help" in ran.err
+
+
+def options_with_a_value():
+    """Yield the arguments of every command with one of its options or arguments given empty."""
+    root = typer.main.get_command(build_app())
+    groups = [(("bench",), root.commands["bench"]), (("trace",), root.commands["trace"]), ((), root)]
+    for path, group in groups:
+        for name, command in group.commands.items():
+            for parameter in command.params:
+                is_flag = getattr(parameter, "is_flag", False)
+                if not is_flag and parameter.name not in ("prompt", "token_ids"):  # EMPTY_PROMPT
+                    given = [parameter.opts[0], ""] if parameter.opts[0].startswith("-") else [""]
+                    yield [*path, name, *given]
+
+
+@pytest.mark.parametrize("arguments", list(options_with_a_value()), ids=" ".join)
+def test_an_option_given_empty_is_an_error(harness, monkeypatch, tmp_path, arguments):
+    monkeypatch.chdir(tmp_path)  # which an empty path would name
+    ran = harness(*arguments)
+    assert ran.status == 2
+    name = arguments[-2] if arguments[-2].startswith("--") else "[A-Z]+"
+    assert re.match(rf"H013: {name} is given empty\n", ran.err), ran.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_value_in_front_of_another_is_an_error_as_well(harness, golden, recording):
+    assert harness("diff", golden, recording, "--taps", "", "--taps", "*").err.startswith("H013: --taps is given empty")
+
+
+def test_an_engine_option_without_a_value(harness):
+    assert harness("check", "--engine-option", "block_size=").err.startswith("H013: an engine option is NAME=VALUE")
 
 
 def test_json_is_recognised_only_as_the_format():

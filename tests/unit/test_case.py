@@ -56,6 +56,8 @@ def test_a_model_beside_the_file_is_a_path_and_another_is_a_hub_id(write, tmp_pa
         (HEAD + "[[requests]]\n", "either prompt or token_ids"),
         (HEAD + '[[requests]]\nprompt = "a"\ntoken_ids = [1]\n', "either prompt or token_ids"),
         (HEAD + "[[requests]]\ntoken_ids = [1.5]\n", "requests.0.token_ids.0"),
+        (HEAD + 'engine = ""\n' + REQUESTS, "engine: String should have at least 1 character"),
+        (HEAD.replace("qwen", "") + REQUESTS, "model: String should have at least 1 character"),
         ("=", "cannot be read"),
         ("a = " + "[" * 100_000, "cannot be read"),
     ],

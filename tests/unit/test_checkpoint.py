@@ -56,6 +56,10 @@ class TestResolve:
         monkeypatch.setenv("HOME", str(folder.parent))
         assert checkpoint.resolve("~/model") == folder
 
+    def test_an_empty_name_is_not_the_working_folder(self, folder, monkeypatch):
+        monkeypatch.chdir(folder)
+        refused(Code.NOT_A_CHECKPOINT, checkpoint.resolve, "")
+
     @pytest.mark.parametrize(
         "name", ["/no/such", "./no", "../no", "a/b/c", "no such", "a\0b", "~nobody-of-this-name/x", "-x"]
     )

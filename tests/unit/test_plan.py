@@ -70,7 +70,8 @@ def test_another_engine_than_the_default_one_need_not_follow_the_default_cases_s
 def test_an_engine_at_hand_is_not_looked_for_by_its_name():
     engine = Plain()
     plan = plan_request(model="llama-tiny", requests=REQUESTS, engine="nobody has installed it", subject=engine)
-    assert open_planned(plan) is engine
+    with open_planned(plan) as opened:
+        assert opened is engine
 
 
 def test_an_engine_that_finds_its_taps_is_told_the_graph():

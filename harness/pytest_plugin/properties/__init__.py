@@ -82,6 +82,9 @@ def pytest_configure(config: pytest.Config) -> None:
     except HarnessError as error:
         raise pytest.UsageError(str(error)) from error
     parse_accepted(config.getoption("accepted_invariants"))
+    for name in ADAPTERS:
+        if config.getoption(name) == "":
+            raise pytest.UsageError(f"{option_of(name)} names no adapter")
     path = config.getoption("properties_json")
     if path is not None and not hasattr(config, "workerinput"):
         if not path:

@@ -250,3 +250,11 @@ def test_other_sessions_keep_the_names_of_the_options(project: pytest.Pytester) 
     project.makeconftest("def pytest_addoption(parser):\n    parser.addoption('--engine')\n")
     project.makepyfile(test_own="def test_option(request):\n    assert request.config.getoption('engine') == 'mine'\n")
     project.runpytest_subprocess("--engine", "mine", "-p", "no:hypothesispytest").assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("option", ["--engine", "--block-manager", "--ops", "--captures"])
+def test_an_option_given_empty_is_an_error(pytester, option):
+    """The reference engine's adapter would be tested in its place."""
+    result = pytester.runpytest_inprocess("--pyargs", "harness.properties.ops", option, "")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: {option} names no *"])

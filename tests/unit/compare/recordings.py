@@ -20,6 +20,7 @@ class Step:
     taps: dict[str, torch.Tensor]
     rows_of: dict[str, list[int]] = field(default_factory=dict)
     block_tables: dict[int, list[int]] | None = None
+    slot_mapping: list[int] | None = None
 
     def select(self, rows: Sequence[int]) -> "Step":
         """Return a step of some of the rows, in the order given."""
@@ -41,6 +42,7 @@ class Step:
             taps=taps,
             rows_of=rows_of,
             block_tables=self.block_tables,
+            slot_mapping=None if self.slot_mapping is None else [self.slot_mapping[row] for row in rows],
         )
 
     def row(self, request: int, position: int) -> int | None:
@@ -70,6 +72,7 @@ class Copy:
                 taps={name: step.tap(name).clone() for name in step.tap_names},
                 rows_of={name: rows.tolist() for name in step.tap_names if (rows := step.rows_of(name)) is not None},
                 block_tables=dict(step.block_tables) if step.block_tables else None,
+                slot_mapping=None if step.slot_mapping is None else step.slot_mapping.tolist(),
             )
             for step in recording.steps
         ]
@@ -125,6 +128,7 @@ def _write(writer: RecordingWriter, step: Step) -> None:
         sampled_rows=sampled,
         partial_rows=step.rows_of or None,
         block_tables=step.block_tables,
+        slot_mapping=step.slot_mapping,
     )
     for name, tensor in step.taps.items():
         writer.tap(name, tensor)

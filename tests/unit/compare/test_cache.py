@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from harness.errors import Code
+from harness.explain import explain_run
 from harness.results import Verdict
 
 KEY, ROPE = "model.layers.1.k_cache", "model.layers.1.k_rope"
@@ -188,3 +189,77 @@ def test_a_cache_of_another_shape_is_a_finding(one, tmp_path):
             step.taps[KEY] = step.taps[KEY][:, :1].contiguous()
     result = one.measure(actual.write(tmp_path / "r"))
     assert (Code.TAP_MISMATCH, KEY) in {(finding.code, finding.tap) for finding in result.findings}
+
+
+def of_the_cache_alone(one, schedule="batched"):
+    """What an engine shows that can show nothing else from inside: its cache, logits and tokens."""
+    actual = one.recorded(schedule)
+    shown = {KEY, VALUE, "lm_head"} | {
+        name.replace("layers.1", f"layers.{at}") for name in (KEY, VALUE) for at in (0, 2)
+    }
+    for name in {name for step in actual.steps for name in step.taps} - shown:
+        actual.drop(name)
+    actual.steps = [step for step in actual.steps if step.taps or step.sampled is not None]
+    return actual, sorted(shown)
+
+
+def test_a_cache_whose_writing_was_not_recorded_is_held_to_the_golden(one, tmp_path):
+    actual, shown = of_the_cache_alone(one)
+    result = one.compare(actual.write(tmp_path / "r"), wanted=shown)
+    assert result.findings == ()
+    caches = [tap for tap in result.taps if tap.kind == "cache"]
+    assert {(tap.judged_by, tap.num_rows) for tap in caches} == {
+        ("cache", sum(len(r.token_ids) for r in actual.requests))
+    }
+    assert len(caches) == 6
+
+
+def swap_positions(actual):
+    first, second = actual.at(KEY, 2, 3), actual.at(KEY, 2, 4)
+    first[:], second[:] = second.clone(), first.clone()
+
+
+def other_request(actual):
+    actual.at(KEY, 2, 3)[:] = actual.at(KEY, 0, 3)
+
+
+def twenty_times_the_noise(actual):
+    row = actual.at(KEY, 2, 3)
+    row += row * (2e-5 if row.dtype == torch.float32 else 0.3)
+
+
+@pytest.mark.parametrize("break_it", [swap_positions, other_request, twenty_times_the_noise])
+def test_a_wrong_row_of_a_cache_whose_writing_was_not_recorded(one, tmp_path, break_it):
+    actual, shown = of_the_cache_alone(one)
+    break_it(actual)
+    recording = actual.write(tmp_path / "r")
+    found = one.comparison(recording, wanted=shown)
+    (finding,) = [finding for finding in found.result.findings if finding.code is Code.CACHE_DIFFERS]
+    assert (finding.tap, finding.request, finding.position) == (KEY, 2, 3)
+    explained = explain_run(found, recording, one.golden, one.hf)
+    assert "failed" not in explained.first_divergence.explanation.cause
+
+
+def test_without_noise_a_cache_is_held_to_what_roundings_add_up_to(bench, tmp_path):
+    """Against another engine's recording."""
+    one = bench()
+    actual, shown = of_the_cache_alone(one)
+    sound = one.measure(
+        actual.write(tmp_path / "r"), expected=one.recorded().write(tmp_path / "e"), noise={}, wanted=shown
+    )
+    assert tap(sound, KEY).judged_by == "cache"
+    swap_positions(actual)
+    result = one.measure(
+        actual.write(tmp_path / "s"), expected=one.recorded().write(tmp_path / "f"), noise={}, wanted=shown
+    )
+    assert Code.CACHE_DIFFERS in {finding.code for finding in result.findings}
+
+
+def test_a_cache_that_nothing_can_be_held_to_is_not_passed_over(bench, tmp_path):
+    one = bench()
+    actual, shown = of_the_cache_alone(one)
+    expected = one.recorded()
+    for name in (ROPE, KEY):
+        expected.drop(name)
+    result = one.measure(actual.write(tmp_path / "r"), expected=expected.write(tmp_path / "e"), wanted=shown)
+    assert [(finding.code, finding.tap) for finding in result.findings] == [(Code.CACHE_NOT_JUDGED, KEY)]

@@ -15,7 +15,7 @@ from harness.errors import Code, HarnessError
 from harness.oracle import make_golden as making_module
 from harness.oracle.batching import batch_requests, padded
 from harness.oracle.decode import greedy_continuation
-from harness.oracle.golden import INFO_FILE, LOGIT_NOISE, NOISE_FILE, Golden, key_name, open_golden
+from harness.oracle.golden import INFO_FILE, LOGIT_NOISE, NOISE_FILE, Golden, key_name, open_golden, write_golden_files
 from harness.oracle.make_golden import cached_golden, golden_key, make_golden
 from harness.oracle.model import load_model
 from harness.oracle.requests import Prompt
@@ -286,6 +286,23 @@ def info_of_another_golden(folder):
     path.write_text(json.dumps(info))
 
 
+def steps_of_another_golden(folder):
+    """Its key, its noise and its graph stay."""
+    hf = load_model(folder.parents[2] / "llama-tiny", dtype=torch.float32)
+    other = (PROMPTS[0], Prompt(token_ids=(44, 3, 91), max_new_tokens=1))
+    make_golden(hf, other, folder.parent / "other")
+    for file in ("manifest.json", "step-00000.safetensors"):
+        (folder.parent / "other" / file).replace(folder / file)
+    shutil.rmtree(folder.parent / "other")
+
+
+def operation_that_nobody_judges(folder):
+    path = folder / INFO_FILE
+    info = json.loads(path.read_text())
+    del info["operations"][5]
+    path.write_text(json.dumps(info))
+
+
 def info_of_a_later_version(folder):
     path = folder / INFO_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 2}))
@@ -310,24 +327,31 @@ def truncate_noise(folder):
         empty_the_folder,
         remove_noise,
         truncate_noise,
+        flip_a_bit,
         flip_a_bit_of_the_noise,
+        steps_of_another_golden,
+        operation_that_nobody_judges,
         remove_info,
         garble_info,
         info_of_another_golden,
         info_of_a_later_version,
     ],
 )
-def test_a_damaged_golden_is_made_again(load, cache, making, damage):
-    hf = load("llama-tiny")
+def test_a_damaged_golden_is_made_again(own_checkpoint, cache, making, damage):
+    hf = load_model(own_checkpoint, dtype=torch.float32)
     whole = cached_golden(hf, PROMPTS)
     logits = whole.recording.steps[0].tap("lm_head").clone()
     whole.recording.close()
     damage(whole.recording.path)
     again = cached_golden(hf, PROMPTS)
     assert len(making) == 2
+    (note,) = again.notes
+    assert note.startswith("the golden in the cache was not used, and was made again: ")
+    assert cached_golden(hf, PROMPTS).notes == (), "once is enough"
     assert torch.equal(again.recording.steps[0].tap("lm_head"), logits)
     assert LOGIT_NOISE in again.noise
     assert len(list(cache.iterdir())) == 1
+    assert [path.name for path in cache.iterdir()] == [again.recording.path.name]
     again.recording.close()
 
 
@@ -352,6 +376,26 @@ def test_an_altered_golden_is_never_used(load, cache, tmp_path, monkeypatch):
         assert error.code is Code.STEP_ALTERED  # noqa: PT017
     else:
         assert max(tap.max_abs for tap in result.taps) == 0
+
+
+@pytest.mark.parametrize(("dtype", "tap"), [(torch.float32, "model.norm"), (torch.bfloat16, "lm_head")])
+def test_noise_that_rounding_cannot_have_made_is_refused(load, tmp_path, dtype, tap):
+    """Whoever wrote it, and with its digest right: anything at all would pass beside it."""
+    golden = make_golden(load("llama-tiny", dtype), PROMPTS, tmp_path / "golden")
+    write_golden_files(tmp_path / "golden", {}, golden.graph, golden.noise)
+    open_golden(tmp_path / "golden")
+    write_golden_files(tmp_path / "golden", {}, golden.graph, golden.noise | {tap: golden.noise[tap] * 1e4})
+    with pytest.raises(HarnessError, match=f"noise of {tap} is more than") as caught:
+        open_golden(tmp_path / "golden")
+    assert caught.value.code is Code.DAMAGED_SAFETENSORS
+
+
+def test_logit_noise_that_would_make_a_tie_of_everything_is_refused(load, tmp_path):
+    golden = make_golden(load("llama-tiny"), PROMPTS, tmp_path / "golden")
+    noise = golden.noise | {LOGIT_NOISE: golden.noise[LOGIT_NOISE] * 100}
+    write_golden_files(tmp_path / "golden", {}, golden.graph, noise)
+    with pytest.raises(HarnessError, match=r"noise of logits\.max_abs"):
+        open_golden(tmp_path / "golden")
 
 
 def test_two_that_make_the_same_golden_at_once_both_get_it(load, cache, making, monkeypatch):

@@ -1,0 +1,59 @@
+"""An engine in a process of its own, as the harness's side sees it."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from harness.engines.adapter import Offer
+from harness.engines.process import EngineProcess
+from harness.engines.record import RunDescription
+from harness.recording.writer import discard_unfinished
+
+DEFAULT_TIMEOUT_S = 3600.0
+"""Longest time for opening an engine, and for each schedule, where nobody says another."""
+
+
+class IsolatedEngine:
+    """An engine that is opened and run in another process."""
+
+    def __init__(self, process: EngineProcess, answer: Mapping[str, Any], name: str, timeout_s: float) -> None:
+        """Use `isolated_engine`."""
+        self._process, self._key, self._timeout_s = process, name, timeout_s
+        self.name, self.offer = str(answer["name"]), Offer(**answer["offer"])
+
+    def record(self, run: RunDescription) -> None:
+        """Run the engine and record it; nothing is left of a run that fails.
+
+        Raises:
+            HarnessError: ENGINE_FAILED, ENGINE_TIMED_OUT, or what the engine or the recorder raises.
+        """
+        existed = run.folder.exists()
+        job = {"engine": self._key, "run": run.model_dump(mode="json")}
+        try:
+            answer = self._process.ask(job, doing=f"schedule {run.schedule}", timeout_s=self._timeout_s)
+        except BaseException:
+            discard_unfinished(run.folder, keep_folder=existed)
+            raise
+        self.offer = Offer(**answer["offer"])
+
+
+@contextmanager
+def isolated_engine(
+    name: str, folder: Path, *, dtype: str, device: str, options: Mapping[str, str], timeout_s: float | None
+) -> Iterator[IsolatedEngine]:
+    """Open the engine of that name in a process of its own, which ends with the block.
+
+    Raises:
+        HarnessError: as `open_engine`; ENGINE_FAILED: the process ended; ENGINE_TIMED_OUT.
+    """
+    limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+    process = EngineProcess(name)
+    try:
+        opened = {"name": name, "folder": str(folder.absolute()), "dtype": dtype, "device": device}
+        job = {"engine": name, "open": {**opened, "options": dict(options)}}
+        yield IsolatedEngine(process, process.ask(job, doing="opening", timeout_s=limit_s), name, limit_s)
+    except BaseException:
+        process.kill()
+        raise
+    process.close()

@@ -1,0 +1,140 @@
+"""A process of an engine's own: whatever happens in it is seen from outside, and nothing of it is left behind."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from harness.errors import Code, HarnessError
+
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from harness.engines.worker import main; main()"
+_POLL_S = 0.1
+_FAREWELL_S = 5.0
+"""Time that a process whose work is done gets to end by itself."""
+
+
+class EngineProcess:
+    """A Python process that answers one JSON line with another, until it is closed.
+
+    Its standard output is our standard error: what an engine prints is not mixed into our results. It is the head of a
+    process group, which is killed with it; a pipe on which nothing is ever written kills the group when this process
+    ends in whatever way. Processes that leave the group are not known to us.
+    """
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+        lifeline, self._lifeline = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START, json.dumps([path for path in sys.path if path]), str(lifeline)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=[lifeline],
+                start_new_session=True,
+            )
+        finally:
+            os.close(lifeline)
+        self._unread = b""
+
+    def ask(self, message: Mapping[str, Any], *, doing: str, timeout_s: float | None) -> dict[str, Any]:
+        """Send a message and return the answer to it.
+
+        Args:
+            message: what to do.
+            doing: the same in words, for errors.
+            timeout_s: longest time until the answer; None waits for ever.
+
+        Raises:
+            HarnessError: what the process answers; ENGINE_FAILED: it ended instead; ENGINE_TIMED_OUT. After an error of
+                the last two kinds the process is gone.
+        """
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it has ended: the wait for its answer says how
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+        try:
+            answer: dict[str, Any] = json.loads(self._line(doing, timeout_s))
+        except ValueError as error:
+            self.kill()
+            raise self._ended(doing) from error
+        except BaseException:
+            self.kill()
+            raise
+        if "error" in answer:
+            raise HarnessError(Code(answer["error"].pop("code")), answer["error"].pop("what"), **answer["error"])
+        return answer
+
+    def close(self) -> None:
+        """Let the process end by itself, and see that it does."""
+        if self._process.poll() is None:
+            assert self._process.stdin is not None
+            with suppress(OSError):
+                self._process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_FAREWELL_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process and its group."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+
+    def _line(self, doing: str, timeout_s: float | None) -> bytes:
+        """Return the next line of the process; the pipe may outlive it, in a process that it has started."""
+        assert self._process.stdout is not None
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        pipe = self._process.stdout.fileno()
+        while b"\n" not in self._unread:
+            has_ended = self._process.poll() is not None
+            if select.select([pipe], [], [], 0 if has_ended else _POLL_S)[0]:
+                data = os.read(pipe, 1 << 16)
+                self._unread += data
+                if not data:
+                    self._process.wait()
+                    raise self._ended(doing)
+            elif has_ended:
+                raise self._ended(doing)
+            elif deadline is not None and time.monotonic() > deadline:
+                raise self._timed_out(doing, timeout_s)
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def _ended(self, doing: str) -> HarnessError:
+        status = self._process.returncode
+        how = f"with exit status {status}" if status >= 0 else f"by signal {_signal_name(-status)}"
+        return HarnessError(
+            Code.ENGINE_FAILED,
+            f"the engine's process ended {how} before it was done",
+            where=f"{self._engine}, {doing}",
+            hint="run the engine alone on the same tokens; --no-isolate runs it in the harness's own process",
+        )
+
+    def _timed_out(self, doing: str, timeout_s: float | None) -> HarnessError:
+        return HarnessError(
+            Code.ENGINE_TIMED_OUT,
+            "the engine was not done in time, and its process was ended",
+            where=f"{self._engine}, {doing}",
+            expected=f"at most {timeout_s:g} s",
+            hint="raise --engine-timeout, or give a smaller workload",
+        )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)

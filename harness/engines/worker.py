@@ -1,0 +1,78 @@
+"""What runs in an engine's own process: opens the engine and records runs of it, one JSON line a job.
+
+Started by `EngineProcess`, with the number of the pipe that tells of the parent's end.
+"""
+
+import fcntl
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from harness.engines.adapter import Engine, blaming, open_engine
+from harness.errors import HarnessError
+
+
+def main() -> None:
+    """Answer jobs on standard input until it ends."""
+    _die_with_the_parent(int(sys.argv[2]))
+    with os.fdopen(os.dup(0)) as jobs, os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what the engine reads is no job,
+        os.dup2(2, 1)  # and what it prints no answer
+        worker = _Worker()
+        for line in jobs:
+            answers.write(json.dumps(worker.answer(json.loads(line))) + "\n")
+            answers.flush()
+
+
+def _die_with_the_parent(lifeline: int) -> None:
+    """Have the kernel kill this process group when the parent's end of the pipe is closed, whatever runs here."""
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    try:
+        is_closed = not os.read(lifeline, 1)
+    except BlockingIOError:
+        is_closed = False
+    if is_closed:
+        os._exit(1)
+
+
+class _Worker:
+    """Holds the engine between jobs."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+
+    def answer(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        """Do a job; return what came of it."""
+        try:
+            with blaming(job["engine"]):
+                self._open(**job["open"]) if "open" in job else self._run(job["run"])
+        except HarnessError as error:
+            if os.environ.get("HARNESS_TRACEBACK"):
+                traceback.print_exc()
+            return {"error": _as_json(error)}
+        assert self._engine is not None
+        return {"name": self._engine.name, "offer": asdict(self._engine.offer)}
+
+    def _open(self, name: str, folder: str, dtype: str, device: str, options: dict[str, str]) -> None:
+        self._engine = open_engine(name, Path(folder), dtype=dtype, device=device, options=options)
+
+    def _run(self, description: Mapping[str, Any]) -> None:
+        from harness.engines.record import RunDescription, record
+
+        assert self._engine is not None
+        record(self._engine, RunDescription.model_validate(description))
+
+
+def _as_json(error: HarnessError) -> dict[str, Any]:
+    texts = {"where": error.where, "expected": error.expected, "actual": error.actual, "hint": error.hint}
+    return {"code": error.code.value, "what": error.what} | {
+        name: None if value is None else str(value) for name, value in texts.items()
+    }

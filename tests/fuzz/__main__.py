@@ -1,0 +1,40 @@
+"""python -m tests.fuzz [--inputs N] [--seed S] [TARGET ...]: many damaged inputs, and how many were handled badly."""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from .fuzzer import fuzz
+from .targets import Templates, targets
+
+
+def main() -> int:
+    """Fuzz every target in proportion to what its inputs cost; print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--inputs", type=int, default=100_000, help="damaged inputs in all [default: 100,000]")
+    parser.add_argument("--seed", type=int, default=0, help="of the first input")
+    parser.add_argument("names", nargs="*", metavar="TARGET", help="[default: all]")
+    given = parser.parse_args()
+    num_bad = 0
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
+        (Path(name) / "template").mkdir()
+        templates = Templates(Path(name) / "template")
+        chosen = [target for target in targets(templates) if not given.names or target.name in given.names]
+        shares = {target.name: 1 / target.seconds for target in chosen}
+        for target in chosen:
+            count, begin = max(1, round(given.inputs * shares[target.name] / sum(shares.values()))), time.monotonic()
+            handled = [fuzz(target, templates.folder, given.seed + index) for index in range(count)]
+            found = [what for each in handled for what in each.violations]
+            num_bad += len(found)
+            endings = ", ".join(f"{ending} {n}" for ending, n in Counter(each.ending for each in handled).most_common())
+            seconds = time.monotonic() - begin
+            print(f"{target.name}: {count} inputs, {len(found)} violations, {seconds:.0f} s ({endings})", flush=True)
+            print(*found[:10], sep="\n", end="\n" if found else "", flush=True)
+    return 1 if num_bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""What is damaged, and the command that is given the damaged file."""
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.cli.main import run
+from harness.oracle.golden import INFO_FILE, NOISE_FILE, GoldenInfo
+
+from .mutate import Mutation, damaged, damaged_header, damaged_json
+
+CHECKPOINTS = Path(__file__).parents[2] / "cases" / "checkpoints"
+WORKLOAD = ("--token-ids", "1,4,5,6,7", "--token-ids", "1,9", "--max-new-tokens", "2")
+_SMALL_PROFILE = ("--prompt-tokens", "4", "--max-new-tokens", "2", "--runs", "1")
+
+
+@contextmanager
+def cache_at(folder: Path) -> Iterator[None]:
+    """Keep goldens and hashes in this folder during the block."""
+    before = os.environ.get("HARNESS_CACHE")
+    os.environ["HARNESS_CACHE"] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.pop("HARNESS_CACHE") if before is None else os.environ.update(HARNESS_CACHE=before)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One kind of file."""
+
+    name: str
+    file: str
+    """Of the template's folder: what is damaged."""
+    mutations: Sequence[Mutation]
+    command: Callable[[Path], Sequence[object]]
+    """The arguments, given the folder with the damaged file."""
+    repair: Callable[[Path], None] = lambda _folder: None
+    """Puts right what depends on the damaged file, for half of the inputs."""
+    seconds: float = 0.1
+    """What one input costs, roughly: dear targets get fewer of them."""
+
+
+class Templates:
+    """Sound inputs, made once: a checkpoint in shards, a golden, a recording, a profile with a baseline, a trace."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copytree(CHECKPOINTS / "qwen2-tiny", folder / "model")
+        self._run("golden", "--model", folder / "model", *WORKLOAD, "--out", folder / "golden")
+        self._run("run", "--golden", folder / "golden", "--schedule", "batched", "--out", folder / "recording")
+        with cache_at(folder / "cache"):
+            self._run("check", "--model", folder / "model", "--schedule", "plain", *WORKLOAD)
+        self._run("profile", "--model", folder / "model", *_SMALL_PROFILE, "--out", folder / "profile")
+        self._run("gate", folder / "profile", folder / "baseline.json", "--accept")
+        trace = next((folder / "profile").rglob("*.trace.json.gz"))
+        shutil.copy(trace, folder / "trace.json.gz")
+        events = json.loads(gzip.decompress(trace.read_bytes()))
+        events["traceEvents"] = events["traceEvents"][:200]  # damage shows in few as in many
+        (folder / "trace.json").write_text(json.dumps(events))
+        (folder / "case.toml").write_text(
+            'schema_version = 1\ndescription = "a case"\nmodel = "model"\nengine = "reference"\ndtype = "float32"\n'
+            'schedules = ["plain", "chunked:3"]\nmax_new_tokens = 4\nrequire = ["decode"]\nisolate = false\n'
+            '[engine_options]\nblock_size = 4\n[[requests]]\ntoken_ids = [1, 2, 3, 4, 5]\n[[requests]]\nprompt = "ab"\n'
+            "[profile]\nprompt_tokens = 8\n",
+            encoding="utf-8",
+        )
+
+    @staticmethod
+    def _run(*arguments: object) -> None:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as err:
+            status = run([str(argument) for argument in arguments])
+        assert status == 0, (arguments, status, err.getvalue())
+
+
+def targets(templates: Templates) -> list[Target]:
+    """Return all targets."""
+    text, header = [damaged, damaged_json, damaged_json], [damaged, damaged_header, damaged_header]
+    found = [
+        Target(name="index", file="model/model.safetensors.index.json", mutations=text, command=_inspect),
+        Target(name="config", file="model/config.json", mutations=text, command=_inspect),
+        Target(name="weights", file="model/model-00001-of-00002.safetensors", mutations=header, command=_inspect),
+        Target(name="case", file="case.toml", mutations=[damaged], command=lambda at: (
+            "check", "--case", at / "case.toml", "--device", "cuda:99")),
+        Target(name="trace", file="trace.json", mutations=text, command=lambda at: (
+            "trace", "diff", at / "trace.json", at / "trace.json")),
+        Target(name="gzipped trace", file="trace.json.gz", mutations=[damaged], command=lambda at: (
+            "trace", "summary", at / "trace.json.gz")),
+        Target(name="profile", file="profile/profile.json", mutations=text, command=_gate),
+        Target(name="baseline", file="baseline.json", mutations=text, command=_gate),
+        Target(name="recording's manifest", file="recording/manifest.json", mutations=text, command=_diff),
+        Target(name="golden's manifest", file="golden/manifest.json", mutations=text, command=_diff, repair=_forget),
+        Target(name="golden.json", file=f"golden/{INFO_FILE}", mutations=text, command=_diff, repair=_sign_info),
+        Target(name="noise", file=f"golden/{NOISE_FILE}", mutations=header, command=_diff, repair=_forget),
+    ]  # fmt: skip
+    for side in ("recording", "golden"):
+        step = f"{side}/step-00000.safetensors"
+        found.append(Target(name=f"{side}'s step", file=step, mutations=header, command=_diff, repair=_sign))
+    return [*found, *_of_a_golden(templates, text), *_in_the_cache(text, header)]
+
+
+def _of_a_golden(templates: Templates, mutations: Sequence[Mutation]) -> Iterator[Target]:
+    """Yield what transformers reads of a checkpoint."""
+    files = {"config.json": WORKLOAD, "generation_config.json": WORKLOAD}
+    files |= dict.fromkeys(("tokenizer.json", "tokenizer_config.json"), ("--prompt", "ab", "--max-new-tokens", "2"))
+    for file, workload in files.items():
+        if (templates.folder / "model" / file).exists():
+            yield Target(
+                name=f"{file} of a golden", file=f"model/{file}", mutations=mutations, seconds=1.0,
+                command=lambda at, workload=workload: (
+                    "golden", "--model", at / "model", *workload, "--out", at / "out"),
+            )  # fmt: skip
+
+
+def _in_the_cache(text: Sequence[Mutation], header: Sequence[Mutation]) -> Iterator[Target]:
+    """Yield the files of a golden that a check finds in the cache."""
+    for file in ("manifest.json", INFO_FILE, NOISE_FILE, "step-00000.safetensors"):
+        yield Target(
+            name=f"{file} in the cache", file=f"cache/goldens/*/{file}", seconds=1.0,
+            mutations=header if file.endswith("safetensors") else text,
+            command=lambda at: ("check", "--model", at / "model", "--schedule", "plain", *WORKLOAD),
+        )  # fmt: skip
+
+
+def _inspect(at: Path) -> Sequence[object]:
+    return "inspect", at / "model"
+
+
+def _gate(at: Path) -> Sequence[object]:
+    return "gate", at / "profile", at / "baseline.json"
+
+
+def _diff(at: Path) -> Sequence[object]:
+    return "diff", at / "golden", at / "recording"
+
+
+def _sign(folder: Path) -> None:
+    """Write the size and digest of the damaged step into its manifest, as a program that wrote it so would have."""
+    for side in ("recording", "golden"):
+        manifest = json.loads((folder / side / "manifest.json").read_text())
+        (folder / side / "manifest.json").unlink()  # a link to the template's
+        content = (folder / side / manifest["steps"][0]["file"]).read_bytes()
+        manifest["steps"][0] |= {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        (folder / side / "manifest.json").write_text(json.dumps(manifest))
+    _forget(folder)
+
+
+def _forget(folder: Path) -> None:
+    """Make of the golden one of the first version, which had no digests."""
+    (folder / "golden" / INFO_FILE).unlink()
+
+
+def _sign_info(folder: Path) -> None:
+    path = folder / "golden" / INFO_FILE
+    with suppress(ValueError):
+        info = GoldenInfo.model_validate_json(path.read_bytes())
+        path.write_text(info.model_copy(update={"sha256": info.digest()}).model_dump_json())
