@@ -73,7 +73,7 @@ def check(
     Raises:
         HarnessError: an argument cannot be used, or the engine raised an exception.
     """
-    from harness.jobs.check import run_check
+    from harness.jobs.check import keep_page, run_check
     from harness.plan import plan_request
 
     with named_as_arguments(), checkpoint(model_or_own(engine, model)) as (folder, label):
@@ -92,7 +92,10 @@ def check(
         )
         subject = chosen.open and chosen.open(plan.folder, plan.dtype, plan.device)
         plan = replace(plan, subject=subject, model=label or plan.model)
-        return CheckReport.of(run_check(plan, out=None if out is None else Path(out), progress=progress))
+        result = run_check(plan, out=None if out is None else Path(out), progress=progress)
+    if out is not None:
+        keep_page(result, Path(out))
+    return CheckReport.of(result)
 
 
 def golden(

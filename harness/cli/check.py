@@ -60,7 +60,7 @@ def check(
         raise HarnessError(Code.BAD_OPTION, what, where="--profile", hint="add --out DIR")
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.jobs.check import run_check
+        from harness.jobs.check import keep_page, run_check
         from harness.plan import resolve_dtype
 
         given = opt.Given(
@@ -91,8 +91,10 @@ def check(
             for each in plans:
                 folder = out / each.dtype if out and len(plans) > 1 else out
                 results.append(run_check(each, out=folder, progress=report))
-                if profile and folder is not None:
-                    profiles.append(_profiled(each, results[-1], folder, report))
+                if folder is not None:
+                    keep_page(results[-1], folder)
+                    if profile:
+                        profiles.append(_profiled(each, results[-1], folder, report))
     return print_results(results, format, profiles)
 
 

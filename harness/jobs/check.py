@@ -38,18 +38,19 @@ def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None 
 
     Args:
         plan: what to check.
-        out: folder, new or empty, that keeps the page of the result and the recordings of the engine, one folder a
-            schedule; None keeps nothing.
+        out: folder, new or empty, that keeps the recordings of the engine, one folder a schedule; None keeps nothing.
         progress: told what is being done.
 
     Raises:
         HarnessError: the input cannot be used. Findings are results, not errors.
     """
     with nullcontext() if out is None else claimed(out):
-        result = _run_plan(plan, out, progress or (lambda _label, _done, _total: None))
-        if out is not None:
-            write_text(out / REPORT_NAME, report_html(result))
-        return result
+        return _run_plan(plan, out, progress or (lambda _label, _done, _total: None))
+
+
+def keep_page(result: CheckResult, folder: Path) -> None:
+    """Write a check's page beside its recordings; raises HarnessError (CANNOT_WRITE)."""
+    write_text(folder / REPORT_NAME, report_html(result))
 
 
 def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
