@@ -58,6 +58,7 @@ def _failed(error: Exception) -> Explanation:
         residual_after=None,
         num_rows=0,
         num_explained=0,
+        is_cause=False,
         detail=f"{type(error).__name__}: {error}",
     )
 

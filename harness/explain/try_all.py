@@ -85,6 +85,7 @@ def try_all(scene: Scene, roundings: torch.Tensor, bound: torch.Tensor, scope: s
             residual_after=None,
             num_rows=len(roundings),
             num_explained=0,
+            is_cause=False,
             detail=pattern(scene),
         )
     return _explanation(best, roundings, scope)

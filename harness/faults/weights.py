@@ -125,7 +125,7 @@ FAULTS = [
         "qkv-by-kv-head",
         "The stacked projection is ordered by KV head and read as q, k, v.",
         _kv_heads_interleaved,
-        "order|k_proj",
+        "in the wrong order",
         _LAYER + "self_attn.q_proj",
         instance="vllm#42803",
     ),
@@ -183,7 +183,7 @@ FAULTS = [
         "embedding-shifted",
         "The embedding's rows are one off.",
         _embedding_shifted,
-        "token|row",
+        "token id",
         "model.embed_tokens",
     ),
     _fault(

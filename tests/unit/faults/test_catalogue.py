@@ -1,6 +1,7 @@
 """The catalogue: complete, and each fault is put in, reached, and taken out again."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -94,6 +95,26 @@ def test_the_wrong_place_and_the_wrong_cause_do_not_count():
     elsewhere = Fault(**{name: getattr(fault, name) for name in fault.__slots__} | {"row": (1, 0), "cause": "theta"})
     score = score_fault(elsewhere, trial)
     assert (score.detected, score.localised, score.named) == (True, False, False)
+    assert score.named_wrongly
+
+
+def test_what_asserts_no_cause_is_not_named_wrongly():
+    fault = FAULTS["norm-weight-skipped"]
+    trial = try_fault(fault)
+    (run,) = trial.result.runs
+    seen = replace(run.first_divergence, explanation=replace(run.first_divergence.explanation, is_cause=False))
+    unsure = replace(trial, result=replace(trial.result, runs=(replace(run, first_divergence=seen),)))
+    score = score_fault(fault, unsure)
+    assert (score.detected, score.named, score.named_wrongly) == (True, False, False)
+
+
+def test_which_rows_are_wrong_is_no_cause():
+    """A pattern that matches the scope alone, `request 1` for one, does not count as a name."""
+    fault = FAULTS["norm-weight-skipped"]
+    trial = try_fault(fault)
+    scope = trial.result.runs[0].first_divergence.explanation.scope
+    score = score_fault(replace(fault, cause=f"^{scope}|; {scope}"), trial)
+    assert (score.named, score.named_wrongly) == (False, True)
 
 
 BENIGN = ("blocks-permuted", "norm-weight-before-cast", "projections-unfused", "split-kv", "short-prompts", "preempted")
