@@ -12,6 +12,7 @@ from harness.compare.prefixes import Prefixes
 from harness.compare.run import Comparison
 from harness.compare.shapes import engine_dtype
 from harness.errors import Code, HarnessError
+from harness.explain.layers import layers_that_did_not_run
 from harness.explain.memory import Memory
 from harness.explain.scene import Scene, gathered
 from harness.explain.scope import scope
@@ -98,18 +99,18 @@ class _Explainer:
         else:
             errors = self.found.errors.get(operation.tap)
             evidence = self.found.evidence.get(operation.tap)
-        if errors is None or evidence is None:
+        if errors is None or not bool(errors.bad.any()):
             return None
+        where = scope(errors.rows, errors.bad, self.recording)
         with torch.no_grad(), ExitStack() as stack:
             if operation.kind is not Kind.CACHE:
                 part = self.hf.part_of(operation.module)
                 stack.enter_context(self.hf.weights.held(part))
                 stack.enter_context(upcast(torch.float64, self.hf.module(part)))
+            if evidence is None:
+                return layers_that_did_not_run(operation, errors, self.hf, self.locator, self.dtype, where)
             scene = self._scene(evidence)
-            if scene is None:
-                return None
-            where = scope(errors.rows, errors.bad, self.recording)
-            return try_all(scene, evidence.roundings, evidence.bound, where)
+            return None if scene is None else try_all(scene, evidence.roundings, evidence.bound, where)
 
     def _scene(self, evidence: Evidence) -> Scene | None:
         actual = gathered(self.locator, evidence.operation.tap, evidence.rows)

@@ -55,6 +55,16 @@ class Scene:
         """[R] int64."""
         return self.rows.position
 
+    @cached_property
+    def num_elements(self) -> float:
+        """Elements of a row that carry the error: as many as would carry it evenly (its participation ratio)."""
+        error = self.actual - self.expected
+        energy = (
+            (error / error.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)).square().sum(dim=0)
+        )
+        total = float(energy.sum())
+        return total**2 / float(energy.square().sum()) if total else 1.0
+
     def select(self, keep: torch.Tensor) -> "Scene":
         """Return the scene of the rows where the mask [R] holds."""
         views, begin = [], 0
