@@ -22,7 +22,7 @@ from reference_engine.prefix_cache import Prefix, PrefixCache
 _K_CACHE, _ATTENTION = "model.layers.0.k_cache", "model.layers.0.attention"
 
 
-def _stored(change: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> Any:
+def stored(change: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> Any:
     """Change what is stored where: `change` gets the cache, k, v and slots, and returns k, v and slots."""
 
     def make(store: Callable[..., None]) -> Callable[..., None]:
@@ -159,7 +159,7 @@ def _keyed_by_depth(cache: PrefixCache) -> None:
     cache._hash = lambda data: data[: -8 * cache.block_size] + b"."
 
 
-def _prefixes(change: Callable[[PrefixCache], None], is_same: Callable[[Prefix, Prefix], bool]) -> Any:
+def prefixes_changed(change: Callable[[PrefixCache], None], is_same: Callable[[Prefix, Prefix], bool]) -> Any:
     """Change what a prefix cache hashes and what it compares."""
 
     def make(init: Callable[..., None]) -> Callable[..., None]:
@@ -278,7 +278,7 @@ FAULTS = [
     _fault(
         "slot-at-boundary",
         "The first token of a block is stored in the last slot of the block before.",
-        _stored(_slot_back_at_boundary),
+        stored(_slot_back_at_boundary),
         "written to a wrong slot",
         _K_CACHE,
         (0, BLOCK_SIZE - 1),
@@ -286,7 +286,7 @@ FAULTS = [
     _fault(
         "padding-in-last-slot",
         "A row of padding with slot -1 is stored in the last slot of the cache.",
-        _stored(_with_padding_row),
+        stored(_with_padding_row),
         "zeros come back.*written over",
         _K_CACHE,
         (0, _LAST_SLOT),
@@ -296,7 +296,7 @@ FAULTS = [
     _fault(
         "k-and-v-swapped",
         "Keys go to the values' cache, values to the keys'.",
-        _stored(_swapped),
+        stored(_swapped),
         "each other's cache",
         _K_CACHE,
         FIRST,
@@ -304,7 +304,7 @@ FAULTS = [
     _fault(
         "cache-bf16",
         "The cache holds bfloat16 though float32 was asked for.",
-        _stored(_in_bfloat16),
+        stored(_in_bfloat16),
         "bfloat16",
         _K_CACHE,
         FIRST,
@@ -384,7 +384,7 @@ FAULTS = [
     _fault(
         "hash-without-parent",
         "A block is found by its own tokens, whatever came before.",
-        _prefixes(_keyed_by_own_tokens, lambda own, other: own.token_ids == other.token_ids),
+        prefixes_changed(_keyed_by_own_tokens, lambda own, other: own.token_ids == other.token_ids),
         "another request wrote",
         "model.layers.1.k_cache",
         (3, BLOCK_SIZE),
@@ -393,7 +393,7 @@ FAULTS = [
     _fault(
         "collision-taken-for-a-hit",
         "Two prefixes with the same hash are taken for the same.",
-        _prefixes(_keyed_by_depth, lambda own, other: True),
+        prefixes_changed(_keyed_by_depth, lambda own, other: True),
         "another request wrote",
         _K_CACHE,
         (1, 0),

@@ -13,7 +13,7 @@ _LAYER = "model.layers.0."
 Weights = dict[str, torch.Tensor]
 
 
-def _loaded(change: Callable[[Weights, Any], None]) -> Any:
+def loaded(change: Callable[[Weights, Any], None]) -> Any:
     """Change the parameters in place once they are loaded: `change` gets them and the model's config."""
 
     def make(load: Callable[..., Weights]) -> Callable[..., Weights]:
@@ -101,7 +101,7 @@ def _fault(id: str, summary: str, change: Any, cause: str, tap: str, *, row: Row
         id=id,
         category=Category.WEIGHTS,
         summary=summary,
-        plant=_loaded(change),
+        plant=loaded(change),
         cause=cause,
         tap=tap,
         row=row,
