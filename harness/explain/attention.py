@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -149,6 +149,16 @@ def _how_many_keys(scene: Scene, number: torch.Tensor) -> str | None:
         if torch.equal(number, -context % multiple):
             return f"padding is attended to: keys are padded with zeros to a multiple of {multiple}"
     return _PADDING if len(number) > 1 and len(number.unique()) == 1 else None
+
+
+def left_out(scene: Scene) -> Iterator[Hypothesis]:
+    """The soft cap of the scores is left out, or the sinks are."""
+    if scene.views[0].softcap is not None:
+        output = _joined(scene, lambda view: replace(view, softcap=None).attend())
+        yield Hypothesis(cause="the soft cap of the scores is left out", output=output)
+    if scene.views[0].sinks is not None:
+        output = _joined(scene, lambda view: replace(view, sinks=None).attend())
+        yield Hypothesis(cause="the attention sinks are left out", output=output)
 
 
 def wrong_scale(scene: Scene) -> Iterator[Hypothesis]:
@@ -351,6 +361,7 @@ EXPLANATIONS = (
     mask_misaligned,
     wrong_window,
     padding_attended,
+    left_out,
     wrong_scale,
     other_kv_heads,
     coarse_softmax,

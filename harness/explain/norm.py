@@ -4,11 +4,11 @@ y = w x / sqrt(mean(x^2) + eps). `R` rows, `N` heads (1 but for the norms of q a
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from harness.explain.hypothesis import Hypothesis
+from harness.explain.norm_form import NormForm, with_form
 from harness.explain.scene import Scene
 
 _EPSILONS = (1e-6, 1e-5, 1e-8, 1e-12, 0.0, 1e-3)
@@ -24,21 +24,28 @@ _MIN_STATISTICS, _SCATTER, _RULE = 8, 0.3, 0.8
 ranks with the mean of the squares, of those that do not."""
 
 
-def weight_skipped(scene: Scene) -> Iterator[Hypothesis]:
+@with_form
+def weight_skipped(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
     """The rows are normalised and not scaled."""
-    x, _, eps = _parts(scene)
+    x, _, eps = norm.parts
     yield Hypothesis(cause="the norm's weight is not applied", output=_normed(x, eps))
 
 
-def weight_plus_one(scene: Scene) -> Iterator[Hypothesis]:
+@with_form
+def weight_plus_one(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
     """The weight is taken as an offset from one, as Gemma stores it."""
-    x, weight, eps = _parts(scene)
-    yield Hypothesis(cause="the norm's weight is applied as 1 + weight", output=_normed(x, eps, weight + 1))
+    x, weight, eps = norm.parts
+    if norm.is_offset:
+        cause = "the norm's weight is applied as it is, without adding 1"
+        yield Hypothesis(cause=cause, output=_normed(x, eps, weight - 1))
+    else:
+        yield Hypothesis(cause="the norm's weight is applied as 1 + weight", output=_normed(x, eps, weight + 1))
 
 
-def weight_twice(scene: Scene) -> Iterator[Hypothesis]:
+@with_form
+def weight_twice(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
     """The weight is applied twice."""
-    x, weight, eps = _parts(scene)
+    x, weight, eps = norm.parts
     yield Hypothesis(cause="the norm's weight is applied twice", output=_normed(x, eps, weight * weight))
 
 
@@ -47,16 +54,18 @@ def norm_skipped(scene: Scene) -> Iterator[Hypothesis]:
     yield Hypothesis(cause="the norm is skipped", output=scene.inputs[0].flatten(1))
 
 
-def only_weight(scene: Scene) -> Iterator[Hypothesis]:
+@with_form
+def only_weight(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
     """The input is scaled and not normalised."""
-    x, weight, _ = _parts(scene)
+    x, weight, _ = norm.parts
     yield Hypothesis(cause="the norm only applies its weight", output=(x * weight).flatten(1))
 
 
-def wrong_eps(scene: Scene) -> Iterator[Hypothesis]:
+@with_form
+def wrong_eps(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
     """Another eps: one that models use, or the one that fits; or it is added elsewhere."""
-    x, weight, own = _parts(scene)
-    for eps in dict.fromkeys((*_EPSILONS, *_fitted_eps(scene))):
+    x, weight, own = norm.parts
+    for eps in dict.fromkeys((*_EPSILONS, *_fitted_eps(norm))):
         freedom = 0 if eps in _EPSILONS else 1
         if eps != own:
             cause = f"wrong eps: {eps:g} instead of {own:g}"
@@ -64,18 +73,19 @@ def wrong_eps(scene: Scene) -> Iterator[Hypothesis]:
     in_sum = f"eps {own:g} is added to the sum of the squares instead of to their mean"
     yield Hypothesis(cause=in_sum, output=_normed(x, own / x.shape[-1], weight))
     root = x.square().mean(dim=-1, keepdim=True).sqrt()
-    for eps in dict.fromkeys((own, *_EPSILONS, *_fitted_outside(scene))):
+    for eps in dict.fromkeys((own, *_EPSILONS, *_fitted_outside(norm))):
         cause = f"eps {eps:g} is added outside of the root"
         freedom = 0 if eps == own else 1
         yield Hypothesis(cause=cause, output=(x / (root + eps) * weight).flatten(1), freedom=freedom)
 
 
-def wrong_divisor(scene: Scene) -> Iterator[Hypothesis]:
+@with_form
+def wrong_divisor(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
     """The sum of the squares is divided by another number than that of the elements."""
-    x, weight, eps = _parts(scene)
+    x, weight, eps = norm.parts
     dim = x.shape[-1]
     total = x.square().sum(dim=-1, keepdim=True)
-    fitted = float((total / (_statistics(scene)[1] - eps)).median())
+    fitted = float((total / (_statistics(norm)[1] - eps)).median())
     known = {1.0, dim - 1.0, dim + 1.0, *(float(-(-dim // size) * size) for size in _PADDINGS)} - {float(dim)}
     for divisor in dict.fromkeys((*sorted(known), *([round(fitted)] if 1 < fitted < 1e6 else []))):
         if divisor == dim:
@@ -88,31 +98,35 @@ def wrong_divisor(scene: Scene) -> Iterator[Hypothesis]:
         )
 
 
-def _fitted_eps(scene: Scene) -> list[float]:
+def _fitted_eps(norm: NormForm) -> list[float]:
     """Return the eps that fits the rows together, where one does, to two digits."""
-    mean, implied = _statistics(scene)
+    mean, implied = _statistics(norm)
     eps = float((implied - mean).median())
     return [float(f"{eps:.2g}")] if 0 < eps < 10 else []
 
 
-def _fitted_outside(scene: Scene) -> list[float]:
+def _fitted_outside(norm: NormForm) -> list[float]:
     """Return the eps outside of the root that fits the rows together, to two digits."""
-    mean, implied = _statistics(scene)
+    mean, implied = _statistics(norm)
     eps = float((implied.clamp(min=0).sqrt() - mean.sqrt()).median())
     return [float(f"{eps:.2g}")] if 0 < eps < 10 else []
 
 
-def mean_subtracted(scene: Scene) -> Iterator[Hypothesis]:
+@with_form
+def mean_subtracted(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
     """A layer norm: the mean is subtracted first."""
-    x, weight, eps = _parts(scene)
-    yield Hypothesis(
-        cause="a layer norm: the mean is subtracted", output=_normed(x - x.mean(dim=-1, keepdim=True), eps, weight)
-    )
+    x, weight, eps = norm.parts
+    if norm.is_centred:
+        yield Hypothesis(cause="the mean is not subtracted", output=_normed(norm.raw, eps, weight))
+    else:
+        centred = x - x.mean(dim=-1, keepdim=True)
+        yield Hypothesis(cause="a layer norm: the mean is subtracted", output=_normed(centred, eps, weight))
 
 
-def over_all_heads(scene: Scene) -> Iterator[Hypothesis]:
+@with_form
+def over_all_heads(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
     """The heads are normalised together instead of each by itself."""
-    x, weight, eps = _parts(scene)
+    x, weight, eps = norm.parts
     if x.shape[1] > 1:
         scale = (x.square().mean(dim=(1, 2), keepdim=True) + eps).rsqrt()
         yield Hypothesis(
@@ -120,19 +134,26 @@ def over_all_heads(scene: Scene) -> Iterator[Hypothesis]:
         )
 
 
-def other_weight(scene: Scene) -> Iterator[Hypothesis]:
+@with_form
+def other_weight(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
     """The weight is that of another norm of the checkpoint."""
-    x, own, eps = _parts(scene)
+    x, _, eps = norm.parts
+    own = scene.weight(scene.operation.tap)
+    if own is None:
+        return
     for operation in scene.graph:
         if operation.kind is scene.operation.kind and operation.tap != scene.operation.tap:
             weight = scene.weight(operation.tap)
             if weight is not None and weight.shape == own.shape and not torch.equal(weight, own):
-                yield Hypothesis(cause=f"the weight is that of {operation.tap}", output=_normed(x, eps, weight))
+                yield Hypothesis(
+                    cause=f"the weight is that of {operation.tap}", output=_normed(x, eps, norm.of_weight(weight))
+                )
 
 
-def statistic_overflows(scene: Scene) -> Iterator[Hypothesis]:
+@with_form
+def statistic_overflows(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
     """The squares are infinite in the dtype that they are taken in, and the row comes out as zeros."""
-    x, weight, eps = _parts(scene)
+    x, weight, eps = norm.parts
     is_first = True
     for dtype in (torch.float32, torch.float16):
         name = str(dtype).removeprefix("torch.")
@@ -148,9 +169,10 @@ def statistic_overflows(scene: Scene) -> Iterator[Hypothesis]:
                 is_first = False
 
 
-def coarse_statistic(scene: Scene) -> Iterator[Hypothesis]:
+@with_form
+def coarse_statistic(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
     """The variance is computed in a 16-bit dtype."""
-    x, weight, eps = _parts(scene)
+    x, weight, eps = norm.parts
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         squares = x.to(dtype).square()
@@ -165,12 +187,13 @@ def coarse_statistic(scene: Scene) -> Iterator[Hypothesis]:
         yield Hypothesis(cause=f"the norm is computed in {name}", output=(normed * weight).flatten(1))
 
 
-def changed_weights(scene: Scene) -> Iterator[Hypothesis]:
+@with_form
+def changed_weights(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
     """Some of the weights are others: each is fitted to all rows."""
-    x, weight, eps = _parts(scene)
+    x, weight, eps = norm.parts
     normed = x * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
     energy = normed.square().sum(dim=(0, 1)).clamp(min=torch.finfo(torch.float64).tiny)
-    fitted = (scene.actual.view_as(x) * normed).sum(dim=(0, 1)) / energy
+    fitted = (norm.actual * normed).sum(dim=(0, 1)) / energy
     change = (fitted - weight).abs() * energy.sqrt()
     is_changed = change > _CHANGED * change.max()
     if 2 * int(is_changed.sum()) > len(weight):
@@ -204,10 +227,11 @@ def _changes(own: torch.Tensor, fitted: torch.Tensor, is_changed: torch.Tensor) 
     return ", ".join(f"[{at}] is {float(fitted[at]):.4g} instead of {float(own[at]):.4g}" for at in places)
 
 
-def own_statistic(scene: Scene) -> Iterator[Hypothesis]:
+@with_form
+def own_statistic(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
     """Each row is scaled by a factor of its own: only its statistic is wrong. How wrong tells what it was."""
-    x, weight, eps = _parts(scene)
-    mean, implied = _statistics(scene)
+    x, weight, eps = norm.parts
+    mean, implied = _statistics(norm)
     if not bool((implied > 0).all()):
         return
     deviation = implied / (mean + eps) - 1
@@ -231,24 +255,16 @@ def _is_rounding(deviation: torch.Tensor, mean: torch.Tensor) -> bool:
     return is_scattered and abs(float(torch.corrcoef(ranks)[0, 1])) < _RULE
 
 
-def _parts(scene: Scene) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """The input [R, N, D], the weight [D], and eps."""
-    module: Any = scene.module
-    weight = module.weight.detach().to("cpu", torch.float64)
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", 0.0))
-    return scene.inputs[0].flatten(1).unflatten(-1, (-1, len(weight))), weight, float(eps)
-
-
 def _normed(x: torch.Tensor, eps: float, weight: torch.Tensor | None = None) -> torch.Tensor:
     """[R, N*D]."""
     normed = x * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
     return (normed if weight is None else normed * weight).flatten(1)
 
 
-def _statistics(scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+def _statistics(norm: NormForm) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean of the squares, and what the rows were divided by, squared: [R, N, 1] each."""
-    x, weight, _ = _parts(scene)
-    scaled, actual = x * weight, scene.actual.view_as(x)
+    x, weight, _ = norm.parts
+    scaled, actual = x * weight, norm.actual
     gain = (actual * scaled).sum(-1, keepdim=True) / scaled.square().sum(-1, keepdim=True)
     return x.square().mean(dim=-1, keepdim=True), gain.sign() * gain.square().reciprocal()
 

@@ -72,6 +72,7 @@ class _Explainer:
         self.expected = Locator(expected.recording, match_requests(expected.recording, recording))
         self.locator, self.memory = Locator(recording), Memory(recording)
         self.dtype = engine_dtype(recording)
+        self.modules = {path for path, _ in hf.model.named_modules()}
 
     def explained(self, finding: Finding) -> Finding:
         """Return the finding with its explanation, if it has one."""
@@ -103,7 +104,7 @@ class _Explainer:
             return None
         where = scope(errors.rows, errors.bad, self.recording)
         with torch.no_grad(), ExitStack() as stack:
-            if operation.kind is not Kind.CACHE:
+            if operation.kind is not Kind.CACHE and operation.module in self.modules:
                 part = self.hf.part_of(operation.module)
                 stack.enter_context(self.hf.weights.held(part))
                 stack.enter_context(upcast(torch.float64, self.hf.module(part)))

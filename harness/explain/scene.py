@@ -126,7 +126,10 @@ class Scene:
         return next(fits, None)
 
     def weight(self, tap: str, name: str = "weight") -> torch.Tensor | None:
-        """Return a parameter of a tap's module in float64; None where there is none, or it is too large to be held."""
+        """Return a parameter of a tap's module in float64, a matrix as [out, in].
+
+        None where there is none, or it is too large to be held.
+        """
         if tap not in self.graph:
             return None
         path = self.graph[tap].module
@@ -134,7 +137,8 @@ class Scene:
             tensor = getattr(self.hf.module(path), name, None)
             if not isinstance(tensor, torch.Tensor) or tensor.numel() > _MAX_WEIGHT_ELEMENTS:
                 return None
-            return tensor.detach().to("cpu", torch.float64, copy=True)
+            is_turned = name == "weight" and type(self.hf.module(path)).__name__ == "Conv1D"  # HF's, with [in, out]
+            return (tensor.T if is_turned else tensor).detach().to("cpu", torch.float64, copy=True)
 
     def siblings(self) -> list[Operation]:
         """Return the other operations of the same kind that read the same taps."""

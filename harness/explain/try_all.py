@@ -98,7 +98,8 @@ def _says_more(trial: Trial, other: Trial) -> bool:
 def _trials(name: str, evidence: Evidence) -> Iterator[Trial]:
     for explain in _explanations(name):
         for hypothesis in explain(evidence.scene):
-            yield Trial.of(hypothesis, evidence)
+            if hypothesis.output.shape == evidence.scene.actual.shape:
+                yield Trial.of(hypothesis, evidence)
 
 
 def _is_perfect(trial: Trial, evidence: Evidence) -> bool:
