@@ -130,7 +130,7 @@ def padding_attended(scene: Scene) -> Iterator[Hypothesis]:
         cause=_PADDING if how is None else how,
         output=(expected * share[..., None]).flatten(1),
         detail=f"number of them, row by row: {shown}",
-        freedom=len(number) if how is None else 1,
+        freedom=len(number) if how is None else int(how == _PADDING),
         is_cause=how is not None,
     )
 

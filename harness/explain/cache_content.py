@@ -1,6 +1,7 @@
 """Content of the cache that is not what was written, and no other row's: coarser, scaled, reordered, single bits."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -14,8 +15,9 @@ _LEVELS = 127
 _MANTISSA_STEPS = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 4}
 """Numbers of a float8 between one power of two and the next."""
 _LEAST_GAIN = 1e-3
-_ON_GRID = 0.98
-"""Share of the elements that must lie on a grid for it to be the cache's."""
+_ON_GRID, _ROOM, _TINY, _AS_NEAR = 0.98, 4.0, 1e-6, 1.5
+"""Share of the elements that must lie on a grid for it to be the cache's, how near to it in roundings at
+least, and in distances from the grid that is nearest of all."""
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 
@@ -43,36 +45,37 @@ def grid(scene: Scene) -> Iterator[Hypothesis]:
     if largest == 0:
         return
     for dtype, steps in _MANTISSA_STEPS.items():
-        for at in range(steps):
-            scale = largest / (1 + at / steps)
-            if _share_on(_mantissas(scene.actual / scale) * steps, scene) >= _ON_GRID:
-                output = _on_mantissas(scene.expected / scale, steps) * scale
-                detail = f"with a scale of {scale:.4g} times a power of two"
-                yield Hypothesis(cause=f"{lower}: {name_of(dtype)}", output=output, detail=detail, freedom=1)
-                break
-    for level in range(2, _LEVELS + 1):
-        scale = largest / level
-        if _share_on(scene.actual / scale, scene) >= _ON_GRID:
-            output = (scene.expected / scale).round().clamp(-_LEVELS - 1, _LEVELS) * scale
-            detail = f"with one scale, {scale:.4g}"
-            yield Hypothesis(cause=f"{lower}: int8", output=output, detail=detail, freedom=1)
-            return
+        nearest = partial(_on_mantissas, steps=steps)
+        scale = _scale(scene, nearest, [largest / (1 + at / steps) for at in range(steps)])
+        if scale is not None:
+            detail = f"with a scale of {scale:.4g} times a power of two"
+            output = nearest(scene.expected / scale) * scale
+            yield Hypothesis(cause=f"{lower}: {name_of(dtype)}", output=output, detail=detail, freedom=1)
+    scale = _scale(scene, torch.round, [largest / level for level in range(2, _LEVELS + 1)])
+    if scale is not None:
+        lowest, highest = (float((each / scale).round()) for each in (scene.actual.min(), scene.actual.max()))
+        output = (scene.expected / scale).round().clamp(lowest, highest) * scale
+        yield Hypothesis(cause=f"{lower}: int8", output=output, detail=f"with one scale, {scale:.4g}", freedom=1)
 
 
-def _mantissas(x: torch.Tensor) -> torch.Tensor:
-    """Return |x| over the power of two at or below it, from 1 to 2."""
-    return torch.frexp(x.abs())[0] * 2
+def _scale(scene: Scene, nearest: Callable[[torch.Tensor], torch.Tensor], candidates: Sequence[float]) -> float | None:
+    """Return the coarsest scale under which next to all elements lie on a grid, as near to it as under any."""
+    values = scene.actual.abs().unique()
+    room, found = _ROOM * rounding_unit(scene.dtype), list[tuple[float, float]]()
+    for candidate in candidates:
+        on_grid = nearest(values / candidate)
+        scale = float((values / on_grid)[on_grid != 0].mean())  # each value once: what is saturated is there often
+        x = scene.actual / scale
+        error = (x - nearest(x)).abs() / (room * x.abs() + _TINY)
+        if float((error <= 1).float().mean()) >= _ON_GRID:
+            found.append((float(error.mean()), scale))
+    best = min(found, default=(0.0, 0.0))[0]
+    return next((scale for error, scale in found if error <= _AS_NEAR * best + _TINY), None)
 
 
 def _on_mantissas(x: torch.Tensor, steps: int) -> torch.Tensor:
     mantissa, exponent = torch.frexp(x)
     return torch.ldexp((mantissa * 2 * steps).round() / (2 * steps), exponent)
-
-
-def _share_on(x: torch.Tensor, scene: Scene) -> float:
-    """Return the share of elements that are whole numbers, within what the engine's dtype rounds."""
-    room = (4 * rounding_unit(scene.dtype) * x.abs()).clamp(min=1e-4, max=0.1)
-    return float(((x - x.round()).abs() <= room).float().mean())
 
 
 def gain(scene: Scene) -> Iterator[Hypothesis]:
@@ -90,6 +93,7 @@ def gain(scene: Scene) -> Iterator[Hypothesis]:
         output=(written * factors[:, None]).flatten(1),
         detail=f"by head: {shown}",
         freedom=len(factors),
+        is_vague=True,
     )
 
 

@@ -280,13 +280,15 @@ def wrong_theta(scene: Scene, own: Rotation) -> _Causes:
     if "rope_theta" not in parameters:
         return
     meant = float(parameters["rope_theta"])
-    for theta in dict.fromkeys((*_THETAS, *_fitted_thetas(scene, own))):
+    fitted = _fitted_thetas(scene, own)
+    for theta in dict.fromkeys((*_THETAS, *fitted)):
         other = _with_parameters(scene, own, {**parameters, "rope_theta": theta}) if theta != meant else None
         if other is not None:
             yield Hypothesis(
                 cause=f"wrong rope theta: {theta:g} instead of {meant:g}",
                 output=other.turn(scene.inputs[0], scene.positions),
                 freedom=0 if theta in _THETAS else 1,
+                is_vague=theta == fitted[-1],  # that of two digits fits as well, or better
             )
 
 

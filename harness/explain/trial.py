@@ -1,7 +1,7 @@
 """One hypothesis against the wrong rows: the rows that it holds for, and whether they are enough to assert it."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -37,6 +37,8 @@ class Evidence:
     """[R] their errors against what they should be."""
     bound: torch.Tensor
     """[R] the errors that rounding explains."""
+    failures: list[str] = field(default_factory=list)
+    """Explanations that raised."""
 
     def distinct(self, rows: torch.Tensor) -> int:
         """Count the rows, of a mask [R], that are not copies of each other."""
@@ -105,9 +107,10 @@ class Trial:
         difference = int(self.holds.sum()) - int(other.holds.sum())
         if abs(difference) >= self.margin:
             return difference > 0
-        if self.hypothesis.is_vague != other.hypothesis.is_vague:
-            return other.hypothesis.is_vague
-        return other.lags(self) > _CLEARLY
+        lag = other.lags(self)
+        if abs(lag) <= _CLEARLY:
+            return other.hypothesis.is_vague and not self.hypothesis.is_vague
+        return lag > 0
 
     def is_as_good_as(self, best: "Trial") -> bool:
         """Whether the rows cannot tell the two apart."""

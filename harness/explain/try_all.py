@@ -11,6 +11,7 @@ from importlib import import_module
 
 import torch
 
+from harness.errors import HarnessError
 from harness.explain.not_finite import not_finite
 from harness.explain.pattern import pattern
 from harness.explain.scene import Explain, Scene
@@ -97,9 +98,14 @@ def _says_more(trial: Trial, other: Trial) -> bool:
 
 def _trials(name: str, evidence: Evidence) -> Iterator[Trial]:
     for explain in _explanations(name):
-        for hypothesis in explain(evidence.scene):
-            if hypothesis.output.shape == evidence.scene.actual.shape:
-                yield Trial.of(hypothesis, evidence)
+        try:
+            for hypothesis in explain(evidence.scene):
+                if hypothesis.output.shape == evidence.scene.actual.shape:
+                    yield Trial.of(hypothesis, evidence)
+        except HarnessError:
+            raise
+        except Exception as error:  # it does not know operations of this shape; the others may
+            evidence.failures.append(f"{explain.__name__}: {type(error).__name__}")
 
 
 def _is_perfect(trial: Trial, evidence: Evidence) -> bool:
@@ -110,6 +116,8 @@ def _is_perfect(trial: Trial, evidence: Evidence) -> bool:
 
 def _no_cause(evidence: Evidence, weak: Trial | None, scope: str) -> Explanation:
     seen = pattern(evidence.scene)
+    if evidence.failures:
+        seen += f"; could not be tried: {', '.join(evidence.failures)}"
     if weak is not None:
         count = f"{int(weak.holds.sum())} of {len(weak.holds)}"
         seen += f"; {count} rows would fit, and are too few to say it: {weak.hypothesis.cause}"
