@@ -1,5 +1,6 @@
 """What can be said of any operation: a gain, rows or heads in another order, another input, a coarser dtype."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -25,9 +26,29 @@ def zero_output(scene: Scene) -> Iterator[Hypothesis]:
 
 
 def constant_gain(scene: Scene) -> Iterator[Hypothesis]:
-    """All rows are scaled by one factor."""
+    """All rows are scaled by one factor; a factor of its own in each row is no cause."""
     gain = float((scene.actual * scene.expected).sum() / scene.expected.square().sum())
-    yield Hypothesis(cause=f"a constant gain of {gain:.6g}", output=scene.expected * gain, freedom=1)
+    energy = scene.expected.square().sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    gains = (scene.actual * scene.expected).sum(dim=1, keepdim=True) / energy
+    if _is_one(scene, scene.expected * gain, scene.expected * gains):
+        yield Hypothesis(cause=f"a constant gain of {gain:.6g}", output=scene.expected * gain, freedom=1)
+    else:
+        yield Hypothesis(
+            cause="each row is scaled by a factor of its own",
+            output=scene.expected * gains,
+            detail=f"from {float(gains.min()):.6g} to {float(gains.max()):.6g}",
+            freedom=len(gains),
+            is_cause=False,
+        )
+
+
+def _is_one(scene: Scene, together: torch.Tensor, apart: torch.Tensor) -> bool:
+    """Whether one number for all rows does as well as one for each, which costs what the BIC says."""
+    left, least = ((scene.actual - each).norm(dim=1) / each.norm(dim=1) for each in (together, apart))
+    finest = rounding_unit(scene.dtype) / 2
+    count = len(left) * scene.num_elements / 4
+    gained = count * float((left.clamp(min=finest).log() - least.clamp(min=finest).log()).nan_to_num().mean())
+    return gained <= len(left) / 2 * math.log(max(count, math.e))
 
 
 def offset_per_channel(scene: Scene) -> Iterator[Hypothesis]:

@@ -11,7 +11,7 @@ from harness.explain.hypothesis import Hypothesis
 from harness.explain.norm_form import NormForm, with_form
 from harness.explain.scene import Scene
 
-_EPSILONS = (1e-6, 1e-5, 1e-8, 1e-12, 0.0, 1e-3)
+_EPSILONS = (1e-6, 1e-5, 1e-8, 1e-7, 1e-12, 0.0, 1e-4, 1e-3, 1e-2)
 _COARSE = 2.0**-6
 """Relative error of a statistic in bfloat16, at most: two roundings and a sum."""
 _PADDINGS = (8, 16, 32, 64, 128, 256)

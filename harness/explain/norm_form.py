@@ -58,12 +58,21 @@ def form_of(scene: Scene) -> NormForm | None:
     """Return the form under which a norm's inputs give what they should; None where it is none that is known."""
     module: Any = scene.module
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    x = scene.inputs[0].flatten(1)
-    if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or x.shape[1] % len(weight):
-        return None
+    if not isinstance(weight, torch.Tensor):
+        widths = dict.fromkeys((scene.inputs[0].flatten(1).shape[1], scene.hf.head_dim))
+        forms = (_form(scene, torch.ones(width, dtype=torch.float64), None) for width in widths)
+        return next((form for form in forms if form is not None), None)
     weight = weight.detach().to("cpu", torch.float64)
-    bias = bias.detach().to("cpu", torch.float64) if isinstance(bias, torch.Tensor) else None
+    return _form(scene, weight, bias.detach().to("cpu", torch.float64) if isinstance(bias, torch.Tensor) else None)
+
+
+def _form(scene: Scene, weight: torch.Tensor, bias: torch.Tensor | None) -> NormForm | None:
+    """Return the form of a norm with this weight [D]; None where it gives something else."""
+    module: Any = scene.module
+    x = scene.inputs[0].flatten(1)
+    if weight.dim() != 1 or x.shape[1] % len(weight):
+        return None
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     raw, actual = (each.unflatten(-1, (-1, len(weight))) for each in (x, scene.actual))
     own = NormForm(
         x=raw,

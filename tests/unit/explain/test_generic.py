@@ -129,3 +129,13 @@ def test_two_causes_that_the_rows_cannot_tell_apart(bench):
     assert "a row sees only the last 1 tokens" in found.cause
     assert "the first 1 tokens are not seen" in found.cause
     assert "for which they give the same numbers: longer or other prompts would" in found.detail
+
+
+def test_a_factor_that_differs_from_row_to_row_is_no_cause(bench):
+    bench = bench(dtype=torch.bfloat16)
+    right = bench.tap(TAP)
+    factors = torch.linspace(1.02, 1.06, len(right), dtype=torch.float64)[:, None]
+    found = bench.explain(TAP, right * factors)
+    assert found.cause == "each row is scaled by a factor of its own"
+    assert not found.is_cause
+    assert bench.explain(TAP, right * 1.04).cause.startswith("a constant gain of 1.0")

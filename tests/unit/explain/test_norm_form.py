@@ -83,3 +83,16 @@ def test_what_only_one_form_gets_wrong():
     assert torch.allclose(plain, normed * random(WIDTH, seed=1))
     uncentred = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * random(WIDTH, seed=1) + random(WIDTH, seed=2)
     assert torch.allclose(outputs(mean_subtracted, layered)["the mean is not subtracted"], uncentred)
+
+
+def test_a_norm_without_a_weight_over_heads():
+    class Plain(nn.Module):
+        eps = EPS
+
+        def forward(self, x):
+            heads = x.unflatten(-1, (-1, 8))
+            return (heads * (heads.square().mean(-1, keepdim=True) + self.eps).rsqrt()).flatten(1)
+
+    found = scene(Plain())
+    found.hf = SimpleNamespace(head_dim=8)
+    assert form_of(found).x.shape == (7, 3, 8)
