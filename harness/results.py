@@ -82,6 +82,10 @@ class Explanation:
     """Wrong rows that were looked at."""
     num_explained: int
     """Those whose error falls to the rounding floor."""
+    num_fitted: int = 0
+    """Numbers that were fitted to these rows, over all of them."""
+    is_cause: bool = True
+    """Whether a cause is asserted; False where only what was seen is said."""
     detail: str = ""
     provenance: Provenance | None = None
 

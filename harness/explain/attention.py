@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,9 @@ from harness.explain.view import View
 
 _MAX_SPLIT_SIZES = 24
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
+_PADDING = "padding is attended to: keys of zeros take part"
+_MULTIPLES = (4, 8, 16, 32, 64, 128, 256)
+_PADDED_HEADS = (64, 128, 256)
 
 
 def _joined(scene: Scene, attend: Callable[[View], torch.Tensor]) -> torch.Tensor:
@@ -44,13 +47,15 @@ def mask_misaligned(scene: Scene) -> Iterator[Hypothesis]:
         return view.visible() & (view.key_step == view.rows.step[:, None])
 
     def top_left(view: View) -> torch.Tensor:
-        first = [int((view.key_step == step).nonzero()[0, 0]) for step in view.rows.step.tolist()]
-        index = view.rows.position - torch.tensor(first)
+        index = view.rows.position - view.first_of_step
         return torch.arange(len(view.key)) <= index[:, None]
 
     masks: dict[str, Callable[[View], torch.Tensor]] = {
         "causal mask aligned top-left instead of bottom-right": top_left,
         "a row sees only the tokens of its own step: the cache is not read": own_step,
+        "a row does not see the last token of the step before": lambda view: (
+            view.visible() & (torch.arange(len(view.key)) != view.first_of_step[:, None] - 1)
+        ),
         "a row does not see the tokens of its own step": lambda view: (
             view.visible() & (view.key_step != view.rows.step[:, None])
         ),
@@ -69,6 +74,9 @@ def wrong_window(scene: Scene) -> Iterator[Hypothesis]:
             )
             for size, name in sizes.items()
         }
+        masks["the sliding window of all rows of a step is that of its first row"] = lambda view: (
+            (view.distance >= 0) & (torch.arange(len(view.key)) > view.first_of_step[:, None] - window)
+        )
         masks["the sliding window is ignored"] = lambda view: view.distance >= 0
         yield from _masked(scene, masks)
     yield from _fitted_spans(scene)
@@ -92,7 +100,7 @@ def _fitted_spans(scene: Scene) -> Iterator[Hypothesis]:
         if errors:
             n = numbers[min(range(len(errors)), key=errors.__getitem__)]
             output = _joined(scene, lambda each, n=n, span=span: each.attend(visible=span(each, n)))  # type: ignore[misc]
-            yield Hypothesis(cause=cause.format(n=n), output=output)
+            yield Hypothesis(cause=cause.format(n=n), output=output, freedom=1, is_vague=view.window is not None)
 
 
 def _actual_of(scene: Scene, view: View) -> torch.Tensor:
@@ -115,14 +123,42 @@ def padding_attended(scene: Scene) -> Iterator[Hypothesis]:
     if not bool((gain > 0).all()):
         return
     number = (log_total.exp() * (1 / gain - 1)).median(dim=1).values.round().clamp(min=0)
+    how = _how_many_keys(scene, number.to(torch.int64))
     share = 1 / (1 + number[:, None] * (-log_total).exp())
     shown = ", ".join(str(int(n)) for n in number[:6].tolist())
     yield Hypothesis(
-        cause="padding is attended to: keys of zeros take part",
+        cause=_PADDING if how is None else how,
         output=(expected * share[..., None]).flatten(1),
         detail=f"number of them, row by row: {shown}",
-        freedom=1,
+        freedom=len(number) if how is None else int(how == _PADDING),
+        is_cause=how is not None,
     )
+
+
+def _how_many_keys(scene: Scene, number: torch.Tensor) -> str | None:
+    """Say what the numbers of keys of padding [R] follow; None where each row has another."""
+    longest, own = [], []
+    for request, index in zip(scene.rows.request.tolist(), scene.rows.step.tolist(), strict=True):
+        step = scene.recording.steps[index]
+        longest.append(int(step.position.max()) + 1)
+        own.append(int(step.position[step.request == request].max()) + 1)
+    context = torch.tensor(own)
+    if torch.equal(number, torch.tensor(longest) - context):
+        return "padding is attended to in a ragged batch"
+    for multiple in _MULTIPLES:
+        if torch.equal(number, -context % multiple):
+            return f"padding is attended to: keys are padded with zeros to a multiple of {multiple}"
+    return _PADDING if len(number) > 1 and len(number.unique()) == 1 else None
+
+
+def left_out(scene: Scene) -> Iterator[Hypothesis]:
+    """The soft cap of the scores is left out, or the sinks are."""
+    if scene.views[0].softcap is not None:
+        output = _joined(scene, lambda view: replace(view, softcap=None).attend())
+        yield Hypothesis(cause="the soft cap of the scores is left out", output=output)
+    if scene.views[0].sinks is not None:
+        output = _joined(scene, lambda view: replace(view, sinks=None).attend())
+        yield Hypothesis(cause="the attention sinks are left out", output=output)
 
 
 def wrong_scale(scene: Scene) -> Iterator[Hypothesis]:
@@ -140,7 +176,10 @@ def wrong_scale(scene: Scene) -> Iterator[Hypothesis]:
         "with log2(e) though the base is e": own / math.log(2),
         "taken from the number of heads": view.query.shape[1] ** -0.5,
         "taken from the KV heads' total size": (view.key.shape[1] * head_dim) ** -0.5,
+        **{f"that of a head size padded to {size}": size**-0.5 for size in _PADDED_HEADS if size > head_dim},
     }
+    if math.isclose(known["applied twice"], 1 / head_dim):
+        del known["the head size without its root"]  # the same, by another name
     for name, scale in known.items():
         output = _joined(scene, lambda each, scale=scale: each.attend(scale=scale))  # type: ignore[misc]
         yield Hypothesis(cause=f"the softmax scale is {name}: {scale:.4g} instead of {own:.4g}", output=output)
@@ -186,7 +225,12 @@ def other_kv_heads(scene: Scene) -> Iterator[Hypothesis]:
     tiled = torch.equal(heads, torch.arange(num_heads) % num_kv)
     output = _joined(scene, lambda each: each.attend(heads=heads))
     cause = "KV heads are tiled instead of repeated" if tiled else "query heads read the wrong KV heads"
-    yield Hypothesis(cause=cause, output=output, detail=f"KV head of each query head: {heads.tolist()}")
+    yield Hypothesis(
+        cause=cause,
+        output=output,
+        detail=f"KV head of each query head: {heads.tolist()}",
+        freedom=0 if tiled else num_heads,
+    )
 
 
 def coarse_softmax(scene: Scene) -> Iterator[Hypothesis]:
@@ -212,8 +256,11 @@ def splits_merged_wrongly(scene: Scene) -> Iterator[Hypothesis]:
     """The history is attended to in pieces whose results are put together without the right weights."""
     splits = {f"pieces of {size} tokens": [_pieces(view, size) for view in scene.views] for size in _split_sizes(scene)}
     splits |= {f"{count} pieces": _even_pieces(scene, count) for count in range(2, 9)}
+    splits["keys of earlier steps, and those of the step itself"] = whole = _old_and_own(scene)
     for detail, views in splits.items():
         for cause, weigh in _MERGES.items():
+            if views is whole and weigh is _last_only:
+                continue  # the same as a mask that hides the cache
             yield Hypothesis(cause=cause, output=torch.cat([each.merged(weigh) for each in views]), detail=detail)
 
 
@@ -234,10 +281,13 @@ class _Pieces:
         return (weights[..., None] * self.outputs).sum(dim=0).transpose(0, 1).flatten(1)
 
 
-def _pieces(view: View, size: int) -> _Pieces:
+def _pieces(view: View, size: int, count: int | None = None) -> _Pieces:
+    """Pieces of one size; with a count, the last of so many holds all that is left."""
     scores = view.scores().masked_fill(~view.visible(), -torch.inf)
     values = view.spread(view.value)
-    pieces = [(scores[..., at : at + size], values[:, at : at + size]) for at in range(0, scores.shape[-1], size)]
+    starts = [*range(0, scores.shape[-1], size)][:count]
+    ends = [*starts[1:], scores.shape[-1]]
+    pieces = [(scores[..., at:end], values[:, at:end]) for at, end in zip(starts, ends, strict=True)]
     return _Pieces(
         torch.stack([piece.softmax(dim=-1).nan_to_num(0.0) @ value for piece, value in pieces]),
         torch.stack([piece.logsumexp(dim=-1) for piece, _ in pieces]),
@@ -254,10 +304,19 @@ def _even_pieces(scene: Scene, count: int) -> list[_Pieces]:
     ]
 
 
+def _old_and_own(scene: Scene) -> list[_Pieces]:
+    """Each row's history in what earlier steps wrote and what its own step did."""
+    return [
+        _pieces(view.select(torch.tensor([at])), max(1, first), count=2)
+        for view in scene.views
+        for at, first in enumerate(view.first_of_step.tolist())
+    ]
+
+
 def _split_sizes(scene: Scene) -> list[int]:
     longest = max(len(view.key) for view in scene.views)
     block = scene.memory.block_size or 16
-    sizes = {1 << power for power in range(13)} | {block * number for number in range(1, 9)}
+    sizes = {1 << power for power in range(1, 13)} | {block * number for number in range(1, 9)}
     return sorted(size for size in sizes if size < longest)[:_MAX_SPLIT_SIZES]
 
 
@@ -302,6 +361,7 @@ EXPLANATIONS = (
     mask_misaligned,
     wrong_window,
     padding_attended,
+    left_out,
     wrong_scale,
     other_kv_heads,
     coarse_softmax,

@@ -3,7 +3,7 @@
 `T` query rows, `S` history rows, `M` known rows, `N` query heads, `K` KV heads, `H` head size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -38,15 +38,25 @@ def wrong_place(scene: Scene) -> Iterator[Hypothesis]:
             outputs.append(output)
             found.append((view, at, *place))
     kinds = {_kind_of(view, at, position, source, contents) for view, at, position, source in found}
+    is_one = len(kinds) == 1 and _is_one_place(found)
     view, at, position, source = found[0]
     request, step = int(view.rows.request[at]), int(view.rows.step[at])
     yield Hypothesis(
-        cause=kinds.pop() if len(kinds) == 1 else "reads one position of its history from a wrong slot",
+        cause=kinds.pop() if is_one else "one position of its history, in each row another, would explain each row",
         output=torch.stack(outputs),
         detail="; ".join(_place_text(*each, contents) for each in found[:3]),
-        freedom=1,
+        freedom=2 * (len(scene.views) if is_one else len(found)),
+        is_cause=is_one,
         provenance=lambda: provenance_of(scene, step, request, position, _content_of(contents, source)),
     )
+
+
+def _is_one_place(found: Sequence[tuple[View, int, int, int]]) -> bool:
+    """Whether all rows of a request read the same position from the same place, or all of them their own."""
+    if all(position == int(view.rows.position[at]) for view, at, position, _ in found):
+        return True
+    places = {(int(view.rows.request[at]), position, source) for view, at, position, source in found}
+    return len(places) == len({request for request, _, _ in places})
 
 
 def _best_replacement(

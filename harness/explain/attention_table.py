@@ -120,12 +120,28 @@ def other_block_table(scene: Scene) -> Iterator[Hypothesis]:
                 unknown=_reading_nothing(scene, reads),
                 provenance=lambda read=read: _foreign(scene, read),  # type: ignore[misc]
             )
+    reads = played_back(scene, lambda step, r, n: _padded(memory.slots(_table_before(scene, step, r), n), n))
+    if reads:
+        yield Hypothesis(
+            cause="reads through the block table of the step before: its own step's new blocks are read as zeros",
+            output=in_order(scene, reads, lambda each: each.view.attend()),
+        )
     reads = played_back(scene, lambda step, r, n: memory.slots(memory.table(step, r)[::-1], n))
     if reads:
         yield Hypothesis(
             cause="reads the blocks of its table in the reverse order",
             output=in_order(scene, reads, lambda each: each.view.attend()),
         )
+
+
+def _table_before(scene: Scene, step: int, request: int) -> list[int]:
+    """Return a request's block table as it was in its last step before this one; empty where there is none."""
+    steps = [each for each in scene.recording.steps[:step] if request in (each.block_tables or {})]
+    return (steps[-1].block_tables or {})[request] if steps else []
+
+
+def _padded(slots: Sequence[int], length: int) -> list[int]:
+    return [*slots, *([_NOWHERE] * (length - len(slots)))]
 
 
 def _neighbour(scene: Scene, step: int, request: int, shift: int) -> list[int]:
@@ -232,6 +248,6 @@ def _block_replaced(scene: Scene, at: int, block: int, table: Sequence[int], req
         cause="reads one block of its history from a wrong place",
         output=in_order(scene, reads, lambda each: each.view.attend()),
         detail=f"block {at} of the table is read from {whose}",
-        freedom=1,
+        freedom=2,  # which block, and what is read in its place
         provenance=lambda: provenance_of(scene, read.step, request, position, read.view.key[position].flatten()),
     )

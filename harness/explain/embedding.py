@@ -18,9 +18,7 @@ def another_token(scene: Scene) -> Iterator[Hypothesis]:
     nearest = torch.cat([_distances(scene.actual, part) for part in table.split(_BLOCK_ROWS)], dim=1).argmin(dim=1)
     own = token_ids(scene.recording, scene.rows)
     pairs = ", ".join(f"{at} for {token}" for token, at in list(zip(own.tolist(), nearest.tolist(), strict=True))[:6])
-    yield Hypothesis(
-        cause=_named(scene, own, nearest), output=table[nearest], detail=f"rows of the table: {pairs}", freedom=1
-    )
+    yield Hypothesis(cause=_named(scene, own, nearest), output=table[nearest], detail=f"rows of the table: {pairs}")
 
 
 def _distances(actual: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -34,10 +32,25 @@ def _named(scene: Scene, own: torch.Tensor, found: torch.Tensor) -> str:
         there = [tokens[r][p + shift] if 0 <= p + shift < len(tokens[r]) else -1 for r, p in places]
         if there == found.tolist():
             return f"the embedding is that of the token {name} it"
+    if _rows_before(scene) == found.tolist():
+        return "the embedding is that of the token before it in the step"
     difference = (found - own).unique()
     if len(difference) == 1:
         return f"the embedding is that of token id {int(difference):+d}"
     return "the embedding is that of another token"
+
+
+def _rows_before(scene: Scene) -> list[int]:
+    """Return the token of the row before each row in its step; -1 where there is none."""
+    tokens = {request.id: request.token_ids for request in scene.recording.manifest.requests}
+    before = []
+    for request, position, index in zip(
+        scene.rows.request.tolist(), scene.rows.position.tolist(), scene.rows.step.tolist(), strict=True
+    ):
+        step = scene.recording.steps[index]
+        at = int(((step.request == request) & (step.position == position)).nonzero()[-1, 0]) - 1
+        before.append(tokens[int(step.request[at])][int(step.position[at])] if at >= 0 else -1)
+    return before
 
 
 def scaled(scene: Scene) -> Iterator[Hypothesis]:

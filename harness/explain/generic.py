@@ -1,18 +1,22 @@
 """What can be said of any operation: a gain, rows or heads in another order, another input, a coarser dtype."""
 
+import math
 from collections.abc import Iterator
 
 import torch
 
 from harness.compare.align import Rows, is_readback, step_rows
+from harness.explain.formats import HALF_DTYPES, cut_off, name_of, rounded
 from harness.explain.hypothesis import Hypothesis
 from harness.explain.scene import Scene, row_inputs
 from harness.metrics import largest_rounding, rounding_unit
-from harness.taps import KINDS, Kind
+from harness.taps import KINDS, Kind, Operation
 
 _MAX_POOL_ROWS = 4096
 """Rows among which a wrong one is looked for."""
 _COARSE_DTYPES = (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
+_MANY, _FEW = 32, 0.05
+"""Elements that show whether they were cut off, and the share of them that may be otherwise."""
 _ROW_WISE = (Kind.NORM, Kind.LINEAR, Kind.ROTARY)
 
 
@@ -22,9 +26,29 @@ def zero_output(scene: Scene) -> Iterator[Hypothesis]:
 
 
 def constant_gain(scene: Scene) -> Iterator[Hypothesis]:
-    """All rows are scaled by one factor."""
+    """All rows are scaled by one factor; a factor of its own in each row is no cause."""
     gain = float((scene.actual * scene.expected).sum() / scene.expected.square().sum())
-    yield Hypothesis(cause=f"a constant gain of {gain:.6g}", output=scene.expected * gain, freedom=1)
+    energy = scene.expected.square().sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    gains = (scene.actual * scene.expected).sum(dim=1, keepdim=True) / energy
+    if _is_one(scene, scene.expected * gain, scene.expected * gains):
+        yield Hypothesis(cause=f"a constant gain of {gain:.6g}", output=scene.expected * gain, freedom=1)
+    else:
+        yield Hypothesis(
+            cause="each row is scaled by a factor of its own",
+            output=scene.expected * gains,
+            detail=f"from {float(gains.min()):.6g} to {float(gains.max()):.6g}",
+            freedom=len(gains),
+            is_cause=False,
+        )
+
+
+def _is_one(scene: Scene, together: torch.Tensor, apart: torch.Tensor) -> bool:
+    """Whether one number for all rows does as well as one for each, which costs what the BIC says."""
+    left, least = ((scene.actual - each).norm(dim=1) / each.norm(dim=1) for each in (together, apart))
+    finest = rounding_unit(scene.dtype) / 2
+    count = len(left) * scene.num_elements / 4
+    gained = count * float((left.clamp(min=finest).log() - least.clamp(min=finest).log()).nan_to_num().mean())
+    return gained <= len(left) / 2 * math.log(max(count, math.e))
 
 
 def offset_per_channel(scene: Scene) -> Iterator[Hypothesis]:
@@ -33,7 +57,9 @@ def offset_per_channel(scene: Scene) -> Iterator[Hypothesis]:
         offset = (scene.actual - scene.expected).mean(dim=0)
         norm = float(offset.norm())
         yield Hypothesis(
-            cause=f"a constant offset per channel, norm {norm:.3g}", output=scene.expected + offset, freedom=1
+            cause=f"a constant offset per channel, norm {norm:.3g}",
+            output=scene.expected + offset,
+            freedom=round(scene.num_elements),
         )
 
 
@@ -46,6 +72,7 @@ def row_of_another(scene: Scene) -> Iterator[Hypothesis]:
     pool = scene.replay(inputs, pool_rows.position)
     if pool is None:
         return
+    yield from _rows_of_the_step(scene, pool_rows, pool)
     source = torch.cdist(scene.actual, pool).argmin(dim=1)
     found = pool_rows.select(source)
     pairs = [
@@ -59,8 +86,21 @@ def row_of_another(scene: Scene) -> Iterator[Hypothesis]:
     is_own = bool((found.request == scene.rows.request).all())
     which = f"{int(shift):+d} positions away" if is_own and len(shift) == 1 else "elsewhere"
     yield Hypothesis(
-        cause=f"the row is that of another token, {which}", output=pool[source], detail="; ".join(pairs[:3]), freedom=1
+        cause=f"the row is that of another token, {which}",
+        output=pool[source],
+        detail="; ".join(pairs[:3]),
+        freedom=1 if is_own and len(shift) == 1 else len(source),
     )
+
+
+def _rows_of_the_step(scene: Scene, pool_rows: Rows, pool: torch.Tensor) -> Iterator[Hypothesis]:
+    """Each row is the first or the last one of its step."""
+    for name, pick in (("first", 0), ("last", -1)):
+        places = [(pool_rows.step == step).nonzero()[:, 0] for step in scene.rows.step.tolist()]
+        if all(len(here) for here in places):
+            source = torch.stack([here[pick] for here in places])
+            cause = f"the row is that of another token, the {name} one of its step"
+            yield Hypothesis(cause=cause, output=pool[source])
 
 
 def _pool_rows(scene: Scene) -> Rows:
@@ -105,14 +145,22 @@ def another_output(scene: Scene) -> Iterator[Hypothesis]:
 
 
 def _other_taps(scene: Scene, shape: torch.Size) -> Iterator[tuple[str, torch.Tensor]]:
-    layer = scene.operation.layer or 0
     for operation in scene.graph:
         if operation.tap == scene.operation.tap or operation.kind is Kind.CACHE:
             continue
-        if operation.layer is None or layer - 1 <= operation.layer <= layer:
+        if _is_near(scene, operation):
             other = scene.tap(operation.tap)
             if other is not None and other.shape == shape:
                 yield operation.site if operation.layer == scene.operation.layer else operation.tap, other
+
+
+def _is_near(scene: Scene, operation: Operation) -> bool:
+    """Whether an operation belongs to the same layer or the one before; for what has no layer, whether it ends one."""
+    if operation.layer is None:
+        return True
+    if scene.operation.layer is None:
+        return operation.tap == list(scene.graph.of_layer(operation.layer))[-1].tap
+    return scene.operation.layer - 1 <= operation.layer <= scene.operation.layer
 
 
 def _input_site(scene: Scene) -> str:
@@ -120,21 +168,36 @@ def _input_site(scene: Scene) -> str:
 
 
 def rounded_output(scene: Scene) -> Iterator[Hypothesis]:
-    """The result was rounded to a coarser dtype: every element is a number of it, within a few of its roundings."""
+    """The result was rounded to a coarser dtype, or cut off: every element is a number of that dtype."""
     for dtype in _COARSE_DTYPES:
         if rounding_unit(dtype) <= rounding_unit(scene.dtype) or not torch.equal(
-            _rounded(scene.actual, dtype), scene.actual
+            rounded(scene.actual, dtype), scene.actual
         ):
             continue
         error = (scene.actual - scene.expected).norm(dim=1) / scene.expected.norm(dim=1)
         if float(error.max()) <= 2 * largest_rounding(dtype) * rounding_unit(dtype):
-            name = str(dtype).removeprefix("torch.")
-            yield Hypothesis(cause=f"the output is rounded to {name}", output=scene.actual)
+            how = "cut off" if _is_towards_zero(scene) else "rounded"
+            instead = " instead of rounded" if _is_towards_zero(scene) else ""
+            yield Hypothesis(cause=f"the output is {how} to {name_of(dtype)}{instead}", output=scene.actual)
             return
+    if scene.dtype in HALF_DTYPES and _is_cut_off(scene):
+        yield Hypothesis(
+            cause=f"the output is cut off to {name_of(scene.dtype)} instead of rounded", output=scene.actual
+        )
 
 
-def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.to(dtype).to(torch.float64)
+def _is_towards_zero(scene: Scene) -> bool:
+    """Whether next to no element is larger than it should be, of many that are not as they should be."""
+    larger = scene.actual.abs() > scene.expected.abs() * (1 + rounding_unit(scene.dtype))
+    return scene.actual.numel() >= _MANY and float(larger.float().mean()) < _FEW
+
+
+def _is_cut_off(scene: Scene) -> bool:
+    """Whether the elements are those that cutting off gives, where rounding gives others."""
+    cut, nearest = cut_off(scene.expected, scene.dtype), rounded(scene.expected, scene.dtype)
+    tells = cut != nearest
+    is_cut = (scene.actual == cut)[tells]
+    return len(is_cut) >= _MANY and float(is_cut.float().mean()) > 1 - _FEW
 
 
 def inputs_in_lower_precision(scene: Scene) -> Iterator[Hypothesis]:
@@ -142,7 +205,7 @@ def inputs_in_lower_precision(scene: Scene) -> Iterator[Hypothesis]:
     if scene.operation.kind not in _ROW_WISE:
         return
     for dtype in (torch.bfloat16, torch.float16):
-        output = scene.replay([_rounded(x, dtype) for x in scene.inputs], scene.positions)
+        output = scene.replay([rounded(x, dtype) for x in scene.inputs], scene.positions)
         if output is not None:
             yield Hypothesis(cause=f"its input is rounded to {str(dtype).removeprefix('torch.')}", output=output)
 

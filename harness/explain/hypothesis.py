@@ -19,7 +19,12 @@ class Hypothesis:
     detail: str = ""
     """What else is known under it: a fitted value, a list of rows."""
     freedom: int = 0
-    """Numbers that were fitted to every row; an explanation without any is preferred to one with some."""
+    """Numbers that were fitted, over all rows together: each costs likelihood, and needs rows that support it."""
+    is_cause: bool = True
+    """Whether it may be asserted; False for what only says what was seen: a scale or a place that fits each row by
+    itself, content that nothing recorded has."""
+    is_vague: bool = False
+    """Whether it only points elsewhere: what fits as well and says more comes first."""
     unknown: torch.Tensor | None = None
     """[rows] bool: rows that would have read memory nobody wrote, so that `output` cannot be known there."""
     provenance: Callable[[], Provenance | None] | None = None

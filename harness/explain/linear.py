@@ -3,10 +3,12 @@
 `R` rows, `I` inputs, `O` outputs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
+from harness.explain.formats import HALF_DTYPES, Change, name_of, of_inputs, of_weights, rounded
 from harness.explain.hypothesis import Hypothesis
 from harness.explain.scene import Scene
 from harness.taps import LOGITS, Kind
@@ -14,6 +16,11 @@ from harness.taps import LOGITS, Kind
 _MAX_MATCHED = 4096
 """Outputs whose order is looked for: beyond it, matching each with each would take too long."""
 _MANTISSA_BITS_OF_TF32 = 10
+_PIECES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_MAX_PIECES, _MAX_SUMMED = 512, 8192
+"""Additions that are replayed, and inputs of a product whose sum is."""
+_ALIKE = 0.7
+"""Cosine from which fitted weights are a changed version of the right ones."""
 
 
 def bias_dropped(scene: Scene) -> Iterator[Hypothesis]:
@@ -86,7 +93,12 @@ def outputs_in_another_order(scene: Scene) -> Iterator[Hypothesis]:
     source = distance.argmin(dim=1)
     if torch.equal(source, torch.arange(len(source))):
         return
-    yield Hypothesis(cause=_order(source, names, scene), output=pool[:, source], detail=_sources(source, names))
+    yield Hypothesis(
+        cause=_order(source, names, scene),
+        output=pool[:, source],
+        detail=_sources(source, names),
+        freedom=len(_runs(source, names)),
+    )
 
 
 def _pool(scene: Scene) -> tuple[torch.Tensor, list[tuple[str, int]]]:
@@ -110,14 +122,20 @@ def _order(source: torch.Tensor, names: Sequence[tuple[str, int]], scene: Scene)
     return f"the rows of the stacked weight are in the wrong order: outputs of {', '.join(others)} among its own"
 
 
-def _sources(source: torch.Tensor, names: Sequence[tuple[str, int]]) -> str:
-    """List the runs of outputs that come from one place: `0-31 from self_attn.k_proj 0-31`."""
+def _runs(source: torch.Tensor, names: Sequence[tuple[str, int]]) -> list[list[int]]:
+    """Return first and last of each run of outputs that come from one place."""
     runs: list[list[int]] = []
     for at, origin in enumerate(source.tolist()):
         if runs and origin == source[at - 1] + 1 and names[origin][0] == names[int(source[at - 1])][0]:
             runs[-1][1] = at
         else:
             runs.append([at, at])
+    return runs
+
+
+def _sources(source: torch.Tensor, names: Sequence[tuple[str, int]]) -> str:
+    """List the runs of outputs that come from one place: `0-31 from self_attn.k_proj 0-31`."""
+    runs = _runs(source, names)
     shown = [
         f"{begin}-{end} from {names[int(source[begin])][0]} {names[int(source[begin])][1]}-{names[int(source[end])][1]}"
         for begin, end in runs[:4]
@@ -144,25 +162,50 @@ def one_weight(scene: Scene) -> Iterator[Hypothesis]:
         cause=f"one element of the weight is another: [{row}, {column}]",
         output=output,
         detail=f"it is {own + change:.4g} instead of {own:.4g}",
-        freedom=1,
+        freedom=3,  # its row, its column and its value
     )
 
 
 def coarse_product(scene: Scene) -> Iterator[Hypothesis]:
-    """Weight, input or both were rounded to a coarser dtype before the product."""
+    """The weight was rounded, cut off or quantised before the product, or weight and input were."""
     weight, bias, x = scene.weight(scene.operation.tap), _bias(scene, scene.operation.tap), _x(scene)
-    if weight is None:
+    if weight is None or weight.shape[1] != x.shape[1]:
         return
-    roundings = {"bfloat16": _to(torch.bfloat16), "float16": _to(torch.float16), "TF32": _to_tf32}
-    for name, rounded in roundings.items():
-        yield Hypothesis(cause=f"the weight is in {name}", output=_product(x, rounded(weight), bias))
-        yield Hypothesis(
-            cause=f"the product is of inputs in {name}", output=_product(rounded(x), rounded(weight), bias)
-        )
+    for name, change in of_weights(weight.shape[1]):
+        coarse = change(weight)
+        if torch.equal(coarse, weight):
+            continue  # it is a weight of that format
+        yield Hypothesis(cause=f"the weight is {name}", output=_product(x, coarse, bias))
+        for what, goes_with, quantised in of_inputs():
+            if name.startswith(goes_with):
+                cause = f"the weight is {name}, and the input in {what}"
+                yield Hypothesis(cause=cause, output=_product(quantised(x), coarse, bias))
+    roundings: dict[str, Change] = {name_of(dtype): partial(rounded, dtype=dtype) for dtype in HALF_DTYPES}
+    if scene.recording.manifest.device != "cpu":  # which has no TF32, and on these bits float16 is the same
+        roundings["TF32"] = _to_tf32
+    for name, change in roundings.items():
+        both = change(x), change(weight)
+        if not torch.equal(both[0], x):
+            yield Hypothesis(cause=f"the product is of inputs in {name}", output=_product(*both, bias))
 
 
-def _to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: x.to(dtype).to(torch.float64)
+def sums_in_16_bits(scene: Scene) -> Iterator[Hypothesis]:
+    """The sum is kept in a 16-bit dtype, and the products of some inputs at a time are added to it."""
+    weight, bias, x = scene.weight(scene.operation.tap), _bias(scene, scene.operation.tap), _x(scene)
+    if weight is None or weight.shape[1] != x.shape[1] or weight.shape[1] > _MAX_SUMMED:
+        return
+    for dtype in HALF_DTYPES:
+        for size in _PIECES:
+            if size >= x.shape[1] or x.shape[1] / size > _MAX_PIECES:
+                continue
+            total = torch.zeros_like(scene.expected)
+            for at in range(0, x.shape[1], size):
+                total = rounded(total + rounded(x[:, at : at + size] @ weight[:, at : at + size].T, dtype), dtype)
+            yield Hypothesis(
+                cause=f"the sum of the products is kept in {name_of(dtype)}",
+                output=total if bias is None else total + bias,
+                detail=f"{size} products at a time are added to it",
+            )
 
 
 def _to_tf32(x: torch.Tensor) -> torch.Tensor:
@@ -178,10 +221,26 @@ def nobodys_weights(scene: Scene) -> Iterator[Hypothesis]:
         ones = torch.cat((x, torch.ones(len(x), 1, dtype=torch.float64)), dim=1)
         weight = torch.linalg.lstsq(ones, scene.actual).solution
         yield Hypothesis(
-            cause="the weights are none of this checkpoint: not loaded, or another checkpoint's",
+            cause=_whose_weights(scene, weight[:-1].T),
             output=ones @ weight,
-            freedom=2,
+            freedom=round(len(weight) * scene.num_elements),
         )
+
+
+def _whose_weights(scene: Scene, fitted: torch.Tensor) -> str:
+    """Say what is to be thought of fitted weights [O, I] that are no known module's."""
+    own = scene.weight(scene.operation.tap)
+    is_like_own = own is not None and own.shape == fitted.shape and _cosine(own, fitted) > _ALIKE
+    if scene.operation.tap == LOGITS and getattr(scene.hf.config, "tie_word_embeddings", False):
+        why = "stale" if is_like_own else "not loaded, or another checkpoint's"
+        return f"the weights of the tied head are not those of the embedding: {why}"
+    if is_like_own:
+        return "the weights are not quite those of this checkpoint: changed, or in another format"
+    return "the weights are none of this checkpoint: not loaded, or another checkpoint's"
+
+
+def _cosine(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float((first * second).sum() / (first.norm() * second.norm()))
 
 
 def _x(scene: Scene) -> torch.Tensor:
@@ -205,6 +264,7 @@ EXPLANATIONS = (
     transposed,
     outputs_in_another_order,
     coarse_product,
+    sums_in_16_bits,
     one_weight,
     nobodys_weights,
 )

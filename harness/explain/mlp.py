@@ -31,7 +31,10 @@ def gate_and_up_swapped(scene: Scene) -> Iterator[Hypothesis]:
 def other_activation(scene: Scene) -> Iterator[Hypothesis]:
     """Another activation function, or none."""
     gate, up = scene.inputs
+    own = _act(scene)(gate)
     for name, function in _ACTIVATIONS.items():
+        if torch.equal(function(gate), own):
+            continue
         yield Hypothesis(cause=f"the activation is {name}", output=function(gate) * up)
         yield Hypothesis(cause=f"the activation is {name}, with gate and up swapped", output=function(up) * gate)
     yield Hypothesis(cause="no activation is applied", output=gate * up)

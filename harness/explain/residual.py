@@ -20,6 +20,14 @@ def side_missing(scene: Scene) -> Iterator[Hypothesis]:
     yield Hypothesis(cause="the branch is subtracted", output=stream - branch)
 
 
+def scaled_branch(scene: Scene) -> Iterator[Hypothesis]:
+    """The branch is added with a factor, which is fitted."""
+    stream, branch = scene.inputs
+    factor = float(((scene.actual - stream) * branch).sum() / branch.square().sum())
+    cause = f"the branch is added with a factor of {factor:.4g}"
+    yield Hypothesis(cause=cause, output=stream + factor * branch, freedom=1)
+
+
 def residual_behind_the_norm(scene: Scene) -> Iterator[Hypothesis]:
     """The residual is the norm's output: taken after it, or overwritten by a norm that works in place."""
     stream, branch = scene.inputs
@@ -51,7 +59,7 @@ def another_tensor(scene: Scene) -> Iterator[Hypothesis]:
         for kept, replaced in ((0, 1), (1, 0)):
             name = operation.site if operation.layer == scene.operation.layer else operation.tap
             cause = f"{name} is added in the place of {_site(scene, replaced)}"
-            yield Hypothesis(cause=cause, output=scene.inputs[kept] + other)
+            yield Hypothesis(cause=cause, output=scene.inputs[kept] + other, is_vague=True)
 
 
 def _site(scene: Scene, index: int) -> str:
@@ -69,4 +77,4 @@ def coarse_addition(scene: Scene) -> Iterator[Hypothesis]:
         yield Hypothesis(cause=f"the addition is of values in {name}", output=low[0] + low[1])
 
 
-EXPLANATIONS = (side_missing, residual_behind_the_norm, another_tensor, coarse_addition)
+EXPLANATIONS = (side_missing, scaled_branch, residual_behind_the_norm, another_tensor, coarse_addition)

@@ -23,6 +23,20 @@ _THETAS = (1e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
 """Bases that published models use."""
 _LN_THETAS = [math.log(1e2) + step / 25 for step in range(400)]
 """Logarithms of the bases from 100 to 900 million among which the best one is looked for."""
+_FACTORS = (0.5, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0, 40.0, 64.0)
+_LN_FACTORS = [math.log(1 / 64) + step / 50 for step in range(416)]
+"""Logarithms of the factors from 1/64 to 64 among which the best one is looked for."""
+_USUAL_VALUES: dict[str, tuple[float, ...]] = {
+    "factor": (1.0, *_FACTORS),
+    "low_freq_factor": (1.0, 2.0, 4.0, 8.0),
+    "high_freq_factor": (1.0, 2.0, 4.0, 8.0, 16.0),
+    "original_max_position_embeddings": (2048, 4096, 8192, 16384, 32768, 65536, 131072),
+    "attention_factor": (1.0,),
+    "beta_fast": (16.0, 32.0, 64.0),
+    "beta_slow": (1.0, 2.0, 4.0),
+}
+"""Of parameters of scalings, in published models."""
+_MIN_ROWS_OF_REQUEST = 2
 
 _Causes = Iterator[Hypothesis]
 
@@ -78,7 +92,9 @@ def other_positions(scene: Scene, own: Rotation) -> _Causes:
         cause=named or "rotary at wrong positions",
         output=own.turn(scene.inputs[0], best),
         detail=f"positions: {shown}",
-        freedom=0 if named else 1,
+        freedom=0 if named else len(best),
+        is_cause=named is not None,
+        is_vague=not bool(best.any()),  # position 0 for every row is no rotation
     )
 
 
@@ -109,17 +125,32 @@ def _named_positions(scene: Scene, best: torch.Tensor) -> str | None:
         "positions run on through the batch instead of restarting for each request": places["batch"],
         "positions restart at 0 behind the prompt": own - places["prompt"],
         "rotary at position 0 for every row": torch.zeros_like(own),
+        "the rows of other requests before it in the step are added to the position": own + places["others"],
     }
     for name, positions in known.items():
         if torch.equal(best, positions):
             return name
-    return f"rotary at a position off by {offsets[0]:+d}" if len(offsets) == 1 else None
+    if len(offsets) == 1:
+        return f"rotary at a position off by {offsets[0]:+d}"
+    return _offsets_by_request(scene, best - own)
+
+
+def _offsets_by_request(scene: Scene, offsets: torch.Tensor) -> str | None:
+    """Say by how much the positions of each request are off, where that is the same in all rows of it."""
+    found = {}
+    for request in scene.rows.request.unique().tolist():
+        own = offsets[scene.rows.request == request]
+        if len(own) < _MIN_ROWS_OF_REQUEST or len(own.unique()) > 1:
+            return None
+        found[request] = int(own[0])
+    shown = ", ".join(f"{offset:+d} in request {request}" for request, offset in list(found.items())[:4])
+    return f"rotary at positions off by a number that each request has for itself: {shown}"
 
 
 def _places(scene: Scene) -> dict[str, torch.Tensor]:
     """Each row's index among its request's rows of the step, among all rows of it, and its prompt's length."""
     lengths = {request.id: request.prompt_length for request in scene.recording.manifest.requests}
-    chunk, batch, prompt = [], [], []
+    chunk, batch, prompt, others = [], [], [], []
     for request, position, step in _identities(scene.rows):
         rows = scene.recording.steps[step]
         here = ((rows.request == request) & (rows.position == position)).nonzero()[:, 0]
@@ -127,7 +158,9 @@ def _places(scene: Scene) -> dict[str, torch.Tensor]:
         chunk.append(int((rows.request[:at] == request).sum()))
         batch.append(at)
         prompt.append(lengths[request])
-    return {name: torch.tensor(values) for name, values in (("chunk", chunk), ("batch", batch), ("prompt", prompt))}
+        others.append(int((rows.request[:at] != request).sum()))
+    places = {"chunk": chunk, "batch": batch, "prompt": prompt, "others": others}
+    return {name: torch.tensor(values) for name, values in places.items()}
 
 
 def _identities(rows: Rows) -> Iterator[tuple[int, int, int]]:
@@ -163,19 +196,99 @@ def scaling_ignored(scene: Scene, own: Rotation) -> _Causes:
 
 
 @_with_rotation
+def other_scaling(scene: Scene, own: Rotation) -> _Causes:
+    """The frequencies are scaled in another way than config.json says, or by another factor."""
+    parameters = _parameters(scene)
+    if "rope_theta" not in parameters:
+        return
+    meant = str(parameters.get("rope_type", "default"))
+    plain = _with_parameters(scene, own, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
+    for cause, changed, freedom in (*_other_values(parameters), *_other_types(scene, own, parameters, meant)):
+        other = _with_parameters(scene, own, changed)
+        if other is not None and not _is_same(other, plain):  # no scaling at all has a name of its own
+            yield Hypothesis(cause=cause, output=other.turn(scene.inputs[0], scene.positions), freedom=freedom)
+
+
+def _is_same(one: Rotation, other: Rotation | None) -> bool:
+    return (
+        other is not None
+        and one.scaling == other.scaling
+        and one.frequencies.shape == other.frequencies.shape
+        and torch.allclose(one.frequencies, other.frequencies, rtol=1e-6, atol=0)
+    )
+
+
+def _other_values(parameters: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Parameters that config.json gives, one of them at another usual value."""
+    for name, values in _USUAL_VALUES.items():
+        meant = parameters.get(name)
+        for value in values if isinstance(meant, int | float) else ():
+            if value != meant:
+                cause = f"rope scaling: {name} is {value:g} instead of {meant:g}"
+                yield cause, {**parameters, name: value}, 0
+
+
+def _other_types(
+    scene: Scene, own: Rotation, parameters: dict[str, Any], meant: str
+) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Scalings that config.json does not ask for."""
+    length = getattr(scene.hf.config, "max_position_embeddings", None)
+    base = {"rope_theta": parameters["rope_theta"], "original_max_position_embeddings": length}
+    instead = "which config.json does not ask for" if meant == "default" else f"instead of {meant}"
+    for name in ("linear", "yarn"):
+        for factor in _FACTORS if name != meant else ():
+            cause = f"rope scaling: {name} with factor {factor:g}, {instead}"
+            yield cause, {**base, "rope_type": name, "factor": factor}, 0
+    fitted = _fitted_stretch(scene, own)
+    if fitted is not None:
+        cause = f"rope scaling: linear with factor {fitted:g}, {instead}"
+        yield cause, {**base, "rope_type": "linear", "factor": fitted}, 1
+
+
+def _fitted_stretch(scene: Scene, own: Rotation) -> float | None:
+    """Return the factor under which the unscaled pairs turn most nearly as they did, to three digits."""
+    parameters = _parameters(scene)
+    plain = _with_parameters(scene, own, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
+    if plain is None:
+        return None
+    turned, frequencies = _turned_by(scene, own), plain.frequencies.to(torch.float64)
+    if turned.shape[1] != len(frequencies):
+        return None
+
+    def fit(ln_factor: float) -> float:
+        phases = scene.positions[:, None] * frequencies / math.exp(ln_factor)
+        return float((turned * torch.polar(torch.ones_like(phases), -phases)).real.sum())
+
+    factor = math.exp(_best_of(_LN_FACTORS, fit))
+    rounded = float(f"{factor:.3g}")
+    return None if rounded in (1.0, *_FACTORS) else rounded
+
+
+def _best_of(grid: list[float], fit: Callable[[float], float]) -> float:
+    """Return where a function is largest: the best place of an even grid, refined."""
+    at, width = max(grid, key=fit), grid[1] - grid[0]
+    for _ in range(30):
+        width *= 0.6
+        at = max((at - width, at, at + width), key=fit)
+    return at
+
+
+@_with_rotation
 def wrong_theta(scene: Scene, own: Rotation) -> _Causes:
     """The base of the frequencies is another: one that models use, or one fitted to the rows."""
     parameters = _parameters(scene)
     if "rope_theta" not in parameters:
         return
     meant = float(parameters["rope_theta"])
-    for theta in dict.fromkeys((*_THETAS, *_fitted_thetas(scene, own))):
+    fitted = _fitted_thetas(scene, own)
+    for theta in dict.fromkeys((*_THETAS, *fitted)):
         other = _with_parameters(scene, own, {**parameters, "rope_theta": theta}) if theta != meant else None
         if other is not None:
             yield Hypothesis(
                 cause=f"wrong rope theta: {theta:g} instead of {meant:g}",
                 output=other.turn(scene.inputs[0], scene.positions),
                 freedom=0 if theta in _THETAS else 1,
+                is_vague=theta == fitted[-1],  # that of two digits fits as well, or better
             )
 
 
@@ -190,11 +303,7 @@ def _fitted_thetas(scene: Scene, own: Rotation) -> list[float]:
         phases = scene.positions[:, None] * other.frequencies.to(torch.float64)
         return float((turned * torch.polar(torch.ones_like(phases), -phases)).real.sum())
 
-    at, width = max(_LN_THETAS, key=fit), _LN_THETAS[1] - _LN_THETAS[0]
-    for _ in range(30):
-        width *= 0.6
-        at = max((at - width, at, at + width), key=fit)
-    theta = math.exp(at)
+    theta = math.exp(_best_of(_LN_THETAS, fit))
     return [float(f"{theta:.2g}"), float(f"{theta:.6g}")]
 
 
@@ -260,6 +369,7 @@ EXPLANATIONS = (
     not_rotated,
     backwards,
     scaling_ignored,
+    other_scaling,
     wrong_theta,
     partial_rotary,
     other_positions,

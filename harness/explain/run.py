@@ -12,6 +12,7 @@ from harness.compare.prefixes import Prefixes
 from harness.compare.run import Comparison
 from harness.compare.shapes import engine_dtype
 from harness.errors import Code, HarnessError
+from harness.explain.layers import layers_that_did_not_run
 from harness.explain.memory import Memory
 from harness.explain.scene import Scene, gathered
 from harness.explain.scope import scope
@@ -58,6 +59,7 @@ def _failed(error: Exception) -> Explanation:
         residual_after=None,
         num_rows=0,
         num_explained=0,
+        is_cause=False,
         detail=f"{type(error).__name__}: {error}",
     )
 
@@ -70,6 +72,7 @@ class _Explainer:
         self.expected = Locator(expected.recording, match_requests(expected.recording, recording))
         self.locator, self.memory = Locator(recording), Memory(recording)
         self.dtype = engine_dtype(recording)
+        self.modules = {path for path, _ in hf.model.named_modules()}
 
     def explained(self, finding: Finding) -> Finding:
         """Return the finding with its explanation, if it has one."""
@@ -97,18 +100,18 @@ class _Explainer:
         else:
             errors = self.found.errors.get(operation.tap)
             evidence = self.found.evidence.get(operation.tap)
-        if errors is None or evidence is None:
+        if errors is None or not bool(errors.bad.any()):
             return None
+        where = scope(errors.rows, errors.bad, self.recording)
         with torch.no_grad(), ExitStack() as stack:
-            if operation.kind is not Kind.CACHE:
+            if operation.kind is not Kind.CACHE and operation.module in self.modules:
                 part = self.hf.part_of(operation.module)
                 stack.enter_context(self.hf.weights.held(part))
                 stack.enter_context(upcast(torch.float64, self.hf.module(part)))
+            if evidence is None:
+                return layers_that_did_not_run(operation, errors, self.hf, self.locator, self.dtype, where)
             scene = self._scene(evidence)
-            if scene is None:
-                return None
-            where = scope(errors.rows, errors.bad, self.recording)
-            return try_all(scene, evidence.roundings, evidence.bound, where)
+            return None if scene is None else try_all(scene, evidence.roundings, evidence.bound, where)
 
     def _scene(self, evidence: Evidence) -> Scene | None:
         actual = gathered(self.locator, evidence.operation.tap, evidence.rows)

@@ -55,6 +55,16 @@ class Scene:
         """[R] int64."""
         return self.rows.position
 
+    @cached_property
+    def num_elements(self) -> float:
+        """Elements of a row that carry the error: as many as would carry it evenly (its participation ratio)."""
+        error = self.actual - self.expected
+        energy = (
+            (error / error.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)).square().sum(dim=0)
+        )
+        total = float(energy.sum())
+        return total**2 / float(energy.square().sum()) if total else 1.0
+
     def select(self, keep: torch.Tensor) -> "Scene":
         """Return the scene of the rows where the mask [R] holds."""
         views, begin = [], 0
@@ -116,7 +126,10 @@ class Scene:
         return next(fits, None)
 
     def weight(self, tap: str, name: str = "weight") -> torch.Tensor | None:
-        """Return a parameter of a tap's module in float64; None where there is none, or it is too large to be held."""
+        """Return a parameter of a tap's module in float64, a matrix as [out, in].
+
+        None where there is none, or it is too large to be held.
+        """
         if tap not in self.graph:
             return None
         path = self.graph[tap].module
@@ -124,7 +137,8 @@ class Scene:
             tensor = getattr(self.hf.module(path), name, None)
             if not isinstance(tensor, torch.Tensor) or tensor.numel() > _MAX_WEIGHT_ELEMENTS:
                 return None
-            return tensor.detach().to("cpu", torch.float64, copy=True)
+            is_turned = name == "weight" and type(self.hf.module(path)).__name__ == "Conv1D"  # HF's, with [in, out]
+            return (tensor.T if is_turned else tensor).detach().to("cpu", torch.float64, copy=True)
 
     def siblings(self) -> list[Operation]:
         """Return the other operations of the same kind that read the same taps."""

@@ -2,55 +2,31 @@
 
 An explanation holds for a row if the row's error against what it would give falls to the rounding floor: to twice the
 row's own bound at most (under the cause other roundings may be made, and one even where none is allowed), and to half
-of the error at most.
+of the error at most. It is asserted if the rows that it holds for are enough for the numbers that were fitted to them,
+and if no other cause fits as well: causes that the rows cannot tell apart are all said.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 
 import torch
 
-from harness.explain.hypothesis import Hypothesis
+from harness.errors import HarnessError
 from harness.explain.not_finite import not_finite
 from harness.explain.pattern import pattern
 from harness.explain.scene import Explain, Scene
+from harness.explain.trial import Evidence, Trial, distance
 from harness.metrics import rounding_unit
 from harness.results import Explanation
 from harness.taps import KINDS, Kind
 
 NO_CAUSE = "no known way to get it wrong fits"
-_FLOOR = 2.0
-"""Times a row's own bound that its error may still be under the right cause."""
-_FALL = 0.5
-_MIN_SHARE = 0.5
-"""Share of the rows that a cause must explain; below it, it is none."""
 _WELL_EXPLAINED = 0.85
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """One hypothesis and how it went."""
-
-    hypothesis: Hypothesis
-    residual: torch.Tensor
-    """[R] roundings."""
-    holds: torch.Tensor
-    """[R] bool."""
-
-    def is_perfect(self, bound: torch.Tensor) -> bool:
-        """Whether nothing is left that another explanation could explain better."""
-        return self.hypothesis.freedom == 0 and bool((self.holds & (self.residual <= bound)).all())
-
-    def is_better_than(self, other: "_Trial") -> bool:
-        """More rows explained; of about as many, with fewer fitted numbers; of these, by much the smaller error."""
-        margin = max(1.0, 0.02 * len(self.holds))
-        difference = int(self.holds.sum()) - int(other.holds.sum())
-        if abs(difference) >= margin:
-            return difference > 0
-        if self.hypothesis.freedom != other.hypothesis.freedom:
-            return self.hypothesis.freedom < other.hypothesis.freedom
-        return _median(self.residual) < _FALL * _median(other.residual)
+_MAX_EQUAL = 3
+"""Causes that fit alike and are said."""
+_TOLD_IN_FLOAT32 = 50.0
+"""Roundings to float32 by which two causes differ that float32 would tell apart."""
+_GENERIC = "generic"
 
 
 def try_all(scene: Scene, roundings: torch.Tensor, bound: torch.Tensor, scope: str) -> Explanation:
@@ -69,64 +45,125 @@ def try_all(scene: Scene, roundings: torch.Tensor, bound: torch.Tensor, scope: s
             if explanation.residual_after is not None:
                 return explanation
         return not_finite(scene, roundings, scope)
-    best: _Trial | None = None
-    for explain in causes_of(scene.operation.kind):
-        for hypothesis in explain(scene):
-            trial = _tried(hypothesis, scene, roundings, bound)
-            if best is None or trial.is_better_than(best):
-                best = trial
-        if best is not None and best.is_perfect(bound):
-            break
-    if best is None or float(best.holds.float().mean()) < _MIN_SHARE:
-        return Explanation(
-            cause=NO_CAUSE,
-            scope=scope,
-            residual_before=_median(roundings),
-            residual_after=None,
-            num_rows=len(roundings),
-            num_explained=0,
-            detail=pattern(scene),
-        )
-    return _explanation(best, roundings, scope)
+    evidence = Evidence(scene, roundings, bound)
+    best, equal, other = _best(evidence)
+    if best is None and other is not None and other.fits:
+        return _explanation(other, (), evidence, scope)
+    if best is None:
+        return _no_cause(evidence, other, scope)
+    return _explanation(best, equal, evidence, scope)
 
 
 def causes_of(kind: Kind) -> Sequence[Explain]:
     """Return what is tried for a kind of operation, the likelier first."""
-    modules = [import_module(f"harness.explain.{name}") for name in KINDS[kind].causes]
-    return [explain for module in modules for explain in module.EXPLANATIONS]
+    return [explain for name in KINDS[kind].causes for explain in _explanations(name)]
 
 
-def _tried(hypothesis: Hypothesis, scene: Scene, roundings: torch.Tensor, bound: torch.Tensor) -> _Trial:
-    error = (scene.actual - hypothesis.output).norm(dim=1)
-    norm = hypothesis.output.norm(dim=1)
-    residual = torch.where(error == 0, 0.0, error / norm / rounding_unit(scene.dtype)).nan_to_num(nan=torch.inf)
-    holds = (residual <= _FLOOR * bound.clamp(min=1)) & (residual <= _FALL * roundings)
-    unknown = hypothesis.unknown
-    if unknown is not None and bool(holds[~unknown].any()) and bool(holds[~unknown].all()):
-        holds = holds | unknown
-    return _Trial(hypothesis, residual, holds)
+def _explanations(name: str) -> Sequence[Explain]:
+    explanations: Sequence[Explain] = import_module(f"harness.explain.{name}").EXPLANATIONS
+    return explanations
 
 
-def _explanation(trial: _Trial, roundings: torch.Tensor, scope: str) -> Explanation:
-    hypothesis, share = trial.hypothesis, float(trial.holds.float().mean())
-    detail = hypothesis.detail
-    if share < _WELL_EXPLAINED:
-        rest = "some rows have another cause"
-        detail = f"{detail}; {rest}" if detail else rest
+def _best(evidence: Evidence) -> tuple[Trial | None, list[Trial], Trial | None]:
+    """Return the best cause, those that are as good, and the best of what fits and may not be asserted."""
+    best: Trial | None = None
+    other: Trial | None = None
+    group: list[Trial] = []
+    for name in KINDS[evidence.scene.operation.kind].causes:
+        if best is not None and name == _GENERIC and _is_perfect(best, evidence):
+            break  # what can be said of any operation says less
+        trials = list(_trials(name, evidence))
+        asserted = [trial for trial in trials if trial.is_cause]
+        leader = best
+        for trial in asserted:
+            if best is None or trial.is_better_than(best):
+                best = trial
+        group = asserted if name == _GENERIC and best is not leader else [*group, *asserted]
+        for trial in trials:
+            if bool(trial.holds.any()) and (other is None or _says_more(trial, other)):
+                other = trial
+    if best is None:
+        return None, [], other
+    causes: dict[str, Trial] = {}
+    for trial in group:
+        if trial.hypothesis.cause != best.hypothesis.cause and trial.is_as_good_as(best):
+            causes.setdefault(trial.hypothesis.cause, trial)
+    return best, list(causes.values()), other
+
+
+def _says_more(trial: Trial, other: Trial) -> bool:
+    """Whether what may not be asserted is the better description of what was seen."""
+    return trial.is_better_than(other) if trial.fits == other.fits else trial.fits
+
+
+def _trials(name: str, evidence: Evidence) -> Iterator[Trial]:
+    for explain in _explanations(name):
+        try:
+            for hypothesis in explain(evidence.scene):
+                if hypothesis.output.shape == evidence.scene.actual.shape:
+                    yield Trial.of(hypothesis, evidence)
+        except HarnessError:
+            raise
+        except Exception as error:  # it does not know operations of this shape; the others may
+            evidence.failures.append(f"{explain.__name__}: {type(error).__name__}")
+
+
+def _is_perfect(trial: Trial, evidence: Evidence) -> bool:
+    """Whether nothing is left that another explanation could explain better."""
+    is_left = ~trial.holds | (trial.residual > evidence.bound.clamp(min=1))
+    return trial.hypothesis.freedom == 0 and not bool(is_left.any())
+
+
+def _no_cause(evidence: Evidence, weak: Trial | None, scope: str) -> Explanation:
+    seen = pattern(evidence.scene)
+    if evidence.failures:
+        seen += f"; could not be tried: {', '.join(evidence.failures)}"
+    if weak is not None:
+        count = f"{int(weak.holds.sum())} of {len(weak.holds)}"
+        seen += f"; {count} rows would fit, and are too few to say it: {weak.hypothesis.cause}"
     return Explanation(
-        cause=hypothesis.cause,
+        cause=NO_CAUSE,
         scope=scope,
-        residual_before=_median(roundings),
-        residual_after=_median(trial.residual[trial.holds & _known(hypothesis)]),
-        num_rows=len(roundings),
-        num_explained=int(trial.holds.sum()),
-        detail=detail,
+        residual_before=_median(evidence.roundings),
+        residual_after=None,
+        num_rows=len(evidence.roundings),
+        num_explained=0,
+        is_cause=False,
+        detail=seen,
+    )
+
+
+def _explanation(best: Trial, equal: Sequence[Trial], evidence: Evidence, scope: str) -> Explanation:
+    hypothesis = best.hypothesis
+    details = [hypothesis.detail]
+    if best.share < _WELL_EXPLAINED:
+        details.append("some rows have another cause")
+    if equal:
+        details.append(_what_would_tell(best, equal, evidence))
+    causes = [hypothesis.cause, *(each.hypothesis.cause for each in equal[: _MAX_EQUAL - 1])]
+    return Explanation(
+        cause=", or ".join(causes) + (f", or {len(equal) + 1 - _MAX_EQUAL} others" if len(equal) >= _MAX_EQUAL else ""),
+        scope=scope,
+        residual_before=_median(evidence.roundings),
+        residual_after=_median(best.residual[best.known]),
+        num_rows=len(evidence.roundings),
+        num_explained=int(best.holds.sum()),
+        num_fitted=hypothesis.freedom,
+        is_cause=best.is_cause,
+        detail="; ".join(detail for detail in details if detail),
         provenance=hypothesis.provenance() if hypothesis.provenance else None,
     )
 
 
-def _known(hypothesis: Hypothesis) -> torch.Tensor:
-    return torch.tensor(True) if hypothesis.unknown is None else ~hypothesis.unknown
+def _what_would_tell(best: Trial, equal: Sequence[Trial], evidence: Evidence) -> str:
+    """Say what would tell causes apart that fit alike."""
+    apart = min(distance(best, each) for each in equal)
+    fine = rounding_unit(torch.float32)
+    if evidence.scene.dtype in (torch.bfloat16, torch.float16) and apart > _TOLD_IN_FLOAT32 * fine:
+        return "these rows cannot tell them apart: a run in float32 would"
+    if apart > fine:
+        return "these rows cannot tell them apart: more of them would"
+    return "these rows cannot tell them apart, for which they give the same numbers: longer or other prompts would"
 
 
 def _median(values: torch.Tensor) -> float:

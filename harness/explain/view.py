@@ -37,6 +37,11 @@ class View(AttentionHistory):
         """[T, S] bool: keys that existed in the query's step."""
         return self.key_step <= self.rows.step[:, None]
 
+    @property
+    def first_of_step(self) -> torch.Tensor:
+        """[T] int64: the first position that each query's own step computed."""
+        return (self.key_step >= self.rows.step[:, None]).int().argmax(dim=1)
+
     def visible(self) -> torch.Tensor:
         """[T, S] bool: what each query may see."""
         distance = self.distance

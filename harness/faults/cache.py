@@ -22,7 +22,7 @@ from reference_engine.prefix_cache import Prefix, PrefixCache
 _K_CACHE, _ATTENTION = "model.layers.0.k_cache", "model.layers.0.attention"
 
 
-def _stored(change: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> Any:
+def stored(change: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> Any:
     """Change what is stored where: `change` gets the cache, k, v and slots, and returns k, v and slots."""
 
     def make(store: Callable[..., None]) -> Callable[..., None]:
@@ -159,7 +159,7 @@ def _keyed_by_depth(cache: PrefixCache) -> None:
     cache._hash = lambda data: data[: -8 * cache.block_size] + b"."
 
 
-def _prefixes(change: Callable[[PrefixCache], None], is_same: Callable[[Prefix, Prefix], bool]) -> Any:
+def prefixes_changed(change: Callable[[PrefixCache], None], is_same: Callable[[Prefix, Prefix], bool]) -> Any:
     """Change what a prefix cache hashes and what it compares."""
 
     def make(init: Callable[..., None]) -> Callable[..., None]:
@@ -278,16 +278,16 @@ FAULTS = [
     _fault(
         "slot-at-boundary",
         "The first token of a block is stored in the last slot of the block before.",
-        _stored(_slot_back_at_boundary),
-        "slot|position|block|wrote",
+        stored(_slot_back_at_boundary),
+        "written to a wrong slot",
         _K_CACHE,
         (0, BLOCK_SIZE - 1),
     ),
     _fault(
         "padding-in-last-slot",
         "A row of padding with slot -1 is stored in the last slot of the cache.",
-        _stored(_with_padding_row),
-        "zero|overwritten|slot",
+        stored(_with_padding_row),
+        "zeros come back.*written over",
         _K_CACHE,
         (0, _LAST_SLOT),
         setting=Setting(schedule="plain", options={"block_size": "7", "num_blocks": "7"}),
@@ -296,15 +296,15 @@ FAULTS = [
     _fault(
         "k-and-v-swapped",
         "Keys go to the values' cache, values to the keys'.",
-        _stored(_swapped),
-        "swapped|other's|v_proj|values",
+        stored(_swapped),
+        "each other's cache",
         _K_CACHE,
         FIRST,
     ),
     _fault(
         "cache-bf16",
         "The cache holds bfloat16 though float32 was asked for.",
-        _stored(_in_bfloat16),
+        stored(_in_bfloat16),
         "bfloat16",
         _K_CACHE,
         FIRST,
@@ -313,7 +313,7 @@ FAULTS = [
         "k-cached-before-rotary",
         "The keys are stored as they were before rotary.",
         _keys_before_rotary,
-        "rotary|k_norm",
+        "cached before rotary",
         _K_CACHE,
         SECOND,
     ),
@@ -321,7 +321,7 @@ FAULTS = [
         "wrong-block",
         "In decode, one block of one request is read from another's place.",
         _planned(_wrong_block),
-        "block",
+        "one block of its history",
         _ATTENTION,
         FIRST_DECODE,
     ),
@@ -329,7 +329,7 @@ FAULTS = [
         "next-requests-table",
         "In decode, each request reads through the next one's block table.",
         _planned(_next_table),
-        "request",
+        "block table of another request",
         _ATTENTION,
         FIRST_DECODE,
     ),
@@ -337,7 +337,7 @@ FAULTS = [
         "past-the-end",
         "Decode reads one slot beyond the context.",
         _planned(_past_the_end),
-        "past|beyond|not finite|end",
+        "past the context length",
         _ATTENTION,
         FIRST_DECODE,
         setting=Setting(options={"debug_checks": "true"}),
@@ -346,7 +346,7 @@ FAULTS = [
         "last-token-unread",
         "Decode does not read the token it has just stored.",
         _planned(_without_the_last),
-        "itself",
+        "does not see itself",
         _ATTENTION,
         FIRST_DECODE,
     ),
@@ -354,7 +354,7 @@ FAULTS = [
         "read-back-swapped",
         "What is shown of the cache has two blocks swapped.",
         replacing((PagedAttention, "read_back", _read_back_swapped)),
-        "block|position",
+        "another position.*read from one",
         _K_CACHE,
         FIRST,
     ),
@@ -362,7 +362,7 @@ FAULTS = [
         "live-block-reused",
         "A block that a request still reads is given to another.",
         replacing((BlockPool, "allocate", _takes_a_live_block), _UNCHECKED),
-        "overwritten|request",
+        "another request wrote",
         _K_CACHE,
         FIRST,
         setting=Setting(prompts=(tuple(range(40, 60)), tuple(range(70, 85)))),
@@ -372,7 +372,7 @@ FAULTS = [
         "double-free",
         "What a request gives back stands twice in the list of free blocks, and two requests get it.",
         replacing((BlockPool, "free", _free_twice), _UNCHECKED),
-        "request|overwritten",
+        "another request wrote",
         _K_CACHE,
         (2, 0),
         setting=Setting(
@@ -384,8 +384,8 @@ FAULTS = [
     _fault(
         "hash-without-parent",
         "A block is found by its own tokens, whatever came before.",
-        _prefixes(_keyed_by_own_tokens, lambda own, other: own.token_ids == other.token_ids),
-        "request|content",
+        prefixes_changed(_keyed_by_own_tokens, lambda own, other: own.token_ids == other.token_ids),
+        "another request wrote",
         "model.layers.1.k_cache",
         (3, BLOCK_SIZE),
         setting=Setting(schedule="prefix-hit", prompts=_TWINS),
@@ -393,8 +393,8 @@ FAULTS = [
     _fault(
         "collision-taken-for-a-hit",
         "Two prefixes with the same hash are taken for the same.",
-        _prefixes(_keyed_by_depth, lambda own, other: True),
-        "request|content",
+        prefixes_changed(_keyed_by_depth, lambda own, other: True),
+        "another request wrote",
         _K_CACHE,
         (1, 0),
         setting=Setting(schedule="prefix-hit", prompts=(tuple(range(40, 60)), tuple(range(70, 90)))),
@@ -412,7 +412,7 @@ FAULTS = [
         "stale-hash",
         "The hash of an evicted block still leads to it when it holds something else.",
         replacing((PrefixCache, "forget", _remembers_the_evicted), (BlockPool, "share_prefix", _hit_by_hash_alone)),
-        "request|content|overwritten",
+        "another request wrote",
         _K_CACHE,
         (2, 0),
         setting=Setting(
@@ -447,7 +447,7 @@ FAULTS = [
             (BlockPool, "num_owners", lambda original: lambda self, block: 1),
             (LLMEngine, "_copy_block", lambda original: lambda self, source, target: None),
         ),
-        "request|overwritten",
+        "another request wrote",
         _K_CACHE,
         (0, 38),
         setting=Setting(schedule="forked"),
@@ -456,7 +456,7 @@ FAULTS = [
         "preempted-keeps-its-past",
         "A preempted request goes on as if its keys and values were still there.",
         replacing((BlockManager, "release", _resumes_as_if_computed)),
-        "request|content|stale|slot",
+        "another request wrote|the row itself was not written there",
         _K_CACHE,
         (2, 0),
         setting=Setting(schedule="preempted"),

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 
 from harness.errors import Code, HarnessError
-from harness.faults import attention, cache, norm, position, sampling, weights
+from harness.faults import attention, cache, formulas, norm, numbers, paths, position, sampling, weights
 from harness.faults.fault import Category, Fault
+from harness.faults.half import in_16_bits
 
-FAULTS: Mapping[str, Fault] = {
-    fault.id: fault for module in (position, norm, weights, attention, cache, sampling) for fault in module.FAULTS
-}
+_MODULES = (position, norm, weights, attention, cache, sampling, formulas, numbers, paths)
+_FAULTS = [fault for module in _MODULES for fault in module.FAULTS]
+FAULTS: Mapping[str, Fault] = {fault.id: fault for fault in [*_FAULTS, *in_16_bits(_FAULTS)]}
 
 
 def choose(ids: list[str] | None = None, categories: list[str] | None = None) -> list[Fault]:

@@ -26,7 +26,7 @@ def edited_layers(edit: Callable[[Any], Any]) -> Any:
     return replacing((reference_engine.model, "_build_layer", make))
 
 
-def _norm(statistic: Callable[[RMSNorm, torch.Tensor], torch.Tensor]) -> Any:
+def norm_scaled_by(statistic: Callable[[RMSNorm, torch.Tensor], torch.Tensor]) -> Any:
     """Replace every norm's scale, [..., 1] for an input in float32."""
 
     def call(self: RMSNorm, x: torch.Tensor) -> torch.Tensor:
@@ -37,7 +37,7 @@ def _norm(statistic: Callable[[RMSNorm, torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _with_eps(eps: float) -> Any:
-    return _norm(lambda norm, x: torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+    return norm_scaled_by(lambda norm, x: torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
 
 def _coarse_variance(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
@@ -187,7 +187,7 @@ FAULTS = [
     _fault(
         "norm-variance-bf16",
         "The variance is computed in bfloat16.",
-        _norm(_coarse_variance),
+        norm_scaled_by(_coarse_variance),
         "variance is computed in|lower precision",
         _LAYER + "input_layernorm",
         instance="sglang#27540",
@@ -195,7 +195,7 @@ FAULTS = [
     _fault(
         "norm-overflow-fp16",
         "The squares are summed up in float16, and overflow.",
-        _norm(_squares_in_float16),
+        norm_scaled_by(_squares_in_float16),
         "overflow",
         _LAYER + "input_layernorm",
         row=FIRST,

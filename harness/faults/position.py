@@ -44,7 +44,7 @@ def _not_at_all(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return x.clone()
 
 
-def _positions(change: Callable[[torch.Tensor, Any], torch.Tensor]) -> Any:
+def positions_changed(change: Callable[[torch.Tensor, Any], torch.Tensor]) -> Any:
     """Change the positions that rotary sees: `change` gets them and the chunks of the step."""
 
     def make(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,20 +57,21 @@ def _positions(change: Callable[[torch.Tensor, Any], torch.Tensor]) -> Any:
     return replacing((reference_engine.model_runner, "build_batch", make))
 
 
-def _per_row(chunks: Any, value: Callable[[Any], int]) -> torch.Tensor:
+def per_row(chunks: Any, value: Callable[[Any], int]) -> torch.Tensor:
+    """Return a number of each chunk, [T] int64, for every row of it."""
     return torch.tensor([value(chunk) for chunk in chunks for _ in range(chunk.num_tokens)])
 
 
 def _decode_plus_one(positions: torch.Tensor, chunks: Any) -> torch.Tensor:
-    return positions + _per_row(chunks, lambda chunk: int(chunk.is_decode))
+    return positions + per_row(chunks, lambda chunk: int(chunk.is_decode))
 
 
 def _decode_minus_one(positions: torch.Tensor, chunks: Any) -> torch.Tensor:
-    return positions - _per_row(chunks, lambda chunk: int(chunk.is_decode))
+    return positions - per_row(chunks, lambda chunk: int(chunk.is_decode))
 
 
 def _without_chunk_offset(positions: torch.Tensor, chunks: Any) -> torch.Tensor:
-    return positions - _per_row(chunks, lambda chunk: 0 if chunk.is_decode else chunk.start)
+    return positions - per_row(chunks, lambda chunk: 0 if chunk.is_decode else chunk.start)
 
 
 def _across_the_batch(positions: torch.Tensor, chunks: Any) -> torch.Tensor:
@@ -78,7 +79,9 @@ def _across_the_batch(positions: torch.Tensor, chunks: Any) -> torch.Tensor:
     return positions if chunks[0].is_decode else torch.arange(len(positions)) + positions[0]
 
 
-def _frequencies(change: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
+def frequencies_changed(change: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
+    """Change the frequencies of rotary: `change` gets the config and those that are right."""
+
     def make(init: Callable[..., None]) -> Callable[..., None]:
         def made(self: Any, config: Any, *args: Any) -> None:
             init(self, config, *args)
@@ -136,7 +139,7 @@ FAULTS = [
     _fault(
         "position-decode-plus-one",
         "Decode counts the new token twice.",
-        _positions(_decode_plus_one),
+        positions_changed(_decode_plus_one),
         r"position.*\+1",
         row=FIRST_DECODE,
         instance="transformers#43082",
@@ -144,14 +147,14 @@ FAULTS = [
     _fault(
         "position-decode-minus-one",
         "Decode repeats the last position.",
-        _positions(_decode_minus_one),
+        positions_changed(_decode_minus_one),
         "position.*-1",
         row=FIRST_DECODE,
     ),
     _fault(
         "position-chunk-offset",
         "Every chunk of a prompt starts at position 0.",
-        _positions(_without_chunk_offset),
+        positions_changed(_without_chunk_offset),
         "chunk",
         row=(0, CHUNK),
         setting=Setting(schedule=f"chunked:{CHUNK}"),
@@ -160,21 +163,21 @@ FAULTS = [
     _fault(
         "position-constant-plus-one",
         "All positions are one too high: outputs are nearly equal, the rotated keys are not.",
-        _positions(lambda positions, chunks: positions + 1),
+        positions_changed(lambda positions, chunks: positions + 1),
         r"position.*\+1",
         row=FIRST,
     ),
     _fault(
         "position-across-batch",
         "The second request's positions go on from the first one's.",
-        _positions(_across_the_batch),
+        positions_changed(_across_the_batch),
         "batch",
         row=(1, 0),
     ),
     _fault(
         "rope-scaling-ignored",
         "The llama3 scaling of the frequencies is not applied.",
-        _frequencies(_unscaled),
+        frequencies_changed(_unscaled),
         "scaling.*ignored",
         setting=Setting(model="llama-tiny"),
         instance="vllm#1956, mlx-vlm#1710",
@@ -182,7 +185,7 @@ FAULTS = [
     _fault(
         "rope-theta",
         "The base is 10000 whatever config.json says.",
-        _frequencies(_of_theta_10000),
+        frequencies_changed(_of_theta_10000),
         "theta: 10000 ",
         instance="sglang#14745",
     ),

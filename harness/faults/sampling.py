@@ -101,7 +101,7 @@ FAULTS = [
         plant=_sampling_rows(lambda rows: (rows - 1).clamp(min=0)),
         tap="lm_head",
         row=FIRST_SAMPLED,
-        cause="another token|row",
+        cause="another token, -1 positions away",
     ),
     Fault(
         id="logits-of-the-last-row",
@@ -110,7 +110,7 @@ FAULTS = [
         plant=_sampling_rows(lambda rows: rows.max().expand_as(rows)),
         tap="lm_head",
         row=FIRST_SAMPLED,
-        cause="another token|another request",
+        cause="another token",
     ),
     Fault(
         id="second-best-token",
@@ -119,7 +119,7 @@ FAULTS = [
         plant=replacing((reference_engine.model_runner, "sample", _second_best)),
         tap="lm_head",
         row=FIRST_SAMPLED,
-        cause="second|runner-up|rank",
+        cause="second largest",
     ),
     Fault(
         id="eos-list-cut",
@@ -189,7 +189,7 @@ FAULTS = [
         plant=replacing((Decoder, "logits", _coarse_logits)),
         tap="lm_head",
         row=FIRST_SAMPLED,
-        cause="bfloat16",
+        cause="rounded to bfloat16",
     ),
     Fault(
         id="product-fp16",

@@ -23,6 +23,8 @@ class FaultScore:
     localised: bool
     """The first alarm is at the true tap and row; or the engine raised where that is the truth."""
     named: bool
+    named_wrongly: bool
+    """A cause is asserted, and it is not the true one."""
     first: Divergence | Finding | None
     error: str | None
     """What the engine raised."""
@@ -68,6 +70,11 @@ class Score:
     def named(self) -> int:
         """Faults whose cause is said."""
         return sum(score.named for score in self.faults)
+
+    @property
+    def named_wrongly(self) -> int:
+        """Faults of which a cause is asserted that is not theirs."""
+        return sum(score.named_wrongly for score in self.faults)
 
     @property
     def false_alarms(self) -> int:
@@ -116,6 +123,7 @@ def score_fault(fault: Fault, trial: Trial) -> FaultScore:
             detected=True,
             localised=fault.tap is None,
             named=fault.tap is None and _says(fault.cause, message),
+            named_wrongly=False,
             first=None,
             error=message.splitlines()[0],
             explanation=None,
@@ -124,17 +132,20 @@ def score_fault(fault: Fault, trial: Trial) -> FaultScore:
     if trial.result is None:
         nothing = dict.fromkeys((*RULES, TOKENS), (False, False))
         return FaultScore(
-            fault=fault, detected=False, localised=False, named=False, first=None, error=None, explanation=None,
-            peers=nothing,
+            fault=fault, detected=False, localised=False, named=False, named_wrongly=False, first=None, error=None,
+            explanation=None, peers=nothing,
         )  # fmt: skip
     (run,) = trial.result.runs
     first = _first(run)
     explanation = first.explanation if first else None
+    asserts = explanation is not None and explanation.is_cause
+    named = explanation is not None and asserts and _says(fault.cause, _text(explanation))
     return FaultScore(
         fault=fault,
         detected=trial.is_alarm,
         localised=first is not None and first.tap == fault.tap and (first.request, first.position) == fault.row,
-        named=explanation is not None and _says(fault.cause, _text(explanation)),
+        named=named,
+        named_wrongly=asserts and not named,
         first=first,
         error=None,
         explanation=explanation,
@@ -150,7 +161,8 @@ def _first(run: RunResult) -> Divergence | Finding | None:
 
 
 def _text(explanation: Explanation) -> str:
-    return f"{explanation.cause}; {explanation.scope}; {explanation.detail}"
+    """What is asserted: which rows are wrong is no part of it."""
+    return f"{explanation.cause}; {explanation.detail}"
 
 
 def _says(pattern: str, text: str) -> bool:

@@ -18,6 +18,7 @@ def as_json(score: Score) -> dict[str, Any]:
         "detected": score.detected,
         "localised": score.localised,
         "named": score.named,
+        "named_wrongly": score.named_wrongly,
         "num_variants": len(score.variants),
         "false_alarms": score.false_alarms,
         "equivalent": [{"id": fault.id, "proof": fault.equivalent} for fault in score.equivalent],
@@ -40,6 +41,7 @@ def _fault_json(each: FaultScore) -> dict[str, Any]:
         "detected": each.detected,
         "localised": each.localised,
         "named": each.named,
+        "named_wrongly": each.named_wrongly,
         "first_divergence": None
         if first is None
         else {"tap": first.tap, "request": first.request, "position": first.position},
@@ -77,7 +79,8 @@ def _categories(score: Score, tablefmt: str) -> str:
         if faults:
             rows.append(_counts(name, faults))
     rows.append(_counts("all", score.faults))
-    return tabulate(rows, headers=["category", "faults", "detected", "localised", "named"], tablefmt=tablefmt)
+    headers = ["category", "faults", "detected", "localised", "named", "named wrongly"]
+    return tabulate(rows, headers=headers, tablefmt=tablefmt)
 
 
 def _counts(name: str, faults: Sequence[FaultScore]) -> list[object]:
@@ -87,6 +90,7 @@ def _counts(name: str, faults: Sequence[FaultScore]) -> list[object]:
         sum(each.detected for each in faults),
         sum(each.localised for each in faults),
         sum(each.named for each in faults),
+        sum(each.named_wrongly for each in faults),
     ]
 
 
@@ -94,7 +98,8 @@ def _faults(faults: Sequence[FaultScore], tablefmt: str) -> str:
     rows = [
         [
             each.fault.id,
-            *("yes" if flag else "NO" for flag in (each.detected, each.localised, each.named)),
+            *("yes" if flag else "NO" for flag in (each.detected, each.localised)),
+            "yes" if each.named else "WRONGLY" if each.named_wrongly else "no",
             _place(each),
             each.error if each.explanation is None else each.explanation.cause,
         ]

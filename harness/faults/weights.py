@@ -13,7 +13,7 @@ _LAYER = "model.layers.0."
 Weights = dict[str, torch.Tensor]
 
 
-def _loaded(change: Callable[[Weights, Any], None]) -> Any:
+def loaded(change: Callable[[Weights, Any], None]) -> Any:
     """Change the parameters in place once they are loaded: `change` gets them and the model's config."""
 
     def make(load: Callable[..., Weights]) -> Callable[..., Weights]:
@@ -101,7 +101,7 @@ def _fault(id: str, summary: str, change: Any, cause: str, tap: str, *, row: Row
         id=id,
         category=Category.WEIGHTS,
         summary=summary,
-        plant=_loaded(change),
+        plant=loaded(change),
         cause=cause,
         tap=tap,
         row=row,
@@ -125,7 +125,7 @@ FAULTS = [
         "qkv-by-kv-head",
         "The stacked projection is ordered by KV head and read as q, k, v.",
         _kv_heads_interleaved,
-        "order|k_proj",
+        "in the wrong order",
         _LAYER + "self_attn.q_proj",
         instance="vllm#42803",
     ),
@@ -183,7 +183,7 @@ FAULTS = [
         "embedding-shifted",
         "The embedding's rows are one off.",
         _embedding_shifted,
-        "token|row",
+        "token id",
         "model.embed_tokens",
     ),
     _fault(

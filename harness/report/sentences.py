@@ -86,7 +86,8 @@ def explanation_lines(explanation: Explanation) -> Iterator[str]:
     if explanation.residual_after is not None:
         change = f"{number(explanation.residual_before)} to {number(explanation.residual_after)} roundings"
         fit += f"; it takes the median error from {change}"
-        fit += f" ({explanation.num_explained:,} of {count(explanation.num_rows, 'row')})"
+        fitted = f", {count(explanation.num_fitted, 'number')} fitted to them" if explanation.num_fitted else ""
+        fit += f" ({explanation.num_explained:,} of {count(explanation.num_rows, 'row')}{fitted})"
     yield fit
     if explanation.detail:
         yield printable(explanation.detail)

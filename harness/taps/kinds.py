@@ -78,7 +78,7 @@ KINDS: Mapping[Kind, KindTraits] = {
         least_effect=0.5,
         has_heads=True,
     ),
-    Kind.CACHE: KindTraits(error_model=ErrorModel(roundings=0), causes=("cache",)),
+    Kind.CACHE: KindTraits(error_model=ErrorModel(roundings=0), causes=("cache", "cache_content")),
     Kind.CHOICE: KindTraits(error_model=None, causes=()),
     Kind.OTHER: KindTraits(error_model=None),
 }

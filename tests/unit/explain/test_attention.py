@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ..tiny_models import WINDOW
+from .conftest import BLOCK_SIZE
 
 TAP = "model.layers.1.attention"
 Q, K, V = "model.layers.1.q_rope", "model.layers.1.k_rope", "model.layers.1.self_attn.v_proj"
@@ -171,3 +172,39 @@ def test_sliding_window(bench):
         found = bench.explain(TAP, attended(bench, visible=visible))
         assert found.cause == cause
         assert found.num_explained == found.num_rows
+
+
+def test_what_only_later_chunks_get_wrong(bench):
+    bench = bench(schedule="chunked")
+    rows = bench.rows()
+    first = torch.stack([rows.position[(rows.step == step) & (rows.request == request)].min()
+                         for step, request in zip(rows.step.tolist(), rows.request.tolist(), strict=True)])  # fmt: skip
+    start = {(int(s), int(p)): int(f) for s, p, f in zip(rows.step, rows.position, first, strict=True)}
+
+    def begin(step, position):
+        return torch.tensor(
+            [start.get(each, 0) for each in zip(step[:, 0].tolist(), position[:, 0].tolist(), strict=True)]
+        )
+
+    unseen = attended(bench, visible=lambda p, s, q, t: (q <= p) & (q != begin(s, p)[:, None] - 1))
+    assert bench.explain(TAP, unseen).cause == "a row does not see the last token of the step before"
+
+
+@pytest.mark.parametrize("multiple", [8, 16, 32])
+def test_keys_padded_to_a_multiple(bench, multiple):
+    bench = bench()
+    rows = bench.rows()
+    wrong = attended(bench).unflatten(1, (6, -1)).clone()
+    q, k = (bench.tap(name).unflatten(1, (-1, bench.head_dim)) for name in (Q, K))
+    for at in range(len(rows)):
+        own = (rows.request == rows.request[at]) & (rows.position <= rows.position[at])
+        context = int(rows.position[(rows.request == rows.request[at]) & (rows.step == rows.step[at])].max()) + 1
+        keys = k[own].repeat_interleave(3, dim=1)
+        total = (torch.einsum("nh,snh->ns", q[at], keys) * bench.head_dim**-0.5).exp().sum(1)
+        wrong[at] *= (total / (total + -context % multiple))[:, None]
+    found = bench.explain(TAP, wrong.flatten(1))
+    padded = f"padding is attended to: keys are padded with zeros to a multiple of {multiple}"
+    if multiple == BLOCK_SIZE:  # what is behind a request's end in its block is zeros, too
+        assert found.cause == f"reads past the context length, or {padded}"
+    else:
+        assert found.cause == padded

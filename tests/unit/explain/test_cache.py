@@ -61,7 +61,8 @@ def test_the_first_slots_of_blocks(bench):
     generator = torch.Generator().manual_seed(0)
     wrong[boundary] = torch.randn(wrong[boundary].shape, generator=generator, dtype=torch.float64)
     found = explain(bench, wrong)
-    assert found.cause == "never written: the slot holds what no recorded row has, at a block boundary (slot mapping)"
+    assert found.cause == "the slot holds what no recorded row has, at a block boundary (slot mapping)"
+    assert not found.is_cause  # it was written, by the engine's own record
     assert found.provenance.holds == "content that no recorded row has"
 
 
@@ -80,4 +81,6 @@ def test_memory_that_is_not_finite(bench):
     wrong = bench.tap(TAP)
     wrong[bench.rows(TAP).position == 16] = torch.nan
     found = explain(bench, wrong)
-    assert found.cause == "never written: the slot holds what no recorded row has, at a block boundary (slot mapping)"
+    assert found.cause == "the slot holds what no recorded row has, at a block boundary (slot mapping)"
+    assert found.detail == "NaN throughout, as memory that was never written may"
+    assert not found.is_cause

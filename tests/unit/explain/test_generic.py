@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 TAP = "model.layers.1.mlp.down_proj"
@@ -73,3 +74,68 @@ def test_growth_with_the_position_and_the_heads_that_carry_it(bench):
     found = bench.explain(tap, wrong)
     assert "only in heads 0 of 6" in found.detail
     assert "grows with the position" in found.detail
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_result_that_is_cut_off(bench, dtype):
+    bench = bench()
+    name = str(dtype).removeprefix("torch.")
+    mantissa, exponent = torch.frexp(bench.tap(TAP))
+    step = 2.0 ** (8 if dtype == torch.bfloat16 else 11)
+    cut = torch.ldexp((mantissa * step).trunc() / step, exponent)
+    found = bench.explain(TAP, cut.to(dtype).double())
+    assert found.cause == f"the output is cut off to {name} instead of rounded"
+
+
+def test_the_head_may_read_any_layer(bench):
+    bench = bench()
+    steps = bench.steps("lm_head")
+    stream = torch.cat([step.tap("model.layers.1.output")[step.rows_of("lm_head")] for step in steps]).double()
+    found = bench.explain("lm_head", stream @ bench.weight("lm_head").T)
+    assert found.cause == "it reads model.layers.1.output instead of model.norm"
+
+
+def test_the_last_row_of_the_step(bench):
+    bench = bench()
+    right, rows = bench.tap(TAP), bench.rows(TAP)
+    last = torch.stack([(rows.step == step).nonzero()[-1, 0] for step in rows.step])
+    found = bench.explain(TAP, right[last])
+    assert found.cause == "the row is that of another token, the last one of its step"
+
+
+def test_an_explanation_that_raises_costs_no_other(bench, monkeypatch):
+    def broken(scene):
+        raise ValueError("of this shape I know nothing")
+        yield
+
+    monkeypatch.setattr("harness.explain.linear.EXPLANATIONS", (broken,))
+    bench = bench()
+    assert bench.explain(TAP, bench.tap(TAP) * 1.25).cause == "a constant gain of 1.25"
+    noise = torch.randn(bench.tap(TAP).shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    assert "could not be tried: broken: ValueError" in bench.explain(TAP, noise).detail
+
+
+def test_two_causes_that_the_rows_cannot_tell_apart(bench):
+    """In 16 bits, a gain of 1.25 is a norm of weights times 1.25: both are said where both are tried."""
+    bench = bench(schedule="chunked")
+    tap, rows = "model.layers.1.attention", bench.rows()
+    first = (rows.request == 1) & (rows.position == 1)  # of two tokens, the first is the one before the last
+    wrong = bench.tap(tap)
+    wrong[first] = (
+        bench.tap("model.layers.1.self_attn.v_proj")[first].unflatten(1, (2, -1)).repeat_interleave(3, 1).flatten(1)
+    )
+    found = bench.explain(tap, wrong)
+    assert found.is_cause
+    assert "a row sees only the last 1 tokens" in found.cause
+    assert "the first 1 tokens are not seen" in found.cause
+    assert "for which they give the same numbers: longer or other prompts would" in found.detail
+
+
+def test_a_factor_that_differs_from_row_to_row_is_no_cause(bench):
+    bench = bench(dtype=torch.bfloat16)
+    right = bench.tap(TAP)
+    factors = torch.linspace(1.02, 1.06, len(right), dtype=torch.float64)[:, None]
+    found = bench.explain(TAP, right * factors)
+    assert found.cause == "each row is scaled by a factor of its own"
+    assert not found.is_cause
+    assert bench.explain(TAP, right * 1.04).cause.startswith("a constant gain of 1.0")

@@ -100,3 +100,45 @@ def test_overflow(bench):
     found = bench.explain(TAP, wrong, code=Code.NOT_FINITE, **{SOURCE: x})
     assert found.cause == "overflow of float32"
     assert found.residual_after is None
+
+
+def int8(x, dim):
+    scale = x.abs().amax(dim=dim, keepdim=True) / 127
+    return (x / scale).round() * scale
+
+
+def test_weights_in_8_bits(bench):
+    bench = bench()
+    x, weight = bench.tap(SOURCE), bench.weight(TAP)
+    groups = int8(weight.unflatten(1, (-1, 32)), 2).flatten(1)
+    scale = weight.abs().amax() / 448
+    wrong = {
+        "the weight is in int8, with one scale for each output": x @ int8(weight, 1).T,
+        "the weight is in int8, with one scale for 32 inputs": x @ groups.T,
+        "the weight is in int8, with one scale for each output, and the input in int8, with one scale for each token": (
+            int8(x, 1) @ int8(weight, 1).T
+        ),
+        "the weight is in float8_e4m3fn, with one scale for all of it": (
+            x @ ((weight / scale).float().to(torch.float8_e4m3fn).double() * scale).T
+        ),
+        "the weight is cut off to bfloat16 instead of rounded": (
+            x @ (weight.float().view(torch.int32) & -(1 << 16)).view(torch.float32).double().T
+        ),
+    }
+    for cause, tensor in wrong.items():
+        assert bench.explain(TAP, tensor).cause == cause
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 8), (torch.float16, 16)])
+def test_sums_in_16_bits(bench, dtype, size):
+    bench = bench()
+    x, weight = bench.tap(SOURCE), bench.weight(TAP)
+    total = torch.zeros(len(x), len(weight), dtype=dtype)
+    for at in range(0, x.shape[1], size):
+        total = total + (x[:, at : at + size] @ weight[:, at : at + size].T).to(dtype)
+    found = bench.explain(TAP, total.double())
+    name = str(dtype).removeprefix("torch.")
+    assert (found.cause, found.detail) == (
+        f"the sum of the products is kept in {name}",
+        f"{size} products at a time are added to it",
+    )

@@ -102,3 +102,55 @@ def test_squares_that_overflow(bench, monkeypatch):
     zeros[5] = 0
     found = bench.explain(TAP, zeros, **{SOURCE: x})
     assert found.cause == "the squares overflow float32"
+
+
+@pytest.mark.parametrize(
+    ("divisor", "cause"),
+    [
+        (1, "not divided"),
+        (95, "divided by 95 instead of 96"),
+        (128, "divided by 128 instead of 96"),
+        (77, "divided by 77 instead of 96, or a constant gain of 0.895591"),  # no number that a norm would know
+    ],
+)
+def test_the_divisor_of_the_mean(bench, divisor, cause):
+    bench = bench()
+    x = bench.tap(SOURCE)
+    statistic = x.square().sum(-1, keepdim=True) / divisor
+    found = bench.explain(TAP, normed(x, bench.weight(TAP), statistic=statistic))
+    assert found.cause == f"the sum of the squares is {cause}"
+    assert found.num_fitted == (divisor == 77)
+
+
+def test_eps_of_the_sum(bench):
+    bench = bench("llama-tiny")
+    tap, x = "model.layers.0.input_layernorm", bench.tap("model.embed_tokens")
+    found = bench.explain(tap, normed(x, bench.weight(tap), 1e-5 / x.shape[-1]))
+    assert found.cause == "eps 1e-05 is added to the sum of the squares instead of to their mean"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_single_weights(bench, dtype):
+    bench = bench(dtype=dtype)
+    x, weight = bench.tap(SOURCE), bench.weight(TAP)
+    weight[17] *= 1.5
+    assert bench.explain(TAP, normed(x, weight)).cause == "one weight of the norm is another: [17]"
+    weight[[3, 40]] *= -2
+    assert bench.explain(TAP, normed(x, weight)).cause == "3 weights of the norm are others"
+    shifted = bench.explain(TAP, normed(x, bench.weight(TAP).roll(2)))
+    assert shifted.cause == "the weights of the norm are in another order: shifted by 2"
+    random = torch.rand(len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = bench.explain(TAP, normed(x, random))
+    assert found.cause == "the norm's weights are none of this checkpoint's: not loaded, or changed"
+    assert found.num_fitted == len(weight)
+
+
+def test_a_scale_of_each_row_is_seen_and_is_no_cause(bench):
+    bench = bench()
+    x = bench.tap(SOURCE)
+    found = bench.explain(TAP, normed(x, bench.weight(TAP), statistic=x.abs().amax(-1, keepdim=True)))
+    assert not found.is_cause
+    # An eps that grows is no rounding, though it is as small as one.
+    mean = x.square().mean(-1, keepdim=True)
+    found = bench.explain(TAP, normed(x, bench.weight(TAP), statistic=mean * (1 + 1e-3 * mean / mean.max())))
+    assert not found.is_cause

@@ -26,3 +26,10 @@ def test_a_norm_in_place_that_stops_before_its_weight(bench):
     bench = bench()
     normed = bench.tap(NORMED) / bench.weight(NORMED)
     assert bench.explain(TAP, normed + bench.tap(BRANCH)).cause.endswith("in place, before its weight")
+
+
+def test_a_branch_with_a_factor(bench):
+    bench = bench()
+    stream, branch = bench.tap("model.layers.0.output"), bench.tap("model.layers.1.self_attn.o_proj")
+    found = bench.explain("model.layers.1.attn_residual", stream + 0.22 * branch)
+    assert (found.cause, found.num_fitted) == ("the branch is added with a factor of 0.22", 1)

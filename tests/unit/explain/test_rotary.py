@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 
@@ -112,3 +114,39 @@ def test_rows_at_the_position_of_the_row_before(bench):
         here = rows.step == step
         shifted[here] = rows.position[here].roll(1)
     assert "row before it in the batch" in bench.explain(TAP, rotated(bench, shifted)).cause
+
+
+@pytest.mark.parametrize("factor", [4.0, 0.5, 5.7])
+def test_a_scaling_that_is_not_asked_for(bench, factor):
+    bench = bench()
+    found = bench.explain(TAP, rotated(bench, bench.rows().position / factor))
+    assert found.cause == f"rope scaling: linear with factor {factor:g}, which config.json does not ask for"
+    assert found.num_fitted == (factor == 5.7)
+
+
+def test_the_factor_of_a_scaling(bench):
+    bench = bench("llama-tiny")
+    parameters = {**bench.config.rope_parameters, "factor": 32.0}
+    config = copy.deepcopy(bench.config)
+    config.rope_parameters = parameters
+    frequencies = type(bench.hf.model.model.rotary_emb)(config).inv_freq
+    x = bench.tap("model.layers.1.self_attn.k_proj").unflatten(1, (-1, bench.head_dim))
+    angles = (bench.rows().position[:, None].float() * frequencies)[:, None].double()
+    a, b = x.chunk(2, dim=-1)
+    turned = torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1)
+    assert bench.explain(TAP, turned.flatten(1)).cause == "rope scaling: factor is 32 instead of 8"
+
+
+def test_positions_of_a_padded_batch(bench):
+    bench = bench()
+    rows = bench.rows()
+    found = bench.explain(TAP, rotated(bench, rows.position + torch.where(rows.request == 0, 3, 29)))
+    assert found.cause.endswith("each request has for itself: +3 in request 0, +29 in request 1")
+
+
+def test_positions_without_a_rule_are_no_cause(bench):
+    bench = bench()
+    rows = bench.rows()
+    found = bench.explain(TAP, rotated(bench, (rows.position * 7 + 3) % 40))
+    assert found.cause == "rotary at wrong positions"
+    assert not found.is_cause

@@ -1,0 +1,76 @@
+"""Formats that numbers may have gone through: 16-bit dtypes, values cut off, 8 bits with and without scales."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+"""From float64 to float64 of the same shape."""
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
+_LARGEST_INT8 = 127
+_GROUPS = (16, 32, 64, 128)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return `bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round to a dtype and back to float64."""
+    return x.to(dtype).to(torch.float64)
+
+
+def cut_off(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Drop the bits that the dtype has no room for, towards zero; subnormal numbers are cut as normal ones."""
+    mantissa, exponent = torch.frexp(x)
+    step = 2.0 ** (_MANTISSA_BITS[dtype] + 1)
+    return torch.ldexp((mantissa * step).trunc() / step, exponent)
+
+
+def int8(x: torch.Tensor, dims: tuple[int, ...] | None) -> torch.Tensor:
+    """Round to 255 levels between minus and plus the largest magnitude over some dimensions, or over all of them."""
+    largest = x.abs().amax() if dims is None else x.abs().amax(dim=dims, keepdim=True)
+    scale = torch.where(largest > 0, largest, 1.0) / _LARGEST_INT8
+    return (x / scale).round() * scale
+
+
+def float8(x: torch.Tensor, dtype: torch.dtype, dims: tuple[int, ...] | None) -> torch.Tensor:
+    """Round to a float8 whose largest number is the largest magnitude over some dimensions, or over all of them."""
+    largest = x.abs().amax() if dims is None else x.abs().amax(dim=dims, keepdim=True)
+    scale = torch.where(largest > 0, largest, 1.0) / torch.finfo(dtype).max
+    return rounded((x / scale).to(torch.float32), dtype) * scale
+
+
+def of_weights(width: int) -> Iterator[tuple[str, Change]]:
+    """Yield what a weight [O, I] of so many inputs may be kept in, in words, and what that makes of it."""
+    for dtype in HALF_DTYPES:
+        yield f"in {name_of(dtype)}", partial(rounded, dtype=dtype)
+        yield f"cut off to {name_of(dtype)} instead of rounded", partial(cut_off, dtype=dtype)
+    yield "in int8, with one scale for each output", partial(int8, dims=(1,))
+    yield "in int8, with one scale for all of it", partial(int8, dims=None)
+    for size in _GROUPS:
+        if width % size == 0 and size < width:
+            yield f"in int8, with one scale for {size} inputs", partial(_int8_in_groups, size=size)
+    for dtype in FLOAT8_DTYPES:
+        name = name_of(dtype)
+        yield f"in {name}, without a scale", partial(rounded, dtype=dtype)
+        yield f"in {name}, with one scale for all of it", partial(float8, dtype=dtype, dims=None)
+        yield f"in {name}, with one scale for each output", partial(float8, dtype=dtype, dims=(1,))
+
+
+def _int8_in_groups(x: torch.Tensor, size: int) -> torch.Tensor:
+    return int8(x.unflatten(1, (-1, size)), (2,)).flatten(1)
+
+
+def of_inputs() -> Iterator[tuple[str, str, Change]]:
+    """Yield what the input [R, I] of a product with a quantised weight may be quantised to.
+
+    The name, the start of the names of the weights that it goes with, and what it makes of the input.
+    """
+    yield "int8, with one scale for each token", "in int8", partial(int8, dims=(1,))
+    name, dtype = name_of(FLOAT8_DTYPES[0]), FLOAT8_DTYPES[0]
+    yield f"{name}, with one scale for each token", f"in {name}", partial(float8, dtype=dtype, dims=(1,))
