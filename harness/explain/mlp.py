@@ -1,4 +1,4 @@
-"""Ways to get the gated activation act(gate) * up wrong."""
+"""Ways to get the activation wrong: act(gate) * up, or act(x) alone."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.operations import activation_of
+from harness.explain.operations import activation_of, factors_of
 from harness.explain.scene import Scene
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -24,43 +24,49 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 def gate_and_up_swapped(scene: Scene) -> Iterator[Hypothesis]:
     """The activation is applied to the other half."""
-    gate, up = scene.inputs
+    gate, up = factors_of(scene.operation, scene.inputs)
+    if up is None:
+        return
     yield Hypothesis(cause="gate and up are swapped: the activation is applied to up", output=_act(scene)(up) * gate)
 
 
 def other_activation(scene: Scene) -> Iterator[Hypothesis]:
     """Another activation function, or none."""
-    gate, up = scene.inputs
-    own = _act(scene)(gate)
+    gate, up = factors_of(scene.operation, scene.inputs)
+    own, factor = _act(scene)(gate), 1 if up is None else up
     for name, function in _ACTIVATIONS.items():
         if torch.equal(function(gate), own):
             continue
-        yield Hypothesis(cause=f"the activation is {name}", output=function(gate) * up)
-        yield Hypothesis(cause=f"the activation is {name}, with gate and up swapped", output=function(up) * gate)
-    yield Hypothesis(cause="no activation is applied", output=gate * up)
+        yield Hypothesis(cause=f"the activation is {name}", output=function(gate) * factor)
+        if up is not None:
+            yield Hypothesis(cause=f"the activation is {name}, with gate and up swapped", output=function(up) * gate)
+    yield Hypothesis(cause="no activation is applied", output=gate * factor)
 
 
 def factor_missing(scene: Scene) -> Iterator[Hypothesis]:
     """One of the two factors is left out."""
-    gate, up = scene.inputs
+    gate, up = factors_of(scene.operation, scene.inputs)
+    if up is None:
+        return
     yield Hypothesis(cause="the product with up is missing", output=_act(scene)(gate))
     yield Hypothesis(cause="the gate is missing", output=up)
 
 
 def activation_of_product(scene: Scene) -> Iterator[Hypothesis]:
     """The activation comes after the product."""
-    gate, up = scene.inputs
+    gate, up = factors_of(scene.operation, scene.inputs)
+    if up is None:
+        return
     yield Hypothesis(cause="the activation is applied to the product", output=_act(scene)(gate * up))
 
 
 def coarse_activation(scene: Scene) -> Iterator[Hypothesis]:
     """The activation is computed in a 16-bit dtype."""
-    gate, up = scene.inputs
+    gate, up = factors_of(scene.operation, scene.inputs)
     for dtype in (torch.bfloat16, torch.float16):
         activated = _act(scene)(gate.to(dtype)).to(torch.float64)
-        yield Hypothesis(
-            cause=f"the activation is computed in {str(dtype).removeprefix('torch.')}", output=activated * up
-        )
+        output = activated if up is None else activated * up
+        yield Hypothesis(cause=f"the activation is computed in {str(dtype).removeprefix('torch.')}", output=output)
 
 
 def _act(scene: Scene) -> Any:

@@ -1,5 +1,7 @@
 """Single operations computed by themselves, on any inputs, by HF's own modules."""
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -22,9 +24,10 @@ def replay(hf: HFModel, operation: Operation, inputs: list[torch.Tensor]) -> tor
         return _of_module(hf.module(operation.module), operation, flat[0])
     if operation.kind is Kind.ADD and len(flat) == 2 and flat[0].shape == flat[1].shape:
         return flat[0] + flat[1]
-    if operation.kind is Kind.ACTIVATION and len(flat) == 2 and (function := activation_of(hf, operation)) is not None:
-        activated: torch.Tensor = function(flat[0]) * flat[1]
-        return activated
+    if operation.kind is Kind.ACTIVATION and (function := activation_of(hf, operation)) is not None:
+        gate, up = factors_of(operation, flat)
+        activated: torch.Tensor = function(gate)
+        return activated if up is None else activated * up
     return None
 
 
@@ -42,6 +45,20 @@ def _of_module(module: Any, operation: Operation, x: torch.Tensor) -> torch.Tens
     with preserve_precision(torch.float64):
         result: torch.Tensor = module(x)
     return result.flatten(1).cpu().to(torch.float64)
+
+
+def factors_of(operation: Operation, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return gate and up of an activation, [rows, W]; None for up where it has none.
+
+    Both may come as one, gate first, from a fused projection.
+    """
+    gate, *others = inputs
+    if others:
+        return gate, others[0]
+    if gate.shape[1] == 2 * prod(operation.shape):
+        gate, up = gate.chunk(2, dim=1)
+        return gate, up
+    return gate, None
 
 
 def activation_of(hf: HFModel, operation: Operation) -> Any:

@@ -23,6 +23,7 @@ from harness.recording.reader import Step
 from harness.results import Coverage, Explanation, Finding, Outcome, RunResult, TokenResult
 from harness.schedule import parse_schedule
 from harness.taps import Kind
+from reference_engine.families import FAMILIES
 
 LENGTHS = (37, 11)
 NUM_NEW = 5
@@ -69,7 +70,9 @@ class Bench:
             schedule=schedule,
         )
         with writer:
-            engine = open_engine("reference", folder, dtype=name, device="cpu", options={"block_size": str(BLOCK_SIZE)})
+            is_served = self.hf.config.model_type in FAMILIES
+            options = {"block_size": str(BLOCK_SIZE)} if is_served else {}
+            engine = open_engine("reference" if is_served else "hf", folder, dtype=name, device="cpu", options=options)
             engine.run(Workload(requests=self.golden.requests, schedule=parse_schedule(schedule)), writer)
         self.recording = Recording.open(path, verify=False)
         self.tensors: dict[str, torch.Tensor] = {}

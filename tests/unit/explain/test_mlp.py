@@ -31,3 +31,15 @@ def test_one_request_alone(bench):
     wrong[second] = (torch.sigmoid(gate) * bench.tap("model.layers.1.mlp.up_proj"))[second]
     found = bench.explain(TAP, wrong)
     assert (found.cause, found.scope) == ("the activation is sigmoid", "request 1")
+
+
+def test_an_activation_without_a_gate(bench):
+    """GPT-2's; nothing that is said of gate and up can hold for it."""
+    bench, tap = bench("gpt2"), "transformer.h.1.mlp.c_proj.input"
+    x = bench.tap("transformer.h.1.mlp.c_fc")
+    for cause, tensor in {
+        "the activation is ReLU": functional.relu(x),
+        "no activation is applied": x,
+    }.items():
+        found = bench.explain(tap, tensor)
+        assert (found.cause, found.scope) == (cause, "every row")
