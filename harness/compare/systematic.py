@@ -32,6 +32,8 @@ MIN_CHANNELS = 16
 _FLOORS = {torch.float32: 2.0, torch.float64: 2.0}
 """Least effect in roundings: a gain of 5e-8 in float32 is the reciprocal root's own, and means nothing. In 16 bits it
 is the kind's own."""
+_ACCUMULATED = 4.0
+"""How many times a channel's floor the error of one accumulated value may be, in float32."""
 _FLOOR_OF_CHANNEL = 4.0
 """A channel of one value is rounded the same way in every row, by up to 2.3 roundings each time."""
 
@@ -122,8 +124,21 @@ class Effects:
         """Whether an effect is neither chance nor what rounding may do."""
         floor = max(_FLOORS.get(self.dtype, 0.0), KINDS[self.kind].least_effect)
         if effect.kind == "offset":
-            floor = max(4 * floor, _FLOOR_OF_CHANNEL)
+            floor = max(4 * floor, _FLOOR_OF_CHANNEL) * self._least_channel(int(effect.which))
         return abs(effect.statistic) >= THRESHOLD and abs(effect.roundings) >= floor
+
+    def _least_channel(self, channel: int) -> float:
+        """Return by how much larger than elsewhere an offset of a channel must be; more than 1 for attention alone.
+
+        Attention sums values. An engine without a cache computes them anew, with other roundings than those that it
+        recorded: the same in every row that reads them, as large in a channel of small numbers as in any other, and in
+        float32 several for each value, a product that was accumulated.
+        """
+        if self.kind is not Kind.ATTENTION or self.scale is None:
+            return 1.0
+        known = self.scale[self.scale.isfinite()]
+        share = max(1.0, float(known.square().mean().sqrt() / self.scale[channel]))
+        return share * (_ACCUMULATED if self.dtype in (torch.float32, torch.float64) else 1.0)
 
     def like(self, effect: Effect) -> Effect | None:
         """Return the same effect of these rows, of the same head or channel; None where it was not measured."""

@@ -172,6 +172,20 @@ def test_a_gain_of_a_head_is_held_against_that_of_the_same_head():
     assert beyond_control(gain(1), gain(2)).which == "1"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_value_that_was_computed_anew_is_in_every_row_that_reads_it(dtype):
+    """Attention over a value whose rounding is another than the one that was recorded, in a channel of small numbers."""
+    unit, truth = rounding_unit(dtype), rows(num_rows=60, width=128).double()
+    truth[:, 7] *= 0.15
+    recorded = truth.clone()
+    recorded[:, 7] += (9 if dtype is torch.float32 else 2) * unit
+    found = effects(recorded.to(dtype), truth, kind=Kind.ATTENTION, dtype=dtype)
+    assert found.strongest() is None
+    recorded[:, 7] += 100 * unit
+    found = effects(recorded.to(dtype), truth, kind=Kind.ATTENTION, dtype=dtype)
+    assert (found.strongest().kind, found.strongest().which) == ("offset", "7")
+
+
 def test_silu_on_a_grid_has_a_gain_and_is_right():
     """silu of a small bfloat16 number is half of it, exactly, and a square that is lost: every time the same way."""
     gate = (rows(width=256).abs() * 2e-3).bfloat16()
