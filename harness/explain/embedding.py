@@ -56,7 +56,8 @@ def _rows_before(scene: Scene) -> list[int]:
 def scaled(scene: Scene) -> Iterator[Hypothesis]:
     """The embedding is scaled by the root of the hidden size, as Gemma does."""
     factor = scene.expected.shape[1] ** 0.5
-    yield Hypothesis(cause="the embedding is scaled by the root of the hidden size", output=scene.expected * factor)
+    for each in (factor, float(torch.tensor(factor, dtype=scene.dtype))):  # as it is, or in the engine's dtype
+        yield Hypothesis(cause="the embedding is scaled by the root of the hidden size", output=scene.expected * each)
 
 
 EXPLANATIONS = (scaled, another_token)

@@ -133,6 +133,8 @@ def another_input(scene: Scene) -> Iterator[Hypothesis]:
     if scene.operation.kind not in _ROW_WISE or not scene.can_replay:
         return
     for name, other in _other_taps(scene, scene.inputs[0].flatten(1).shape):
+        if name == _input_site(scene):
+            continue
         output = scene.replay([other], scene.positions)
         if output is not None:
             yield Hypothesis(cause=f"it reads {name} instead of {_input_site(scene)}", output=output)

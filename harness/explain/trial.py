@@ -16,6 +16,8 @@ _MIN_SHARE = 0.5
 """Share of the rows that a cause must explain; below it, it is none."""
 _VALUES_PER_NUMBER = 1.5
 """Independent values that each fitted number needs: with fewer, it would fit anything."""
+_VALUES_NEAR_THE_BOUND = 10.0
+"""The same where the error is near the bound: what is fitted there is fitted to rounding, too."""
 _NEAR = 4.0
 """Times the bound up to which one row is too little: what rounding leaves of it could come out by chance."""
 _FINEST = 0.5
@@ -70,7 +72,8 @@ class Trial:
         num_rows = evidence.distinct(holds)
         num_values = num_rows * scene.num_elements
         is_near = bool(holds.any()) and float((evidence.roundings / bound)[holds].median()) < _NEAR
-        is_supported = hypothesis.freedom * _VALUES_PER_NUMBER <= num_values and not (is_near and num_rows < 2)
+        needed = hypothesis.freedom * (_VALUES_NEAR_THE_BOUND if is_near else _VALUES_PER_NUMBER)
+        is_supported = needed <= num_values and not (is_near and num_rows < 2)
         unknown = hypothesis.unknown
         if unknown is not None and bool(holds[~unknown].any()) and bool(holds[~unknown].all()):
             holds = holds | unknown

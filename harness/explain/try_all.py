@@ -27,6 +27,8 @@ _MAX_EQUAL = 3
 _TOLD_IN_FLOAT32 = 50.0
 """Roundings to float32 by which two causes differ that float32 would tell apart."""
 _GENERIC = "generic"
+_EXACT_ROOM = 2.0
+"""Roundings that the right cause may leave where none is allowed: a factor may be rounded, too."""
 
 
 def try_all(scene: Scene, roundings: torch.Tensor, bound: torch.Tensor, scope: str) -> Explanation:
@@ -82,13 +84,20 @@ def _best(evidence: Evidence) -> tuple[Trial | None, list[Trial], Trial | None]:
         for trial in trials:
             if bool(trial.holds.any()) and (other is None or _says_more(trial, other)):
                 other = trial
-    if best is None:
+    if best is None or _is_beaten(best, other):
         return None, [], other
     causes: dict[str, Trial] = {}
     for trial in group:
         if trial.hypothesis.cause != best.hypothesis.cause and trial.is_as_good_as(best):
             causes.setdefault(trial.hypothesis.cause, trial)
     return best, list(causes.values()), other
+
+
+def _is_beaten(best: Trial, other: Trial | None) -> bool:
+    """Whether numbers that were fitted to all rows do clearly worse than other numbers in each row."""
+    if other is None or other.hypothesis.is_cause or not other.fits:
+        return False
+    return bool(best.hypothesis.freedom and other.hypothesis.freedom) and other.is_better_than(best)
 
 
 def _says_more(trial: Trial, other: Trial) -> bool:
@@ -110,7 +119,8 @@ def _trials(name: str, evidence: Evidence) -> Iterator[Trial]:
 
 def _is_perfect(trial: Trial, evidence: Evidence) -> bool:
     """Whether nothing is left that another explanation could explain better."""
-    is_left = ~trial.holds | (trial.residual > evidence.bound.clamp(min=1))
+    room = torch.where(evidence.bound > 0, evidence.bound.clamp(min=1), _EXACT_ROOM)
+    is_left = ~trial.holds | (trial.residual > room)
     return trial.hypothesis.freedom == 0 and not bool(is_left.any())
 
 

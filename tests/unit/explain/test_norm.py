@@ -154,3 +154,14 @@ def test_a_scale_of_each_row_is_seen_and_is_no_cause(bench):
     mean = x.square().mean(-1, keepdim=True)
     found = bench.explain(TAP, normed(x, bench.weight(TAP), statistic=mean * (1 + 1e-3 * mean / mean.max())))
     assert not found.is_cause
+
+
+def test_an_eps_that_fits_no_row_well_is_no_cause(bench):
+    """Statistics that are wrong by another factor in each row, all of them too large: an eps explains most of it."""
+    bench = bench(dtype=torch.bfloat16)
+    x = bench.tap(SOURCE)
+    mean = x.square().mean(-1, keepdim=True)
+    factors = 1.04 + 0.02 * torch.rand(len(x), 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = bench.explain(TAP, normed(x, bench.weight(TAP), statistic=mean * factors))
+    assert not found.is_cause
+    assert found.cause == "the norm's statistic is wrong"

@@ -110,3 +110,12 @@ def test_rows_are_counted_by_what_they_hold():
     held = evidence(random(4, seed=5), actual)
     assert held.distinct(torch.tensor([True, True, True, False])) == 2
     assert held.distinct(torch.zeros(4, dtype=torch.bool)) == 0
+
+
+@pytest.mark.parametrize(("roundings", "is_cause"), [(6.0, False), (60.0, True)])
+def test_near_the_bound_a_fitted_number_needs_more_values(roundings, is_cause):
+    expected, dtype = random(4), torch.bfloat16
+    actual = expected.clone()
+    actual[:, 7] += roundings * rounding_unit(dtype) * expected.norm(dim=1)
+    held = evidence(expected, actual, dtype)
+    assert Trial.of(Hypothesis(cause="", output=actual, freedom=1), held).is_cause == is_cause
