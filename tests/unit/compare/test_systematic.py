@@ -174,7 +174,7 @@ def test_a_gain_of_a_head_is_held_against_that_of_the_same_head():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_value_that_was_computed_anew_is_in_every_row_that_reads_it(dtype):
-    """Attention over a value whose rounding is another than the one that was recorded, in a channel of small numbers."""
+    """Attention over a value with another rounding than the one that was recorded, in a channel of small numbers."""
     unit, truth = rounding_unit(dtype), rows(num_rows=60, width=128).double()
     truth[:, 7] *= 0.15
     recorded = truth.clone()
