@@ -73,7 +73,7 @@ def compare_run(
         HarnessError: the recordings hold different prompts, or one of them is damaged.
     """
     begin, noise = time.perf_counter(), expected.noise
-    aliases = match_requests(expected.recording, actual)
+    aliases = match_requests(expected.recording, actual, is_pool=expected.is_pool)
     graph = expected.graph if hf is None else hf.graph
     actual.with_names(graph.aliases)
     expected.recording.with_names(graph.aliases)

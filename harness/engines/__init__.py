@@ -1,5 +1,25 @@
 """Engines under test, each behind the same small Protocol."""
 
-from harness.engines.adapter import Engine, Offer, Workload, blaming, engine_names, open_engine
+from harness.engines.adapter import (
+    LIMITS,
+    Control,
+    Engine,
+    Offer,
+    Timeline,
+    Workload,
+    blaming,
+    engine_names,
+    open_engine,
+)
 
-__all__ = ["Engine", "Offer", "Workload", "blaming", "engine_names", "open_engine"]
+__all__ = [
+    "LIMITS",
+    "Control",
+    "Engine",
+    "Offer",
+    "Timeline",
+    "Workload",
+    "blaming",
+    "engine_names",
+    "open_engine",
+]
