@@ -106,6 +106,7 @@ def build_app() -> typer.Typer:
         check,
         diff,
         faults,
+        fuzz,
         gate,
         generate,
         golden,
@@ -132,6 +133,7 @@ def build_app() -> typer.Typer:
     app.command()(generate.generate)
     app.command(epilog=engines)(profile.profile)
     app.command()(gate.gate)
+    app.command(epilog=engines)(fuzz.fuzz)
     app.command()(faults.faults)
     app.add_typer(bench.app)
     app.add_typer(trace.app)
