@@ -115,7 +115,9 @@ class _Driver:
         self._prompt_lengths = {request.id: request.prompt_length for request in requests}
         arriving = [request for request in requests if request.id not in timeline.forks]
         self._arriving = deque(sorted(arriving, key=lambda request: timeline.arrivals.get(request.id, 0)))
-        self._forks = {original: self._requests[fork] for fork, original in timeline.forks.items()}
+        self._forks: dict[int, list[RequestInfo]] = {}
+        for fork, original in timeline.forks.items():
+            self._forks.setdefault(original, []).append(self._requests[fork])
         self._num_made: Counter[int] = Counter()
 
     def run(self) -> None:
@@ -139,11 +141,10 @@ class _Driver:
             self._observer.request_ids[self._engine.add_request(prompt, self._params(request))] = request.id
 
     def _follow(self, output: TokenOutput) -> None:
-        """Fork the request that has made a token if it is to be forked, and abort it if it has made enough."""
+        """Fork the request that has made a token as often as it is to be, and abort it if it has made enough."""
         own = self._observer.request_ids[output.request_id]
         self._num_made[own] += 1
-        if own in self._forks and output.finish_reason is None:
-            fork = self._forks.pop(own)
+        for fork in self._forks.pop(own, ()) if output.finish_reason is None else ():
             self._prompt_lengths[fork.id], self._num_made[fork.id] = self._prompt_lengths[own], self._num_made[own]
             request_id = self._engine.fork(output.request_id, self._params(fork))
             self._observer.request_ids[request_id] = fork.id

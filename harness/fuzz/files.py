@@ -66,9 +66,11 @@ def case_toml(finding: FuzzFinding, plan: Plan) -> str | None:
     options = {name: _as_option(value) for name, value in {**limits, **plan.engine_options}.items()}
     lines = ["schema_version = 1", *header(f"found by harness fuzz: {finding.signature}", plan)]
     lines += [f"schedules = [{toml(workload.schedule or 'plain')}]", *table("engine_options", options)]
+    fewest = 1 if any(request.num_new_tokens > 1 for request in workload.requests) else 2  # a case has to decode
     for request in workload.requests:
         prompt = list(request.token_ids[: request.prompt_length])
-        lines += ["", "[[requests]]", f"token_ids = {prompt}", f"max_new_tokens = {request.num_new_tokens}"]
+        num_new = max(fewest, request.num_new_tokens)
+        lines += ["", "[[requests]]", f"token_ids = {prompt}", f"max_new_tokens = {num_new}"]
     return "\n".join(lines) + "\n"
 
 

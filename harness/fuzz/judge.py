@@ -46,14 +46,16 @@ class Judged:
 
     @property
     def signature(self) -> str | None:
-        """Code and operation of what is wrong; None where nothing is, or nothing was judged."""
+        """Code and operation of what is wrong; None where nothing is, or the engine refused the workload."""
         if self.error is not None:
             return None if self.is_rejected else f"{self.error.code}: {_first_words(self.error)}"
         if self.run is None or self.run.outcome is Outcome.PASS:
             return None
         first = self.run.first_divergence
         if first is not None:
-            return f"{first.code}: {site_of(first.tap)}"
+            # What is read that nobody wrote may be finite in one run and not in the next.
+            code = Code.LOCAL_ERROR if first.code is Code.NOT_FINITE else first.code
+            return f"{code}: {site_of(first.tap)}"
         if not self.run.findings:
             return str(Code.NOTHING_CHECKED)
         finding = self.run.findings[0]

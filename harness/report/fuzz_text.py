@@ -55,7 +55,7 @@ def _finding(at: int, finding: FuzzFinding, width: int) -> Iterator[str]:
 
 def _workload(workload: SentWorkload) -> list[str]:
     """Return the table of the requests, and the limits."""
-    headers = ("request", "prompt", "new tokens", "begins as", "comes", "ends")
+    headers = ("request", "prompt", "new", "tokens shared", "comes", "ends")
     rows = [
         (at, request.prompt_length, request.num_new_tokens, _shared(at, workload), _arrival(request), _end(request))
         for at, request in enumerate(workload.requests)
@@ -75,7 +75,7 @@ def _shared(at: int, workload: SentWorkload) -> str:
     own = workload.requests[at].token_ids
     lengths = [_common(own, other.token_ids) for other in workload.requests[:at]]
     longest = max(lengths, default=0)
-    return f"request {lengths.index(longest)}, {count(longest, 'token')}" if longest else "-"
+    return f"{longest} with request {lengths.index(longest)}" if longest else "-"
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -85,8 +85,8 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 def _arrival(request: SentRequest) -> str:
     if request.fork_of is not None:
-        return f"forked from request {request.fork_of}"
-    return f"before step {request.arrival}, or when idle" if request.arrival else "at once"
+        return f"fork of request {request.fork_of}"
+    return f"before step {request.arrival}" if request.arrival else "at once"
 
 
 def _end(request: SentRequest) -> str:

@@ -166,6 +166,13 @@ def test_a_fork_computes_what_follows_its_originals_prompt(opened, record):
     assert positions == [8, 9]
 
 
+def test_a_request_is_forked_as_often_as_the_timeline_says(opened, record):
+    forks = [RequestInfo(id=at, token_ids=[1, 4, 5, 6, 7, 8, 9, 10, 11, 50 + at], prompt_length=9) for at in (1, 2)]
+    with record(opened(), "plain", [*REQUESTS, *forks], timeline=Timeline(forks={1: 3, 2: 3})) as recording:
+        rows = [row for step in computed(recording) for row in step.request.tolist()]
+    assert (rows.count(1), rows.count(2)) == (2, 2)
+
+
 def test_what_an_option_has_decided_is_not_left_to_workloads(opened):
     assert opened(block_size="4", max_num_seqs="2").offer.control == Control(
         limits=("max_num_batched_tokens", "num_blocks", "enable_prefix_caching"), aborts=True, forks=True
