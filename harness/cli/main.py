@@ -130,6 +130,7 @@ def build_app() -> typer.Typer:
         check,
         diff,
         faults,
+        fuzz,
         gate,
         generate,
         golden,
@@ -156,6 +157,7 @@ def build_app() -> typer.Typer:
     app.command(cls=Command)(generate.generate)
     app.command(cls=Command, epilog=engines)(profile.profile)
     app.command(cls=Command)(gate.gate)
+    app.command(cls=Command, epilog=engines)(fuzz.fuzz)
     app.command(cls=Command)(faults.faults)
     app.add_typer(bench.app)
     app.add_typer(trace.app)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from harness.profile_results import ProfileResult
     from harness.results import CheckResult
 
-_STATUS = {
+STATUS = {
     Outcome.PASS: ExitStatus.PASS,
     Outcome.MISMATCH: ExitStatus.MISMATCH,
     Outcome.NOTHING: ExitStatus.NOTHING_CHECKED,
@@ -47,7 +47,7 @@ def print_results(
             write(dtypes_text(results, tablefmt="github" if form is ReportFormat.MARKDOWN else "simple") + "\n")
         for result, profile in zip_longest(results, profiles):
             _print_texts(result, profile, form)
-    return _STATUS[worst_outcome(results)]
+    return STATUS[worst_outcome(results)]
 
 
 def _document(result: "CheckResult", profile: "ProfileResult | None") -> dict[str, Any]:

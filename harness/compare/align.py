@@ -123,9 +123,14 @@ class Locator:
 
     def _dense(self, request: torch.Tensor) -> torch.Tensor:
         """Request ids to rows of a table: ids may be any integers."""
-        for alias, original in self._aliases.items():
-            request = torch.where(request == alias, original, request)
         return torch.searchsorted(self.request_ids, request)
+
+    def _originals(self, request: torch.Tensor) -> torch.Tensor:
+        """Ids of requests to those they are looked up as."""
+        originals = request
+        for alias, original in self._aliases.items():  # an alias may be the id of another original
+            originals = torch.where(request == alias, original, originals)
+        return originals
 
     @cached_property
     def _signatures(self) -> dict[str, tuple[str, ...]]:
@@ -161,7 +166,7 @@ class Locator:
             return torch.full((len(rows), 3), -1, dtype=torch.int64)
         if signature not in self._tables:
             self._tables[signature] = self._table(tap)
-        return self._tables[signature][self._dense(rows.request), rows.position]
+        return self._tables[signature][self._dense(self._originals(rows.request)), rows.position]
 
     def _table(self, tap: str) -> torch.Tensor:
         table = torch.full((*self._shape, 3), -1, dtype=torch.int64)
@@ -199,11 +204,12 @@ class Locator:
         return torch.cat(parts)[torch.cat(places).argsort()]
 
 
-def match_requests(expected: Recording, actual: Recording) -> dict[int, int]:
+def match_requests(expected: Recording, actual: Recording, *, is_pool: bool = False) -> dict[int, int]:
     """Return which request of `expected` each additional request of `actual` repeats, by their ids.
 
     Every request of `expected` is in `actual` under the same id. What `actual` has besides are the same tokens once
-    more, or their beginning: a request that was sent again, or forked.
+    more, or their beginning: a request that was sent again, or forked. Of a pool, `actual` holds what it likes, under
+    ids of its own.
 
     Raises:
         HarnessError: DIFFERENT_PROMPTS: rows of different requests mean different things.
@@ -211,8 +217,9 @@ def match_requests(expected: Recording, actual: Recording) -> dict[int, int]:
     theirs = {request.id: request for request in expected.manifest.requests}
     ours = {request.id: request for request in actual.manifest.requests}
     where = f"{actual.path} against {expected.path}"
-    aliases = {own.id: _original(own, theirs.values()) for own in ours.values() if own.id not in theirs}
-    if not theirs.keys() <= ours.keys() or None in aliases.values():
+    additional = [own for own in ours.values() if is_pool or own.id not in theirs]
+    aliases = {own.id: _original(own, theirs.values()) for own in additional}
+    if not (is_pool or theirs.keys() <= ours.keys()) or None in aliases.values():
         raise HarnessError(
             Code.DIFFERENT_PROMPTS,
             "the recordings hold different requests",
@@ -221,7 +228,7 @@ def match_requests(expected: Recording, actual: Recording) -> dict[int, int]:
             actual=f"requests {sorted(ours)}",
             hint="record both from the same prompts",
         )
-    for request_id, request in sorted(theirs.items()):
+    for request_id, request in sorted(theirs.items() if not is_pool else ()):
         _check_same_request(request, ours[request_id], where)
     return {own: original for own, original in aliases.items() if original is not None}
 

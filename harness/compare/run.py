@@ -78,7 +78,7 @@ def compare_run(
     begin, noise = time.perf_counter(), expected.noise
     for recording in (expected.recording, actual):
         refuse_part(recording)
-    aliases = match_requests(expected.recording, actual)
+    aliases = match_requests(expected.recording, actual, is_pool=expected.is_pool)
     graph = expected.graph if hf is None else hf.graph
     actual.with_names(graph.aliases)
     expected.recording.with_names(graph.aliases)

@@ -1,9 +1,12 @@
 """Engines under test, each behind the same small Protocol."""
 
 from harness.engines.adapter import (
+    LIMITS,
+    Control,
     Engine,
     Offer,
     TapMatcher,
+    Timeline,
     Workload,
     blaming,
     engine_names,
@@ -11,4 +14,16 @@ from harness.engines.adapter import (
     open_engine,
 )
 
-__all__ = ["Engine", "Offer", "TapMatcher", "Workload", "blaming", "engine_names", "is_foreign", "open_engine"]
+__all__ = [
+    "LIMITS",
+    "Control",
+    "Engine",
+    "Offer",
+    "TapMatcher",
+    "Timeline",
+    "Workload",
+    "blaming",
+    "engine_names",
+    "is_foreign",
+    "open_engine",
+]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -22,6 +22,24 @@ if TYPE_CHECKING:
     from harness.recording import RecordingWriter, RequestInfo
 
 GROUP = "inference_harness.engines"
+LIMITS = ("max_num_batched_tokens", "max_num_seqs", "block_size", "num_blocks", "enable_prefix_caching")
+"""Tokens of a step, requests that run at once, tokens of a KV block, KV blocks with those that no request can have, and
+whether requests find the beginnings of others in the cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """When requests come and go, and under which limits, where a workload says more than a schedule can."""
+
+    limits: Mapping[str, int | bool] = field(default_factory=dict)
+    """By names of `Control.limits`; what is absent is the engine's own choice."""
+    arrivals: Mapping[int, int] = field(default_factory=dict)
+    """Steps that the engine has run when a request is added, by the request's id; 0 where it is absent. An engine that
+    has nothing left to do is given the next one at once."""
+    aborted: frozenset[int] = frozenset()
+    """Requests that ask for one token more than they need, and are aborted as soon as the last row is computed."""
+    forks: Mapping[int, int] = field(default_factory=dict)
+    """By a request's id, the one that it is forked from as soon as that has made its first token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +52,20 @@ class Workload:
     copies: Sequence[RequestInfo] = ()
     """Under a repeated schedule, the same requests in the same order, to be sent again (`prefix-hit`: when all have
     ended) or forked from the first ones (`forked`: as soon as these have made a token)."""
+    timeline: Timeline | None = None
+    """Where it is given, it rules in the schedule's place; only engines with `Offer.control` are given one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """What of its scheduling an engine leaves to a workload: what `harness fuzz` searches."""
+
+    limits: tuple[str, ...] = ()
+    """Of `LIMITS`, those that it lets a workload set."""
+    aborts: bool = False
+    """Whether a running request can be aborted."""
+    forks: bool = False
+    """Whether a running request can be forked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +78,9 @@ class Offer:
     """Whether its KV cache can be read back."""
     lacking: tuple[str, ...] = ()
     """Sites (`self_attn.q_norm`, `mlp.act`) whose taps it cannot record; or single taps by their full name."""
+    control: Control | None = None
+    """What a `Timeline` may say to it: requests arrive at any step, and what is named here; None: it follows schedules
+    by name only."""
 
     def lacks(self) -> tuple[str, ...]:
         """Return all sites and taps it cannot record."""
@@ -134,10 +169,10 @@ def check_engine(name: str, engine: object) -> None:
     offer = engine.offer
     if not isinstance(offer, Offer):
         raise _no_engine(name, "the engine's offer is none", "a harness.engines.Offer", type(offer))
-    for field in ("schedules", "lacking"):
-        names = getattr(offer, field)
+    for part in ("schedules", "lacking"):
+        names = getattr(offer, part)
         if not isinstance(names, tuple | list) or not all(isinstance(each, str) for each in names):
-            raise _no_engine(name, f"the engine's offer has no list of {field}", "a tuple of names", repr(names))
+            raise _no_engine(name, f"the engine's offer has no list of {part}", "a tuple of names", repr(names))
 
 
 def _no_engine(name: str, what: str, expected: str, actual: type | str) -> HarnessError:

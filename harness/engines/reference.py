@@ -1,24 +1,27 @@
 """The reference engine under test: the one place where the harness imports it."""
 
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import torch
 
-from harness.engines.adapter import Engine, Offer, Workload
+from harness.engines.adapter import LIMITS, Control, Engine, Offer, Timeline, Workload
 from harness.engines.reference_errors import reference_errors
 from harness.engines.reference_options import parse_reference_options
 from harness.engines.reference_session import ReferenceSession
 from harness.recording import RecordingWriter, RequestInfo
 from harness.schedule import SCHEDULES
 from harness.taps import LOGITS
-from reference_engine import EngineConfig, LLMEngine, SamplingParams, StepInfo
+from reference_engine import EngineConfig, LLMEngine, SamplingParams, StepInfo, TokenOutput
 from reference_engine.worker import parallel_engine
 
 _NOT_SERVED = {"contiguous": ("prefix-hit", "preempted"), "recompute": ("prefix-hit", "forked", "preempted")}
 """Schedules that mean nothing to a backend without blocks, or without a cache."""
+_LIMITS_WITHOUT_BLOCKS = ("max_num_batched_tokens", "max_num_seqs")
 _SMALL_BLOCK = 4
 """Tokens of a block where requests are to run out of blocks: the smaller, the sooner."""
 
@@ -38,7 +41,7 @@ class ReferenceEngine:
         backend = str(options.get("attention_backend", "paged"))
         unserved = _NOT_SERVED.get(backend, ())
         schedules = tuple(name for name in SCHEDULES if name not in unserved)
-        self.offer = Offer(schedules=schedules, keeps_cache=backend != "recompute")
+        self.offer = Offer(schedules=schedules, keeps_cache=backend != "recompute", control=self._control(backend))
 
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """Run the workload on a fresh engine; see `Engine.run`."""
@@ -52,6 +55,12 @@ class ReferenceEngine:
             engine = LLMEngine(self._folder, EngineConfig(**{**limits, **self._options}))  # type: ignore[arg-type]
         return ReferenceSession(engine, self._folder)
 
+    def _control(self, backend: str) -> Control:
+        """Return what workloads may decide: not what an option has decided."""
+        limits = LIMITS if backend not in _NOT_SERVED else _LIMITS_WITHOUT_BLOCKS
+        free = tuple(name for name in limits if name not in self._options)
+        return Control(limits=free, aborts=True, forks=backend != "recompute")
+
     def _opened(self, workload: Workload) -> AbstractContextManager[LLMEngine]:
         config, num_ranks = self._config(workload), workload.schedule.num_ranks
         if num_ranks == 1:
@@ -61,6 +70,8 @@ class ReferenceEngine:
     def _config(self, workload: Workload) -> EngineConfig:
         """Translate the schedule into the engine's own limits; explicit options win."""
         schedule, num_requests = workload.schedule, len(workload.requests)
+        if workload.timeline is not None:
+            return EngineConfig(**{**workload.timeline.limits, **self._options})  # type: ignore[arg-type]
         options: dict[str, str | int] = {"max_num_seqs": 1}
         if schedule.is_batched:
             options["max_num_seqs"] = num_requests + len(workload.copies)
@@ -75,6 +86,9 @@ class ReferenceEngine:
 
 
 def _run(engine: LLMEngine, workload: Workload, observer: "_Recorder") -> None:
+    if workload.timeline is not None:
+        _Driver(engine, observer, workload.requests, workload.timeline).run()
+        return
     copies = dict(zip((request.id for request in workload.requests), workload.copies, strict=False))
     forks = copies if workload.schedule.trigger == "forked" else {}
     _drive(engine, observer, workload.requests, forks)
@@ -86,25 +100,66 @@ def _drive(
     engine: LLMEngine, observer: "_Recorder", requests: Sequence[RequestInfo], forks: Mapping[int, RequestInfo]
 ) -> None:
     """Run requests to their end; one named in `forks` is forked when it has made its first token."""
-    prompt_lengths = {request.id: request.prompt_length for request in requests}
-    for request in requests:
-        prompt = request.token_ids[: request.prompt_length]
-        observer.request_ids[engine.add_request(prompt, _forced(request, request.prompt_length))] = request.id
-    engine.observer = observer
-    pending = dict(forks)
-    while engine.has_unfinished():
-        for output in engine.step():
-            original = observer.request_ids[output.request_id]
-            if original in pending and output.finish_reason is None:
-                fork = pending.pop(original)
-                params = _forced(fork, prompt_lengths[original])
-                observer.request_ids[engine.fork(output.request_id, params)] = fork.id
+    timeline = Timeline(forks={fork.id: original for original, fork in forks.items()})
+    _Driver(engine, observer, [*requests, *forks.values()], timeline).run()
 
 
-def _forced(request: RequestInfo, prompt_length: int) -> SamplingParams:
-    """Feed what follows the prompt; what the engine would have chosen is still reported."""
-    forced = request.token_ids[prompt_length:]
-    return SamplingParams(max_new_tokens=len(forced) + 1, forced_token_ids=forced or None, ignore_eos=True)
+class _Driver:
+    """Adds requests to an engine, forks and aborts them, and runs its steps until nothing is left to do."""
+
+    def __init__(
+        self, engine: LLMEngine, observer: "_Recorder", requests: Sequence[RequestInfo], timeline: Timeline
+    ) -> None:
+        self._engine, self._observer, self._timeline = engine, observer, timeline
+        self._requests = {request.id: request for request in requests}
+        self._prompt_lengths = {request.id: request.prompt_length for request in requests}
+        arriving = [request for request in requests if request.id not in timeline.forks]
+        self._arriving = deque(sorted(arriving, key=lambda request: timeline.arrivals.get(request.id, 0)))
+        self._forks: dict[int, list[RequestInfo]] = {}
+        for fork, original in timeline.forks.items():
+            self._forks.setdefault(original, []).append(self._requests[fork])
+        self._num_made: Counter[int] = Counter()
+
+    def run(self) -> None:
+        """Run all requests to their end."""
+        self._engine.observer = self._observer
+        for step in count():
+            self._add(step)
+            if not self._engine.has_unfinished():
+                return
+            for output in self._engine.step():
+                self._follow(output)
+
+    def _add(self, step: int) -> None:
+        """Add the requests that have arrived by now; the next one where there is nothing else to do."""
+        while self._arriving:
+            is_idle = not self._engine.has_unfinished()
+            if not is_idle and self._timeline.arrivals.get(self._arriving[0].id, 0) > step:
+                return
+            request = self._arriving.popleft()
+            prompt = request.token_ids[: request.prompt_length]
+            self._observer.request_ids[self._engine.add_request(prompt, self._params(request))] = request.id
+
+    def _follow(self, output: TokenOutput) -> None:
+        """Fork the request that has made a token as often as it is to be, and abort it if it has made enough."""
+        own = self._observer.request_ids[output.request_id]
+        self._num_made[own] += 1
+        for fork in self._forks.pop(own, ()) if output.finish_reason is None else ():
+            self._prompt_lengths[fork.id], self._num_made[fork.id] = self._prompt_lengths[own], self._num_made[own]
+            request_id = self._engine.fork(output.request_id, self._params(fork))
+            self._observer.request_ids[request_id] = fork.id
+        if own in self._timeline.aborted and self._num_made[own] == self._num_wanted(self._requests[own]):
+            self._engine.abort(output.request_id)
+
+    def _num_wanted(self, request: RequestInfo) -> int:
+        """Return how many tokens a request makes: one behind each row from its prompt's last one on."""
+        return len(request.token_ids) - self._prompt_lengths[request.id] + 1
+
+    def _params(self, request: RequestInfo) -> SamplingParams:
+        """Feed what follows the prompt; what the engine would have chosen is still reported."""
+        forced = request.token_ids[self._prompt_lengths[request.id] :]
+        num_tokens = self._num_wanted(request) + (request.id in self._timeline.aborted)
+        return SamplingParams(max_new_tokens=num_tokens, forced_token_ids=forced or None, ignore_eos=True)
 
 
 def _too_few_blocks(requests: Sequence[RequestInfo], block_size: int) -> int:

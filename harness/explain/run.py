@@ -69,7 +69,8 @@ class _Explainer:
 
     def __init__(self, found: Comparison, recording: Recording, expected: Golden, hf: HFModel) -> None:
         self.found, self.recording, self.hf = found, recording, hf
-        self.expected = Locator(expected.recording, match_requests(expected.recording, recording))
+        aliases = match_requests(expected.recording, recording, is_pool=expected.is_pool)
+        self.expected = Locator(expected.recording, aliases)
         self.locator, self.memory = Locator(recording), Memory(recording)
         self.dtype = engine_dtype(recording)
         self.modules = {path for path, _ in hf.model.named_modules()}

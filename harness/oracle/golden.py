@@ -99,10 +99,12 @@ class Golden:
             damaged, or is another golden's.
     """
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, *, is_pool: bool = False) -> None:
         self.recording = recording
         self.notes: tuple[str, ...] = ()
         """What a reader of a comparison with it should know."""
+        self.is_pool = is_pool
+        """Whether an engine may be fed any of the requests, or their beginnings, under ids of its own."""
         self.info = _read_info(recording.path)
         """None for another engine's recording, and for a golden of the first version."""
         self.noise = _read_noise(recording, self.graph, self.info)

@@ -41,13 +41,18 @@ def golden_key(hf: HFModel, prompts: Sequence[Prompt], truth: str = "auto") -> d
         "oracle": ORACLE_VERSION,
         "weights": weights_hash(hf.folder),
         "config": config_hash(hf.folder),
-        "prompts": [{**asdict(prompt), "token_ids": list(prompt.token_ids)} for prompt in prompts],
+        "prompts": [_prompt_key(prompt) for prompt in prompts],
         "dtype": str(hf.dtype),
         "truth": str(truth_dtype(truth, hf.dtype)),
         "device": hf.device.type,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def _prompt_key(prompt: Prompt) -> dict[str, Any]:
+    given = {name: value for name, value in asdict(prompt).items() if value is not None}
+    return {**given, "token_ids": list(prompt.token_ids)}
 
 
 def cached_golden(
@@ -139,7 +144,8 @@ def _make(hf: HFModel, prompts: Sequence[Prompt], folder: Path, truth: str, repo
     for index, prompt in enumerate(prompts):
         report("continuation", index, len(prompts))
         fed = (*prompt.token_ids, *greedy_continuation(hf, prompt.token_ids, prompt.max_new_tokens)[:-1])
-        requests.append(RequestInfo(id=index, token_ids=list(fed), prompt_length=len(prompt.token_ids)))
+        prompt_length = prompt.prompt_length or len(prompt.token_ids)
+        requests.append(RequestInfo(id=index, token_ids=list(fed), prompt_length=prompt_length))
     noise: dict[str, list[torch.Tensor]] = defaultdict(list)
     with _writer(hf, requests, folder) as writer:
         groups = batch_requests(hf, requests)

@@ -45,27 +45,29 @@ def check_json(result: CheckResult) -> dict[str, Any]:
             "engine": sum_seconds([run.engine_s for run in result.runs]),
             "compare": sum_seconds([run.compare_s for run in result.runs]),
         },
-        "findings": [_plain(finding) | {"schedule": run.schedule} for run in result.runs for finding in run.findings],
+        "findings": [plain(finding) | {"schedule": run.schedule} for run in result.runs for finding in run.findings],
         "notes": result.notes,
-        "runs": [_run(run) for run in result.runs],
+        "runs": [run_json(run) for run in result.runs],
     }
-    plain: dict[str, Any] = _plain(document)
-    return plain
+    whole: dict[str, Any] = plain(document)
+    return whole
 
 
-def _run(run: RunResult) -> dict[str, Any]:
-    document: dict[str, Any] = _plain(run)
+def run_json(run: RunResult) -> dict[str, Any]:
+    """Return one run as plain dicts, lists, strings and finite numbers."""
+    document: dict[str, Any] = plain(run)
     timings = {"engine": document.pop("engine_s"), "compare": document.pop("compare_s")}
     return {"schedule": run.schedule, "verdict": document.pop("outcome"), **document, "timings_s": timings}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return dataclasses, tuples and enums as what JSON has for them."""
     if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     return str(value) if isinstance(value, str) else value

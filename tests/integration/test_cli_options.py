@@ -25,6 +25,8 @@ OPTIONS = {
                 "--max-new-tokens", "--batch-size", "--phase", "--wait", "--warmup", "--active", "--repeat", "--runs",
                 "--local-files-only", "--format"],
     "gate": ["profile", "baseline", "--accept", "--against", "--blocks", "--tolerance", "--format"],
+    "fuzz": ["--model", "--engine", "--engine-option", "--dtype", "--device", "--truth", "--seconds", "--seed",
+             "--first", "--workload-seconds", "--out", "--replay", "--fault", "--local-files-only", "--format"],
     "faults": ["--only", "--category", "--seeds", "--format"],
     "bench": [],  # a group
     "trace": [],  # a group
@@ -37,6 +39,7 @@ FORMATS = {
     "inspect": ["human", "json"],
     "generate": ["human", "json"],
     "profile": ["human", "json"],
+    "fuzz": ["human", "json"],
     "faults": ["human", "markdown", "json"],
 }
 

@@ -196,3 +196,30 @@ def test_requests_that_repeat_others_are_matched_by_their_tokens(tmp_path):
     assert aliases == {8: 4, 9: 3}
     locator = Locator(theirs, aliases)
     assert locator.find(TAP, rows_at((9, 1), (3, 1), (8, 1)))[:, 0].tolist() == [0, 0, -1]
+
+
+def test_of_a_pool_any_beginning_is_matched_whatever_its_id(tmp_path):
+    theirs = request_recording(tmp_path / "theirs", {0: [1, 2, 3], 1: [1, 5, 6]})
+    aliases = match_requests(theirs, request_recording(tmp_path / "ours", {0: [1, 5], 1: [1, 2]}), is_pool=True)
+    assert aliases == {0: 1, 1: 0}
+    locator = Locator(theirs, aliases)
+    assert locator.find(TAP, rows_at((1, 1), (0, 1)))[:, 0].tolist() == [0, -1]
+    with pytest.raises(HarnessError, match="H027"):
+        match_requests(theirs, request_recording(tmp_path / "foreign", {0: [1, 5, 7]}), is_pool=True)
+
+
+def request_recording(folder, requests):
+    writer = RecordingWriter(
+        folder,
+        producer=Producer(name="tests", version="1"),
+        model=ModelInfo(id="tiny"),
+        dtype="float32",
+        device="cpu",
+        environment={},
+        requests=[RequestInfo(id=id_, token_ids=tokens, prompt_length=1) for id_, tokens in requests.items()],
+    )
+    with writer:
+        writer.begin_step(phase="prefill", request=[0], position=[1])
+        writer.tap(TAP, torch.ones(1, 2))
+        writer.end_step()
+    return Recording.open(folder)

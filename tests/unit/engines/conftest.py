@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.engines import Engine, Workload
+from harness.engines import Engine, Timeline, Workload
 from harness.recording import Recording, RecordingWriter
 from harness.recording.manifest import ModelInfo, Producer, RequestInfo
 from harness.schedule import parse_schedule
@@ -22,7 +22,12 @@ REQUESTS = (
 def record(tmp_path: Path) -> Callable[..., Recording]:
     """Run an engine under a schedule and open what it recorded."""
 
-    def run(engine: Engine, schedule: str, requests: Sequence[RequestInfo] = REQUESTS) -> Recording:
+    def run(
+        engine: Engine,
+        schedule: str,
+        requests: Sequence[RequestInfo] = REQUESTS,
+        timeline: Timeline | None = None,
+    ) -> Recording:
         writer = RecordingWriter(
             tmp_path / "recording",
             producer=Producer(name="test", version="1"),
@@ -33,7 +38,7 @@ def record(tmp_path: Path) -> Callable[..., Recording]:
             requests=requests,
         )
         with writer:
-            engine.run(Workload(requests=requests, schedule=parse_schedule(schedule)), writer)
+            engine.run(Workload(requests=requests, schedule=parse_schedule(schedule), timeline=timeline), writer)
         return Recording.open(tmp_path / "recording")
 
     return run

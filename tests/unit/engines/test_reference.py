@@ -2,6 +2,7 @@
 
 import pytest
 
+from harness.engines import Control, Timeline
 from harness.engines.reference import open_engine
 from harness.errors import Code, HarnessError
 from harness.recording.manifest import RequestInfo
@@ -126,3 +127,56 @@ def test_a_checkpoint_it_does_not_know(checkpoints, record, tmp_path):
     with pytest.raises(HarnessError, match="gpt2") as caught:
         record(engine, "plain")
     assert caught.value.code is Code.UNSUPPORTED_ARCHITECTURE
+
+
+def by_step(recording):
+    return [sorted(set(step.request.tolist())) for step in computed(recording)]
+
+
+def test_a_timeline_says_when_requests_arrive(opened, record):
+    with record(opened(), "plain", timeline=Timeline(arrivals={0: 1, 7: 2})) as recording:
+        assert by_step(recording)[:4] == [[3], [0, 3], [0, 3, 7], [0]]
+
+
+def test_an_idle_engine_is_given_the_next_request_at_once(opened, record):
+    with record(opened(), "plain", timeline=Timeline(arrivals={0: 100, 7: 200})) as recording:
+        assert by_step(recording) == [[3]] * 3 + [[0]] * 5 + [[7]]
+
+
+def test_a_timeline_sets_limits_and_options_outrank_them(opened, record):
+    timeline = Timeline(limits={"max_num_seqs": 1, "max_num_batched_tokens": 3})
+    with record(opened(max_num_seqs="3"), "plain", timeline=timeline) as recording:
+        assert max(map(len, by_step(recording))) == 3
+        assert max(len(step.request) for step in computed(recording)) == 3
+
+
+def test_an_aborted_request_is_not_finished(opened, record, monkeypatch):
+    aborted, abort = [], LLMEngine.abort
+    monkeypatch.setattr(LLMEngine, "abort", lambda engine, request: aborted.append(abort(engine, request)))
+    with record(opened(), "plain", timeline=Timeline(aborted=frozenset({3, 7}))) as recording:
+        rows = [row for step in computed(recording) for row in step.request.tolist()]
+    assert len(aborted) == 2
+    assert sorted(rows) == sorted(request.id for request in REQUESTS for _ in request.token_ids)
+
+
+def test_a_fork_computes_what_follows_its_originals_prompt(opened, record):
+    fork = RequestInfo(id=9, token_ids=[1, 4, 5, 6, 7, 8, 9, 10, 11, 50], prompt_length=9)
+    with record(opened(), "plain", [*REQUESTS, fork], timeline=Timeline(forks={9: 3})) as recording:
+        positions = [int(at) for step in computed(recording) for at in step.position[step.request == 9]]
+    assert positions == [8, 9]
+
+
+def test_a_request_is_forked_as_often_as_the_timeline_says(opened, record):
+    forks = [RequestInfo(id=at, token_ids=[1, 4, 5, 6, 7, 8, 9, 10, 11, 50 + at], prompt_length=9) for at in (1, 2)]
+    with record(opened(), "plain", [*REQUESTS, *forks], timeline=Timeline(forks={1: 3, 2: 3})) as recording:
+        rows = [row for step in computed(recording) for row in step.request.tolist()]
+    assert (rows.count(1), rows.count(2)) == (2, 2)
+
+
+def test_what_an_option_has_decided_is_not_left_to_workloads(opened):
+    assert opened(block_size="4", max_num_seqs="2").offer.control == Control(
+        limits=("max_num_batched_tokens", "num_blocks", "enable_prefix_caching"), aborts=True, forks=True
+    )
+    assert opened(attention_backend="recompute").offer.control == Control(
+        limits=("max_num_batched_tokens", "max_num_seqs"), aborts=True
+    )

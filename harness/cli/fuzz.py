@@ -1,0 +1,160 @@
+"""`harness fuzz`: schedules that are searched, not listed."""
+
+import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from harness.cli import options as opt
+from harness.cli.output import STATUS, write, write_json
+from harness.cli.progress import progress_bar
+from harness.errors import Code, HarnessError
+
+if TYPE_CHECKING:
+    from harness.fuzz.run import FuzzOptions
+    from harness.fuzz.workload_file import WorkloadFile
+    from harness.fuzz_results import FuzzResult
+    from harness.plan import Plan
+
+
+def fuzz(
+    model: opt.Model = None,
+    engine: opt.EngineName = None,
+    engine_option: opt.EngineOption = None,
+    dtype: opt.Dtype = None,
+    device: opt.Device = None,
+    truth: opt.TruthChoice = None,
+    seconds: Annotated[float, typer.Option(metavar="N", help="How long to search.")] = 60.0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Another one draws other workloads.")] = 0,
+    first: Annotated[bool, typer.Option("--first", help="End at the first finding.")] = False,
+    workload_seconds: Annotated[
+        float, typer.Option(metavar="N", help="How long the engine may take for one workload.")
+    ] = 60.0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="New folder for files that repeat what was found.")
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Run the workload of such a file again, with all that it says, and no other."
+        ),
+    ] = None,
+    fault: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Search with a known bug in the reference engine; `harness faults` has all."),
+    ] = None,
+    local_files_only: opt.LocalFilesOnly = False,
+    format: opt.OutFormat = opt.Format.HUMAN,
+) -> int:
+    """Search workloads that an engine gets wrong.
+
+    Prompts whose lengths lie about the boundaries of blocks and chunks, beginnings that are shared, arrivals, aborts,
+    forks, and caches that are too small: each is judged as `harness check` judges. What fails is made as small as it
+    can be.
+    """
+    given = _Target(model, engine, tuple(engine_option or ()), dtype, device, truth, fault)
+    _check_positive("--seconds", seconds)
+    _check_positive("--workload-seconds", workload_seconds)
+    if replay is not None and (given != _Target() or out is not None):
+        what = "a workload's file says what is to be run"
+        raise HarnessError(Code.BAD_OPTION, what, where="--replay", hint="leave the other options out")
+    with progress_bar() as report:
+        report("loading libraries", 0, 1)
+        from harness.fuzz.run import FuzzOptions, run_again, search_workloads
+        from harness.fuzz.workload_file import load_workload
+        from harness.jobs.check import claimed
+
+        options = FuzzOptions(seconds=seconds, seed=seed, workload_seconds=workload_seconds, is_first_enough=first)
+        if replay is not None:
+            file = load_workload(replay)
+            with _opened(_Target.of(file), options, local_files_only) as (plan, options):
+                result = run_again(plan, file.workload(), options, progress=report)
+        else:
+            with (
+                nullcontext() if out is None else claimed(out),
+                _opened(given, options, local_files_only) as (plan, options),
+            ):
+                result = search_workloads(plan, options, out=out, progress=report)
+    return _print(result, format)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The engine that is searched, as far as it was named."""
+
+    model: str | None = None
+    engine: str | None = None
+    engine_options: tuple[str, ...] = ()
+    dtype: str | None = None
+    device: str | None = None
+    truth: opt.Truth | None = None
+    fault: str | None = None
+
+    @classmethod
+    def of(cls, file: "WorkloadFile") -> "_Target":
+        """Return what a workload's file says; a fault brings its own model."""
+        if file.fault is not None:
+            return cls(fault=file.fault)
+        options = tuple(f"{name}={value}" for name, value in file.engine_options.items())
+        return cls(file.model, file.engine, options, file.dtype, file.device)
+
+
+@contextmanager
+def _opened(target: _Target, options: "FuzzOptions", local_files_only: bool) -> "Iterator[tuple[Plan, FuzzOptions]]":
+    """Yield the plan, and the options with the fault that is to be planted."""
+    if target.fault is None:
+        yield _plan(target, local_files_only), options
+        return
+    from harness.faults.catalogue import choose
+    from harness.faults.trial import checkpoint
+
+    if target != _Target(fault=target.fault):
+        what = "a fault comes with the engine, the model and the dtype that show it"
+        raise HarnessError(Code.BAD_OPTION, what, where="--fault", hint="leave the other options out")
+    (chosen,) = choose([target.fault])
+    with checkpoint(chosen.setting) as folder:
+        plan = _plan(_Target(model=str(folder), dtype=chosen.setting.dtype), local_files_only)
+        plan = replace(plan, notes=(f"planted: {chosen.summary}",))
+        yield plan, replace(options, planted=chosen.plant, fault=chosen.id)
+
+
+def _plan(target: _Target, local_files_only: bool) -> "Plan":
+    from harness.case import load_case
+    from harness.checkpoint import embedded_cases
+    from harness.plan import make_plan
+
+    default = load_case(embedded_cases() / "default.toml")
+    return make_plan(
+        model=target.model or default.model,
+        engine=target.engine or default.engine,
+        dtype=target.dtype or ("auto" if target.model else default.dtype),
+        device=target.device or default.device,
+        truth=target.truth or default.truth,
+        requests=(),
+        max_new_tokens=1,
+        schedules=("plain",),
+        engine_options=opt.parse_engine_options(list(target.engine_options)),
+        local_files_only=local_files_only,
+    )
+
+
+def _check_positive(option: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        what = "the number of seconds must be positive"
+        raise HarnessError(Code.BAD_OPTION, what, where=option, expected="above 0", actual=value, hint=f"{option} 60")
+
+
+def _print(result: "FuzzResult", form: opt.Format) -> int:
+    from harness.report.fuzz_json import fuzz_json
+    from harness.report.fuzz_text import fuzz_text
+
+    if form is opt.Format.JSON:
+        write_json(fuzz_json(result))
+    else:
+        write(fuzz_text(result, width=shutil.get_terminal_size((100, 24)).columns), end="")
+    return STATUS[result.outcome]

@@ -1,0 +1,133 @@
+"""`harness fuzz`."""
+
+import pytest
+
+from harness.fuzz import search
+
+from .conftest import ENGINE
+
+
+@pytest.fixture(autouse=True)
+def _shrink_briefly(monkeypatch):
+    monkeypatch.setattr(search, "SHRINKING_S", 3.0)
+
+
+def test_a_fault_is_found_explained_and_repeated(harness, tmp_path):
+    out = tmp_path / "out"
+    ran = harness("fuzz", "--fault", "wrong-block", "--first", "--out", out, "--format", "json")
+    assert ran.status == 1, ran.err
+    (finding,) = ran.json["findings"]
+    assert finding["first_divergence"]["tap"].endswith(".attention")
+    assert "from a wrong place" in finding["first_divergence"]["explanation"]["cause"]
+    again = harness("fuzz", "--replay", finding["workload_file"])
+    assert again.status == 1
+    assert "reads one block of its history from a wrong place" in again.out
+
+
+def test_a_case_repeats_it_where_a_case_can(harness, tmp_path):
+    out = tmp_path / "out"
+    ran = harness("fuzz", "--fault", "k-and-v-swapped", "--first", "--out", out)
+    assert ran.status == 1
+    assert f"harness check --case {out / 'finding-1.case.toml'}" in ran.out
+    assert harness("check", "--case", out / "finding-1.case.toml").status == 0  # the fault is not there any more
+
+
+def test_a_sound_engine_passes_and_what_it_did_is_printed(harness):
+    ran = harness("fuzz", "--seconds", "0.5")
+    assert ran.status == 0, ran.out
+    assert "NOTHING FOUND" in ran.out
+    assert "step of 0 decodes and 1 prompts" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--seconds", "0"], "--seconds"),
+        (["--seconds", "-3"], "--seconds"),
+        (["--seconds", "nan"], "--seconds"),
+        (["--workload-seconds", "0"], "--workload-seconds"),
+        (["--seed", "-1"], "--seed"),
+        (["--engine", "nobody"], "H014"),
+        (["--fault", "nothing"], "no fault is called 'nothing'"),
+        (["--fault", "wrong-block", "--dtype", "float32"], "leave the other options out"),
+        (["--replay", "nothing.toml"], "cannot be read"),
+        (["--replay", "nothing.toml", "--engine", "hf"], "leave the other options out"),
+        (["--engine-option", "blocks=3"], "no option 'blocks'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(harness, options, said):
+    ran = harness("fuzz", *options)
+    assert ran.status == 2
+    assert said in ran.err
+
+
+def test_an_output_folder_that_is_not_empty_is_left_alone(harness, tmp_path):
+    (tmp_path / "notes").write_text("mine")
+    ran = harness("fuzz", "--out", tmp_path)
+    assert ran.status == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
+def test_an_engine_that_raises_is_a_finding(harness, install):
+    source = ENGINE.replace(
+        "        self.inner.run", "        assert len(workload.requests) < 2\n        self.inner.run"
+    )
+    ran = harness("fuzz", "--engine", install(source), "--first", "--seconds", "60", "--format", "json")
+    assert ran.status == 1
+    (finding,) = ran.json["findings"]
+    assert finding["signature"] == "H017: the engine raised AssertionError: "
+    assert len(finding["workload"]["requests"]) == 2
+    assert finding["run"] is None
+
+
+def test_an_engine_that_hangs_is_a_finding(harness, install, monkeypatch):
+    monkeypatch.setattr(search, "SHRINKING_S", 0.0)
+    waiting = "        import time\n        time.sleep(600)\n        self.inner.run"
+    name = install(ENGINE.replace("        self.inner.run", waiting))
+    ran = harness("fuzz", "--engine", name, "--first", "--seconds", "5", "--workload-seconds", "0.2")
+    assert ran.status == 1
+    assert "the engine did not come to its end in time" in ran.out
+
+
+NO_CONTROL = """
+        from dataclasses import replace
+        self.inner, self.offer = inner, replace(inner.offer, control=None, schedules={schedules})"""
+
+
+def without_control(*schedules):
+    return ENGINE.replace(
+        "\n        self.inner, self.offer = inner, inner.offer", NO_CONTROL.format(schedules=schedules)
+    )
+
+
+def test_an_engine_that_cannot_batch_is_searched_by_what_it_can(harness, install):
+    ran = harness("fuzz", "--engine", install(without_control("plain")), "--seconds", "0.5", "--format", "json")
+    assert ran.status == 0
+    assert ran.json["num_workloads"] >= 1
+    assert "batch" not in ran.json["coverage"]
+
+
+def test_an_engine_that_follows_no_schedule_is_refused(harness, install):
+    ran = harness("fuzz", "--engine", install(without_control()))
+    assert ran.status == 2
+    assert "no schedule that can be searched" in ran.err
+
+
+def test_an_engine_that_serves_nothing_was_not_checked(harness, install):
+    refuses = (
+        "        from harness.errors import Code, HarnessError\n"
+        "        raise HarnessError(Code.ENGINE_CANNOT_SERVE, 'not today')\n"
+    )
+    name = install(ENGINE.replace("        self.inner.run", refuses + "        self.inner.run"))
+    ran = harness("fuzz", "--engine", name, "--seconds", "0.2")
+    assert ran.status == 5
+    assert "not today" in ran.err
+
+
+def test_a_workload_that_the_engine_does_not_follow_is_refused(harness, install, tmp_path):
+    file = tmp_path / "w.toml"
+    name = install(without_control("plain"))
+    header = f'schema_version = 1\nmodel = "nowhere"\nengine = "{name}"\ndtype = "float32"\n'
+    file.write_text(header + "[[requests]]\ntoken_ids = [5, 6]\nprompt_length = 2\narrival = 2\n")
+    ran = harness("fuzz", "--replay", file)
+    assert ran.status == 2

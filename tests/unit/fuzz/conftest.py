@@ -1,0 +1,27 @@
+"""A pool, and an engine that leaves everything to workloads."""
+
+import pytest
+
+from harness.engines import LIMITS, Control, Offer
+from harness.fuzz.pool import Pool, make_pool
+from harness.fuzz.workload import Translator
+
+CONTROL = Control(limits=LIMITS, aborts=True, forks=True)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Pool:
+    """The pool of a model with few tokens."""
+    return make_pool(0, vocab_size=64, max_positions=None, window=None)
+
+
+@pytest.fixture(scope="session")
+def translator(pool: Pool) -> Translator:
+    """What workloads have to fit."""
+    return Translator(pool, CONTROL)
+
+
+@pytest.fixture(scope="session")
+def offer() -> Offer:
+    """Of an engine that leaves everything to workloads."""
+    return Offer(schedules=("plain",), control=CONTROL)
