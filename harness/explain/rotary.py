@@ -99,12 +99,11 @@ def other_positions(scene: Scene, own: Rotation) -> _Causes:
 
 
 def _best_positions(scene: Scene, own: Rotation, highest: int) -> torch.Tensor:
-    """[R] int64: the position whose rotation takes each row's input nearest to its output."""
-    turned = _turned_by(scene, own)
-    table = torch.polar(
-        torch.ones(highest, len(own.frequencies), dtype=torch.float64), own.phases(torch.arange(highest))
-    )
-    return (turned @ table.conj().T).real.argmax(dim=1)
+    """[R] int64: the position whose rotation takes each row's input nearest to its output; it may be negative."""
+    turned, positions = _turned_by(scene, own), torch.arange(-highest, highest)
+    phases = own.phases(positions)
+    table = torch.polar(torch.ones_like(phases), phases)
+    return positions[(turned @ table.conj().T).real.argmax(dim=1)]
 
 
 def _turned_by(scene: Scene, own: Rotation) -> torch.Tensor:
