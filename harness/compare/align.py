@@ -49,6 +49,12 @@ def is_readback(step: Step) -> bool:
     return step.phase == "readback"
 
 
+def all_rows(step: Step) -> Rows:
+    """Return the identity of all rows of one step."""
+    request = step.request.long()
+    return Rows(request=request, position=step.position.long(), step=torch.full_like(request, step.index))
+
+
 def step_rows(step: Step, tap: str) -> Rows:
     """Return the identity of the rows of one tap in one step."""
     covered = step.rows_of(tap)

@@ -4,11 +4,12 @@ from collections.abc import Iterable
 
 import torch
 
-from harness.compare.align import Locator
+from harness.compare.align import Locator, all_rows, is_readback
 from harness.compare.prefixes import Prefixes
 from harness.compare.traits import Traits
 from harness.compare.triggers import not_reached, reached_triggers
 from harness.errors import Code
+from harness.recording import Recording
 from harness.results import Coverage, Finding
 from harness.taps import Graph, Kind
 
@@ -38,6 +39,29 @@ def shared_rows(recorded: torch.Tensor, prefixes: Prefixes) -> torch.Tensor:
     return is_before & torch.isin(prefixes.table, prefixes.table[recorded])
 
 
+def resumed_rows(recording: Recording, prefixes: Prefixes) -> torch.Tensor:
+    """Return [requests, positions] bool: prompt rows that a request left out in the midst of its prompt.
+
+    It was preempted there, and found more in the cache than it had computed: others had computed the same tokens by
+    then.
+    """
+    requests = sorted(recording.manifest.requests, key=lambda request: request.id)
+    left_out = torch.zeros(prefixes.table.shape, dtype=torch.bool)
+    computed = torch.zeros(prefixes.count, dtype=torch.bool)
+    reached = [0] * len(requests)
+    for step in (step for step in recording.steps if not is_readback(step)):
+        for row, request in enumerate(requests):
+            positions = step.position[step.request == request.id].long()
+            if not len(positions):
+                continue
+            begin, end = reached[row], min(int(positions.min()), request.prompt_length - 1)
+            if 0 < begin < end:
+                left_out[row, begin:end] = computed[prefixes.table[row, begin:end]]
+            reached[row] = max(begin, int(positions.max()) + 1)
+        computed[prefixes.of(all_rows(step))] = True
+    return left_out
+
+
 def check_coverage(
     locator: Locator,
     graph: Graph,
@@ -64,10 +88,11 @@ def check_coverage(
     missing_taps = []
     recorded_taps = set(locator.taps())
     prefixes = Prefixes(locator.recording.manifest.requests)
+    resumed = resumed_rows(locator.recording, prefixes)
     for tap in taps:
         wanted = wanted_rows(tap, locator, graph)
         there = locator.recorded(tap)
-        there = (there | shared_rows(there, prefixes)) & wanted
+        there = (there | shared_rows(there, prefixes) | resumed) & wanted
         expected, recorded = expected + int(wanted.sum()), recorded + int(there.sum())
         if tap not in recorded_taps:
             missing_taps.append(tap)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.compare.align import Rows, is_readback
+from harness.compare.align import all_rows, is_readback
 from harness.compare.prefixes import Prefixes
 from harness.recording import Recording, RequestInfo, Step
 
@@ -56,7 +56,7 @@ class _Computed:
         """[prefixes, 2] int64: step and row of whoever computed each prefix first; -1 for nobody."""
         first = torch.full((self._prefixes.count, 2), NOWHERE, dtype=torch.int64)
         for step in reversed(self._steps):
-            rows = _all_rows(step)
+            rows = all_rows(step)
             numbers = torch.arange(len(rows))
             first[self._prefixes.of(rows).flip(0)] = torch.stack([rows.step, numbers], dim=1).flip(0)
         return first
@@ -89,18 +89,20 @@ class _Computed:
         return found
 
     def _inherited(self, request: RequestInfo, rows: list[tuple[int, int, int]]) -> torch.Tensor:
-        """[tokens, 2]: what others with the same tokens computed before the request's first row, in its place."""
+        """[tokens, 2]: what others with the same tokens computed, in the place of rows that the request left out.
+
+        It left out those before its first row, and, where it was preempted and found more in the cache than it had
+        computed, those before the row that it went on with.
+        """
         table = torch.full((len(request.token_ids), 2), NOWHERE, dtype=torch.int64)
-        if rows and rows[0][0] > 0:
-            first_position, first_step, _ = rows[0]
-            table[:first_position] = self._first[self._prefixes.up_to(request.id, first_position)]
-            table[table[:, 0] > first_step] = NOWHERE
+        reached = 0
+        for position, step, _ in rows:
+            if position > reached:
+                found = self._first[self._prefixes.up_to(request.id, position)][reached:]
+                found[found[:, 0] > step] = NOWHERE
+                table[reached:position] = found
+            reached = max(reached, position + 1)
         return table
-
-
-def _all_rows(step: Step) -> Rows:
-    request = step.request.long()
-    return Rows(request=request, position=step.position.long(), step=torch.full_like(request, step.index))
 
 
 def _spans(positions: list[int]) -> Iterator[tuple[int, int]]:

@@ -22,6 +22,7 @@ def conditions(recording: Recording) -> frozenset[str]:
     prompt_lengths = {request.id: request.prompt_length for request in recording.manifest.requests}
     reached = {name.replace("_", " ") for name in reached_triggers(recording)}
     reached |= {_mixture(step, prompt_lengths) for step in steps}
+    reached |= set(_interrupted(steps, prompt_lengths))
     reached |= set(_block_transitions([step.block_tables or {} for step in steps]))
     return frozenset(reached)
 
@@ -40,6 +41,22 @@ def _mixture(step: Step, prompt_lengths: Mapping[int, int]) -> str:
         if position < prompt_lengths[request]
     }
     return f"step of {_many(len(set(requests) - prefilling))} decodes and {_many(len(prefilling))} prompts"
+
+
+def _interrupted(steps: Sequence[Step], prompt_lengths: Mapping[int, int]) -> Iterator[str]:
+    """Say that a request began again, or waited, before its prompt was computed."""
+    computed: dict[int, int] = {}
+    """By request, the last position of its last step."""
+    for step in steps:
+        present = set(step.request.tolist())
+        amid = {request for request, last in computed.items() if last < prompt_lengths[request] - 1}
+        if amid - present:
+            yield "prompt interrupted"
+        for request in present:
+            positions = step.position[step.request == request]
+            if request in amid and int(positions.min()) <= computed[request]:
+                yield "preempted amid its prompt"
+            computed[request] = int(positions.max())
 
 
 def _many(number: int) -> str:

@@ -26,6 +26,7 @@ PATTERNS = (
     "KLCDEF",  # the same, two segments later
     "KLCDMN",
     "ABcDEF",  # inside the third
+    "ABCDeF",
     "AAAAAA",  # the same segment at every depth
     "QRSTUV",  # nothing in common with any
     "WXYZOP",

@@ -15,8 +15,8 @@ BLOCK_SIZES = (4, 8, 16, 5, 2)
 NUMBERS_OF_NEW_TOKENS = (1, 2, 3, 5, 9)
 ARRIVALS = (0, 0, 0, 1, 2, 3, 5, 99)
 """Steps; the last is when there is nothing else to do."""
-SLACK_BLOCKS = (0, 1, 2, 4)
-"""Blocks beyond those that the longest request needs."""
+SLACK_BLOCKS = (0, 0, 1, 3)
+"""Blocks beyond those that some of the prompts need: so few that the requests do not fit when they have grown."""
 SEARCHED = tuple(name for name in SCHEDULES if name not in ("forked", "tensor-parallel"))
 """Schedules by name: not those whose requests need continuations of their own, or processes that take seconds to
 start."""
@@ -43,6 +43,7 @@ class Strategies:
             requests: list[Request] = []
             for _ in range(number):
                 requests.append(self._request(draw, sizes, requests))
+                self._fork(draw, requests)
             return self._tightened(draw, replace(base, requests=tuple(requests)))
 
         return draw()
@@ -88,7 +89,7 @@ class Strategies:
         choices: dict[str, Sequence[int | None]] = {
             "max_num_batched_tokens": chunks,
             "max_num_seqs": (None, None, 1, 2, 3),
-            "enable_prefix_caching": (None, True),
+            "enable_prefix_caching": (None, True, True),
         }
         for name, values in choices.items():
             if name in control.limits:
@@ -111,6 +112,8 @@ class Strategies:
     def _request(self, draw: st.DrawFn, sizes: Sequence[int], before: Sequence[Request]) -> Request:
         control, pool = self.offer.control, self.translator.pool
         sequence = draw(st.integers(0, len(pool.sequences) - 1))
+        if before and draw(st.integers(0, 2)) == 0:  # the same tokens again: a cache may have kept them, or lost them
+            sequence = draw(st.sampled_from(before)).sequence
         size = draw(st.sampled_from(sizes))
         boundary = draw(st.integers(0, pool.num_tokens // size)) * size
         request = Request(
@@ -123,9 +126,23 @@ class Strategies:
         request = replace(request, arrival=self._arrival(draw))
         if control.aborts and draw(st.integers(0, 7)) == 0:
             request = replace(request, is_aborted=True)
-        if control.forks and before and draw(st.integers(0, 3)) == 0:
-            request = replace(request, fork_of=draw(st.integers(0, len(before) - 1)))
         return request
+
+    def _fork(self, draw: st.DrawFn, requests: list[Request]) -> None:
+        """Make the last request a fork of one before it, now and then: one that soon goes another way."""
+        control, pool = self.offer.control, self.translator.pool
+        if control is None or not control.forks or len(requests) < 2 or draw(st.integers(0, 3)):
+            return
+        at = draw(st.integers(0, len(requests) - 2))
+        original = requests[at]
+        others = [other for other in range(len(pool.sequences)) if pool.shared(original.sequence, other) > 1]
+        sequence = draw(st.sampled_from(others))
+        num_alike = draw(st.sampled_from((1, 2, 3)))  # the token that the original has made, and some behind it
+        prompt_length = max(1, pool.shared(original.sequence, sequence) - num_alike)
+        num_new = draw(st.sampled_from((3, 5, 9)))
+        if original.fork_of is None:
+            requests[at] = replace(original, prompt_length=prompt_length, num_new=num_new)
+            requests[-1] = replace(requests[-1], sequence=sequence, num_new=num_new, fork_of=at)
 
     def _arrival(self, draw: st.DrawFn) -> int:
         return 0 if self.offer.control is None else draw(st.sampled_from(ARRIVALS))
@@ -136,9 +153,9 @@ class Strategies:
         workload = self.translator.fitted(workload)
         if control is None or "num_blocks" not in control.limits or draw(st.integers(0, 2)) == 0:
             return workload
-        fewest, of_prompts = self.translator.fewest(workload), self.translator.of_prompts(workload)
-        number = draw(st.sampled_from((of_prompts, *(fewest + slack for slack in SLACK_BLOCKS))))
-        return workload.with_limit("num_blocks", max(fewest, number))
+        number_at_once = draw(st.integers(1, len(workload.requests)))
+        number = self.translator.of_prompts(workload, number_at_once) + draw(st.sampled_from(SLACK_BLOCKS))
+        return workload.with_limit("num_blocks", max(self.translator.fewest(workload), number))
 
 
 def searched_schedules(offer: Offer) -> list[str]:

@@ -99,10 +99,11 @@ class Translator:
         longest = max(request.num_fed + request.is_aborted for request in workload.requests)
         return 1 + -(-longest // size)
 
-    def of_prompts(self, workload: Searched) -> int:
-        """Return the blocks that all prompts fit into side by side, but not all that follows them."""
+    def of_prompts(self, workload: Searched, number: int) -> int:
+        """Return the blocks that the longest so many prompts fit into side by side, but not what follows them."""
         size = workload.limit("block_size") or self.block_size
-        return 1 + sum(-(-request.prompt_length // size) for request in workload.requests)
+        needed = sorted((-(-request.prompt_length // size) for request in workload.requests), reverse=True)
+        return 1 + sum(needed[:number])
 
     def cut(self, request: Request) -> Request:
         """Return the request with lengths that its sequence has."""

@@ -38,6 +38,16 @@ class RequestEntry(BaseModel):
             raise ValueError(f"prompt_length {self.prompt_length} exceeds the {len(self.token_ids)} token_ids")
         return self
 
+    def goes_on_from(self, original: "RequestEntry") -> bool:
+        """Whether it can be forked from another request that has made its first token: or rows would be others'."""
+        num_shared = original.prompt_length + 1
+        return (
+            original.fork_of is None
+            and len(original.token_ids) >= num_shared
+            and self.prompt_length == original.prompt_length
+            and self.token_ids[:num_shared] == original.token_ids[:num_shared]
+        )
+
 
 class WorkloadFile(BaseModel):
     """A workload on disk, and what it was found with."""
@@ -66,8 +76,12 @@ class WorkloadFile(BaseModel):
             parse_schedule(self.schedule)
         for number, request in enumerate(self.requests):
             original = request.fork_of
-            if original is not None and (original >= len(self.requests) or original == number):
+            if original is None:
+                continue
+            if original >= len(self.requests) or original == number:
                 raise ValueError(f"requests.{number}.fork_of is {original}, expected another request's number")
+            if not request.goes_on_from(self.requests[original]):
+                raise ValueError(f"request {number} does not go on from prompt and first token of request {original}")
         return self
 
     def workload(self) -> SentWorkload:

@@ -1,9 +1,15 @@
 """What is not there, or was never reached, is said: nothing passes because it was not looked at."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from harness.compare import TOKENS
+from harness.compare.coverage import resumed_rows
+from harness.compare.prefixes import Prefixes
 from harness.errors import Code
+from harness.recording.manifest import RequestInfo
 from harness.results import Outcome
 
 from .conftest import LENGTHS, NUM_NEW
@@ -162,3 +168,45 @@ def test_nothing_wanted_and_nothing_there_is_no_pass(one, tmp_path):
     actual.steps = []
     result = one.measure(actual.write(tmp_path / "r"), wanted=[], not_offered=[TOKENS])
     assert result.outcome is Outcome.NOTHING
+
+
+def resumed(*steps, prompt_length=8, others=(7,) * 12):
+    """Positions of request 0 that count as found in the cache; steps are lists of (request, position)."""
+    requests = [
+        RequestInfo(id=0, token_ids=[7] * 12, prompt_length=prompt_length),
+        RequestInfo(id=1, token_ids=list(others), prompt_length=8),
+    ]
+    recorded = [
+        SimpleNamespace(
+            index=index,
+            phase="prefill",
+            request=torch.tensor([request for request, _ in step]),
+            position=torch.tensor([position for _, position in step]),
+        )
+        for index, step in enumerate(steps)
+    ]
+    recording = SimpleNamespace(steps=recorded, manifest=SimpleNamespace(requests=requests))
+    return resumed_rows(recording, Prefixes(requests))[0].nonzero()[:, 0].tolist()
+
+
+BEGUN = [(0, 0), (0, 1)]
+OTHER = [(1, at) for at in range(5)]
+
+
+def test_a_request_that_was_preempted_may_find_more_than_it_had_computed():
+    assert resumed(BEGUN, OTHER, [(0, 4)]) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        resumed(BEGUN, [(0, 4)], OTHER),  # computed later than it was left out
+        resumed(BEGUN, [(0, 4)]),  # by nobody
+        resumed(BEGUN, OTHER, [(0, 4)], others=(7, 7, 9, 9, 9, 9, 9, 9)),  # other tokens
+        resumed(BEGUN, OTHER, [(0, 2), (0, 4)]),  # not where a step begins
+        resumed(BEGUN, OTHER, [(0, 3)], prompt_length=2),  # no prompt row: it chooses a token
+        resumed(OTHER, [(0, 4)]),  # before its first row, which is the affair of `shared_rows`
+    ],
+)
+def test_rows_that_cannot_have_been_found_are_missing(found):
+    assert found == []

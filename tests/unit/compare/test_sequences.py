@@ -91,6 +91,22 @@ def test_a_request_resumed_behind_what_was_kept(tmp_path):
     ]
 
 
+def test_a_request_that_found_more_than_it_had_computed(tmp_path):
+    """It was preempted in its prompt, and meanwhile another computed the same tokens further."""
+    twins = {1: [7] * 20, 5: [7] * 20}
+    steps = [[(1, 0), (1, 1)], [(5, at) for at in range(4)], [(1, 4), (1, 5)], [(5, 4)]]
+    values = expected(1, {0: 0, 1: 0, 4: 2, 5: 2}) | expected(5, {2: 1, 3: 1})
+    found = epochs(record(tmp_path / "r", steps, requests=twins))
+    assert found[0] == (1, expected(1, {0: 0, 1: 0, 4: 2, 5: 2}), values)
+
+
+def test_what_others_compute_later_was_not_found(tmp_path):
+    twins = {1: [7] * 20, 5: [7] * 20}
+    steps = [[(1, 0), (1, 1)], [(1, 4)], [(5, at) for at in range(4)]]
+    found = epochs(record(tmp_path / "r", steps, requests=twins))
+    assert found[0] == (1, expected(1, {0: 0, 1: 0, 4: 1}), expected(1, {0: 0, 1: 0, 4: 1}))
+
+
 def test_what_lies_behind_the_last_row_is_not_in_the_sequence(tmp_path):
     """Position 3 of the first time is a token of its own, but nothing of the second time reads it."""
     steps = [[(1, 0), (1, 1), (1, 2), (1, 3)], [(1, 1), (1, 2)]]

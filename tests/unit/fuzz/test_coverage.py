@@ -43,6 +43,15 @@ def test_what_is_read_back_is_no_step():
     assert not {name for name in reached(step([(0, 2)], phase="readback")) if name.startswith("step of")}
 
 
+def test_a_prompt_that_is_interrupted_or_begun_again():
+    amid, done = step([(0, 0)]), step([(0, 0), (0, 1)])
+    assert "prompt interrupted" in reached(amid, step([(1, 0)]), step([(0, 1)]))
+    assert "prompt interrupted" not in reached(done, step([(1, 0), (1, 1)]), step([(0, 2)]))
+    assert "preempted amid its prompt" in reached(amid, done)
+    assert "preempted amid its prompt" not in reached(amid, step([(0, 1)]))
+    assert "preempted amid its prompt" not in reached(done, done)
+
+
 def test_what_becomes_of_a_block():
     assert blocks({0: [1]}) == {"block taken for the first time"}
     assert blocks({0: [1], 1: [1]}) == {"block taken for the first time by several"}

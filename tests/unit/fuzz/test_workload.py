@@ -33,6 +33,12 @@ def test_the_longest_request_fits_into_the_blocks(translator):
     assert translator.fitted(workload(long)).limit("num_blocks") is None
 
 
+def test_blocks_for_some_of_the_prompts(translator):
+    lengths = [Request(sequence=0, prompt_length=length) for length in (4, 17, 8)]
+    given = workload(*lengths, block_size=4)
+    assert [translator.of_prompts(given, number) for number in (1, 2, 3)] == [1 + 5, 1 + 7, 1 + 8]
+
+
 def test_where_the_workload_does_not_say_the_option_does(pool):
     assert Translator(pool, None, {"block_size": "8"}).block_size == 8
     assert Translator(pool, None, {"block_size": "many"}).block_size == 16

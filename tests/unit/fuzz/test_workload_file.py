@@ -50,6 +50,8 @@ def test_a_file_says_all_of_a_workload(tmp_path, plan, workload, fault):
 
 GOOD = 'schema_version = 1\nmodel = "m"\nengine = "reference"\ndtype = "float32"\n'
 REQUEST = "[[requests]]\ntoken_ids = [5, 6]\nprompt_length = 2\n"
+LONG = "[[requests]]\ntoken_ids = [5, 6, 7]\nprompt_length = 1\n"
+FORK = "[[requests]]\ntoken_ids = [5, 6, 8]\nprompt_length = 1\nfork_of = 0\n"
 
 
 def test_the_model_may_be_relative_to_the_file(tmp_path):
@@ -75,6 +77,10 @@ def test_the_model_may_be_relative_to_the_file(tmp_path):
         (GOOD + REQUEST.replace("2\n", "1\n") + "fork_of = 0\n", "another request's number"),
         (GOOD + REQUEST.replace("2\n", "1\n") + "fork_of = 1\n", "another request's number"),
         (GOOD + REQUEST + "color = 3\n", "color"),
+        (GOOD + REQUEST + FORK, "does not go on from prompt and first token of request 0"),  # it has made one token
+        (GOOD + LONG.replace("6", "9") + FORK, "does not go on"),
+        (GOOD + LONG.replace("= 1", "= 2") + FORK, "does not go on"),
+        (GOOD + LONG + FORK + FORK.replace("fork_of = 0", "fork_of = 1"), "does not go on"),
     ],
 )
 def test_what_is_no_workload_is_refused(tmp_path, text, said):
@@ -83,6 +89,11 @@ def test_what_is_no_workload_is_refused(tmp_path, text, said):
     with pytest.raises(HarnessError, match=said) as caught:
         load_workload(path)
     assert caught.value.code is Code.BAD_CASE
+
+
+def test_a_fork_that_goes_on_from_its_original_is_sound(tmp_path):
+    (tmp_path / "w.toml").write_text(GOOD + LONG + FORK)
+    assert load_workload(tmp_path / "w.toml").workload().requests[1].fork_of == 0
 
 
 def test_a_file_that_is_not_there(tmp_path):
