@@ -21,7 +21,7 @@ from harness.oracle.make_golden import Progress
 EXAMPLES_OF_A_ROUND = 24
 """Workloads between two looks at what has reached something new."""
 MOST_IN_CORPUS = 64
-SHRINKING_S = 30.0
+SHRINKING_S = 45.0
 """Seconds that shrinking one finding may take at most."""
 SLOWEST = 4.0
 """Times that an engine may take for a smaller workload what it took for a sound one, before it counts as hanging."""

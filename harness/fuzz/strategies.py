@@ -12,10 +12,10 @@ from harness.schedule import DEFAULT_CHUNK_SIZE, SCHEDULES
 
 MOST_REQUESTS = 6
 BLOCK_SIZES = (4, 8, 16, 5, 2)
-NUMBERS_OF_NEW_TOKENS = (1, 2, 3, 5, 9)
-ARRIVALS = (0, 0, 0, 1, 2, 3, 5, 99)
+NUMBERS_OF_NEW_TOKENS = (1, 2, 4, 7, 12)
+ARRIVALS = (0, 0, 0, 0, 0, 1, 2, 4, 99)
 """Steps; the last is when there is nothing else to do."""
-SLACK_BLOCKS = (0, 0, 1, 3)
+SLACK_BLOCKS = (0, 0, 1, 2)
 """Blocks beyond those that some of the prompts need: so few that the requests do not fit when they have grown."""
 SEARCHED = tuple(name for name in SCHEDULES if name not in ("forked", "tensor-parallel"))
 """Schedules by name: not those whose requests need continuations of their own, or processes that take seconds to
@@ -32,7 +32,7 @@ class Strategies:
     def workloads(self, corpus: Sequence[Searched]) -> st.SearchStrategy[Searched]:
         """Draw a new workload, or a change to one of those that reached something new."""
         fresh = self._fresh()
-        return st.one_of(fresh, self._changed(corpus), self._changed(corpus)) if corpus else fresh
+        return st.one_of(fresh, self._changed(corpus)) if corpus else fresh
 
     def _fresh(self) -> st.SearchStrategy[Searched]:
         @st.composite
@@ -43,7 +43,8 @@ class Strategies:
             requests: list[Request] = []
             for _ in range(number):
                 requests.append(self._request(draw, sizes, requests))
-                self._fork(draw, requests)
+                if draw(st.integers(0, 3)) == 0:
+                    self._fork(draw, requests)
             return self._tightened(draw, replace(base, requests=tuple(requests)))
 
         return draw()
@@ -63,13 +64,15 @@ class Strategies:
     def _change(self, draw: st.DrawFn, workload: Searched) -> Searched:
         requests, sizes = list(workload.requests), self._sizes(workload)
         at = draw(st.integers(0, len(requests) - 1))
-        kind = draw(st.sampled_from(("request", "again", "limits", "arrival", "without")))
+        kind = draw(st.sampled_from(("request", "again", "limits", "arrival", "without", "fork")))
         if kind == "limits":
             return self._tightened(draw, replace(self._base(draw), requests=workload.requests))
         if kind == "without" and len(requests) > 1:
             return without_request(workload, at)
         if kind == "again" and len(requests) < MOST_REQUESTS:
             requests.append(replace(requests[at], fork_of=None, arrival=self._arrival(draw)))
+        elif kind == "fork":
+            self._fork(draw, requests)
         elif kind == "arrival":
             requests[at] = replace(requests[at], arrival=self._arrival(draw))
         else:
@@ -88,8 +91,8 @@ class Strategies:
         chunks = (None, None, size + 1, size, max(2, size - 1), 2 * size, DEFAULT_CHUNK_SIZE)
         choices: dict[str, Sequence[int | None]] = {
             "max_num_batched_tokens": chunks,
-            "max_num_seqs": (None, None, 1, 2, 3),
-            "enable_prefix_caching": (None, True, True),
+            "max_num_seqs": (None, None, None, 1, 2, 3),
+            "enable_prefix_caching": (None, True),
         }
         for name, values in choices.items():
             if name in control.limits:
@@ -129,14 +132,16 @@ class Strategies:
         return request
 
     def _fork(self, draw: st.DrawFn, requests: list[Request]) -> None:
-        """Make the last request a fork of one before it, now and then: one that soon goes another way."""
+        """Make the last request a fork of one before it: one that soon goes another way."""
         control, pool = self.offer.control, self.translator.pool
-        if control is None or not control.forks or len(requests) < 2 or draw(st.integers(0, 3)):
+        if control is None or not control.forks or len(requests) < 2:
             return
         at = draw(st.integers(0, len(requests) - 2))
         original = requests[at]
-        others = [other for other in range(len(pool.sequences)) if pool.shared(original.sequence, other) > 1]
-        sequence = draw(st.sampled_from(others))
+        shared = {other: pool.shared(original.sequence, other) for other in range(len(pool.sequences))}
+        others = [other for other, length in shared.items() if length > 1]
+        inside = [other for other in others if shared[other] % SEGMENT]  # they part inside of a block that is shared
+        sequence = draw(st.sampled_from([*others, *inside, *inside, *inside]))
         num_alike = draw(st.sampled_from((1, 2, 3)))  # the token that the original has made, and some behind it
         prompt_length = max(1, pool.shared(original.sequence, sequence) - num_alike)
         num_new = draw(st.sampled_from((3, 5, 9)))
@@ -153,7 +158,7 @@ class Strategies:
         workload = self.translator.fitted(workload)
         if control is None or "num_blocks" not in control.limits or draw(st.integers(0, 2)) == 0:
             return workload
-        number_at_once = draw(st.integers(1, len(workload.requests)))
+        number_at_once = draw(st.sampled_from(range(2, 1 + max(2, len(workload.requests)))))
         number = self.translator.of_prompts(workload, number_at_once) + draw(st.sampled_from(SLACK_BLOCKS))
         return workload.with_limit("num_blocks", max(self.translator.fewest(workload), number))
 

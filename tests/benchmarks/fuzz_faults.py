@@ -26,6 +26,11 @@ HEADERS = (
     "fault", "seed", "found", "seconds", "workloads", "shrunk (s)", "requests", "rows", "limits", "operation", "named"
 )  # fmt: skip
 
+EXPLANATION = """Each fault is searched from a cold start. `seconds`: from the start of the process, imports and golden
+included, until a workload failed; `workloads`: judged until then, each from beginning to end; then what shrinking made
+of it. `named`: the cause is the catalogue's; `raised`: the engine itself ended, which is the finding.
+"""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -40,8 +45,12 @@ def main() -> None:
         for seed in range(given.seeds):
             rows.append(searched(fault.id, seed, given.seconds))
             print(rows[-1], file=sys.stderr, flush=True)
-    print(f"`python {' '.join(sys.argv)}`: {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__},")
-    print(f"transformers {transformers.__version__}, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}.\n")
+    threads = os.environ.get("OMP_NUM_THREADS", "as many")
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    print("# Searched schedules: how soon known bugs are found\n")
+    print(f"`python {' '.join(sys.argv)}`, {time.strftime('%Y-%m-%d')}.")
+    print(f"{platform.machine()}, {os.cpu_count()} cores, {versions}, one process of {threads} thread(s).\n")
+    print(EXPLANATION)
     print(tabulate(rows, HEADERS, tablefmt="github", disable_numparse=True))
 
 
