@@ -21,7 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-STORIES = Path("/work/shared/models/stories260k")
+STORIES = Path(__file__).parents[4] / "shared" / "models" / "stories260k"
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 48,
