@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from harness.compare.batch import make_batches
-from harness.compare.local_judge import LocalJudge, LocalJudgement
+from harness.compare.local_judge import LocalJudge, LocalJudgement, Measured
 from harness.compare.replay import Replay
 from harness.compare.sequences import sequences
 from harness.compare.shapes import engine_dtype
@@ -18,6 +18,7 @@ from harness.oracle.model import HFModel
 from harness.oracle.paired import run_pair
 from harness.oracle.precision import truth_dtype
 from harness.recording import Recording
+from harness.workers import Workers, num_spare_threads
 
 Progress = Callable[[str, int, int], None]
 
@@ -40,16 +41,17 @@ def local_errors(
         progress: told what is being done.
     """
     batches = make_batches(recording, sequences(recording), batch_tokens(hf))
-    judge = LocalJudge(hf, engine_dtype(recording), usable, is_alone=len(batches) == 1)
-    for index, batch in enumerate(batches):
-        watcher = Replay(judge, batch)
-        report = None if progress is None else partial(progress, f"replay {index + 1}/{len(batches)}")
-        run_pair(
-            hf,
-            batch.token_ids,
-            watcher,
-            truth_dtype=truth_dtype(truth, hf.dtype),
-            logit_positions=watcher.logit_positions,
-            progress=report,
-        )
+    with Workers[Measured](num_spare_threads(hf.device)) as workers:
+        judge = LocalJudge(hf, engine_dtype(recording), usable, is_alone=len(batches) == 1, workers=workers)
+        for index, batch in enumerate(batches):
+            watcher = Replay(judge, batch)
+            report = None if progress is None else partial(progress, f"replay {index + 1}/{len(batches)}")
+            run_pair(
+                hf,
+                batch.token_ids,
+                watcher,
+                truth_dtype=truth_dtype(truth, hf.dtype),
+                logit_positions=watcher.logit_positions,
+                progress=report,
+            )
     return judge.judgement()

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -19,6 +20,7 @@ from harness.oracle.attention import attention_sensitivity
 from harness.oracle.model import HFModel
 from harness.results import Effect
 from harness.taps import KINDS, ErrorModel, Kind
+from harness.workers import Workers
 
 _HALF = (torch.bfloat16, torch.float16)
 _BLOCK_ELEMENTS = 1 << 18
@@ -73,44 +75,83 @@ class _Parts:
     evidence: list[Evidence] = field(default_factory=list)
 
 
-class LocalJudge:
-    """Judges the rows of every operation and sums them up."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Rows of one operation that were measured, and are still to be taken into its results."""
 
-    def __init__(self, hf: HFModel, dtype: torch.dtype, usable: set[str], *, is_alone: bool) -> None:
+    rows: TapRows
+    through: tuple[str, ...]
+    roundings: torch.Tensor
+    control: torch.Tensor | None
+    bound: torch.Tensor
+    by_control: bool
+
+
+class LocalJudge:
+    """Judges the rows of every operation and sums them up.
+
+    Operations are measured by the workers, several at a time; what was measured is taken in the order of the run.
+    """
+
+    def __init__(
+        self,
+        hf: HFModel,
+        dtype: torch.dtype,
+        usable: set[str],
+        *,
+        is_alone: bool,
+        workers: Workers[Measured] | None = None,
+    ) -> None:
         self.hf, self.graph, self.usable = hf, hf.graph, usable
         self.ways = ways(hf.graph, usable)
         self.heads = hf.graph.head
         self._dtype, self._unit = dtype, rounding_unit(dtype)
         self._is_alone = is_alone
+        self._workers = Workers[Measured]() if workers is None else workers
         self._parts: dict[str, _Parts] = {}
         self._column_norms: dict[str, torch.Tensor] = {}
         self._num_kept = Counter[str]()
 
     def add(self, rows: TapRows, through: tuple[str, ...]) -> None:
-        """Judge some rows of an operation."""
-        operation = rows.operation
-        part = self._parts.setdefault(operation.tap, _Parts())
-        if operation.kind is Kind.CHOICE:
+        """See `Judge.add`."""
+        part = self._parts.setdefault(rows.operation.tap, _Parts())
+        if rows.operation.kind is Kind.CHOICE:
             errors = choice_errors(rows)
             part.rows.append(rows.rows)
             part.roundings.append(errors)
             part.bound.append(torch.ones_like(errors))
             return
+        self._workers.submit(partial(self._measure, rows, through, part))
+
+    def settle(self) -> None:
+        """See `Judge.settle`."""
+        for measured in self._workers.finished():
+            self._take(measured, self._parts[measured.rows.operation.tap])
+
+    def _measure(self, rows: TapRows, through: tuple[str, ...], part: _Parts) -> Measured:
+        """Measure some rows: their errors, their bounds, and what direction the errors have."""
         roundings, control = self._roundings(rows.actual, rows.expected), None
         if rows.control is not None:
             control = self._roundings(rows.control, rows.expected)
         bound, by_control = self._bound(rows, roundings, control, through)
-        if not through and bool((roundings > bound).any()):
+        self._add_effects(rows, part, roundings, control)
+        return Measured(
+            rows=rows, through=through, roundings=roundings, control=control, bound=bound, by_control=by_control
+        )
+
+    def _take(self, measured: Measured, part: _Parts) -> None:
+        """Take what was measured; rows that are out of bounds are held against the conventions first."""
+        rows, roundings, bound = measured.rows, measured.roundings, measured.bound
+        if not measured.through and bool((roundings > bound).any()):
             roundings, bound, part.convention = self._best_convention(rows, roundings, bound, part.convention)
         part.rows.append(rows.rows)
         part.roundings.append(roundings)
         part.bound.append(bound)
-        part.is_bounded_by_control |= by_control
-        if control is not None:
-            part.control.append(control)
-        self._add_effects(rows, part, roundings, control)
+        part.is_bounded_by_control |= measured.by_control
+        if measured.control is not None:
+            part.control.append(measured.control)
         bad = roundings > bound
-        if bool(bad.any()) and not through:
+        if bool(bad.any()) and not measured.through:
             self._keep_evidence(rows, part, bad, roundings, bound)
 
     def _roundings(self, actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

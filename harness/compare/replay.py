@@ -29,7 +29,7 @@ class TapRows:
     control_scores: torch.Tensor | None
     """[rows, n] of a router's choice: the control's scores."""
     values: Mapping[str, torch.Tensor]
-    """[places, ...] of the taps before it, as the truth went on with them."""
+    """[places, ...] of its inputs, as the truth went on with them."""
     value: Value
 
     @property
@@ -68,7 +68,10 @@ class Judge(Protocol):
         """
 
     def add(self, rows: TapRows, through: tuple[str, ...]) -> None:
-        """Judge some rows of an operation."""
+        """Judge some rows of an operation, now or before `settle` returns."""
+
+    def settle(self) -> None:
+        """Finish with all rows that were added: the weights go."""
 
 
 class Replay:
@@ -116,8 +119,12 @@ class Replay:
             self._judge_rows(value, recorded, at)
             replaced = put_back(value.rows, at, _to_go_on_with(value, recorded, at))
         self._given[tap] = given
-        self._keep(value, value.rows if replaced is None else replaced)
+        self._keep(value, replaced)
         return replaced
+
+    def part_done(self) -> None:
+        """See `PairObserver.part_done`."""
+        self._judge.settle()
 
     def _judge_rows(self, value: Value, recorded: RecordedRows, at: torch.Tensor) -> None:
         through = self._judge.ways.get(value.operation.tap, ())
@@ -138,7 +145,7 @@ class Replay:
                     expected=value.rows[at[judged.to(at.device)]].flatten(1),
                     control=None if control is None else control[judged.to(control.device)],
                     control_scores=None if scores is None else scores[judged.to(scores.device)],
-                    values=self._values,
+                    values={tap: self._values[tap] for tap in value.operation.inputs if tap in self._values},
                     value=value,
                 ),
                 through,
@@ -169,14 +176,15 @@ class Replay:
     def _recorded(self, tap: str) -> RecordedRows | None:
         return self._batch.recorded(tap) if tap in self._judge.usable else None
 
-    def _keep(self, value: Value, rows: torch.Tensor) -> None:
-        """Keep a value until the last operation that reads it has been judged."""
+    def _keep(self, value: Value, replaced: torch.Tensor | None) -> None:
+        """Keep a value until the last operation that reads it has been judged; the model may change its own."""
         operation = value.operation
         for tap in operation.inputs:
             self._num_readers[tap] -= 1
             if not self._num_readers[tap]:
                 self._values.pop(tap, None)
         if self._num_readers[operation.tap]:
+            rows = value.rows.clone() if replaced is None else replaced
             self._values[operation.tap] = self._in_all_places(value, rows)
 
     def _in_all_places(self, value: Value, rows: torch.Tensor) -> torch.Tensor:

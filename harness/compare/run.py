@@ -17,7 +17,7 @@ from harness.compare.judged import Judged, judge
 from harness.compare.local import Progress, local_errors
 from harness.compare.local_judge import LocalErrors, LocalJudgement
 from harness.compare.positions import position_errors
-from harness.compare.propagated import propagated_errors
+from harness.compare.propagated import Propagation, propagated_errors
 from harness.compare.shapes import check_taps, refuse_part
 from harness.compare.slots import slot_conflicts
 from harness.compare.tokens import compare_tokens
@@ -26,7 +26,7 @@ from harness.oracle.golden import LOGIT_NOISE, Golden
 from harness.oracle.model import HFModel
 from harness.recording import Recording
 from harness.results import Finding, LogitResult, Outcome, RunResult
-from harness.threads import one_thread
+from harness.workers import Workers
 
 TOKENS = "tokens"
 """What an engine that cannot report its own choices declares as lacking."""
@@ -84,13 +84,14 @@ def compare_run(
     expected.recording.with_names(graph.aliases)
     findings, usable = check_taps(actual, expected.recording, graph)
     misshapen = [finding.tap for finding in findings if finding.tap is not None]
-    local = LocalJudgement(errors={}, evidence={})
-    if hf is not None:
-        local = local_errors(actual, hf, usable, truth=truth, progress=progress)
     ours, theirs = Locator(actual), Locator(expected.recording, aliases)
+    local = LocalJudgement(errors={}, evidence={})
+    with Workers[Propagation](min(1, torch.get_num_threads() - 1)) as beside:
+        beside.submit(lambda: propagated_errors(actual, theirs, noise, graph, usable))
+        if hf is not None:
+            local = local_errors(actual, hf, usable, truth=truth, progress=progress)
+        (propagation,) = beside.finished()
     caches = {op.tap: errors for op, errors in cache_errors(ours, graph, usable, theirs, noise)}
-    with one_thread():  # blocks of the cache's size: a second thread is better spent on the digests
-        propagation = propagated_errors(actual, theirs, noise, graph, usable)
     judged = judge(graph, local.errors, caches, propagation)
     tokens, differences = compare_tokens(actual, theirs, graph.logits, noise.get(LOGIT_NOISE))
     coverage, gaps = check_coverage(

@@ -21,7 +21,7 @@ from harness.oracle.model import HFModel, load_model
 from harness.oracle.rows import as_rows
 from harness.oracle.watch import Seeing, watching
 from harness.recording import RecordingWriter, RequestInfo
-from harness.taps import Kind, Operation, prefix_of
+from harness.taps import Graph, Kind, Operation, prefix_of
 
 _ATTENTIONS = ("sdpa", "eager")
 
@@ -93,6 +93,14 @@ class HFEngine:
     def sources(self) -> Mapping[str, ShownTap]:
         """What the model shows of its taps, and where."""
         return {source: ShownTap(op, op.token_dim) for source, op in self._hf.graph.by_source.items()}
+
+    def match_taps(self, graph: Graph) -> None:
+        """Take the graph that the oracle traced of the same checkpoint; see `TapMatcher.match_taps`.
+
+        That of an old golden does not say where HF shows its taps: then the engine traces its own.
+        """
+        if graph.by_source:
+            self._hf.graph = graph
 
     @torch.no_grad()
     def run(self, workload: Workload, writer: RecordingWriter) -> None:

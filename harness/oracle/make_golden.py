@@ -26,6 +26,7 @@ from harness.oracle.requests import Prompt, check_prompt, sampled_positions
 from harness.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
 from harness.scratch import scratch_folder
 from harness.version import __version__
+from harness.workers import Workers, num_spare_threads
 
 ORACLE_VERSION = 2
 """Part of a cached golden's key: raise it with every change of the oracle that moves its numbers."""
@@ -187,9 +188,11 @@ def _record(
         partial_rows=dict.fromkeys(hf.graph.head, rows.sampled),
     )
     dtype = truth_dtype(truth, hf.dtype)
-    observer = _Dump(hf, rows, writer, noise, dtype)
     positions = sorted({position for request in requests for position in sampled_positions(request)})
-    run_pair(hf, padded(requests), observer, truth_dtype=dtype, logit_positions=positions, progress=report)
+    with Workers[None](min(1, num_spare_threads(hf.device))) as disk:  # one: the taps are written in their order
+        observer = _Dump(hf, rows, writer, noise, disk)
+        run_pair(hf, padded(requests), observer, truth_dtype=dtype, logit_positions=positions, progress=report)
+        observer.finish()
     writer.end_step(observer.choices)
 
 
@@ -225,9 +228,11 @@ class _Dump:
     rows: _Rows
     writer: RecordingWriter
     noise: dict[str, list[torch.Tensor]]
-    keep: torch.dtype
+    disk: Workers[None]
     choices: list[int] = field(default_factory=list)
     _control: dict[str, torch.Tensor] = field(default_factory=dict)
+    _num_new: int = 0
+    """Taps since the last part was done."""
 
     def control(self, value: Value) -> None:
         """See `PairObserver.control`."""
@@ -235,9 +240,22 @@ class _Dump:
 
     def truth(self, value: Value) -> None:
         """See `PairObserver.truth`."""
-        tap, rows = value.operation.tap, self._own(value)
+        tap = value.operation.tap
+        self.disk.submit(partial(self._write, tap, self._own(value), self._control.pop(tap, None)))
+        self._num_new += 1
+
+    def part_done(self) -> None:
+        """See `PairObserver.part_done`: what the part before gave is written while this one ran."""
+        self.finish(all_but=self._num_new)
+        self._num_new = 0
+
+    def finish(self, *, all_but: int = 0) -> None:
+        """Wait until all but the newest taps are written."""
+        for _ in self.disk.finished(all_but=all_but):
+            pass
+
+    def _write(self, tap: str, rows: torch.Tensor, control: torch.Tensor | None) -> None:
         self.writer.tap(tap, rows)
-        control = self._control.pop(tap, None)
         if tap == self.hf.graph.logits:
             self.choices = rows.argmax(dim=-1).tolist()
             if control is not None:

@@ -54,6 +54,9 @@ class PairObserver(Protocol):
     def truth(self, value: Value) -> torch.Tensor | None:
         """Return rows to go on with in high precision; None to go on with the truth's own."""
 
+    def part_done(self) -> None:
+        """Finish what needs the weights of the part that both have run: they go now. Called at the end, too."""
+
 
 @torch.no_grad()
 def run_pair(
@@ -86,13 +89,15 @@ def run_pair(
         watch = stack.enter_context(watching(hf))
         control = Ahead(lambda: _run_control(forward, watch, _Side(hf, ids.shape, kept, observer.control)))
         stack.callback(control.cancel)
-        stack.enter_context(_parts_in_turn(hf, control, truth_dtype, progress))
+        stack.enter_context(_parts_in_turn(hf, control, truth_dtype, observer, progress))
         stack.enter_context(preserve_precision(truth_dtype))
         side = _Side(hf, ids.shape, kept, observer.truth)
         stack.enter_context(watch.showing(side))
         logits = forward()
         control.finish()
-        side.see("logits", logits)
+        with torch._C.DisableTorchFunction():
+            side.see("logits", logits)
+            observer.part_done()
 
 
 def _forward(hf: HFModel, ids: torch.Tensor, positions: Sequence[int] | None) -> Callable[[], torch.Tensor]:
@@ -110,7 +115,11 @@ def _run_control(forward: Callable[[], torch.Tensor], watch: Watch, side: "_Side
 
 @contextmanager
 def _parts_in_turn(
-    hf: HFModel, control: Ahead, truth_dtype: torch.dtype, progress: Callable[[int, int], None] | None
+    hf: HFModel,
+    control: Ahead,
+    truth_dtype: torch.dtype,
+    observer: PairObserver,
+    progress: Callable[[int, int], None] | None,
 ) -> Iterator[None]:
     """Before the truth runs a part: read its weights, let the control run it, upcast it; afterwards drop all of it."""
     truth, num_run, buffers = threading.get_ident(), count(1), Buffers()
@@ -128,6 +137,8 @@ def _parts_in_turn(
 
             def after(_module: nn.Module, _args: Any, _output: Any, running: ExitStack = running) -> None:
                 if threading.get_ident() == truth:
+                    with torch._C.DisableTorchFunction():  # what an observer computes is not the model's code
+                        observer.part_done()
                     running.close()
                     if progress is not None:
                         progress(next(num_run), len(hf.parts))
@@ -200,7 +211,7 @@ def _replaced(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """
     if value.numel() * value.element_size() == value.untyped_storage().nbytes():
         return value.copy_(other)
-    return other
+    return other.clone()  # the observer may keep its own; the model may change what it is given
 
 
 def _without_holes(call: AttentionCall) -> tuple[AttentionCall, torch.Tensor | None]:

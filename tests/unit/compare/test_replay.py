@@ -140,6 +140,26 @@ def test_several_batches_are_one_judgement(one, tmp_path, monkeypatch):
     assert apart.evidence.keys() == together.evidence.keys()
 
 
+def test_several_threads_come_to_the_same_judgement(one, tmp_path, monkeypatch):
+    actual = one.recorded()
+    actual.at(f"{PREFIX}mlp.up_proj", 2, 8).mul_(1.01)
+    recording = actual.write(tmp_path / "r")
+    alone = one.comparison(recording)
+    monkeypatch.setattr("harness.compare.local.num_spare_threads", lambda _device: 3)
+    beside = one.comparison(recording)
+    assert beside.result.findings == alone.result.findings
+    assert list(beside.errors) == list(alone.errors)
+    for name, errors in alone.errors.items():
+        other = beside.errors[name]
+        for column in ("roundings", "bound", "bad", "control"):
+            left, right = getattr(errors, column), getattr(other, column)
+            assert (left is None and right is None) or torch.equal(left, right), (name, column)
+        assert other.effect == errors.effect
+    assert {tap: each.roundings.tolist() for tap, each in beside.evidence.items()} == {
+        tap: each.roundings.tolist() for tap, each in alone.evidence.items()
+    }
+
+
 def test_values_are_kept_until_their_last_reader_has_been_judged(one, tmp_path):
     recording = one.recorded().write(tmp_path / "r").with_names(one.hf.graph.aliases)
     usable = {entry.name for entry in recording.taps}

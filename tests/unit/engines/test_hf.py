@@ -13,6 +13,7 @@ from harness.oracle.model import load_model
 from harness.oracle.rows import as_rows
 from harness.oracle.watch import Seeing, watching
 from harness.recording.manifest import RequestInfo
+from harness.taps import graph_of_taps
 
 from ..tiny_models import WINDOW
 from .conftest import REQUESTS
@@ -247,3 +248,18 @@ def test_a_large_checkpoint_is_loaded_whole(checkpoints, monkeypatch):
     monkeypatch.setattr("harness.oracle.model._RESIDENT_BYTES", 0)
     engine = of(checkpoints / "llama-tiny")
     assert not [x for x in engine._hf.model.parameters() if x.is_meta]
+
+
+def test_the_oracles_graph_is_not_traced_again(checkpoints, record, monkeypatch):
+    folder = checkpoints / "llama-tiny"
+    graph = load_model(folder, dtype=torch.float32).graph
+    engine = open_engine(folder, dtype="float32", device="cpu", options={})
+    traced = []
+    monkeypatch.setattr("harness.oracle.graph.trace_graph", lambda hf: traced.append(hf) or graph)
+    engine.match_taps(graph)
+    assert {tap.name for tap in record(engine, "plain").taps} >= {
+        operation.tap for operation in graph if operation.source
+    }
+    assert traced == []
+    engine.match_taps(graph_of_taps(["model.embed_tokens"]))
+    assert engine.sources, "an old golden's graph names no places: the one at hand stays"

@@ -100,6 +100,17 @@ def test_a_golden_is_the_truth_of_each_request(load, tmp_path, dtype):
             torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
+def test_what_is_written_beside_the_forward_is_the_same(load, tmp_path, monkeypatch):
+    hf = load("llama-tiny", torch.float32)
+    alone = make_golden(hf, PROMPTS, tmp_path / "alone")
+    monkeypatch.setattr(making_module, "num_spare_threads", lambda _device: 3)
+    beside = make_golden(hf, PROMPTS, tmp_path / "beside")
+    assert beside.recording.manifest == alone.recording.manifest, "the digests of the steps are in it"
+    assert {tap: rows.tolist() for tap, rows in beside.noise.items()} == {
+        tap: rows.tolist() for tap, rows in alone.noise.items()
+    }
+
+
 def test_requests_that_are_too_many_for_one_batch(load, tmp_path, monkeypatch):
     hf = load("llama-tiny")
     whole = make_golden(hf, PROMPTS, tmp_path / "whole")
