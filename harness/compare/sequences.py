@@ -3,15 +3,20 @@
 HF's forward needs whole sequences, engines compute them in pieces. A request's rows are put side by side by position;
 what it found in the cache is what another request with the same tokens computed. Where a request computes a position
 again (it was preempted, or its engine has no cache), a new sequence begins. Its history is what earlier rows left.
+
+An engine that records its slots and block tables says which rows its cache held: of several with the same tokens, which
+differ by their rounding, those are the history.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from harness.compare.align import all_rows, is_readback
 from harness.compare.prefixes import Prefixes
+from harness.compare.slot_history import SlotHistory
 from harness.recording import Recording, RequestInfo, Step
 
 NOWHERE = -1
@@ -51,6 +56,11 @@ class _Computed:
         self._steps: Sequence[Step] = [step for step in recording.steps if not is_readback(step)]
         self._prefixes = Prefixes(recording.manifest.requests)
         self._first = self._first_by_content()
+        self._recording = recording
+
+    @cached_property
+    def _slots(self) -> SlotHistory:
+        return SlotHistory(self._recording)
 
     def _first_by_content(self) -> torch.Tensor:
         """[prefixes, 2] int64: step and row of whoever computed each prefix first; -1 for nobody."""
@@ -64,21 +74,40 @@ class _Computed:
     def of(self, request: RequestInfo) -> Iterator[RowSequence]:
         """Yield the sequences of a request, one for every time that it begins anew."""
         rows = self._rows_of(request.id)
-        latest = self._inherited(request, rows)
-        for begin, end in _spans([position for position, _, _ in rows]):
-            own = rows[begin:end]
-            length = max(position for position, _, _ in own) + 1
-            sequence = RowSequence(
-                request=request,
-                step=latest[:length, 0].clone(),
-                row=latest[:length, 1].clone(),
-                is_own=torch.zeros(length, dtype=torch.bool),
-            )
-            for position, step, row in own:
-                sequence.step[position], sequence.row[position] = step, row
-                sequence.is_own[position] = True
-                latest[position] = torch.tensor([step, row])
-            yield sequence
+        began = latest = self._inherited(request, rows)
+        own, table = dict[int, tuple[int, int]](), None
+        for position, step, row in rows:
+            history, blocks = latest, self._slots.table(step, request.id)
+            if table is None or blocks[: len(table)] != table:  # its first step, or it was given other blocks
+                history = self._as_cached(request.id, position, step, latest)
+            if own and (position in own or not (history is latest or torch.equal(history, latest))):
+                yield _sequence(request, began, own)
+                own = {}
+            if not own:
+                began, latest = history, history.clone()
+            own[position] = step, row
+            latest[position] = torch.tensor([step, row])
+            table = blocks
+        if own:
+            yield _sequence(request, began, own)
+
+    def _as_cached(self, request: int, end: int, step: int, latest: torch.Tensor) -> torch.Tensor:
+        """Return [tokens, 2] with the rows that the cache held, in a step, of the positions before `end`.
+
+        Where the engine does not say, and where its table leads to other tokens, which is for attention to find, the
+        rows stay that are there.
+        """
+        if not end or not self._slots.is_known:
+            return latest
+        history, meant = latest.clone(), self._prefixes.up_to(request, end).tolist()
+        for position, slot in enumerate(self._slots.slots(self._slots.table(step, request), end)):
+            write = self._slots.writer(slot, step)
+            if write is None:
+                continue
+            content = self._prefixes.up_to(write.request, write.position + 1)[-1]
+            if int(content) == meant[position]:
+                history[position] = torch.tensor([write.step, write.row])
+        return history
 
     def _rows_of(self, request: int) -> list[tuple[int, int, int]]:
         """Position, step and row of every row of a request, in the order in which they were computed."""
@@ -105,13 +134,16 @@ class _Computed:
         return table
 
 
-def _spans(positions: list[int]) -> Iterator[tuple[int, int]]:
-    """Split where a position comes again."""
-    begin, seen = 0, set[int]()
-    for at, position in enumerate(positions):
-        if position in seen:
-            yield begin, at
-            begin, seen = at, set()
-        seen.add(position)
-    if positions:
-        yield begin, len(positions)
+def _sequence(request: RequestInfo, history: torch.Tensor, own: Mapping[int, tuple[int, int]]) -> RowSequence:
+    """Put rows of a request, by position, behind and into a history [tokens, 2] of steps and rows."""
+    length = max(own) + 1
+    sequence = RowSequence(
+        request=request,
+        step=history[:length, 0].clone(),
+        row=history[:length, 1].clone(),
+        is_own=torch.zeros(length, dtype=torch.bool),
+    )
+    for position, (step, row) in own.items():
+        sequence.step[position], sequence.row[position] = step, row
+        sequence.is_own[position] = True
+    return sequence

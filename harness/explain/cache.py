@@ -6,9 +6,9 @@ import torch
 
 from harness.compare.align import is_readback
 from harness.compare.prefixes import Prefixes
+from harness.compare.slot_history import Write
 from harness.explain.contents import KEY, RAW_KEY, VALUE, Contents, describe_writes
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.memory import Write
 from harness.explain.scene import Scene
 from harness.metrics import rounding_unit
 from harness.results import Provenance

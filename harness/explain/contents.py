@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from harness.compare.align import Rows, is_readback, step_rows
-from harness.explain.memory import Memory, Write
+from harness.compare.slot_history import SlotHistory, Write
 from harness.metrics import rounding_unit
 from harness.recording import Recording
 from harness.results import Provenance
@@ -70,7 +70,7 @@ class Contents:
 
     def provenance(
         self,
-        memory: Memory,
+        memory: SlotHistory,
         *,
         step: int,
         request: int,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from harness.compare.align import Rows
+from harness.compare.slot_history import Write
 from harness.explain.contents import Contents
-from harness.explain.memory import Write
 from harness.explain.scene import Scene, gathered
 from harness.explain.view import View
 from harness.results import Provenance

@@ -11,9 +11,9 @@ from harness.compare.local_judge import LocalErrors
 from harness.compare.prefixes import Prefixes
 from harness.compare.run import Comparison
 from harness.compare.shapes import engine_dtype
+from harness.compare.slot_history import SlotHistory
 from harness.errors import Code, HarnessError
 from harness.explain.layers import layers_that_did_not_run
-from harness.explain.memory import Memory
 from harness.explain.scene import Scene, gathered
 from harness.explain.scope import scope
 from harness.explain.tokens import explain_token
@@ -71,7 +71,7 @@ class _Explainer:
         self.found, self.recording, self.hf = found, recording, hf
         aliases = match_requests(expected.recording, recording, is_pool=expected.is_pool)
         self.expected = Locator(expected.recording, aliases)
-        self.locator, self.memory = Locator(recording), Memory(recording)
+        self.locator, self.memory = Locator(recording), SlotHistory(recording)
         self.dtype = engine_dtype(recording)
         self.modules = {path for path, _ in hf.model.named_modules()}
 

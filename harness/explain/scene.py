@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from harness.compare.align import Locator, Rows, step_rows
+from harness.compare.slot_history import SlotHistory
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.memory import Memory
 from harness.explain.operations import replay
 from harness.explain.rotation import Rotation, rotations
 from harness.explain.view import View
@@ -47,7 +47,7 @@ class Scene:
     """What the engine computes in."""
     views: tuple[View, ...] = ()
     """Attention only: the rows of each request with the history they read, in the order of `rows`."""
-    memory: Memory
+    memory: SlotHistory
     """Who wrote what into the KV cache."""
 
     @property

@@ -18,8 +18,8 @@ def number(request, position, step):
 UNRELATED = {1: [1] * 20, 5: [5] * 20}
 
 
-def record(path, steps, *, requests=UNRELATED, partial=None, lacking=None, readback=()):
-    """Steps are lists of (request, position); every value of a row is its `number`."""
+def record(path, steps, *, requests=UNRELATED, partial=None, lacking=None, readback=(), tables=None):
+    """Steps are lists of (request, position); every value of a row is its `number`; `tables` are of blocks of 2."""
     writer = RecordingWriter(
         path,
         producer=Producer(name="tests", version="1"),
@@ -37,6 +37,8 @@ def record(path, steps, *, requests=UNRELATED, partial=None, lacking=None, readb
                 request=[request for request, _ in step],
                 position=[position for _, position in step],
                 partial_rows=covered or None,
+                block_tables=None if tables is None else tables[index],
+                slot_mapping=None if tables is None else [tables[index][r][at // 2] * 2 + at % 2 for r, at in step],
             )
             values = torch.tensor([number(*row, index) for row in step], dtype=torch.float64)
             for tap in (TAP, OTHER):
@@ -98,6 +100,34 @@ def test_a_request_that_found_more_than_it_had_computed(tmp_path):
     values = expected(1, {0: 0, 1: 0, 4: 2, 5: 2}) | expected(5, {2: 1, 3: 1})
     found = epochs(record(tmp_path / "r", steps, requests=twins))
     assert found[0] == (1, expected(1, {0: 0, 1: 0, 4: 2, 5: 2}), values)
+
+
+TWINS = {1: [7] * 20, 5: [7] * 20, 9: [8] * 20}
+
+
+@pytest.mark.parametrize("first", [2, 3, 4], ids=["computed again", "gone on with", "found further"])
+def test_a_request_resumed_behind_the_block_of_another(tmp_path, first):
+    """Of two rows with the same tokens the history is that which the block table leads to, bit for bit."""
+    steps = [[(1, 0), (1, 1), (1, 2)], [(5, at) for at in range(4)], [(1, first), (1, first + 1)]]
+    tables = [{1: [0, 1]}, {5: [2, 3]}, {1: [2, 3, 4]}]
+    found = epochs(record(tmp_path / "r", steps, requests=TWINS, tables=tables))
+    own = expected(1, {first: 2, first + 1: 2})
+    assert found[0] == (1, expected(1, {0: 0, 1: 0, 2: 0}), expected(1, {0: 0, 1: 0, 2: 0}))
+    assert found[1] == (1, own, expected(5, dict.fromkeys(range(first), 1)) | own)
+
+
+def test_a_block_table_that_grows_begins_nothing(tmp_path):
+    steps = [[(1, 0), (1, 1)], [(1, 2)], [(1, 3)]]
+    tables = [{1: [4]}, {1: [4, 0]}, {1: [4, 0]}]
+    assert len(epochs(record(tmp_path / "r", steps, requests=TWINS, tables=tables))) == 1
+
+
+def test_a_table_that_leads_to_other_tokens_is_not_followed(tmp_path):
+    """That is for attention to find: its history is what it should be."""
+    steps = [[(1, 0), (1, 1)], [(9, 0), (9, 1)], [(1, 2)]]
+    tables = [{1: [0]}, {9: [1]}, {1: [1, 2]}]
+    found = epochs(record(tmp_path / "r", steps, requests=TWINS, tables=tables))
+    assert found[0] == (1, expected(1, {0: 0, 1: 0, 2: 2}), expected(1, {0: 0, 1: 0, 2: 2}))
 
 
 def test_what_others_compute_later_was_not_found(tmp_path):

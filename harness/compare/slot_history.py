@@ -1,11 +1,11 @@
 """The KV cache as the engine's own slot mappings and block tables describe it: who wrote each slot, and what is read.
 
-Nothing here is guessed: it is the engine's word, played back. Where attention comes out of it, attention itself is
-right and the cache's content is what is wrong.
+Nothing here is guessed: it is what the engine recorded. Where attention follows from it, attention itself is right and
+the cache's content is what is wrong.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +15,8 @@ from harness.compare.align import is_readback
 from harness.recording import Recording
 
 _MAX_BLOCK_SIZE = 4096
+_SAMPLED_ROWS = 4096
+"""Rows by which the size of a block is found: the first ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -30,20 +32,27 @@ class Write:
         return f"request {self.request}, position {self.position}, step {self.step}"
 
 
-class Memory:
+class SlotHistory:
     """Slots of the KV cache over the steps of a recording."""
 
     def __init__(self, recording: Recording) -> None:
+        """Read nothing yet."""
         self.recording = recording
-        self._writes: dict[int, list[Write]] = {}
-        for step in recording.steps:
+        self._tables: dict[int, Mapping[int, list[int]]] = {}
+
+    @cached_property
+    def _writes(self) -> Mapping[int, Sequence[Write]]:
+        """Who wrote each slot, in the order of the steps."""
+        writes: dict[int, list[Write]] = {}
+        for step in self.recording.steps:
             if is_readback(step) or step.slot_mapping is None:
                 continue
             rows = zip(step.slot_mapping.tolist(), step.request.tolist(), step.position.tolist(), strict=True)
             for row, (slot, request, position) in enumerate(rows):
                 if slot >= 0:
                     write = Write(step=step.index, row=row, request=request, position=position)
-                    self._writes.setdefault(slot, []).append(write)
+                    writes.setdefault(slot, []).append(write)
+        return writes
 
     @property
     def is_known(self) -> bool:
@@ -53,20 +62,25 @@ class Memory:
     @cached_property
     def block_size(self) -> int | None:
         """Tokens in a block: the size under which most rows were written where their block table says."""
-        best, most = None, 0
+        best, most, sample = None, 0, self._sample()
         for size in range(1, _MAX_BLOCK_SIZE + 1):
             if size > 256 and size & (size - 1):
                 continue
-            agreeing = sum(self._agreeing(step, size) for step in self._entries)
+            agreeing = sum(
+                position // size < len(table) and table[position // size] * size + position % size == slot
+                for slot, position, table in sample
+            )
             if agreeing > most:
                 best, most = size, agreeing
         return best
 
-    def _agreeing(self, step: int, size: int) -> int:
-        return sum(
-            position // size < len(table) and table[position // size] * size + position % size == slot
-            for slot, position, table in self._entries[step]
-        )
+    def _sample(self) -> list[tuple[int, int, Sequence[int]]]:
+        """Return the first entries, those of whole steps."""
+        sample: list[tuple[int, int, Sequence[int]]] = []
+        for entries in self._entries.values():
+            if len(sample) < _SAMPLED_ROWS:
+                sample += entries
+        return sample
 
     @cached_property
     def _entries(self) -> dict[int, list[tuple[int, int, Sequence[int]]]]:
@@ -82,7 +96,9 @@ class Memory:
 
     def table(self, step: int, request: int) -> list[int]:
         """Return the block table of a request in a step; empty where the engine did not say."""
-        return (self.recording.steps[step].block_tables or {}).get(request, [])
+        if step not in self._tables:
+            self._tables[step] = self.recording.steps[step].block_tables or {}
+        return self._tables[step].get(request, [])
 
     def slots(self, table: Sequence[int], count: int) -> list[int]:
         """Return the slots that a block table gives the first `count` positions, as far as it reaches."""
