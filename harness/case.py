@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness.errors import Code, HarnessError
-from harness.files import read_text
+from harness.files import exists, read_text
 from harness.schedule import parse_schedules
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -147,7 +147,7 @@ def load_case(path: Path) -> Case:
         what = f"schedules: {error.what}"
         raise HarnessError(Code.BAD_CASE, what, where=path, expected=error.expected, actual=error.actual) from error
     model = path.parent / case.model
-    return case.model_copy(update={"model": str(model)}) if model.exists() else case
+    return case.model_copy(update={"model": str(model)}) if exists(model) else case
 
 
 def _shown(value: object) -> str:

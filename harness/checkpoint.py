@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
 from harness.errors import Code, HarnessError
-from harness.files import read_bytes
+from harness.files import exists, read_bytes
 from harness.safetensors_header import TensorEntry, read_header
 
 CONFIG_NAME = "config.json"
@@ -146,7 +146,7 @@ def _embedded(model: str) -> Path | None:
     if not _EMBEDDED_NAME.fullmatch(model):
         return None
     folder = embedded_cases() / "checkpoints" / model
-    return folder if (folder / CONFIG_NAME).is_file() else None
+    return folder if exists(folder / CONFIG_NAME) else None
 
 
 def _local_path(model: str) -> Path | None:

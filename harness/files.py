@@ -44,6 +44,14 @@ def read_text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
     return read_bytes(path, most_bytes=most_bytes).decode("utf-8")
 
 
+def exists(path: Path) -> bool:
+    """Return whether a path exists: one that no file can have, for it is too long, does not."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn what the operating system refuses (disk full, no permission, ...) into CANNOT_WRITE."""

@@ -14,6 +14,7 @@ from tabulate import tabulate
 
 from harness import checkpoint
 from harness.errors import Code, HarnessError, printable
+from harness.files import exists
 from harness.safetensors_header import Header, TensorEntry, read_header
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(path)
     if path.is_dir():
         return _inspect_checkpoint(path)
-    if not path.exists():
+    if not exists(path):
         _refuse(Code.NOT_A_CHECKPOINT, "there is no such file or folder", path, hint="check the path")
     return _tables("file", path, [path])
 

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 import torch
 
 from harness.compare.align import Locator, Rows, is_readback, step_rows
+from harness.compare.conventions.entry import dtype_name
 from harness.compare.local_judge import LocalErrors
 from harness.compare.prefixes import Prefixes
 from harness.compare.propagated import RATIO_BOUND
-from harness.compare.shapes import engine_dtype
+from harness.compare.shapes import cache_dtype, engine_dtype
 from harness.metrics import rounding_unit, row_metrics
 from harness.recording import Step
 from harness.taps import Graph, Kind, Operation
+
+KEPT_AS_DECLARED = "kept in {}, as declared"
 
 
 def cache_errors(
@@ -26,7 +29,7 @@ def cache_errors(
     """Compare every `k_cache` and `v_cache` row with the key or value last recorded before it for the same tokens.
 
     Any differing bit is an error: a cache stores, it does not compute. What was computed in a wider dtype is stored in
-    the engine's; a cache of a dtype narrower than that shows as rounding.
+    the engine's, or in the one that is declared for the cache; a cache of a dtype narrower than that shows as rounding.
     Where no row of these tokens was recorded (a prefix that was taken over, an engine that shows its cache and not
     what it writes), the row is wrong unless it is as near to the golden's as HF's own noise allows.
 
@@ -44,7 +47,7 @@ def cache_errors(
             if expected is not None:
                 parts += _found_there(operation, writes, expected, _Noise.of(locator, graph, operation, noise or {}))
             if parts:
-                yield operation, _joined(parts)
+                yield operation, _joined(parts, writes.declared)
 
 
 class _Writes:
@@ -52,12 +55,18 @@ class _Writes:
 
     def __init__(self, locator: Locator) -> None:
         self.locator = locator
+        self.declared = cache_dtype(locator.recording)
         self.prefixes = Prefixes(locator.recording.manifest.requests)
         self._found: dict[tuple[str, ...], dict[int, torch.Tensor]] = {}
 
-    def stored(self, written: torch.Tensor) -> torch.Tensor:
-        """Return what was written in the dtype in which a cache of this engine holds it."""
-        dtype = engine_dtype(self.locator.recording)
+    def stored(self, written: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+        """Return what was written in the dtype in which a cache of this engine holds it.
+
+        That is the declared one, or the engine's; a cache whose content is in neither keeps what it is given.
+        """
+        dtype = self.declared or engine_dtype(self.locator.recording)
+        if self.declared is None and bool(_differs(read, read.to(dtype).to(read.dtype)).any()):
+            return written
         return written.to(dtype) if written.dtype.itemsize > dtype.itemsize else written
 
     def before(self, step: Step, rows: Rows, tap: str) -> torch.Tensor:
@@ -87,7 +96,7 @@ class _Writes:
             if not is_readback(writer) and writer.has(tap):
                 written = self.prefixes.of(step_rows(writer, tap))
                 here, there = (wanted[:, None] == written).nonzero().unbind(1)
-                written = self.stored(writer.tap(tap)[there].flatten(1))
+                written = self.stored(writer.tap(tap)[there].flatten(1), read)
                 kept[here[~_differs(read[here], written)]] = True
         return kept
 
@@ -111,7 +120,7 @@ def _read_back(operation: Operation, writes: _Writes) -> Iterator[_Part]:
         if not bool(present.any()):
             continue
         own, read = own.select(present), read[present]
-        written = writes.stored(writes.locator.gather(source, found[present]).flatten(1))
+        written = writes.stored(writes.locator.gather(source, found[present]).flatten(1), read)
         bad = _differs(read, written)
         if bool(bad.any()):  # of several who computed the same tokens, the cache may keep any
             bad[bad.clone()] = ~writes.is_kept(step, own.select(bad), read[bad], source)
@@ -165,14 +174,15 @@ def _read(operation: Operation, writes: _Writes) -> Iterator[tuple[Step, Rows, t
             yield step, step_rows(step, operation.tap), step.tap(operation.tap).flatten(1)
 
 
-def _joined(parts: Sequence[_Part]) -> LocalErrors:
+def _joined(parts: Sequence[_Part], declared: torch.dtype | None) -> LocalErrors:
     bad, roundings = torch.cat([part.bad for part in parts]), torch.cat([part.roundings for part in parts])
     return LocalErrors(
         rows=Rows.concat([part.rows for part in parts]),
         roundings=roundings,
         bound=torch.cat([part.bound for part in parts]),
         bad=bad,
-        exact=not bool((roundings != 0).any()),
+        exact=declared is None and not bool((roundings != 0).any()),
+        convention=None if declared is None else KEPT_AS_DECLARED.format(dtype_name(declared)),
     )
 
 

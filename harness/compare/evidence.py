@@ -55,6 +55,8 @@ class Evidence:
     """[R, ...] float64 each, in the order of the operation's inputs; token ids of an embedding; empty for attention."""
     roundings: torch.Tensor
     bound: torch.Tensor
+    dtype: torch.dtype
+    """The unit that they are given in."""
     histories: tuple[AttentionHistory, ...] = ()
     """Attention only; their rows one after the other are `rows`."""
 
@@ -69,6 +71,7 @@ class Evidence:
             inputs=[x[keep] for x in self.inputs],
             roundings=self.roundings[keep],
             bound=self.bound[keep],
+            dtype=self.dtype,
         )
 
 
@@ -132,6 +135,7 @@ def merged(parts: Sequence[Evidence]) -> Evidence:
             inputs=[torch.cat(column) for column in zip(*(part.inputs for part in parts), strict=True)],
             roundings=torch.cat([part.roundings for part in parts]),
             bound=torch.cat([part.bound for part in parts]),
+            dtype=first.dtype,
             histories=tuple(history for part in parts for history in part.histories)[:_MAX_HISTORIES],
         )
     if first.operation.kind is Kind.ATTENTION:

@@ -8,6 +8,8 @@ recorded flows through HF's code, in the truth and in the control alike.
 from collections.abc import Callable
 from functools import partial
 
+import torch
+
 from harness.compare.batch import make_batches
 from harness.compare.local_judge import LocalJudge, LocalJudgement, Measured
 from harness.compare.replay import Replay
@@ -41,8 +43,16 @@ def local_errors(
         progress: told what is being done.
     """
     batches = make_batches(recording, sequences(recording), batch_tokens(hf))
+    precision, declared = _truth_dtype(truth, recording, hf), recording.manifest.numerics
     with Workers[Measured](num_spare_threads(hf.device)) as workers:
-        judge = LocalJudge(hf, engine_dtype(recording), usable, is_alone=len(batches) == 1, workers=workers)
+        judge = LocalJudge(
+            hf,
+            engine_dtype(recording),
+            usable,
+            is_alone=len(batches) == 1,
+            declared=declared,
+            workers=workers,
+        )
         for index, batch in enumerate(batches):
             watcher = Replay(judge, batch)
             report = None if progress is None else partial(progress, f"replay {index + 1}/{len(batches)}")
@@ -50,8 +60,17 @@ def local_errors(
                 hf,
                 batch.token_ids,
                 watcher,
-                truth_dtype=truth_dtype(truth, hf.dtype),
+                truth_dtype=precision,
                 logit_positions=watcher.logit_positions,
                 progress=report,
             )
     return judge.judgement()
+
+
+def _truth_dtype(choice: str, recording: Recording, hf: HFModel) -> torch.dtype:
+    """Return the dtype of the truth: for `auto` float64 where the engine's activations are float32.
+
+    Logits alone do not count: many engines give those of 16 bits in float32.
+    """
+    finer = {tap.name for tap in recording.taps if tap.dtype == "F32"} - {hf.graph.logits, *hf.graph.head}
+    return torch.float64 if choice == "auto" and finer else truth_dtype(choice, hf.dtype)

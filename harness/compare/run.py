@@ -93,7 +93,8 @@ def compare_run(
         (propagation,) = beside.finished()
     caches = {op.tap: errors for op, errors in cache_errors(ours, graph, usable, theirs, noise)}
     judged = judge(graph, local.errors, caches, propagation)
-    tokens, differences = compare_tokens(actual, theirs, graph.logits, noise.get(LOGIT_NOISE))
+    sound = ours if _follows_conventions(judged, graph.logits) else None
+    tokens, differences = compare_tokens(actual, theirs, graph.logits, noise.get(LOGIT_NOISE), sound=sound)
     coverage, gaps = check_coverage(
         ours,
         graph,
@@ -125,6 +126,13 @@ def compare_run(
         positions=position_errors(propagation, graph),
     )
     return Comparison(result=result, errors=local.errors, caches=caches, evidence=local.evidence)
+
+
+def _follows_conventions(judged: Sequence[Judged], logits: str) -> bool:
+    """Whether the engine follows other conventions than HF, its logits were judged by themselves, and all is sound."""
+    is_sound = not any(each.is_bad or each.is_systematic for each in judged)
+    has_logits = any(each.operation.tap == logits and each.local is not None for each in judged)
+    return is_sound and has_logits and any(each.errors is not None and each.errors.convention for each in judged)
 
 
 def _ties(logits: LogitResult | None, noise: torch.Tensor | None) -> tuple[str, ...]:

@@ -30,6 +30,28 @@ def engine_dtype(recording: Recording) -> torch.dtype:
     )
 
 
+def cache_dtype(recording: Recording) -> torch.dtype | None:
+    """Return the dtype in which the engine declares to keep keys and values; None where it declares none.
+
+    Raises:
+        HarnessError: BAD_MANIFEST: the manifest names no floating-point dtype of torch.
+    """
+    declared = recording.manifest.numerics
+    if declared is None or declared.cache is None:
+        return None
+    dtype = getattr(torch, declared.cache, None)
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    raise HarnessError(
+        Code.BAD_MANIFEST,
+        "the declared dtype of the cache is none that this harness can round to",
+        where=f"{recording.path}: numerics.cache",
+        expected="float16, bfloat16, float8_e4m3fn, ...",
+        actual=declared.cache,
+        hint="declare none, and declare k_cache and v_cache as lacking",
+    )
+
+
 def refuse_part(recording: Recording) -> None:
     """Refuse what one rank of several recorded: its rows are slices or addends of the taps, and not all of them.
 

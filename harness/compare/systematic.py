@@ -204,17 +204,22 @@ class Effects:
         )
 
 
-def beyond_control(effects: Effects | None, control: Effects | None) -> Effect | None:
+def beyond_control(effects: Effects | None, control: Effects | None, *, room: float = 0.0) -> Effect | None:
     """Return the strongest effect that lies outside of what truth and control span; None for none.
 
     Rounding of values that lie on a grid can have a direction: silu of a small bfloat16 number loses its quadratic term
     every time. HF's own module has that effect on the same rows, an engine that rounds less has none, and both are
     right, as is everything between.
+
+    Args:
+        effects: of the engine's rows.
+        control: of the control's.
+        room: roundings that the engine's convention allows besides.
     """
     if effects is None:
         return None
     beyond = []
-    for effect in effects.significant():
+    for effect in (each for each in effects.significant() if abs(each.roundings) > room):
         own = control.like(effect) if control is not None else None
         if own is None or effects.is_significant(_excess(effect, own)):
             beyond.append(effect)

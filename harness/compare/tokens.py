@@ -11,18 +11,26 @@ _BLOCK_ROWS = 256
 
 
 def compare_tokens(
-    actual: Recording, expected: Locator, logits: str, logit_noise: torch.Tensor | None
+    actual: Recording,
+    expected: Locator,
+    logits: str,
+    logit_noise: torch.Tensor | None,
+    *,
+    sound: Locator | None = None,
 ) -> tuple[TokenResult, list[Finding]]:
     """Compare the tokens both sides chose, row by row.
 
     A differing choice is a *tie* if the truth's logit of the chosen token lies below the truth's best by no more than
     twice the largest error that HF itself makes in the engine's dtype on this golden: each of two logits may be off.
+    HF's error says nothing of an engine that follows another convention, quantised inputs for one. Where every
+    operation of it is sound, its own logits decide: it is to choose the best of them.
 
     Args:
         actual: the engine's recording.
         expected: of the golden.
         logits: tap that tokens are chosen from.
         logit_noise: HF's own error per row of it.
+        sound: of the engine's recording, where it follows a convention and nothing is wrong with it.
     """
     threshold = 0.0 if logit_noise is None or not len(logit_noise) else 2 * float(logit_noise.max())
     pairs = [_choices(step) for step in actual.steps]
@@ -36,6 +44,8 @@ def compare_tokens(
         block = torch.arange(at, min(at + _BLOCK_ROWS, len(rows)))
         values = expected.gather(logits, found[block]).to(torch.float64)
         margin = _margin(values, chosen[block])
+        if sound is not None:
+            margin = _tied_by_own(margin, threshold, sound, logits, rows.select(block), chosen[block])
         equal += int((margin == 0).sum())
         ties += int(((margin > 0) & (margin <= threshold)).sum())
         findings += _differences(rows.select(block), chosen[block], values, margin, threshold, logits)
@@ -47,6 +57,18 @@ def _margin(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     known = chosen < logits.shape[1]
     margin = torch.full((len(chosen),), torch.inf, dtype=torch.float64)
     margin[known] = logits[known].amax(dim=1) - logits[known, chosen[known]]
+    return margin
+
+
+def _tied_by_own(
+    margin: torch.Tensor, threshold: float, sound: Locator, logits: str, rows: Rows, chosen: torch.Tensor
+) -> torch.Tensor:
+    """Return the margins, those beyond the threshold as ties where the engine chose the best of its own logits."""
+    found = sound.find(logits, rows)
+    far = ((margin > threshold) & (found[:, 0] >= 0)).nonzero()[:, 0]
+    if len(far):
+        own = sound.gather(logits, found[far]).to(torch.float64)
+        margin[far[_margin(own, chosen[far]) == 0]] = threshold
     return margin
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from harness.errors import Code, ExitStatus, HarnessError
+from harness.numerics import Numerics
 from harness.schedule import Schedule
 from harness.taps import Graph
 
@@ -81,6 +82,8 @@ class Offer:
     control: Control | None = None
     """What a `Timeline` may say to it: requests arrive at any step, and what is named here; None: it follows schedules
     by name only."""
+    numerics: Numerics | None = None
+    """Where its arithmetic is not all in its dtype: chooses the conventions that it is held to."""
 
     def lacks(self) -> tuple[str, ...]:
         """Return all sites and taps it cannot record."""

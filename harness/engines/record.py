@@ -1,11 +1,13 @@
 """One run of an engine, recorded: the same in this process and in one of the engine's own."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from harness.engines.adapter import Engine, Workload, blaming
+from harness.numerics import Numerics
 from harness.oracle.environment import environment
 from harness.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
 from harness.schedule import Schedule
@@ -50,6 +52,14 @@ def record(engine: Engine, run: RunDescription) -> None:
         environment=environment(),
         requests=[*run.requests, *run.copies],
         schedule=str(run.schedule),
+        numerics=_numerics(engine.offer.numerics, run.schedule),
     )
     with writer, blaming(f"{run.engine}, schedule {run.schedule}"):
         engine.run(run.workload, writer)
+
+
+def _numerics(declared: Numerics | None, schedule: Schedule) -> Numerics | None:
+    """Return what is known of the engine's arithmetic under a schedule."""
+    if schedule.num_ranks == 1:
+        return declared
+    return replace(declared or Numerics(), num_ranks=schedule.num_ranks)

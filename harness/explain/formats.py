@@ -66,6 +66,24 @@ def _int8_in_groups(x: torch.Tensor, size: int) -> torch.Tensor:
     return int8(x.unflatten(1, (-1, size)), (2,)).flatten(1)
 
 
+def of_inputs_alone(width: int) -> Iterator[tuple[str, Change]]:
+    """Yield what an input [R, I] of so many elements may be quantised to, whatever the weight is in."""
+    yield "int8, with one scale for each token", partial(int8, dims=(1,))
+    for size in _GROUPS:
+        if width % size == 0 and size < width:
+            yield f"int8, with one scale for {size} inputs", partial(_int8_in_groups, size=size)
+            yield f"int8, with one scale in float16 for {size} inputs", partial(_int8_scaled_in_float16, size=size)
+
+
+def _int8_scaled_in_float16(x: torch.Tensor, size: int) -> torch.Tensor:
+    groups = x.unflatten(1, (-1, size))
+    largest = groups.abs().amax(dim=2, keepdim=True)
+    scale = torch.where(largest > 0, largest, 1.0) / _LARGEST_INT8
+    kept = rounded(scale.to(torch.float32), torch.float16)
+    result: torch.Tensor = ((groups / scale).round() * kept).flatten(1)
+    return result
+
+
 def of_inputs() -> Iterator[tuple[str, str, Change]]:
     """Yield what the input [R, I] of a product with a quantised weight may be quantised to.
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from harness.explain.formats import HALF_DTYPES, Change, name_of, of_inputs, of_weights, rounded
+from harness.explain.formats import HALF_DTYPES, Change, name_of, of_inputs, of_inputs_alone, of_weights, rounded
 from harness.explain.hypothesis import Hypothesis
 from harness.explain.scene import Scene
 from harness.taps import LOGITS, Kind
@@ -187,6 +187,11 @@ def coarse_product(scene: Scene) -> Iterator[Hypothesis]:
         both = change(x), change(weight)
         if not torch.equal(both[0], x):
             yield Hypothesis(cause=f"the product is of inputs in {name}", output=_product(*both, bias))
+            if not torch.equal(both[1], weight):
+                cause = f"the input of the product is rounded to {name}, and the weight is not"
+                yield Hypothesis(cause=cause, output=_product(both[0], weight, bias))
+    for name, quantised in of_inputs_alone(x.shape[1]):
+        yield Hypothesis(cause=f"the input of the product is in {name}", output=_product(quantised(x), weight, bias))
 
 
 def sums_in_16_bits(scene: Scene) -> Iterator[Hypothesis]:

@@ -15,9 +15,11 @@ import torch
 
 from harness.compare.align import Rows, is_readback
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.rotation import Rotation
 from harness.explain.scene import Scene
+from harness.oracle.rotation import Rotation
 
+_SMALL_SHARE = 1e-2
+"""Of an angle; beyond it, another theta or scaling says more."""
 _MAX_POSITIONS = 1 << 15
 _THETAS = (1e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
 """Bases that published models use."""
@@ -307,6 +309,22 @@ def _fitted_thetas(scene: Scene, own: Rotation) -> list[float]:
 
 
 @_with_rotation
+def stretched(scene: Scene, own: Rotation) -> _Causes:
+    """Every angle is too large or too small by the same small share of it, fitted to the rows."""
+    turned, phases = _turned_by(scene, own), own.phases(scene.positions)
+    left = (turned * torch.polar(torch.ones_like(phases), -phases)).angle()
+    weights = phases * turned.abs()
+    size = float((weights * phases).sum())
+    share = float((weights * left).sum()) / size if size else 0.0
+    if 0 < abs(share) < _SMALL_SHARE:
+        yield Hypothesis(
+            cause=f"rotary frequencies are off by a factor of {1 + share:.7g}",
+            output=own.turned(own.heads(scene.inputs[0]), *own.table(phases * (1 + share))),
+            freedom=1,
+        )
+
+
+@_with_rotation
 def partial_rotary(scene: Scene, own: Rotation) -> _Causes:
     """Only the first elements of a head are rotated, or all of them where only some should be."""
     theta = _parameters(scene).get("rope_theta")
@@ -370,6 +388,7 @@ EXPLANATIONS = (
     scaling_ignored,
     other_scaling,
     wrong_theta,
+    stretched,
     partial_rotary,
     other_positions,
     positions_of_batch_mate,

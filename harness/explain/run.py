@@ -24,7 +24,7 @@ from harness.oracle.model import HFModel
 from harness.oracle.precision import upcast
 from harness.recording import Recording
 from harness.results import Explanation, Finding, RunResult
-from harness.taps import Kind, Operation
+from harness.taps import Kind, Operation, layer_of
 
 _EXPLAINED = (Code.LOCAL_ERROR, Code.NOT_FINITE, Code.CACHE_DIFFERS)
 
@@ -103,6 +103,8 @@ class _Explainer:
             evidence = self.found.evidence.get(operation.tap)
         if errors is None or not bool(errors.bad.any()):
             return None
+        if operation.kind is Kind.CACHE and (silent := self._behind(operation)) is not None:
+            return silent
         where = scope(errors.rows, errors.bad, self.recording)
         with torch.no_grad(), ExitStack() as stack:
             if operation.kind is not Kind.CACHE and operation.module in self.modules:
@@ -113,6 +115,14 @@ class _Explainer:
                 return layers_that_did_not_run(operation, errors, self.hf, self.locator, self.dtype, where)
             scene = self._scene(evidence)
             return None if scene is None else try_all(scene, evidence.roundings, evidence.bound, where)
+
+    def _behind(self, cache: Operation) -> Explanation | None:
+        """Explain a cache by what stands behind its layer, where that says that the layer did not run."""
+        for tap, errors in self.found.errors.items():
+            if any(layer_of(each) == cache.layer for each in errors.through):
+                explanation = self.explain(self.hf.graph[tap])
+                return explanation if explanation is not None and explanation.is_cause else None
+        return None
 
     def _scene(self, evidence: Evidence) -> Scene | None:
         actual = gathered(self.locator, evidence.operation.tap, evidence.rows)
@@ -127,7 +137,7 @@ class _Explainer:
             actual=actual,
             expected=evidence.expected,
             inputs=list(evidence.inputs),
-            dtype=self.dtype,
+            dtype=evidence.dtype,
             views=tuple(View.of(history) for history in evidence.histories),
             memory=self.memory,
         )
@@ -147,6 +157,7 @@ class _Explainer:
             inputs=[written],
             roundings=errors.roundings[chosen],
             bound=errors.bound[chosen],
+            dtype=self.dtype,
         )
 
     def _written(self, tap: str, rows: Rows) -> torch.Tensor | None:

@@ -12,9 +12,9 @@ from harness.compare.align import Locator, Rows, step_rows
 from harness.compare.slot_history import SlotHistory
 from harness.explain.hypothesis import Hypothesis
 from harness.explain.operations import replay
-from harness.explain.rotation import Rotation, rotations
 from harness.explain.view import View
 from harness.oracle.model import HFModel
+from harness.oracle.rotation import Rotation, rotations
 from harness.recording import Recording, Step
 from harness.taps import Graph, Kind, Operation
 
@@ -44,7 +44,7 @@ class Scene:
     inputs: Sequence[torch.Tensor]
     """[R, ...] float64 each, flat; token ids [R] for the embedding."""
     dtype: torch.dtype
-    """What the engine computes in."""
+    """What the operation's tensors are rounded to: the unit of its errors."""
     views: tuple[View, ...] = ()
     """Attention only: the rows of each request with the history they read, in the order of `rows`."""
     memory: SlotHistory

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from harness.faults.plant import Planted
+from harness.numerics import Numerics
 
 PROMPT_LENGTHS = (37, 9, 21)
 """Tokens of the usual workload's prompts: behind several blocks, inside the second, inside the third."""
@@ -48,6 +49,10 @@ class Setting:
     """Fields of config.json that the checkpoint is given instead of its own."""
     scaled: Mapping[str, float] = field(default_factory=dict)
     """Weights of the checkpoint, by name, and what they are multiplied by: activations of another magnitude."""
+    weights_in: str | None = None
+    """Dtype or format (`Q8_0`) whose values the checkpoint's matrices are rounded to."""
+    numerics: Numerics | None = None
+    """What the engine declares of its arithmetic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import safetensors.torch
@@ -12,16 +12,19 @@ import torch
 
 from harness.case import RequestSpec
 from harness.checkpoint import embedded_cases
+from harness.engines import Workload, open_engine
 from harness.errors import Code, HarnessError
 from harness.faults.fault import BLOCK_SIZE, PROMPT_LENGTHS, Fault, Setting, Variant
+from harness.faults.formats import in_format
 from harness.faults.peers import PeerVerdict, judge_as_peers
 from harness.faults.plant import Planted
 from harness.jobs.check import run_check, with_copies
+from harness.numerics import Numerics
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import load_model
 from harness.plan import Plan, make_plan
-from harness.recording import Recording
+from harness.recording import Recording, RecordingWriter
 from harness.results import CheckResult, Outcome
 
 _VOCABULARY = range(3, 256)
@@ -90,6 +93,8 @@ def plan_of(setting: Setting, folder: Path, *, engine: str = "reference", seed: 
 
 def _checked(folder: Path, setting: Setting, engine: str, seed: int, planted: Planted) -> Trial:
     plan = plan_of(setting, folder, engine=engine, seed=seed)
+    if setting.numerics is not None:
+        plan = replace(plan, subject=_Declaring(plan, setting.numerics))
     with tempfile.TemporaryDirectory(prefix="harness-") as out:
         try:
             result = run_check(plan, out=Path(out))
@@ -99,6 +104,21 @@ def _checked(folder: Path, setting: Setting, engine: str, seed: int, planted: Pl
         with Recording.open(recording, verify=False) as actual:
             peers = judge_as_peers(actual, _golden(plan), result.runs[0])
     return Trial(result=result, error=None, num_calls=planted.num_calls, peers=peers)
+
+
+class _Declaring:
+    """The plan's engine, with something to say of its arithmetic."""
+
+    def __init__(self, plan: Plan, numerics: Numerics) -> None:
+        self._engine = open_engine(
+            plan.engine, plan.folder, dtype=plan.dtype, device=plan.device, options=plan.engine_options
+        )
+        self.name = self._engine.name
+        self.offer = replace(self._engine.offer, numerics=numerics)
+
+    def run(self, workload: Workload, writer: RecordingWriter) -> None:
+        """See `Engine.run`."""
+        self._engine.run(workload, writer)
 
 
 def _golden(plan: Plan) -> Golden:
@@ -123,7 +143,7 @@ def random_prompts(seed: int) -> list[list[int]]:
 def checkpoint(setting: Setting) -> Iterator[Path]:
     """Yield the setting's checkpoint: an embedded one, or a copy of it with another config or other weights."""
     source = embedded_cases() / "checkpoints" / setting.model
-    if not (setting.config or setting.scaled):
+    if not (setting.config or setting.scaled or setting.weights_in):
         yield source
         return
     with tempfile.TemporaryDirectory(prefix="harness-") as folder:
@@ -132,15 +152,17 @@ def checkpoint(setting: Setting) -> Iterator[Path]:
         config = json.loads((source / "config.json").read_text(encoding="utf-8")) | dict(setting.config)
         (Path(folder) / "config.json").unlink()
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        _scale(Path(folder), setting.scaled)
+        _change_weights(Path(folder), setting)
         yield Path(folder)
 
 
-def _scale(folder: Path, factors: Mapping[str, float]) -> None:
-    """Multiply weights of a checkpoint whose files are links, and put files in the place of the links."""
+def _change_weights(folder: Path, setting: Setting) -> None:
+    """Scale and round weights of a checkpoint whose files are links, and put files in the place of the links."""
     for path in folder.glob("*.safetensors"):
         tensors = safetensors.torch.load_file(path)
-        for name in tensors.keys() & factors.keys():
-            tensors[name] *= factors[name]
+        for name in tensors.keys() & setting.scaled.keys():
+            tensors[name] *= setting.scaled[name]
+        if setting.weights_in is not None:
+            tensors = {name: in_format(tensor, setting.weights_in) for name, tensor in tensors.items()}
         path.unlink()
         safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})

@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 import reference_engine.attention.paged
+from harness.faults import conventions
 from harness.faults.attention import merge_exactly, split_decode
 from harness.faults.fault import Setting, Variant
 from harness.faults.plant import replacing
@@ -118,6 +119,7 @@ def variants() -> Iterator[Variant]:
                 yield _variant(name, Setting(model=model, dtype=dtype, **fields))
             for name, plant in _PLANTED.items():
                 yield _variant(name, Setting(model=model, dtype=dtype), plant=plant)
+    yield from conventions.variants()
 
 
 def _hf_schedule(attention: str, dtype: str) -> str:

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness.errors import Code, HarnessError
+from harness.files import exists
 from harness.fuzz_results import FuzzFinding, SentRequest, SentWorkload
 from harness.plan import Plan
 from harness.schedule import parse_schedule
@@ -113,7 +114,7 @@ def load_workload(path: Path) -> WorkloadFile:
         what = f"schedule: {error.what}"
         raise HarnessError(Code.BAD_CASE, what, where=path, expected=error.expected, actual=error.actual) from error
     model = path.parent / found.model
-    return found.model_copy(update={"model": str(model)}) if model.exists() else found
+    return found.model_copy(update={"model": str(model)}) if exists(model) else found
 
 
 def workload_toml(finding: FuzzFinding, plan: Plan, fault: str | None) -> str:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from harness.errors import Code, HarnessError
 from harness.files import read_bytes
+from harness.numerics import Numerics
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -143,6 +144,8 @@ class Manifest(_Model):
     """Name of the schedule under which the engine ran."""
     rank: int = Field(default=0, ge=0)
     world_size: int = Field(default=1, ge=1)
+    numerics: Numerics | None = None
+    """What the engine says of its arithmetic, where it says anything."""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -158,7 +161,8 @@ class Manifest(_Model):
 
     def to_json(self) -> str:
         """Return the text of `manifest.json`."""
-        return self.model_dump_json()
+        # A recording that declares nothing stays readable by those who know no such field.
+        return self.model_dump_json(exclude={"numerics"} if self.numerics is None else None)
 
 
 def _check_unique(table: str, field: str, values: Iterable[object]) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from harness.errors import Code, HarnessError
 from harness.files import writing
+from harness.numerics import Numerics
 from harness.recording import arguments
 from harness.recording.arguments import Ints, StepRows, refuse
 from harness.recording.manifest import (
@@ -79,12 +80,14 @@ class RecordingWriter:
         rank: int = 0,
         world_size: int = 1,
         shards: Mapping[str, Shard] | None = None,
+        numerics: Numerics | None = None,
     ) -> None:
         self.path = Path(path)
         self._manifest = arguments.validated(
             Manifest, "the recording's description is invalid", "RecordingWriter", schema_version=SCHEMA_VERSION,
             producer=producer, model=model, dtype=dtype, device=device, environment=dict(environment),
             requests=list(requests), schedule=schedule, rank=rank, world_size=world_size, steps=[], taps=[],
+            numerics=numerics,
         )  # fmt: skip
         self._tokens = TokenCounts(requests)
         self._expected_taps = expected_taps

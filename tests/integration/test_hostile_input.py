@@ -122,6 +122,15 @@ def test_a_case_without_measure(refused, tmp_path, text):
     refused(Code.BAD_CASE, "check", "--case", path)
 
 
+@pytest.mark.parametrize(
+    "name", ["m" * 300, "m" * 5000, "[" * 260 + "/../" + "[" * 260], ids=["300", "5000", "a parent that cannot be"]
+)
+def test_a_case_whose_model_is_no_name_of_a_file(refused, tmp_path, name):
+    path = tmp_path / "case.toml"
+    path.write_text(CASE.replace('"m"', f'"{name}"'), encoding="utf-8")
+    refused(Code.NOT_A_CHECKPOINT, "check", "--case", path)
+
+
 NESTED = "[" * 3000 + "]" * 3000
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from harness.numerics import Numerics
 from harness.recording import Manifest, Recording, RecordingWriter, RequestInfo
 
 
@@ -59,6 +60,7 @@ class Copy:
     requests: list[RequestInfo]
     steps: list[Step]
     dtype: str
+    numerics: Numerics | None = None
 
     @classmethod
     def of(cls, recording: Recording) -> "Copy":
@@ -88,6 +90,7 @@ class Copy:
             device="cpu",
             environment={},
             requests=self.requests,
+            numerics=self.numerics,
             schedule=self.manifest.schedule,
         )
         with writer:

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from harness.compare.bounds import CONTROL_FACTOR, Sensitivity, control_bound, derived_bound
-from harness.compare.local_judge import LocalJudge
+from harness.compare.row_judge import RowJudge
 from harness.metrics import largest_rounding, rounding_unit
+from harness.numerics import Numerics
 from harness.results import Verdict
 from harness.taps import KINDS, ErrorModel, Kind
 
@@ -27,7 +28,7 @@ def tap(result, name):
 
 def amplification(one, name, x):
     """What the judge takes for the amplification of a linear module's rows, and what they should be."""
-    judge = LocalJudge(one.hf, torch.float32, set(), is_alone=True)
+    judge = RowJudge(one.hf, torch.float32, set(), Numerics())
     module = one.hf.module(name)
     with torch.no_grad():
         expected = nn.functional.linear(
@@ -69,7 +70,7 @@ def test_weights_of_the_other_orientation_are_amplified_alike(bench):
     one, name = bench("gpt2"), "transformer.h.0.mlp.c_fc"
     module = one.hf.module(name)
     x = torch.randn(3, module.weight.shape[0], dtype=torch.float64)
-    judge = LocalJudge(one.hf, torch.float32, set(), is_alone=True)
+    judge = RowJudge(one.hf, torch.float32, set(), Numerics())
     expected = x @ module.weight.detach().double() + module.bias.detach().double()
     rows = SimpleNamespace(operation=one.hf.graph[name], inputs=lambda: [x], expected=expected)
     products = x[:, :, None] * module.weight.detach().double()

@@ -215,7 +215,9 @@ def test_what_hf_does_too_is_no_alarm_in_a_recording(bench, tmp_path, monkeypatc
     verdict = {tap.name: tap.verdict for tap in one.compare(recording).taps}
     assert verdict[f"{prefix}act"] in (Verdict.NOISE, Verdict.EXACT)
     assert verdict[f"{prefix}gate_proj"] is Verdict.BUG
-    monkeypatch.setattr("harness.compare.local_judge.beyond_control", lambda effects, _control: effects.strongest())
+    monkeypatch.setattr(
+        "harness.compare.local_judge.beyond_control", lambda effects, _control, room=0.0: effects.strongest()
+    )
     verdict = {tap.name: tap.verdict for tap in one.compare(recording).taps}
     assert verdict[f"{prefix}act"] is Verdict.SYSTEMATIC, "and would be one but for its control"
 

@@ -94,7 +94,7 @@ def test_a_sum_of_squares_that_overflows(bench):
 
 def test_squares_that_overflow(bench, monkeypatch):
     """HF's own norm overflows there, too, so that its control would excuse the engine's."""
-    monkeypatch.setattr("harness.compare.local_judge.CONTROL_FACTOR", 0.0)
+    monkeypatch.setattr("harness.compare.row_judge.CONTROL_FACTOR", 0.0)
     bench = bench()
     x = bench.tap(SOURCE)
     x[5] *= 1e25

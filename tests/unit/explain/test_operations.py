@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from harness.explain.operations import activation_of, replay
-from harness.explain.rotation import rotations
 from harness.oracle.make_golden import make_golden
 from harness.oracle.model import load_model
 from harness.oracle.precision import upcast
 from harness.oracle.requests import Prompt
+from harness.oracle.rotation import rotations
 from harness.taps import Kind, Operation
 
 FAMILIES = (

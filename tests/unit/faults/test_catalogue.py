@@ -34,7 +34,8 @@ OWNERS = (
 ONE_OF_EACH = (
     "position-decode-plus-one", "norm-eps-too-large", "qkv-k-and-v-swapped", "window-one-more", "hash-without-parent",
     "copy-on-write-forgotten", "preempted-keeps-its-table", "second-best-token", "logits-bf16", "hit-of-everything",
-    "norm-overflow-fp16", "one-weight-flipped", "tied-head-not-loaded",
+    "norm-overflow-fp16", "one-weight-flipped", "tied-head-not-loaded", "inputs-q8-undeclared",
+    "inputs-bf16-of-fp32-weights", "rope-frequencies-off-by-1e-6", "cache-bf16-declared-fp16",
 )  # fmt: skip
 
 
@@ -118,6 +119,16 @@ def test_which_rows_are_wrong_is_no_cause():
 
 
 BENIGN = ("blocks-permuted", "norm-weight-before-cast", "projections-unfused", "split-kv", "short-prompts", "preempted")
+
+
+@pytest.mark.parametrize(
+    "name", ["inputs-q8", "cache-float16-products", "cache-float16-flash", "rotary-one-from-another"]
+)
+def test_an_engine_of_another_convention_does_not_alarm(name):
+    (variant,) = [each for each in variants() if each.id == f"{name}/qwen2-tiny/float32"]
+    trial = try_variant(variant)
+    assert not trial.is_alarm, trial.result and trial.result.runs[0].findings
+    assert any(tap.convention for tap in trial.result.runs[0].taps)
 
 
 @pytest.mark.parametrize("name", BENIGN)

@@ -46,7 +46,10 @@ class Rotation:
         self, positions: torch.Tensor, frequencies: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine, [R, 1, P] each."""
-        phases = self.phases(positions, frequencies)
+        return self.table(self.phases(positions, frequencies))
+
+    def table(self, phases: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of phases [R, P], [R, 1, P] each."""
         return phases.cos()[:, None] * self.scaling, phases.sin()[:, None] * self.scaling
 
     def pairs(self, x_RNH: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,89 @@
+"""Products whose inputs are quantised first, because the weight is: what ggml does on a CPU.
+
+`R` rows, `I` inputs, `O` outputs, `S` inputs of a block. Formulas: ggml's `quantize_row_q8_0` and `quantize_row_q8_K`.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from harness.compare.conventions.entry import Convention, Rounding, Subject
+from harness.compare.conventions.linear import MODEL, product, weight_and_bias
+from harness.taps import Kind
+
+QUANTISED_INPUTS = "inputs quantised to {}"
+_Q8_0_WEIGHTS = {"Q8_0", "Q4_0", "Q5_0", "IQ4_NL"}
+_Q8_K_WEIGHTS = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS"}
+_TIE = 2e-4
+"""Distance of a scaled value from the middle of two integers within which float32 may round it either way."""
+_MAX_TIES = 1 << 14
+Blocks = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Takes [R, I/S, S] float32; returns the scaled values [R, I/S, S] and what an integer stands for [R, I/S, 1], both
+float64."""
+
+
+def _q8_0(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One scale for 32 values, their largest magnitude over 127; it is kept in float16."""
+    scale = x.abs().amax(dim=-1, keepdim=True) / 127
+    scaled = torch.where(scale > 0, x.to(torch.float64) / scale.to(torch.float64), 0.0)
+    return scaled, scale.to(torch.float16).to(torch.float64)
+
+
+def _q8_k(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One scale for 256 values: the one of the largest magnitude becomes -127. The scale is kept in float32."""
+    largest = x.gather(-1, x.abs().argmax(dim=-1, keepdim=True))
+    inverse = torch.where(largest != 0, -127.0 / largest, 0.0)
+    scale = torch.where(inverse != 0, 1.0 / inverse, 0.0)
+    return x.to(torch.float64) * inverse.to(torch.float64), scale.to(torch.float64)
+
+
+_FORMATS: tuple[tuple[str, set[str], int, Blocks], ...] = (
+    ("Q8_0", _Q8_0_WEIGHTS, 32, _q8_0),
+    ("Q8_K", _Q8_K_WEIGHTS, 256, _q8_k),
+)
+
+
+def _quantised_inputs(subject: Subject) -> Iterator[Rounding]:
+    """Round the inputs to 8 bits in blocks, as the declared format of the weights asks for."""
+    if subject.dtype != torch.float32 or len(subject.inputs) != 1:
+        return
+    x = subject.inputs[0].flatten(1)
+    for name, weights, size, blocks in _FORMATS:
+        if weights.intersection(subject.declared.weights) and x.shape[1] % size == 0:
+            expected = partial(_expected, subject, size, blocks)
+            yield Rounding(name=QUANTISED_INPUTS.format(name), model=MODEL, expected=expected)
+
+
+def _expected(subject: Subject, size: int, blocks: Blocks) -> torch.Tensor:
+    """[R, O] float64. A value on a tie is rounded the way that fits the engine's row: that excuses no other value."""
+    weight, bias = weight_and_bias(subject)
+    scaled, scale = blocks(subject.inputs[0].flatten(1).to(torch.float32).unflatten(1, (-1, size)))
+    integers = scaled.round()
+    is_tie = ((scaled - integers).abs() > 0.5 - _TIE).flatten(1)
+    expected = product((integers * scale).flatten(1), weight, bias)
+    # The other way to round, as what it changes of the input.
+    change = (torch.sign(scaled - integers) * scale).flatten(1)
+    return _ties_resolved(expected, subject.actual.to(torch.float64), change, is_tie, weight)
+
+
+def _ties_resolved(
+    expected: torch.Tensor, actual: torch.Tensor, change: torch.Tensor, is_tie: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """Round each value on a tie the other way where the row is nearer to that."""
+    ties = is_tie.nonzero().tolist()
+    for row, at in ties if len(ties) <= _MAX_TIES else ():
+        step = change[row, at] * weight[:, at]
+        if float((actual[row] - expected[row]) @ step) > 0.5 * float(step @ step):
+            expected[row] += step
+    return expected
+
+
+CONVENTIONS = (
+    Convention(
+        name="activations quantised before a quantised product",
+        kinds=(Kind.LINEAR,),
+        roundings=_quantised_inputs,
+        is_declared=True,
+    ),
+)
