@@ -34,17 +34,17 @@ def gate(
     Counts must be equal; FLOPs, bytes and the peak may move by 0.5 %. Exit status 4 if anything needs more.
     """
     from harness.continuous_integration import refuse_update
-    from harness.profiling.gate import GateVerdict, run_gate
-    from harness.profiling.gate_text import gate_text
-    from harness.profiling.paired_timing import PairedRatio, TimeVerdict
+    from harness.gate_results import GateVerdict, PairedRatio, TimeVerdict
+    from harness.profiling.gate.compare import run_gate
+    from harness.report.gate_text import gate_text
 
     if accept:
         refuse_update("--accept")
     result = run_gate(profile, baseline, accept=accept)
     times: dict[str, PairedRatio] = {}
     if against is not None:
-        from harness.profiling.baseline import profile_file
-        from harness.profiling.revision_timing import time_against
+        from harness.profiling.gate.baseline import profile_file
+        from harness.profiling.gate.revision_timing import time_against
 
         document = json.loads(read_text(profile_file(profile)))
         times = time_against(against, document, num_blocks=blocks, tolerance=tolerance)

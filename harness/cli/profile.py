@@ -44,7 +44,7 @@ def profile(
         report("loading libraries", 0, 1)
         from harness.jobs.check import claimed
         from harness.jobs.profile import keep_profile, resolve_profile
-        from harness.profiling.load import CaptureSchedule
+        from harness.profiling.passes.load import CaptureSchedule
         from harness.report.profile_json import profile_json
         from harness.report.profile_text import profile_text
 

@@ -10,10 +10,10 @@ from harness.checkpoint import embedded_cases, resolve
 from harness.files import write_text
 from harness.plan import Plan, check_device, resolve_dtype
 from harness.profile_results import ProfileResult
-from harness.profiling.baseline import PROFILE_NAME
-from harness.profiling.load import CaptureSchedule
+from harness.profiling.gate.baseline import PROFILE_NAME
+from harness.profiling.passes.load import CaptureSchedule
+from harness.profiling.passes.workload import ProfileWorkload
 from harness.profiling.profile import ProfileSpec, Progress, run_profile
-from harness.profiling.workload import ProfileWorkload
 from harness.report.html import REPORT_NAME, report_html
 from harness.report.profile_json import profile_document
 from harness.results import CheckResult

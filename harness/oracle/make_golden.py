@@ -13,11 +13,11 @@ import torch
 import transformers
 
 from harness.checkpoint import cache_dir, config_hash, weights_hash
+from harness.environment import environment
 from harness.errors import Code, HarnessError
 from harness.metrics import row_errors
 from harness.oracle.batching import batch_requests, padded
 from harness.oracle.decode import greedy_continuation
-from harness.oracle.environment import environment
 from harness.oracle.golden import LOGIT_NOISE, Golden, key_name, open_golden, write_golden_files
 from harness.oracle.model import HFModel
 from harness.oracle.paired import Value, run_pair

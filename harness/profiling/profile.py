@@ -12,20 +12,20 @@ import torch
 from harness.checkpoint import read_config
 from harness.engines import Engine, open_engine
 from harness.engines.stepping import ClosableSession, open_session
+from harness.environment import describe_environment
 from harness.errors import Code, HarnessError
 from harness.profile_results import Ceilings, Overhead, PhaseProfile, ProfileResult, RooflinePoint
-from harness.profiling.ceilings import best_of, measure_ceilings
-from harness.profiling.counters import PhaseCounts, count
-from harness.profiling.environment import describe_environment
-from harness.profiling.formulas import Cost, kv_bytes, operation_costs
-from harness.profiling.load import CaptureSchedule, Load, PlannedStep, Window, rehearse, window
-from harness.profiling.memory import MemoryCapture, capture_memory
-from harness.profiling.roofline import bound_by, fold, point
-from harness.profiling.tables import PhaseTables, tables
-from harness.profiling.timing import Latencies, measure, percentiles_ms
-from harness.profiling.trace import trace
-from harness.profiling.trace_events import read_events
-from harness.profiling.workload import ProfileWorkload
+from harness.profiling.cost.ceilings import best_of, measure_ceilings
+from harness.profiling.cost.formulas import Cost, kv_bytes, operation_costs
+from harness.profiling.cost.roofline import bound_by, fold, point
+from harness.profiling.memory.capture import MemoryCapture, capture_memory
+from harness.profiling.passes.counters import PhaseCounts, count
+from harness.profiling.passes.load import CaptureSchedule, Load, PlannedStep, Window, rehearse, window
+from harness.profiling.passes.tables import PhaseTables, tables
+from harness.profiling.passes.timing import Latencies, measure, percentiles_ms
+from harness.profiling.passes.tracing import trace
+from harness.profiling.passes.workload import ProfileWorkload
+from harness.profiling.trace.nodes import read_events
 from harness.threads import suitable_threads
 
 MIN_ATTRIBUTED_SHARE = 0.95

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from harness.cli.main import run
-from harness.profiling import profile, revision_timing
-from harness.profiling.paired_timing import paired_ratio
+from harness.profiling import profile
+from harness.profiling.gate import revision_timing
+from harness.profiling.gate.paired_timing import paired_ratio
 
 SMALL = ["--prompt-tokens", "16", "--max-new-tokens", "5", "--runs", "1", "--phase", "decode"]
 

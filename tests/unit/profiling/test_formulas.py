@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 
-from harness.profiling.counters import PhaseCounts, count
-from harness.profiling.formulas import kv_bytes, operation_costs
-from harness.profiling.load import CaptureSchedule, Load, rehearse, window
-from harness.profiling.roofline import fold
+from harness.profiling.cost.formulas import kv_bytes, operation_costs
+from harness.profiling.cost.roofline import fold
+from harness.profiling.passes.counters import PhaseCounts, count
+from harness.profiling.passes.load import CaptureSchedule, Load, rehearse, window
 
 EVERYTHING = CaptureSchedule(wait=0, warmup=0, active=100)
 LINEARS = ("self_attn.o_proj", "mlp.down_proj")

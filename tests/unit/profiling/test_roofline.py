@@ -5,10 +5,10 @@ import torch
 
 from harness.profile_results import BoundBy, Ceilings, TableRow
 from harness.profiling import profile
-from harness.profiling.ceilings import best_of, measure_ceilings
-from harness.profiling.formulas import Cost
-from harness.profiling.roofline import bound_by, fold, point
-from harness.profiling.tables import PhaseTables
+from harness.profiling.cost.ceilings import best_of, measure_ceilings
+from harness.profiling.cost.formulas import Cost
+from harness.profiling.cost.roofline import bound_by, fold, point
+from harness.profiling.passes.tables import PhaseTables
 
 CEILINGS = Ceilings(copy_bytes_per_s=1e9, matmul_flops_per_s=1e12)
 
