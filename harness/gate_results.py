@@ -1,6 +1,9 @@
 """What a gate found, as plain data: the reports know nothing else, and need no torch."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -28,46 +31,35 @@ class GateChange:
     before: int
     after: int
 
+    places: tuple[str, ...] = ()
+    """Of an operator: the functions that dispatch it more or less often now: `package.module.Class.function`."""
+
+    @property
+    def subject(self) -> Subject:
+        """Memory for bytes and allocations, counts for everything else."""
+        return Subject.MEMORY if self.measure in _OF_MEMORY else Subject.COUNTS
+
     @property
     def is_regression(self) -> bool:
         """Whether more is needed than before."""
         return self.after > self.before
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GateResult:
-    """A profile against a baseline."""
-
-    key: dict[str, str]
-    """Machine kind, versions and work that both are of."""
-    changes: tuple[GateChange, ...]
-    """What needs more first, by phase and operation."""
-    is_accepted: bool = False
-
-    @property
-    def verdict(self) -> GateVerdict:
-        """Regression if anything needs more."""
-        if self.is_accepted:
-            return GateVerdict.ACCEPTED
-        if any(change.is_regression for change in self.changes):
-            return GateVerdict.REGRESSION
-        return GateVerdict.IMPROVED if self.changes else GateVerdict.PASS
-
-
 class TimeVerdict(StrEnum):
     """What the pairs say."""
 
+    # In the order in which the one of several phases stands for all.
     SLOWER = "slower"
-    FASTER = "faster"
-    SAME = "same"
-    """Neither by more than the tolerance."""
     INCONCLUSIVE = "inconclusive"
     """The machine was too restless to tell: the interval, or the noise, is wider than the tolerance."""
+    SAME = "same"
+    """Neither by more than the tolerance."""
+    FASTER = "faster"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A median of ratios, and where it lies with a confidence of 95 %."""
+    """A median of ratios, and where it lies with a confidence of 99 %."""
 
     median: float
     low: float
@@ -88,13 +80,96 @@ class PairedRatio:
     @property
     def verdict(self) -> TimeVerdict:
         """Slower or faster only beyond the tolerance, and beyond doubt."""
-        if self.ratio.low > 1 + self.tolerance:  # however wide the interval is
+        is_restless = abs(self.noise.median - 1) > self.tolerance
+        if self.ratio.low > 1 + self.tolerance:  # however restless the machine is
             return TimeVerdict.SLOWER
-        is_wide = self.ratio.high - self.ratio.low > self.tolerance
-        if is_wide or abs(self.noise.median - 1) > self.tolerance:
+        if not is_restless and self.ratio.low > 1 and self.ratio.median > 1 + self.tolerance:
+            return TimeVerdict.SLOWER
+        if is_restless or self.ratio.high - self.ratio.low > 2 * self.tolerance:
             return TimeVerdict.INCONCLUSIVE
-        if self.ratio.low > 1 and self.ratio.median > 1 + self.tolerance:
-            return TimeVerdict.SLOWER
         if self.ratio.high < 1 and self.ratio.median < 1 - self.tolerance:
             return TimeVerdict.FASTER
         return TimeVerdict.SAME
+
+
+class Clock(StrEnum):
+    """What a step's time is read from."""
+
+    CPU = "cpu"
+    """CPU time of the process: what else runs on the core is not counted. For an engine of one thread."""
+    WALL = "wall"
+    """For a GPU, and for several threads, which wait for each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseTime:
+    """One phase of an engine against the same phase of another version, by both clocks."""
+
+    clock: Clock
+    """The one that decides."""
+    cpu: PairedRatio
+    wall: PairedRatio
+
+    @property
+    def decisive(self) -> PairedRatio:
+        """The ratio by the clock that decides."""
+        return self.cpu if self.clock is Clock.CPU else self.wall
+
+    @property
+    def verdict(self) -> TimeVerdict:
+        """What the pairs say by that clock."""
+        return self.decisive.verdict
+
+
+class Subject(StrEnum):
+    """What a figure is one of."""
+
+    COUNTS = "counts"
+    MEMORY = "memory"
+    TIME = "time"
+
+
+_OF_MEMORY = {"peak_bytes", "bytes_allocated", "kv_bytes", "num_allocations", "num_kept"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateResult:
+    """A profile against a baseline, and its engine against another version of it where that was timed."""
+
+    key: dict[str, str]
+    """Machine kind, versions and work that both are of."""
+    changes: tuple[GateChange, ...]
+    """What needs more first, by phase and operation."""
+    is_accepted: bool = False
+    times: Mapping[str, PhaseTime] = field(default_factory=dict)
+    """By phase; empty where nothing was timed."""
+
+    @property
+    def verdict(self) -> GateVerdict:
+        """Regression if anything needs more, or takes longer: what the exit status says, too.
+
+        An accepted profile may need more, but not take longer: no baseline holds a time.
+        """
+        subjects = self.subjects
+        if subjects.get(Subject.TIME) == TimeVerdict.SLOWER:
+            return GateVerdict.REGRESSION
+        if self.is_accepted:
+            return GateVerdict.ACCEPTED
+        if GateVerdict.REGRESSION in subjects.values():
+            return GateVerdict.REGRESSION
+        return GateVerdict.IMPROVED if self.changes else GateVerdict.PASS
+
+    @property
+    def subjects(self) -> dict[Subject, GateVerdict | TimeVerdict]:
+        """What is said of counts, of memory, and of time where it was taken."""
+        found: dict[Subject, GateVerdict | TimeVerdict] = {}
+        for subject in (Subject.COUNTS, Subject.MEMORY):
+            changes = [change for change in self.changes if change.subject is subject]
+            is_worse = any(change.is_regression for change in changes)
+            found[subject] = (
+                GateVerdict.REGRESSION if is_worse else GateVerdict.IMPROVED if changes else GateVerdict.PASS
+            )
+        if self.times:
+            verdicts = [time.verdict for time in self.times.values()]
+            found[Subject.TIME] = min(verdicts, key=list(TimeVerdict).index)
+        return found

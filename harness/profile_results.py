@@ -84,6 +84,8 @@ class OperatorCount:
     """Bytes of its inputs and outputs; 0 for views."""
     bytes_allocated: int
     """Bytes of outputs that share no storage with an input."""
+    places: tuple[tuple[str, int], ...] = ()
+    """The functions that dispatched it, `package.module.Class.function`, and how often each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

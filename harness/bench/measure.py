@@ -19,9 +19,9 @@ from harness.bench.workload import Workload, even_workload, uneven_workload
 from harness.case import DTYPES
 from harness.environment import describe_machine
 from harness.errors import Code, HarnessError
+from harness.progress import Progress
 
 BATCH_SIZES = (1, 16)
-Progress = Callable[[str, int, int], None]
 Tokens = dict[str, Sequence[Sequence[int]]]
 """What was generated for each request of a workload, by engine."""
 

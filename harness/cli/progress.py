@@ -1,19 +1,22 @@
 """Progress on standard error: a bar on a terminal, nothing elsewhere."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as ProgressBar
+
+from harness.progress import Progress
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function that is told what is being done, how much of it is done, and how much there is."""
+def progress_bar() -> Iterator[Progress]:
+    """Yield what is told how far the work is."""
     console = Console(stderr=True)
     counted = (TextColumn("{task.description:24}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     columns = (*counted, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task, last = bar.add_task("starting", total=1), "starting"
 
         def report(label: str, done: int, total: int) -> None:

@@ -5,7 +5,6 @@ with the engine's row. So a wrong operation is wrong once, and what follows is j
 recorded flows through HF's code, in the truth and in the control alike.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 from harness.compare.batch import make_batches
@@ -17,9 +16,8 @@ from harness.oracle.batching import batch_tokens
 from harness.oracle.model import HFModel
 from harness.oracle.paired import run_pair
 from harness.oracle.precision import truth_dtype
+from harness.progress import Progress
 from harness.recording import Recording
-
-Progress = Callable[[str, int, int], None]
 
 
 def local_errors(

@@ -13,7 +13,8 @@ from harness.profile_results import ProfileResult
 from harness.profiling.gate.baseline import PROFILE_NAME
 from harness.profiling.passes.load import CaptureSchedule
 from harness.profiling.passes.workload import ProfileWorkload
-from harness.profiling.profile import ProfileSpec, Progress, run_profile
+from harness.profiling.profile import ProfileSpec, run_profile
+from harness.progress import Progress
 from harness.report.html import REPORT_NAME, report_html
 from harness.report.profile_json import profile_document
 from harness.results import CheckResult

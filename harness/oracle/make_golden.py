@@ -23,15 +23,13 @@ from harness.oracle.model import HFModel
 from harness.oracle.paired import Value, run_pair
 from harness.oracle.precision import truth_dtype
 from harness.oracle.requests import Prompt, check_prompt, sampled_positions
+from harness.progress import Progress
 from harness.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
 from harness.scratch import scratch_folder
 from harness.version import __version__
 
 ORACLE_VERSION = 2
 """Part of a cached golden's key: raise it with every change of the oracle that moves its numbers."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
 
 
 def golden_key(hf: HFModel, prompts: Sequence[Prompt], truth: str = "auto") -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,14 +26,13 @@ from harness.profiling.passes.timing import Latencies, measure, percentiles_ms
 from harness.profiling.passes.tracing import trace
 from harness.profiling.passes.workload import ProfileWorkload
 from harness.profiling.trace.nodes import read_events
+from harness.progress import Progress
 from harness.threads import suitable_threads
 
 MIN_ATTRIBUTED_SHARE = 0.95
 """Less than this of a trace inside of named operations means that the system took the thread away between two."""
 _MAX_CAPTURES = 3
 """Traces taken of a phase until one is attributed well enough."""
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,7 +103,7 @@ def failure_text(error: BaseException, config: pytest.Config) -> FailureText | N
     if isinstance(error, GateFailedError):
         from harness.report.gate_text import gate_text
 
-        text = f"{gate_text(error.result, {})}\n\nif this is meant: {error.command}"
+        text = f"{gate_text(error.result)}\n\nif this is meant: {error.command}"
         return FailureText(str(error), text, text)
     if isinstance(error, HarnessError):
         return FailureText(printable(f"{error.code}: {error.what}"), str(error), str(error))

@@ -105,7 +105,7 @@ class CaseItem(pytest.Item):
         command = f"pytest {self.where} --baseline-update"
         result = run_gate(profile, baseline, accept=accept, command=command)
         if accept:
-            self.add_report_section("call", BASELINE_UPDATE, f"{self.where}: {gate_text(result, {})}")
+            self.add_report_section("call", BASELINE_UPDATE, f"{self.where}: {gate_text(result)}")
         elif result.verdict is GateVerdict.REGRESSION:
             raise GateFailedError(result, command)
 

@@ -31,6 +31,8 @@ class PhaseNeeds(BaseModel):
 
     operators: dict[str, dict[str, int]]
     """Times that each operator is dispatched, by operation and operator."""
+    places: dict[str, dict[str, dict[str, int]]] = {}
+    """By operation and operator, the functions that dispatch it: never compared, they say where a change comes from."""
     counts: dict[str, int]
     """Python calls, allocations, frees: exact."""
     amounts: dict[str, int]
@@ -155,10 +157,14 @@ def _key(document: Mapping[str, Any]) -> dict[str, str]:
 
 def _needs(phase: Mapping[str, Any]) -> PhaseNeeds:
     operators: dict[str, dict[str, int]] = {}
+    places: dict[str, dict[str, dict[str, int]]] = {}
     for count in phase["counts"]:
         operators.setdefault(count["operation"], {})[count["operator"]] = count["count"]
+        if count.get("places"):
+            places.setdefault(count["operation"], {})[count["operator"]] = dict(count["places"])
     return PhaseNeeds(
         operators=operators,
+        places=places,
         counts={name: phase[name] for name in ("num_python_calls", "num_allocations", "num_kept")},
         amounts={
             "flops": phase["flops_measured"],

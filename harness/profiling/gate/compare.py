@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from harness.errors import Code, HarnessError
@@ -63,9 +64,20 @@ def compare(before: Entry, after: Entry) -> tuple[GateChange, ...]:
 def _phase(name: str, before: PhaseNeeds, after: PhaseNeeds) -> Iterator[GateChange]:
     for operation in dict.fromkeys([*after.operators, *before.operators]):
         old, new = before.operators.get(operation, {}), after.operators.get(operation, {})
-        yield from _changes(name, operation, old, new, 0.0)
+        for change in _changes(name, operation, old, new, 0.0):
+            yield replace(change, places=_places(before, after, operation, change.measure))
     yield from _changes(name, None, before.counts, after.counts, 0.0)
     yield from _changes(name, None, before.amounts, after.amounts, AMOUNT_TOLERANCE)
+
+
+def _places(before: PhaseNeeds, after: PhaseNeeds, operation: str, operator: str) -> tuple[str, ...]:
+    """Return the functions that dispatch an operator more or less often, those that changed most first.
+
+    An operation is charged with everything since the one before it, so that the operation alone may name a neighbour.
+    """
+    old, new = (needs.places.get(operation, {}).get(operator, {}) for needs in (before, after))
+    changes = {place: abs(new.get(place, 0) - old.get(place, 0)) for place in {**new, **old}}
+    return tuple(sorted((place for place in changes if changes[place]), key=lambda place: (-changes[place], place)))
 
 
 def _changes(

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class _Count:
     elementwise_flops: int = 0
     bytes_moved: int = 0
     bytes_allocated: int = 0
+    places: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: _Count) -> None:
         self.count += other.count
@@ -47,6 +49,7 @@ class _Count:
         self.elementwise_flops += other.elementwise_flops
         self.bytes_moved += other.bytes_moved
         self.bytes_allocated += other.bytes_allocated
+        self.places.update(other.places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +113,24 @@ class _Tally:
                 elementwise_flops=elementwise_flops(operator, name, arguments, result),
                 bytes_moved=bytes_moved(operator, name, arguments, result),
                 bytes_allocated=sum(size for at, size in made.items() if at and at not in held),
+                places=Counter((_place(),)),
             )
         )
+
+
+_NOT_ASKED = ("torch", "harness")
+"""Packages whose functions only pass an operator on."""
+
+
+def _place() -> str:
+    """Return the innermost function of the engine, or of what it uses, that has dispatched an operator."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] not in _NOT_ASKED:
+            return f"{module}.{frame.f_code.co_qualname}"
+        frame = frame.f_back
+    return "?"
 
 
 class _Counting(TorchDispatchMode):
@@ -197,6 +216,7 @@ def _rows(charged: Mapping[str, Mapping[str, _Count]]) -> Iterator[OperatorCount
                 elementwise_flops=found.elementwise_flops,
                 bytes_moved=found.bytes_moved,
                 bytes_allocated=found.bytes_allocated,
+                places=tuple(sorted(found.places.items())),
             )
 
 
