@@ -22,6 +22,9 @@ Arguments = Mapping[str, Any]
 _REDUCTIONS = {"aten::mean", "aten::sum", "aten::amax", "aten::amin", "aten::argmax", "aten::_softmax"}
 _COPIES = {"aten::clone", "aten::copy_", "aten::_to_copy", "aten::lift_fresh", "aten::fill_", "aten::zero_"}
 """Pointwise by their tags, but nothing is computed."""
+_ALLOCATIONS = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
+                "aten::empty_permuted"}  # fmt: skip
+"""They reserve memory and touch none of it."""
 _GATHERS = {"aten::embedding", "aten::index_select", "aten::index", "aten::gather"}
 """They read of their first tensor what they return, and no more."""
 _WRITTEN_FROM = {"aten::index_copy_": "source", "aten::index_put_": "values", "aten::copy_": "src",
@@ -60,10 +63,10 @@ def elementwise_flops(operator: torch._ops.OpOverload, name: str, arguments: Arg
 
 
 def bytes_moved(operator: torch._ops.OpOverload, name: str, arguments: Arguments, result: Any) -> int:
-    """Return the bytes that the operator has to read and to write; 0 for a view."""
+    """Return the bytes that the operator has to read and to write; 0 for a view, and for an allocation."""
     if name in KERNELS:
         return KERNELS[name].bytes_moved(arguments)
-    if _is_view(operator, result, arguments):
+    if name in _ALLOCATIONS or _is_view(operator, result, arguments):
         return 0
     written = {argument.name for argument in operator._schema.arguments if is_written(argument)}
     read = [tensor for key, value in arguments.items() if key not in written for tensor in tensors(value)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -54,6 +55,10 @@ class Latencies:
     num_tokens: int = 0
     step_s: list[list[float]] = field(default_factory=list)
     """[runs][steps] wall time of each step."""
+    cpu_s: list[list[float]] = field(default_factory=list)
+    """[runs][steps] CPU time of the process in each step, of all its threads."""
+    switches: list[list[int]] = field(default_factory=list)
+    """[runs][steps] how often the system took a core away in each step."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -62,34 +67,72 @@ class Latencies:
 
     def wall_s(self, window: Window) -> float:
         """Return the median over the runs of what a window's steps took."""
-        own = slice(len(window.before), window.num_steps)
-        return statistics.median(sum(steps[own]) for steps in self.step_s)
+        return statistics.median(_sums(self.step_s, window))
+
+    def wall_s_range(self, window: Window) -> tuple[float, float]:
+        """Return the same of the fastest and of the slowest run."""
+        sums = _sums(self.step_s, window)
+        return min(sums), max(sums)
+
+    def cpu_s_median(self, window: Window) -> float:
+        """Return the median over the runs of the CPU time of a window's steps."""
+        return statistics.median(_sums(self.cpu_s, window))
+
+    def switches_median(self, window: Window) -> float:
+        """Return the median over the runs of the involuntary switches in a window's steps."""
+        return statistics.median(_sums(self.switches, window))
 
 
-def measure(session: Session, load: Load, *, num_runs: int, device: str) -> Latencies:
-    """Run a load several times with nothing attached."""
+def _sums(runs: Sequence[Sequence[float]], window: Window) -> list[float]:
+    own = slice(len(window.before), window.num_steps)
+    return [sum(steps[own]) for steps in runs]
+
+
+def measure(
+    session: Session, load: Load, *, num_runs: int, device: str, ran: Callable[[int], None] = lambda _done: None
+) -> Latencies:
+    """Run a load several times with nothing attached; `ran` is told how many runs are done."""
     latencies = Latencies()
-    for _ in range(num_runs):
+    for done in range(1, num_runs + 1):
         _measure_once(session, load, device, latencies)
+        ran(done)
     return latencies
+
+
+@dataclass(frozen=True, slots=True)
+class _Used:
+    """What the process has used so far."""
+
+    cpu_s: float
+    num_switches: int
+
+    @classmethod
+    def now(cls) -> _Used:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return cls(time.process_time(), usage.ru_nivcsw)
 
 
 def _measure_once(session: Session, load: Load, device: str, latencies: Latencies) -> None:
     ends: list[float] = []
+    used: list[_Used] = []
     arrivals: dict[int, list[float]] = {}
 
     def take(_index: int) -> Sequence[int]:
         requests = session.step()
         synchronize(device)
         ends.append(time.perf_counter())
+        used.append(_Used.now())
         for request in requests:
             arrivals.setdefault(request, []).append(ends[-1])
         return requests
 
     synchronize(device)
+    used.append(_Used.now())
     begin = time.perf_counter()
     drive(session, load, take)
     latencies.step_s.append([end - start for start, end in zip([begin, *ends], ends, strict=False)])
+    latencies.cpu_s.append([later.cpu_s - earlier.cpu_s for earlier, later in pairwise(used)])
+    latencies.switches.append([later.num_switches - earlier.num_switches for earlier, later in pairwise(used)])
     latencies.run_s.append(ends[-1] - begin)
     for times in arrivals.values():
         latencies.num_tokens += len(times)
