@@ -82,6 +82,7 @@ class Code(StrEnum):
     RECORDER_RUNNING = "H062"
     STEPS_DIFFER = "H063"
     PROFILER_FAILED = "H064"
+    SAME_VERSION = "H065"
     # Traces and gates
     TRACE_UNREADABLE = "H070"
     TRACE_DAMAGED = "H071"

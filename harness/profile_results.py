@@ -84,6 +84,8 @@ class OperatorCount:
     """Bytes of its inputs and outputs; 0 for views."""
     bytes_allocated: int
     """Bytes of outputs that share no storage with an input."""
+    places: tuple[tuple[str, int], ...] = ()
+    """The functions that dispatched it, `package.module.Class.function`, and how often each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +213,14 @@ class PhaseProfile:
     """Path of the memory snapshot, likewise."""
     notes: tuple[str, ...] = ()
     """What a reader should know of these figures."""
+    wall_ms_range: tuple[float, float] | None = None
+    """Of the fastest and of the slowest run."""
+    cpu_ms: float | None = None
+    """CPU time of the process in the same steps, of all its threads; the median over the runs."""
+    num_involuntary_switches: float | None = None
+    """Times that the system took a core away in them; the median over the runs."""
+    bound_by_within_noise: tuple[BoundBy, ...] = ()
+    """`bound_by` by the median, the fastest and the slowest run, and the CPU time: all that noise leaves open."""
 
     @property
     def num_steps(self) -> int:

@@ -1,7 +1,7 @@
 """The functions: arguments become a plan, the plan is run as the command line runs it, the result is a report."""
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +19,13 @@ from harness.api.arguments import (
 )
 from harness.api.reports import CheckReport, ProfileReport
 from harness.api.subject import choose, model_or_own
+from harness.progress import Progress
 
 if TYPE_CHECKING:
     import torch
 
     from harness.api.subject import Subject
     from harness.oracle.golden import Golden
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
 
 
 def check(

@@ -11,17 +11,17 @@ import torch
 from harness.bench.agreement import Agreement, find_partings, judge_partings
 from harness.bench.bandwidth import copy_bandwidth
 from harness.bench.hf_generate import load_hf_model
-from harness.bench.machine import describe_machine
 from harness.bench.peer import OURS, Generation, Peer, Setting, check_peer_names, open_peers, peer_groups
 from harness.bench.quiet import quiet_peers
 from harness.bench.results import BandwidthShare, BenchResult, Measure
 from harness.bench.shape import Shape, build_checkpoint, find_shape
 from harness.bench.workload import Workload, even_workload, uneven_workload
 from harness.case import DTYPES
+from harness.environment import describe_machine
 from harness.errors import Code, HarnessError
+from harness.progress import Progress
 
 BATCH_SIZES = (1, 16)
-Progress = Callable[[str, int, int], None]
 Tokens = dict[str, Sequence[Sequence[int]]]
 """What was generated for each request of a workload, by engine."""
 

@@ -6,8 +6,8 @@ from statistics import median
 from typing import Any
 
 from harness.bench.agreement import Agreement
-from harness.bench.machine import Machine
 from harness.bench.peer import OURS
+from harness.environment import Machine
 
 SCHEMA_VERSION = 1
 

@@ -16,7 +16,7 @@ from harness.errors import Code, HarnessError
 if TYPE_CHECKING:
     from harness.plan import Plan
     from harness.profile_results import ProfileResult
-    from harness.profiling.profile import Progress
+    from harness.progress import Progress
     from harness.results import CheckResult
 
 

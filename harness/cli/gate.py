@@ -1,7 +1,7 @@
-"""`harness gate`: what a profile needs beyond its baseline."""
+"""`harness gate`: what a profile needs beyond its baseline, and whether it takes longer than another version."""
 
 import json
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +9,8 @@ import typer
 
 from harness.cli import options as opt
 from harness.cli.output import write, write_json
-from harness.errors import ExitStatus
+from harness.cli.progress import progress_bar
+from harness.errors import Code, ExitStatus, HarnessError
 from harness.files import read_text
 
 
@@ -21,9 +22,23 @@ def gate(
     ),
     against: Annotated[
         str | None,
-        typer.Option(metavar="REVISION", help="Also time the engine in turn with itself at this revision of git."),
+        typer.Option(
+            metavar="VERSION",
+            help="Also time the engine in turn with another version: a git revision, a wheel, a folder.",
+        ),
     ] = None,
-    blocks: Annotated[int, typer.Option(metavar="N", min=5, help="Blocks old, new, new, old to be timed.")] = 30,
+    against_repo: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Repository of the revision. [default: the engine's own checkout]"),
+    ] = None,
+    against_package: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Package that changed. Repeatable. [default: those of the adapter]"),
+    ] = None,
+    blocks: Annotated[int, typer.Option(metavar="N", min=5, help="Most blocks old, new, new, old to be timed.")] = 300,
+    seconds: Annotated[
+        float, typer.Option(metavar="S", min=1, help="Most time for them; less where the ratio is sure before.")
+    ] = 240,
     tolerance: Annotated[
         float, typer.Option(metavar="SHARE", min=0.001, help="Slowdown that is worth an alarm.")
     ] = 0.03,
@@ -31,35 +46,40 @@ def gate(
 ) -> int:
     """Hold a profile against a baseline.
 
-    Counts must be equal; FLOPs, bytes and the peak may move by 0.5 %. Exit status 4 if anything needs more.
+    Counts must be equal; FLOPs, bytes and the peak may move by 0.5 %. Exit status 4 if anything needs more, or if a
+    phase takes longer than in the version that --against names.
     """
     from harness.continuous_integration import refuse_update
-    from harness.profiling.gate import GateVerdict, run_gate
-    from harness.profiling.gate_text import gate_text
-    from harness.profiling.paired_timing import PairedRatio, TimeVerdict
+    from harness.gate_results import GateVerdict
+    from harness.profiling.gate.compare import run_gate
+    from harness.report.gate_json import gate_json
+    from harness.report.gate_text import gate_text
 
     if accept:
         refuse_update("--accept")
+    if against is None and (against_repo or against_package):
+        option = "--against-repo" if against_repo else "--against-package"
+        hint = "--against VERSION"
+        raise HarnessError(Code.BAD_OPTION, "there is nothing to time against", where=option, hint=hint)
     result = run_gate(profile, baseline, accept=accept)
-    times: dict[str, PairedRatio] = {}
     if against is not None:
-        from harness.profiling.baseline import profile_file
-        from harness.profiling.revision_timing import time_against
+        from harness.profiling.gate import against as versions
+        from harness.profiling.gate.baseline import profile_file
 
         document = json.loads(read_text(profile_file(profile)))
-        times = time_against(against, document, num_blocks=blocks, tolerance=tolerance)
+        with progress_bar() as report:
+            times = versions.time_against(
+                against,
+                document,
+                length=versions.TimingLength(num_blocks=blocks, seconds=seconds),
+                tolerance=tolerance,
+                repository=against_repo,
+                packages=tuple(against_package or ()),
+                progress=report,
+            )
+        result = replace(result, times=times)
     if format is opt.Format.JSON:
-        write_json(
-            {
-                "schema_version": 1,
-                "verdict": result.verdict,
-                "key": result.key,
-                "changes": [asdict(change) | {"is_regression": change.is_regression} for change in result.changes],
-                "times": {phase: asdict(found) | {"verdict": found.verdict} for phase, found in times.items()},
-            }
-        )
+        write_json(gate_json(result))
     else:
-        write(gate_text(result, times))
-    is_slower = any(found.verdict is TimeVerdict.SLOWER for found in times.values())
-    is_worse = is_slower or result.verdict is GateVerdict.REGRESSION
-    return ExitStatus.REGRESSION if is_worse else ExitStatus.PASS
+        write(gate_text(result))
+    return ExitStatus.REGRESSION if result.verdict is GateVerdict.REGRESSION else ExitStatus.PASS

@@ -12,8 +12,8 @@ from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 
 if TYPE_CHECKING:
-    from harness.oracle.make_golden import Progress
     from harness.plan import Plan
+    from harness.progress import Progress
     from harness.recording import RequestInfo
     from harness.taps import Graph
 

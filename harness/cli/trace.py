@@ -25,8 +25,8 @@ def summary(
 
     A phase is what the annotations of the steps say, such as `decode[bs=1 toks=1 kv=128]`.
     """
-    from harness.profiling.trace_summary import summarize
-    from harness.profiling.trace_text import summary_text
+    from harness.profiling.trace.summary import summarize
+    from harness.report.trace_text import summary_text
 
     summaries = [summarize(file) for file in files]
     if format is opt.Format.JSON:
@@ -43,9 +43,9 @@ def diff(
     format: opt.OutFormat = opt.Format.HUMAN,
 ) -> int:
     """Show what runs more or less often in B than in A, and what takes another time."""
-    from harness.profiling.trace_diff import diff_traces
-    from harness.profiling.trace_summary import summarize
-    from harness.profiling.trace_text import diff_text
+    from harness.profiling.trace.diff import diff_traces
+    from harness.profiling.trace.summary import summarize
+    from harness.report.trace_text import diff_text
 
     found = diff_traces(summarize(before), summarize(after))
     if format is opt.Format.JSON:

@@ -5,7 +5,6 @@ with the engine's row. So a wrong operation is wrong once, and what follows is j
 recorded flows through HF's code, in the truth and in the control alike.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -19,10 +18,9 @@ from harness.oracle.batching import batch_tokens
 from harness.oracle.model import HFModel
 from harness.oracle.paired import run_pair
 from harness.oracle.precision import truth_dtype
+from harness.progress import Progress
 from harness.recording import Recording
 from harness.workers import Workers, num_spare_threads
-
-Progress = Callable[[str, int, int], None]
 
 
 def local_errors(

@@ -14,7 +14,7 @@ from harness.compare.evidence import Evidence
 from harness.compare.figures import tap_result
 from harness.compare.findings import bad_finding, oracle_finding, systematic_finding
 from harness.compare.judged import Judged, judge
-from harness.compare.local import Progress, local_errors
+from harness.compare.local import local_errors
 from harness.compare.local_judge import LocalErrors, LocalJudgement
 from harness.compare.positions import position_errors
 from harness.compare.propagated import Propagation, propagated_errors
@@ -24,6 +24,7 @@ from harness.compare.tokens import compare_tokens
 from harness.compare.traits import Traits
 from harness.oracle.golden import LOGIT_NOISE, Golden
 from harness.oracle.model import HFModel
+from harness.progress import Progress
 from harness.recording import Recording
 from harness.results import Finding, LogitResult, Outcome, RunResult
 from harness.workers import Workers

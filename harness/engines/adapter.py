@@ -158,7 +158,16 @@ def is_foreign(name: str) -> bool:
     Raises:
         HarnessError: UNKNOWN_ENGINE.
     """
-    return not _entry(name).value.startswith("harness.")
+    return not engine_module(name).startswith("harness.")
+
+
+def engine_module(name: str) -> str:
+    """Return the module that opens the engine of that name.
+
+    Raises:
+        HarnessError: UNKNOWN_ENGINE.
+    """
+    return _entry(name).module
 
 
 def check_engine(name: str, engine: object) -> None:

@@ -185,7 +185,6 @@ def _model_shape(hf: HFModel) -> ModelShape:
 def _llama_like_shape(hf: HFModel) -> ModelShape:
     config, layers = hf.config, hf.model.model.layers
     first: Any = layers[0]
-    windows = tuple(getattr(layer.self_attn, "sliding_window", None) for layer in layers)
     return ModelShape(
         num_layers=len(layers),
         hidden_size=config.hidden_size,
@@ -196,8 +195,16 @@ def _llama_like_shape(hf: HFModel) -> ModelShape:
         head_dim=hf.head_dim,
         has_qk_norm=hasattr(first.self_attn, "q_norm"),
         itemsize=hf.dtype.itemsize,
-        windows=windows,
+        windows=tuple(_window(config, layer) for layer in layers),
         qkv_bias=first.self_attn.q_proj.bias is not None,
         o_bias=first.self_attn.o_proj.bias is not None,
         mlp_bias=first.mlp.gate_proj.bias is not None,
     )
+
+
+def _window(config: Any, layer: Any) -> int | None:
+    """Return the latest tokens that a layer sees: its attention says it, or the config for all (Mistral)."""
+    attention = layer.self_attn
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window  # type: ignore[no-any-return]  # transformers is untyped here
+    return None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)

@@ -7,8 +7,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from harness.engines.adapter import Engine, Workload, blaming
+from harness.environment import environment
 from harness.numerics import Numerics
-from harness.oracle.environment import environment
 from harness.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
 from harness.schedule import Schedule
 from harness.version import __version__

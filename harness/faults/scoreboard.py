@@ -2,16 +2,15 @@
 
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from harness.errors import Code, HarnessError
 from harness.faults.fault import Fault, Variant
 from harness.faults.peers import RULES, TOKENS
 from harness.faults.trial import Trial, try_fault, try_variant
+from harness.progress import Progress
 from harness.results import Divergence, Explanation, Finding, RunResult
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

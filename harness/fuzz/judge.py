@@ -9,13 +9,13 @@ from pathlib import Path
 from harness.checkpoint import config_hash, weights_hash
 from harness.compare import compare_run
 from harness.engines import Engine, blaming
+from harness.environment import environment
 from harness.errors import Code, HarnessError
 from harness.explain import explain_run
 from harness.fuzz.coverage import conditions
 from harness.fuzz.deadline import DeadlineError, deadline
 from harness.fuzz.workload import engine_workload
 from harness.fuzz_results import SentWorkload
-from harness.oracle.environment import environment
 from harness.oracle.golden import Golden
 from harness.oracle.model import HFModel
 from harness.plan import Plan

@@ -18,9 +18,10 @@ from harness.fuzz.search import Search
 from harness.fuzz.strategies import SEARCHED, searched_schedules
 from harness.fuzz.workload import Translator
 from harness.fuzz_results import FuzzFinding, FuzzResult, SentWorkload
-from harness.oracle.make_golden import Progress, cached_golden
+from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel, load_model
 from harness.plan import Plan
+from harness.progress import Progress
 from harness.threads import suitable_threads
 
 

@@ -16,7 +16,7 @@ from harness.fuzz.shrink import shrink
 from harness.fuzz.strategies import Strategies
 from harness.fuzz.workload import Searched, Translator
 from harness.fuzz_results import FuzzFinding
-from harness.oracle.make_golden import Progress
+from harness.progress import Progress
 
 EXAMPLES_OF_A_ROUND = 24
 """Workloads between two looks at what has reached something new."""

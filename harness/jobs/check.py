@@ -19,10 +19,11 @@ from harness.explain import explain_run
 from harness.files import write_text
 from harness.oracle.forks import forked_prompts
 from harness.oracle.golden import Golden
-from harness.oracle.make_golden import Progress, cached_golden
+from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel, load_model
 from harness.oracle.requests import duplicate_requests
 from harness.plan import Plan
+from harness.progress import Progress
 from harness.recording import ModelInfo, Recording, RequestInfo
 from harness.recording.writer import is_unfinished
 from harness.report.html import REPORT_NAME, report_html

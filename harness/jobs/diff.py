@@ -12,9 +12,9 @@ from harness.compare import TOKENS, compare_run
 from harness.errors import Code, HarnessError
 from harness.explain import explain_run
 from harness.oracle.golden import Golden
-from harness.oracle.make_golden import Progress
 from harness.oracle.model import load_model
 from harness.plan import check_device
+from harness.progress import Progress
 from harness.recording import Recording
 from harness.results import CheckResult
 from harness.taps import Graph, Kind

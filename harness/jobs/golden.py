@@ -7,9 +7,10 @@ import torch
 
 from harness.jobs.check import claimed
 from harness.oracle.golden import Golden
-from harness.oracle.make_golden import Progress, cached_golden, make_golden
+from harness.oracle.make_golden import cached_golden, make_golden
 from harness.oracle.model import load_model
 from harness.plan import Plan
+from harness.progress import Progress
 
 
 def run_golden(plan: Plan, *, out: Path | None = None, progress: Progress | None = None) -> Golden:

@@ -10,10 +10,11 @@ from harness.checkpoint import embedded_cases, resolve
 from harness.files import write_text
 from harness.plan import Plan, check_device, resolve_dtype
 from harness.profile_results import ProfileResult
-from harness.profiling.baseline import PROFILE_NAME
-from harness.profiling.load import CaptureSchedule
-from harness.profiling.profile import ProfileSpec, Progress, run_profile
-from harness.profiling.workload import ProfileWorkload
+from harness.profiling.gate.baseline import PROFILE_NAME
+from harness.profiling.passes.load import CaptureSchedule
+from harness.profiling.passes.workload import ProfileWorkload
+from harness.profiling.profile import ProfileInterrupted, ProfileSpec, run_profile
+from harness.progress import Progress
 from harness.report.html import REPORT_NAME, report_html
 from harness.report.profile_json import profile_document
 from harness.results import CheckResult
@@ -97,8 +98,17 @@ def keep_profile(
 
     Raises:
         HarnessError: as `run_profile`; what was captured before stays.
+        ProfileInterrupted: Ctrl-C; the phases that were finished are written.
     """
-    result = replace(run_profile(spec, out, progress), report=REPORT_NAME)
+    try:
+        result = replace(run_profile(spec, out, progress), report=REPORT_NAME)
+    except ProfileInterrupted as interrupted:
+        _write(replace(interrupted.result, report=REPORT_NAME), out, check)
+        raise
+    _write(result, out, check)
+    return result
+
+
+def _write(result: ProfileResult, out: Path, check: CheckResult | None) -> None:
     write_text(out / REPORT_NAME, report_html(check, result))
     write_text(out / PROFILE_NAME, json.dumps(profile_document(result), allow_nan=False))
-    return result

@@ -13,16 +13,17 @@ import torch
 import transformers
 
 from harness.checkpoint import cache_dir, config_hash, weights_hash
+from harness.environment import environment
 from harness.errors import Code, HarnessError
 from harness.metrics import row_errors
 from harness.oracle.batching import batch_requests, padded
 from harness.oracle.decode import greedy_continuation
-from harness.oracle.environment import environment
 from harness.oracle.golden import LOGIT_NOISE, Golden, key_name, open_golden, write_golden_files
 from harness.oracle.model import HFModel
 from harness.oracle.paired import Value, run_pair
 from harness.oracle.precision import truth_dtype
 from harness.oracle.requests import Prompt, check_prompt, sampled_positions
+from harness.progress import Progress
 from harness.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
 from harness.scratch import scratch_folder
 from harness.version import __version__
@@ -30,9 +31,6 @@ from harness.workers import Workers, num_spare_threads
 
 ORACLE_VERSION = 2
 """Part of a cached golden's key: raise it with every change of the oracle that moves its numbers."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
 
 
 def golden_key(hf: HFModel, prompts: Sequence[Prompt], truth: str = "auto") -> dict[str, Any]:

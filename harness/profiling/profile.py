@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -12,28 +13,30 @@ import torch
 from harness.checkpoint import read_config
 from harness.engines import Engine, open_engine
 from harness.engines.stepping import ClosableSession, open_session
+from harness.environment import describe_environment
 from harness.errors import Code, HarnessError
 from harness.profile_results import Ceilings, Overhead, PhaseProfile, ProfileResult, RooflinePoint
-from harness.profiling.ceilings import best_of, measure_ceilings
-from harness.profiling.counters import PhaseCounts, count
-from harness.profiling.environment import describe_environment
-from harness.profiling.formulas import Cost, kv_bytes, operation_costs
-from harness.profiling.load import CaptureSchedule, Load, PlannedStep, Window, rehearse, window
-from harness.profiling.memory import MemoryCapture, capture_memory
-from harness.profiling.roofline import bound_by, fold, point
-from harness.profiling.tables import PhaseTables, tables
-from harness.profiling.timing import Latencies, measure, percentiles_ms
-from harness.profiling.trace import trace
-from harness.profiling.trace_events import read_events
-from harness.profiling.workload import ProfileWorkload
+from harness.profiling.cost.ceilings import best_of, measure_ceilings
+from harness.profiling.cost.formulas import Cost, kv_bytes, operation_costs
+from harness.profiling.cost.roofline import bound_by, fold, point
+from harness.profiling.estimate import Estimate, plan_parts
+from harness.profiling.memory.capture import MemoryCapture, capture_memory
+from harness.profiling.passes.counters import PhaseCounts, count
+from harness.profiling.passes.load import CaptureSchedule, Load, PlannedStep, Window, rehearse, window
+from harness.profiling.passes.tables import PhaseTables, tables
+from harness.profiling.passes.timing import Latencies, measure, percentiles_ms
+from harness.profiling.passes.tracing import trace
+from harness.profiling.passes.workload import ProfileWorkload
+from harness.profiling.trace.nodes import read_events
+from harness.progress import Progress, no_progress
 from harness.threads import suitable_threads
 
 MIN_ATTRIBUTED_SHARE = 0.95
 """Less than this of a trace inside of named operations means that the system took the thread away between two."""
+BUSY_RATIO = 1.25
+"""Wall time over CPU time, or the slowest run over the fastest, from which a note says that the machine was busy."""
 _MAX_CAPTURES = 3
 """Traces taken of a phase until one is attributed well enough."""
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +79,9 @@ def run_profile(spec: ProfileSpec, out: Path, progress: Progress | None = None) 
     Raises:
         HarnessError: the engine offers no steps, a phase has none, a recorder runs already, or the profiler failed.
             What was captured before stays in `out`, and the engine and torch are as they were.
+        ProfileInterrupted: Ctrl-C, when some phase was finished.
     """
-    report = progress or (lambda _label, _done, _total: None)
+    report = progress or no_progress
     report("loading", 0, 1)
     with suitable_threads(int(read_config(spec.folder).get("hidden_size", 0))):
         engine = spec.subject or open_engine(
@@ -93,11 +97,22 @@ def run_profile(spec: ProfileSpec, out: Path, progress: Progress | None = None) 
             return _Profile(spec, session, out, report).run()
 
 
+class ProfileInterrupted(KeyboardInterrupt):
+    """Ctrl-C, with the profile of the phases that were finished."""
+
+    def __init__(self, result: ProfileResult) -> None:
+        self.result = result
+        super().__init__()
+
+
 class _Profile:
     """The profile on its way."""
 
     def __init__(self, spec: ProfileSpec, session: ClosableSession, out: Path, report: Progress) -> None:
         self._spec, self._session, self._out, self._report = spec, session, out, report
+        self._seconds: dict[Load, float] = {}
+        """Of one plain run of each load."""
+        self._estimate = Estimate(report)
         self._about = describe_environment() | {
             "engine": spec.engine,
             "model": spec.model,
@@ -107,20 +122,48 @@ class _Profile:
         }
 
     def run(self) -> ProfileResult:
+        """Take all passes.
+
+        Raises:
+            ProfileInterrupted: Ctrl-C, with what was finished.
+        """
         spec = self._spec
         ceilings = measure_ceilings(getattr(torch, spec.dtype), spec.device)
         windows = self._windows()
-        self._report("timing", 0, len(windows))
-        main = self._main_load()
-        latencies = {
-            load: measure(self._session, load, num_runs=spec.num_runs, device=spec.device)
-            for load in {main, *(window.load for window in windows)}
-        }
-        passes = [self._capture(window, index, len(windows)) for index, window in enumerate(windows)]
-        self._report("ceilings", len(windows), len(windows))
+        # The latencies are of the main load, be it captured or not.
+        seconds = {self._main_load(): max(self._seconds.values())} | self._seconds
+        self._estimate.parts = plan_parts(windows, seconds, spec.num_runs)
+        latencies = self._latencies(seconds)
+        passes: list[_Pass] = []
+        is_interrupted = False
+        try:
+            for window in windows:
+                passes.append(self._capture(window))  # noqa: PERF401  what was finished is needed
+        except KeyboardInterrupt:
+            if not passes:
+                raise
+            is_interrupted = True
         ceilings = best_of(ceilings, measure_ceilings(getattr(torch, spec.dtype), spec.device))
-        phases = [self._phase(found, latencies[found.window.load].wall_s(found.window), ceilings) for found in passes]
-        return self._result(latencies[main], phases, passes, ceilings)
+        phases = [self._phase(found, latencies[found.window.load], ceilings) for found in passes]
+        result = self._result(latencies[self._main_load()], phases, passes, ceilings)
+        if is_interrupted:
+            left_out = ", ".join(window.phase for window in windows[len(passes) :])
+            raise ProfileInterrupted(replace(result, notes=(*result.notes, f"interrupted: without {left_out}")))
+        return result
+
+    def _latencies(self, seconds: Mapping[Load, float]) -> dict[Load, Latencies]:
+        """Run each load with nothing attached."""
+        found = {}
+        for number, load in enumerate(seconds):
+            self._estimate.begin(f"timing {number}")
+            found[load] = measure(
+                self._session,
+                load,
+                num_runs=self._spec.num_runs,
+                device=self._spec.device,
+                ran=lambda done: self._estimate.part_done(done / self._spec.num_runs),
+            )
+        return found
 
     def _main_load(self) -> Load:
         return self._spec.workload.load(self._session.model.vocab_size)
@@ -144,21 +187,23 @@ class _Profile:
             load = self._spec.workload.mixed_load(self._session.model.vocab_size) if phase == "mixed" else main
             self._report(f"warming up for {phase}", 0, len(phases))
             if load not in steps:
+                begin = time.perf_counter()
                 steps[load] = rehearse(self._session, load)
+                self._seconds[load] = (time.perf_counter() - begin) / 2  # it runs the load twice
             windows.append(window(phase, load, steps[load], self._spec.schedule))
         return windows
 
-    def _capture(self, window: Window, index: int, total: int) -> _Pass:
+    def _capture(self, window: Window) -> _Pass:
         spec = self._spec
         worker = f"{spec.engine}-{window.phase}-r0"
         for folder in ("trace", "memory"):
             (self._out / folder).mkdir(exist_ok=True)
-        self._report(f"{window.phase}: trace", index, total)
+        self._estimate.begin(f"{window.phase}, trace")
         paths, found = self._trace(window, worker)
-        self._report(f"{window.phase}: memory", index, total)
+        self._estimate.begin(f"{window.phase}, memory")
         snapshot = self._out / "memory" / f"{worker}.pickle"
         memory = capture_memory(self._session, window, snapshot, device=spec.device)
-        self._report(f"{window.phase}: counters", index, total)
+        self._estimate.begin(f"{window.phase}, counters")
         counts = count(self._session, window, device=spec.device)
         return _Pass(window=window, paths=paths, tables=found, memory=memory, snapshot=snapshot, counts=counts)
 
@@ -176,8 +221,13 @@ class _Profile:
                 path.unlink()
         return paths, found
 
-    def _phase(self, found: _Pass, wall_s: float, ceilings: Ceilings) -> PhaseProfile:
+    def _phase(self, found: _Pass, latencies: Latencies, ceilings: Ceilings) -> PhaseProfile:
         window = found.window
+        wall_s, (fastest_s, slowest_s) = latencies.wall_s(window), latencies.wall_s_range(window)
+        cpu_s, num_switches = latencies.cpu_s_median(window), latencies.switches_median(window)
+        # With several threads their CPU time says nothing of how long the work takes, and with a GPU neither.
+        is_single = torch.get_num_threads() == 1 and torch.device(self._spec.device).type == "cpu"
+        times_s = (wall_s, fastest_s, slowest_s, *([cpu_s] if is_single and cpu_s else []))
         costs = operation_costs(self._session.model, window.shapes)
         whole = sum(costs.values(), Cost(site=window.phase))
         peak = found.memory.timeline.peak
@@ -198,6 +248,12 @@ class _Profile:
             mfu=whole.flops / wall_s / ceilings.matmul_flops_per_s,
             mbu=whole.bytes_moved / wall_s / ceilings.copy_bytes_per_s,
             bound_by=bound_by(whole.flops, whole.bytes_moved, wall_s, ceilings),
+            wall_ms_range=(fastest_s * 1e3, slowest_s * 1e3),
+            cpu_ms=cpu_s * 1e3,
+            num_involuntary_switches=num_switches,
+            bound_by_within_noise=tuple(
+                dict.fromkeys(bound_by(whole.flops, whole.bytes_moved, time_s, ceilings) for time_s in times_s)
+            ),
             counts=found.counts.counts,
             layers=found.tables.layers,
             operations=found.tables.operations,
@@ -206,7 +262,7 @@ class _Profile:
             memory=found.memory.timeline,
             traces=tuple(str(path.relative_to(self._out)) for path in found.paths),
             snapshot=str(found.snapshot.relative_to(self._out)),
-            notes=_notes(found),
+            notes=_notes(found, wall_s, fastest_s, slowest_s, cpu_s if is_single else None),
         )
 
     def _result(
@@ -244,11 +300,21 @@ def _points(found: PhaseTables, costs: Mapping[str, Cost], ceilings: Ceilings) -
     return [point(name, cost, times[name], ceilings) for name, cost in folded.items() if times.get(name)]
 
 
-def _notes(found: _Pass) -> tuple[str, ...]:
+def _notes(found: _Pass, wall_s: float, fastest_s: float, slowest_s: float, cpu_s: float | None) -> tuple[str, ...]:
     notes = []
     if found.tables.attributed_share < MIN_ATTRIBUTED_SHARE:
         notes.append(
             f"{found.tables.attributed_share:.1%} of the trace is attributed, after {_MAX_CAPTURES} captures: "
             "the machine is busy with something else"
+        )
+    if cpu_s is not None and wall_s > BUSY_RATIO * cpu_s:
+        notes.append(
+            f"the machine was busy: of {wall_s * 1e3:.2f} ms of wall time the process had a core for "
+            f"{cpu_s * 1e3:.2f} ms"
+        )
+    elif slowest_s > BUSY_RATIO * fastest_s:
+        notes.append(
+            f"times vary: the runs took {fastest_s * 1e3:.2f} to {slowest_s * 1e3:.2f} ms; other work on the "
+            "machine, or too few runs"
         )
     return tuple(notes)

@@ -11,7 +11,7 @@ from harness.errors import Code, HarnessError, printable
 from harness.results import CheckResult
 
 if TYPE_CHECKING:
-    from harness.profiling.gate import GateResult
+    from harness.gate_results import GateResult
 
 _KEY = "inference_harness_failure"
 """Entry of a serialised report that holds a `FailureText`."""
@@ -101,9 +101,9 @@ def failure_text(error: BaseException, config: pytest.Config) -> FailureText | N
         plain, colored = (check_text(error.result, width=width, color=color).rstrip() for color in (False, True))
         return FailureText(str(error), plain, colored)
     if isinstance(error, GateFailedError):
-        from harness.profiling.gate_text import gate_text
+        from harness.report.gate_text import gate_text
 
-        text = f"{gate_text(error.result, {})}\n\nif this is meant: {error.command}"
+        text = f"{gate_text(error.result)}\n\nif this is meant: {error.command}"
         return FailureText(str(error), text, text)
     if isinstance(error, HarnessError):
         return FailureText(printable(f"{error.code}: {error.what}"), str(error), str(error))

@@ -97,14 +97,15 @@ class CaseItem(pytest.Item):
                 self._gate(folder, self.path.parent / section.baseline)
 
     def _gate(self, profile: Path, baseline: Path) -> None:
-        from harness.profiling.gate import GateVerdict, run_gate
-        from harness.profiling.gate_text import gate_text
+        from harness.gate_results import GateVerdict
+        from harness.profiling.gate.compare import run_gate
+        from harness.report.gate_text import gate_text
 
         accept = bool(self.config.getoption("baseline_update"))
         command = f"pytest {self.where} --baseline-update"
         result = run_gate(profile, baseline, accept=accept, command=command)
         if accept:
-            self.add_report_section("call", BASELINE_UPDATE, f"{self.where}: {gate_text(result, {})}")
+            self.add_report_section("call", BASELINE_UPDATE, f"{self.where}: {gate_text(result)}")
         elif result.verdict is GateVerdict.REGRESSION:
             raise GateFailedError(result, command)
 

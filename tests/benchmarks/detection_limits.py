@@ -23,7 +23,7 @@ from torch.nn.functional import linear, silu
 
 import reference_engine.attention.paged
 import reference_engine.model
-from harness.bench.machine import describe_machine
+from harness.environment import describe_machine
 from harness.faults.fault import Setting
 from harness.faults.trial import checkpoint, plan_of
 from harness.jobs.check import run_check

@@ -20,8 +20,8 @@ from tabulate import tabulate
 from harness.case import RequestSpec, load_case
 from harness.compare import compare_run
 from harness.compare.run import Comparison
+from harness.environment import environment
 from harness.jobs.check import open_planned, record_run
-from harness.oracle.environment import environment
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel, load_model
 from harness.plan import Plan, make_plan

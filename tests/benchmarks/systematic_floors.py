@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 from tabulate import tabulate
 
-from harness.bench.machine import describe_machine
 from harness.compare.systematic import THRESHOLD, Effects
+from harness.environment import describe_machine
 from harness.faults.trial import try_variant
 from harness.faults.variants import variants
 from harness.results import Effect

@@ -23,9 +23,9 @@ from harness.case import RequestSpec
 from harness.compare import compare_run
 from harness.compare.bounds import CONTROL_FACTOR
 from harness.engines.hf import HFEngine
+from harness.environment import environment
 from harness.errors import HarnessError
 from harness.jobs.check import record_run
-from harness.oracle.environment import environment
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import make_golden
 from harness.oracle.model import HFModel, load_model

@@ -1,15 +1,18 @@
 """`harness gate`: from a first profile to a regression, and exit statuses on the way."""
 
 import json
-import subprocess
+import shutil
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from harness.cli.main import run
-from harness.profiling import profile, revision_timing
-from harness.profiling.paired_timing import paired_ratio
+from harness.gate_results import Clock, PhaseTime
+from harness.profiling import profile
+from harness.profiling.gate import against
+from harness.profiling.gate.paired_timing import paired_ratio
+from harness.profiling.gate.versions import installed_version
 
 SMALL = ["--prompt-tokens", "16", "--max-new-tokens", "5", "--runs", "1", "--phase", "decode"]
 
@@ -78,17 +81,30 @@ def test_a_baseline_of_another_kind_of_machine_is_refused(harness, profiled, tmp
         ([(1.0, 1.3, 1.3, 1.0), (1.0, 0.9, 0.9, 1.0)], "inconclusive", 0),
     ],
 )
-def test_only_what_is_slower_beyond_doubt_fails(harness, profiled, tmp_path, monkeypatch, block, verdict, status):
-    def time_against(revision, document, *, num_blocks, tolerance):
-        assert (revision, document["engine"], num_blocks) == ("main", "reference", 8)
-        return {"decode": paired_ratio(block * 8, tolerance=tolerance)}
+@pytest.mark.parametrize("clock", Clock)
+def test_text_json_and_exit_status_say_the_same(
+    harness, profiled, tmp_path, monkeypatch, block, verdict, status, clock
+):
+    def time_against(version, document, *, length, tolerance, **_options):
+        assert (version, document["engine"], length.num_blocks) == ("main", "reference", 8)
+        decisive, other = paired_ratio(block * 8, tolerance=tolerance), paired_ratio([(1.0,) * 4] * 8)
+        ratios = {"cpu": decisive, "wall": other} if clock is Clock.CPU else {"cpu": other, "wall": decisive}
+        return {"decode": PhaseTime(clock=clock, **ratios)}
 
-    monkeypatch.setattr(revision_timing, "time_against", time_against)
+    monkeypatch.setattr(against, "time_against", time_against)
     baseline = tmp_path / "baseline.json"
     harness("gate", profiled, baseline, "--accept")
-    ran = harness("gate", profiled, baseline, "--against", "main", "--blocks", "8")
+    command = ("gate", profiled, baseline, "--against", "main", "--blocks", "8")
+    ran = harness(*command)
     assert ran.status == status
     assert ran.out.splitlines()[-1].split()[-1] == verdict
+    assert ran.out.startswith("REGRESSION" if status else "PASS")
+    assert f"time: {verdict}" in ran.out
+    shown = harness(*command, "--format", "json")
+    assert shown.status == status
+    assert shown.json["verdict"] == ("regression" if status else "pass")
+    assert shown.json["subjects"]["time"] == shown.json["times"]["decode"]["verdict"] == verdict
+    assert shown.json["times"]["decode"]["clock"] == clock
 
 
 def test_accepting_is_refused_in_continuous_integration(harness, profiled, tmp_path, monkeypatch):
@@ -107,13 +123,40 @@ def test_a_revision_that_is_not_there_is_refused(harness, profiled, tmp_path):
     assert "--against" in ran.err
 
 
-@pytest.mark.slow
-def test_the_engine_is_timed_in_turn_with_itself(harness, profiled, tmp_path):
-    if subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, check=False).returncode:
-        pytest.skip("no git checkout")
+def test_what_changes_is_named_by_the_function_that_calls_it(harness, profiled, tmp_path):
     baseline = tmp_path / "baseline.json"
     harness("gate", profiled, baseline, "--accept")
-    ran = harness("gate", profiled, baseline, "--against", "HEAD", "--blocks", "5", "--format", "json")
+    document = json.loads(baseline.read_text())
+    needs = document["entries"][0]["phases"]["decode"]
+    (place,) = needs["places"]["attn_residual"]["aten::add"]
+    needs["operators"]["attn_residual"]["aten::add"] -= 1
+    needs["places"]["attn_residual"]["aten::add"][place] -= 1
+    baseline.write_text(json.dumps(document))
+    worse = harness("gate", profiled, baseline, "--format", "json")
+    assert worse.json["changes"][0]["places"] == [place]
+    assert place.startswith("reference_engine.")
+    assert place in harness("gate", profiled, baseline).out
+
+
+def test_an_option_of_the_timing_alone_is_refused(harness, profiled, tmp_path):
+    ran = harness("gate", profiled, tmp_path / "baseline.json", "--against-package", "mine")
+    assert ran.status == 2
+    assert "there is nothing to time against" in ran.err
+
+
+@pytest.mark.slow
+def test_the_engine_is_timed_in_turn_with_another_version_of_itself(harness, profiled, tmp_path):
+    root = installed_version(("harness", "reference_engine")).root
+    for package in ("harness", "reference_engine"):
+        shutil.copytree(root / package, tmp_path / "old" / package)
+    command = ("gate", profiled, tmp_path / "baseline.json", "--against", tmp_path / "old", "--blocks", "5")
+    harness("gate", profiled, tmp_path / "baseline.json", "--accept")
+    same = harness(*command)
+    assert same.status == 2
+    assert same.err.startswith("H065: both versions have the same code")
+    with (tmp_path / "old" / "reference_engine" / "engine.py").open("a") as file:
+        file.write("# another version\n")
+    ran = harness(*command, "--format", "json")
     assert ran.status in (0, 4), ran.err
     found = ran.json["times"]["decode"]
     assert found["num_blocks"] == 5

@@ -188,3 +188,32 @@ def open_engine(folder, *, dtype, device, options):
     ran = harness("profile", "--engine", name, *SMALL, "--out", tmp_path / "profile", "--format", "json")
     assert (ran.status, ran.json["error"]["code"]) == (2, "H017")
     assert "out of pages" in ran.json["error"]["message"]
+
+
+def test_an_interrupted_profile_keeps_the_phases_that_were_finished(harness, tmp_path, llama, monkeypatch):
+    from harness.profiling import profile
+
+    def interrupted(session, window, **options):
+        if window.phase == "decode":
+            raise KeyboardInterrupt
+        return count(session, window, **options)
+
+    count = profile.count
+    monkeypatch.setattr(profile, "count", interrupted)
+    out = tmp_path / "profile"
+    ran = harness("profile", "--model", llama, *SMALL, "--quick", "--out", out)
+    assert ran.status == 130
+    document = json.loads((out / "profile.json").read_text())
+    assert [phase["name"] for phase in document["phases"]] == ["prefill"]
+    assert document["notes"] == ["interrupted: without decode, mixed"]
+    assert (out / "report.html").is_file()
+
+
+def test_a_profile_knows_its_machine(harness, tmp_path, llama):
+    ran = harness("profile", "--model", llama, *SMALL, "--phase", "decode", "--out", tmp_path / "x", "--format", "json")
+    (phase,) = ran.json["phases"]
+    fastest, slowest = phase["wall_ms_range"]
+    assert 0 < fastest <= phase["wall_ms"] <= slowest
+    assert phase["cpu_ms"] > 0
+    assert phase["num_involuntary_switches"] >= 0
+    assert phase["bound_by"] == phase["bound_by_within_noise"][0]

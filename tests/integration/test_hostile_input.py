@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.profiling.baseline import read_baseline
+from harness.profiling.gate.baseline import read_baseline
 
 from .conftest import ENGINE
 

@@ -12,7 +12,8 @@ from harness.results import TapResult, Verdict
 
 LEVELS = (1.0, 2.0, 4.0, 8.0, 16.0, 100.0, 1e4)
 """Roundings from which the next darker colour begins."""
-_WRONG = (Verdict.BUG, Verdict.SYSTEMATIC)
+WRONG = (Verdict.BUG, Verdict.SYSTEMATIC)
+"""What is marked as the operation's own fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,7 @@ def _names_behind(taps: Sequence[TapResult], culprit: str | None) -> set[str]:
 
 def _cell(tap: TapResult, culprit: str | None, behind: set[str]) -> Cell:
     styles = [f"level-{level(tap.local_roundings_max)}"]
-    if tap.verdict in _WRONG:
+    if tap.verdict in WRONG:
         styles.append("wrong")
     if tap.verdict is Verdict.MISSING:
         styles.append("missing")

@@ -12,6 +12,7 @@ from harness.profile_results import Percentiles, PhaseProfile, ProfileResult, Ta
 from harness.report.page.memory_plot import MemoryPlot, memory_plot, num_bytes
 from harness.report.page.plot import Plot
 from harness.report.page.roofline_plot import roofline_plot
+from harness.report.profile_text import bound_text
 from harness.report.sentences import number, printable
 from harness.report.table import count
 
@@ -150,7 +151,7 @@ def _phase(phase: PhaseProfile, result: ProfileResult, longest: float) -> PhaseV
 
 def _phase_facts(phase: PhaseProfile) -> list[tuple[str, str]]:
     return [
-        ("bound by", phase.bound_by.value),
+        ("bound by", bound_text(phase)),
         ("MFU", f"{phase.mfu:.1%}"),
         ("MBU", f"{phase.mbu:.1%}"),
         ("FLOPs", _against(number(phase.flops_measured / 1e6) + " M", phase.flops_measured, phase.flops_formula)),

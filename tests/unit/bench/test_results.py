@@ -3,10 +3,10 @@
 import pytest
 
 from harness.bench.agreement import Agreement
-from harness.bench.machine import Machine, describe_machine
 from harness.bench.peer import Generation
 from harness.bench.results import BandwidthShare, BenchResult, Measure
 from harness.bench.table import bench_text
+from harness.environment import Machine, describe_machine
 
 FASTER = Measure(
     name="uneven workload", unit="tok/s", is_higher_better=True,

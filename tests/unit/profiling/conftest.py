@@ -7,7 +7,7 @@ import pytest
 
 from harness.engines import open_engine
 from harness.engines.stepping import Session, open_session
-from harness.profiling.load import CaptureSchedule, Load, Window, rehearse, window
+from harness.profiling.passes.load import CaptureSchedule, Load, Window, rehearse, window
 
 PROMPTS = (tuple(range(10, 34)), tuple(range(30, 54)))
 

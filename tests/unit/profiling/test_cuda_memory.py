@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.profiling import memory, timing
-from harness.profiling.cuda_history import read_cuda_blocks, read_cuda_history
-from harness.profiling.memory import capture_memory
+from harness.profiling.memory import capture as memory
+from harness.profiling.memory.capture import capture_memory
+from harness.profiling.memory.cuda_history import read_cuda_blocks, read_cuda_history
+from harness.profiling.passes import timing
 
 WEIGHT, CACHE = 100, 200
 """Addresses of what is there all the time."""

@@ -4,10 +4,11 @@ from collections import Counter
 
 import pytest
 
-from harness.profiling.counters import PhaseCounts, count
-from harness.profiling.formulas import kv_bytes, operation_costs
-from harness.profiling.load import CaptureSchedule, Load, rehearse, window
-from harness.profiling.roofline import fold
+from harness.engines.hf_session import HFSession
+from harness.profiling.cost.formulas import kv_bytes, operation_costs
+from harness.profiling.cost.roofline import fold
+from harness.profiling.passes.counters import PhaseCounts, count
+from harness.profiling.passes.load import CaptureSchedule, Load, rehearse, window
 
 EVERYTHING = CaptureSchedule(wait=0, warmup=0, active=100)
 LINEARS = ("self_attn.o_proj", "mlp.down_proj")
@@ -69,3 +70,11 @@ def test_pointwise_work_equals_its_formula(open_on, load):
         assert {name: cost.elementwise_flops for name, cost in costs.items()} == {
             name: measured[name] for name in costs
         }
+
+
+def test_formulas_know_the_window_that_the_config_gives_all_layers(tiny):
+    session = HFSession(tiny("mistral"), "sdpa")
+    assert session.model.windows == (5, 5)
+    for found in windows(session, Load(prompts=(tuple(range(10, 22)),), max_new_tokens=4)):
+        costs = operation_costs(session.model, found.shapes)
+        assert count(session, found).flops == sum(cost.flops for cost in costs.values())

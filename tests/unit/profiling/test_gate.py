@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from harness.errors import Code, HarnessError
+from harness.gate_results import GateVerdict
 from harness.profile_results import ProfileResult
-from harness.profiling.gate import GateVerdict, run_gate
+from harness.profiling.gate.compare import run_gate
 from harness.report.profile_json import profile_document
 
 from ..report.profile_examples import phase, profile

@@ -3,8 +3,8 @@
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.profiling.load import CaptureSchedule, Load, drive, rehearse, window
-from harness.profiling.workload import ProfileWorkload
+from harness.profiling.passes.load import CaptureSchedule, Load, drive, rehearse, window
+from harness.profiling.passes.workload import ProfileWorkload
 
 
 def labels(steps):

@@ -10,12 +10,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from harness.errors import Code, HarnessError
 from harness.profile_results import Category, Frame
-from harness.profiling.allocations import Allocation
-from harness.profiling.cuda_history import read_cuda_history
-from harness.profiling.formulas import kv_bytes
-from harness.profiling.memory import capture_memory
-from harness.profiling.snapshot import Held, build_snapshot
-from harness.profiling.timeline import build_timeline
+from harness.profiling.cost.formulas import kv_bytes
+from harness.profiling.memory.allocations import Allocation
+from harness.profiling.memory.capture import capture_memory
+from harness.profiling.memory.cuda_history import read_cuda_history
+from harness.profiling.memory.snapshot import Held, build_snapshot
+from harness.profiling.memory.timeline import build_timeline
 
 CATEGORIES = list(Category)
 KV = CATEGORIES.index(Category.KV_CACHE)

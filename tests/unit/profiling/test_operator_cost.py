@@ -5,8 +5,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.profiling.operator_cost import bind, bytes_moved, elementwise_flops, flops
-from harness.profiling.storage import storages
+from harness.profiling.cost.operator_cost import bind, bytes_moved, elementwise_flops, flops
+from harness.profiling.cost.storage import storages
 
 
 class Costs(TorchDispatchMode):
@@ -87,3 +87,9 @@ def test_reductions_read_their_input_and_copies_compute_nothing():
     assert cost(lambda: numbers.mean(-1)).elementwise == 24
     assert cost(lambda: numbers.clone()).elementwise == 0
     assert cost(lambda: numbers.to(torch.bfloat16)).elementwise == 0
+
+
+def test_an_allocation_moves_no_bytes():
+    assert cost(lambda: torch.empty(1000)).moved == 0
+    assert cost(lambda: torch.ones(10).new_empty(1000)).moved == cost(lambda: torch.ones(10)).moved
+    assert cost(lambda: torch.zeros(1000)).moved > 0

@@ -1,14 +1,16 @@
 """The roofs, and what stands under them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from harness.profile_results import BoundBy, Ceilings, TableRow
 from harness.profiling import profile
-from harness.profiling.ceilings import best_of, measure_ceilings
-from harness.profiling.formulas import Cost
-from harness.profiling.roofline import bound_by, fold, point
-from harness.profiling.tables import PhaseTables
+from harness.profiling.cost.ceilings import best_of, measure_ceilings
+from harness.profiling.cost.formulas import Cost
+from harness.profiling.cost.roofline import bound_by, fold, point
+from harness.profiling.passes.tables import PhaseTables
 
 CEILINGS = Ceilings(copy_bytes_per_s=1e9, matmul_flops_per_s=1e12)
 
@@ -65,3 +67,17 @@ def test_on_a_gpu_the_time_of_kernels_counts_not_that_of_their_launches(device_u
     assert times == (expected | {"c": 1.0} if device_us is None else expected), (
         "an operation without a kernel has no roof"
     )
+
+
+@pytest.mark.parametrize(
+    ("times_s", "cpu_s", "said"),
+    [
+        ((1.0, 1.0, 1.1), 1.0, None),
+        ((1.0, 1.0, 1.4), None, "times vary"),
+        ((1.4, 1.4, 1.4), 1.0, "the machine was busy"),
+    ],
+)
+def test_a_busy_machine_is_noted(times_s, cpu_s, said):
+    found = SimpleNamespace(tables=SimpleNamespace(attributed_share=1.0))
+    notes = profile._notes(found, *times_s, cpu_s)
+    assert [note.startswith(said) for note in notes] == ([True] if said else [])

@@ -8,10 +8,10 @@ from harness.engines.reference_session import ReferenceSession
 from harness.engines.stepping import PREPARE, SAMPLE
 from harness.errors import Code, HarnessError
 from harness.oracle.model import load_model
-from harness.profiling.formulas import operation_costs
-from harness.profiling.load import Load, rehearse
-from harness.profiling.roofline import fold
-from harness.profiling.spans import site_of
+from harness.profiling.cost.formulas import operation_costs
+from harness.profiling.cost.roofline import fold
+from harness.profiling.passes.load import Load, rehearse
+from harness.profiling.passes.spans import site_of
 from reference_engine import EngineConfig, LLMEngine
 
 from ..reference_engine.kernels.launching import IGNORE_NUMPY, launch_on

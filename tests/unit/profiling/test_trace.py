@@ -11,10 +11,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from harness.errors import Code, HarnessError
-from harness.profiling.load import drive, rehearse
-from harness.profiling.tables import tables
-from harness.profiling.trace import trace
-from harness.profiling.trace_events import read_events
+from harness.profiling.passes.load import drive, rehearse
+from harness.profiling.passes.tables import tables
+from harness.profiling.passes.tracing import trace
+from harness.profiling.trace.nodes import read_events
 
 ABOUT = {"revision": "abc", "config": {"path": 'a\\b "c"'}}
 

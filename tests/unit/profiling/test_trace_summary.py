@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.profiling.trace_diff import diff_traces
-from harness.profiling.trace_summary import TraceSummary, summarize
+from harness.profiling.trace.diff import diff_traces
+from harness.profiling.trace.summary import summarize
+from harness.trace_results import TraceSummary
 
 
 def event(name: str, begin: float, duration: float, **other: Any) -> dict[str, Any]:

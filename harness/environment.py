@@ -1,0 +1,112 @@
+"""What figures depend on besides the inputs of a run: the machine, threads, versions, the revision of the code."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from harness.version import __version__
+
+FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
+SWITCHES = ("TORCH_CUDNN_SDPA_DEPRIORITIZED", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables of the environment that change what torch runs on a GPU."""
+PACKAGES = ("torch", "transformers", "triton", "llama-cpp-python")
+
+
+def environment() -> dict[str, str | int]:
+    """Return versions, threads, instruction set and device: what is written into a recording."""
+    return {
+        "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers"),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+        "cores": os.cpu_count() or 0,
+    }
+
+
+def describe_environment() -> dict[str, str]:
+    """Return the same as text, with machine and revision: written into every trace, compared before any gate."""
+    found = {name: str(value) for name, value in environment().items()}
+    found |= {"python": platform.python_version(), "machine": platform.machine(), "harness": __version__}
+    return found | {"revision": _revision()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The machine of a run."""
+
+    device: str
+    """The processor's or GPU's name."""
+    cpu_flags: tuple[str, ...]
+    """Those of `FLAGS` that the processor has; empty where the system does not tell."""
+    num_threads: int
+    """Threads of torch, and of peers that have their own."""
+    versions: dict[str, str]
+    switches: dict[str, str] = field(default_factory=dict)
+    """Those of `SWITCHES` that are set."""
+
+    @property
+    def hardware(self) -> str:
+        """Return device, threads and flags in one line."""
+        return f"{self.device}, {self.num_threads} threads, {' '.join(self.cpu_flags) or 'CPU flags unknown'}"
+
+    @property
+    def software(self) -> str:
+        """Return the versions, and what is switched, in one line."""
+        return ", ".join(
+            [
+                *(f"{name} {version}" for name, version in self.versions.items()),
+                *(f"{name}={value}" for name, value in self.switches.items()),
+            ]
+        )
+
+
+def describe_machine(device: str) -> Machine:
+    """Look at the machine; `device` is the one that is timed."""
+    cpu = _cpu_info()
+    name = (
+        torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu.get("model name", platform.machine())
+    )
+    own = cpu.get("flags", "").split()
+    return Machine(
+        device=name,
+        cpu_flags=tuple(flag for flag in FLAGS if flag in own),
+        num_threads=torch.get_num_threads(),
+        versions={"python": platform.python_version(), **_versions()},
+        switches={name: os.environ[name] for name in SWITCHES if name in os.environ},
+    )
+
+
+def _revision() -> str:
+    """Return the commit of the working folder, where it is a checkout: that of the engine under test, as a rule."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return ran.stdout.strip()
+
+
+def _cpu_info() -> dict[str, str]:
+    """Return what Linux says of the first processor."""
+    path = Path("/proc/cpuinfo")
+    if not path.is_file():
+        return {}
+    first = path.read_text(encoding="utf-8").split("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,175 @@
+"""What a gate found, as plain data: the reports know nothing else, and need no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class GateVerdict(StrEnum):
+    """What a gate says."""
+
+    PASS = "pass"
+    REGRESSION = "regression"
+    """Something needs more than it did."""
+    IMPROVED = "improved"
+    """Something needs less, and nothing more: worth accepting, or what is won may be lost again unseen."""
+    ACCEPTED = "accepted"
+    """The profile has become the baseline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateChange:
+    """One figure that differs from the baseline by more than it may."""
+
+    phase: str
+    operation: str | None
+    """Tap name without the layer; None where the figure is of the whole phase."""
+    measure: str
+    """An operator (`aten::copy_`), or `flops`, `peak_bytes`, `num_allocations`, ..."""
+    before: int
+    after: int
+
+    places: tuple[str, ...] = ()
+    """Of an operator: the functions that dispatch it more or less often now: `package.module.Class.function`."""
+
+    @property
+    def subject(self) -> Subject:
+        """Memory for bytes and allocations, counts for everything else."""
+        return Subject.MEMORY if self.measure in _OF_MEMORY else Subject.COUNTS
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether more is needed than before."""
+        return self.after > self.before
+
+
+class TimeVerdict(StrEnum):
+    """What the pairs say."""
+
+    # In the order in which the one of several phases stands for all.
+    SLOWER = "slower"
+    INCONCLUSIVE = "inconclusive"
+    """The machine was too restless to tell: the interval, or the noise, is wider than the tolerance."""
+    SAME = "same"
+    """Neither by more than the tolerance."""
+    FASTER = "faster"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A median of ratios, and where it lies with a confidence of 99 %."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedRatio:
+    """Time after over time before, from blocks A B B A."""
+
+    ratio: Interval
+    noise: Interval
+    """The same of the two A of each block over those of the next: what is measured where nothing has changed."""
+    num_blocks: int
+    tolerance: float
+    """Slowdown that is worth an alarm: 0.03 is 3 %."""
+
+    @property
+    def verdict(self) -> TimeVerdict:
+        """Slower or faster only beyond the tolerance, and beyond doubt."""
+        is_restless = abs(self.noise.median - 1) > self.tolerance
+        if self.ratio.low > 1 + self.tolerance:  # however restless the machine is
+            return TimeVerdict.SLOWER
+        if not is_restless and self.ratio.low > 1 and self.ratio.median > 1 + self.tolerance:
+            return TimeVerdict.SLOWER
+        if is_restless or self.ratio.high - self.ratio.low > 2 * self.tolerance:
+            return TimeVerdict.INCONCLUSIVE
+        if self.ratio.high < 1 and self.ratio.median < 1 - self.tolerance:
+            return TimeVerdict.FASTER
+        return TimeVerdict.SAME
+
+
+class Clock(StrEnum):
+    """What a step's time is read from."""
+
+    CPU = "cpu"
+    """CPU time of the process: what else runs on the core is not counted. For an engine of one thread."""
+    WALL = "wall"
+    """For a GPU, and for several threads, which wait for each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseTime:
+    """One phase of an engine against the same phase of another version, by both clocks."""
+
+    clock: Clock
+    """The one that decides."""
+    cpu: PairedRatio
+    wall: PairedRatio
+
+    @property
+    def decisive(self) -> PairedRatio:
+        """The ratio by the clock that decides."""
+        return self.cpu if self.clock is Clock.CPU else self.wall
+
+    @property
+    def verdict(self) -> TimeVerdict:
+        """What the pairs say by that clock."""
+        return self.decisive.verdict
+
+
+class Subject(StrEnum):
+    """What a figure is one of."""
+
+    COUNTS = "counts"
+    MEMORY = "memory"
+    TIME = "time"
+
+
+_OF_MEMORY = {"peak_bytes", "bytes_allocated", "kv_bytes", "num_allocations", "num_kept"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateResult:
+    """A profile against a baseline, and its engine against another version of it where that was timed."""
+
+    key: dict[str, str]
+    """Machine kind, versions and work that both are of."""
+    changes: tuple[GateChange, ...]
+    """What needs more first, by phase and operation."""
+    is_accepted: bool = False
+    times: Mapping[str, PhaseTime] = field(default_factory=dict)
+    """By phase; empty where nothing was timed."""
+
+    @property
+    def verdict(self) -> GateVerdict:
+        """Regression if anything needs more, or takes longer: what the exit status says, too.
+
+        An accepted profile may need more, but not take longer: no baseline holds a time.
+        """
+        subjects = self.subjects
+        if subjects.get(Subject.TIME) == TimeVerdict.SLOWER:
+            return GateVerdict.REGRESSION
+        if self.is_accepted:
+            return GateVerdict.ACCEPTED
+        if GateVerdict.REGRESSION in subjects.values():
+            return GateVerdict.REGRESSION
+        return GateVerdict.IMPROVED if self.changes else GateVerdict.PASS
+
+    @property
+    def subjects(self) -> dict[Subject, GateVerdict | TimeVerdict]:
+        """What is said of counts, of memory, and of time where it was taken."""
+        found: dict[Subject, GateVerdict | TimeVerdict] = {}
+        for subject in (Subject.COUNTS, Subject.MEMORY):
+            changes = [change for change in self.changes if change.subject is subject]
+            is_worse = any(change.is_regression for change in changes)
+            found[subject] = (
+                GateVerdict.REGRESSION if is_worse else GateVerdict.IMPROVED if changes else GateVerdict.PASS
+            )
+        if self.times:
+            verdicts = [time.verdict for time in self.times.values()]
+            found[Subject.TIME] = min(verdicts, key=list(TimeVerdict).index)
+        return found

@@ -1,0 +1,129 @@
+"""What each operation of a decoder has to cost: FLOPs and bytes, from the model's sizes and the step's rows alone.
+
+docs/profiling.md derives them. Bytes are those of operations that are computed one by one: each reads its inputs and
+its weights once and writes its output once. What an engine fuses moves less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from harness.engines.stepping import ModelShape
+from harness.profile_results import StepShape
+from harness.profiling.cost.pairs import visible_pairs
+from harness.taps import EMBEDDING, FINAL_NORM, LOGITS
+
+_ID_BYTES = 8
+"""Of one token id, int64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Of one operation, over all layers and steps it was asked for."""
+
+    site: str
+    """Tap name without the layer."""
+    flops: int = 0
+    """Of matrix products and attention, a multiply-add counting as two."""
+    elementwise_flops: int = 0
+    bytes_moved: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        """Sum up; the name stays."""
+        return Cost(
+            site=self.site,
+            flops=self.flops + other.flops,
+            elementwise_flops=self.elementwise_flops + other.elementwise_flops,
+            bytes_moved=self.bytes_moved + other.bytes_moved,
+        )
+
+
+def operation_costs(model: ModelShape, steps: Sequence[StepShape]) -> dict[str, Cost]:
+    """Return the cost of each operation by its site, summed over layers and steps, in the order of computation."""
+    total: dict[str, Cost] = {}
+    for step in steps:
+        for cost in _step_costs(model, step):
+            total[cost.site] = total[cost.site] + cost if cost.site in total else cost
+    return total
+
+
+def kv_bytes(model: ModelShape, steps: Iterable[StepShape]) -> int:
+    """Return the bytes of K and V that these steps store: those of each of their rows, once.
+
+    2 * layers * kv_heads * head_dim * dtype bytes for each token.
+    """
+    return model.kv_bytes_per_token * sum(step.num_rows for step in steps)
+
+
+def _step_costs(model: ModelShape, step: StepShape) -> Iterator[Cost]:
+    num_rows, hidden = step.num_rows, model.hidden_size
+    moved = 2 * num_rows * hidden * model.itemsize
+    yield Cost(site=EMBEDDING, bytes_moved=moved + num_rows * _ID_BYTES)
+    for layer in range(model.num_layers):
+        yield from _layer_costs(model, step, model.windows[layer])
+    yield _norm(FINAL_NORM, num_rows, hidden, model.itemsize)
+    yield _linear(LOGITS, step.num_sampled, hidden, model.vocab_size, model.itemsize)
+
+
+def _layer_costs(model: ModelShape, step: StepShape, window: int | None) -> Iterator[Cost]:
+    rows, size, hidden, ffn = step.num_rows, model.itemsize, model.hidden_size, model.intermediate_size
+    q_width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    yield _norm("input_layernorm", rows, hidden, size)
+    for name, width in (("q", q_width), ("k", kv_width), ("v", kv_width)):
+        yield _linear(f"self_attn.{name}_proj", rows, hidden, width, size, has_bias=model.qkv_bias)
+    if model.has_qk_norm:
+        yield _norm("self_attn.q_norm", rows * model.num_heads, model.head_dim, size)
+        yield _norm("self_attn.k_norm", rows * model.num_kv_heads, model.head_dim, size)
+    yield _rotary("q_rope", rows, model.num_heads, model.head_dim, size)
+    yield _rotary("k_rope", rows, model.num_kv_heads, model.head_dim, size)
+    for name in ("k_cache", "v_cache"):
+        yield Cost(site=name, bytes_moved=2 * rows * kv_width * size)
+    yield _attention(model, step, window)
+    yield _linear("self_attn.o_proj", rows, q_width, hidden, size, has_bias=model.o_bias)
+    yield _add("attn_residual", rows * hidden, size)
+    yield _norm("post_attention_layernorm", rows, hidden, size)
+    yield _linear("mlp.gate_proj", rows, hidden, ffn, size, has_bias=model.mlp_bias)
+    yield _linear("mlp.up_proj", rows, hidden, ffn, size, has_bias=model.mlp_bias)
+    yield Cost(site="mlp.act", elementwise_flops=2 * rows * ffn, bytes_moved=3 * rows * ffn * size)
+    yield _linear("mlp.down_proj", rows, ffn, hidden, size, has_bias=model.mlp_bias)
+    yield _add("output", rows * hidden, size)
+
+
+def _linear(site: str, rows: int, num_in: int, num_out: int, size: int, *, has_bias: bool = False) -> Cost:
+    """[rows, num_in] times [num_in, num_out]."""
+    if not rows:
+        return Cost(site=site)
+    moved = rows * num_in + num_in * num_out + rows * num_out + num_out * has_bias
+    return Cost(site=site, flops=2 * rows * num_in * num_out, bytes_moved=moved * size)
+
+
+def _norm(site: str, rows: int, width: int, size: int) -> Cost:
+    """Square, mean, scale and weight of each element; epsilon and root of each row."""
+    return Cost(site=site, elementwise_flops=4 * rows * width + 2 * rows, bytes_moved=(2 * rows * width + width) * size)
+
+
+def _rotary(site: str, rows: int, num_heads: int, head_dim: int, size: int) -> Cost:
+    """Compute x cos + rotate_half(x) sin: two products and a sum of each element, and a sign of every other one."""
+    elements = rows * num_heads * head_dim
+    moved = 2 * elements + 2 * rows * head_dim
+    return Cost(site=site, elementwise_flops=3 * elements + elements // 2, bytes_moved=moved * size)
+
+
+def _attention(model: ModelShape, step: StepShape, window: int | None) -> Cost:
+    """2 FLOPs for q k and 2 for p v, for each element of a head and each pair of a row and a key that it sees."""
+    requests = list(zip(step.query_lens, step.context_lens, strict=True))
+    num_pairs = sum(visible_pairs(num_rows, context_len, window) for num_rows, context_len in requests)
+    num_keys = sum(
+        context_len if window is None else min(context_len, num_rows + window - 1) for num_rows, context_len in requests
+    )
+    elements = 2 * step.num_rows * model.num_heads + 2 * num_keys * model.num_kv_heads
+    return Cost(
+        site="attention",
+        flops=4 * num_pairs * model.num_heads * model.head_dim,
+        bytes_moved=elements * model.head_dim * model.itemsize,
+    )
+
+
+def _add(site: str, elements: int, size: int) -> Cost:
+    return Cost(site=site, elementwise_flops=elements, bytes_moved=3 * elements * size)

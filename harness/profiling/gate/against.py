@@ -1,0 +1,201 @@
+"""An engine of now against another version of it: two warm processes, timed in turn.
+
+Two processes that run the same code differ by up to some percent for as long as they live, because their memory lies
+elsewhere (Mytkowicz et al. 2009; 4 % in the prefill of a tiny model). More blocks do not average that out. So both load
+the engine again after a few blocks, and are started again after some rounds of these.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.checkpoint import resolve
+from harness.errors import Code, HarnessError
+from harness.gate_results import Clock, PhaseTime
+from harness.profiling.gate.paired_timing import paired_ratio
+from harness.profiling.gate.versions import Version, engine_packages, installed_version, stored_version
+from harness.profiling.gate.worker import PhaseSeconds, Worker
+from harness.progress import Progress, no_progress
+
+_Block = tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds, PhaseSeconds]
+"""Then, now, now, then."""
+BLOCKS_OF_A_ROUND = 3
+"""Blocks until both engines are loaded again."""
+ROUNDS_OF_A_PROCESS = 10
+"""Rounds until both processes are started again."""
+MIN_BLOCKS = 30
+"""Blocks until a ratio may be taken as sure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimingLength:
+    """When to stop: the blocks are there, the time is up, or the interval is no wider than the tolerance."""
+
+    num_blocks: int = 300
+    """Most blocks A B B A; at least 5."""
+    seconds: float = 240.0
+
+
+def time_against(
+    against: str,
+    profile: Mapping[str, Any],
+    *,
+    length: TimingLength,
+    tolerance: float,
+    repository: Path | None = None,
+    packages: tuple[str, ...] = (),
+    progress: Progress = no_progress,
+) -> dict[str, PhaseTime]:
+    """Time the engine and the work of a profile against another version of the engine.
+
+    Args:
+        against: a revision of git, a wheel, or a folder that holds the packages.
+        profile: a `profile.json`.
+        length: when to stop.
+        tolerance: slowdown that is worth an alarm.
+        repository: whose revision it is; None: the checkout that the engine is imported from.
+        packages: top-level packages that the two versions differ in; empty: those of the engine's adapter.
+        progress: is told how far the timing is.
+
+    Returns:
+        The ratio of each phase.
+
+    Raises:
+        HarnessError: BAD_OPTION: no such version; SAME_VERSION: both would be the same code; ENGINE_FAILED: one of
+            the two does not run.
+    """
+    names = packages or engine_packages(profile["engine"])
+    now = installed_version(names)
+    with stored_version(against, names, now=now, repository=repository) as stored:
+        return time_versions(stored, now, profile, names, length=length, tolerance=tolerance, progress=progress)
+
+
+def time_versions(
+    before: Version,
+    after: Version,
+    profile: Mapping[str, Any],
+    packages: tuple[str, ...],
+    *,
+    length: TimingLength,
+    tolerance: float,
+    may_be_same: bool = False,
+    progress: Progress = no_progress,
+) -> dict[str, PhaseTime]:
+    """Time two versions; `may_be_same` lets one be timed against itself, to see what noise alone does."""
+    timing = _Timing(before, after, _spec(profile, packages), length, tolerance, may_be_same, progress)
+    timing.run()
+    return timing.times()
+
+
+class _Timing:
+    """Blocks in rounds, and rounds in pairs of processes, until enough is known or the time is up."""
+
+    def __init__(
+        self,
+        before: Version,
+        after: Version,
+        spec: Mapping[str, Any],
+        length: TimingLength,
+        tolerance: float,
+        may_be_same: bool,
+        progress: Progress,
+    ) -> None:
+        self._before, self._after, self._spec = before, after, spec
+        self._length, self._tolerance, self._may_be_same, self._progress = length, tolerance, may_be_same, progress
+        self._rounds: list[list[_Block]] = []
+        self._clock = Clock.CPU
+        self._begin = time.perf_counter()
+
+    def run(self) -> None:
+        while not self._is_done():
+            with Worker(self._before, self._spec) as old, Worker(self._after, self._spec) as new:
+                for worker in (old, new):
+                    worker.wait_until_loaded()
+                if not self._may_be_same:
+                    _refuse_same(old, new)
+                is_cuda = torch.device(self._spec["device"]).type == "cuda"
+                self._clock = Clock.WALL if is_cuda or new.num_threads > 1 else Clock.CPU
+                self._run_rounds(old, new)
+
+    def times(self) -> dict[str, PhaseTime]:
+        """Return the ratio of each phase."""
+        return {phase: self._phase_time(phase) for phase in self._rounds[0][0][0]}
+
+    def _run_rounds(self, old: Worker, new: Worker) -> None:
+        for index in range(ROUNDS_OF_A_PROCESS):
+            if index:
+                old.reopen()
+                new.reopen()
+            blocks: list[_Block] = []
+            self._rounds.append(blocks)
+            for _ in range(min(BLOCKS_OF_A_ROUND, self._length.num_blocks - self._num_blocks)):
+                self._progress("timing in pairs", self._num_blocks, self._length.num_blocks)
+                blocks.append((old.run(), new.run(), new.run(), old.run()))
+            if self._is_done():
+                return
+
+    @property
+    def _num_blocks(self) -> int:
+        return sum(map(len, self._rounds))
+
+    def _is_done(self) -> bool:
+        """Whether all blocks are there, or enough of them: by how sure the ratio is, never by what it says."""
+        if self._num_blocks < min(MIN_BLOCKS, self._length.num_blocks):
+            return False
+        if self._num_blocks >= self._length.num_blocks:
+            return True
+        if time.perf_counter() - self._begin > self._length.seconds:
+            return True
+        decisive = [found.decisive.ratio for found in self.times().values()]
+        return all(ratio.high - ratio.low <= self._tolerance for ratio in decisive)
+
+    def _phase_time(self, phase: str) -> PhaseTime:
+        ratios = {
+            clock: paired_ratio(
+                [tuple(run[phase][clock.value] for run in block) for own in self._rounds for block in own],  # type: ignore[misc]
+                tolerance=self._tolerance,
+                groups=[index for index, own in enumerate(self._rounds) for _ in own],
+            )
+            for clock in Clock
+        }
+        return PhaseTime(clock=self._clock, cpu=ratios[Clock.CPU], wall=ratios[Clock.WALL])
+
+
+def _refuse_same(before: Worker, after: Worker) -> None:
+    if not after.sources or {name: own[1] for name, own in before.sources.items()} != {
+        name: own[1] for name, own in after.sources.items()
+    }:
+        return
+    files = [file for file, _ in after.sources.values()]
+    is_same_place = files == [file for file, _ in before.sources.values()]
+    raise HarnessError(
+        Code.SAME_VERSION,
+        "both workers import the very same files" if is_same_place else "both versions have the same code",
+        where=f"--against {before.version.label}",
+        expected="two versions of " + ", ".join(after.sources),
+        actual=files[0] if is_same_place else "not one byte of it differs",
+        hint="--against-package names the package that has changed, --against-repo its repository",
+    )
+
+
+def _spec(profile: Mapping[str, Any], packages: tuple[str, ...]) -> dict[str, Any]:
+    options = str(profile["environment"].get("options", "")).split()
+    return {
+        "folder": str(resolve(profile["model"])),
+        "engine": profile["engine"],
+        "dtype": profile["dtype"],
+        "device": profile["device"],
+        "options": dict(option.split("=", 1) for option in options),
+        "packages": list(packages),
+        "load": {
+            "batch_size": profile["batch_size"],
+            "num_prompt_tokens": profile["prompt_tokens"],
+            "max_new_tokens": profile["max_new_tokens"],
+        },
+    }

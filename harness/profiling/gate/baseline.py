@@ -1,0 +1,183 @@
+"""What a profile may need, stored: one entry for each kind of machine, set of versions and piece of work.
+
+A baseline file is read in review, so it is sorted, one count a line, and holds no time: times do not travel.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from harness.errors import Code, HarnessError
+from harness.files import read_bytes, read_text, write_text, writing
+
+PROFILE_NAME = "profile.json"
+"""Name of the file with the whole profile, in the folder of its captures."""
+_VERSIONS = ("torch", "transformers", "machine", "cpu_capability", "gpu")
+_WORK = ("engine", "dtype", "device", "batch_size", "prompt_tokens", "max_new_tokens")
+
+
+class PhaseNeeds(BaseModel):
+    """What one phase needs. Sums over its steps."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    operators: dict[str, dict[str, int]]
+    """Times that each operator is dispatched, by operation and operator."""
+    places: dict[str, dict[str, dict[str, int]]] = {}
+    """By operation and operator, the functions that dispatch it: never compared, they say where a change comes from."""
+    counts: dict[str, int]
+    """Python calls, allocations, frees: exact."""
+    amounts: dict[str, int]
+    """FLOPs and bytes: equal within a tolerance."""
+
+
+class Entry(BaseModel):
+    """One profile's needs, and what they hold for."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key: dict[str, str]
+    """Machine kind, versions and work; a profile is compared with the entry of an equal key only."""
+    phases: dict[str, PhaseNeeds]
+
+    @model_validator(mode="after")
+    def _has_the_phases_of_its_key(self) -> Entry:
+        expected = [steps.partition("=")[0] for steps in self.key.get("steps", "").split()]
+        if sorted(expected) != sorted(self.phases):
+            raise ValueError(f"phases {sorted(self.phases)} where the key has {sorted(expected)}")
+        return self
+
+
+class Baseline(BaseModel):
+    """A baseline file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: Literal[1] = 1
+    entries: list[Entry] = []
+
+    def matching(self, key: Mapping[str, str]) -> Entry | None:
+        """Return the entry of this very key."""
+        return next((entry for entry in self.entries if entry.key == key), None)
+
+    def with_entry(self, entry: Entry) -> Baseline:
+        """Return the baseline with the entry in the place of that of the same key, or added."""
+        others = [other for other in self.entries if other.key != entry.key]
+        return Baseline(entries=sorted([*others, entry], key=lambda entry: sorted(entry.key.items())))
+
+
+def profile_file(path: Path) -> Path:
+    """Return the file of a profile that is named by its folder or by the file itself."""
+    return path / PROFILE_NAME if path.is_dir() else path
+
+
+def read_profile(path: Path) -> Entry:
+    """Read what a profile needed, from its folder or its `profile.json`.
+
+    Raises:
+        HarnessError: BAD_PROFILE.
+    """
+    file = profile_file(path)
+    hint = "the folder that was given to harness profile --out"
+    try:
+        document = json.loads(read_text(file))
+        return Entry(key=_key(document), phases={phase["name"]: _needs(phase) for phase in document["phases"]})
+    except OSError as error:
+        what = f"the profile cannot be read: {error.strerror}"
+        raise HarnessError(Code.BAD_PROFILE, what, where=file, hint=hint) from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        missing = f"it has no {error}" if isinstance(error, KeyError) else "it is not what harness profile writes"
+        raise HarnessError(Code.BAD_PROFILE, f"the file is no profile: {missing}", where=file, hint=hint) from error
+
+
+def read_baseline(path: Path) -> Baseline | None:
+    """Read a baseline; None where there is no file.
+
+    Raises:
+        HarnessError: BAD_BASELINE.
+    """
+    try:
+        return Baseline.model_validate_json(read_bytes(path))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        reason = error.strerror if isinstance(error, OSError) else _first(error)
+        hint = "take it back from version control, or write a new one with --accept"
+        what = f"the baseline cannot be used: {reason}"
+        raise HarnessError(Code.BAD_BASELINE, what, where=path, hint=hint) from error
+
+
+def write_baseline(baseline: Baseline, path: Path) -> None:
+    """Write a baseline whole, or leave what is there.
+
+    Raises:
+        HarnessError: CANNOT_WRITE.
+    """
+    write_text(path, json.dumps(baseline.model_dump(), indent=1, sort_keys=True) + "\n")
+
+
+@contextmanager
+def changing(path: Path) -> Iterator[None]:
+    """Keep other processes, those of pytest-xdist for instance, from changing a baseline between reading and writing.
+
+    Raises:
+        HarnessError: CANNOT_WRITE.
+    """
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)  # the file itself is replaced, and a lock on it with it
+    try:
+        with writing(path):
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _key(document: Mapping[str, Any]) -> dict[str, str]:
+    environment = document["environment"]
+    steps = " ".join(f"{phase['name']}={phase['num_steps']}" for phase in document["phases"])
+    return {
+        **{name: str(environment.get(name, "")) for name in _VERSIONS},
+        "python": ".".join(str(environment["python"]).split(".")[:2]),
+        **{name: str(document[name]) for name in _WORK},
+        "model": PurePath(document["model"]).name,  # folders differ from machine to machine
+        "options": str(environment.get("options", "")),
+        "steps": steps,
+    }
+
+
+def _needs(phase: Mapping[str, Any]) -> PhaseNeeds:
+    operators: dict[str, dict[str, int]] = {}
+    places: dict[str, dict[str, dict[str, int]]] = {}
+    for count in phase["counts"]:
+        operators.setdefault(count["operation"], {})[count["operator"]] = count["count"]
+        if count.get("places"):
+            places.setdefault(count["operation"], {})[count["operator"]] = dict(count["places"])
+    return PhaseNeeds(
+        operators=operators,
+        places=places,
+        counts={name: phase[name] for name in ("num_python_calls", "num_allocations", "num_kept")},
+        amounts={
+            "flops": phase["flops_measured"],
+            "bytes_moved": sum(count["bytes_moved"] for count in phase["counts"]),
+            "bytes_allocated": phase["bytes_allocated"],
+            "kv_bytes": phase["kv_bytes_measured"],
+            "peak_bytes": phase["peak_bytes"],
+        },
+    )
+
+
+def _first(error: ValidationError) -> str:
+    """Return the first of a file's errors, with its place."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"{place}: {first['msg']}" if place else str(first["msg"])

@@ -1,0 +1,138 @@
+"""A process that keeps one version of an engine warm and runs its load whenever it is told to.
+
+Started as a file, with another version's packages ahead on the path: of `harness` it uses nothing but the engine's
+protocol, which an older version has too. It says first which sources it runs. Then it answers each line `run` with the
+CPU and wall seconds of each phase, as JSON, and each line `reopen` when it has loaded the engine again, elsewhere in
+memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.checkpoint import read_config
+from harness.engines import open_engine
+from harness.engines.stepping import open_session
+from harness.threads import suitable_threads
+
+
+def serve(spec: dict[str, Any]) -> None:
+    """Answer each line of standard input until it ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries that print must not do so into the answers
+    with suitable_threads(int(read_config(Path(spec["folder"])).get("hidden_size", 0))):
+        run = Run(spec)
+        _tell(answers, {"sources": sources(spec["packages"]), "threads": torch.get_num_threads()})
+        for line in sys.stdin:
+            gc.collect()
+            if line.strip() == "reopen":
+                run.close()
+                # What is freed is not all given out again at the same addresses.
+                held = [bytearray(random.randrange(1 << 20)) for _ in range(4)]
+                run = Run(spec)
+                del held
+                _tell(answers, {})
+            else:
+                _tell(answers, run.time_phases())
+
+
+def _tell(answers: Any, found: dict[str, Any]) -> None:
+    answers.write(json.dumps(found) + "\n")
+    answers.flush()
+
+
+def sources(packages: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return of each package that is imported where it lies, and a digest of its code."""
+    found = {}
+    for package in packages:
+        module = sys.modules.get(package)
+        file = getattr(module, "__file__", None)
+        if file is not None:
+            root = Path(file)
+            files = sorted(root.parent.rglob("*")) if root.name == "__init__.py" else [root]
+            digest = hashlib.sha256()
+            for path in files:
+                if path.suffix in (".py", ".so") and path.is_file():
+                    digest.update(str(path.relative_to(root.parent)).encode() + b"\0" + path.read_bytes() + b"\0")
+            found[package] = (str(root), digest.hexdigest())
+    return found
+
+
+class Run:
+    """An engine that is loaded, and a load whose steps are known by phase, to be run again and again."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        draw, load, device = random.Random(0), spec["load"], spec["device"]
+        engine = open_engine(
+            spec["engine"], Path(spec["folder"]), dtype=spec["dtype"], device=device, options=spec["options"]
+        )
+        num_tokens = load["batch_size"] * (load["num_prompt_tokens"] + 1)
+        session = open_session(engine, max_num_tokens=num_tokens, max_num_seqs=load["batch_size"] + 1)
+        self._session, self._max_new_tokens = session, load["max_new_tokens"]
+        self._prompts = [
+            [draw.randrange(session.model.vocab_size) for _ in range(load["num_prompt_tokens"])]
+            for _ in range(load["batch_size"])
+        ]
+        is_cuda = torch.device(device).type == "cuda"
+        self._synchronize: Callable[[], Any] = (lambda: torch.cuda.synchronize(device)) if is_cuda else lambda: None
+        self.phases: list[str] = []
+        """Of each step."""
+        self._drive(lambda _index: session.step())
+        with session.watching(self):
+            self._drive(lambda _index: session.step())
+
+    def close(self) -> None:
+        """Give the engine's memory back."""
+        self._session.close()
+        del self._session
+
+    def begin_step(self, shape: Any) -> None:
+        """See `Watcher`."""
+        self.phases.append(shape.phase)
+
+    def reached(self, name: str) -> None:
+        """See `Watcher`."""
+
+    def time_phases(self) -> dict[str, dict[str, float]]:
+        """Run the load once and return the CPU and wall seconds of each phase."""
+        seconds = {phase: {"cpu": 0.0, "wall": 0.0} for phase in self.phases}
+
+        def take(index: int) -> Sequence[int]:
+            self._synchronize()
+            wall, cpu = time.perf_counter(), time.process_time()
+            requests: Sequence[int] = self._session.step()
+            self._synchronize()
+            own = seconds[self.phases[index]]
+            own["cpu"] += time.process_time() - cpu
+            own["wall"] += time.perf_counter() - wall
+            return requests
+
+        self._drive(take)
+        return seconds
+
+    def _drive(self, take: Callable[[int], Sequence[int]]) -> None:
+        num_tokens: Counter[int] = Counter()
+        try:
+            requests = [self._session.add(prompt, self._max_new_tokens + 1) for prompt in self._prompts]
+            index = 0
+            while min(num_tokens[request] for request in requests) < self._max_new_tokens:
+                num_tokens.update(take(index))
+                index += 1
+        finally:
+            self._session.stop()
+
+
+if __name__ == "__main__":
+    serve(json.loads(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""Memory of the captured steps: allocations with their stacks, snapshots, timelines."""

@@ -1,0 +1,85 @@
+"""Allocations paired with their frees, and what each was for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from harness.profile_results import Category, Frame
+from harness.profiling.trace.nodes import MemoryEvent, Node
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Allocation:
+    """One block from its allocation to its free. Times in microseconds."""
+
+    time_us: float
+    address: int
+    num_bytes: int
+    frames: tuple[Frame, ...]
+    """Innermost first."""
+    within: Node | None = None
+    """The operation's span it was allocated in."""
+    freed_us: float | None = None
+    freed_frames: tuple[Frame, ...] = ()
+    freed_within: Node | None = None
+    category: Category = Category.OTHER
+
+    def is_alive(self, time_us: float) -> bool:
+        """Whether the block exists at that time."""
+        return self.time_us <= time_us and (self.freed_us is None or self.freed_us > time_us)
+
+
+def match(
+    events: Iterable[MemoryEvent], *, names: Collection[str], frames: Callable[[MemoryEvent], tuple[Frame, ...]]
+) -> list[Allocation]:
+    """Pair each allocation with the free of its address that follows.
+
+    Args:
+        events: in order of time.
+        names: of the operations, whose spans tell what is temporary.
+        frames: returns the stack that an event has happened in.
+    """
+    found: list[Allocation] = []
+    alive: dict[int, Allocation] = {}
+    for event in events:
+        span = _span(event, names)
+        if event.num_bytes > 0:
+            allocation = Allocation(
+                time_us=event.time_us,
+                address=event.address,
+                num_bytes=event.num_bytes,
+                frames=frames(event),
+                within=span,
+            )
+            alive[event.address] = allocation
+            found.append(allocation)
+        elif (freed := alive.pop(event.address, None)) is not None:
+            freed.freed_us, freed.freed_within, freed.freed_frames = event.time_us, span, frames(event)
+    return found
+
+
+def categorize(allocations: Iterable[Allocation], kv_storages: Mapping[float, Collection[int]]) -> None:
+    """Say of each block what it was for.
+
+    Args:
+        allocations: to be marked.
+        kv_storages: for the end of each step, its time and the addresses that K and V are kept at then.
+    """
+    for allocation in allocations:
+        if any(
+            allocation.address in addresses and allocation.is_alive(time_us)
+            for time_us, addresses in kv_storages.items()
+        ):
+            allocation.category = Category.KV_CACHE
+        elif allocation.within is None:
+            allocation.category = Category.OTHER
+        elif allocation.within is allocation.freed_within:
+            allocation.category = Category.TEMPORARY
+        else:
+            allocation.category = Category.ACTIVATIONS
+
+
+def _span(event: MemoryEvent, names: Collection[str]) -> Node | None:
+    around = () if event.within is None else event.within.around(event.time_us)
+    return next((node for node in around if node.name in names), None)

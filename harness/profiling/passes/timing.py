@@ -1,0 +1,155 @@
+"""Times without a profiler: latencies as users see them, and the wall time of each phase's steps."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+
+from harness.engines.stepping import Session
+from harness.profile_results import Percentiles
+from harness.profiling.passes.load import Load, Window, drive
+
+
+def synchronize(device: str) -> None:
+    """Wait for all that a GPU still has to do."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Adds up the time of the captured steps of one window."""
+
+    window: Window
+    device: str = "cpu"
+    elapsed_s: float = 0.0
+
+    @contextmanager
+    def step(self, index: int) -> Iterator[None]:
+        """Time the step of this index if it is one of the window's."""
+        if index not in range(len(self.window.before), self.window.num_steps):
+            yield
+            return
+        synchronize(self.device)
+        begin = time.perf_counter()
+        yield
+        synchronize(self.device)
+        self.elapsed_s += time.perf_counter() - begin
+
+
+@dataclass(slots=True)
+class Latencies:
+    """Samples of one load, over several runs. Times in seconds."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    tpot_s: list[float] = field(default_factory=list)
+    inter_token_s: list[float] = field(default_factory=list)
+    run_s: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    step_s: list[list[float]] = field(default_factory=list)
+    """[runs][steps] wall time of each step."""
+    cpu_s: list[list[float]] = field(default_factory=list)
+    """[runs][steps] CPU time of the process in each step, of all its threads."""
+    switches: list[list[int]] = field(default_factory=list)
+    """[runs][steps] how often the system took a core away in each step."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens over all of the time."""
+        return self.num_tokens / sum(self.run_s)
+
+    def wall_s(self, window: Window) -> float:
+        """Return the median over the runs of what a window's steps took."""
+        return statistics.median(_sums(self.step_s, window))
+
+    def wall_s_range(self, window: Window) -> tuple[float, float]:
+        """Return the same of the fastest and of the slowest run."""
+        sums = _sums(self.step_s, window)
+        return min(sums), max(sums)
+
+    def cpu_s_median(self, window: Window) -> float:
+        """Return the median over the runs of the CPU time of a window's steps."""
+        return statistics.median(_sums(self.cpu_s, window))
+
+    def switches_median(self, window: Window) -> float:
+        """Return the median over the runs of the involuntary switches in a window's steps."""
+        return statistics.median(_sums(self.switches, window))
+
+
+def _sums(runs: Sequence[Sequence[float]], window: Window) -> list[float]:
+    own = slice(len(window.before), window.num_steps)
+    return [sum(steps[own]) for steps in runs]
+
+
+def measure(
+    session: Session, load: Load, *, num_runs: int, device: str, ran: Callable[[int], None] = lambda _done: None
+) -> Latencies:
+    """Run a load several times with nothing attached; `ran` is told how many runs are done."""
+    latencies = Latencies()
+    for done in range(1, num_runs + 1):
+        _measure_once(session, load, device, latencies)
+        ran(done)
+    return latencies
+
+
+@dataclass(frozen=True, slots=True)
+class _Used:
+    """What the process has used so far."""
+
+    cpu_s: float
+    num_switches: int
+
+    @classmethod
+    def now(cls) -> _Used:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return cls(time.process_time(), usage.ru_nivcsw)
+
+
+def _measure_once(session: Session, load: Load, device: str, latencies: Latencies) -> None:
+    ends: list[float] = []
+    used: list[_Used] = []
+    arrivals: dict[int, list[float]] = {}
+
+    def take(_index: int) -> Sequence[int]:
+        requests = session.step()
+        synchronize(device)
+        ends.append(time.perf_counter())
+        used.append(_Used.now())
+        for request in requests:
+            arrivals.setdefault(request, []).append(ends[-1])
+        return requests
+
+    synchronize(device)
+    used.append(_Used.now())
+    begin = time.perf_counter()
+    drive(session, load, take)
+    latencies.step_s.append([end - start for start, end in zip([begin, *ends], ends, strict=False)])
+    latencies.cpu_s.append([later.cpu_s - earlier.cpu_s for earlier, later in pairwise(used)])
+    latencies.switches.append([later.num_switches - earlier.num_switches for earlier, later in pairwise(used)])
+    latencies.run_s.append(ends[-1] - begin)
+    for times in arrivals.values():
+        latencies.num_tokens += len(times)
+        latencies.ttft_s.append(times[0] - begin)
+        latencies.inter_token_s += [later - earlier for earlier, later in pairwise(times)]
+        if len(times) > 1:
+            latencies.tpot_s.append((times[-1] - times[0]) / (len(times) - 1))
+
+
+def percentiles_ms(samples_s: Sequence[float]) -> Percentiles:
+    """Return the percentiles of samples in seconds, in milliseconds, interpolated between neighbours."""
+    ordered = sorted(sample * 1e3 for sample in samples_s)
+
+    def at(share: float) -> float:
+        place = share * (len(ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+    return Percentiles(median=at(0.5), p90=at(0.9), p99=at(0.99), num_samples=len(ordered))

@@ -1,0 +1,1 @@
+"""Chrome traces of torch, anybody's: one reader, and what is made of its columns."""

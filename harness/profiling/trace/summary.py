@@ -1,0 +1,194 @@
+"""What a Chrome trace of torch holds, counted and summed up by phase, operation and operator."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.profiling.trace.file import NO_CORRELATION, Trace, collecting_no_garbage, read_trace
+from harness.profiling.trace.nesting import NOT_NESTED, innermost, nest
+from harness.trace_results import TraceOperation, TraceOperator, TracePhase, TraceSummary
+
+# Capitals are of older versions of torch; lists of events that are not the profiler's own have no category.
+_OPERATOR_CATEGORIES = {"cpu_op", "Operator", ""}
+_KERNEL_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"}
+_LAUNCH_CATEGORY = re.compile(r"\w+_(?:runtime|driver)$|Runtime$")
+"""Of any kind of device: `cuda_runtime`, `xpu_runtime`, ..."""
+_STATED_PHASE = re.compile(r"([^\[\]]+)\[.*\]$")
+"""A step that says what it computes: `decode[bs=1 toks=1 kv=128]`."""
+_STEP_NUMBER = re.compile(r"#\d+$")
+_SPAN = re.compile(r"(?:(?:engine|model)\.[\w.]+|lm_head)$")
+"""Names of our spans. They are of the same category as operators, and are none."""
+_LAYER_PREFIX = re.compile(r"^model\.layers\.\d+\.")
+_LAYER = re.compile(r"^model\.layers\.\d+$")
+_STEP = "engine.step"
+
+
+def summarize(path: Path) -> TraceSummary:
+    """Read a trace and sum it up.
+
+    Raises:
+        HarnessError: as `read_trace`.
+    """
+    with collecting_no_garbage():
+        return summarize_trace(read_trace(path), str(path))
+
+
+def summarize_trace(trace: Trace, path: str) -> TraceSummary:
+    """Sum up a trace that has been read."""
+    columns = _Columns(trace)
+    return TraceSummary(
+        path=path,
+        num_events=trace.num_events,
+        duration_us=columns.duration_us,
+        phases=tuple(columns.phases()),
+        operators=tuple(sorted(columns.operators(), key=lambda operator: operator.self_us, reverse=True)),
+        operations=tuple(columns.operations()),
+    )
+
+
+class _Columns:
+    """A trace's columns, and those that follow from them."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        categories = np.array([category for category, _ in trace.labels], dtype=object)
+        is_span = np.array([category == "cpu_op" and bool(_SPAN.match(name)) for category, name in trace.labels], bool)
+        is_operator = np.isin(categories, list(_OPERATOR_CATEGORIES)) & ~is_span
+        is_launch = np.array([bool(_LAUNCH_CATEGORY.match(category)) for category, _ in trace.labels], bool)
+        self._is_operator = is_operator[trace.label]
+        self._is_kernel = np.isin(categories, list(_KERNEL_CATEGORIES))[trace.label]
+        self._is_launch = is_launch[trace.label]
+        self._is_span = is_span[trace.label]
+        self._is_timed = (categories != "Trace")[trace.label]
+        self._spans = _phase_spans(trace, categories)
+        self._phase_names = tuple(dict.fromkeys(name for _, name in self._spans))
+        self._phase = self._phases_of_events()
+        self._parent = self._nested()
+
+    @property
+    def duration_us(self) -> float:
+        """Time from the first event to the end of the last; the profiler's own span around all of them is left out."""
+        start, duration = self._trace.start_ns[self._is_timed], self._trace.duration_ns[self._is_timed]
+        return float(((start + duration).max() - start.min()) / 1e3) if len(start) else 0.0
+
+    def phases(self) -> Iterator[TracePhase]:
+        durations: dict[str, list[int]] = {name: [] for name in self._phase_names}
+        for event, name in self._spans:
+            durations[name].append(int(self._trace.duration_ns[event]))
+        for name, found in durations.items():
+            yield TracePhase(name=name, count=len(found), total_us=sum(found) / 1e3)
+
+    def operators(self) -> Iterator[TraceOperator]:
+        starts, durations = self._trace.start_ns, self._trace.duration_ns
+        ends = starts + durations
+        calling = innermost(self._parent, self._is_operator)
+        called = np.flatnonzero(self._is_operator & (calling != NOT_NESTED))
+        inside = np.minimum(ends[called], ends[calling[called]]) - starts[called]
+        within = np.bincount(calling[called], weights=inside, minlength=len(durations))
+        own = np.maximum(durations - within, 0)
+        yield from self._grouped(np.flatnonzero(self._is_operator), own, "cpu")
+        yield from self._grouped(np.flatnonzero(self._is_kernel), own, "gpu")
+
+    def operations(self) -> Iterator[TraceOperation]:
+        """Sum up our spans; those around a whole layer or step hold others, and are no operations."""
+        around = innermost(self._parent, self._is_span)
+        inside = around[self._is_operator & (around != NOT_NESTED)]
+        num_operators = np.bincount(inside, minlength=len(around))
+        sums: dict[tuple[int, str], list[int]] = {}
+        for event in np.flatnonzero(self._is_span).tolist():
+            name = self._trace.labels[self._trace.label[event]][1]
+            if name != _STEP and not _LAYER.match(name):
+                total = sums.setdefault((int(self._phase[event]), _LAYER_PREFIX.sub("", name)), [0, 0, 0])
+                total[0] += 1
+                total[1] += int(num_operators[event])
+                total[2] += int(self._trace.duration_ns[event])
+        for (phase, name), (count, operators, total_ns) in sums.items():
+            yield TraceOperation(
+                name=name,
+                phase=self._phase_name(phase),
+                count=count,
+                num_operators=operators,
+                total_us=total_ns / 1e3,
+            )
+
+    def _nested(self) -> NDArray[np.int64]:
+        """Return for each event the operator or span that it is nested in; -1 for all that are neither."""
+        trace = self._trace
+        events = np.flatnonzero(self._is_operator | self._is_span)
+        parent = nest(trace.start_ns[events], trace.duration_ns[events], trace.thread[events])
+        nested = np.full(len(trace.label), NOT_NESTED)
+        nested[events] = np.where(parent == NOT_NESTED, NOT_NESTED, events[parent]) if len(events) else NOT_NESTED
+        return nested
+
+    def _grouped(self, events: NDArray[np.int64], self_ns: NDArray[np.float64], device: str) -> Iterator[TraceOperator]:
+        """Yield one sum for each phase and name."""
+        names = [name for _, name in self._trace.labels]
+        number = {name: index for index, name in enumerate(dict.fromkeys(names))}
+        name_of_label = np.array([number[name] for name in names], np.int64)
+        keys = (self._phase[events] + 1) * max(1, len(number)) + name_of_label[self._trace.label[events]]
+        groups, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
+        total_ns = np.bincount(group, weights=self._trace.duration_ns[events], minlength=len(groups))
+        own_ns = np.bincount(group, weights=self_ns[events], minlength=len(groups))
+        by_number = list(number)
+        for key, count, total, own in zip(groups, counts, total_ns, own_ns, strict=True):
+            phase, name = divmod(int(key), len(number))
+            yield TraceOperator(
+                name=by_number[name],
+                phase=self._phase_name(phase - 1),
+                device=device,
+                count=int(count),
+                total_us=float(total) / 1e3,
+                self_us=float(own) / 1e3,
+            )
+
+    def _phase_name(self, number: int) -> str | None:
+        return None if number < 0 else self._phase_names[number]
+
+    def _phases_of_events(self) -> NDArray[np.int64]:
+        """Return the number of each event's phase, -1 outside: by time on the CPU, on the GPU by what launched it."""
+        trace = self._trace
+        phase = np.full(len(trace.label), NOT_NESTED)
+        process = trace.processes[trace.thread] if len(trace.processes) else np.zeros(0, np.int32)
+        on_cpu = np.flatnonzero(~self._is_kernel)
+        on_cpu = on_cpu[np.argsort(trace.start_ns[on_cpu], kind="stable")]
+        starts = trace.start_ns[on_cpu]
+        numbers = {name: number for number, name in enumerate(self._phase_names)}
+        for span, name in self._spans:  # those further inside come later, and win
+            begin = trace.start_ns[span]
+            low, high = np.searchsorted(starts, (begin, begin + trace.duration_ns[span]))
+            covered = on_cpu[low:high]
+            phase[covered[process[covered] == process[span]]] = numbers[name]
+        self._inherit(phase)
+        return phase
+
+    def _inherit(self, phase: NDArray[np.int64]) -> None:
+        """Give each kernel the phase of the call that launched it."""
+        correlation = self._trace.correlation
+        launches = np.flatnonzero(self._is_launch & (correlation != NO_CORRELATION))
+        kernels = np.flatnonzero(self._is_kernel & (correlation != NO_CORRELATION))
+        if len(launches) and len(kernels):
+            launches = launches[np.argsort(correlation[launches], kind="stable")]
+            at = np.searchsorted(correlation[launches], correlation[kernels])
+            launch = launches[np.minimum(at, len(launches) - 1)]
+            is_found = correlation[launch] == correlation[kernels]
+            phase[kernels[is_found]] = phase[launch[is_found]]
+
+
+def _phase_spans(trace: Trace, categories: NDArray[np.object_]) -> list[tuple[int, str]]:
+    """Return the events that are steps of a phase, and the phase of each, in order of their start.
+
+    Where some annotations say what a step computes, only these count. Elsewhere every annotation does, without the
+    number of the step.
+    """
+    events = np.flatnonzero((categories == "user_annotation")[trace.label])
+    events = events[np.lexsort((-trace.duration_ns[events], trace.start_ns[events]))]
+    names = [trace.labels[label][1] for label in trace.label[events]]
+    stated = [_STATED_PHASE.match(name) for name in names]
+    if any(stated):
+        return [(int(event), match[1]) for event, match in zip(events, stated, strict=True) if match]
+    return [(int(event), _STEP_NUMBER.sub("", name)) for event, name in zip(events, names, strict=True)]

@@ -1,0 +1,95 @@
+"""Trace summaries and differences for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tabulate import tabulate
+
+from harness.trace_results import TraceDiff, TraceSummary
+
+MAX_ROWS = 20
+"""Rows of a table."""
+_NAME_WIDTH = 60
+"""A kernel's name holds its template arguments, thousands of characters of them."""
+
+
+def summary_text(summaries: Sequence[TraceSummary]) -> str:
+    """Return one block a file."""
+    return "\n\n".join(_summary(summary) for summary in summaries)
+
+
+def _summary(summary: TraceSummary) -> str:
+    parts = [f"{_shown(summary.path, 200)}: {summary.num_events:,} events in {summary.duration_us / 1e3:,.2f} ms"]
+    if summary.phases:
+        rows = [[_shown(phase.name), f"{phase.count:,}", f"{phase.total_us:,.0f}"] for phase in summary.phases]
+        parts.append(_table(rows, ["phase", "steps", "us"], num_names=1))
+    if summary.operations:
+        operations = [
+            [_shown(row.phase), _shown(row.name), f"{row.count:,}", f"{row.num_operators:,}", f"{row.total_us:,.0f}"]
+            for row in summary.operations
+        ]
+        parts.append(_table(operations, ["phase", "operation", "count", "operators", "us"]))
+    operators = [
+        [_shown(row.phase), _shown(row.name), f"{row.count:,}", f"{row.self_us:,.0f}", f"{row.total_us:,.0f}"]
+        for row in summary.operators
+    ]
+    parts.append(_limited(operators, ["phase", "operator", "count", "self us", "us"]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def diff_text(diff: TraceDiff) -> str:
+    """Return what ran more or less often, then what took another time."""
+    parts = [
+        f"the phase {_shown(name)} has {before:,} step{'s' * (before != 1)} before and {after:,} after: "
+        "counts of it differ for that"
+        for name, before, after in diff.steps
+        if before != after
+    ]
+    counted = [
+        [
+            _shown(row.phase),
+            _shown(row.name),
+            f"{row.num_operators_before:,}",
+            f"{row.num_operators_after:,}",
+            f"{row.num_operators_after - row.num_operators_before:+,}",
+        ]
+        for row in diff.operations
+        if row.is_of_count
+    ]
+    parts.append(_limited(counted, ["phase", "operation", "operators", "after", "change"]))
+    for is_of_count in (True, False):
+        rows = [
+            [
+                _shown(row.phase),
+                _shown(row.name),
+                f"{row.count_before:,}",
+                f"{row.count_after:,}",
+                f"{row.self_us_before:,.0f}",
+                f"{row.self_us_after:,.0f}",
+                f"{row.self_us_after - row.self_us_before:+,.0f}",
+            ]
+            for row in diff.changes
+            if row.is_of_count == is_of_count
+        ]
+        parts.append(_limited(rows, ["phase", "operator", "count", "after", "self us", "after", "change"]))
+    if not any(row.is_of_count for row in diff.changes):
+        parts.insert(0, "every operator runs as often as before; times differ from run to run, and are no finding")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _limited(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
+    left = len(rows) - MAX_ROWS
+    more = f"\nand {left:,} more" if left > 0 else ""
+    return f"{_table(rows[:MAX_ROWS], header)}{more}" if rows else ""
+
+
+def _table(rows: Sequence[Sequence[str]], header: Sequence[str], *, num_names: int = 2) -> str:
+    aligned = ["left"] * num_names + ["right"] * (len(header) - num_names)
+    return tabulate(rows, header, tablefmt="simple", disable_numparse=True, colalign=aligned)
+
+
+def _shown(name: str | None, width: int = _NAME_WIDTH) -> str:
+    """Return a name in one line of printable characters; a trace is anybody's."""
+    text = "".join(character if character.isprintable() else "�" for character in name or "-")
+    return text if len(text) <= width else f"{text[: width - 1]}…"
