@@ -84,3 +84,39 @@ class SuiteResult:
         """Cases by verdict; together they are all cases."""
         found = Counter(case.verdict for case in self.cases)
         return {verdict.value: found[verdict] for verdict in CaseVerdict}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """A figure of a case that is another than before."""
+
+    name: str
+    figure: str
+    old: float
+    new: float
+    usual_ratio: float
+    """Median of new by old over all cases."""
+    largest_usual_ratio: float
+    """Ratio up to which noise reaches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteDiff:
+    """What changed from one run of a suite to another."""
+
+    new_failures: tuple[tuple[CaseResult, CaseResult], ...]
+    """(old, new): passed before and do not now."""
+    new_passes: tuple[tuple[CaseResult, CaseResult], ...]
+    changed_failures: tuple[tuple[CaseResult, CaseResult], ...]
+    """Failed before and fail in another way now: another verdict, or another first divergence."""
+    moved: tuple[Moved, ...]
+    slower: tuple[Moved, ...]
+    added: tuple[CaseResult, ...]
+    removed: tuple[CaseResult, ...]
+    num_same: int
+    """Cases in both that ended as before; their figures may have moved."""
+
+    @property
+    def added_failures(self) -> tuple[CaseResult, ...]:
+        """Cases that were not there before, and do not pass."""
+        return tuple(case for case in self.added if case.verdict is not CaseVerdict.PASS)
