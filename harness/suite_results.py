@@ -120,3 +120,28 @@ class SuiteDiff:
     def added_failures(self) -> tuple[CaseResult, ...]:
         """Cases that were not there before, and do not pass."""
         return tuple(case for case in self.added if case.verdict is not CaseVerdict.PASS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revision:
+    """One commit of a bisection."""
+
+    commit: str
+    subject: str
+    verdict: str
+    """`pass`, `mismatch`, `error`, or `unbuilt`."""
+    code: str | None = None
+    schedule: str | None = None
+    """The first that failed."""
+    what: str | None = None
+    """First divergence, or why it could not be checked."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bisection:
+    """Which commit broke an engine."""
+
+    first_bad: Revision
+    revisions: tuple[Revision, ...]
+    """All that were tested, in this order."""
