@@ -4,7 +4,6 @@ import json
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from harness.version import __version__
 
@@ -30,4 +29,4 @@ def _version(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps({**fingerprint(), "executable": str(Path(sys.executable))}))
+    sys.stdout.write(json.dumps(fingerprint()))

@@ -6,7 +6,6 @@ with it. So time limits and crashes are told apart in one way here and on a clus
 
 import json
 import os
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,12 +14,11 @@ from pydantic import BaseModel, ConfigDict
 from harness.errors import HarnessError
 from harness.scratch import scratch_folder
 from harness.suite.fingerprint import fingerprint, node_name
-from harness.suite.preflight import missing_models
+from harness.suite.preflight import missing_models, python_versions
 from harness.suite.process import ProcessShelf
 from harness.suite.store import DamagedBlobError, Store
 from harness.suite.task import Answer, Loss, Task
 
-_LOOK_LIMIT_S = 60.0
 _shelf = ProcessShelf(1)
 """Of this process: it runs one task at a time."""
 
@@ -52,7 +50,7 @@ def look(models: Sequence[str], pythons: Mapping[str, str | None], store: str, p
         name=node_name(),
         versions=own,
         missing_models=missing_models(models),
-        environments={name: own if python is None else _versions_of(python) for name, python in pythons.items()},
+        environments={name: own if python is None else python_versions(python) for name, python in pythons.items()},
         store_error=_store_error(store, probe),
     )
     return found.model_dump_json()
@@ -69,16 +67,6 @@ def ended(text: str) -> Answer | Loss:
     """Return what `run_on_node` has written."""
     said = json.loads(text)
     return Loss.model_validate(said["loss"]) if "loss" in said else Answer.model_validate(said["answer"])
-
-
-def _versions_of(python: str) -> dict[str, str] | None:
-    command = [python, "-m", "harness.suite.fingerprint"]
-    try:
-        said = subprocess.run(command, capture_output=True, check=True, timeout=_LOOK_LIMIT_S).stdout
-        versions: dict[str, str] = json.loads(said)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
-    return versions
 
 
 def _store_error(url: str, probe: str) -> str | None:

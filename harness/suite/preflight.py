@@ -1,12 +1,16 @@
 """What can be known to be wrong before the first task: a name that stands for nothing."""
 
+import json
+import subprocess
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from harness.checkpoint import read_config, resolve
 from harness.engines import engine_names
 from harness.errors import Code, HarnessError
 from harness.suite.task import SuiteCase
+
+_LOOK_LIMIT_S = 60.0
+"""Longest time for an interpreter to say what it has."""
 
 
 def check_engines(cases: Sequence[SuiteCase]) -> None:
@@ -57,17 +61,29 @@ def _is_here(model: str) -> bool:
 
 
 def check_pythons(pythons: Iterable[tuple[str, str]]) -> None:
-    """Refuse environments, each a name and the path of its interpreter, that are not there.
+    """Refuse environments, each a name and the path of its interpreter, that cannot run the harness.
 
     Raises:
         HarnessError: BAD_SUITE.
     """
     for name, python in pythons:
-        if not Path(python).is_file():
+        if python_versions(python) is None:
             raise HarnessError(
                 Code.BAD_SUITE,
-                f"the environment {name!r} has no interpreter",
+                f"the environment {name!r} has no interpreter with the harness",
                 where=f"environments.{name}.python",
-                expected="the path of a Python that has the harness",
+                expected="the path of a Python that can import harness",
                 actual=python,
+                hint=f"{python} -m pip install inference-harness",
             )
+
+
+def python_versions(python: str) -> dict[str, str] | None:
+    """Return what an interpreter's `fingerprint` is; None where it has no harness, or is not there."""
+    command = [python, "-m", "harness.suite.fingerprint"]
+    try:
+        said = subprocess.run(command, capture_output=True, check=True, timeout=_LOOK_LIMIT_S).stdout
+        versions: dict[str, str] = json.loads(said)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return versions

@@ -121,6 +121,8 @@ class ProcessShelf:
         process = CaseProcess(setting)
         with self._lock:
             self._busy.append(process)
+            if self._is_closed:
+                process.end()
         try:
             process.warm_up()
         except BaseException:

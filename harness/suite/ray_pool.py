@@ -292,19 +292,29 @@ def _refuse_store(seen: Look, store: str) -> None:
 
 
 def _refuse_differences(looks: Sequence[Look]) -> None:
-    """Refuse versions other than this machine's: their goldens and figures would be others."""
+    """Refuse versions that differ: goldens and figures of two nodes would be of different programs."""
     own = fingerprint()
     for seen in looks:
-        differing = {name: version for name, version in seen.versions.items() if version != own.get(name)}
-        if differing:
-            raise HarnessError(
-                Code.NODES_DIFFER,
-                "a node has other versions than this machine",
-                where=seen.name,
-                expected={name: own.get(name) for name in differing},
-                actual=differing,
-                hint="install the same versions on every node",
-            )
+        if seen.versions != own:
+            raise _differing("a node has other versions than this machine", seen.name, own, seen.versions)
+    for name in sorted({name for seen in looks for name in seen.environments}):
+        having = [(seen.name, versions) for seen in looks if (versions := seen.environments.get(name)) is not None]
+        for node, versions in having:
+            if versions != having[0][1]:
+                what = f"the environment {name!r} has other versions on two nodes"
+                raise _differing(what, f"{having[0][0]} and {node}", having[0][1], versions)
+
+
+def _differing(what: str, where: str, expected: Mapping[str, str], actual: Mapping[str, str]) -> HarnessError:
+    names = [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]
+    return HarnessError(
+        Code.NODES_DIFFER,
+        what,
+        where=where,
+        expected={name: expected.get(name) for name in names},
+        actual={name: actual.get(name) for name in names},
+        hint="install the same versions on every node",
+    )
 
 
 def _refuse_missing(looks: Sequence[Look], cases: Sequence[SuiteCase]) -> None:

@@ -76,7 +76,7 @@ def test_an_environment_without_an_interpreter(harness, case, tmp_path):
     text = '[[rules]]\nenvironment = "e"\n[environments.e]\npython = "/no/python"'
     ran = harness("suite", case, "--matrix", matrix(tmp_path, text))
     assert ran.status == 2
-    assert ran.err.startswith("H130: the environment 'e' has no interpreter")
+    assert ran.err.startswith("H130: the environment 'e' has no interpreter with the harness")
 
 
 @pytest.mark.parametrize(

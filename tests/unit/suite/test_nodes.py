@@ -65,6 +65,14 @@ def test_versions_that_differ_are_refused_with_the_node_and_both_versions():
     assert (error.code, error.where, error.actual) == (Code.NODES_DIFFER, "odd", {"torch": "1.0"})
 
 
+def test_an_environment_that_is_another_one_on_another_node_is_refused():
+    looks = [seen(name, environments={"old": versions}) for name, versions in (("a", {"torch": "2"}), ("b", None))]
+    _refuse_differences(looks)
+    with pytest.raises(HarnessError, match="the environment 'old' has other versions on two nodes") as caught:
+        _refuse_differences([*looks, seen("c", environments={"old": {"torch": "1"}})])
+    assert (caught.value.where, caught.value.actual) == ("a and c", {"torch": "1"})
+
+
 def test_a_model_or_environment_that_no_node_has_is_refused_with_its_case(make_case):
     case = make_case("x")
     _refuse_missing([seen(missing_models=["some/model"]), seen()], [case])
