@@ -44,6 +44,8 @@ class CaseResult:
     handed_over_s: float | None = None
     """From being handed to a worker until its result was here, the check included."""
     attempts: int = 1
+    losses: tuple[str, ...] = ()
+    """Why attempts came to nothing, one entry each."""
     report: str | None = None
     """Its own report, relative to the suite's folder."""
 

@@ -2,8 +2,9 @@
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -253,10 +254,8 @@ def _pool(
 
         assert store is not None
         pool = RayPool(ray, cases, matrix.environments, store)
-    try:
+    with redirect_stdout(sys.stderr), closing(pool):  # Ray prints of lost nodes, and ours carries the result alone
         yield pool
-    finally:
-        pool.close()
 
 
 def _num_gpus(cases: "list[SuiteCase]") -> int:

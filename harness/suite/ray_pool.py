@@ -33,6 +33,9 @@ class Node:
     running: list[Resources] = field(default_factory=list)
     models: set[str] = field(default_factory=set)
     """Models that it has run: their weights are in its memory, as far as it reaches."""
+    is_trusted: bool = True
+    """False from a loss on it until it has been looked at again. A node that is dead, or whose disk is full, ends every
+    task at once: it would take all that there are before anybody noticed."""
 
     @property
     def free(self) -> Resources:
@@ -143,7 +146,8 @@ class RayPool:
     def _place(self, task: Task) -> Node | None:
         """Return the node for a task: one that has run its model before, then the one with most that is free."""
         case = task.case
-        fitting = [node for node in self._nodes.values() if node.has(case) and case.resources.within(node.free)]
+        trusted = [node for node in self._nodes.values() if node.is_trusted and node.has(case)]
+        fitting = [node for node in trusted if case.resources.within(node.free)]
         return max(fitting, key=lambda node: (case.case.model in node.models, node.free.cpus), default=None)
 
     def _ended(self, reference: Any) -> Ended:
@@ -154,6 +158,8 @@ class RayPool:
             found = ended(self._ray.get(reference))
         except self._ray.exceptions.RayError as error:
             found = Loss(reason=_reason(error, name))
+        if isinstance(found, Loss) and not found.needs_golden:
+            running.node.is_trusted, self._refreshed = False, 0.0
         return Ended(task=running.task, found=found, node=name)
 
     def _give_up_silent(self) -> list[Ended]:
@@ -174,7 +180,8 @@ class RayPool:
         self._refreshed = time.monotonic()
         alive = self._alive()
         self._nodes = {id: node for id, node in self._nodes.items() if id in alive}
-        for id in alive.keys() - self._nodes.keys() - set(self._looks.values()) - self._refused:
+        trusted = {id for id, node in self._nodes.items() if node.is_trusted}
+        for id in alive.keys() - trusted - set(self._looks.values()) - self._refused:
             self._looks[self._look_at(id)] = id
         done, _ = self._ray.wait(list(self._looks), num_returns=len(self._looks), timeout=0) if self._looks else ([], 0)
         for reference in done:
@@ -187,8 +194,11 @@ class RayPool:
             return  # it is lost already, or is looked at once more
         if seen.versions != fingerprint() or seen.store_error or id not in alive:
             self._refused.add(id)
-            return
-        self._nodes[id] = Node(id=id, all=alive[id], look=seen)
+            self._nodes.pop(id, None)
+        elif id in self._nodes:
+            self._nodes[id].is_trusted = True
+        else:
+            self._nodes[id] = Node(id=id, all=alive[id], look=seen)
 
     def _alive(self) -> dict[str, Resources]:
         """Return the nodes that are there, by id, with all that they have."""

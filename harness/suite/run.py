@@ -217,6 +217,7 @@ class Driver:
     def _end(self, case: SuiteCase, verdict: CaseVerdict, answer: Answer, node: str | None) -> None:
         """Write down how a case ended; it does so once."""
         assert case.name not in self._done
+        losses = tuple(self._losses.get(case.name, ()))
         result = CaseResult(
             name=case.name,
             verdict=verdict,
@@ -228,7 +229,8 @@ class Driver:
             node=node,
             seconds=answer.seconds or None,
             handed_over_s=time.perf_counter() - self._submitted[case.name] if answer.seconds else None,
-            attempts=len(self._losses.get(case.name, ())) + (verdict is not CaseVerdict.LOST),
+            attempts=len(losses) + (verdict is not CaseVerdict.LOST),
+            losses=losses,
             report=self._keep(case, answer),
         )
         self.journal.add_case(case, result)

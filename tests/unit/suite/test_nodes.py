@@ -1,14 +1,16 @@
 """Nodes of a cluster: where a case may run, and what is refused before the first task. Ray itself is not needed."""
 
+import json
+
 import pytest
 
 from harness.errors import Code, HarnessError
 from harness.suite import node_task
 from harness.suite.fingerprint import fingerprint
 from harness.suite.node_task import Look, look
-from harness.suite.ray_pool import Node, RayPool, _refuse_differences, _refuse_missing, _refuse_store
+from harness.suite.ray_pool import Node, RayPool, _refuse_differences, _refuse_missing, _refuse_store, _Running
 from harness.suite.store import Store
-from harness.suite.task import Resources, Task
+from harness.suite.task import Answer, Loss, Resources, Task
 
 
 def seen(name: str = "n", **more) -> Look:
@@ -55,6 +57,47 @@ def test_a_case_goes_only_where_model_environment_and_resources_are(pool, make_c
     pool._nodes["all"] = node("all", gpus=1.0, environments={"old": {}})
     assert place(pool, case) == "all"
     assert pool.refusal(case) is None
+
+
+class StubRay:
+    """Results that are said beforehand: JSON, or an error."""
+
+    class exceptions:  # noqa: N801  as in Ray
+        class RayError(Exception):
+            pass
+
+    def get(self, said):
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+
+def run_and_end(pool, task, said):
+    """Put a task onto its node and end it."""
+    placed = pool._place(task)
+    placed.running.append(task.case.resources)
+    pool._running = {said: _Running(task=task, node=placed, deadline=0.0)}
+    return pool._ended(said)
+
+
+def test_a_node_that_loses_a_task_gets_no_other_until_it_was_looked_at_again(pool, make_case):
+    pool._ray, pool._refused, task = StubRay(), set(), Task(kind="case", case=make_case("x"))
+    pool._nodes = {"dead": node("dead", cpus=4.0), "sound": node("sound")}
+    found = run_and_end(pool, task, StubRay.exceptions.RayError("the node died\nand more")).found
+    assert found == Loss(reason="RayError on dead: the node died")
+    assert place(pool, make_case("y")) == "sound"
+    assert pool._refreshed == 0.0, "it is looked at again at once"
+    pool._admit("dead", seen("dead").model_dump_json(), {"dead": Resources(cpus=4.0)})
+    assert place(pool, make_case("y")) == "dead"
+    pool._admit("dead", seen("dead", store_error="full").model_dump_json(), {"dead": Resources(cpus=4.0)})
+    assert place(pool, make_case("y")) == "sound"
+
+
+def test_a_golden_that_is_gone_says_nothing_of_the_node(pool, make_case):
+    pool._ray, pool._nodes = StubRay(), {"a": node("a")}
+    gone = json.dumps({"loss": {"reason": "gone", "needs_golden": True}})
+    run_and_end(pool, Task(kind="case", case=make_case("x")), gone)
+    assert place(pool, make_case("y")) == "a"
 
 
 def test_versions_that_differ_are_refused_with_the_node_and_both_versions():
@@ -104,8 +147,6 @@ def test_a_store_that_is_another_folder_on_a_node_is_refused(tmp_path):
 
 
 def test_what_a_node_has_found_comes_back(make_case, monkeypatch):
-    from harness.suite.task import Answer, Loss
-
     for said in (Answer(verdict="pass", seconds=2.0), Loss(reason="gone", needs_golden=True)):
         monkeypatch.setattr(node_task._shelf, "run", lambda _task, _more, said=said: said)
         text = node_task.run_on_node(Task(kind="case", case=make_case("x")).model_dump_json())
