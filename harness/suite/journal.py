@@ -35,6 +35,7 @@ class Journal:
     """By digest of what they are of: goldens that were made."""
     _digests: dict[str, str] = field(default_factory=dict)
     _descriptor: int = -1
+    _is_synced: bool = True
 
     @classmethod
     def begin(cls, folder: Path) -> "Journal":
@@ -76,6 +77,13 @@ class Journal:
         self._write({"record": "golden", "digest": digest, "stored": files, "seconds": seconds})
         self.goldens[digest] = tuple(stored)
 
+    def sync(self) -> None:
+        """See that what was written is on disk: a machine that goes down takes nothing of it."""
+        if not self._is_synced:
+            with writing(self.path):
+                os.fdatasync(self._descriptor)
+            self._is_synced = True
+
     def close(self) -> None:
         """Close the file."""
         if self._descriptor >= 0:
@@ -91,7 +99,7 @@ class Journal:
     def _write(self, record: Mapping[str, Any]) -> None:
         with writing(self.path):
             os.write(self._descriptor, json.dumps(record, allow_nan=False).encode() + b"\n")
-            os.fdatasync(self._descriptor)
+        self._is_synced = False
 
     def _remember(self, record: Mapping[str, Any]) -> None:
         try:

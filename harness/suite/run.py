@@ -85,6 +85,7 @@ class Driver:
             for ended in self.pool.wait(_WAIT_S):
                 self._num_running -= 1
                 self._handle(ended)
+            self.journal.sync()  # once for all that ended meanwhile: a slow disk takes milliseconds for it
             self.report(self._progress())
         return SuiteResult(
             cases=tuple(self._done[case.name] for case in self.cases),

@@ -1,7 +1,6 @@
 """The journal: what was done is known after a driver's end, also one in the middle of a line."""
 
 import json
-import os
 
 import pytest
 
@@ -69,10 +68,3 @@ def test_what_is_no_journal_is_said(tmp_path, content):
     with pytest.raises(HarnessError) as caught:
         Journal.resume(tmp_path)
     assert caught.value.code is Code.BAD_SUITE_RESULT
-
-
-def test_a_record_is_on_disk_before_anything_rests_on_it(journal, make_case, monkeypatch):
-    synced = []
-    monkeypatch.setattr(os, "fdatasync", lambda descriptor: synced.append(journal.read_text()))
-    Journal.resume(journal.parent).add_case(make_case("c"), result("c"))
-    assert '"c"' in synced[-1].splitlines()[-1]

@@ -1,5 +1,6 @@
 """The driver: every case ends in exactly one way, whatever becomes of its worker."""
 
+import os
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -168,6 +169,19 @@ def test_a_case_that_does_not_fit_beside_others_waits_and_holds_up_nobody(make_c
 class ScriptedTask:
     def __init__(self, case):
         self.case = case
+
+
+def test_what_has_ended_is_on_disk_before_anything_else_is_handed_over(make_case, tmp_path, monkeypatch):
+    path, synced = tmp_path / "out" / "journal.jsonl", []
+    monkeypatch.setattr(os, "fdatasync", lambda _descriptor: synced.append(path.read_bytes()))
+    pool = ScriptedPool()
+    submit = pool.submit
+    pool.submit = lambda task: (missing.append(path.read_bytes() != synced[-1]) if synced else None, submit(task))
+    missing = []
+    run([make_case(f"a{at}") for at in range(6)], tmp_path / "out", pool)
+    assert missing
+    assert not any(missing)
+    assert len(synced) == 1 + 3, "once for each batch that ended"
 
 
 def test_progress_counts_what_runs_is_done_and_failed(make_case, tmp_path):
