@@ -103,6 +103,17 @@ class Code(StrEnum):
     NO_HYPOTHESIS = "H090"
     BAD_ADAPTER = "H091"
     PROPERTY_VIOLATED = "H092"
+    # Suites
+    BAD_SUITE = "H130"
+    STORE_FAILED = "H131"
+    NO_CLUSTER = "H132"
+    RESOURCES_LACKING = "H133"
+    NODES_DIFFER = "H134"
+    CASE_TIMED_OUT = "H135"
+    CASE_CRASHED = "H136"
+    CASE_LOST = "H137"
+    BAD_SUITE_RESULT = "H138"
+    BAD_BISECTION = "H139"
     # Ourselves
     INTERNAL = "H099"
 

@@ -137,6 +137,7 @@ def build_app() -> typer.Typer:
         inspect,
         profile,
         run,
+        suite,
         trace,
     )  # only when a command runs
 
@@ -160,6 +161,7 @@ def build_app() -> typer.Typer:
     app.command(cls=Command, epilog=engines)(fuzz.fuzz)
     app.command(cls=Command)(faults.faults)
     app.add_typer(bench.app)
+    app.add_typer(suite.app)
     app.add_typer(trace.app)
     return app
 

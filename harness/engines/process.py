@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.errors import Code, HarnessError
 
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from harness.engines.worker import main; main()"
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]) or sys.path; from {module} import main; main()"
 _POLL_S = 0.1
 _FAREWELL_S = 5.0
 """Time that a process whose work is done gets to end by itself."""
@@ -27,12 +27,26 @@ class EngineProcess:
     ends in whatever way. Processes that leave the group are not known to us.
     """
 
-    def __init__(self, engine: str) -> None:
+    module = "harness.engines.worker"
+    """What runs in the process: its `main` answers."""
+
+    def __init__(
+        self, engine: str, *, python: str = sys.executable, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """Start the process.
+
+        Args:
+            engine: what it is for, in errors.
+            python: interpreter; another one than this finds packages by itself.
+            variables: put into its environment.
+        """
         self._engine = engine
+        paths = [path for path in sys.path if path] if python == sys.executable else []
         lifeline, self._lifeline = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, json.dumps([path for path in sys.path if path]), str(lifeline)],
+                [python, "-c", _START.format(module=self.module), json.dumps(paths), str(lifeline)],
+                env={**os.environ, **(variables or {})},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=[lifeline],
@@ -41,6 +55,11 @@ class EngineProcess:
         finally:
             os.close(lifeline)
         self._unread = b""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
 
     def ask(self, message: Mapping[str, Any], *, doing: str, timeout_s: float | None) -> dict[str, Any]:
         """Send a message and return the answer to it.

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,18 @@ from harness.errors import HarnessError
 
 
 def main() -> None:
-    """Answer jobs on standard input until it ends."""
+    """Open an engine and run it, as jobs on standard input say, until it ends."""
+    serve(_Worker().answer)
+
+
+def serve(answer: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+    """Answer jobs on standard input until it ends, and die with the parent."""
     _die_with_the_parent(int(sys.argv[2]))
     with os.fdopen(os.dup(0)) as jobs, os.fdopen(os.dup(1), "w") as answers:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what the engine reads is no job,
         os.dup2(2, 1)  # and what it prints no answer
-        worker = _Worker()
         for line in jobs:
-            answers.write(json.dumps(worker.answer(json.loads(line))) + "\n")
+            answers.write(json.dumps(answer(json.loads(line))) + "\n")
             answers.flush()
 
 

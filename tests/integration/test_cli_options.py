@@ -29,6 +29,7 @@ OPTIONS = {
              "--first", "--workload-seconds", "--out", "--replay", "--fault", "--local-files-only", "--format"],
     "faults": ["--only", "--category", "--seeds", "--format"],
     "bench": [],  # a group
+    "suite": [],  # a group
     "trace": [],  # a group
 }  # fmt: skip
 FORMATS = {

@@ -1,0 +1,294 @@
+"""`harness suite`: many checks as one, on this machine or on a cluster; what changed since; who broke it."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import typer.core
+
+from harness.cli import options as opt
+from harness.cli.command import Command
+from harness.cli.output import write, write_json
+from harness.cli.suite_progress import suite_progress
+from harness.errors import Code, ExitStatus, HarnessError
+from harness.suite_results import CaseVerdict
+
+if TYPE_CHECKING:
+    from harness.suite.journal import Journal
+    from harness.suite.matrix import Matrix
+    from harness.suite.pool import Pool
+    from harness.suite.task import SuiteCase
+    from harness.suite_results import SuiteResult
+
+STATUS = {
+    CaseVerdict.PASS: ExitStatus.PASS,
+    CaseVerdict.MISMATCH: ExitStatus.MISMATCH,
+    CaseVerdict.ERROR: ExitStatus.BAD_INPUT,
+    CaseVerdict.LOST: ExitStatus.NOTHING_CHECKED,
+}
+_RUN = "run"
+
+
+class _Group(typer.core.TyperGroup):
+    """Takes `harness suite CASES...` for `harness suite run CASES...`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] != "--help":
+            args = [_RUN, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    name="suite",
+    cls=_Group,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Run many checks as one, here or on a Ray cluster: `harness suite CASES...` (docs/scale.md).",
+)
+
+
+@app.command(_RUN, cls=Command)
+def run(
+    cases: Annotated[
+        list[Path] | None, typer.Argument(metavar="CASES...", help="Case files (TOML), and folders of them.")
+    ] = None,
+    matrix: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Models, engines, dtypes, schedules and prompts to multiply the cases by."),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Processes on this machine. [default: one a CPU]")
+    ] = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Ray cluster to run on: HOST:PORT, or auto for the one here.")
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Folder or fsspec URL (s3://, gs://) that nodes share goldens through. [default: in --out]",
+        ),
+    ] = None,
+    store_patience: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="How long the store may fail before a case is given up.")
+    ] = 60.0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="New folder for the journal, suite.json, suite.html, junit.xml.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the suite in --out: what has ended does not run again.")
+    ] = False,
+    local_files_only: opt.LocalFilesOnly = False,
+    format: opt.OutReportFormat = opt.ReportFormat.HUMAN,
+) -> int:
+    """Run every case, in processes of this machine or on the nodes of a cluster.
+
+    Goldens are made once, first. A case ends as pass, mismatch, error (it could not be checked), or lost (a worker, a
+    node or the store failed three times).
+    """
+    _refuse_contradictions(cases, matrix, jobs, ray, store, out, resume)
+    from harness.suite.expand import expand
+    from harness.suite.matrix import Matrix, load_matrix
+    from harness.suite.run import Driver
+
+    chosen = Matrix() if matrix is None else load_matrix(matrix)
+    planned = expand(cases or [], chosen, where=matrix)
+    _preflight(planned, chosen, is_local=ray is None, local_files_only=local_files_only)
+    with _folder(out, resume) as folder, suite_progress() as report:
+        place = store or (None if ray is None else str((folder / "store").absolute()))
+        with _journal(folder, resume) as journal, _pool(planned, chosen, jobs, ray, place) as pool:
+            driver = Driver(
+                cases=planned,
+                pool=pool,
+                journal=journal,
+                folder=folder,
+                environments=chosen.environments,
+                store=place,
+                store_patience_s=store_patience,
+                report=report,
+            )
+            result = driver.run()
+        if out is not None:
+            _keep(result, folder)
+    return _print(result, format)
+
+
+@app.command(cls=Command)
+def diff(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="suite.json of before, or its folder.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="suite.json of now, or its folder.")],
+    format: opt.OutFormat = opt.Format.HUMAN,
+) -> int:
+    """Say what changed from one run of a suite to another.
+
+    New failures, new passes, figures that moved beyond their noise, and slower cases. The exit status is 1 where a case
+    fails that passed before or was not there, and 4 where cases have become slower and nothing else.
+    """
+    from harness.report.suite.diff import diff_json, diff_text
+    from harness.report.suite.json import load_suite
+    from harness.suite.diff import diff_suites
+
+    found = diff_suites(load_suite(old), load_suite(new))
+    if format is opt.Format.JSON:
+        write_json(diff_json(found))
+    else:
+        write(diff_text(found), end="")
+    if found.new_failures or found.added_failures:
+        return ExitStatus.MISMATCH
+    return ExitStatus.REGRESSION if found.slower else ExitStatus.PASS
+
+
+@app.command(cls=Command)
+def bisect(
+    good: Annotated[str, typer.Option(metavar="REV", help="Revision at which the case passes.")],
+    bad: Annotated[str, typer.Option(metavar="REV", help="Revision at which it fails.")],
+    case: Annotated[Path, typer.Option(metavar="FILE", help="Case (TOML) that judges.")],
+    repo: Annotated[
+        Path, typer.Option(metavar="DIR", help="Git repository of the engine; it is not touched.")
+    ] = Path(),
+    build: Annotated[
+        str | None, typer.Option(metavar="COMMAND", help="Builds the engine, run in a checkout of each revision.")
+    ] = None,
+    import_from: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Folder of the checkout that the engine is imported from.")
+    ] = ".",
+    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="Longest time for one check.")] = 3600.0,
+    format: opt.OutFormat = opt.Format.HUMAN,
+) -> int:
+    """Find the commit that broke an engine.
+
+    Git bisects; each revision is built, and judged by the harness that runs now on a golden that is made once. A
+    revision that cannot be built or checked is skipped.
+    """
+    from harness.case import load_case
+    from harness.cli.progress import progress_bar
+    from harness.report.suite.bisection import bisection_json, bisection_text
+    from harness.suite.bisect import Bisector
+
+    load_case(case)
+    with progress_bar() as report:
+        bisector = Bisector(
+            case=case, build=build, import_from=import_from, limit_s=time_limit, report=lambda what: report(what, 0, 1)
+        )
+        found = bisector.run(repo, good=good, bad=bad)
+    if format is opt.Format.JSON:
+        write_json(bisection_json(found))
+    else:
+        write(bisection_text(found), end="")
+    return ExitStatus.PASS
+
+
+def _refuse_contradictions(
+    cases: list[Path] | None,
+    matrix: Path | None,
+    jobs: int | None,
+    ray: str | None,
+    store: str | None,
+    out: Path | None,
+    resume: bool,
+) -> None:
+    problem = None
+    if not cases and matrix is None:
+        problem = ("there is nothing to run", "CASES", "name case files or a folder of them")
+    elif jobs is not None and ray is not None:
+        problem = ("a suite runs on this machine or on a cluster", "--jobs", "leave --jobs or --ray out")
+    elif store is not None and ray is None:
+        problem = ("processes of one machine share its cache", "--store", "leave --store out, or add --ray ADDRESS")
+    elif resume and out is None:
+        problem = ("a suite goes on in the folder that it was begun in", "--resume", "add --out DIR")
+    if problem is not None:
+        what, where, hint = problem
+        raise HarnessError(Code.BAD_OPTION, what, where=where, hint=hint)
+
+
+def _preflight(cases: "list[SuiteCase]", matrix: "Matrix", *, is_local: bool, local_files_only: bool) -> None:
+    """Refuse what can be known to be wrong before anything is started."""
+    from harness.suite.preflight import check_engines, check_models, check_pythons
+
+    check_engines(cases)
+    if is_local:
+        check_models(cases, local_files_only=local_files_only)
+        check_pythons((name, each.python) for name, each in matrix.environments.items() if each.python is not None)
+
+
+@contextmanager
+def _folder(out: Path | None, resume: bool) -> Iterator[Path]:
+    """Yield the suite's folder: a new one, the one that is resumed, or one that is gone afterwards."""
+    from harness.jobs.check import claimed
+    from harness.scratch import scratch_folder
+
+    if out is None:
+        with scratch_folder("harness-") as folder:
+            yield folder
+        return
+    with nullcontext() if resume else claimed(out):
+        yield out
+
+
+@contextmanager
+def _journal(folder: Path, resume: bool) -> "Iterator[Journal]":
+    from harness.suite.journal import Journal
+
+    journal = Journal.resume(folder) if resume else Journal.begin(folder)
+    try:
+        yield journal
+    finally:
+        journal.close()
+
+
+@contextmanager
+def _pool(
+    cases: "list[SuiteCase]", matrix: "Matrix", jobs: int | None, ray: str | None, store: str | None
+) -> "Iterator[Pool]":
+    if ray is None:
+        from harness.suite.local_pool import LocalPool
+
+        pool: Pool = LocalPool(jobs or os.cpu_count() or 1, num_gpus=_num_gpus(cases))
+    else:
+        from harness.suite.ray_pool import RayPool
+
+        assert store is not None
+        pool = RayPool(ray, cases, matrix.environments, store)
+    with redirect_stdout(sys.stderr), closing(pool):  # Ray prints of lost nodes, and ours carries the result alone
+        yield pool
+
+
+def _num_gpus(cases: "list[SuiteCase]") -> int:
+    """Count this machine's GPUs; torch is imported for it only where a case asks for one."""
+    if not any(case.resources.gpus for case in cases):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _keep(result: "SuiteResult", folder: Path) -> None:
+    import json
+
+    from harness.files import write_text
+    from harness.report.suite.html import PAGE_NAME, suite_html
+    from harness.report.suite.json import SUITE_NAME, suite_json
+    from harness.report.suite.junit import JUNIT_NAME, suite_junit
+
+    write_text(folder / SUITE_NAME, json.dumps(suite_json(result), allow_nan=False, indent=1))
+    write_text(folder / PAGE_NAME, suite_html(result))
+    write_text(folder / JUNIT_NAME, suite_junit(result))
+
+
+def _print(result: "SuiteResult", form: opt.ReportFormat) -> int:
+    from harness.report.suite.json import suite_json
+    from harness.report.suite.markdown import suite_markdown
+    from harness.report.suite.text import suite_text
+
+    if form is opt.ReportFormat.JSON:
+        write_json(suite_json(result))
+    elif form is opt.ReportFormat.MARKDOWN:
+        write(suite_markdown(result), end="")
+    else:
+        write(suite_text(result, width=shutil.get_terminal_size((100, 24)).columns), end="")
+    return STATUS[result.verdict]

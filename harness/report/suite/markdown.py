@@ -1,0 +1,43 @@
+"""A suite for a pull request, in GitHub's Markdown."""
+
+from collections.abc import Iterator
+
+from tabulate import tabulate
+
+from harness.report.markdown import escaped
+from harness.report.suite.matrix import Cell, matrix_of
+from harness.report.suite.text import MOST_SHOWN, facts, headline
+from harness.suite_results import CaseVerdict, SuiteResult
+
+
+def suite_markdown(result: SuiteResult) -> str:
+    """Return a suite as Markdown: counts, matrix, and what did not pass, linked to its own report."""
+    lines = [f"### {escaped(headline(result))}", "", *_matrix(result), "", *_failed(result), ""]
+    lines += [f"- {label}: {escaped(sentence)}" for label, sentence in facts(result)]
+    return "\n".join(lines) + "\n"
+
+
+def _matrix(result: SuiteResult) -> list[str]:
+    matrix = matrix_of(result.cases)
+    rows = [
+        [escaped(model), *(_cell(cell) for cell in cells)]
+        for model, cells in zip(matrix.models, matrix.cells, strict=True)
+    ]
+    headers = ["model", *map(escaped, matrix.engines)]
+    return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True).splitlines()
+
+
+def _cell(cell: Cell) -> str:
+    if not cell.failed or not cell.failed[0].first_divergence:
+        return cell.counts
+    return f"{cell.counts}<br>{escaped(str(cell.failed[0].first_divergence['tap']))}"
+
+
+def _failed(result: SuiteResult) -> Iterator[str]:
+    failed = [case for case in result.cases if case.verdict is not CaseVerdict.PASS]
+    for case in failed[:MOST_SHOWN]:
+        name = f"[{escaped(case.name)}]({case.report})" if case.report else escaped(case.name)
+        code = f" {case.code}" if case.code else ""
+        yield f"- **{case.verdict}{code}** {name}: {escaped(' '.join(case.divergence_text.split()))}"
+    if len(failed) > MOST_SHOWN:
+        yield f"- and {len(failed) - MOST_SHOWN} more"

@@ -1,0 +1,51 @@
+"""A suite as a matrix: models down, engines across, in each cell how its cases ended."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.suite_results import SEVERITY, CaseResult, CaseVerdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """All cases of one model on one engine."""
+
+    cases: tuple[CaseResult, ...]
+
+    @property
+    def verdict(self) -> CaseVerdict | None:
+        """The worst; None where there is no case."""
+        return max((case.verdict for case in self.cases), key=SEVERITY.index, default=None)
+
+    @property
+    def failed(self) -> tuple[CaseResult, ...]:
+        """Those that did not pass, the worst first."""
+        failed = [case for case in self.cases if case.verdict is not CaseVerdict.PASS]
+        return tuple(sorted(failed, key=lambda case: -SEVERITY.index(case.verdict)))
+
+    @property
+    def counts(self) -> str:
+        """How many ended in which way: `3 pass, 1 mismatch`."""
+        found = [(verdict, sum(case.verdict is verdict for case in self.cases)) for verdict in SEVERITY]
+        return ", ".join(f"{number} {verdict}" for verdict, number in found if number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """Cells by model and engine."""
+
+    models: tuple[str, ...]
+    engines: tuple[str, ...]
+    cells: tuple[tuple[Cell, ...], ...]
+    """[models][engines]"""
+
+
+def matrix_of(cases: Sequence[CaseResult]) -> Matrix:
+    """Put cases into their cells; models and engines stand in the order of the plan."""
+    by_place: dict[tuple[str, str], list[CaseResult]] = {}
+    for case in cases:
+        by_place.setdefault((case.labels["model"], case.labels["engine"]), []).append(case)
+    models = tuple(dict.fromkeys(model for model, _ in by_place))
+    engines = tuple(dict.fromkeys(engine for _, engine in by_place))
+    cells = [[Cell(cases=tuple(by_place.get((model, engine), ()))) for engine in engines] for model in models]
+    return Matrix(models=models, engines=engines, cells=tuple(map(tuple, cells)))

@@ -1,0 +1,82 @@
+"""What runs on the nodes of a cluster: the look at a node before it is used, and tasks in processes of their own.
+
+A process of the cluster's lends its place to a process of ours, which has the imports, may crash and hang, and is ended
+with it. So time limits and crashes are told apart in one way here and on a cluster.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from harness.errors import HarnessError
+from harness.scratch import scratch_folder
+from harness.suite.fingerprint import fingerprint, node_name
+from harness.suite.preflight import missing_models, python_versions
+from harness.suite.process import ProcessShelf
+from harness.suite.store import DamagedBlobError, Store
+from harness.suite.task import Answer, Loss, Task
+
+_shelf = ProcessShelf(1)
+"""Of this process: it runs one task at a time."""
+
+
+class Look(BaseModel):
+    """What there is on a node."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    versions: dict[str, str]
+    missing_models: list[str]
+    environments: dict[str, dict[str, str] | None]
+    """By name of an environment: its versions, None where it has no interpreter with the harness."""
+    store_error: str | None
+
+
+def look(models: Sequence[str], pythons: Mapping[str, str | None], store: str, probe: str) -> str:
+    """Return a `Look` as JSON.
+
+    Args:
+        models: those of the suite.
+        pythons: by name of an environment, its interpreter.
+        store: URL.
+        probe: digest of a file that the driver has put into the store.
+    """
+    own = fingerprint()
+    found = Look(
+        name=node_name(),
+        versions=own,
+        missing_models=missing_models(models),
+        environments={name: own if python is None else python_versions(python) for name, python in pythons.items()},
+        store_error=_store_error(store, probe),
+    )
+    return found.model_dump_json()
+
+
+def run_on_node(task: str) -> str:
+    """Do a task, as JSON; return its answer or loss, as JSON."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = _shelf.run(Task.model_validate_json(task), {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
+    return json.dumps({"loss" if isinstance(found, Loss) else "answer": found.model_dump(mode="json")})
+
+
+def ended(text: str) -> Answer | Loss:
+    """Return what `run_on_node` has written."""
+    said = json.loads(text)
+    return Loss.model_validate(said["loss"]) if "loss" in said else Answer.model_validate(said["answer"])
+
+
+def _store_error(url: str, probe: str) -> str | None:
+    try:
+        store = Store(url, patience_s=0.0)
+        store.check()
+        with scratch_folder("harness-") as folder:
+            store.get(probe, Path(folder) / "probe")
+    except DamagedBlobError as error:
+        return f"{error}: it is another folder than the driver's"
+    except HarnessError as error:
+        return str(error)
+    return None

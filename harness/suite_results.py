@@ -1,0 +1,149 @@
+"""What came of a suite, as plain data for the reports. Nothing here imports torch."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class CaseVerdict(StrEnum):
+    """How a case of a suite ended; every case ends in exactly one way."""
+
+    PASS = "pass"
+    MISMATCH = "mismatch"
+    ERROR = "error"
+    """It could not be checked, by its own fault or its engine's: bad input, a crash, a time limit."""
+    LOST = "lost"
+    """It was not checked, by the machinery's fault: a killed worker, a lost node, a store that failed."""
+
+
+SEVERITY = (CaseVerdict.PASS, CaseVerdict.LOST, CaseVerdict.ERROR, CaseVerdict.MISMATCH)
+"""From the best to the worst."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseResult:
+    """One case of a suite."""
+
+    name: str
+    verdict: CaseVerdict
+    labels: Mapping[str, str]
+    """What a reader calls its parts: case, model, engine, dtype, schedule, prompts."""
+    code: str | None = None
+    reason: str | None = None
+    """What is wrong, in a sentence; None for `pass`."""
+    first_divergence: Mapping[str, Any] | None = None
+    """Tap, schedule, request, position, step, phase, code and cause."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of the check that can be compared between suites."""
+    node: str | None = None
+    """Machine that it ended on."""
+    seconds: float | None = None
+    """The check itself."""
+    handed_over_s: float | None = None
+    """From being handed to a worker until its result was here, the check included."""
+    attempts: int = 1
+    losses: tuple[str, ...] = ()
+    """Why attempts came to nothing, one entry each."""
+    report: str | None = None
+    """Its own report, relative to the suite's folder."""
+
+    @property
+    def divergence_text(self) -> str:
+        """The first divergence in a few words; else the reason."""
+        if self.first_divergence is None:
+            return self.reason or ""
+        place = self.first_divergence
+        return f"{place['tap']}, request {place['request']}, position {place['position']}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteResult:
+    """A whole suite."""
+
+    cases: tuple[CaseResult, ...]
+    """In the order of the plan."""
+    elapsed_s: float = 0.0
+    """Of this command; cases of a suite that was resumed may have run before."""
+    num_resumed: int = 0
+    """Cases whose result was there already."""
+    num_goldens: int = 0
+    """Goldens that were made."""
+    golden_s: float = 0.0
+    """Seconds of making them, over all workers."""
+    num_workers: int = 0
+    """Tasks that could run at once when the suite began."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> CaseVerdict:
+        """The worst of the cases'."""
+        return max((case.verdict for case in self.cases), key=SEVERITY.index, default=CaseVerdict.PASS)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Cases by verdict; together they are all cases."""
+        found = Counter(case.verdict for case in self.cases)
+        return {verdict.value: found[verdict] for verdict in CaseVerdict}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """A figure of a case that is another than before."""
+
+    name: str
+    figure: str
+    old: float
+    new: float
+    usual_ratio: float
+    """Median of new by old over all cases."""
+    largest_usual_ratio: float
+    """Ratio up to which noise reaches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteDiff:
+    """What changed from one run of a suite to another."""
+
+    new_failures: tuple[tuple[CaseResult, CaseResult], ...]
+    """(old, new): passed before and do not now."""
+    new_passes: tuple[tuple[CaseResult, CaseResult], ...]
+    changed_failures: tuple[tuple[CaseResult, CaseResult], ...]
+    """Failed before and fail in another way now: another verdict, or another first divergence."""
+    moved: tuple[Moved, ...]
+    slower: tuple[Moved, ...]
+    added: tuple[CaseResult, ...]
+    removed: tuple[CaseResult, ...]
+    num_same: int
+    """Cases in both that ended as before; their figures may have moved."""
+
+    @property
+    def added_failures(self) -> tuple[CaseResult, ...]:
+        """Cases that were not there before, and do not pass."""
+        return tuple(case for case in self.added if case.verdict is not CaseVerdict.PASS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revision:
+    """One commit of a bisection."""
+
+    commit: str
+    subject: str
+    verdict: str
+    """`pass`, `mismatch`, `error`, or `unbuilt`."""
+    code: str | None = None
+    schedule: str | None = None
+    """The first that failed."""
+    what: str | None = None
+    """First divergence, or why it could not be checked."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bisection:
+    """Which commit broke an engine."""
+
+    first_bad: Revision
+    revisions: tuple[Revision, ...]
+    """All that were tested, in this order."""
