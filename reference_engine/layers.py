@@ -9,7 +9,7 @@ Shapes: T tokens, I inputs, O outputs, D hidden, F ffn, V vocab; X is any one of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,10 @@ from torch.nn.functional import embedding, linear, silu
 from reference_engine.batch import Batch
 from reference_engine.packing import packed_linear
 
-__all__ = ["MLP", "Embedding", "Linear", "RMSNorm"]
+__all__ = ["ACTIVATIONS", "MLP", "Embedding", "Linear", "RMSNorm"]
+
+ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": silu}
+"""By the name in config.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +69,18 @@ class RMSNorm:
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    """down(silu(gate(x)) * up(x)), gate and up in one matrix product (Shazeer 2020, SwiGLU)."""
+    """down(act(gate(x)) * up(x)), gate and up in one matrix product (Shazeer 2020, SwiGLU)."""
 
     gate_up_proj: Linear
     down_proj: Callable[[torch.Tensor], torch.Tensor]
+    activation: Callable[[torch.Tensor], torch.Tensor] = silu
 
     def __call__(self, x_TD: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
         """Return [T, D]; `prefix` starts the names of the taps."""
         gate_TF, up_TF = self.gate_up_proj(x_TD).chunk(2, dim=-1)
         batch.tap(prefix, "mlp.gate_proj", gate_TF)
         batch.tap(prefix, "mlp.up_proj", up_TF)
-        act_TF = silu(gate_TF) * up_TF
+        act_TF = self.activation(gate_TF) * up_TF
         batch.tap(prefix, "mlp.act", act_TF)
         out_TD = self.down_proj(act_TF)
         batch.tap(prefix, "mlp.down_proj", out_TD)

@@ -13,7 +13,7 @@ import torch
 from reference_engine.attention.backend import AttentionBackend
 from reference_engine.batch import Batch
 from reference_engine.config import ModelConfig
-from reference_engine.layers import MLP, Embedding, Linear, RMSNorm
+from reference_engine.layers import ACTIVATIONS, MLP, Embedding, Linear, RMSNorm
 from reference_engine.packing import pack
 from reference_engine.parallel import Ranks, RowParallel, VocabParallelEmbedding, VocabParallelHead
 from reference_engine.rotary import RotaryEmbedding, apply_rotary
@@ -111,6 +111,10 @@ class Decoder:
     layers: tuple[Layer, ...]
     norm: RMSNorm
     lm_head: Linear | VocabParallelHead
+    local_rotary: RotaryEmbedding | None = None
+    """Of the layers with a window, where they have one of their own."""
+    local_layers: frozenset[int] = frozenset()
+    """Numbers of those layers."""
 
     @classmethod
     def build(
@@ -121,6 +125,7 @@ class Decoder:
         backend: AttentionBackend,
         ranks: Ranks | None = None,
         *,
+        local_rotary: RotaryEmbedding | None = None,
         packs_weights: bool = True,
     ) -> Decoder:
         """Assemble the decoder from the parameters that `load_weights` returns.
@@ -136,6 +141,8 @@ class Decoder:
             layers=tuple(_build_layer(config, weights, backend, layer, ranks, packs_weights) for layer in layers),
             norm=RMSNorm(weights["model.norm.weight"], config.rms_norm_eps),
             lm_head=head if ranks is None else VocabParallelHead(head, ranks),
+            local_rotary=local_rotary,
+            local_layers=frozenset(i for i, window in enumerate(config.layer_windows) if window is not None),
         )
 
     def compiled(self) -> Decoder:
@@ -150,8 +157,9 @@ class Decoder:
         x_TD = self.embed_tokens(batch.token_ids_T)
         batch.tap("model.", "embed_tokens", x_TD)
         rotation = self.rotary(batch.positions_T)
-        for layer in self.layers:
-            x_TD = layer(x_TD, rotation, batch)
+        local_rotation = rotation if self.local_rotary is None else self.local_rotary(batch.positions_T)
+        for index, layer in enumerate(self.layers):
+            x_TD = layer(x_TD, local_rotation if index in self.local_layers else rotation, batch)
         x_TD = self.norm(x_TD)
         batch.tap("model.", "norm", x_TD)
         return self.logits(x_TD, batch)
@@ -206,5 +214,5 @@ def _build_layer(
         input_layernorm=norm("input_layernorm"),
         attention=attention,
         post_attention_layernorm=norm("post_attention_layernorm"),
-        mlp=MLP(linear("mlp.gate_up_proj"), row_parallel("mlp.down_proj")),
+        mlp=MLP(linear("mlp.gate_up_proj"), row_parallel("mlp.down_proj"), ACTIVATIONS[config.family.activation]),
     )
