@@ -69,7 +69,11 @@ class Family:
     activation_field: str = "hidden_act"
     """Where config.json names the activation."""
     layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    """Norms over the hidden size in each layer."""
+    """Norms over the hidden size in each layer: before attention and MLP, or with four also behind each."""
+    has_zero_centred_norms: bool = False
+    """Whether norms multiply by 1 + weight."""
+    scales_embedding: bool = False
+    """Whether embeddings are multiplied by the root of the hidden size."""
     mlps: Callable[[Fields], Mapping[int, MLPShape]] = _no_mlps
     """By layer, what stands in the place of an MLP that is not a plain one."""
     is_fusable: bool = True
@@ -88,5 +92,26 @@ FAMILIES: Mapping[str, Family] = {
         o_bias=False,
         default_max_position_embeddings=131072,
         sliding=Sliding.ALL_LAYERS,
+    ),
+    "gemma3_text": Family(
+        architecture="Gemma3ForCausalLM",
+        qk_norm=True,
+        default_head_dim=256,
+        default_max_position_embeddings=131072,
+        default_rope_theta=1_000_000.0,
+        default_local_rope_theta=10_000.0,
+        ties_head_by_default=True,
+        sliding=Sliding.BY_PATTERN,
+        activation="gelu_pytorch_tanh",
+        activation_field="hidden_activation",
+        layer_norms=(
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+        has_zero_centred_norms=True,
+        scales_embedding=True,
+        is_fusable=False,
     ),
 }

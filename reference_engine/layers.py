@@ -11,16 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import embedding, gelu, linear, silu
 
 from reference_engine.batch import Batch
 from reference_engine.packing import packed_linear
 
-__all__ = ["ACTIVATIONS", "MLP", "Embedding", "Linear", "RMSNorm"]
+__all__ = ["ACTIVATIONS", "MLP", "Embedding", "Linear", "RMSNorm", "ScaledEmbedding", "ZeroCentredRMSNorm"]
 
-ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": silu}
+ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu,
+    "gelu_pytorch_tanh": partial(gelu, approximate="tanh"),
+}
 """By the name in config.json."""
 
 
@@ -65,6 +69,30 @@ class RMSNorm:
         x32 = x_TX.to(torch.float32)
         normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight_X * normed.to(x_TX.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroCentredRMSNorm(RMSNorm):
+    """Gemma's: multiplied by 1 + weight, all in float32, and rounded once."""
+
+    def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
+        """Return a new tensor of the same shape; the input is left as it is."""
+        x32 = x_TX.to(torch.float32)
+        normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed * (1.0 + self.weight_X.to(torch.float32))).to(x_TX.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledEmbedding:
+    """Gemma's: the rows of a table times the root of the hidden size, which is rounded to the dtype first."""
+
+    embedding: Callable[[torch.Tensor], torch.Tensor]
+    scale: torch.Tensor
+    """No dimensions."""
+
+    def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """Return [T, D]."""
+        return self.embedding(token_ids_T) * self.scale
 
 
 @dataclass(frozen=True, slots=True)

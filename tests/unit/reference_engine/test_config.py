@@ -90,7 +90,7 @@ def test_generation_config_decides_on_eos(tmp_path: Path, generation: dict[str, 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"model_type": "gpt2"}, UnsupportedModelError, "expected one of llama, qwen2, qwen3, mistral, found gpt2"),
+        ({"model_type": "gpt2"}, UnsupportedModelError, "expected one of llama, qwen2, qwen3, mistral.*, found gpt2"),
         ({"model_type": None}, UnsupportedModelError, "unsupported model_type"),
         ({"architectures": ["LlamaForSequenceClassification"]}, UnsupportedModelError, "expected LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, UnsupportedModelError, "unsupported hidden_act.*expected silu, found gelu"),
