@@ -12,14 +12,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch.nn.functional import embedding, gelu, linear, silu
 
 from reference_engine.batch import Batch
+from reference_engine.config import ModelConfig
 from reference_engine.packing import packed_linear
 
-__all__ = ["ACTIVATIONS", "MLP", "Embedding", "Linear", "RMSNorm", "ScaledEmbedding", "ZeroCentredRMSNorm"]
+__all__ = [
+    "ACTIVATIONS",
+    "MLP",
+    "Embedding",
+    "FeedForward",
+    "Linear",
+    "RMSNorm",
+    "ScaledEmbedding",
+    "ZeroCentredRMSNorm",
+    "build_mlp",
+]
 
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu,
@@ -95,6 +107,13 @@ class ScaledEmbedding:
         return self.embedding(token_ids_T) * self.scale
 
 
+class FeedForward(Protocol):
+    """What a layer does to each token by itself."""
+
+    def __call__(self, x_TD: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
+        """Return [T, D]; `prefix` starts the names of the taps."""
+
+
 @dataclass(frozen=True, slots=True)
 class MLP:
     """down(act(gate(x)) * up(x)), gate and up in one matrix product (Shazeer 2020, SwiGLU)."""
@@ -113,3 +132,13 @@ class MLP:
         out_TD = self.down_proj(act_TF)
         batch.tap(prefix, "mlp.down_proj", out_TD)
         return out_TD
+
+
+def build_mlp(
+    config: ModelConfig,
+    layer: int,
+    linear: Callable[[str], Linear],
+    row_parallel: Callable[[str], Callable[[torch.Tensor], torch.Tensor]],
+) -> FeedForward:
+    """Assemble what stands in a layer's place of an MLP; `linear` and `row_parallel` take the names of its products."""
+    return MLP(linear("mlp.gate_up_proj"), row_parallel("mlp.down_proj"), ACTIVATIONS[config.family.activation])

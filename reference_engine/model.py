@@ -14,13 +14,13 @@ from reference_engine.attention.backend import AttentionBackend
 from reference_engine.batch import Batch
 from reference_engine.config import ModelConfig
 from reference_engine.layers import (
-    ACTIVATIONS,
-    MLP,
     Embedding,
+    FeedForward,
     Linear,
     RMSNorm,
     ScaledEmbedding,
     ZeroCentredRMSNorm,
+    build_mlp,
 )
 from reference_engine.packing import pack
 from reference_engine.parallel import Ranks, RowParallel, VocabParallelEmbedding, VocabParallelHead
@@ -86,7 +86,7 @@ class DecoderLayer:
     input_layernorm: RMSNorm
     attention: Attention
     post_attention_layernorm: RMSNorm
-    mlp: MLP
+    mlp: FeedForward
 
     def __call__(self, x_TD: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
         """Return the residual stream [T, D] behind this layer."""
@@ -111,7 +111,7 @@ class SandwichLayer:
     attention: Attention
     post_attention_layernorm: RMSNorm
     pre_feedforward_layernorm: RMSNorm
-    mlp: MLP
+    mlp: FeedForward
     post_feedforward_layernorm: RMSNorm
 
     def __call__(self, x_TD: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
@@ -264,6 +264,6 @@ def _build_layer(
     return layer_class(
         prefix=prefix,
         attention=attention,
-        mlp=MLP(linear("mlp.gate_up_proj"), row_parallel("mlp.down_proj"), ACTIVATIONS[config.family.activation]),
+        mlp=build_mlp(config, layer, linear, row_parallel),
         **{name: norm(name) for name in config.family.layer_norms},
     )
