@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Protocol
 
 from reference_engine.config_file import Fields
+from reference_engine.experts import qwen3_moe_experts
 from reference_engine.placement import Placement
 
 __all__ = ["FAMILIES", "Family", "MLPShape", "Sliding"]
@@ -113,5 +114,12 @@ FAMILIES: Mapping[str, Family] = {
         has_zero_centred_norms=True,
         scales_embedding=True,
         is_fusable=False,
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        qk_norm=True,
+        mlps=qwen3_moe_experts,
+        is_fusable=False,
+        is_capturable=False,
     ),
 }

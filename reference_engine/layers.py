@@ -2,7 +2,8 @@
 
 Each rounds where transformers rounds, so that what is left between the two is the noise of a matrix product.
 
-Shapes: T tokens, I inputs, O outputs, D hidden, F ffn, V vocab; X is any one of these.
+Shapes: T tokens, I inputs, O outputs, D hidden, F ffn, V vocab; X is any one of these. E experts, C chosen ones of a
+token.
 """
 
 # ruff: noqa: N815 (shape suffixes on fields are this field's notation)
@@ -19,12 +20,15 @@ from torch.nn.functional import embedding, gelu, linear, silu
 
 from reference_engine.batch import Batch
 from reference_engine.config import ModelConfig
+from reference_engine.experts import ExpertsShape
 from reference_engine.packing import packed_linear
 
 __all__ = [
     "ACTIVATIONS",
     "MLP",
     "Embedding",
+    "Expert",
+    "Experts",
     "FeedForward",
     "Linear",
     "RMSNorm",
@@ -134,6 +138,57 @@ class MLP:
         return out_TD
 
 
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """One of the experts of a layer."""
+
+    gate_up_proj: Linear
+    down_proj: Callable[[torch.Tensor], torch.Tensor]
+
+    def __call__(self, x_TD: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return [T, D] of the tokens that chose it."""
+        gate_TF, up_TF = self.gate_up_proj(x_TD).chunk(2, dim=-1)
+        return self.down_proj(activation(gate_TF) * up_TF)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Sends each token to its best experts, and adds up what they return (Shazeer et al. 2017).
+
+    Experts run one after the other, each over the tokens that chose it; which ones run is known on the host alone.
+    """
+
+    router: Linear
+    experts: tuple[Expert, ...]
+    num_chosen: int
+    normalizes_weights: bool
+    """Whether the weights of a token's experts add up to one."""
+    activation: Callable[[torch.Tensor], torch.Tensor]
+
+    def __call__(self, x_TD: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
+        """Return [T, D]; `prefix` starts the names of the taps."""
+        weights_TC, chosen_TC = self._route(x_TD, batch, prefix)
+        out_TD = torch.zeros_like(x_TD)
+        for number in chosen_TC.unique().tolist():  # in order, so that each token's sum has one order
+            rows, places = torch.where(chosen_TC == number)
+            own = self.experts[number](x_TD[rows], self.activation) * weights_TC[rows, places, None]
+            out_TD.index_add_(0, rows, own)
+        batch.tap(prefix, "mlp.experts", out_TD)
+        return out_TD
+
+    def _route(self, x_TD: torch.Tensor, batch: Batch, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return weights and numbers of each token's experts, both [T, C], the best first."""
+        logits_TE = self.router(x_TD)
+        batch.tap(prefix, "mlp.gate", logits_TE)
+        weights_TC, chosen_TC = logits_TE.softmax(dim=-1, dtype=torch.float32).topk(self.num_chosen, dim=-1)
+        if self.normalizes_weights:
+            weights_TC = weights_TC / weights_TC.sum(dim=-1, keepdim=True)
+        weights_TC = weights_TC.to(x_TD.dtype)
+        batch.tap(prefix, "mlp.gate.topk", chosen_TC)
+        batch.tap(prefix, "mlp.gate.1", weights_TC)
+        return weights_TC, chosen_TC
+
+
 def build_mlp(
     config: ModelConfig,
     layer: int,
@@ -141,4 +196,14 @@ def build_mlp(
     row_parallel: Callable[[str], Callable[[torch.Tensor], torch.Tensor]],
 ) -> FeedForward:
     """Assemble what stands in a layer's place of an MLP; `linear` and `row_parallel` take the names of its products."""
-    return MLP(linear("mlp.gate_up_proj"), row_parallel("mlp.down_proj"), ACTIVATIONS[config.family.activation])
+    shape, activation = config.mlps.get(layer), ACTIVATIONS[config.family.activation]
+    if not isinstance(shape, ExpertsShape):
+        return MLP(linear("mlp.gate_up_proj"), row_parallel("mlp.down_proj"), activation)
+    names = [f"mlp.experts.{number}" for number in range(shape.num_experts)]
+    return Experts(
+        router=linear("mlp.gate"),
+        experts=tuple(Expert(linear(f"{name}.gate_up_proj"), row_parallel(f"{name}.down_proj")) for name in names),
+        num_chosen=shape.num_chosen,
+        normalizes_weights=shape.normalizes_weights,
+        activation=activation,
+    )
