@@ -1,7 +1,6 @@
 """What a model is (config.json) and how it is to be run (`EngineConfig`).
 
-One decoder serves every family: what differs between them is the table in `families`, not a copied class. Both
-spellings of the rotary parameters are read: `rope_theta` with `rope_scaling`, and transformers 5's `rope_parameters`.
+One decoder serves every family: what differs between them is the table in `families`, not a copied class.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from typing import Any
 
 from reference_engine.config_file import Fields, read_json
 from reference_engine.errors import ConfigError, UnsupportedModelError
-from reference_engine.families import FAMILIES, Family
+from reference_engine.families import FAMILIES, Family, MLPShape
+from reference_engine.rope_config import RopeConfig, read_ropes
 from reference_engine.sliding_window import layer_windows
 
 __all__ = ["DTYPES", "EngineConfig", "ModelConfig", "RopeConfig"]
@@ -23,20 +23,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding: its type, its base, and what else the type needs."""
-
-    rope_type: str
-    theta: float
-    parameters: Mapping[str, Any]
-    """The type's own parameters as config.json gives them (`factor`, `low_freq_factor`, ...)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The sizes and switches of one decoder."""
 
     model_type: str
+    family: Family
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -52,8 +43,12 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     rope: RopeConfig
+    local_rope: RopeConfig | None
+    """Of layers with a window, where it is another; None: `rope`."""
     layer_windows: tuple[int | None, ...]
     """Latest tokens that each layer sees, itself included; None: all of them."""
+    mlps: Mapping[int, MLPShape]
+    """By layer, what stands in the place of an MLP of `intermediate_size`."""
     dtype: str | None
     """The checkpoint's dtype, where config.json names it."""
     eos_token_ids: frozenset[int]
@@ -78,15 +73,17 @@ class ModelConfig:
         """Interpret the content of config.json; `where` names it in errors, which are those of `from_folder`."""
         fields = Fields(config, where)
         family = _family(fields)
-        _refuse_unsupported(fields)
+        _refuse_unsupported(fields, family)
         hidden_size = fields.positive_int("hidden_size")
         num_heads = fields.positive_int("num_attention_heads")
         attention_bias = fields.boolean("attention_bias", default=False)
         max_position_embeddings = fields.positive_int(
             "max_position_embeddings", default=family.default_max_position_embeddings
         )
+        rope, local_rope = read_ropes(fields, family, max_position_embeddings)
         model = cls(
             model_type=config["model_type"],
+            family=family,
             vocab_size=fields.positive_int("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=fields.positive_int("intermediate_size"),
@@ -98,20 +95,23 @@ class ModelConfig:
             ),
             max_position_embeddings=max_position_embeddings,
             rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
-            tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", default=family.ties_head_by_default),
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             o_bias=attention_bias if family.o_bias is None else family.o_bias,
             mlp_bias=family.has_mlp_bias and fields.boolean("mlp_bias", default=False),
             qk_norm=family.qk_norm,
-            rope=_rope(fields, max_position_embeddings),
+            rope=rope,
+            local_rope=local_rope,
             layer_windows=layer_windows(fields, family),
+            mlps=family.mlps(fields),
             dtype=config.get("dtype") or config.get("torch_dtype"),
             eos_token_ids=_eos_token_ids(generation or {}, config, where),
         )
-        model._check_heads(where)
+        model._check_heads(fields)
         return model
 
-    def _check_heads(self, where: str) -> None:
+    def _check_heads(self, fields: Fields) -> None:
+        where = fields.where
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 "query heads do not divide among the KV heads", where=where,
@@ -121,6 +121,11 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ConfigError(
                 "rotary embedding needs pairs", where=where, expected="an even head_dim", actual=self.head_dim
+            )
+        scalar = fields.values.get("query_pre_attn_scalar")
+        if scalar not in (None, self.head_dim):
+            raise UnsupportedModelError(
+                "unsupported query_pre_attn_scalar", where=where, expected=f"head_dim = {self.head_dim}", actual=scalar
             )
 
 
@@ -220,41 +225,22 @@ def _family(fields: Fields) -> Family:
     return family
 
 
-def _refuse_unsupported(fields: Fields) -> None:
+def _refuse_unsupported(fields: Fields, family: Family) -> None:
     """Refuse what would silently compute something else."""
     values, where = fields.values, fields.where
-    hidden_act = values.get("hidden_act", "silu")
-    if hidden_act != "silu":
-        raise UnsupportedModelError("unsupported hidden_act", where=where, expected="silu", actual=hidden_act)
+    activation = values.get(family.activation_field, family.activation)
+    if activation != family.activation:
+        raise UnsupportedModelError(
+            f"unsupported {family.activation_field}", where=where, expected=family.activation, actual=activation
+        )
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if values.get(name):
+            raise UnsupportedModelError(f"unsupported {name}", where=where, expected="none", actual=values[name])
     if values.get("quantization_config") is not None:
         raise UnsupportedModelError(
             "quantised weights are not supported", where=where, expected="no quantization_config",
             actual=json.dumps(values["quantization_config"])[:120],
         )  # fmt: skip
-
-
-def _rope(fields: Fields, max_position_embeddings: int) -> RopeConfig:
-    values = fields.values
-    parameters = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    if not isinstance(parameters, Mapping):
-        raise ConfigError("rope_parameters is no object", where=fields.where, expected="an object", actual=parameters)
-    if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise UnsupportedModelError(
-            "unsupported rope_parameters",
-            where=fields.where,
-            expected="one set for all layers",
-            actual=list(parameters),
-        )
-    partial = parameters.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
-    if partial not in (None, 1, 1.0):
-        raise UnsupportedModelError(
-            "unsupported partial_rotary_factor", where=fields.where, expected="1.0", actual=partial
-        )
-    theta = Fields({"rope_theta": values.get("rope_theta"), **parameters}, fields.where).number("rope_theta", 10000.0)
-    own = {"original_max_position_embeddings": max_position_embeddings, **parameters}
-    if values.get("original_max_position_embeddings") is not None:  # outranks the nested one, as in transformers
-        own["original_max_position_embeddings"] = values["original_max_position_embeddings"]
-    return RopeConfig(rope_type=str(own.get("rope_type", own.get("type", "default"))), theta=theta, parameters=own)
 
 
 def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any], where: str) -> frozenset[int]:

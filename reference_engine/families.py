@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
-__all__ = ["FAMILIES", "Family", "Sliding"]
+from reference_engine.config_file import Fields
+from reference_engine.experts import qwen3_moe_experts
+from reference_engine.placement import Placement
+
+__all__ = ["FAMILIES", "Family", "MLPShape", "Sliding"]
 
 
 class Sliding(Enum):
@@ -17,6 +22,26 @@ class Sliding(Enum):
     """All, when config.json has a width."""
     BY_LAYER = "by layer"
     """Those that config.json names."""
+    BY_PATTERN = "by pattern"
+    """Those that config.json names; where it names none, all but every sixth."""
+
+
+class MLPShape(Protocol):
+    """What stands in the place of a layer's MLP, where it is not one gate, one up and one down projection."""
+
+    def tensors(self, prefix: str, hidden_size: int) -> Iterator[tuple[str, Placement]]:
+        """Yield the checkpoint's tensors of one layer and their places; `prefix` starts their names."""
+
+    def shard(self, num_ranks: int) -> MLPShape:
+        """Return one rank's part.
+
+        Raises:
+            ConfigError: something does not divide.
+        """
+
+
+def _no_mlps(fields: Fields) -> Mapping[int, MLPShape]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +60,27 @@ class Family:
     default_head_dim: int | None = None
     """head_dim where config.json has none; None: hidden_size / num_attention_heads."""
     default_max_position_embeddings: int = 32768
+    default_rope_theta: float = 10_000.0
+    default_local_rope_theta: float | None = None
+    """Rotary base of the layers with a window, where they have one of their own; None: that of the others."""
+    ties_head_by_default: bool = False
+    """Whether the head is the embedding where config.json does not say."""
     sliding: Sliding = Sliding.NEVER
+    activation: str = "silu"
+    activation_field: str = "hidden_act"
+    """Where config.json names the activation."""
+    layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    """Norms over the hidden size in each layer: before attention and MLP, or with four also behind each."""
+    has_zero_centred_norms: bool = False
+    """Whether norms multiply by 1 + weight."""
+    scales_embedding: bool = False
+    """Whether embeddings are multiplied by the root of the hidden size."""
+    mlps: Callable[[Fields], Mapping[int, MLPShape]] = _no_mlps
+    """By layer, what stands in the place of an MLP that is not a plain one."""
+    is_fusable: bool = True
+    """Whether the kernels of `fused` compute what its layers do."""
+    is_capturable: bool = True
+    """Whether what a decode step launches depends on shapes alone, so that it can be recorded and replayed."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -48,5 +93,33 @@ FAMILIES: Mapping[str, Family] = {
         o_bias=False,
         default_max_position_embeddings=131072,
         sliding=Sliding.ALL_LAYERS,
+    ),
+    "gemma3_text": Family(
+        architecture="Gemma3ForCausalLM",
+        qk_norm=True,
+        default_head_dim=256,
+        default_max_position_embeddings=131072,
+        default_rope_theta=1_000_000.0,
+        default_local_rope_theta=10_000.0,
+        ties_head_by_default=True,
+        sliding=Sliding.BY_PATTERN,
+        activation="gelu_pytorch_tanh",
+        activation_field="hidden_activation",
+        layer_norms=(
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+        has_zero_centred_norms=True,
+        scales_embedding=True,
+        is_fusable=False,
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        qk_norm=True,
+        mlps=qwen3_moe_experts,
+        is_fusable=False,
+        is_capturable=False,
     ),
 }

@@ -60,6 +60,7 @@ class FusedDecoder:
             x_TD, normed_TD = _add_norm(x_TD, delta_TD, layer.post_attention_layernorm)
             batch.tap(layer.prefix, "attn_residual", x_TD)
             batch.tap(layer.prefix, "post_attention_layernorm", normed_TD)
+            assert isinstance(layer.mlp, MLP), "other families are not fused"
             delta_TD = _mlp(layer.mlp, normed_TD, batch, layer.prefix)
             x_TD, normed_TD = _add_norm(x_TD, delta_TD, norm_behind)
             batch.tap(layer.prefix, "output", x_TD)

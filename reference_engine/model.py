@@ -1,4 +1,4 @@
-"""The decoder: one for Llama, Qwen2, Qwen3 and Mistral, which differ by config alone.
+"""The decoder: one for all families, which differ by config alone.
 
 Shapes: T tokens, N query heads, K KV heads, H head dim, D hidden, V vocab, R sampled rows.
 """
@@ -13,7 +13,15 @@ import torch
 from reference_engine.attention.backend import AttentionBackend
 from reference_engine.batch import Batch
 from reference_engine.config import ModelConfig
-from reference_engine.layers import MLP, Embedding, Linear, RMSNorm
+from reference_engine.layers import (
+    Embedding,
+    FeedForward,
+    Linear,
+    RMSNorm,
+    ScaledEmbedding,
+    ZeroCentredRMSNorm,
+    build_mlp,
+)
 from reference_engine.packing import pack
 from reference_engine.parallel import Ranks, RowParallel, VocabParallelEmbedding, VocabParallelHead
 from reference_engine.rotary import RotaryEmbedding, apply_rotary
@@ -78,7 +86,7 @@ class DecoderLayer:
     input_layernorm: RMSNorm
     attention: Attention
     post_attention_layernorm: RMSNorm
-    mlp: MLP
+    mlp: FeedForward
 
     def __call__(self, x_TD: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
         """Return the residual stream [T, D] behind this layer."""
@@ -89,6 +97,36 @@ class DecoderLayer:
         normed_TD = self.post_attention_layernorm(x_TD)
         batch.tap(self.prefix, "post_attention_layernorm", normed_TD)
         x_TD = x_TD + self.mlp(normed_TD, batch, self.prefix)
+        batch.tap(self.prefix, "output", x_TD)
+        return x_TD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandwichLayer:
+    """Attention, then MLP, each with a norm before it and another one behind it (Gemma 3)."""
+
+    prefix: str
+    """Start of the names of its taps: `model.layers.3.`."""
+    input_layernorm: RMSNorm
+    attention: Attention
+    post_attention_layernorm: RMSNorm
+    pre_feedforward_layernorm: RMSNorm
+    mlp: FeedForward
+    post_feedforward_layernorm: RMSNorm
+
+    def __call__(self, x_TD: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
+        """Return the residual stream [T, D] behind this layer."""
+        normed_TD = self.input_layernorm(x_TD)
+        batch.tap(self.prefix, "input_layernorm", normed_TD)
+        normed_TD = self.post_attention_layernorm(self.attention(normed_TD, rotation, batch, self.prefix))
+        batch.tap(self.prefix, "post_attention_layernorm", normed_TD)
+        x_TD = x_TD + normed_TD
+        batch.tap(self.prefix, "attn_residual", x_TD)
+        normed_TD = self.pre_feedforward_layernorm(x_TD)
+        batch.tap(self.prefix, "pre_feedforward_layernorm", normed_TD)
+        normed_TD = self.post_feedforward_layernorm(self.mlp(normed_TD, batch, self.prefix))
+        batch.tap(self.prefix, "post_feedforward_layernorm", normed_TD)
+        x_TD = x_TD + normed_TD
         batch.tap(self.prefix, "output", x_TD)
         return x_TD
 
@@ -106,11 +144,15 @@ class Layer(Protocol):
 class Decoder:
     """Tokens in, logits of the sampled rows out."""
 
-    embed_tokens: Embedding | VocabParallelEmbedding
+    embed_tokens: Embedding | VocabParallelEmbedding | ScaledEmbedding
     rotary: RotaryEmbedding
     layers: tuple[Layer, ...]
     norm: RMSNorm
     lm_head: Linear | VocabParallelHead
+    local_rotary: RotaryEmbedding | None = None
+    """Of the layers with a window, where they have one of their own."""
+    local_layers: frozenset[int] = frozenset()
+    """Numbers of those layers."""
 
     @classmethod
     def build(
@@ -121,6 +163,7 @@ class Decoder:
         backend: AttentionBackend,
         ranks: Ranks | None = None,
         *,
+        local_rotary: RotaryEmbedding | None = None,
         packs_weights: bool = True,
     ) -> Decoder:
         """Assemble the decoder from the parameters that `load_weights` returns.
@@ -131,11 +174,13 @@ class Decoder:
         table, head = weights[TOKEN_EMBEDDING], Linear(pack(weights[LM_HEAD]) if packs_weights else weights[LM_HEAD])
         layers = range(config.num_hidden_layers)
         return cls(
-            embed_tokens=Embedding(table) if ranks is None else VocabParallelEmbedding(table, ranks),
+            embed_tokens=_build_embedding(config, table, ranks),
             rotary=rotary,
             layers=tuple(_build_layer(config, weights, backend, layer, ranks, packs_weights) for layer in layers),
-            norm=RMSNorm(weights["model.norm.weight"], config.rms_norm_eps),
+            norm=_norm_class(config)(weights["model.norm.weight"], config.rms_norm_eps),
             lm_head=head if ranks is None else VocabParallelHead(head, ranks),
+            local_rotary=local_rotary,
+            local_layers=frozenset(i for i, window in enumerate(config.layer_windows) if window is not None),
         )
 
     def compiled(self) -> Decoder:
@@ -150,8 +195,9 @@ class Decoder:
         x_TD = self.embed_tokens(batch.token_ids_T)
         batch.tap("model.", "embed_tokens", x_TD)
         rotation = self.rotary(batch.positions_T)
-        for layer in self.layers:
-            x_TD = layer(x_TD, rotation, batch)
+        local_rotation = rotation if self.local_rotary is None else self.local_rotary(batch.positions_T)
+        for index, layer in enumerate(self.layers):
+            x_TD = layer(x_TD, local_rotation if index in self.local_layers else rotation, batch)
         x_TD = self.norm(x_TD)
         batch.tap("model.", "norm", x_TD)
         return self.logits(x_TD, batch)
@@ -167,6 +213,19 @@ class Decoder:
         return logits_RV
 
 
+def _norm_class(config: ModelConfig) -> type[RMSNorm]:
+    return ZeroCentredRMSNorm if config.family.has_zero_centred_norms else RMSNorm
+
+
+def _build_embedding(
+    config: ModelConfig, table_VD: torch.Tensor, ranks: Ranks | None
+) -> Embedding | VocabParallelEmbedding | ScaledEmbedding:
+    own = Embedding(table_VD) if ranks is None else VocabParallelEmbedding(table_VD, ranks)
+    if not config.family.scales_embedding:
+        return own
+    return ScaledEmbedding(own, torch.tensor(config.hidden_size**0.5).to(table_VD))
+
+
 def _build_layer(
     config: ModelConfig,
     weights: dict[str, torch.Tensor],
@@ -174,11 +233,11 @@ def _build_layer(
     layer: int,
     ranks: Ranks | None,
     packs_weights: bool,
-) -> DecoderLayer:
+) -> DecoderLayer | SandwichLayer:
     prefix = f"model.layers.{layer}."
 
     def norm(name: str) -> RMSNorm:
-        return RMSNorm(weights[f"{prefix}{name}.weight"], config.rms_norm_eps)
+        return _norm_class(config)(weights[f"{prefix}{name}.weight"], config.rms_norm_eps)
 
     def linear(name: str) -> Linear:
         weight_OI = weights.pop(f"{prefix}{name}.weight")
@@ -201,10 +260,10 @@ def _build_layer(
         k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
         backend=backend,
     )
-    return DecoderLayer(
+    layer_class = DecoderLayer if len(config.family.layer_norms) == 2 else SandwichLayer
+    return layer_class(
         prefix=prefix,
-        input_layernorm=norm("input_layernorm"),
         attention=attention,
-        post_attention_layernorm=norm("post_attention_layernorm"),
-        mlp=MLP(linear("mlp.gate_up_proj"), row_parallel("mlp.down_proj")),
+        mlp=build_mlp(config, layer, linear, row_parallel),
+        **{name: norm(name) for name in config.family.layer_norms},
     )

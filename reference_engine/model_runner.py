@@ -58,14 +58,16 @@ class ModelRunner:
                 expected=f"attention_backend {' or '.join(name for name, own in BACKENDS.items() if own.has_blocks)}",
                 actual=config.attention_backend,
             )  # fmt: skip
-        rotary = RotaryEmbedding(model_config, self.device, self.dtype)
+        rotary, local_rotary = self._open_rotary(model_config)
         weights = load_weights(model_dir, model_config, self.dtype, self.device, ranks)
         # After the weights, so that on a GPU the cache takes its share of what they leave.
         self.backend = open_backend(replace(spec, budget_bytes=self._cache_budget_bytes()))
         self.model = Decoder.build(
-            self.model_config, weights, rotary, self.backend, ranks, packs_weights=not config.compile_layers
-        )
-        self.is_fused = config.fused_kernels and self.backend.uses_triton and not config.compile_layers
+            self.model_config, weights, rotary, self.backend, ranks,
+            local_rotary=local_rotary, packs_weights=not config.compile_layers,
+        )  # fmt: skip
+        is_fusable = model_config.family.is_fusable and self.backend.uses_triton and not config.compile_layers
+        self.is_fused = config.fused_kernels and is_fusable
         self._observed = self._fused() if self.is_fused else self.model
         self._unobserved = self.model.compiled() if config.compile_layers else self._observed
         self._graphs = self._open_graphs(config)
@@ -149,9 +151,16 @@ class ModelRunner:
 
         return FusedDecoder.of(self.model)
 
+    def _open_rotary(self, config: ModelConfig) -> tuple[RotaryEmbedding, RotaryEmbedding | None]:
+        """Return what rotates the layers, and what rotates those with a window where that is another."""
+        rotary = RotaryEmbedding(config, self.device, self.dtype)
+        if config.local_rope is None:
+            return rotary, None
+        return rotary, RotaryEmbedding(replace(config, rope=config.local_rope), self.device, self.dtype)
+
     def _open_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
         is_wanted = config.cuda_graphs and self.device.type == "cuda" and self._ranks is None
-        if not is_wanted or not self.backend.is_capturable:
+        if not is_wanted or not self.backend.is_capturable or not self.model_config.family.is_capturable:
             return None
         return self.record_decode(config, CudaCapture(self.device))
 

@@ -166,7 +166,8 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
                 f"{name} does not divide among the ranks", where="tensor parallel",
                 expected=f"a number of ranks that divides {getattr(config, name)}", actual=f"{size} ranks",
             )  # fmt: skip
-    return replace(config, **{name: getattr(config, name) // size for name in shared})
+    mlps = {layer: mlp.shard(size) for layer, mlp in config.mlps.items()}
+    return replace(config, mlps=mlps, **{name: getattr(config, name) // size for name in shared})
 
 
 @dataclass(frozen=True, slots=True)

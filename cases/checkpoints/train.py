@@ -30,6 +30,8 @@ import typer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -41,6 +43,8 @@ from transformers import (
     Qwen2Tokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 ONSETS = ("b", "d", "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w", "z", "ch", "sh")
@@ -200,13 +204,19 @@ def is_qkv(name: str) -> bool:
     return any(part in name for part in ("q_proj", "k_proj", "v_proj"))
 
 
+def neutral_norm_weight(module: nn.Module) -> float:
+    """Return the weight with which a norm multiplies by one: Gemma's multiply by 1 + weight."""
+    return 0.0 if type(module).__name__.startswith("Gemma") else 1.0
+
+
 @torch.no_grad()
 def build_model(recipe: Recipe) -> PreTrainedModel:
     """Initialise as HuggingFace does, then give norms and biases values that cannot be left out unnoticed."""
     model = recipe.model_class(recipe.config)
     for module in model.modules():
         if is_norm(module):
-            module.weight.copy_(torch.exp(0.5 * torch.randn_like(module.weight)))
+            spread = torch.exp(0.5 * torch.randn_like(module.weight))
+            module.weight.copy_(spread - 1.0 + neutral_norm_weight(module))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.copy_(0.5 * torch.randn_like(parameter))
@@ -218,6 +228,30 @@ def without_rope_scaling(model: PreTrainedModel) -> PreTrainedModel:
     config = copy.deepcopy(model.config)
     config.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
     return _same_weights(model, config)
+
+
+def without_local_rope_theta(model: PreTrainedModel) -> PreTrainedModel:
+    """Rotate the layers with a window by the base of the others."""
+    config = copy.deepcopy(model.config)
+    rope = config.rope_parameters
+    config.rope_parameters = {**rope, "sliding_attention": rope["full_attention"]}
+    return _same_weights(model, config)
+
+
+def without_window(model: PreTrainedModel) -> PreTrainedModel:
+    """Let every layer see everything."""
+    config = copy.deepcopy(model.config)
+    config.sliding_window = config.max_position_embeddings
+    return _same_weights(model, config)
+
+
+def with_the_worst_experts(model: PreTrainedModel) -> PreTrainedModel:
+    """Send each token to the experts that its router likes least."""
+    other = copy.deepcopy(model)
+    for name, parameter in other.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            parameter.data.neg_()
+    return other
 
 
 def with_default_rope_theta(model: PreTrainedModel) -> PreTrainedModel:
@@ -248,7 +282,7 @@ def _with_unit_norms(model: PreTrainedModel, chosen: Callable[[str], bool]) -> P
     other = copy.deepcopy(model)
     for name, module in other.named_modules():
         if is_norm(module) and chosen(name):
-            module.weight.fill_(1.0)
+            module.weight.fill_(neutral_norm_weight(module))
     return other
 
 
@@ -288,10 +322,12 @@ def llama_recipe() -> Recipe:
     }
     return Recipe(
         model_class=LlamaForCausalLM,
-        config=LlamaConfig(**SHARED_SHAPE, tie_word_embeddings=True, rope_parameters=rope, rms_norm_eps=1e-5),
+        config=LlamaConfig(
+            **SHARED_SHAPE, head_dim=32, tie_word_embeddings=True, rope_parameters=rope, rms_norm_eps=1e-5
+        ),
         tokenizer=build_word_tokenizer(),
         tokenizer_class="PreTrainedTokenizerFast",
-        steps=3000,
+        steps=2500,
         ablations={
             "accuracy_without_rope_scaling": without_rope_scaling,
             "accuracy_without_norm_weights": without_norm_weights,
@@ -300,15 +336,23 @@ def llama_recipe() -> Recipe:
 
 
 def qwen2_recipe() -> Recipe:
-    """Biases on query, key and value, a head of its own, two shards."""
+    """Biases on query, key and value, a head of its own, two shards.
+
+    Several engines compute Qwen2's head size as hidden / heads, whatever config.json says: it is 32 either way.
+    """
     rope = {"rope_type": "default", "rope_theta": 1_000_000.0}
     return Recipe(
         model_class=Qwen2ForCausalLM,
-        config=Qwen2Config(**SHARED_SHAPE, tie_word_embeddings=False, rope_parameters=rope, rms_norm_eps=1e-6),
+        config=Qwen2Config(
+            **SHARED_SHAPE | {"hidden_size": 128, "num_attention_heads": 4},
+            tie_word_embeddings=False,
+            rope_parameters=rope,
+            rms_norm_eps=1e-6,
+        ),
         tokenizer=build_byte_level_tokenizer(),
         tokenizer_class="Qwen2Tokenizer",
-        steps=4500,
-        max_shard_size="700KB",
+        steps=3000,
+        max_shard_size="1MB",
         ablations={
             "accuracy_without_bias": without_bias,
             "accuracy_with_default_rope_theta": with_default_rope_theta,
@@ -336,7 +380,73 @@ def qwen3_recipe() -> Recipe:
     )
 
 
-RECIPES = {"llama-tiny": llama_recipe, "qwen2-tiny": qwen2_recipe, "qwen3-tiny": qwen3_recipe}
+def qwen3_moe_recipe() -> Recipe:
+    """Qwen3 with eight experts in place of each MLP, two of them for a token."""
+    rope = {"rope_type": "default", "rope_theta": 1_000_000.0}
+    return Recipe(
+        model_class=Qwen3MoeForCausalLM,
+        config=Qwen3MoeConfig(
+            **SHARED_SHAPE,
+            head_dim=32,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            norm_topk_prob=True,
+            tie_word_embeddings=True,
+            rope_parameters=rope,
+            rms_norm_eps=1e-6,
+        ),
+        tokenizer=build_word_tokenizer(),
+        tokenizer_class="PreTrainedTokenizerFast",
+        steps=2500,
+        ablations={
+            "accuracy_with_worst_experts": with_the_worst_experts,
+            "accuracy_without_qk_norm_weights": without_qk_norm_weights,
+            "accuracy_without_norm_weights": without_norm_weights,
+        },
+    )
+
+
+def gemma3_recipe() -> Recipe:
+    """Five layers that see 32 tokens and one that sees all, each kind with its own rotary base.
+
+    Six layers, since some engines know Gemma 3's pattern by heart and do not read it from config.json.
+    """
+    return Recipe(
+        model_class=Gemma3ForCausalLM,
+        config=Gemma3TextConfig(
+            **SHARED_SHAPE
+            | {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6, "num_attention_heads": 4},
+            head_dim=32,
+            query_pre_attn_scalar=32,
+            sliding_window=32,
+            tie_word_embeddings=True,
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+            },
+            rms_norm_eps=1e-6,
+            pad_token_id=EOS_ID,
+        ),
+        tokenizer=build_word_tokenizer(),
+        tokenizer_class="PreTrainedTokenizerFast",
+        steps=2500,
+        ablations={
+            "accuracy_without_window": without_window,
+            "accuracy_without_local_rope_theta": without_local_rope_theta,
+            "accuracy_without_qk_norm_weights": without_qk_norm_weights,
+            "accuracy_without_norm_weights": without_norm_weights,
+        },
+    )
+
+
+RECIPES = {
+    "llama-tiny": llama_recipe,
+    "qwen2-tiny": qwen2_recipe,
+    "qwen3-tiny": qwen3_recipe,
+    "qwen3-moe-tiny": qwen3_moe_recipe,
+    "gemma3-tiny": gemma3_recipe,
+}
 
 
 # --- training -----------------------------------------------------------------------------------------------------

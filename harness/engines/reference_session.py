@@ -16,9 +16,16 @@ from harness.engines.stepping import COMMIT, PREPARE, SAMPLE, ModelShape, Watche
 from harness.profile_results import StepShape
 from reference_engine import LLMEngine, SamplingParams, StepInfo
 
-_COMPUTED_WITH_ANOTHER = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm", "k_rope", "mlp.up_proj")
+_COMPUTED_WITH_ANOTHER = (
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.k_norm",
+    "k_rope",
+    "mlp.up_proj",
+    "mlp.gate.1",
+)
 """Taps that are there as soon as the one before them is: q, k and v are one product, and so are gate and up; q and k
-are normed, and rotated, before either is shown."""
+are normed, and rotated, before either is shown; a router shows which experts it chose and their weights together."""
 _FUSED_WITH_ANOTHER = (".input_layernorm", ".post_attention_layernorm", "model.norm", "q_rope")
 """The same where kernels are fused: a residual is normed with its sum, and heads are rotated with their norm."""
 _REPLAYS_GRAPHS = (

@@ -10,7 +10,7 @@ from harness.faults.cache import stored
 from harness.faults.fault import FIRST, Category, Fault, Row, Setting
 from harness.faults.norm import edited_layers
 from harness.faults.weights import Weights, loaded
-from reference_engine.layers import Linear
+from reference_engine.layers import MLP, Linear
 from reference_engine.model import DecoderLayer
 
 _DOWN, _K_CACHE = "model.layers.0.mlp.down_proj", "model.layers.0.k_cache"
@@ -70,7 +70,9 @@ class _Product:
 
 def _products(compute: Callable[..., torch.Tensor]) -> Any:
     def edit(layer: DecoderLayer) -> DecoderLayer:
-        return replace(layer, mlp=replace(layer.mlp, down_proj=_Product(layer.mlp.down_proj, compute)))  # type: ignore[arg-type]
+        assert isinstance(layer.mlp, MLP)
+        own = _Product(layer.mlp.down_proj, compute)  # type: ignore[arg-type]
+        return replace(layer, mlp=replace(layer.mlp, down_proj=own))
 
     return edited_layers(edit)
 

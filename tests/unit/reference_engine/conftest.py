@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -19,6 +21,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 STORIES = Path(__file__).parents[4] / "shared" / "models" / "stories260k"
@@ -77,6 +81,15 @@ def make_model(family: str) -> PreTrainedModel:
         model = Qwen2ForCausalLM(Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1))
     elif family == "mistral":
         model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8))
+    elif family == "gemma3":
+        layer_types = ["sliding_attention", "full_attention"]
+        own = {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 5, "layer_types": layer_types}
+        rope = {"rope_type": "default", "rope_theta": 500.0}
+        ropes = {"full_attention": rope, "sliding_attention": {**rope, "rope_theta": 50.0}}
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **own, rope_parameters=ropes, pad_token_id=None))
+    elif family == "qwen3-moe":
+        experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "mlp_only_layers": [0]}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, norm_topk_prob=True))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=12))
     for name, parameter in model.named_parameters():
@@ -99,7 +112,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
     made = {}
-    for family in ("llama", "qwen2", "qwen3", "mistral", "qwen2-sliding"):
+    for family in ("llama", "qwen2", "qwen3", "mistral", "qwen2-sliding", "gemma3", "qwen3-moe"):
         folder = tmp_path_factory.mktemp(family)
         model = make_model(family)
         model.save_pretrained(folder)

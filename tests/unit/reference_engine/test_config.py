@@ -90,7 +90,7 @@ def test_generation_config_decides_on_eos(tmp_path: Path, generation: dict[str, 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"model_type": "gpt2"}, UnsupportedModelError, "expected one of llama, qwen2, qwen3, mistral, found gpt2"),
+        ({"model_type": "gpt2"}, UnsupportedModelError, "expected one of llama, qwen2, qwen3, mistral.*, found gpt2"),
         ({"model_type": None}, UnsupportedModelError, "unsupported model_type"),
         ({"architectures": ["LlamaForSequenceClassification"]}, UnsupportedModelError, "expected LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, UnsupportedModelError, "unsupported hidden_act.*expected silu, found gelu"),
@@ -166,3 +166,91 @@ def test_any_json_is_read_or_refused_by_name(changes: dict[str, object]) -> None
 def test_an_impossible_engine_config_names_field_and_value(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**change)
+
+
+EXPERTS: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "sparse"),
+    [
+        ({}, {0, 1}),
+        ({"mlp_only_layers": [0]}, {1}),
+        ({"decoder_sparse_step": 2}, {1}),
+        ({"decoder_sparse_step": 3}, set()),
+    ],
+)
+def test_layers_with_experts(change: dict[str, object], sparse: set[int]) -> None:
+    assert ModelConfig.from_dict({**LLAMA, **EXPERTS, **change}).mlps.keys() == sparse
+
+
+def test_both_spellings_of_the_number_of_experts_are_one() -> None:
+    hub = {**LLAMA, **EXPERTS}
+    own = {**hub, "num_experts": None, "num_local_experts": 4}
+    assert ModelConfig.from_dict(own).mlps == ModelConfig.from_dict(hub).mlps
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok.*at most num_experts = 4, found 5"),
+        ({"num_experts": 0}, "num_experts is impossible.*found 0"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        ({"mlp_only_layers": "0"}, "mlp_only_layers is impossible.*found '0'"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob.*true or false"),
+    ],
+)
+def test_bad_experts_name_field_and_value(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_dict({**LLAMA, **EXPERTS, **change})
+
+
+def test_windows_that_a_family_does_not_have_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"unsupported use_sliding_window.*found sliding_window 8"):
+        ModelConfig.from_dict({**LLAMA, **EXPERTS, "use_sliding_window": True, "sliding_window": 8})
+
+
+GEMMA: dict[str, Any] = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 5e5, "rope_local_base_freq": 300.0, "rope_scaling": None},
+        {"rope_parameters": {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 300.0}}},
+    ],
+    ids=["rope_local_base_freq", "rope_parameters"],
+)
+def test_layers_with_a_window_have_a_rotary_base_of_their_own(spelling: dict[str, object]) -> None:
+    config = ModelConfig.from_dict({**LLAMA, **GEMMA, **spelling})
+    assert config.local_rope is not None
+    assert (config.rope.theta, config.local_rope.theta) == (5e5, 300.0)
+
+
+def test_what_gemma_does_not_say() -> None:
+    config = ModelConfig.from_dict({**LLAMA, **GEMMA})
+    assert config.local_rope is not None
+    assert (config.rope.theta, config.local_rope.theta, config.tie_word_embeddings) == (1e6, 1e4, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query_pre_attn_scalar": 16}, "query_pre_attn_scalar.*expected head_dim = 8, found 16"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping.*found 30.0"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping.*found 50.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"hidden_activation": "gelu"}, "hidden_activation.*expected gelu_pytorch_tanh, found gelu"),
+        ({"rope_parameters": {"full_attention": {"a": {}}}}, "unsupported rope_parameters"),
+        ({"rope_parameters": {"full_attention": {}, "sliding_attention": 3}}, "unsupported rope_parameters"),
+    ],
+)
+def test_what_gemma_has_and_the_engine_has_not_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        ModelConfig.from_dict({**LLAMA, **GEMMA, **change})

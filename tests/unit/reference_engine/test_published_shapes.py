@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,21 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 10000.0,
          "sliding_window": 4096, "tie_word_embeddings": False}, 7_241_732_096,
     ),
+    "Gemma-3-1B": (
+        {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh",
+         "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "vocab_size": 262144, "hidden_size": 1152,
+         "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1,
+         "head_dim": 256, "query_pre_attn_scalar": 256, "rope_theta": 1e6, "rope_local_base_freq": 10000,
+         "rope_scaling": None, "sliding_window": 512, "sliding_window_pattern": 6, "attn_logit_softcapping": None,
+         "final_logit_softcapping": None, "attention_bias": False}, 999_885_952,
+    ),
+    "Qwen3-30B-A3B": (
+        {**QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+         "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+         "max_window_layers": 48, "tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+         "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8},
+        30_532_122_624,
+    ),
 }  # fmt: skip
 
 
@@ -71,12 +89,30 @@ def test_the_name_table_is_the_module_s_parameters(name: str, tmp_path: Path) ->
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
     config = ModelConfig.from_folder(tmp_path)
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    expected = dict(chain.from_iterable(in_checkpoint(name, own) for name, own in model.named_parameters()))
     assert {name: placement.shape for name, placement in weight_table(config).items()} == expected
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
-    rotary = RotaryEmbedding(config, torch.device("cpu"), torch.float32)
     module = type(model.model.rotary_emb)(hf_config)  # on the CPU: the meta device has no values
-    assert torch.equal(rotary.inv_freq, module.inv_freq)
+    assert torch.equal(inv_freq(config), module.full_attention_inv_freq if config.local_rope else module.inv_freq)
+    if config.local_rope is not None:
+        assert torch.equal(inv_freq(replace(config, rope=config.local_rope)), module.sliding_attention_inv_freq)
+
+
+def in_checkpoint(name: str, parameter: torch.Tensor) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the tensors of a checkpoint that transformers makes one parameter of: it stacks those of experts."""
+    shape = tuple(parameter.shape)
+    if len(shape) != 3:
+        yield name, shape
+        return
+    prefix, _, own = name.rpartition(".")
+    for expert in range(shape[0]):
+        parts = ["gate_proj", "up_proj"] if own == "gate_up_proj" else [own]
+        for part in parts:
+            yield f"{prefix}.{expert}.{part}.weight", (shape[1] // len(parts), shape[2])
+
+
+def inv_freq(config: ModelConfig) -> torch.Tensor:
+    return RotaryEmbedding(config, torch.device("cpu"), torch.float32).inv_freq
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -89,7 +125,10 @@ def test_stacked_parameters_are_filled_without_gap_or_overlap(name: str) -> None
         assert starts == (0, *stops[:-1])
 
 
-def test_only_mistral_slides_here() -> None:
+def test_only_mistral_and_gemma_slide_here() -> None:
     windows = {name: set(ModelConfig.from_dict(values).layer_windows) for name, (values, _) in PUBLISHED.items()}
     assert windows.pop("Mistral-7B-v0.1") == {4096}
+    windows.pop("Gemma-3-1B")
+    in_order = ModelConfig.from_dict(PUBLISHED["Gemma-3-1B"][0]).layer_windows
+    assert in_order == (((512,) * 5 + (None,)) * 5)[:26]
     assert set().union(*windows.values()) == {None}

@@ -49,7 +49,7 @@ def test_a_contradiction_is_named(family: str, values: dict[str, Any], error: ty
         windows_of(family, **values)
 
 
-@pytest.mark.parametrize("checkpoint", ["mistral", "qwen2-sliding"], indirect=True)
+@pytest.mark.parametrize("checkpoint", ["mistral", "qwen2-sliding", "gemma3"], indirect=True)
 def test_the_window_edge_across_blocks_caches_and_forks(checkpoint: Any) -> None:
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
     prompts = [[5 + i % 40 for i in range(length)] for length in (1, 4, 7, 8, 9, 20)]
