@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from harness.fuzz.run import FuzzOptions
     from harness.fuzz.workload_file import WorkloadFile
     from harness.fuzz_results import FuzzResult
+    from harness.invariance_results import InvarianceResult
     from harness.plan import Plan
 
 
@@ -44,6 +45,10 @@ def fuzz(
             metavar="FILE", help="Run the workload of such a file again, with all that it says, and no other."
         ),
     ] = None,
+    invariance: Annotated[
+        bool,
+        typer.Option("--invariance", help="Find which changes of schedule alone change bits, in which operation."),
+    ] = False,
     fault: Annotated[
         str | None,
         typer.Option(metavar="ID", help="Search with a known bug in the reference engine; `harness faults` has all."),
@@ -55,21 +60,27 @@ def fuzz(
 
     Prompts whose lengths lie about the boundaries of blocks and chunks, beginnings that are shared, arrivals, aborts,
     forks, and caches that are too small: each is judged as `harness check` judges. What fails is made as small as it
-    can be.
+    can be. With --invariance the question is another: which change of schedule changes bits.
     """
     given = _Target(model, engine, tuple(engine_option or ()), dtype, device, truth, fault)
     _check_positive("--seconds", seconds)
     _check_positive("--workload-seconds", workload_seconds)
+    if invariance and (replay is not None or out is not None or first):
+        what = "two runs are compared here, and nothing is searched, repeated or written"
+        raise HarnessError(Code.BAD_OPTION, what, where="--invariance", hint="leave --replay, --out and --first out")
     if replay is not None and (given != _Target() or out is not None):
         what = "a workload's file says what is to be run"
         raise HarnessError(Code.BAD_OPTION, what, where="--replay", hint="leave the other options out")
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.fuzz.run import FuzzOptions, run_again, search_workloads
+        from harness.fuzz.run import FuzzOptions, compare_schedules, run_again, search_workloads
         from harness.fuzz.workload_file import load_workload
         from harness.jobs.check import claimed
 
         options = FuzzOptions(seconds=seconds, seed=seed, workload_seconds=workload_seconds, is_first_enough=first)
+        if invariance:
+            with _opened(given, options, local_files_only) as (plan, options):
+                return _print_invariance(compare_schedules(plan, options, progress=report), format)
         if replay is not None:
             file = load_workload(replay)
             with _opened(_Target.of(file), options, local_files_only) as (plan, options):
@@ -157,4 +168,15 @@ def _print(result: "FuzzResult", form: opt.Format) -> int:
         write_json(fuzz_json(result))
     else:
         write(fuzz_text(result, width=shutil.get_terminal_size((100, 24)).columns), end="")
+    return STATUS[result.outcome]
+
+
+def _print_invariance(result: "InvarianceResult", form: opt.Format) -> int:
+    from harness.report.invariance_json import invariance_json
+    from harness.report.invariance_text import invariance_text
+
+    if form is opt.Format.JSON:
+        write_json(invariance_json(result))
+    else:
+        write(invariance_text(result), end="")
     return STATUS[result.outcome]

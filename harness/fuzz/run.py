@@ -12,12 +12,15 @@ from harness.compare.traits import Traits
 from harness.engines import Engine, open_engine
 from harness.errors import Code, HarnessError
 from harness.fuzz.files import write_findings
+from harness.fuzz.invariance import Comparer
 from harness.fuzz.judge import Judge, Judged
 from harness.fuzz.pool import Pool, make_pool
 from harness.fuzz.search import Search
 from harness.fuzz.strategies import SEARCHED, searched_schedules
 from harness.fuzz.workload import Translator
 from harness.fuzz_results import FuzzFinding, FuzzResult, SentWorkload
+from harness.invariance_results import InvarianceResult
+from harness.oracle.golden import Golden
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel, load_model
 from harness.plan import Plan
@@ -85,6 +88,40 @@ def search_workloads(
         rejected=dict(search.rejected),
         coverage=dict(search.coverage),
         was_interrupted=search.was_interrupted,
+    )
+
+
+def compare_schedules(plan: Plan, options: FuzzOptions, *, progress: Progress | None = None) -> InvarianceResult:
+    """Find which changes of schedule change the bits of the plan's engine.
+
+    Args:
+        plan: engine, model, dtype and device; its prompts and schedules are not looked at.
+        options: how long, and the seed of the prompts.
+        progress: told what is being done.
+
+    Raises:
+        HarnessError: the input cannot be used.
+    """
+    subject = _Subject.opened(plan, options, progress)
+    with subject.threads(), options.planted():
+        hf = subject.hf
+        window = Traits.of(hf).window
+        pool = make_pool(options.seed, vocab_size=hf.vocab_size, max_positions=hf.max_positions, window=window)
+        comparer = Comparer(
+            plan=plan, engine=subject.engine, hf=hf, golden=subject.golden(pool), pool=pool, progress=subject.report
+        )
+        was_interrupted = comparer.run(options.seconds, options.seed)
+    return InvarianceResult(
+        engine=plan.engine,
+        model=plan.model,
+        dtype=plan.dtype,
+        device=plan.device,
+        seed=options.seed,
+        num_rounds=comparer.num_rounds,
+        changes=comparer.changes(),
+        elapsed_s=subject.elapsed_s(),
+        was_interrupted=was_interrupted,
+        notes=plan.notes,
     )
 
 
@@ -204,15 +241,19 @@ class _Subject:
         """Return the seconds since the engine was opened."""
         return time.perf_counter() - self.began
 
-    def judge(self, pool: Pool) -> Judge:
+    def golden(self, pool: Pool) -> Golden:
         """Make the pool's golden, or find it in the cache."""
         golden = cached_golden(self.hf, pool.prompts(), truth=self.plan.truth, progress=self.report)
         golden.is_pool = True
+        return golden
+
+    def judge(self, pool: Pool) -> Judge:
+        """Return what judges workloads of the pool."""
         return Judge(
             plan=self.plan,
             engine=self.engine,
             hf=self.hf,
-            golden=golden,
+            golden=self.golden(pool),
             limit_s=self.options.workload_seconds,
             planted=self.options.planted,
         )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.fuzz import search
+from harness.fuzz import changes, invariance, search
 
 from .conftest import ENGINE
 
@@ -133,3 +133,35 @@ def test_a_workload_that_the_engine_does_not_follow_is_refused(harness, install,
     file.write_text(header + "[[requests]]\ntoken_ids = [5, 6]\nprompt_length = 2\narrival = 2\n")
     ran = harness("fuzz", "--replay", file)
     assert ran.status == 2
+
+
+def only(monkeypatch, *names):
+    """Try these changes of schedule, and no others."""
+    chosen = tuple(change for change in changes.CHANGES if change.name in names)
+    monkeypatch.setattr(invariance, "CHANGES", chosen)
+
+
+def test_changes_of_schedule_that_change_bits(harness, monkeypatch):
+    only(monkeypatch, "repetition", "chunk", "ranks")
+    ran = harness("fuzz", "--invariance", "--engine", "hf", "--seconds", "0.1", "--format", "json")
+    assert ran.status == 0, ran.err
+    repetition, chunk, ranks = ran.json["changes"]
+    assert repetition["state"] == "same"
+    assert repetition["first"] is None
+    assert sum(operation["num_rows"] for operation in repetition["operations"]) > 1000
+    assert chunk["state"] in ("same", "noise")
+    assert (ranks["is_offered"], ranks["state"]) == (False, "unknown")
+
+
+def test_a_change_that_goes_beyond_rounding(harness, monkeypatch):
+    only(monkeypatch, "order")
+    ran = harness("fuzz", "--invariance", "--fault", "wrong-block", "--seconds", "0.1", "--format", "json")
+    assert ran.status == 1
+    assert ran.json["verdict"] == "mismatch"
+
+
+@pytest.mark.parametrize("other", [["--first"], ["--out", "new"], ["--replay", "file"]])
+def test_nothing_is_searched_where_two_runs_are_compared(harness, other):
+    ran = harness("fuzz", "--invariance", *other)
+    assert ran.status == 2
+    assert "--invariance" in ran.err

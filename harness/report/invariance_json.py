@@ -1,0 +1,20 @@
+"""Which changes of schedule change bits, for programs: keys that are always there, in finite numbers."""
+
+from typing import Any
+
+from harness.invariance_results import InvarianceResult, ScheduleChange
+from harness.report.json import plain
+
+SCHEMA_VERSION = 1
+
+
+def invariance_json(result: InvarianceResult) -> dict[str, Any]:
+    """Return the result as plain dicts, lists, strings and finite numbers."""
+    document: dict[str, Any] = plain(result)
+    changes = [_change(change) for change in result.changes]
+    return {"schema_version": SCHEMA_VERSION, "verdict": str(result.outcome), **document, "changes": changes}
+
+
+def _change(change: ScheduleChange) -> dict[str, Any]:
+    document: dict[str, Any] = plain(change)
+    return {**document, "state": str(change.state)}
