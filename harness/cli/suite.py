@@ -208,12 +208,12 @@ def _refuse_contradictions(
 
 def _preflight(cases: "list[SuiteCase]", matrix: "Matrix", *, is_local: bool, local_files_only: bool) -> None:
     """Refuse what can be known to be wrong before anything is started."""
-    from harness.suite.preflight import check_engines, check_models, check_pythons
+    from harness.suite.preflight import check_engines, check_environments, check_models
 
     check_engines(cases)
     if is_local:
         check_models(cases, local_files_only=local_files_only)
-        check_pythons((name, each.python) for name, each in matrix.environments.items() if each.python is not None)
+        check_environments(matrix.environments)
 
 
 @contextmanager

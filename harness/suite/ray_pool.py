@@ -79,7 +79,7 @@ class RayPool:
         """
         self._ray = _connected(address)
         self._models = sorted({case.case.model for case in cases})
-        self._pythons = {name: environment.python for name, environment in environments.items()}
+        self._environments = {name: environment.model_dump() for name, environment in environments.items()}
         self._store = store
         self._run: Any = self._ray.remote(max_retries=0)(run_on_node)
         self._look: Any = self._ray.remote(max_retries=0, num_cpus=0)(look)
@@ -215,7 +215,7 @@ class RayPool:
 
         strategy = NodeAffinitySchedulingStrategy(node_id=id, soft=False)
         options = self._look.options(scheduling_strategy=strategy, name="look at the node")
-        return options.remote(self._models, self._pythons, self._store, self._probe)
+        return options.remote(self._models, self._environments, self._store, self._probe)
 
     def _look_at_all(self, cases: Sequence[SuiteCase]) -> None:
         alive = self._alive()

@@ -131,10 +131,12 @@ def test_a_node_says_what_it_has(tmp_path):
     store.check()
     (tmp_path / "probe").write_text("probe")
     digest = store.put(tmp_path / "probe")
-    models, pythons = ["qwen3-tiny", "/no/such/model"], {"own": None, "none": "/no/python"}
-    found = Look.model_validate_json(look(models, pythons, str(tmp_path / "store"), digest))
+    models = ["qwen3-tiny", "/no/such/model"]
+    environments = {"own": {}, "none": {"python": "/no/python"}}
+    found = Look.model_validate_json(look(models, environments, str(tmp_path / "store"), digest))
     assert found.missing_models == ["/no/such/model"]
-    assert found.environments == {"own": fingerprint(), "none": None}
+    assert found.environments["own"] == fingerprint()
+    assert found.environments["none"] is None
     assert found.versions == fingerprint()
     assert found.store_error is None
 
