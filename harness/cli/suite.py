@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
@@ -32,6 +31,8 @@ STATUS = {
     CaseVerdict.LOST: ExitStatus.NOTHING_CHECKED,
 }
 _RUN = "run"
+RAY_LOG_NAME = "ray.log"
+"""File in a suite's folder with what Ray prints."""
 
 
 class _Group(typer.core.TyperGroup):
@@ -101,7 +102,7 @@ def run(
     _preflight(planned, chosen, is_local=ray is None, local_files_only=local_files_only)
     with _folder(out, resume) as folder, suite_progress() as report:
         place = store or (None if ray is None else str((folder / "store").absolute()))
-        with _journal(folder, resume) as journal, _pool(planned, chosen, jobs, ray, place) as pool:
+        with _journal(folder, resume) as journal, _pool(planned, chosen, jobs, ray, place, folder) as pool:
             driver = Driver(
                 cases=planned,
                 pool=pool,
@@ -243,19 +244,24 @@ def _journal(folder: Path, resume: bool) -> "Iterator[Journal]":
 
 @contextmanager
 def _pool(
-    cases: "list[SuiteCase]", matrix: "Matrix", jobs: int | None, ray: str | None, store: str | None
+    cases: "list[SuiteCase]", matrix: "Matrix", jobs: int | None, ray: str | None, store: str | None, folder: Path
 ) -> "Iterator[Pool]":
     if ray is None:
         from harness.suite.local_pool import LocalPool
 
-        pool: Pool = LocalPool(jobs or os.cpu_count() or 1, num_gpus=_num_gpus(cases))
-    else:
-        from harness.suite.ray_pool import RayPool
+        with closing(LocalPool(jobs or os.cpu_count() or 1, num_gpus=_num_gpus(cases))) as here:
+            yield here
+        return
+    from harness.suite.ray_pool import RayPool
 
-        assert store is not None
-        pool = RayPool(ray, cases, matrix.environments, store)
-    with redirect_stdout(sys.stderr), closing(pool):  # Ray prints of lost nodes, and ours carries the result alone
-        yield pool
+    assert store is not None
+    # Of a lost node Ray prints pages to standard output, which carries our result.
+    with (
+        (folder / RAY_LOG_NAME).open("a") as log,
+        redirect_stdout(log),
+        closing(RayPool(ray, cases, matrix.environments, store)) as there,
+    ):
+        yield there
 
 
 def _num_gpus(cases: "list[SuiteCase]") -> int:
