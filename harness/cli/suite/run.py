@@ -1,19 +1,18 @@
-"""`harness suite`: many checks as one, on this machine or on a cluster; what changed since; who broke it."""
+"""`harness suite CASES...`: runs every case, here or on a cluster."""
 
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 import typer.core
 
 from harness.cli import options as opt
-from harness.cli.command import Command
 from harness.cli.output import write, write_json
-from harness.cli.suite_progress import suite_progress
+from harness.cli.suite.progress import suite_progress
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.suite_results import CaseVerdict
 
@@ -30,30 +29,10 @@ STATUS = {
     CaseVerdict.ERROR: ExitStatus.BAD_INPUT,
     CaseVerdict.LOST: ExitStatus.NOTHING_CHECKED,
 }
-_RUN = "run"
 RAY_LOG_NAME = "ray.log"
 """File in a suite's folder with what Ray prints."""
 
 
-class _Group(typer.core.TyperGroup):
-    """Takes `harness suite CASES...` for `harness suite run CASES...`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
-            args = [_RUN, *args]
-        return super().parse_args(ctx, args)
-
-
-app = typer.Typer(
-    name="suite",
-    cls=_Group,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Run many checks as one, here or on a Ray cluster: `harness suite CASES...` (docs/scale.md).",
-)
-
-
-@app.command(_RUN, cls=Command)
 def run(
     cases: Annotated[
         list[Path] | None, typer.Argument(metavar="CASES...", help="Case files (TOML), and folders of them.")
@@ -117,71 +96,6 @@ def run(
         if out is not None:
             _keep(result, folder)
     return _print(result, format)
-
-
-@app.command(cls=Command)
-def diff(
-    old: Annotated[Path, typer.Argument(metavar="OLD", help="suite.json of before, or its folder.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="suite.json of now, or its folder.")],
-    format: opt.OutFormat = opt.Format.HUMAN,
-) -> int:
-    """Say what changed from one run of a suite to another.
-
-    New failures, new passes, figures that moved beyond their noise, and slower cases. The exit status is 1 where a case
-    fails that passed before or was not there, and 4 where cases have become slower and nothing else.
-    """
-    from harness.report.suite.diff import diff_json, diff_text
-    from harness.report.suite.json import load_suite
-    from harness.suite.diff import diff_suites
-
-    found = diff_suites(load_suite(old), load_suite(new))
-    if format is opt.Format.JSON:
-        write_json(diff_json(found))
-    else:
-        write(diff_text(found), end="")
-    if found.new_failures or found.added_failures:
-        return ExitStatus.MISMATCH
-    return ExitStatus.REGRESSION if found.slower else ExitStatus.PASS
-
-
-@app.command(cls=Command)
-def bisect(
-    good: Annotated[str, typer.Option(metavar="REV", help="Revision at which the case passes.")],
-    bad: Annotated[str, typer.Option(metavar="REV", help="Revision at which it fails.")],
-    case: Annotated[Path, typer.Option(metavar="FILE", help="Case (TOML) that judges.")],
-    repo: Annotated[
-        Path, typer.Option(metavar="DIR", help="Git repository of the engine; it is not touched.")
-    ] = Path(),
-    build: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="Builds the engine, run in a checkout of each revision.")
-    ] = None,
-    import_from: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Folder of the checkout that the engine is imported from.")
-    ] = ".",
-    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="Longest time for one check.")] = 3600.0,
-    format: opt.OutFormat = opt.Format.HUMAN,
-) -> int:
-    """Find the commit that broke an engine.
-
-    Git bisects; each revision is built, and judged by the harness that runs now on a golden that is made once. A
-    revision that cannot be built or checked is skipped.
-    """
-    from harness.case import load_case
-    from harness.cli.progress import progress_bar
-    from harness.report.suite.bisection import bisection_json, bisection_text
-    from harness.suite.bisect import Bisector
-
-    load_case(case)
-    with progress_bar() as report:
-        bisector = Bisector(
-            case=case, build=build, import_from=import_from, limit_s=time_limit, report=lambda what: report(what, 0, 1)
-        )
-        found = bisector.run(repo, good=good, bad=bad)
-    if format is opt.Format.JSON:
-        write_json(bisection_json(found))
-    else:
-        write(bisection_text(found), end="")
-    return ExitStatus.PASS
 
 
 def _refuse_contradictions(
