@@ -8,16 +8,17 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from harness.errors import HarnessError
 from harness.scratch import scratch_folder
 from harness.suite.fingerprint import fingerprint, node_name
-from harness.suite.preflight import missing_models, python_versions
+from harness.suite.preflight import missing_models, versions_in
 from harness.suite.process import ProcessShelf
 from harness.suite.store import DamagedBlobError, Store
-from harness.suite.task import Answer, Loss, Task
+from harness.suite.task import Answer, Environment, Loss, Task
 
 _shelf = ProcessShelf(1)
 """Of this process: it runs one task at a time."""
@@ -36,21 +37,20 @@ class Look(BaseModel):
     store_error: str | None
 
 
-def look(models: Sequence[str], pythons: Mapping[str, str | None], store: str, probe: str) -> str:
+def look(models: Sequence[str], environments: Mapping[str, Mapping[str, Any]], store: str, probe: str) -> str:
     """Return a `Look` as JSON.
 
     Args:
         models: those of the suite.
-        pythons: by name of an environment, its interpreter.
+        environments: by name, each as the fields of an `Environment`.
         store: URL.
         probe: digest of a file that the driver has put into the store.
     """
-    own = fingerprint()
     found = Look(
         name=node_name(),
-        versions=own,
+        versions=fingerprint(),
         missing_models=missing_models(models),
-        environments={name: own if python is None else python_versions(python) for name, python in pythons.items()},
+        environments={name: versions_in(Environment(**each)) for name, each in environments.items()},
         store_error=_store_error(store, probe),
     )
     return found.model_dump_json()

@@ -1,13 +1,15 @@
 """What can be known to be wrong before the first task: a name that stands for nothing."""
 
 import json
+import os
 import subprocess
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 
 from harness.checkpoint import read_config, resolve
 from harness.engines import engine_names
 from harness.errors import Code, HarnessError
-from harness.suite.task import SuiteCase
+from harness.suite.task import Environment, SuiteCase
 
 _LOOK_LIMIT_S = 60.0
 """Longest time for an interpreter to say what it has."""
@@ -60,30 +62,31 @@ def _is_here(model: str) -> bool:
         return False
 
 
-def check_pythons(pythons: Iterable[tuple[str, str]]) -> None:
-    """Refuse environments, each a name and the path of its interpreter, that cannot run the harness.
+def check_environments(environments: Mapping[str, Environment]) -> None:
+    """Refuse environments that cannot run the harness.
 
     Raises:
         HarnessError: BAD_SUITE.
     """
-    for name, python in pythons:
-        if python_versions(python) is None:
+    for name, environment in environments.items():
+        if versions_in(environment) is None:
             raise HarnessError(
                 Code.BAD_SUITE,
                 f"the environment {name!r} has no interpreter with the harness",
                 where=f"environments.{name}.python",
                 expected="the path of a Python that can import harness",
-                actual=python,
-                hint=f"{python} -m pip install inference-harness",
+                actual=environment.python or sys.executable,
+                hint="install inference-harness with that Python",
             )
 
 
-def python_versions(python: str) -> dict[str, str] | None:
-    """Return what an interpreter's `fingerprint` is; None where it has no harness, or is not there."""
-    command = [python, "-m", "harness.suite.fingerprint"]
+def versions_in(environment: Environment) -> dict[str, str] | None:
+    """Return the `fingerprint` of an environment; None where it has no harness, or no interpreter."""
+    command = [environment.python or sys.executable, "-m", "harness.suite.fingerprint"]
+    variables = {**os.environ, **environment.variables}
     try:
-        said = subprocess.run(command, capture_output=True, check=True, timeout=_LOOK_LIMIT_S).stdout
-        versions: dict[str, str] = json.loads(said)
+        done = subprocess.run(command, capture_output=True, check=True, timeout=_LOOK_LIMIT_S, env=variables)
+        versions: dict[str, str] = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
     return versions

@@ -9,7 +9,9 @@ from typing import Any
 
 from harness.errors import Code, HarnessError
 from harness.scratch import scratch_folder
+from harness.suite.cluster import connected
 from harness.suite.fingerprint import fingerprint
+from harness.suite.node_checks import refuse_differences, refuse_missing, refuse_store
 from harness.suite.node_task import Look, ended, look, run_on_node
 from harness.suite.pool import Ended
 from harness.suite.process import START_LIMIT_S
@@ -17,7 +19,6 @@ from harness.suite.store import Store
 from harness.suite.task import GIB, Environment, Loss, Resources, SuiteCase, Task
 
 _REFRESH_S = 2.0
-_CONNECT_S = 5.0
 _LOOK_LIMIT_S = 300.0
 _SILENCE_S = 300.0
 """Time beyond a task's limit and its process's start after which its node is taken for hung."""
@@ -77,9 +78,9 @@ class RayPool:
             HarnessError: NO_CLUSTER; STORE_FAILED; NODES_DIFFER; NOT_A_CHECKPOINT: no node has a model of the suite;
                 BAD_SUITE: no node has an environment.
         """
-        self._ray = _connected(address)
+        self._ray = connected(address)
         self._models = sorted({case.case.model for case in cases})
-        self._pythons = {name: environment.python for name, environment in environments.items()}
+        self._environments = {name: environment.model_dump() for name, environment in environments.items()}
         self._store = store
         self._run: Any = self._ray.remote(max_retries=0)(run_on_node)
         self._look: Any = self._ray.remote(max_retries=0, num_cpus=0)(look)
@@ -215,7 +216,7 @@ class RayPool:
 
         strategy = NodeAffinitySchedulingStrategy(node_id=id, soft=False)
         options = self._look.options(scheduling_strategy=strategy, name="look at the node")
-        return options.remote(self._models, self._pythons, self._store, self._probe)
+        return options.remote(self._models, self._environments, self._store, self._probe)
 
     def _look_at_all(self, cases: Sequence[SuiteCase]) -> None:
         alive = self._alive()
@@ -225,55 +226,10 @@ class RayPool:
                 seen = Look.model_validate_json(self._ray.get(reference, timeout=_LOOK_LIMIT_S))
             except self._ray.exceptions.RayError as error:
                 raise _no_harness(id, error) from error
-            _refuse_store(seen, self._store)
+            refuse_store(seen, self._store)
             self._nodes[id] = Node(id=id, all=alive[id], look=seen)
-        _refuse_differences([node.look for node in self._nodes.values()])
-        _refuse_missing([node.look for node in self._nodes.values()], cases)
-
-
-def _connected(address: str) -> Any:
-    """Return the module `ray`, connected to the cluster.
-
-    Raises:
-        HarnessError: NO_CLUSTER; NODES_DIFFER: it runs another Ray or Python.
-    """
-    try:
-        import ray
-    except ImportError as error:
-        hint = "pip install 'inference-harness[ray]', or leave --ray out"
-        raise HarnessError(Code.NO_CLUSTER, "Ray is not installed", where="--ray", hint=hint) from error
-    _refuse_unreachable(address)
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
-    except RuntimeError as error:
-        if "mismatch" not in str(error):
-            raise _no_cluster(address, error) from error
-        what = "the cluster runs another Ray or another Python than this machine"
-        actual = " ".join(str(error).split())
-        raise HarnessError(Code.NODES_DIFFER, what, where=address, actual=actual) from error
-    except (ConnectionError, ValueError, TimeoutError) as error:
-        raise _no_cluster(address, error) from error
-    return ray
-
-
-def _refuse_unreachable(address: str) -> None:
-    """Ray itself waits for minutes."""
-    if address == "auto":
-        return
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdecimal() or "/" in host:
-        what, expected = "this is no address of a cluster", "HOST:PORT of its head, or auto"
-        raise HarnessError(Code.NO_CLUSTER, what, where="--ray", expected=expected, actual=address)
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-    except (OSError, OverflowError) as error:
-        raise _no_cluster(address, error) from error
-
-
-def _no_cluster(address: str, error: Exception) -> HarnessError:
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    hint = "ray status --address HOST:PORT says whether it runs; ray start --head starts one"
-    return HarnessError(Code.NO_CLUSTER, f"the cluster cannot be reached: {reason}", where=address, hint=hint)
+        refuse_differences([node.look for node in self._nodes.values()])
+        refuse_missing([node.look for node in self._nodes.values()], cases)
 
 
 def _put_probe(url: str) -> str:
@@ -289,56 +245,6 @@ def _no_harness(id: str, error: Exception) -> HarnessError:
     reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
     hint = "install the same inference-harness on every node"
     return HarnessError(Code.NODES_DIFFER, f"a node cannot run the harness: {reason}", where=f"node {id}", hint=hint)
-
-
-def _refuse_store(seen: Look, store: str) -> None:
-    if seen.store_error is not None:
-        raise HarnessError(
-            Code.STORE_FAILED,
-            f"a node cannot use the store: {seen.store_error}",
-            where=f"{seen.name}: {store}",
-            hint="name a folder or URL that every node can write: --store s3://bucket/folder",
-        )
-
-
-def _refuse_differences(looks: Sequence[Look]) -> None:
-    """Refuse versions that differ: goldens and figures of two nodes would be of different programs."""
-    own = fingerprint()
-    for seen in looks:
-        if seen.versions != own:
-            raise _differing("a node has other versions than this machine", seen.name, own, seen.versions)
-    for name in sorted({name for seen in looks for name in seen.environments}):
-        having = [(seen.name, versions) for seen in looks if (versions := seen.environments.get(name)) is not None]
-        for node, versions in having:
-            if versions != having[0][1]:
-                what = f"the environment {name!r} has other versions on two nodes"
-                raise _differing(what, f"{having[0][0]} and {node}", having[0][1], versions)
-
-
-def _differing(what: str, where: str, expected: Mapping[str, str], actual: Mapping[str, str]) -> HarnessError:
-    names = [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]
-    return HarnessError(
-        Code.NODES_DIFFER,
-        what,
-        where=where,
-        expected={name: expected.get(name) for name in names},
-        actual={name: actual.get(name) for name in names},
-        hint="install the same versions on every node",
-    )
-
-
-def _refuse_missing(looks: Sequence[Look], cases: Sequence[SuiteCase]) -> None:
-    for case in cases:
-        if all(case.case.model in seen.missing_models for seen in looks):
-            what, hint = "no node has the model", "download it, or mount it at the same path, on at least one node"
-            raise HarnessError(
-                Code.NOT_A_CHECKPOINT, what, where=case.name, expected="a folder or a cached hub id",
-                actual=case.case.model, hint=hint,
-            )  # fmt: skip
-        if case.environment and all(seen.environments.get(case.environment) is None for seen in looks):
-            what = f"no node has the environment {case.environment!r}"
-            hint = "install it, with the harness in it, at the same path on at least one node"
-            raise HarnessError(Code.BAD_SUITE, what, where=case.name, hint=hint)
 
 
 def _reason(error: Exception, node: str) -> str:

@@ -23,6 +23,8 @@ MOST_ATTEMPTS = 3
 NO_NODE_PATIENCE_S = 60.0
 """How long a suite waits for a machine when there is none left that can run what is left."""
 _WAIT_S = 0.5
+_LOOK_AHEAD = 1000
+"""Waiting tasks that are looked at for one that fits, each time that something has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,8 @@ class Driver:
     _num_resumed: int = 0
     _goldens: list[float] = field(default_factory=list)
     _begin: float = field(default_factory=time.perf_counter)
+    _cases_begin: float | None = None
+    """When the first case was handed over: goldens say nothing of how long cases take."""
 
     def run(self) -> SuiteResult:
         """Run every case that has no result yet, and return the results of all.
@@ -140,19 +144,25 @@ class Driver:
             self._ready.append(task.model_copy(update={"goldens": stored}))
 
     def _submit(self) -> None:
-        """Hand over what has room; a task that has none does not hold up smaller ones behind it."""
+        """Hand over what has room; a task that has none does not hold up others behind it."""
         left: deque[Task] = deque()
-        while self._ready:
+        full: set[tuple[object, ...]] = set()
+        while self._ready and len(left) < _LOOK_AHEAD:
             task = self._ready.popleft()
-            if self.pool.has_room(task):
-                self.pool.submit(task)
-                self._submitted[task.label] = time.perf_counter()
-                self._num_running += 1
+            needs = (task.case.case.model, task.case.environment, task.case.resources)
+            if needs not in full and self.pool.has_room(task):
+                self._hand_over(task)
             else:
+                full.add(needs)
                 left.append(task)
-                if len(left) > self.pool.num_workers:
-                    break
         self._ready.extendleft(reversed(left))
+
+    def _hand_over(self, task: Task) -> None:
+        self.pool.submit(task)
+        self._submitted[task.label] = time.perf_counter()
+        if task.kind == "case" and self._cases_begin is None:
+            self._cases_begin = time.perf_counter()
+        self._num_running += 1
 
     def _give_up_if_stuck(self) -> None:
         """End what is left as lost where no machine has come back that could run it."""
@@ -246,7 +256,7 @@ class Driver:
 
     def _progress(self) -> Progress:
         ended = len(self._done) - self._num_resumed
-        elapsed, left = time.perf_counter() - self._begin, len(self.cases) - len(self._done)
+        elapsed, left = time.perf_counter() - (self._cases_begin or self._begin), len(self.cases) - len(self._done)
         return Progress(
             running=self._num_running,
             done=len(self._done),

@@ -96,10 +96,10 @@ def kill_node(cluster: Any, add_node: Any, nodes: list[Any], out: Path, process:
 
 def busy_worker(node: Any) -> int:
     """Return the process of Ray's that runs a task on a node, among the children of the node's raylet."""
-    raylet = node.all_processes["raylet"][0].process.pid
+    raylet = Path(f"/proc/{node.all_processes['raylet'][0].process.pid}/task")
     while True:
-        for pid in Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split():
-            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::run_on_node"):
+        for pid in " ".join(file.read_text() for file in raylet.glob("*/children")).split():
+            if b"run_on_node" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return int(pid)
         time.sleep(0.01)
 

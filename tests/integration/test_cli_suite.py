@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import ENGINE
+from .conftest import ENGINE, listen_to_ctrl_c
 
 CASE = """
 schema_version = 1
@@ -111,6 +111,65 @@ def test_a_cluster_that_cannot_be_reached_is_said_at_once(harness, case, address
     ran = harness("suite", case, "--ray", address)
     assert ran.status == 2
     assert ran.err.startswith("H132: ")
+
+
+def suite_file(folder: Path, **cases: tuple[str, float]) -> Path:
+    folder.mkdir()
+    entries = [
+        {"name": name, "verdict": verdict, "labels": {}, "seconds": seconds}
+        for name, (verdict, seconds) in cases.items()
+    ]
+    document = {"schema_version": 1, "elapsed_s": 1.0, "cases": entries}
+    (folder / "suite.json").write_text(json.dumps(document))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("new", "status", "says"),
+    [
+        ({"a": ("pass", 1.0), "b": ("mismatch", 1.0)}, 0, "2 cases ended as before"),
+        ({"a": ("error", 1.0), "b": ("mismatch", 1.0)}, 1, "new failures (1)\n  a\n    pass -> error"),
+        ({"a": ("pass", 1.0), "b": ("pass", 1.0)}, 0, "new passes (1)"),
+        ({"a": ("pass", 9.0), "b": ("mismatch", 1.0)}, 4, "slower (1)"),
+        ({"a": ("pass", 1.0), "b": ("mismatch", 1.0), "c": ("lost", 1.0)}, 1, "added cases that fail (1)"),
+    ],
+)
+def test_what_changed_since_yesterday(harness, tmp_path, new, status, says):
+    old = suite_file(tmp_path / "old", a=("pass", 1.0), b=("mismatch", 1.0))
+    ran = harness("suite", "diff", old, suite_file(tmp_path / "new", **new))
+    assert ran.status == status
+    assert says in ran.out
+    assert harness("suite", "diff", old, tmp_path / "new", "--format", "json").json["schema_version"] == 1
+
+
+def test_what_is_no_suite_cannot_be_compared(harness, tmp_path):
+    ran = harness("suite", "diff", tmp_path, tmp_path)
+    assert ran.status == 2
+    assert ran.err.startswith("H138: the file is no suite's result: ")
+
+
+def test_a_bisection_needs_a_repository(harness, case, tmp_path):
+    ran = harness("suite", "bisect", "--good", "a", "--bad", "b", "--case", case, "--repo", tmp_path)
+    assert ran.status == 2
+    assert ran.err.startswith("H139: the folder is no git repository")
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_every_worker_and_keeps_what_is_finished(case, tmp_path):
+    text = matrix(tmp_path, f"schedule = {[f'chunked:{size}' for size in (2, 3)]}")
+    command = [sys.executable, "-c", "from harness.cli import main; main()", "suite", str(case), "--matrix", str(text)]
+    out = tmp_path / "out"
+    suite = subprocess.Popen(
+        [*command, "--jobs", "2", "--out", str(out)], stderr=subprocess.PIPE, preexec_fn=listen_to_ctrl_c
+    )
+    while not (out / "journal.jsonl").exists():
+        time.sleep(0.05)
+    time.sleep(1.0)  # the workers import torch
+    suite.send_signal(signal.SIGINT)
+    _, err = suite.communicate(timeout=60)  # workers that live on would hold the pipe open
+    assert suite.returncode == 130
+    assert err.decode().endswith("interrupted\n")
+    assert json.loads((out / "journal.jsonl").read_text().splitlines()[0])["record"] == "suite"
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Cases times a matrix: names, labels, rules; what makes no sense is said before the first task."""
 
+from pathlib import Path
+
 import pytest
 
 from harness.errors import Code, HarnessError
@@ -152,3 +154,12 @@ def test_nothing_to_run_is_an_error(tmp_path, files):
     with pytest.raises(HarnessError) as caught:
         expand([tmp_path / name for name in files])
     assert caught.value.code is Code.BAD_SUITE
+
+
+def test_the_documentations_matrix_is_one(tmp_path, monkeypatch, cases):
+    page = (Path(__file__).parents[3] / "docs" / "scale.md").read_text(encoding="utf-8")
+    (tmp_path / "matrix.toml").write_text(page.partition("```toml\n")[2].partition("```")[0])
+    found = {case.name: case for case in expand([cases / "a.toml"], load_matrix(tmp_path / "matrix.toml"))}
+    assert len(found) == 2 * 2 * 2 * 2 * 2 - 8
+    chosen = found["a[8b,paged,bfloat16,plain,short]"]
+    assert (chosen.resources.gpus, chosen.environment, chosen.time_limit_s) == (1, "mine", 600)

@@ -7,8 +7,9 @@ import pytest
 from harness.errors import Code, HarnessError
 from harness.suite import node_task
 from harness.suite.fingerprint import fingerprint
+from harness.suite.node_checks import refuse_differences, refuse_missing, refuse_store
 from harness.suite.node_task import Look, look
-from harness.suite.ray_pool import Node, RayPool, _refuse_differences, _refuse_missing, _refuse_store, _Running
+from harness.suite.ray_pool import Node, RayPool, _Running
 from harness.suite.store import Store
 from harness.suite.task import Answer, Loss, Resources, Task
 
@@ -103,27 +104,27 @@ def test_a_golden_that_is_gone_says_nothing_of_the_node(pool, make_case):
 def test_versions_that_differ_are_refused_with_the_node_and_both_versions():
     other = seen("odd", versions={**fingerprint(), "torch": "1.0"})
     with pytest.raises(HarnessError) as caught:
-        _refuse_differences([seen(), other])
+        refuse_differences([seen(), other])
     error = caught.value
     assert (error.code, error.where, error.actual) == (Code.NODES_DIFFER, "odd", {"torch": "1.0"})
 
 
 def test_an_environment_that_is_another_one_on_another_node_is_refused():
     looks = [seen(name, environments={"old": versions}) for name, versions in (("a", {"torch": "2"}), ("b", None))]
-    _refuse_differences(looks)
+    refuse_differences(looks)
     with pytest.raises(HarnessError, match="the environment 'old' has other versions on two nodes") as caught:
-        _refuse_differences([*looks, seen("c", environments={"old": {"torch": "1"}})])
+        refuse_differences([*looks, seen("c", environments={"old": {"torch": "1"}})])
     assert (caught.value.where, caught.value.actual) == ("a and c", {"torch": "1"})
 
 
 def test_a_model_or_environment_that_no_node_has_is_refused_with_its_case(make_case):
     case = make_case("x")
-    _refuse_missing([seen(missing_models=["some/model"]), seen()], [case])
+    refuse_missing([seen(missing_models=["some/model"]), seen()], [case])
     with pytest.raises(HarnessError) as caught:
-        _refuse_missing([seen(missing_models=["some/model"])], [case])
+        refuse_missing([seen(missing_models=["some/model"])], [case])
     assert (caught.value.code, caught.value.where) == (Code.NOT_A_CHECKPOINT, "x")
     with pytest.raises(HarnessError, match="no node has the environment 'old'"):
-        _refuse_missing([seen(environments={"old": None})], [case.model_copy(update={"environment": "old"})])
+        refuse_missing([seen(environments={"old": None})], [case.model_copy(update={"environment": "old"})])
 
 
 def test_a_node_says_what_it_has(tmp_path):
@@ -131,10 +132,12 @@ def test_a_node_says_what_it_has(tmp_path):
     store.check()
     (tmp_path / "probe").write_text("probe")
     digest = store.put(tmp_path / "probe")
-    models, pythons = ["qwen3-tiny", "/no/such/model"], {"own": None, "none": "/no/python"}
-    found = Look.model_validate_json(look(models, pythons, str(tmp_path / "store"), digest))
+    models = ["qwen3-tiny", "/no/such/model"]
+    environments = {"own": {}, "none": {"python": "/no/python"}}
+    found = Look.model_validate_json(look(models, environments, str(tmp_path / "store"), digest))
     assert found.missing_models == ["/no/such/model"]
-    assert found.environments == {"own": fingerprint(), "none": None}
+    assert found.environments["own"] == fingerprint()
+    assert found.environments["none"] is None
     assert found.versions == fingerprint()
     assert found.store_error is None
 
@@ -142,7 +145,7 @@ def test_a_node_says_what_it_has(tmp_path):
 def test_a_store_that_is_another_folder_on_a_node_is_refused(tmp_path):
     found = Look.model_validate_json(look([], {}, str(tmp_path / "another"), "0" * 64))
     with pytest.raises(HarnessError, match="it is another folder than the driver's") as caught:
-        _refuse_store(found, "store")
+        refuse_store(found, "store")
     assert caught.value.code is Code.STORE_FAILED
 
 

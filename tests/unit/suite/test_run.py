@@ -184,6 +184,27 @@ def test_what_has_ended_is_on_disk_before_anything_else_is_handed_over(make_case
     assert len(synced) == 1 + 3, "once for each batch that ended"
 
 
+def test_a_task_that_has_no_room_does_not_hold_up_those_behind_it(make_case, tmp_path):
+    pool, asked = ScriptedPool(), []
+    has_room = pool.has_room
+
+    def no_gpu_until_the_others_are_done(task):
+        asked.append(task.label)
+        return has_room(task) and (not task.case.resources.gpus or len(pool.submitted) >= 4)
+
+    pool.has_room = no_gpu_until_the_others_are_done
+    cases = [make_case(f"gpu{at}", gpus=1.0) for at in range(3)] + [make_case(f"cpu{at}") for at in range(4)]
+    journal = tmp_path / "out"
+    journal.mkdir()
+    begun = Journal.begin(journal)
+    begun.add_golden(cases[0].golden_digest(), [], 1.0)  # all share it
+    begun.close()
+    result = run(cases, journal, pool, resume=True)
+    assert pool.submitted[:4] == ["cpu0", "cpu1", "cpu2", "cpu3"]
+    assert result.counts["pass"] == 7
+    assert asked[:3] == ["gpu0", "cpu0", "cpu1"], "what needs the same is asked for once"
+
+
 def test_progress_counts_what_runs_is_done_and_failed(make_case, tmp_path):
     seen = []
     pool = ScriptedPool(b=[Answer(verdict="mismatch", code="H040", reason="wrong")])

@@ -1,20 +1,18 @@
-"""`harness suite`: many checks as one, on this machine or on a cluster; what changed since; who broke it."""
+"""`harness suite CASES...`: runs every case, here or on a cluster."""
 
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 import typer.core
 
 from harness.cli import options as opt
-from harness.cli.command import Command
 from harness.cli.output import write, write_json
-from harness.cli.suite_progress import suite_progress
+from harness.cli.suite.progress import suite_progress
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.suite_results import CaseVerdict
 
@@ -31,28 +29,10 @@ STATUS = {
     CaseVerdict.ERROR: ExitStatus.BAD_INPUT,
     CaseVerdict.LOST: ExitStatus.NOTHING_CHECKED,
 }
-_RUN = "run"
+RAY_LOG_NAME = "ray.log"
+"""File in a suite's folder with what Ray prints."""
 
 
-class _Group(typer.core.TyperGroup):
-    """Takes `harness suite CASES...` for `harness suite run CASES...`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
-            args = [_RUN, *args]
-        return super().parse_args(ctx, args)
-
-
-app = typer.Typer(
-    name="suite",
-    cls=_Group,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Run many checks as one, here or on a Ray cluster: `harness suite CASES...` (docs/scale.md).",
-)
-
-
-@app.command(_RUN, cls=Command)
 def run(
     cases: Annotated[
         list[Path] | None, typer.Argument(metavar="CASES...", help="Case files (TOML), and folders of them.")
@@ -101,7 +81,7 @@ def run(
     _preflight(planned, chosen, is_local=ray is None, local_files_only=local_files_only)
     with _folder(out, resume) as folder, suite_progress() as report:
         place = store or (None if ray is None else str((folder / "store").absolute()))
-        with _journal(folder, resume) as journal, _pool(planned, chosen, jobs, ray, place) as pool:
+        with _journal(folder, resume) as journal, _pool(planned, chosen, jobs, ray, place, folder) as pool:
             driver = Driver(
                 cases=planned,
                 pool=pool,
@@ -116,71 +96,6 @@ def run(
         if out is not None:
             _keep(result, folder)
     return _print(result, format)
-
-
-@app.command(cls=Command)
-def diff(
-    old: Annotated[Path, typer.Argument(metavar="OLD", help="suite.json of before, or its folder.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="suite.json of now, or its folder.")],
-    format: opt.OutFormat = opt.Format.HUMAN,
-) -> int:
-    """Say what changed from one run of a suite to another.
-
-    New failures, new passes, figures that moved beyond their noise, and slower cases. The exit status is 1 where a case
-    fails that passed before or was not there, and 4 where cases have become slower and nothing else.
-    """
-    from harness.report.suite.diff import diff_json, diff_text
-    from harness.report.suite.json import load_suite
-    from harness.suite.diff import diff_suites
-
-    found = diff_suites(load_suite(old), load_suite(new))
-    if format is opt.Format.JSON:
-        write_json(diff_json(found))
-    else:
-        write(diff_text(found), end="")
-    if found.new_failures or found.added_failures:
-        return ExitStatus.MISMATCH
-    return ExitStatus.REGRESSION if found.slower else ExitStatus.PASS
-
-
-@app.command(cls=Command)
-def bisect(
-    good: Annotated[str, typer.Option(metavar="REV", help="Revision at which the case passes.")],
-    bad: Annotated[str, typer.Option(metavar="REV", help="Revision at which it fails.")],
-    case: Annotated[Path, typer.Option(metavar="FILE", help="Case (TOML) that judges.")],
-    repo: Annotated[
-        Path, typer.Option(metavar="DIR", help="Git repository of the engine; it is not touched.")
-    ] = Path(),
-    build: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="Builds the engine, run in a checkout of each revision.")
-    ] = None,
-    import_from: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Folder of the checkout that the engine is imported from.")
-    ] = ".",
-    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="Longest time for one check.")] = 3600.0,
-    format: opt.OutFormat = opt.Format.HUMAN,
-) -> int:
-    """Find the commit that broke an engine.
-
-    Git bisects; each revision is built, and judged by the harness that runs now on a golden that is made once. A
-    revision that cannot be built or checked is skipped.
-    """
-    from harness.case import load_case
-    from harness.cli.progress import progress_bar
-    from harness.report.suite.bisection import bisection_json, bisection_text
-    from harness.suite.bisect import Bisector
-
-    load_case(case)
-    with progress_bar() as report:
-        bisector = Bisector(
-            case=case, build=build, import_from=import_from, limit_s=time_limit, report=lambda what: report(what, 0, 1)
-        )
-        found = bisector.run(repo, good=good, bad=bad)
-    if format is opt.Format.JSON:
-        write_json(bisection_json(found))
-    else:
-        write(bisection_text(found), end="")
-    return ExitStatus.PASS
 
 
 def _refuse_contradictions(
@@ -208,12 +123,12 @@ def _refuse_contradictions(
 
 def _preflight(cases: "list[SuiteCase]", matrix: "Matrix", *, is_local: bool, local_files_only: bool) -> None:
     """Refuse what can be known to be wrong before anything is started."""
-    from harness.suite.preflight import check_engines, check_models, check_pythons
+    from harness.suite.preflight import check_engines, check_environments, check_models
 
     check_engines(cases)
     if is_local:
         check_models(cases, local_files_only=local_files_only)
-        check_pythons((name, each.python) for name, each in matrix.environments.items() if each.python is not None)
+        check_environments(matrix.environments)
 
 
 @contextmanager
@@ -243,19 +158,24 @@ def _journal(folder: Path, resume: bool) -> "Iterator[Journal]":
 
 @contextmanager
 def _pool(
-    cases: "list[SuiteCase]", matrix: "Matrix", jobs: int | None, ray: str | None, store: str | None
+    cases: "list[SuiteCase]", matrix: "Matrix", jobs: int | None, ray: str | None, store: str | None, folder: Path
 ) -> "Iterator[Pool]":
     if ray is None:
         from harness.suite.local_pool import LocalPool
 
-        pool: Pool = LocalPool(jobs or os.cpu_count() or 1, num_gpus=_num_gpus(cases))
-    else:
-        from harness.suite.ray_pool import RayPool
+        with closing(LocalPool(jobs or os.cpu_count() or 1, num_gpus=_num_gpus(cases))) as here:
+            yield here
+        return
+    from harness.suite.ray_pool import RayPool
 
-        assert store is not None
-        pool = RayPool(ray, cases, matrix.environments, store)
-    with redirect_stdout(sys.stderr), closing(pool):  # Ray prints of lost nodes, and ours carries the result alone
-        yield pool
+    assert store is not None
+    # Of a lost node Ray prints pages to standard output, which carries our result.
+    with (
+        (folder / RAY_LOG_NAME).open("a") as log,
+        redirect_stdout(log),
+        closing(RayPool(ray, cases, matrix.environments, store)) as there,
+    ):
+        yield there
 
 
 def _num_gpus(cases: "list[SuiteCase]") -> int:
