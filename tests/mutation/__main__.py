@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 from tests.mutation.listed import LISTED
-from tests.mutation.mutants import Mutant, mutants_of, unchanged
+from tests.mutation.mutants import Change, Mutant, changes_of, unchanged
 from tests.mutation.subjects import files_of_tests, subjects
 from tests.mutation.trial import preload, survives
 
@@ -59,12 +59,13 @@ def main(
 def _draw(paths: list[str], sample: int, seed: int) -> list[Mutant]:
     """Draw places evenly over all files, and at each place one of the changes that can be made there."""
     generator = random.Random(seed)
-    places: dict[tuple[str, int, int], list[Mutant]] = {}
+    places: dict[tuple[str, int, int], list[Change]] = {}
     for path in sorted(paths):
-        for mutant in mutants_of(path):
-            places.setdefault((path, mutant.line, mutant.column), []).append(mutant)
+        for change in changes_of(path):
+            places.setdefault((path, change.line, change.column), []).append(change)
     drawn = generator.sample(sorted(places), min(sample, len(places)))
-    return [generator.choice(places[place]) for place in drawn]
+    made = [generator.choice(places[place]).made() for place in drawn]
+    return [mutant for mutant in made if mutant is not None]
 
 
 if __name__ == "__main__":

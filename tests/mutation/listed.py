@@ -14,8 +14,8 @@ LISTED: tuple[Mutant, ...] = (
     replaced(f"{_COMPARE}/bounds.py", "+ model.scores * scores * fine", ""),
     # the underflow term dropped
     replaced(f"{_COMPARE}/bounds.py", "    if model.roundings:\n", "    if False:\n"),
-    # the first convention always preferred
-    replaced(f"{_COMPARE}/local_judge.py", "if int((errors > room).sum()) < best[0]:", "if True:"),
+    # a convention always preferred
+    replaced(f"{_COMPARE}/row_judge.py", "best is None or best.num_bad >= errors.num_bad", "best is None"),
     # `preempted` reached without block tables
     replaced(f"{_COMPARE}/triggers.py", "if has_tables and not computed", "if not computed"),
     # the variance over channels, or rows, dropped

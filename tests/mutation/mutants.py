@@ -1,4 +1,7 @@
-"""What can be changed in a file: comparisons, arithmetic, numbers, conditions, loops, as Cosmic Ray changes them."""
+"""What can be changed in a file: comparisons, arithmetic, numbers, conditions, loops, as Cosmic Ray changes them.
+
+Cosmic Ray is imported where it is used: what is listed needs none of it.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-from cosmic_ray.ast import get_ast
-from cosmic_ray.mutating import mutate_code
-from cosmic_ray.plugins import get_operator, operator_names
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 _LEFT_OUT = ("BitOr", "BitAnd", "BitXor", "LShift", "RShift", "Decorator", "NoOp", "Variable", "Exception", "_Is")
@@ -48,36 +48,55 @@ def unchanged(path: str) -> Mutant:
     return Mutant(path, 0, 0, "", "", (ROOT / path).read_text())
 
 
-def mutants_of(path: str) -> Iterator[Mutant]:
-    """Yield every mutant of a file, but for changes of types and of what is outside of functions and classes."""
+@dataclass(frozen=True, slots=True, order=True)
+class Change:
+    """A change that can be made, which is made when it is drawn."""
+
+    path: str
+    line: int
+    column: int
+    operator: str
+    """Cosmic Ray's name."""
+    occurrence: int
+    """Which of the places that the operator changes."""
+
+    def made(self) -> Mutant | None:
+        """Return the mutant; None where nothing is left to change."""
+        from cosmic_ray.mutating import mutate_code
+        from cosmic_ray.plugins import get_operator
+
+        source = (ROOT / self.path).read_text()
+        changed = mutate_code(source, get_operator(self.operator)(), self.occurrence)
+        if changed is None or changed == source:
+            return None
+        before, after = source.splitlines(), changed.splitlines()
+        end = self.line + max(0, len(after) - len(before))
+        new = "\n".join(after[self.line - 1 : end])
+        return Mutant(self.path, self.line, self.column, before[self.line - 1], new, changed)
+
+
+def changes_of(path: str) -> Iterator[Change]:
+    """Yield every change of a file, but for those of types and of what is outside of functions."""
+    from cosmic_ray.ast import get_ast
+    from cosmic_ray.plugins import get_operator, operator_names
+
     source = (ROOT / path).read_text()
-    is_code = _code_places(source)
+    is_code, nodes = _code_places(source), list(_nodes(get_ast(source)))
     for name in sorted(operator_names()):
         if any(part in name for part in _LEFT_OUT):
             continue
         operator = get_operator(name)()
-        for occurrence, (line, column) in enumerate(_positions(source, operator)):
-            if (line, column) not in is_code:
-                continue
-            changed = mutate_code(source, operator, occurrence)
-            if changed is not None and changed != source:
-                yield _mutant(path, line, column, source, changed)
+        positions = (start for node in nodes for start, _ in operator.mutation_positions(node))
+        for occurrence, (line, column) in enumerate(positions):
+            if (line, column) in is_code:
+                yield Change(path, line, column, name, occurrence)
 
 
-def _positions(source: str, operator: object) -> Iterator[tuple[int, int]]:
-    """Yield the places that an operator changes, in the order in which Cosmic Ray numbers them."""
-    nodes = [get_ast(source)]
-    while nodes:
-        node = nodes.pop(0)
-        for start, _ in operator.mutation_positions(node):  # type: ignore[attr-defined]
-            yield start
-        nodes[:0] = getattr(node, "children", [])
-
-
-def _mutant(path: str, line: int, column: int, source: str, changed: str) -> Mutant:
-    before, after = source.splitlines(), changed.splitlines()
-    end = line + max(0, len(after) - len(before))
-    return Mutant(path, line, column, before[line - 1], "\n".join(after[line - 1 : end]), changed)
+def _nodes(root: Any) -> Iterator[Any]:
+    """Yield the nodes in the order in which Cosmic Ray numbers what it changes."""
+    yield root
+    for child in getattr(root, "children", ()):
+        yield from _nodes(child)
 
 
 class _Places:

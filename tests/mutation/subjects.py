@@ -31,6 +31,8 @@ _OTHERS = {
     "compare/judged": ("test_run.py", "test_propagated.py", "test_cache.py"),
     "compare/local": ("test_replay.py",),
     "compare/local_judge": ("test_bounds.py", "test_conventions.py", "test_run.py"),
+    "compare/row_judge": ("test_bounds.py", "test_conventions.py", "test_run.py"),
+    "compare/slot_history": ("test_slots.py", "test_sequences.py"),
     "compare/positions": ("test_sequences.py",),
     "compare/propagated": ("test_propagated.py", "test_cache.py"),
     "compare/prefixes": ("test_cache.py", "test_triggers.py"),
@@ -49,7 +51,9 @@ _OTHERS = {
 def files_of_tests(path: str, *, all_tests: bool) -> tuple[str, ...]:
     """Return the tests of a file that is mutated, both below the root of the checkout."""
     folder, _, module = path.removesuffix(".py").rpartition("/")
-    package = folder.rpartition("/")[2]
+    package = folder.removeprefix("harness/").partition("/")[0]
+    if folder.count("/") == 2:  # a package in a package is tested in one file
+        module = folder.rpartition("/")[2]
     if package == "recording":
         return tuple(f"tests/unit/{name}" for name in _RECORDING)
     if package == "reference_engine":
@@ -65,7 +69,7 @@ def files_of_tests(path: str, *, all_tests: bool) -> tuple[str, ...]:
 def subjects() -> list[str]:
     """Return the files that mutants are drawn from, below the root of the checkout."""
     packages = ("compare", "oracle", "explain", "recording")
-    paths = [path for package in packages for path in sorted((ROOT / "harness" / package).glob("*.py"))]
+    paths = [path for package in packages for path in sorted((ROOT / "harness" / package).rglob("*.py"))]
     found = [str(path.relative_to(ROOT)) for path in paths if path.stem != "__init__"]
     return [*found, *(f"reference_engine/{name}.py" for name in _ENGINE if name not in LISTED_ONLY)]
 
