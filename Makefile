@@ -1,4 +1,4 @@
-.PHONY: check format test test-slow test-gpu test-oldest floors scoreboard fuzz
+.PHONY: check format test test-slow test-gpu test-oldest floors scoreboard fuzz mutants
 
 check:  ## format, lint, types, floors
 	ruff format --check harness reference_engine tests cases
@@ -35,3 +35,8 @@ FUZZ_INPUTS ?= 100000
 fuzz:  ## damaged files of every kind, about 20 ms each, and runs that are killed, about 3 s each
 	python -m tests.fuzz --inputs $(FUZZ_INPUTS)
 	python -m tests.fuzz.interrupt --runs 200
+
+MUTANTS ?= 100
+mutants:  ## needs `pip install -e '.[mutation]'`: changes to the judge and the engine's core that the tests must notice
+	python -m tests.mutation --listed
+	python -m tests.mutation --sample $(MUTANTS) --seed 0

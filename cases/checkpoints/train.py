@@ -568,8 +568,17 @@ def save(model: PreTrainedModel, recipe: Recipe, card: dict[str, Any], folder: P
     model.save_pretrained(folder, max_shard_size=recipe.max_shard_size)
     for weights in folder.glob("*.safetensors"):
         weights.chmod(0o644)
+    name_experts_as_the_hub(folder / "config.json")
     save_tokenizer(recipe, folder)
     (folder / "training.json").write_text(json.dumps(card, indent=2) + "\n")
+
+
+def name_experts_as_the_hub(path: Path) -> None:
+    """Write the number of experts under the name that published checkpoints, and so other engines, have for it."""
+    config = json.loads(path.read_text())
+    if "num_local_experts" in config:
+        config["num_experts"] = config.pop("num_local_experts")
+        path.write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n")
 
 
 def make_card(model: PreTrainedModel, recipe: Recipe, *, seed: int, steps: int) -> dict[str, Any]:

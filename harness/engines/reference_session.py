@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from harness.engines.reference_errors import reference_errors
-from harness.engines.stepping import COMMIT, PREPARE, SAMPLE, ModelShape, Watcher
+from harness.engines.stepping import COMMIT, PREPARE, SAMPLE, Experts, ModelShape, Watcher
 from harness.profile_results import StepShape
 from reference_engine import LLMEngine, SamplingParams, StepInfo
+from reference_engine.experts import ExpertsShape
 
 _COMPUTED_WITH_ANOTHER = (
     "self_attn.k_proj",
@@ -164,4 +165,12 @@ def _model_shape(engine: LLMEngine) -> ModelShape:
         qkv_bias=config.qkv_bias,
         o_bias=config.o_bias,
         mlp_bias=config.mlp_bias,
+        has_norms_behind="post_feedforward_layernorm" in config.family.layer_norms,
+        experts={layer: _experts(shape) for layer, shape in config.mlps.items() if isinstance(shape, ExpertsShape)},
+    )
+
+
+def _experts(shape: ExpertsShape) -> Experts:
+    return Experts(
+        num_experts=shape.num_experts, num_chosen=shape.num_chosen, intermediate_size=shape.intermediate_size
     )

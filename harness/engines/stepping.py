@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from harness.engines.adapter import Engine, blaming
@@ -21,6 +21,17 @@ PREPARE, SAMPLE, COMMIT = "engine.prepare", "engine.sample", "engine.commit"
 """Names of what an engine does on the host: before its model runs, to choose the tokens, and afterwards."""
 ROTARY = "model.rotary_emb"
 """Name of the cosines and sines of the step, where an engine shows them by themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """What stands in the place of a layer's MLP."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts of one token."""
+    intermediate_size: int
+    """Of each expert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +53,10 @@ class ModelShape:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    has_norms_behind: bool = False
+    """Whether what attention and MLP make is normed before it is added."""
+    experts: Mapping[int, Experts] = field(default_factory=dict)
+    """By layer, where it has some."""
 
     @property
     def kv_bytes_per_token(self) -> int:

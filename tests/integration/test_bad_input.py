@@ -163,7 +163,7 @@ def test_quantised_weights(refused, checkpoint):
 
 CONTRADICTIONS = {
     "hidden_size": ({"hidden_size": 192}, "misshapen", "[256, 192]", "[256, 96]"),
-    "KV heads": ({"num_key_value_heads": 3}, "misshapen", "[48, 96]", "[32, 96]"),
+    "KV heads": ({"num_key_value_heads": 3}, "misshapen", "[96, 96]", "[64, 96]"),
     "a vocabulary of 10^9": ({"vocab_size": 10**9}, "misshapen", "[1000000000, 96]", "[256, 96]"),
     "a layer more": ({"num_hidden_layers": 4}, "missing", "model.layers.3.input_layernorm.weight", ""),
     "a layer less": ({"num_hidden_layers": 2}, "unexpected", "model.layers.2.input_layernorm.weight", ""),

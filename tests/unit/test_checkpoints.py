@@ -14,8 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 CHECKPOINTS = Path(__file__).parents[2] / "cases" / "checkpoints"
-NAMES = ("llama-tiny", "qwen2-tiny", "qwen3-tiny")
-MAX_BYTES = 1_500_000
+NAMES = ("llama-tiny", "qwen2-tiny", "qwen3-tiny", "qwen3-moe-tiny", "gemma3-tiny")
+MAX_BYTES = 2_000_000
+HEAD_DIM = 32
+"""The smallest that attention kernels of other engines take."""
 SEED = 20_000
 """Not the seed the checkpoints were trained or evaluated with."""
 
@@ -80,10 +82,50 @@ def test_folder_is_small_and_complete(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_shared_features(name: str) -> None:
     config = AutoConfig.from_pretrained(CHECKPOINTS / name, local_files_only=True)
-    assert (config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers) == (6, 2, 3)
+    expected = {"qwen2-tiny": (4, 2, 3), "gemma3-tiny": (4, 2, 6)}.get(name, (6, 2, 3))
+    assert (config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers) == expected
     assert (config.vocab_size, config.max_position_embeddings) == (256, 512)
     assert (config.bos_token_id, config.eos_token_id) == (1, 2)
     assert config.tie_word_embeddings == (name != "qwen2-tiny")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_heads_are_as_wide_as_other_engines_want_them(name: str) -> None:
+    assert load_model(name).model.layers[0].self_attn.head_dim == HEAD_DIM
+
+
+def test_qwen2_heads_are_as_wide_as_sizes_say() -> None:
+    config = load_model("qwen2-tiny").config
+    assert config.hidden_size // config.num_attention_heads == HEAD_DIM
+
+
+def test_most_words_lie_outside_of_gemma_s_window() -> None:
+    config = load_model("gemma3-tiny").config
+    assert config.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
+    assert config.sliding_window * 2 <= train.DISTANCE_BUCKETS["65-128"][0]
+    bases = {kind: rope["rope_theta"] for kind, rope in config.rope_parameters.items()}
+    assert bases == {"full_attention": 1e6, "sliding_attention": 1e4}
+
+
+def test_the_number_of_experts_has_the_hub_s_name() -> None:
+    assert json.loads((CHECKPOINTS / "qwen3-moe-tiny" / "config.json").read_text())["num_experts"] == 8
+
+
+def test_tokens_go_to_many_experts() -> None:
+    model = load_model("qwen3-moe-tiny")
+    chosen: dict[int, set[int]] = {}
+    handles = [
+        layer.mlp.gate.register_forward_hook(
+            lambda m, i, out, n=number: chosen.setdefault(n, set()).update(out[2].flatten().tolist())
+        )
+        for number, layer in enumerate(model.model.layers)
+    ]
+    try:
+        accuracy("qwen3-moe-tiny", model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert {number: len(experts) >= 7 for number, experts in chosen.items()} == {0: True, 1: True, 2: True}
 
 
 def test_llama_scales_its_frequencies() -> None:
@@ -135,7 +177,7 @@ def test_tokenizer_is_the_one_trained_with(name: str) -> None:
     assert load_tokenizer(name).encode(text) == train.RECIPES[name]().tokenizer.encode(text)
 
 
-@pytest.mark.parametrize("name", ["llama-tiny", "qwen3-tiny"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "qwen2-tiny"])
 def test_one_word_is_one_token(name: str) -> None:
     text = " ".join(train.WORDS)
     assert len(load_tokenizer(name).encode(text, add_special_tokens=False)) == len(train.WORDS)
@@ -166,12 +208,22 @@ def test_greedy_generation_completes_half_recited_prompts(name: str) -> None:
         ("llama-tiny", "without_rope_scaling"),
         ("qwen2-tiny", "without_bias"),
         ("qwen3-tiny", "without_qk_norm_weights"),
+        ("qwen3-moe-tiny", "without_qk_norm_weights"),
+        ("gemma3-tiny", "without_qk_norm_weights"),
         *((name, "without_norm_weights") for name in NAMES),
     ],
 )
 def test_no_feature_can_be_left_out_unnoticed(name: str, ablation: str) -> None:
     ablated = getattr(train, ablation)(load_model(name))
     assert accuracy(name, ablated) < accuracy(name, load_model(name)) - 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "ablation"), [("gemma3-tiny", "without_window"), ("qwen3-moe-tiny", "with_the_worst_experts")]
+)
+def test_some_features_show_far_behind(name: str, ablation: str) -> None:
+    model = load_model(name)
+    assert accuracy(name, getattr(train, ablation)(model), ">128") < accuracy(name, model, ">128") - 0.05
 
 
 @pytest.mark.parametrize("name", NAMES)

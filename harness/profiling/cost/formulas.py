@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.engines.stepping import ModelShape
+from harness.engines.stepping import Experts, ModelShape
 from harness.profile_results import StepShape
 from harness.profiling.cost.pairs import visible_pairs
 from harness.taps import EMBEDDING, FINAL_NORM, LOGITS
@@ -61,13 +61,14 @@ def _step_costs(model: ModelShape, step: StepShape) -> Iterator[Cost]:
     moved = 2 * num_rows * hidden * model.itemsize
     yield Cost(site=EMBEDDING, bytes_moved=moved + num_rows * _ID_BYTES)
     for layer in range(model.num_layers):
-        yield from _layer_costs(model, step, model.windows[layer])
+        yield from _attention_costs(model, step, model.windows[layer])
+        yield from _mlp_costs(model, step, model.experts.get(layer))
     yield _norm(FINAL_NORM, num_rows, hidden, model.itemsize)
     yield _linear(LOGITS, step.num_sampled, hidden, model.vocab_size, model.itemsize)
 
 
-def _layer_costs(model: ModelShape, step: StepShape, window: int | None) -> Iterator[Cost]:
-    rows, size, hidden, ffn = step.num_rows, model.itemsize, model.hidden_size, model.intermediate_size
+def _attention_costs(model: ModelShape, step: StepShape, window: int | None) -> Iterator[Cost]:
+    rows, size, hidden = step.num_rows, model.itemsize, model.hidden_size
     q_width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     yield _norm("input_layernorm", rows, hidden, size)
     for name, width in (("q", q_width), ("k", kv_width), ("v", kv_width)):
@@ -81,13 +82,43 @@ def _layer_costs(model: ModelShape, step: StepShape, window: int | None) -> Iter
         yield Cost(site=name, bytes_moved=2 * rows * kv_width * size)
     yield _attention(model, step, window)
     yield _linear("self_attn.o_proj", rows, q_width, hidden, size, has_bias=model.o_bias)
+    if model.has_norms_behind:
+        yield _norm("post_attention_layernorm", rows, hidden, size)
     yield _add("attn_residual", rows * hidden, size)
-    yield _norm("post_attention_layernorm", rows, hidden, size)
-    yield _linear("mlp.gate_proj", rows, hidden, ffn, size, has_bias=model.mlp_bias)
-    yield _linear("mlp.up_proj", rows, hidden, ffn, size, has_bias=model.mlp_bias)
-    yield Cost(site="mlp.act", elementwise_flops=2 * rows * ffn, bytes_moved=3 * rows * ffn * size)
-    yield _linear("mlp.down_proj", rows, ffn, hidden, size, has_bias=model.mlp_bias)
+
+
+def _mlp_costs(model: ModelShape, step: StepShape, experts: Experts | None) -> Iterator[Cost]:
+    rows, size, hidden, ffn = step.num_rows, model.itemsize, model.hidden_size, model.intermediate_size
+    before = "pre_feedforward_layernorm" if model.has_norms_behind else "post_attention_layernorm"
+    yield _norm(before, rows, hidden, size)
+    if experts is not None:
+        yield from _experts_costs(experts, rows, hidden, size)
+    else:
+        yield _linear("mlp.gate_proj", rows, hidden, ffn, size, has_bias=model.mlp_bias)
+        yield _linear("mlp.up_proj", rows, hidden, ffn, size, has_bias=model.mlp_bias)
+        yield Cost(site="mlp.act", elementwise_flops=2 * rows * ffn, bytes_moved=3 * rows * ffn * size)
+        yield _linear("mlp.down_proj", rows, ffn, hidden, size, has_bias=model.mlp_bias)
+    if model.has_norms_behind:
+        yield _norm("post_feedforward_layernorm", rows, hidden, size)
     yield _add("output", rows * hidden, size)
+
+
+def _experts_costs(experts: Experts, rows: int, hidden: int, size: int) -> Iterator[Cost]:
+    """Count a router's product and softmax, and three products for each expert of each row.
+
+    Weights are read of as many experts as the rows can choose at most: which they choose, sizes do not say.
+    """
+    yield _linear("mlp.gate", rows, hidden, experts.num_experts, size)
+    scores = rows * experts.num_experts
+    yield Cost(site="mlp.gate.topk", elementwise_flops=3 * scores, bytes_moved=2 * scores * size)
+    num_pairs, ffn = rows * experts.num_chosen, experts.intermediate_size
+    num_read = min(experts.num_experts, num_pairs)
+    yield Cost(
+        site="mlp.experts",
+        flops=6 * num_pairs * hidden * ffn,
+        elementwise_flops=2 * num_pairs * (ffn + hidden),
+        bytes_moved=(3 * num_read * hidden * ffn + num_pairs * (2 * hidden + 6 * ffn)) * size,
+    )
 
 
 def _linear(site: str, rows: int, num_in: int, num_out: int, size: int, *, has_bias: bool = False) -> Cost:

@@ -255,6 +255,18 @@ def test_without_noise_a_cache_is_held_to_what_roundings_add_up_to(bench, tmp_pa
     assert Code.CACHE_DIFFERS in {finding.code for finding in result.findings}
 
 
+@pytest.mark.parametrize(("times", "is_wrong"), [(9, False), (11, True)])
+def test_a_cache_may_be_off_by_ten_times_the_noise(one, tmp_path, times, is_wrong):
+    """The bound where only propagation can judge: wide enough for other kernels, and no wider."""
+    actual, shown = of_the_cache_alone(one)
+    noise = {ROPE: torch.full((sum(len(request.token_ids) for request in actual.requests),), 0.01)}
+    row = actual.at(KEY, 2, 3)
+    row += row * (0.01 * times)
+    expected = one.recorded().write(tmp_path / "e")
+    result = one.measure(actual.write(tmp_path / "r"), expected=expected, noise=noise, wanted=shown)
+    assert (Code.CACHE_DIFFERS in {finding.code for finding in result.findings}) == is_wrong
+
+
 def test_a_cache_that_nothing_can_be_held_to_is_not_passed_over(bench, tmp_path):
     one = bench()
     actual, shown = of_the_cache_alone(one)

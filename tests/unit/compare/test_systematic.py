@@ -76,6 +76,17 @@ def test_a_channel_that_never_varies_is_rounded_the_same_way_in_every_row():
     assert effects(truth.bfloat16(), truth).strongest() is None
 
 
+@pytest.mark.parametrize("place", [(slice(None), 3), (5, slice(None))], ids=["channel", "row"])
+def test_what_one_channel_or_one_row_does_is_no_gain_of_all(place):
+    """Rows and channels both are samples: what one of them adds to the sum is not seen in the others."""
+    truth = rows()
+    wrong = truth.clone()
+    wrong[place] *= 1.5
+    (gain,) = [effect for effect in effects(wrong, truth).all() if effect.kind == "gain"]
+    assert gain.size > 0
+    assert gain.statistic < 2
+
+
 def test_rows_of_the_same_content_count_once():
     truth = rows(num_rows=MIN_ROWS - 1)
     many = truth.repeat(50, 1)

@@ -65,6 +65,35 @@ def test_a_decode_step_that_opens_a_block():
     assert "new_block" not in reached_triggers(recording(prefill, step(1, [0], [4], sampled=[9], tables={0: [1]})))
 
 
+@pytest.mark.parametrize(("tables", "is_preempted"), [({0: [1]}, True), (None, False)])
+def test_only_an_engine_with_blocks_can_lose_them(tables, is_preempted):
+    """One without a cache computes every position in every step."""
+    steps = [step(0, [0] * 4, range(4), tables=tables), step(1, [0] * 5, range(5), tables=tables)]
+    assert ("preempted" in reached_triggers(recording(*steps))) == is_preempted
+    once = [step(0, [0] * 4, range(4), tables=tables), step(1, [0], [4], tables=tables)]
+    assert "preempted" not in reached_triggers(recording(*once))
+
+
+def test_a_prompt_in_chunks():
+    whole = step(0, [0] * 4, range(4), sampled=[-1, -1, -1, 9])
+    assert "chunked_prefill" not in reached_triggers(recording(whole))
+    first, last = step(0, [0] * 3, range(3), sampled=[-1] * 3), step(1, [0], [3], sampled=[9])
+    assert "chunked_prefill" in reached_triggers(recording(first, last))
+    assert "chunked_prefill" in reached_triggers(recording(step(0, [0] * 3, range(3)), step(1, [0], [3])))
+    early = step(0, [0] * 3, range(3), sampled=[-1, -1, 9])  # it chose a token: that was its prompt
+    assert "chunked_prefill" not in reached_triggers(recording(early))
+
+
+def test_a_request_that_begins_behind_its_beginning():
+    first = step(0, [0] * 4, range(4))
+    hit = reached_triggers(recording(first, step(1, [1] * 2, [2, 3])))
+    assert "prefix_hit" in hit
+    assert "forked" not in hit
+    together = reached_triggers(recording(first, step(1, [0, 1], [4, 4])))
+    assert "forked" in together
+    assert "forked" not in reached_triggers(recording(step(0, [0] * 3, range(3)), step(1, [0, 1], [3, 5])))
+
+
 def test_traits_of_a_model(checkpoints, tiny):
     llama = load_model(checkpoints / "llama-tiny", dtype=torch.float32)
     original = llama.config.rope_parameters["original_max_position_embeddings"]

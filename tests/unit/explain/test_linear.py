@@ -57,8 +57,8 @@ def test_one_element_of_the_weight(bench):
 
 
 def test_the_transpose(bench):
-    bench = bench("llama-tiny")
-    tap, source = "model.layers.1.self_attn.q_proj", "model.layers.1.input_layernorm"
+    bench = bench("qwen2-tiny")  # whose output projection is square
+    tap, source = "model.layers.1.self_attn.o_proj", "model.layers.1.attention"
     assert bench.explain(tap, bench.tap(source) @ bench.weight(tap)).cause == "the weight is transposed"
 
 

@@ -16,6 +16,7 @@ def test_sides(bench):
         + branch,
         "the branch is in bfloat16": stream + branch.bfloat16().double(),
         "the residual is in float16": stream.half().double() + branch,
+        "the addition is of values in bfloat16": stream.bfloat16().double() + branch.bfloat16().double(),
     }
     for cause, tensor in wrong.items():
         found = bench.explain(TAP, tensor)

@@ -58,7 +58,9 @@ def test_an_error_of_one_element_supports_few_numbers():
     assert not Trial.of(many, evidence(expected, actual)).is_cause
 
 
-@pytest.mark.parametrize(("rows", "roundings", "is_cause"), [(1, 6.0, False), (2, 6.0, True), (1, 60.0, True)])
+@pytest.mark.parametrize(
+    ("rows", "roundings", "is_cause"), [(1, 6.0, False), (2, 6.0, True), (3, 6.0, True), (1, 60.0, True)]
+)
 def test_near_the_bound_one_row_is_too_little(rows, roundings, is_cause):
     expected, dtype = random(rows), torch.bfloat16
     actual = expected + random(rows, seed=1) * roundings * rounding_unit(dtype)

@@ -69,6 +69,16 @@ def test_pieces_are_one_sequence(tiny, family):
         torch.testing.assert_close(decoder.feed([PROMPT[8:]]), expected, rtol=1e-3, atol=1e-3)
 
 
+def test_a_model_without_a_cache_computes_all_tokens_again(tiny, monkeypatch):
+    hf = tiny("gemma3_text")
+    monkeypatch.setattr("harness.oracle.decode.new_cache", lambda hf: None)
+    monkeypatch.setattr("harness.oracle.decode._CACHES", ())
+    with Decoder(hf) as decoder:
+        decoder.feed([PROMPT])
+        assert not decoder.cache
+    assert greedy_continuation(hf, PROMPT, 6) == hf_generate(hf, PROMPT, 6)
+
+
 def test_requests_are_fed_together(load):
     hf = load("qwen3-tiny")
     with Decoder(hf) as decoder:

@@ -11,6 +11,7 @@ SHAPES = [
     ((2, 11, 3, 4), 1, (22, 3, 4)),
     ((2, 3, 11, 4), 2, (22, 3, 4)),
     ((22, 6), 0, (22, 6)),
+    ((22, 2, 3), 0, (22, 2, 3)),
 ]
 """Shapes of two requests of eleven tokens, the dimension of the tokens, and the rows."""
 

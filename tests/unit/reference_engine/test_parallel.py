@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,14 @@ def test_what_does_not_divide_is_said_with_the_numbers(checkpoint: Any, name: st
         shard_config(config, size)
 
 
-@pytest.mark.parametrize("name", ["llama-tiny", "qwen2-tiny", "qwen3-tiny"])
+def test_experts_that_do_not_divide_are_said_with_the_numbers() -> None:
+    config = ModelConfig.from_folder(EMBEDDED / "qwen3-moe-tiny")
+    uneven = replace(config, mlps={0: replace(config.mlps[0], intermediate_size=31)})
+    with pytest.raises(ConfigError, match=r"moe_intermediate_size does not divide.*divides 31, found 2 ranks"):
+        shard_config(uneven, 2)
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "qwen2-tiny", "qwen3-tiny", "qwen3-moe-tiny", "gemma3-tiny"])
 def test_the_parts_of_all_ranks_are_the_whole(name: str) -> None:
     folder = EMBEDDED / name
     config = ModelConfig.from_folder(folder)

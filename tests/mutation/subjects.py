@@ -1,0 +1,78 @@
+"""What is mutated, and the tests that should notice: those of the module, or those that are named here.
+
+A package's whole tests take minutes, and each survivor would take all of them: what survives its module's tests is run
+against the whole package by `--all-tests`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_RECORDING = ("test_recording.py", "test_recording_failures.py", "test_recording_hostile.py")
+_ENGINE = {
+    "scheduler": ("test_scheduler.py", "test_engine.py"),
+    "block_pool": ("test_block_pool.py", "test_block_manager.py", "test_engine_sharing.py"),
+    "prefix_cache": ("test_prefix_cache.py", "test_block_pool.py", "test_engine_sharing.py"),
+    "sampler": ("test_sampler.py", "test_engine.py"),
+    "parallel": ("test_parallel.py",),
+    "model": ("test_parallel.py",),
+    "graphs": ("test_graphs.py",),
+}
+
+
+_DEFAULT = {
+    "compare": ("test_run.py",),
+    "oracle": ("test_golden.py",),
+    "explain": ("test_run.py", "test_operations.py"),
+}
+_OTHERS = {
+    "compare/granularity": ("test_through.py",),
+    "compare/judged": ("test_run.py", "test_propagated.py", "test_cache.py"),
+    "compare/local": ("test_replay.py",),
+    "compare/local_judge": ("test_bounds.py", "test_conventions.py", "test_run.py"),
+    "compare/row_judge": ("test_bounds.py", "test_conventions.py", "test_run.py"),
+    "compare/slot_history": ("test_slots.py", "test_sequences.py"),
+    "compare/positions": ("test_sequences.py",),
+    "compare/propagated": ("test_propagated.py", "test_cache.py"),
+    "compare/prefixes": ("test_cache.py", "test_triggers.py"),
+    "compare/traits": ("test_triggers.py",),
+    "explain/attention_place": ("test_attention_history.py",),
+    "explain/attention_table": ("test_attention_history.py",),
+    "explain/contents": ("test_cache.py", "test_attention_history.py"),
+    "explain/memory": ("test_cache.py", "test_attention_history.py"),
+    "explain/rotation": ("test_rotary.py",),
+    "oracle/caches": ("test_decode.py",),
+    "oracle/graph": ("test_trace.py",),
+    "oracle/parts": ("test_lockstep.py",),
+}
+
+
+def files_of_tests(path: str, *, all_tests: bool) -> tuple[str, ...]:
+    """Return the tests of a file that is mutated, both below the root of the checkout."""
+    folder, _, module = path.removesuffix(".py").rpartition("/")
+    package = folder.removeprefix("harness/").partition("/")[0]
+    if folder.count("/") == 2:  # a package in a package is tested in one file
+        module = folder.rpartition("/")[2]
+    if package == "recording":
+        return tuple(f"tests/unit/{name}" for name in _RECORDING)
+    if package == "reference_engine":
+        return tuple(f"tests/unit/reference_engine/{name}" for name in _ENGINE[module])
+    if all_tests:
+        return (f"tests/unit/{package}",)
+    own = f"test_{module}.py"
+    has_own = (ROOT / "tests" / "unit" / package / own).is_file()
+    names = _OTHERS.get(f"{package}/{module}", (own,) if has_own else _DEFAULT[package])
+    return tuple(f"tests/unit/{package}/{name}" for name in names)
+
+
+def subjects() -> list[str]:
+    """Return the files that mutants are drawn from, below the root of the checkout."""
+    packages = ("compare", "oracle", "explain", "recording")
+    paths = [path for package in packages for path in sorted((ROOT / "harness" / package).rglob("*.py"))]
+    found = [str(path.relative_to(ROOT)) for path in paths if path.stem != "__init__"]
+    return [*found, *(f"reference_engine/{name}.py" for name in _ENGINE if name not in LISTED_ONLY)]
+
+
+LISTED_ONLY = ("model", "graphs")
+"""Modules of the engine that only listed changes are made to."""
