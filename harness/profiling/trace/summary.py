@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.profiling.passes.spans import SPAN, STEP
 from harness.profiling.trace.file import NO_CORRELATION, Trace, collecting_no_garbage, read_trace
 from harness.profiling.trace.nesting import NOT_NESTED, innermost, nest
 from harness.trace_results import TraceOperation, TraceOperator, TracePhase, TraceSummary
@@ -21,11 +22,8 @@ _LAUNCH_CATEGORY = re.compile(r"\w+_(?:runtime|driver)$|Runtime$")
 _STATED_PHASE = re.compile(r"([^\[\]]+)\[.*\]$")
 """A step that says what it computes: `decode[bs=1 toks=1 kv=128]`."""
 _STEP_NUMBER = re.compile(r"#\d+$")
-_SPAN = re.compile(r"(?:(?:engine|model)\.[\w.]+|lm_head)$")
-"""Names of our spans. They are of the same category as operators, and are none."""
 _LAYER_PREFIX = re.compile(r"^model\.layers\.\d+\.")
 _LAYER = re.compile(r"^model\.layers\.\d+$")
-_STEP = "engine.step"
 
 
 def summarize(path: Path) -> TraceSummary:
@@ -57,7 +55,7 @@ class _Columns:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         categories = np.array([category for category, _ in trace.labels], dtype=object)
-        is_span = np.array([category == "cpu_op" and bool(_SPAN.match(name)) for category, name in trace.labels], bool)
+        is_span = np.array([_is_span(category, name) for category, name in trace.labels], bool)
         is_operator = np.isin(categories, list(_OPERATOR_CATEGORIES)) & ~is_span
         is_launch = np.array([bool(_LAUNCH_CATEGORY.match(category)) for category, _ in trace.labels], bool)
         self._is_operator = is_operator[trace.label]
@@ -102,7 +100,7 @@ class _Columns:
         sums: dict[tuple[int, str], list[int]] = {}
         for event in np.flatnonzero(self._is_span).tolist():
             name = self._trace.labels[self._trace.label[event]][1]
-            if name != _STEP and not _LAYER.match(name):
+            if name != STEP and not _LAYER.match(name):
                 total = sums.setdefault((int(self._phase[event]), _LAYER_PREFIX.sub("", name)), [0, 0, 0])
                 total[0] += 1
                 total[1] += int(num_operators[event])
@@ -185,10 +183,18 @@ def _phase_spans(trace: Trace, categories: NDArray[np.object_]) -> list[tuple[in
     Where some annotations say what a step computes, only these count. Elsewhere every annotation does, without the
     number of the step.
     """
-    events = np.flatnonzero((categories == "user_annotation")[trace.label])
+    is_phase = np.array(
+        [category == "user_annotation" and not _is_span(category, name) for category, name in trace.labels], bool
+    )
+    events = np.flatnonzero(is_phase[trace.label])
     events = events[np.lexsort((-trace.duration_ns[events], trace.start_ns[events]))]
     names = [trace.labels[label][1] for label in trace.label[events]]
     stated = [_STATED_PHASE.match(name) for name in names]
     if any(stated):
         return [(int(event), match[1]) for event, match in zip(events, stated, strict=True) if match]
     return [(int(event), _STEP_NUMBER.sub("", name)) for event, name in zip(events, names, strict=True)]
+
+
+def _is_span(category: str, name: str) -> bool:
+    """Whether events are spans of ours: annotations, and operators in traces of before."""
+    return category in ("cpu_op", "user_annotation") and bool(SPAN.match(name))
