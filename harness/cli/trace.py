@@ -1,5 +1,6 @@
 """`harness trace`: what is in a Chrome trace of torch, and what changed between two."""
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -9,26 +10,45 @@ import typer
 from harness.cli import options as opt
 from harness.cli.command import Command
 from harness.cli.output import write, write_json
-from harness.errors import ExitStatus
+from harness.errors import Code, ExitStatus, HarnessError
 
 app = typer.Typer(name="trace", help="Read Chrome traces of torch.", no_args_is_help=True, rich_markup_mode=None)
 
 _METAVAR = "a .json or .json.gz written by torch.profiler, ours or anybody's."
 
 
+PhasePattern = Annotated[
+    str | None,
+    typer.Option(
+        metavar="REGEX", help="Events that are steps, by name; the first group is the phase. [default: annotations]"
+    ),
+]
+
+
+def _compiled(pattern: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if pattern is None else re.compile(pattern)
+    except re.error as error:
+        what = f"the pattern is no regular expression: {error}"
+        raise HarnessError(Code.BAD_OPTION, what, where="--phase-pattern", actual=pattern) from error
+
+
 @app.command(cls=Command)
 def summary(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=f"Traces: {_METAVAR}")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=f"Traces: {_METAVAR} Of a folder, all in it.")],
+    phase_pattern: PhasePattern = None,
     format: opt.OutFormat = opt.Format.HUMAN,
 ) -> int:
     """Sum up traces by phase and operator.
 
     A phase is what the annotations of the steps say, such as `decode[bs=1 toks=1 kv=128]`.
     """
+    from harness.profiling.trace.folder import trace_files
     from harness.profiling.trace.summary import summarize
     from harness.report.trace_text import summary_text
 
-    summaries = [summarize(file) for file in files]
+    pattern = _compiled(phase_pattern)
+    summaries = [summarize(file, pattern) for file in trace_files(files)]
     if format is opt.Format.JSON:
         write_json({"schema_version": 1, "files": [asdict(summary) for summary in summaries]})
     else:
@@ -40,6 +60,7 @@ def summary(
 def diff(
     before: Annotated[Path, typer.Argument(metavar="A", help=f"Trace before: {_METAVAR}")],
     after: Annotated[Path, typer.Argument(metavar="B", help="Trace after.")],
+    phase_pattern: PhasePattern = None,
     format: opt.OutFormat = opt.Format.HUMAN,
 ) -> int:
     """Show what runs more or less often in B than in A, and what takes another time."""
@@ -47,12 +68,14 @@ def diff(
     from harness.profiling.trace.summary import summarize
     from harness.report.trace_text import diff_text
 
-    found = diff_traces(summarize(before), summarize(after))
+    pattern = _compiled(phase_pattern)
+    found = diff_traces(summarize(before, pattern), summarize(after, pattern))
     if format is opt.Format.JSON:
         document = {
             "schema_version": 1,
             "changes": [asdict(change) for change in found.changes],
             "operations": [asdict(change) for change in found.operations],
+            "modules": [asdict(change) for change in found.modules],
             "steps": [{"phase": name, "before": old, "after": new} for name, old, new in found.steps],
         }
         write_json(document)
