@@ -97,26 +97,36 @@ def _overhead(result: ProfileResult) -> str:
 
 def _phase(phase: PhaseProfile) -> str:
     title = f"{phase.name}: {phase.trace_wall_ms:.2f} ms in the trace, {phase.attributed_share:.1%} attributed"
-    operators = _rows(phase.operators[:MAX_OPERATORS])
-    parts = [title, _rows(phase.layers), _rows(phase.operations), operators, _peak(phase), *phase.notes]
+    operators = _rows("operator", phase.operators[:MAX_OPERATORS])
+    parts = [title, _rows("layer", phase.layers), _rows("operation", phase.operations), operators]
+    parts += [_peak(phase), *phase.notes]
     return "\n\n".join(part for part in parts if part)
 
 
-def _rows(rows: Sequence[TableRow]) -> str:
+def _rows(head: str, rows: Sequence[TableRow]) -> str:
+    """Return a table with a title; without the columns that say nothing more than another one."""
+    has_own = any(row.self_us != row.total_us for row in rows)
+    has_spread = any(row.num_collapsed > 1 for row in rows)
     has_device = any(row.device_us is not None for row in rows)
     lines = [
         [
             row.name,
             row.calls,
             f"{row.total_us:.0f}",
-            f"{row.self_us:.0f}",
+            *([f"{row.self_us:.0f}"] if has_own else []),
             f"{row.share:.1%}",
-            "" if row.spread is None or row.num_collapsed == 1 else f"{row.spread[0]:.0f} to {row.spread[1]:.0f}",
+            *([_spread(row)] if has_spread else []),
             *([f"{row.device_us or 0:.0f}"] if has_device else []),
         ]
         for row in rows
     ]
-    return _table(lines, ["", "calls", "us", "self us", "share", "of one", *(["GPU us"] if has_device else [])])
+    optional = (("self us", has_own), ("share", True), ("of one", has_spread), ("GPU us", has_device))
+    header = [head, "calls", "us", *(name for name, is_shown in optional if is_shown)]
+    return f"by {head}\n\n{_table(lines, header)}"
+
+
+def _spread(row: TableRow) -> str:
+    return "" if row.spread is None or row.num_collapsed == 1 else f"{row.spread[0]:.0f} to {row.spread[1]:.0f}"
 
 
 def _peak(phase: PhaseProfile) -> str:
