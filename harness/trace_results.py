@@ -1,6 +1,8 @@
 """What is in a trace and what changed between two, as plain data: the reports know nothing else, and need no torch."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,35 @@ class TraceModule:
     """Operators that run in it and in no inner module."""
     device_us: float
     """Of the kernels that were launched in it and in no inner module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceProduct:
+    """All matrix products of one operator and shape."""
+
+    name: str
+    shapes: str
+    """Of its inputs, as the trace has them: `[[128, 256], [256, 512]]`."""
+    count: int
+    time_us: float
+    """Of the kernels that it launched, or of the operator where the trace has no kernels."""
+    flops: int
+    has_device: bool
+
+    @property
+    def flops_per_s(self) -> float:
+        """What it reached."""
+        return self.flops / self.time_us * 1e6 if self.time_us else 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class FlameFrame:
+    """One frame of a flame graph: equal names under equal callers."""
+
+    name: str
+    count: int = 0
+    total_us: float = 0.0
+    children: dict[str, FlameFrame] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +171,8 @@ class TraceSummary:
     """In order of their first appearance; empty for a trace without spans of ours."""
     modules: tuple[TraceModule, ...] = ()
     """In order of their first call; empty where the trace has no `nn.Module` events."""
+    products: tuple[TraceProduct, ...] = ()
+    """Those that take longest first; empty where the trace has no shapes."""
     devices: tuple[DeviceActivity, ...] = ()
     rank: int | None = None
     """Of the process in a distributed run, where the trace says it."""

@@ -37,6 +37,10 @@ def _compiled(pattern: str | None) -> re.Pattern[str] | None:
 def summary(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=f"Traces: {_METAVAR} Of a folder, all in it.")],
     phase_pattern: PhasePattern = None,
+    peak_tflops: Annotated[
+        float | None,
+        typer.Option(metavar="N", min=0.001, help="Peak of the device: products show their share."),
+    ] = None,
     format: opt.OutFormat = opt.Format.HUMAN,
 ) -> int:
     """Sum up traces by phase and operator.
@@ -52,7 +56,7 @@ def summary(
     if format is opt.Format.JSON:
         write_json({"schema_version": 1, "files": [asdict(summary) for summary in summaries]})
     else:
-        write(summary_text(summaries))
+        write(summary_text(summaries, peak_flops_per_s=None if peak_tflops is None else peak_tflops * 1e12))
     return ExitStatus.PASS
 
 
@@ -81,4 +85,21 @@ def diff(
         write_json(document)
     else:
         write(diff_text(found))
+    return ExitStatus.PASS
+
+
+@app.command(cls=Command)
+def flame(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help=f"Trace: {_METAVAR}")],
+    out: Annotated[Path, typer.Option(metavar="HTML", help="New file for the page.")],
+) -> int:
+    """Write a flame graph of the CPU's stacks as one page for a browser; stacks are deep with `with_stack=True`."""
+    from harness.files import write_text
+    from harness.profiling.trace.flame import flame
+    from harness.report.flame_html import flame_html
+
+    if out.exists():
+        raise HarnessError(Code.OUTPUT_EXISTS, "the output exists", where=out, hint="name a new file")
+    write_text(out, flame_html(flame(file)))
+    write(f"{out}")
     return ExitStatus.PASS

@@ -10,14 +10,15 @@ from harness.trace_results import TraceDiff, TraceSummary
 
 _IDLE = ("host_late_us", "queued_us", "other_us")
 MAX_ROWS = 20
+_MAX_PRODUCTS = 10
 """Rows of a table."""
 _NAME_WIDTH = 60
 """A kernel's name holds its template arguments, thousands of characters of them."""
 
 
-def summary_text(summaries: Sequence[TraceSummary]) -> str:
-    """Return one block a file."""
-    parts = [*(_summary(summary) for summary in summaries), _devices(summaries)]
+def summary_text(summaries: Sequence[TraceSummary], *, peak_flops_per_s: float | None = None) -> str:
+    """Return one block a file; products as shares of a peak where one is given."""
+    parts = [*(_summary(summary, peak_flops_per_s) for summary in summaries), _devices(summaries)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -36,6 +37,22 @@ def _modules(summary: TraceSummary) -> str:
     ]
     header = ["module", "calls", "operators", "self us", "us", *(["GPU us"] if summary.devices else [])]
     return _limited(rows, header, num_names=1)
+
+
+def _products(summary: TraceSummary, peak_flops_per_s: float | None) -> str:
+    rows = [
+        [
+            _shown(product.name),
+            _shown(product.shapes),
+            f"{product.count:,}",
+            f"{product.time_us:,.0f}",
+            f"{product.flops_per_s / 1e9:,.1f}",
+            *([f"{product.flops_per_s / peak_flops_per_s:.1%}"] if peak_flops_per_s else []),
+        ]
+        for product in summary.products[:_MAX_PRODUCTS]
+    ]
+    time = "GPU us" if any(product.has_device for product in summary.products) else "us"
+    return _limited(rows, ["product", "shapes", "count", time, "GFLOP/s", *(["of peak"] if peak_flops_per_s else [])])
 
 
 def _devices(summaries: Sequence[TraceSummary]) -> str:
@@ -64,7 +81,7 @@ def _devices(summaries: Sequence[TraceSummary]) -> str:
     return _table(rows, header, num_names=1) if rows else ""
 
 
-def _summary(summary: TraceSummary) -> str:
+def _summary(summary: TraceSummary, peak_flops_per_s: float | None) -> str:
     parts = [f"{_shown(summary.path, 200)}: {summary.num_events:,} events in {summary.duration_us / 1e3:,.2f} ms"]
     if summary.phases:
         rows = [[_shown(phase.name), f"{phase.count:,}", f"{phase.total_us:,.0f}"] for phase in summary.phases]
@@ -75,7 +92,7 @@ def _summary(summary: TraceSummary) -> str:
             for row in summary.operations
         ]
         parts.append(_table(operations, ["phase", "operation", "count", "operators", "us"]))
-    parts.append(_modules(summary))
+    parts += [_modules(summary), _products(summary, peak_flops_per_s)]
     operators = [
         [_shown(row.phase), _shown(row.name), f"{row.count:,}", f"{row.self_us:,.0f}", f"{row.total_us:,.0f}"]
         for row in summary.operators

@@ -14,6 +14,7 @@ from harness.profiling.trace.device import KERNEL_CATEGORIES, LAUNCH_CATEGORY, d
 from harness.profiling.trace.file import NO_CORRELATION, Trace, collecting_no_garbage, read_trace
 from harness.profiling.trace.modules import module_times
 from harness.profiling.trace.nesting import NOT_NESTED, innermost, nest
+from harness.profiling.trace.products import matrix_products
 from harness.trace_results import TraceOperation, TraceOperator, TracePhase, TraceSummary
 
 # Capitals are of older versions of torch; lists of events that are not the profiler's own have no category.
@@ -51,6 +52,7 @@ def summarize_trace(trace: Trace, path: str, phase_pattern: re.Pattern[str] | No
         operators=tuple(sorted(columns.operators(), key=lambda operator: operator.self_us, reverse=True)),
         operations=tuple(columns.operations()),
         modules=module_times(trace),
+        products=matrix_products(trace),
         devices=device_activity(trace),
         rank=trace.rank,
     )

@@ -107,6 +107,7 @@ def _levels(points: Sequence[MemoryPoint], used: Sequence[int], x: Scale, y: Sca
             title=f"up to {_CATEGORIES[index].value}",
         )
         for index in reversed(used)
+        if max(sum(point.by_category[: index + 1]) for point in points) > y.low
     )
 
 

@@ -9,8 +9,10 @@ import pytest
 from harness.profiling.trace.device import device_activity
 from harness.profiling.trace.diff import diff_traces
 from harness.profiling.trace.file import read_trace
+from harness.profiling.trace.flame import flame
 from harness.profiling.trace.folder import trace_files
 from harness.profiling.trace.summary import summarize
+from harness.report.flame_html import flame_html
 
 from .cuda_trace import KERNELS, cuda_trace, write_ranks
 
@@ -94,3 +96,32 @@ def test_a_difference_names_modules(ranks, tmp_path):
         json.dump(document, file)
     (change,) = diff_traces(summarize(ranks[0]), summarize(path)).modules
     assert (change.name, change.num_operators_before, change.num_operators_after) == ("Model/Linear", 2, 3)
+
+
+def test_products_have_the_rate_of_their_kernels(ranks):
+    (found,) = summarize(ranks[0]).products
+    assert (found.name, found.shapes, found.count) == ("aten::mm", "[[128, 256], [256, 512]]", 2)
+    assert found.flops == 2 * 2 * 128 * 256 * 512
+    assert found.time_us == pytest.approx(50 + 100 + 50 + 4 + 60)
+    assert found.flops_per_s == pytest.approx(found.flops / 264e-6)
+
+
+def test_equal_calls_under_equal_callers_are_one_frame(ranks):
+    root = flame(ranks[0])
+    (step,) = root.children.values()
+    assert step.name == "nn.Module: Model_0"
+    linear = step.children["ProfilerStep#3"].children["nn.Module: Linear_0"]
+    assert (linear.count, linear.total_us) == (1, 100.0)
+    assert linear.children["aten::mm"].children["cudaLaunchKernel"].total_us == 5.0
+    assert root.total_us == 1000.0
+
+
+def test_a_flame_graph_is_one_page_whose_names_stay_text(tmp_path):
+    document = cuda_trace()
+    document["traceEvents"][1]["name"] = "<img src=x onerror=alert(1)>"
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(document))
+    page = flame_html(flame(path))
+    assert "<img" not in page
+    assert "&lt;img" in page
+    assert "http" not in page
