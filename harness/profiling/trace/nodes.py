@@ -112,8 +112,9 @@ def _tree(trace: Trace, events: NDArray[np.int64], thread: int, memory: list[Mem
     durations = np.concatenate([trace.duration_ns[events], np.zeros(len(own), np.int64)])
     nodes: list[tuple[Node, int]] = []
     around: Node | None = None
+    starts_us, durations_us = (starts / 1e3).tolist(), (durations / 1e3).tolist()
     for place in np.lexsort((-durations, starts)).tolist():
-        start_us = starts[place] / 1e3
+        start_us = starts_us[place]
         while around is not None and around.start + around.duration <= start_us:
             around = around.parent
         if place >= len(events):
@@ -129,7 +130,7 @@ def _tree(trace: Trace, events: NDArray[np.int64], thread: int, memory: list[Mem
             continue
         event = events[place]
         category, name = trace.labels[trace.label[event]]
-        node = Node(name, category, start_us, durations[place] / 1e3, around)
+        node = Node(name, category, start_us, durations_us[place], around)
         if around is not None:
             around.children.append(node)
         nodes.append((node, int(trace.correlation[event]) if category in _LAUNCH_CATEGORIES else NO_CORRELATION))
