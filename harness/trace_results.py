@@ -1,6 +1,8 @@
 """What is in a trace and what changed between two, as plain data: the reports know nothing else, and need no torch."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,116 @@ class TraceOperation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TraceModule:
+    """All modules of one place in the model, by their classes: what is no module's own is its caller's."""
+
+    path: str
+    """`Qwen3Model/Qwen3DecoderLayer/Qwen3Attention/Linear`."""
+    count: int
+    """Calls."""
+    total_us: float
+    self_us: float
+    """Without the modules that it calls."""
+    num_operators: int
+    """Operators that run in it and in no inner module."""
+    device_us: float
+    """Of the kernels that were launched in it and in no inner module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceProduct:
+    """All matrix products of one operator and shape."""
+
+    name: str
+    shapes: str
+    """Of its inputs, as the trace has them: `[[128, 256], [256, 512]]`."""
+    count: int
+    time_us: float
+    """Of the kernels that it launched, or of the operator where the trace has no kernels."""
+    flops: int
+    has_device: bool
+
+    @property
+    def flops_per_s(self) -> float:
+        """What it reached."""
+        return self.flops / self.time_us * 1e6 if self.time_us else 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class FlameFrame:
+    """One frame of a flame graph: equal names under equal callers."""
+
+    name: str
+    count: int = 0
+    total_us: float = 0.0
+    children: dict[str, FlameFrame] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdleTime:
+    """Why a stream of a GPU did nothing between its kernels."""
+
+    stream: int
+    """Number of the thread in the trace."""
+    host_late_us: float
+    """The next kernel was launched when the one before it had ended: the host is too slow."""
+    queued_us: float
+    """Two kernels were queued, and less than 30 ns apart."""
+    other_us: float
+    """The kernel was launched in time and began later: it waited for another stream, a copy or an event."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launches:
+    """The calls that launched a device's kernels, copies and fills."""
+
+    num_launches: int
+    num_unknown: int
+    """Kernels whose launch the trace does not show."""
+    call_us: float
+    """Spent in the calls."""
+    delay_us_median: float
+    """From the end of the call to the begin of the kernel."""
+    delay_us_max: float
+    num_shorter_than_launch: int
+    """Kernels that took less time than the call that launched them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communication:
+    """Collectives, and how much of them other kernels hide."""
+
+    num_kernels: int
+    total_us: float
+    hidden_us: float
+    """While some other kernel computed."""
+    compute_us: float
+    """While some kernel that is no collective and no copy ran."""
+
+    @property
+    def hidden_share(self) -> float:
+        """Of the collectives' time."""
+        return self.hidden_us / self.total_us if self.total_us else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceActivity:
+    """One GPU in a trace."""
+
+    device: int
+    """Number of the process that its events are under, in order of appearance."""
+    span_us: float
+    """From its first kernel to the end of its last."""
+    busy_us: float
+    """While at least one kernel, copy or fill ran."""
+    idle: tuple[IdleTime, ...]
+    """By stream."""
+    launches: Launches
+    communication: Communication | None
+    """None without collectives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSummary:
     """One trace."""
 
@@ -57,6 +169,13 @@ class TraceSummary:
     """The one with the longest time of its own first."""
     operations: tuple[TraceOperation, ...]
     """In order of their first appearance; empty for a trace without spans of ours."""
+    modules: tuple[TraceModule, ...] = ()
+    """In order of their first call; empty where the trace has no `nn.Module` events."""
+    products: tuple[TraceProduct, ...] = ()
+    """Those that take longest first; empty where the trace has no shapes."""
+    devices: tuple[DeviceActivity, ...] = ()
+    rank: int | None = None
+    """Of the process in a distributed run, where the trace says it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +226,8 @@ class TraceDiff:
     """Changes of count first, then those of time alone; the largest first in either part."""
     operations: tuple[OperationChange, ...]
     """Likewise, for the spans of an engine that names its operations."""
+    modules: tuple[OperationChange, ...] = ()
+    """Likewise, for the `nn.Module`s of both traces; of no phase."""
 
     @property
     def steps(self) -> tuple[tuple[str, int, int], ...]:

@@ -1,5 +1,6 @@
 """`harness trace`: what is in a Chrome trace of torch, and what changed between two."""
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -9,30 +10,53 @@ import typer
 from harness.cli import options as opt
 from harness.cli.command import Command
 from harness.cli.output import write, write_json
-from harness.errors import ExitStatus
+from harness.errors import Code, ExitStatus, HarnessError
 
 app = typer.Typer(name="trace", help="Read Chrome traces of torch.", no_args_is_help=True, rich_markup_mode=None)
 
 _METAVAR = "a .json or .json.gz written by torch.profiler, ours or anybody's."
 
 
+PhasePattern = Annotated[
+    str | None,
+    typer.Option(
+        metavar="REGEX", help="Events that are steps, by name; the first group is the phase. [default: annotations]"
+    ),
+]
+
+
+def _compiled(pattern: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if pattern is None else re.compile(pattern)
+    except re.error as error:
+        what = f"the pattern is no regular expression: {error}"
+        raise HarnessError(Code.BAD_OPTION, what, where="--phase-pattern", actual=pattern) from error
+
+
 @app.command(cls=Command)
 def summary(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=f"Traces: {_METAVAR}")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=f"Traces: {_METAVAR} Of a folder, all in it.")],
+    phase_pattern: PhasePattern = None,
+    peak_tflops: Annotated[
+        float | None,
+        typer.Option(metavar="N", min=0.001, help="Peak of the device: products show their share."),
+    ] = None,
     format: opt.OutFormat = opt.Format.HUMAN,
 ) -> int:
     """Sum up traces by phase and operator.
 
     A phase is what the annotations of the steps say, such as `decode[bs=1 toks=1 kv=128]`.
     """
+    from harness.profiling.trace.folder import trace_files
     from harness.profiling.trace.summary import summarize
     from harness.report.trace_text import summary_text
 
-    summaries = [summarize(file) for file in files]
+    pattern = _compiled(phase_pattern)
+    summaries = [summarize(file, pattern) for file in trace_files(files)]
     if format is opt.Format.JSON:
         write_json({"schema_version": 1, "files": [asdict(summary) for summary in summaries]})
     else:
-        write(summary_text(summaries))
+        write(summary_text(summaries, peak_flops_per_s=None if peak_tflops is None else peak_tflops * 1e12))
     return ExitStatus.PASS
 
 
@@ -40,6 +64,7 @@ def summary(
 def diff(
     before: Annotated[Path, typer.Argument(metavar="A", help=f"Trace before: {_METAVAR}")],
     after: Annotated[Path, typer.Argument(metavar="B", help="Trace after.")],
+    phase_pattern: PhasePattern = None,
     format: opt.OutFormat = opt.Format.HUMAN,
 ) -> int:
     """Show what runs more or less often in B than in A, and what takes another time."""
@@ -47,15 +72,34 @@ def diff(
     from harness.profiling.trace.summary import summarize
     from harness.report.trace_text import diff_text
 
-    found = diff_traces(summarize(before), summarize(after))
+    pattern = _compiled(phase_pattern)
+    found = diff_traces(summarize(before, pattern), summarize(after, pattern))
     if format is opt.Format.JSON:
         document = {
             "schema_version": 1,
             "changes": [asdict(change) for change in found.changes],
             "operations": [asdict(change) for change in found.operations],
+            "modules": [asdict(change) for change in found.modules],
             "steps": [{"phase": name, "before": old, "after": new} for name, old, new in found.steps],
         }
         write_json(document)
     else:
         write(diff_text(found))
+    return ExitStatus.PASS
+
+
+@app.command(cls=Command)
+def flame(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help=f"Trace: {_METAVAR}")],
+    out: Annotated[Path, typer.Option(metavar="HTML", help="New file for the page.")],
+) -> int:
+    """Write a flame graph of the CPU's stacks as one page for a browser; stacks are deep with `with_stack=True`."""
+    from harness.files import write_text
+    from harness.profiling.trace.flame import flame
+    from harness.report.flame_html import flame_html
+
+    if out.exists():
+        raise HarnessError(Code.OUTPUT_EXISTS, "the output exists", where=out, hint="name a new file")
+    write_text(out, flame_html(flame(file)))
+    write(f"{out}")
     return ExitStatus.PASS

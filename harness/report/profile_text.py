@@ -39,38 +39,29 @@ def _percentiles(found: Percentiles | None) -> list[str]:
 
 
 def _phases(phases: Sequence[PhaseProfile]) -> str:
-    rows = [
-        [
-            phase.name,
-            phase.num_steps,
-            f"{phase.wall_ms:.2f}",
-            "-" if phase.cpu_ms is None else f"{phase.cpu_ms:.2f}",
-            f"{phase.flops_measured / 1e9:.3f}",
-            _against(phase.flops_measured, phase.flops_formula),
-            _mib(phase.kv_bytes_measured),
-            _against(phase.kv_bytes_measured, phase.kv_bytes_formula),
-            _mib(phase.peak_bytes),
-            f"{phase.mfu:.1%}",
-            f"{phase.mbu:.1%}",
-            bound_text(phase),
-        ]
-        for phase in phases
-    ]
-    header = [
-        "phase",
-        "steps",
-        "ms",
-        "CPU ms",
-        "GFLOP",
-        "formula",
-        "KV MiB",
-        "formula",
-        "peak MiB",
-        "MFU",
-        "MBU",
-        "bound by",
-    ]
-    return _table(rows, header)
+    """Return a row for each phase; a formula has a column only where some count differs from it."""
+    figures = [_figures(phase) for phase in phases]
+    shown = [name for name in figures[0] if any(own[name] for own in figures)]
+    table = _table([[own[name] for name in shown] for own in figures], [name.strip() for name in shown])
+    equal = [what for what, name in (("FLOPs", "formula"), ("K and V", "formula ")) if name not in shown]
+    return f"{table}\n\ncounts that are equal to their formulas: {', '.join(equal)}" if equal else table
+
+
+def _figures(phase: PhaseProfile) -> dict[str, str]:
+    return {
+        "phase": phase.name,
+        "steps": str(phase.num_steps),
+        "ms": f"{phase.wall_ms:.2f}",
+        "CPU ms": "-" if phase.cpu_ms is None else f"{phase.cpu_ms:.2f}",
+        "GFLOP": f"{phase.flops_measured / 1e9:.3f}",
+        "formula": _against(phase.flops_measured, phase.flops_formula),
+        "KV MiB": _mib(phase.kv_bytes_measured),
+        "formula ": _against(phase.kv_bytes_measured, phase.kv_bytes_formula),
+        "peak MiB": _mib(phase.peak_bytes),
+        "MFU": f"{phase.mfu:.1%}",
+        "MBU": f"{phase.mbu:.1%}",
+        "bound by": bound_text(phase),
+    }
 
 
 def bound_text(phase: PhaseProfile) -> str:
@@ -79,9 +70,9 @@ def bound_text(phase: PhaseProfile) -> str:
 
 
 def _against(measured: int, formula: int) -> str:
-    """Say how a measured count stands to its formula."""
+    """Say how a measured count stands to its formula; nothing where it is equal."""
     if measured == formula:
-        return "equal"
+        return ""
     return f"x{measured / formula:.4f}" if formula else "none"
 
 
@@ -97,26 +88,36 @@ def _overhead(result: ProfileResult) -> str:
 
 def _phase(phase: PhaseProfile) -> str:
     title = f"{phase.name}: {phase.trace_wall_ms:.2f} ms in the trace, {phase.attributed_share:.1%} attributed"
-    operators = _rows(phase.operators[:MAX_OPERATORS])
-    parts = [title, _rows(phase.layers), _rows(phase.operations), operators, _peak(phase), *phase.notes]
+    operators = _rows("operator", phase.operators[:MAX_OPERATORS])
+    parts = [title, _rows("layer", phase.layers), _rows("operation", phase.operations), operators]
+    parts += [_peak(phase), *phase.notes]
     return "\n\n".join(part for part in parts if part)
 
 
-def _rows(rows: Sequence[TableRow]) -> str:
+def _rows(head: str, rows: Sequence[TableRow]) -> str:
+    """Return a table with a title; without the columns that say nothing more than another one."""
+    has_own = any(row.self_us != row.total_us for row in rows)
+    has_spread = any(row.num_collapsed > 1 for row in rows)
     has_device = any(row.device_us is not None for row in rows)
     lines = [
         [
             row.name,
             row.calls,
             f"{row.total_us:.0f}",
-            f"{row.self_us:.0f}",
+            *([f"{row.self_us:.0f}"] if has_own else []),
             f"{row.share:.1%}",
-            "" if row.spread is None or row.num_collapsed == 1 else f"{row.spread[0]:.0f} to {row.spread[1]:.0f}",
+            *([_spread(row)] if has_spread else []),
             *([f"{row.device_us or 0:.0f}"] if has_device else []),
         ]
         for row in rows
     ]
-    return _table(lines, ["", "calls", "us", "self us", "share", "of one", *(["GPU us"] if has_device else [])])
+    optional = (("self us", has_own), ("share", True), ("of one", has_spread), ("GPU us", has_device))
+    header = [head, "calls", "us", *(name for name, is_shown in optional if is_shown)]
+    return f"by {head}\n\n{_table(lines, header)}"
+
+
+def _spread(row: TableRow) -> str:
+    return "" if row.spread is None or row.num_collapsed == 1 else f"{row.spread[0]:.0f} to {row.spread[1]:.0f}"
 
 
 def _peak(phase: PhaseProfile) -> str:

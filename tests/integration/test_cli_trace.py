@@ -107,3 +107,24 @@ def test_a_folder_is_no_trace(harness, tmp_path):
     ran = harness("trace", "summary", tmp_path)
     assert ran.status == 2
     assert ran.err.startswith("H070")
+
+
+def test_a_folder_of_ranks_and_a_pattern_for_phases(harness, tmp_path):
+    from ..unit.profiling.cuda_trace import write_ranks
+
+    write_ranks(tmp_path / "ranks")
+    told = harness("trace", "summary", tmp_path / "ranks")
+    assert told.status == 0
+    assert "hidden" in told.out
+    assert "Linear" in told.out
+    ran = harness("trace", "summary", tmp_path / "ranks", "--phase-pattern", "Linear", "--format", "json")
+    assert [file["rank"] for file in ran.json["files"]] == [0, 1]
+    assert [file["phases"][0]["name"] for file in ran.json["files"]] == ["Linear", "Linear"]
+
+
+def test_a_pattern_that_is_none_and_a_folder_without_traces_are_refused(harness, tmp_path):
+    bad = harness("trace", "summary", tmp_path / "x.json", "--phase-pattern", "(")
+    assert (bad.status, bad.err[:4]) == (2, "H013")
+    empty = harness("trace", "summary", tmp_path)
+    assert (empty.status, empty.err[:4]) == (2, "H070")
+    assert "the folder holds no trace" in empty.err

@@ -49,7 +49,9 @@ def test_the_plugins_loader_reads_a_trace(profiled, tmp_path):
         found = json.loads(line)
         assert len(found["steps"]) == num_steps
         assert found["calls"]["aten::mm"] == 13 * num_steps
-        assert found["calls"]["model.layers.2.attention"] == num_steps
+        assert [name for name in found["calls"] if name.startswith(("model.", "engine."))] == [], (
+            "spans are no operators"
+        )
 
 
 @pytest.mark.slow

@@ -130,8 +130,10 @@ class _Timing:
     def _run_rounds(self, old: Worker, new: Worker) -> None:
         for index in range(ROUNDS_OF_A_PROCESS):
             if index:
-                old.reopen()
-                new.reopen()
+                for worker in (old, new):
+                    worker.begin_reopening()
+                for worker in (old, new):
+                    worker.wait_until_reopened()
             blocks: list[_Block] = []
             self._rounds.append(blocks)
             for _ in range(min(BLOCKS_OF_A_ROUND, self._length.num_blocks - self._num_blocks)):

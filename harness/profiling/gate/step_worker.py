@@ -41,7 +41,7 @@ def serve(spec: dict[str, Any]) -> None:
                 run.close()
                 # What is freed is not all given out again at the same addresses.
                 held = [bytearray(random.randrange(1 << 20)) for _ in range(4)]
-                run = Run(spec)
+                run = Run(spec, run.phases)
                 del held
                 _tell(answers, {})
             else:
@@ -73,7 +73,7 @@ def sources(packages: Sequence[str]) -> dict[str, tuple[str, str]]:
 class Run:
     """An engine that is loaded, and a load whose steps are known by phase, to be run again and again."""
 
-    def __init__(self, spec: dict[str, Any]) -> None:
+    def __init__(self, spec: dict[str, Any], phases: Sequence[str] = ()) -> None:
         draw, load, device = random.Random(0), spec["load"], spec["device"]
         engine = open_engine(
             spec["engine"], Path(spec["folder"]), dtype=spec["dtype"], device=device, options=spec["options"]
@@ -87,11 +87,12 @@ class Run:
         ]
         is_cuda = torch.device(device).type == "cuda"
         self._synchronize: Callable[[], Any] = (lambda: torch.cuda.synchronize(device)) if is_cuda else lambda: None
-        self.phases: list[str] = []
-        """Of each step."""
+        self.phases = list(phases)
+        """Of each step; found by a run, where they are not known."""
         self._drive(lambda _index: session.step())
-        with session.watching(self):
-            self._drive(lambda _index: session.step())
+        if not phases:
+            with session.watching(self):
+                self._drive(lambda _index: session.step())
 
     def close(self) -> None:
         """Give the engine's memory back."""

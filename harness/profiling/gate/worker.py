@@ -62,18 +62,25 @@ class Worker:
         times: PhaseSeconds = self._ask("run")
         return times
 
-    def reopen(self) -> None:
-        """Load the engine again, elsewhere in memory."""
-        self._ask("reopen")
+    def begin_reopening(self) -> None:
+        """Let it load the engine again, elsewhere in memory; `wait_until_reopened` waits for it."""
+        self._send("reopen")
+
+    def wait_until_reopened(self) -> None:
+        """Wait for the engine that was to be loaded again."""
+        self._answer()
 
     def _ask(self, what: str) -> Any:
+        self._send(what)
+        return self._answer()
+
+    def _send(self, what: str) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{what}\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._failure() from None
-        return self._answer()
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None

@@ -6,6 +6,7 @@ the same steps.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from harness.profiling.passes.load import PlannedStep
 STEP = "engine.step"
 """Span of a whole step, inside of the annotation that carries its shape: the annotation's own cost, some 40 us at
 either end, is left out of it."""
+SPAN = re.compile(r"(?:(?:engine|model)\.[\w.]+|lm_head)$")
+"""Names of the spans: annotations in a trace of now, of the same category as operators in one of before."""
 
 
 def layer_of(name: str) -> str | None:

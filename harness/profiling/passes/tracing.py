@@ -12,6 +12,7 @@ from typing import Any
 from torch.profiler import ProfilerAction, profile, record_function
 
 from harness.engines.stepping import Session
+from harness.profiling.passes.annotate import annotate
 from harness.profiling.passes.load import Window, drive
 from harness.profiling.passes.recorders import activities, profiling
 from harness.profiling.passes.spans import SpanEmitter
@@ -60,6 +61,7 @@ class _Cycle:
             profiler.start()
             for units in self.window.runs:
                 self._run(units, profiler)
+        annotate(path, self.window.shapes, kv_bytes_per_token=self.session.model.kv_bytes_per_token)
         return path
 
     def _run(self, units: Sequence[range], profiler: profile) -> None:

@@ -24,6 +24,7 @@ def diff_traces(before: TraceSummary, after: TraceSummary) -> TraceDiff:
         after=after,
         changes=tuple(sorted(_operators(before, after), key=_operator_size, reverse=True)),
         operations=tuple(sorted(_operations(before, after), key=_operation_size, reverse=True)),
+        modules=tuple(sorted(_modules(before, after), key=_operation_size, reverse=True)),
     )
 
 
@@ -54,6 +55,24 @@ def _operations(before: TraceSummary, after: TraceSummary) -> Iterator[Operation
             num_operators_after=new.num_operators if new else 0,
             total_us_before=old.total_us if old else 0.0,
             total_us_after=new.total_us if new else 0.0,
+        )
+        if change.is_of_count or change.total_us_before != change.total_us_after:
+            yield change
+
+
+def _modules(before: TraceSummary, after: TraceSummary) -> Iterator[OperationChange]:
+    old, new = ({module.path: module for module in side.modules} for side in (before, after))
+    for path in dict.fromkeys([*old, *new]):
+        one, other = old.get(path), new.get(path)
+        change = OperationChange(
+            phase=None,
+            name=path,
+            count_before=one.count if one else 0,
+            count_after=other.count if other else 0,
+            num_operators_before=one.num_operators if one else 0,
+            num_operators_after=other.num_operators if other else 0,
+            total_us_before=one.total_us if one else 0.0,
+            total_us_after=other.total_us if other else 0.0,
         )
         if change.is_of_count or change.total_us_before != change.total_us_after:
             yield change

@@ -33,6 +33,18 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryColumns:
+    """The allocations and frees of a trace, in the order of the file."""
+
+    time_ns: NDArray[np.int64]
+    """Since the first event."""
+    address: NDArray[np.int64]
+    num_bytes: NDArray[np.int64]
+    """Negative for a free."""
+    thread: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """The complete events (`"ph": "X"`) of a trace, in the order of the file."""
 
@@ -51,6 +63,15 @@ class Trace:
     """Of each thread the number of its process."""
     correlation: NDArray[np.int64]
     """What a kernel and the call that launched it have in common; -1 for everything else."""
+    begin_us: float
+    """Of the first event, on the file's own clock."""
+    shapes: tuple[str, ...]
+    """Shapes of operators' inputs as the file has them, each once; the empty text first."""
+    shape: NDArray[np.int32]
+    """Index into `shapes`."""
+    memory: MemoryColumns
+    rank: int | None = None
+    """Of the process in a distributed run, where the file says it."""
 
 
 _LONGEST_US = 3e15
@@ -59,8 +80,14 @@ _Id = Annotated[int, msgspec.Meta(ge=NO_CORRELATION, le=2**63 - 1)]
 _Time = Annotated[float, msgspec.Meta(ge=-_LONGEST_US, le=_LONGEST_US)]
 
 
+_NO_SHAPES = msgspec.Raw(b"")
+
+
 class _Arguments(msgspec.Struct, gc=False, frozen=True):
     correlation: _Id = NO_CORRELATION
+    shapes: msgspec.Raw = msgspec.field(name="Input Dims", default=_NO_SHAPES)
+    address: int | str = msgspec.field(name="Addr", default=0)
+    num_bytes: int = msgspec.field(name="Bytes", default=0)
 
 
 _NO_ARGUMENTS = _Arguments()
@@ -77,8 +104,13 @@ class _Event(msgspec.Struct, gc=False):
     args: _Arguments = _NO_ARGUMENTS
 
 
+class _Distributed(msgspec.Struct):
+    rank: int | None = None
+
+
 class _Document(msgspec.Struct):
     traceEvents: list[msgspec.Raw]  # noqa: N815  the format's own name
+    distributedInfo: _Distributed | None = None  # noqa: N815
 
 
 _Content = _Document | list[msgspec.Raw]
@@ -107,7 +139,9 @@ def read_trace(path: Path) -> Trace:
         raise HarnessError(Code.TRACE_DAMAGED, "the trace is empty", where=path, hint="export it again")
     try:
         content = msgspec.json.decode(text, type=_Content)
-        trace = _columns(content if isinstance(content, list) else content.traceEvents)
+        is_list = isinstance(content, list)
+        distributed = None if is_list else content.distributedInfo
+        trace = _columns(content if is_list else content.traceEvents, distributed.rank if distributed else None)
     except msgspec.ValidationError as error:
         what = f"the file is no trace of torch: {error}"
         raise HarnessError(Code.NO_TRACE_EVENTS, what, where=path, expected=_EXPECTED, hint=_EXPORT_HINT) from error
@@ -195,13 +229,17 @@ def _decompressed(path: Path) -> bytearray:
     return text
 
 
-def _columns(events: Sequence[msgspec.Raw]) -> Trace:
+def _columns(events: Sequence[msgspec.Raw], rank: int | None) -> Trace:
     labels, threads, processes = _Numbers[_Label](), _Numbers[_Thread](), _Numbers[int | str]()
-    batches = [_batch(batch, labels, threads) for batch in _batches(events)]
-    start_us, duration_us, label, thread, correlation = (
+    shapes = _Numbers[bytes]()
+    shapes[b""]
+    memory: list[_Event] = []
+    batches = [_batch(batch, labels, threads, shapes) for batch in _batches(events, memory)]
+    start_us, duration_us, label, thread, correlation, shape = (
         np.concatenate(columns) for columns in zip(*batches, strict=True)
     )
     begin_us = start_us.min(initial=np.inf)
+    allocations = _memory(memory, begin_us, threads)
     return Trace(
         num_events=len(events),
         labels=tuple(labels),
@@ -212,20 +250,40 @@ def _columns(events: Sequence[msgspec.Raw]) -> Trace:
         thread=thread,
         processes=np.array([processes[process] for process, _ in threads], np.int32),
         correlation=correlation,
+        begin_us=float(begin_us),
+        shapes=tuple(text.decode(errors="replace") for text in shapes),
+        shape=shape,
+        memory=allocations,
+        rank=rank,
     )
 
 
-def _batches(events: Sequence[msgspec.Raw]) -> Iterator[list[_Event]]:
-    """Yield the complete events, at least one batch of them, be it empty."""
+def _batches(events: Sequence[msgspec.Raw], memory: list[_Event]) -> Iterator[list[_Event]]:
+    """Yield the complete events, at least one batch of them, be it empty; keep those of memory."""
     decode = msgspec.json.Decoder(_Event).decode
     for at in range(0, max(1, len(events)), _BATCH):
-        yield [event for event in map(decode, events[at : at + _BATCH]) if event.ph == "X"]
+        batch = [decode(event) for event in events[at : at + _BATCH]]
+        memory += [event for event in batch if event.name == "[memory]" and event.ph == "i"]
+        yield [event for event in batch if event.ph == "X"]
+
+
+def _memory(events: Sequence[_Event], begin_us: float, threads: _Numbers[_Thread]) -> MemoryColumns:
+    num = len(events)
+    addresses = (int(str(event.args.address), 0) for event in events)
+    return MemoryColumns(
+        time_ns=np.rint((np.fromiter(map(attrgetter("ts"), events), np.float64, num) - begin_us) * 1000).astype(
+            np.int64
+        ),
+        address=np.fromiter(addresses, np.int64, num),
+        num_bytes=np.fromiter(map(attrgetter("args.num_bytes"), events), np.int64, num),
+        thread=np.fromiter(map(threads.__getitem__, map(attrgetter("pid", "tid"), events)), np.int32, num),
+    )
 
 
 def _batch(
-    events: Sequence[_Event], labels: _Numbers[_Label], threads: _Numbers[_Thread]
+    events: Sequence[_Event], labels: _Numbers[_Label], threads: _Numbers[_Thread], shapes: _Numbers[bytes]
 ) -> tuple[NDArray[np.generic], ...]:
-    """Return start, duration, label, thread and correlation; each is gathered without a line of Python per event."""
+    """Return start, duration, label, thread, correlation and shape, gathered without a line of Python per event."""
     num = len(events)
     return (
         np.fromiter(map(attrgetter("ts"), events), np.float64, num),
@@ -233,4 +291,5 @@ def _batch(
         np.fromiter(map(labels.__getitem__, map(attrgetter("cat", "name"), events)), np.int32, num),
         np.fromiter(map(threads.__getitem__, map(attrgetter("pid", "tid"), events)), np.int32, num),
         np.fromiter(map(attrgetter("args.correlation"), events), np.int64, num),
+        np.fromiter(map(shapes.__getitem__, map(bytes, map(attrgetter("args.shapes"), events))), np.int32, num),
     )

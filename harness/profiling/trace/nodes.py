@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from harness.errors import Code, HarnessError
-from harness.profiling.passes.spans import STEP
+from harness.profiling.passes.spans import SPAN, STEP
+from harness.profiling.trace.file import NO_CORRELATION, Trace, collecting_no_garbage, read_trace
 
 _DEVICE_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCH_CATEGORIES = {"cuda_runtime", "cuda_driver"}
@@ -74,60 +75,75 @@ class TraceEvents:
 
 
 def read_events(path: Path) -> TraceEvents:
-    """Read a trace.
+    """Read a trace of ours.
 
     Raises:
         HarnessError: PROFILER_FAILED: it cannot be read, or holds no step.
     """
     try:
-        opener = gzip.open if path.suffix == ".gz" else open
-        with opener(path, "rt", encoding="utf-8") as file:
-            events: list[dict[str, Any]] = json.load(file)["traceEvents"]
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise HarnessError(Code.PROFILER_FAILED, f"the trace cannot be read: {error}", where=path) from error
+        with collecting_no_garbage():
+            trace = read_trace(path)
+    except HarnessError as error:
+        raise HarnessError(Code.PROFILER_FAILED, f"the trace cannot be read: {error.what}", where=path) from error
+    is_cpu = np.array([_is_on_cpu(category, name) for category, name in trace.labels], bool)[trace.label]
+    is_step = np.array([name == STEP for _, name in trace.labels], bool)[trace.label]
     # A GPU's stream may show the span again, in a category of its own.
-    thread = next((own["tid"] for own in events if own["name"] == STEP and own.get("cat") in _CPU_CATEGORIES), None)
-    if thread is None:
+    steps = np.flatnonzero(is_cpu & is_step)
+    if not len(steps):
         raise HarnessError(Code.PROFILER_FAILED, "the trace holds no step", where=path)
-    own = [event for event in events if event.get("tid") == thread]
+    thread = int(trace.thread[steps[0]])
     memory: list[MemoryEvent] = []
-    nodes = _tree(own, memory)
-    has_device = _charge_kernels(events, nodes)
+    nodes = _tree(trace, np.flatnonzero(is_cpu & (trace.thread == thread)), thread, memory)
+    has_device = _charge_kernels(trace, nodes)
     return TraceEvents(
         steps=tuple(node for node, _ in nodes if node.name == STEP), memory=tuple(memory), has_device=has_device
     )
 
 
-def _tree(events: Iterable[dict[str, Any]], memory: list[MemoryEvent]) -> list[tuple[Node, int | None]]:
-    """Nest the events of one thread by time; return them with what links their kernels to them."""
-    timed = [event for event in events if event.get("cat") in _CPU_CATEGORIES or event["name"] == "[memory]"]
-    nodes: list[tuple[Node, int | None]] = []
+def _is_on_cpu(category: str, name: str) -> bool:
+    """Whether an event is one of the tree: annotations are, where they are spans of ours."""
+    return category in _CPU_CATEGORIES or (category == "user_annotation" and bool(SPAN.match(name)))
+
+
+def _tree(trace: Trace, events: NDArray[np.int64], thread: int, memory: list[MemoryEvent]) -> list[tuple[Node, int]]:
+    """Nest the events of one thread by time; return them with what links their kernels to them, -1 for nothing."""
+    own = np.flatnonzero(trace.memory.thread == thread)
+    starts = np.concatenate([trace.start_ns[events], trace.memory.time_ns[own]])
+    durations = np.concatenate([trace.duration_ns[events], np.zeros(len(own), np.int64)])
+    nodes: list[tuple[Node, int]] = []
     around: Node | None = None
-    for event in sorted(timed, key=lambda event: (event["ts"], -event.get("dur", 0.0))):
-        while around is not None and around.start + around.duration <= event["ts"]:
+    starts_us, durations_us = (starts / 1e3).tolist(), (durations / 1e3).tolist()
+    for place in np.lexsort((-durations, starts)).tolist():
+        start_us = starts_us[place]
+        while around is not None and around.start + around.duration <= start_us:
             around = around.parent
-        args = event.get("args", {})
-        if event["name"] == "[memory]":
+        if place >= len(events):
+            at = own[place - len(events)]
             memory.append(
-                MemoryEvent(time_us=event["ts"], address=args["Addr"], num_bytes=args["Bytes"], within=around)
+                MemoryEvent(
+                    time_us=start_us,
+                    address=int(trace.memory.address[at]),
+                    num_bytes=int(trace.memory.num_bytes[at]),
+                    within=around,
+                )
             )
             continue
-        node = Node(event["name"], event["cat"], event["ts"], event["dur"], around)
+        event = events[place]
+        category, name = trace.labels[trace.label[event]]
+        node = Node(name, category, start_us, durations_us[place], around)
         if around is not None:
             around.children.append(node)
-        nodes.append((node, args.get("correlation") if event["cat"] in _LAUNCH_CATEGORIES else None))
+        nodes.append((node, int(trace.correlation[event]) if category in _LAUNCH_CATEGORIES else NO_CORRELATION))
         around = node
     return nodes
 
 
-def _charge_kernels(events: Iterable[dict[str, Any]], nodes: Iterable[tuple[Node, int | None]]) -> bool:
+def _charge_kernels(trace: Trace, nodes: Iterable[tuple[Node, int]]) -> bool:
     """Give each kernel's time to the call that launched it; whether there is any kernel."""
-    launches = {correlation: node for node, correlation in nodes if correlation is not None}
-    has_device = False
-    for event in events:
-        if event.get("cat") in _DEVICE_CATEGORIES:
-            has_device = True
-            launch = launches.get(event.get("args", {}).get("correlation"))
-            if launch is not None:
-                launch.device_us += event["dur"]
-    return has_device
+    launches = {correlation: node for node, correlation in nodes if correlation != NO_CORRELATION}
+    is_kernel = np.array([category in _DEVICE_CATEGORIES for category, _ in trace.labels], bool)[trace.label]
+    kernels = np.flatnonzero(is_kernel)
+    for correlation, duration_ns in zip(trace.correlation[kernels].tolist(), trace.duration_ns[kernels], strict=True):
+        if correlation in launches:
+            launches[correlation].device_us += float(duration_ns) / 1e3
+    return bool(len(kernels))

@@ -9,38 +9,41 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.profiling.passes.spans import SPAN, STEP
+from harness.profiling.trace.device import KERNEL_CATEGORIES, LAUNCH_CATEGORY, device_activity
 from harness.profiling.trace.file import NO_CORRELATION, Trace, collecting_no_garbage, read_trace
+from harness.profiling.trace.modules import module_times
 from harness.profiling.trace.nesting import NOT_NESTED, innermost, nest
+from harness.profiling.trace.products import matrix_products
 from harness.trace_results import TraceOperation, TraceOperator, TracePhase, TraceSummary
 
 # Capitals are of older versions of torch; lists of events that are not the profiler's own have no category.
 _OPERATOR_CATEGORIES = {"cpu_op", "Operator", ""}
-_KERNEL_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"}
-_LAUNCH_CATEGORY = re.compile(r"\w+_(?:runtime|driver)$|Runtime$")
-"""Of any kind of device: `cuda_runtime`, `xpu_runtime`, ..."""
 _STATED_PHASE = re.compile(r"([^\[\]]+)\[.*\]$")
 """A step that says what it computes: `decode[bs=1 toks=1 kv=128]`."""
 _STEP_NUMBER = re.compile(r"#\d+$")
-_SPAN = re.compile(r"(?:(?:engine|model)\.[\w.]+|lm_head)$")
-"""Names of our spans. They are of the same category as operators, and are none."""
 _LAYER_PREFIX = re.compile(r"^model\.layers\.\d+\.")
 _LAYER = re.compile(r"^model\.layers\.\d+$")
-_STEP = "engine.step"
 
 
-def summarize(path: Path) -> TraceSummary:
+def summarize(path: Path, phase_pattern: re.Pattern[str] | None = None) -> TraceSummary:
     """Read a trace and sum it up.
+
+    Args:
+        path: of the trace.
+        phase_pattern: what names of events are steps; its first group is the phase, or the whole match. None: what
+            the annotations say.
 
     Raises:
         HarnessError: as `read_trace`.
     """
     with collecting_no_garbage():
-        return summarize_trace(read_trace(path), str(path))
+        return summarize_trace(read_trace(path), str(path), phase_pattern)
 
 
-def summarize_trace(trace: Trace, path: str) -> TraceSummary:
+def summarize_trace(trace: Trace, path: str, phase_pattern: re.Pattern[str] | None = None) -> TraceSummary:
     """Sum up a trace that has been read."""
-    columns = _Columns(trace)
+    columns = _Columns(trace, phase_pattern)
     return TraceSummary(
         path=path,
         num_events=trace.num_events,
@@ -48,24 +51,30 @@ def summarize_trace(trace: Trace, path: str) -> TraceSummary:
         phases=tuple(columns.phases()),
         operators=tuple(sorted(columns.operators(), key=lambda operator: operator.self_us, reverse=True)),
         operations=tuple(columns.operations()),
+        modules=module_times(trace),
+        products=matrix_products(trace),
+        devices=device_activity(trace),
+        rank=trace.rank,
     )
 
 
 class _Columns:
     """A trace's columns, and those that follow from them."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, phase_pattern: re.Pattern[str] | None) -> None:
         self._trace = trace
         categories = np.array([category for category, _ in trace.labels], dtype=object)
-        is_span = np.array([category == "cpu_op" and bool(_SPAN.match(name)) for category, name in trace.labels], bool)
+        is_span = np.array([_is_span(category, name) for category, name in trace.labels], bool)
         is_operator = np.isin(categories, list(_OPERATOR_CATEGORIES)) & ~is_span
-        is_launch = np.array([bool(_LAUNCH_CATEGORY.match(category)) for category, _ in trace.labels], bool)
+        is_launch = np.array([bool(LAUNCH_CATEGORY.match(category)) for category, _ in trace.labels], bool)
         self._is_operator = is_operator[trace.label]
-        self._is_kernel = np.isin(categories, list(_KERNEL_CATEGORIES))[trace.label]
+        self._is_kernel = np.isin(categories, list(KERNEL_CATEGORIES))[trace.label]
         self._is_launch = is_launch[trace.label]
         self._is_span = is_span[trace.label]
         self._is_timed = (categories != "Trace")[trace.label]
-        self._spans = _phase_spans(trace, categories)
+        self._spans = (
+            _phase_spans(trace, categories) if phase_pattern is None else _matching_spans(trace, phase_pattern)
+        )
         self._phase_names = tuple(dict.fromkeys(name for _, name in self._spans))
         self._phase = self._phases_of_events()
         self._parent = self._nested()
@@ -102,7 +111,7 @@ class _Columns:
         sums: dict[tuple[int, str], list[int]] = {}
         for event in np.flatnonzero(self._is_span).tolist():
             name = self._trace.labels[self._trace.label[event]][1]
-            if name != _STEP and not _LAYER.match(name):
+            if name != STEP and not _LAYER.match(name):
                 total = sums.setdefault((int(self._phase[event]), _LAYER_PREFIX.sub("", name)), [0, 0, 0])
                 total[0] += 1
                 total[1] += int(num_operators[event])
@@ -185,10 +194,31 @@ def _phase_spans(trace: Trace, categories: NDArray[np.object_]) -> list[tuple[in
     Where some annotations say what a step computes, only these count. Elsewhere every annotation does, without the
     number of the step.
     """
-    events = np.flatnonzero((categories == "user_annotation")[trace.label])
+    is_phase = np.array(
+        [category == "user_annotation" and not _is_span(category, name) for category, name in trace.labels], bool
+    )
+    events = np.flatnonzero(is_phase[trace.label])
     events = events[np.lexsort((-trace.duration_ns[events], trace.start_ns[events]))]
     names = [trace.labels[label][1] for label in trace.label[events]]
     stated = [_STATED_PHASE.match(name) for name in names]
     if any(stated):
         return [(int(event), match[1]) for event, match in zip(events, stated, strict=True) if match]
     return [(int(event), _STEP_NUMBER.sub("", name)) for event, name in zip(events, names, strict=True)]
+
+
+def _matching_spans(trace: Trace, pattern: re.Pattern[str]) -> list[tuple[int, str]]:
+    """Return the events of the CPU whose names match, and the phase of each, in order of their start."""
+    matches = [None if category in KERNEL_CATEGORIES else pattern.search(name) for category, name in trace.labels]
+    events = np.flatnonzero(np.array([match is not None for match in matches], bool)[trace.label])
+    events = events[np.lexsort((-trace.duration_ns[events], trace.start_ns[events]))]
+    found = []
+    for event in events.tolist():
+        match = matches[trace.label[event]]
+        assert match is not None
+        found.append((event, (match[1] if pattern.groups else None) or match[0]))
+    return found
+
+
+def _is_span(category: str, name: str) -> bool:
+    """Whether events are spans of ours: annotations, and operators in traces of before."""
+    return category in ("cpu_op", "user_annotation") and bool(SPAN.match(name))

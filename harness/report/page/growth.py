@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from harness.report.page.heat_map import WRONG
 from harness.report.page.plot import Dot, Line, Plot, polyline
-from harness.report.page.scale import Tick, linear_scale, log_scale
+from harness.report.page.scale import Scale, Tick, linear_scale, log_scale
 from harness.report.sentences import number, printable
 from harness.results import PositionError, RunResult, TapResult
 
@@ -22,6 +22,9 @@ def growth_along_depth(run: RunResult) -> Plot | None:
         return None
     x = linear_scale([len(taps) - 1])
     y = log_scale([1.0, *(ratio for _, ratio in taps)])
+    has_exact = any(ratio == 0 for _, ratio in taps)
+    if has_exact:  # on a line of their own, below every error
+        y = Scale(y.low / 10, y.high, is_log=True)
     points = [(x.at(index), y.at(ratio)) for index, (_, ratio) in enumerate(taps)]
     culprit = run.first_divergence.tap if run.first_divergence else None
     dots = tuple(
@@ -29,7 +32,7 @@ def growth_along_depth(run: RunResult) -> Plot | None:
             x=at,
             y=height,
             style="culprit" if tap.name == culprit else "wrong" if tap.verdict in WRONG else "",
-            title=printable(f"{tap.name} · {number(ratio)} times HF's own"),
+            title=printable(f"{tap.name} · {number(ratio)} times HF's own" if ratio else f"{tap.name} · exact"),
             label=printable(tap.site) if tap.name == culprit else "",
         )
         for (at, height), (tap, ratio) in zip(points, taps, strict=True)
@@ -37,7 +40,7 @@ def growth_along_depth(run: RunResult) -> Plot | None:
     )
     return Plot(
         x_ticks=_layer_ticks([tap for tap, _ in taps]),
-        y_ticks=y.ticks(_power),
+        y_ticks=y.ticks(lambda value: "exact" if has_exact and value < 1.01 * y.low else _power(value)),
         x_label="layer",
         y_label="propagated error, as a multiple of HF's own",
         lines=(Line(path=_level(y.at(1.0)), style="rule"), Line(path=polyline(points), style="main")),

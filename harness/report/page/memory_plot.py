@@ -43,7 +43,7 @@ def memory_plot(timeline: MemoryTimeline) -> MemoryPlot | None:
     x = linear_scale([point.time_us for point in points])
     y = _height(points)
     used = [index for index in range(len(_CATEGORIES)) if any(point.by_category[index] for point in points)]
-    areas = _areas(points, used, x, y)
+    areas = _areas(points, used, x, y) if not y.low else _levels(points, used, x, y)
     peak = timeline.peak or max(points, key=lambda point: point.allocated_bytes)
     stacks = [[_frame(frame) for frame in stack[:_MAX_FRAMES]] for stack in timeline.stacks]
     return MemoryPlot(
@@ -95,6 +95,19 @@ def _areas(points: Sequence[MemoryPoint], used: Sequence[int], x: Scale, y: Scal
             title=_CATEGORIES[index].value,
         )
         for index in reversed(used)
+    )
+
+
+def _levels(points: Sequence[MemoryPoint], used: Sequence[int], x: Scale, y: Scale) -> tuple[Line, ...]:
+    """Return a line per category, where the axis begins above zero: an area would show a share that is none."""
+    return tuple(
+        Line(
+            path=_steps(points, x, y, index),
+            style=f"level {_CATEGORIES[index].value}",
+            title=f"up to {_CATEGORIES[index].value}",
+        )
+        for index in reversed(used)
+        if max(sum(point.by_category[: index + 1]) for point in points) > y.low
     )
 
 

@@ -27,6 +27,10 @@ class Dot:
     title: str
     label: str = ""
     """Written beside it."""
+    name: str = ""
+    """What the label stands for, where that is listed below the plot."""
+    side: str = ""
+    """Where the label is: `right`, `left`, `above` or `below`; empty: where there is more room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,11 @@ class TimeTable:
 
     title: str
     note: str
+    first: str
+    """Head of the column of names."""
     lines: tuple[TimeLine, ...]
+    has_own: bool
+    """Whether some self time differs from the time."""
     has_spread: bool
     has_device: bool
 
@@ -83,6 +87,8 @@ class ProfileView:
     latencies: tuple[tuple[str, str, str], ...]
     """Name, median, and the other percentiles."""
     phases: tuple[PhaseView, ...]
+    legend: tuple[BarPart, ...]
+    """Of the bars of all phases."""
     facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
 
@@ -102,9 +108,16 @@ def profile_view(result: ProfileResult) -> ProfileView:
             ("throughput", f"{number(result.tokens_per_second)} tok/s", "prompts included"),
         ),
         phases=tuple(_phase(phase, result, longest) for phase in result.phases),
+        legend=_legend(result.phases),
         facts=tuple(_facts(result)),
         notes=tuple(map(printable, result.notes)),
     )
+
+
+def _legend(phases: Sequence[PhaseProfile]) -> tuple[BarPart, ...]:
+    """Return each colour once."""
+    parts = {part.style: part for phase in phases for part in _parts(phase.operations, _colors(phases))}
+    return tuple(parts[style] for style in sorted(parts))
 
 
 def _latency(name: str, found: Percentiles | None) -> tuple[tuple[str, str, str], ...]:
@@ -138,9 +151,14 @@ def _phase(phase: PhaseProfile, result: ProfileResult, longest: float) -> PhaseV
         facts=tuple(_phase_facts(phase)),
         parts=tuple(_parts(phase.operations, _colors(result.phases))),
         tables=(
-            _table("By layer", "identical layers in one row", phase.layers),
-            _table("By operation", "over all layers", phase.operations),
-            _table("By operator", f"every event counted; the first {MAX_OPERATORS}", phase.operators[:MAX_OPERATORS]),
+            _table("By layer", "layer", "identical layers in one row", phase.layers),
+            _table("By operation", "operation", "over all layers", phase.operations),
+            _table(
+                "By operator",
+                "operator",
+                f"every event counted; the first {MAX_OPERATORS}",
+                phase.operators[:MAX_OPERATORS],
+            ),
         ),
         roofline=roofline_plot(phase, result.ceilings),
         memory=memory_plot(phase.memory),
@@ -190,11 +208,13 @@ def _parts(rows: Sequence[TableRow], colors: Mapping[str, str]) -> list[BarPart]
     return [*parts, BarPart(label="all others", percent=max(0.0, rest), style="part-rest")]
 
 
-def _table(title: str, note: str, rows: Sequence[TableRow]) -> TimeTable:
+def _table(title: str, first: str, note: str, rows: Sequence[TableRow]) -> TimeTable:
     return TimeTable(
         title=title,
         note=note,
+        first=first,
         lines=tuple(_line(row) for row in rows),
+        has_own=any(row.self_us != row.total_us for row in rows),
         has_spread=any(row.num_collapsed > 1 for row in rows),
         has_device=any(row.device_us is not None for row in rows),
     )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from harness.profile_results import Ceilings, PhaseProfile, RooflinePoint
 from harness.report.page.plot import Dot, Line, Plot, polyline
 from harness.report.page.scale import log_scale
 from harness.report.sentences import number, printable
 
-_NUM_LABELS = 4
-"""Operations whose name is written beside their dot: those with the most FLOPs."""
-_LABEL_WIDTH, _LABEL_HEIGHT = 45.0, 5.0
-"""Percent of the plot that a label takes."""
+_LABEL_WIDTH, _LABEL_HEIGHT = 6.0, 5.0
+"""Percent of a narrow plot that a number takes."""
+_SIDES = {"right": (1, 0), "left": (-1, 0), "above": (0, 1), "below": (0, -1)}
 
 
 def roofline_plot(phase: PhaseProfile, roofs: Ceilings) -> Plot | None:
@@ -27,8 +26,9 @@ def roofline_plot(phase: PhaseProfile, roofs: Ceilings) -> Plot | None:
     # The slanted roof enters at the left edge, or at the floor where that is higher.
     start = max(x.low, y.low / roofs.copy_bytes_per_s)
     roof = [(start, start * roofs.copy_bytes_per_s), (ridge, peak), (x.high, peak)]
-    places = {point.name: (x.at(point.intensity), y.at(rate)) for point, rate in points}
-    named = _named(sorted(points, key=lambda pair: -pair[0].flops), places)
+    points.sort(key=lambda pair: (pair[0].name != phase.name, -pair[0].flops))
+    places = [(x.at(point.intensity), y.at(rate)) for point, rate in points]
+    sides = _sides(places)
     return Plot(
         x_ticks=x.ticks(lambda value: f"{value:g}"),
         y_ticks=y.ticks(_flops),
@@ -37,28 +37,38 @@ def roofline_plot(phase: PhaseProfile, roofs: Ceilings) -> Plot | None:
         lines=(Line(path=polyline((x.at(at), y.at(rate)) for at, rate in roof), style="roof"),),
         dots=tuple(
             Dot(
-                x=x.at(point.intensity),
-                y=y.at(rate),
+                x=at,
+                y=height,
                 style="whole" if point.name == phase.name else "",
                 title=printable(_title(point, rate)),
-                label=printable(point.name) if point.name in named else "",
+                label=str(number),
+                name=printable(point.name),
+                side=side,
             )
-            for point, rate in points
+            for number, ((point, rate), (at, height), side) in enumerate(zip(points, places, sides, strict=True), 1)
         ),
     )
 
 
-def _named(
-    points: Sequence[tuple[RooflinePoint, float]], places: Mapping[str, tuple[float, float]]
-) -> dict[str, tuple[float, float]]:
-    """Return the first few points whose labels do not cover one another, with their places."""
-    named: dict[str, tuple[float, float]] = {}
-    for point, _ in points:
-        x, y = places[point.name]
-        is_free = all(abs(x - at) > _LABEL_WIDTH or abs(y - height) > _LABEL_HEIGHT for at, height in named.values())
-        if is_free and len(named) <= _NUM_LABELS:
-            named[point.name] = x, y
-    return named
+def _sides(places: Sequence[tuple[float, float]]) -> list[str]:
+    """Return for each dot the side where its number covers no other number and no other dot, if there is one."""
+    taken = list(places)
+    sides = []
+    for x, y in places:
+        centres = {side: (x + right * _LABEL_WIDTH, y + up * _LABEL_HEIGHT) for side, (right, up) in _SIDES.items()}
+        side = max(centres, key=lambda name: (_room(centres[name], taken, (x, y)), -list(_SIDES).index(name)))
+        taken.append(centres[side])
+        sides.append(side)
+    return sides
+
+
+def _room(centre: tuple[float, float], taken: Sequence[tuple[float, float]], own: tuple[float, float]) -> float:
+    """Return how far what is nearest is, in labels, one and more being as good as far away; 0 outside of the plot."""
+    if not (0 <= centre[0] <= 100 and 0 <= centre[1] <= 100):
+        return 0.0
+    others = (place for place in taken if place != own)
+    away = (max(abs(centre[0] - x) / _LABEL_WIDTH, abs(centre[1] - y) / _LABEL_HEIGHT) for x, y in others)
+    return min(1.0, min(away, default=1.0))
 
 
 def _rate(point: RooflinePoint) -> float:

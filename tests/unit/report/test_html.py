@@ -1,5 +1,6 @@
 """The page: what it says, that nothing from outside becomes markup, and that a real browser shows it."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -103,7 +104,8 @@ def test_a_profile_links_its_captures_and_nothing_else():
 
 def test_an_operation_has_the_same_colour_in_every_phase():
     page = report_html(profile=profile(phase(), phase("decode")))
-    assert page.count('<i class="part-1"></i>attention') == 2
+    assert len(re.findall(r'<i class="part-1" style="[^"]*" title="attention ', page)) == 2
+    assert page.count('<i class="part-1"></i>attention') == 1, "one legend for all bars"
 
 
 def test_names_from_outside_stay_text():
@@ -142,6 +144,34 @@ def test_a_browser_shows_it_without_a_network(browser: Browser, path: Path, widt
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     red, *_ = browser.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
     assert (red < 64) is dark
+
+
+OVERLAPPING = """(() => {
+  const boxes = [...document.querySelectorAll('.roofline .dot b')].map(label => label.getBoundingClientRect());
+  const meet = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  return boxes.filter((box, i) => boxes.some((other, j) => i !== j && meet(box, other))).length;
+})()"""
+CUT = """[...document.querySelectorAll('.tick, .dot b, .code, .names li, .share')].filter(element => {
+  const box = element.getBoundingClientRect();
+  return box.width && (box.left < 0 || box.right > document.documentElement.clientWidth + 0.5);
+}).map(element => element.textContent)"""
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [390, 768, 1200])
+def test_nothing_is_cut_or_covered_at_any_width(browser: Browser, tmp_path: Path, width: int, dark: bool):
+    path = tmp_path / "crowded.html"
+    names = [f"model.operation_with_a_long_name_{index}" for index in range(9)]
+    points = tuple(replace(phase().roofline[0], name=name, flops=10**8 - index) for index, name in enumerate(names))
+    crowded = replace(phase(operation=names[0]), roofline=(*phase().roofline, *points[:3]))
+    path.write_text(report_html(profile=profile(crowded)), encoding="utf-8")
+    browser.open(path, width=width, dark=dark)
+    browser.evaluate("document.querySelectorAll('details').forEach(element => element.open = true)")
+    assert browser.evaluate(CUT) == []
+    assert browser.evaluate(OVERLAPPING) == 0
+    assert browser.evaluate("document.querySelectorAll('.names li').length") == 4
+    shares = "[...document.querySelectorAll('td.number.share')].every(cell => cell.offsetWidth > 0)"
+    assert browser.evaluate(shares) is True
 
 
 def test_the_pointer_brings_up_the_stack(browser: Browser, path: Path):

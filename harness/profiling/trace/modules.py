@@ -1,0 +1,81 @@
+"""The time of `nn.Module`s, rolled up from the events that `with_stack=True` or `with_modules=True` leave in a trace.
+
+Modules are named by their classes and a number (`nn.Module: Linear_7`). Rolled up, all `Linear`s in a `Qwen3Attention`
+are one row.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.profiling.trace.device import KERNEL_CATEGORIES, launch_of
+from harness.profiling.trace.file import Trace
+from harness.profiling.trace.nesting import NOT_NESTED, innermost, nest
+from harness.trace_results import TraceModule
+
+_MODULE = re.compile(r"nn\.Module: (.+?)(?:_\d+)?$")
+_OPERATORS = {"cpu_op", "Operator"}
+
+
+def module_times(trace: Trace) -> tuple[TraceModule, ...]:
+    """Return the modules by their path of classes, in order of their first call; empty where the trace has none."""
+    names = [_MODULE.match(name) for _, name in trace.labels]
+    is_module = np.array([match is not None for match in names], bool)[trace.label]
+    if not is_module.any():
+        return ()
+    is_operator = np.array([category in _OPERATORS for category, _ in trace.labels], bool)[trace.label]
+    around = _enclosing(trace, is_module)
+    paths: dict[int, str] = {}
+    modules = np.flatnonzero(is_module)
+    for event in modules[np.argsort(trace.start_ns[modules], kind="stable")].tolist():
+        match = names[trace.label[event]]
+        assert match is not None
+        outer = int(around[event])
+        paths[event] = f"{paths[outer]}/{match[1]}" if outer in paths else match[1]
+    return _summed(trace, paths, around, is_operator)
+
+
+def _enclosing(trace: Trace, is_module: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return for each event of a CPU thread the innermost module that it is in."""
+    is_kernel = np.array([category in KERNEL_CATEGORIES for category, _ in trace.labels], bool)[trace.label]
+    on_cpu = np.flatnonzero(~is_kernel)
+    parent = nest(trace.start_ns[on_cpu], trace.duration_ns[on_cpu], trace.thread[on_cpu])
+    whole = np.full(len(trace.label), NOT_NESTED)
+    whole[on_cpu] = np.where(parent == NOT_NESTED, NOT_NESTED, on_cpu[parent])
+    found = innermost(whole, is_module)
+    kernels = np.flatnonzero(is_kernel)
+    launch = launch_of(trace, kernels)
+    found[kernels] = np.where(launch >= 0, found[launch], NOT_NESTED)
+    return found
+
+
+def _summed(
+    trace: Trace, paths: dict[int, str], around: NDArray[np.int64], is_operator: NDArray[np.bool_]
+) -> tuple[TraceModule, ...]:
+    number = {path: index for index, path in enumerate(dict.fromkeys(paths.values()))}
+    events = np.fromiter(paths, np.int64, len(paths))
+    own = np.array([number[path] for path in paths.values()], np.int64)
+    row_of = np.full(len(around), -1)
+    row_of[events] = own
+    inner = events[around[events] != NOT_NESTED]
+    inside = np.bincount(row_of[around[inner]], weights=trace.duration_ns[inner], minlength=len(number))
+    is_kernel = np.array([category in KERNEL_CATEGORIES for category, _ in trace.labels], bool)[trace.label]
+    charged = np.where(around != NOT_NESTED, row_of[around], -1)
+    calls, total = np.bincount(own), np.bincount(own, weights=trace.duration_ns[events])
+    operators = np.bincount(charged[is_operator & (charged >= 0)], minlength=len(number))
+    kernels = is_kernel & (charged >= 0)
+    device = np.bincount(charged[kernels], weights=trace.duration_ns[kernels], minlength=len(number))
+    return tuple(
+        TraceModule(
+            path=path,
+            count=int(calls[row]),
+            total_us=float(total[row]) / 1e3,
+            self_us=float(total[row] - inside[row]) / 1e3,
+            num_operators=int(operators[row]),
+            device_us=float(device[row]) / 1e3,
+        )
+        for path, row in number.items()
+    )

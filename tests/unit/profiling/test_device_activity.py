@@ -1,0 +1,127 @@
+"""What is said of a GPU, on a trace that was built by hand: idle time by cause, launches, communication, modules."""
+
+import gzip
+import json
+import re
+
+import pytest
+
+from harness.profiling.trace.device import device_activity
+from harness.profiling.trace.diff import diff_traces
+from harness.profiling.trace.file import read_trace
+from harness.profiling.trace.flame import flame
+from harness.profiling.trace.folder import trace_files
+from harness.profiling.trace.summary import summarize
+from harness.report.flame_html import flame_html
+
+from .cuda_trace import KERNELS, cuda_trace, write_ranks
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    return write_ranks(tmp_path / "traces")
+
+
+@pytest.fixture
+def activity(ranks):
+    (found,) = device_activity(read_trace(ranks[0]))
+    return found
+
+
+def test_idle_time_has_a_cause(activity):
+    compute = activity.idle[0]
+    assert (compute.host_late_us, compute.queued_us, compute.other_us) == pytest.approx((140.0, 0.02, 19.98))
+    assert activity.span_us == pytest.approx(404.0 - 40.0)
+    assert activity.busy_us == pytest.approx(50 + 100 + 50 + 4 + 0.02), "the collective covers the 20 ns, too"
+
+
+def test_launches_are_counted_and_delayed(activity):
+    found = activity.launches
+    assert (found.num_launches, found.num_unknown, found.call_us) == (5, 0, 25.0)
+    assert found.delay_us_median == pytest.approx(35.0)
+    assert found.delay_us_max == pytest.approx(400.0 - 255.0)
+    assert found.num_shorter_than_launch == 1
+
+
+def test_communication_is_hidden_by_kernels_that_compute(activity):
+    found = activity.communication
+    assert (found.num_kernels, found.total_us) == (1, 60.0)
+    assert found.hidden_us == pytest.approx(59.98)
+    assert found.compute_us == pytest.approx(204.0)
+
+
+def test_a_launch_that_the_trace_does_not_show_is_no_cause(tmp_path):
+    document = cuda_trace()
+    document["traceEvents"] = [e for e in document["traceEvents"] if e["cat"] != "cuda_runtime"]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(document))
+    (found,) = device_activity(read_trace(path))
+    assert (found.launches.num_launches, found.launches.num_unknown) == (0, len(KERNELS))
+    assert found.idle[0].host_late_us == 0
+
+
+def test_modules_are_rolled_up_by_class_with_their_kernels(ranks):
+    outer, linear = summarize(ranks[0]).modules
+    assert (outer.path, linear.path) == ("Model", "Model/Linear")
+    assert (outer.count, linear.count, linear.num_operators) == (1, 2, 2)
+    assert (outer.total_us, outer.self_us) == (1000.0, 700.0)
+    assert linear.device_us == pytest.approx(50 + 100 + 50 + 4 + 60)
+    assert outer.device_us == 0
+
+
+def test_the_ranks_of_a_folder_stand_side_by_side(ranks):
+    files = trace_files([ranks[0].parent])
+    assert files == ranks
+    found = [summarize(file) for file in files]
+    assert [summary.rank for summary in found] == [0, 1]
+    assert [summary.devices[0].communication.total_us for summary in found] == [60.0, 90.0]
+
+
+def test_a_pattern_says_what_a_phase_is(ranks):
+    summary = summarize(ranks[0], re.compile(r"nn\.Module: (Linear)_\d+"))
+    assert [(phase.name, phase.count, phase.total_us) for phase in summary.phases] == [("Linear", 2, 300.0)]
+    assert {(op.name, op.phase, op.count) for op in summary.operators if op.device == "cpu"} == {
+        ("aten::mm", "Linear", 2)
+    }
+    kernels = {op.name: op.phase for op in summary.operators if op.device == "gpu"}
+    assert set(kernels.values()) == {"Linear"}
+
+
+def test_a_difference_names_modules(ranks, tmp_path):
+    document = cuda_trace()
+    extra = next(e for e in document["traceEvents"] if e["name"] == "aten::mm")
+    document["traceEvents"].append(extra | {"name": "aten::clone", "ts": 101.0, "dur": 2.0})
+    path = tmp_path / "more.json.gz"
+    with gzip.open(path, "wt") as file:
+        json.dump(document, file)
+    (change,) = diff_traces(summarize(ranks[0]), summarize(path)).modules
+    assert (change.name, change.num_operators_before, change.num_operators_after) == ("Model/Linear", 2, 3)
+
+
+def test_products_have_the_rate_of_their_kernels(ranks):
+    (found,) = summarize(ranks[0]).products
+    assert (found.name, found.shapes, found.count) == ("aten::mm", "[[128, 256], [256, 512]]", 2)
+    assert found.flops == 2 * 2 * 128 * 256 * 512
+    assert found.time_us == pytest.approx(50 + 100 + 50 + 4 + 60)
+    assert found.flops_per_s == pytest.approx(found.flops / 264e-6)
+
+
+def test_equal_calls_under_equal_callers_are_one_frame(ranks):
+    root = flame(ranks[0])
+    (step,) = root.children.values()
+    assert step.name == "nn.Module: Model_0"
+    linear = step.children["ProfilerStep#3"].children["nn.Module: Linear_0"]
+    assert (linear.count, linear.total_us) == (1, 100.0)
+    assert linear.children["aten::mm"].children["cudaLaunchKernel"].total_us == 5.0
+    assert root.total_us == 1000.0
+
+
+def test_a_flame_graph_is_one_page_whose_names_stay_text(tmp_path):
+    document = cuda_trace()
+    document["traceEvents"][1]["name"] = "<img src=x onerror=alert(1)>"
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(document))
+    page = flame_html(flame(path))
+    assert "<img" not in page
+    assert "&lt;img" in page
+    assert "http" not in page
