@@ -81,6 +81,8 @@ class Measured:
     rows: TapRows
     through: tuple[str, ...]
     errors: RowErrors
+    has_direction: bool
+    """Whether the errors of the operation, as far as it was measured, have a direction that rounding has not."""
 
 
 class LocalJudge:
@@ -131,9 +133,16 @@ class LocalJudge:
             part.effects, part.control_effects = (_new_effects(rows, errors.dtype) for _ in range(2))
         before = None if self._is_alone else copy.deepcopy(part.effects)
         self._add_effects(rows, part, errors)
-        if not through and errors.convention is None and beyond_control(part.effects, part.control_effects) is not None:
+        has_direction = not through and self._has_direction(part, errors)
+        if has_direction and errors.convention is None:
             part.effects, errors = self._without_direction(rows, part.effects, before, errors)
-        return Measured(rows=rows, through=through, errors=errors)
+            has_direction = errors.convention is None
+        return Measured(rows=rows, through=through, errors=errors, has_direction=has_direction)
+
+    @staticmethod
+    def _has_direction(part: _Parts, errors: RowErrors) -> bool:
+        room = max(part.room, errors.room)
+        return beyond_control(part.effects, part.control_effects, room=room) is not None
 
     def _take(self, measured: Measured, part: _Parts) -> None:
         """Take what was measured."""
@@ -146,8 +155,12 @@ class LocalJudge:
         part.convention, part.room = errors.convention or part.convention, max(part.room, errors.room)
         if errors.control is not None:
             part.control.append(errors.control)
-        if bool(errors.bad.any()) and not measured.through:
-            self._keep_evidence(rows, part, errors)
+        if measured.through:
+            return
+        if bool(errors.bad.any()):
+            self._keep_evidence(rows, part, errors, errors.bad)
+        elif measured.has_direction:  # of which any row is as good as another
+            self._keep_evidence(rows, part, errors, errors.roundings.isfinite())
 
     def _add_effects(self, rows: TapRows, part: _Parts, errors: RowErrors) -> None:
         """Add the rows to what is tested for a direction; the control's only where it will be asked for."""
@@ -171,8 +184,8 @@ class LocalJudge:
         _add(others, rows, best)
         return (effects, errors) if beyond_control(others, None, room=best.room) else (others, best)
 
-    def _keep_evidence(self, rows: TapRows, part: _Parts, errors: RowErrors) -> None:
-        operation, bad = rows.operation, errors.bad
+    def _keep_evidence(self, rows: TapRows, part: _Parts, errors: RowErrors, bad: torch.Tensor) -> None:
+        operation = rows.operation
         if not part.evidence and self._num_kept[operation.site] == MAX_LAYERS:
             return
         self._num_kept[operation.site] += not part.evidence

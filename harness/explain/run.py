@@ -13,6 +13,7 @@ from harness.compare.run import Comparison
 from harness.compare.shapes import engine_dtype
 from harness.compare.slot_history import SlotHistory
 from harness.errors import Code, HarnessError
+from harness.explain.direction import explain_direction
 from harness.explain.layers import layers_that_did_not_run
 from harness.explain.scene import Scene, gathered
 from harness.explain.scope import scope
@@ -26,7 +27,7 @@ from harness.recording import Recording
 from harness.results import Explanation, Finding, RunResult
 from harness.taps import Kind, Operation, layer_of
 
-_EXPLAINED = (Code.LOCAL_ERROR, Code.NOT_FINITE, Code.CACHE_DIFFERS)
+_EXPLAINED = (Code.LOCAL_ERROR, Code.NOT_FINITE, Code.CACHE_DIFFERS, Code.SYSTEMATIC_ERROR)
 
 
 def explain_run(found: Comparison, recording: Recording, expected: Golden, hf: HFModel) -> RunResult:
@@ -101,19 +102,24 @@ class _Explainer:
         else:
             errors = self.found.errors.get(operation.tap)
             evidence = self.found.evidence.get(operation.tap)
-        if errors is None or not bool(errors.bad.any()):
+        if errors is None or not (bool(errors.bad.any()) or errors.effect):
             return None
         if operation.kind is Kind.CACHE and (silent := self._behind(operation)) is not None:
             return silent
-        where = scope(errors.rows, errors.bad, self.recording)
+        is_bad = bool(errors.bad.any())
+        where = scope(errors.rows, errors.bad, self.recording) if is_bad else ""
         with torch.no_grad(), ExitStack() as stack:
             if operation.kind is not Kind.CACHE and operation.module in self.modules:
                 part = self.hf.part_of(operation.module)
                 stack.enter_context(self.hf.weights.held(part))
                 stack.enter_context(upcast(torch.float64, self.hf.module(part)))
+            if evidence is None and not is_bad:
+                return None
             if evidence is None:
                 return layers_that_did_not_run(operation, errors, self.hf, self.locator, self.dtype, where)
             scene = self._scene(evidence)
+            if scene is not None and errors.effect is not None and not is_bad:
+                return explain_direction(scene, errors.effect)
             return None if scene is None else try_all(scene, evidence.roundings, evidence.bound, where)
 
     def _behind(self, cache: Operation) -> Explanation | None:

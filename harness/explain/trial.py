@@ -22,9 +22,9 @@ _NEAR = 4.0
 """Times the bound up to which one row is too little: what rounding leaves of it could come out by chance."""
 _FINEST = 0.5
 """Roundings below which one residual is as good as another."""
-_DEPENDENT = 4.0
+DEPENDENT = 4.0
 """Rounding errors of a row depend on each other: so many of its values count as one where fits are compared."""
-_CLEARLY = 3.0
+CLEARLY = 3.0
 """Natural logarithm of the odds from which one fit is better than another."""
 _SAME_RESIDUAL = 0.02
 """Difference of the logarithms of two residuals below which neither is the better fit, over any number of rows."""
@@ -111,7 +111,7 @@ class Trial:
         if abs(difference) >= self.margin:
             return difference > 0
         lag = other.lags(self)
-        if abs(lag) <= _CLEARLY:
+        if abs(lag) <= CLEARLY:
             return other.hypothesis.is_vague and not self.hypothesis.is_vague
         return lag > 0
 
@@ -120,7 +120,7 @@ class Trial:
         if self.hypothesis.is_vague and not best.hypothesis.is_vague:
             return False
         difference = int(best.holds.sum()) - int(self.holds.sum())
-        return abs(difference) < self.margin and self.lags(best) <= _CLEARLY
+        return abs(difference) < self.margin and self.lags(best) <= CLEARLY
 
     def lags(self, other: "Trial") -> float:
         """Return by how much this fit is the less likely, as the logarithm of the odds.
@@ -135,7 +135,7 @@ class Trial:
         difference = float(own - theirs)
         if abs(difference) < _SAME_RESIDUAL:
             difference = 0.0
-        count = max(self.num_values, other.num_values) / _DEPENDENT
+        count = max(self.num_values, other.num_values) / DEPENDENT
         fitted = (self.hypothesis.freedom - other.hypothesis.freedom) / 2 * math.log(max(count, math.e))
         return count * difference + fitted
 

@@ -11,10 +11,12 @@ _AGAIN = {
         "qk-norm-skipped-in-decode", "norm-weight-skipped", "residual-dropped", "activation-gelu", "qkv-bias-dropped",
         "layer-from-another", "head-tied-wrongly", "one-weight-flipped", "embedding-shifted", "mask-sees-the-next",
         "window-one-more", "kv-heads-tiled", "split-merge-base-two", "wrong-block", "logits-of-the-row-before",
+        "norm-unbiased",
     ),
     "float16": (
         "rotary-skipped", "position-chunk-offset", "qk-norm-over-all-heads", "final-norm-skipped", "activation-of-up",
         "gate-and-up-swapped", "window-one-less", "scale-of-hidden-size", "last-token-unread", "norm-variance-bf16",
+        "norm-eps-too-large", "norm-eps-outside",
     ),
 }  # fmt: skip
 

@@ -1,0 +1,117 @@
+"""What gives an operation's errors a direction, where no row is out of bounds (H087).
+
+Each row holds mostly rounding, so that no row tells a cause. All of them together do: the errors against what a cause
+would give are smaller than against the truth, by more than chance, and have that direction no more. How much likelier
+the rows are under a cause is the logarithm of the odds of two Gaussian fits, as in the trial of wrong rows.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from harness.compare.systematic import Effects
+from harness.explain.hypothesis import Hypothesis
+from harness.explain.scene import Scene
+from harness.explain.trial import CLEARLY, DEPENDENT
+from harness.explain.try_all import NO_CAUSE, causes_of
+from harness.metrics import rounding_unit
+from harness.results import Effect, Explanation
+
+_LEAST_ODDS = 10.0
+"""Natural logarithm of the odds that a cause needs: many are tried."""
+_LEFT = 0.25
+"""Share of the effect that may be left under its cause."""
+_MAX_EQUAL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """One hypothesis and what it does to the errors of the rows."""
+
+    hypothesis: Hypothesis
+    odds: float
+    """Natural logarithm."""
+    roundings: torch.Tensor
+    """[R] what is left."""
+
+
+def explain_direction(scene: Scene, effect: Effect) -> Explanation:
+    """Return the cause under which the rows are likeliest; one that says so where none takes the direction away.
+
+    Args:
+        scene: rows of an operation, none of them out of bounds.
+        effect: their direction.
+    """
+    before = _roundings(scene, scene.expected)
+    fits = sorted(_fits(scene, effect, before), key=lambda fit: -fit.odds)
+    if not fits:
+        return _explanation(scene, before, None, (), NO_CAUSE)
+    best = fits[0]
+    equal = {fit.hypothesis.cause: fit for fit in fits if fit.odds > best.odds - CLEARLY}
+    shown = ", or ".join(list(equal)[:_MAX_EQUAL])
+    more = f", or {len(equal) - _MAX_EQUAL} others" if len(equal) > _MAX_EQUAL else ""
+    return _explanation(scene, before, best, list(equal.values()), shown + more)
+
+
+def _fits(scene: Scene, effect: Effect, before: torch.Tensor) -> list[_Fit]:
+    found = []
+    for explain in causes_of(scene.operation.kind):
+        try:
+            for hypothesis in explain(scene):
+                fit = _fit(scene, effect, before, hypothesis)
+                if fit is not None:
+                    found.append(fit)
+        except (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            continue  # it does not know operations of this shape; the others may
+    return found
+
+
+def _fit(scene: Scene, effect: Effect, before: torch.Tensor, hypothesis: Hypothesis) -> _Fit | None:
+    """Return how well a hypothesis does; None where the direction stays, or the rows are not clearly likelier."""
+    if hypothesis.output.shape != scene.actual.shape or not bool(hypothesis.output.isfinite().all()):
+        return None
+    after = _roundings(scene, hypothesis.output)
+    num_values = scene.actual.numel() / DEPENDENT
+    least = torch.finfo(torch.float64).tiny
+    ratio = float(before.square().sum().clamp(min=least) / after.square().sum().clamp(min=least))
+    odds = num_values / 2 * math.log(ratio) - hypothesis.freedom / 2 * math.log(num_values)
+    if odds < _LEAST_ODDS or _is_left(scene, effect, hypothesis.output):
+        return None
+    return _Fit(hypothesis, odds, after)
+
+
+def _is_left(scene: Scene, effect: Effect, output: torch.Tensor) -> bool:
+    """Whether the errors against what a cause gives have the direction still."""
+    shape = scene.operation.shape
+    effects = Effects(scene.operation.kind, scene.dtype, num_heads=shape[0] if len(shape) == 2 else 1)
+    effects.add(scene.positions, scene.actual, output, torch.ones(len(output), dtype=torch.bool))
+    left = effects.like(effect)
+    return left is not None and abs(left.size) > _LEFT * abs(effect.size)
+
+
+def _roundings(scene: Scene, output: torch.Tensor) -> torch.Tensor:
+    norm = scene.expected.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
+    return cast(torch.Tensor, (scene.actual - output).norm(dim=1) / norm / rounding_unit(scene.dtype))
+
+
+def _explanation(
+    scene: Scene, before: torch.Tensor, best: _Fit | None, equal: list[_Fit] | tuple[()], cause: str
+) -> Explanation:
+    if best is None:
+        detail = "none of them takes the direction away; a run in float32 shows more"
+    else:
+        told = "these rows cannot tell them apart: a run in float32 would" if len(equal) > 1 else ""
+        detail = "; ".join(text for text in (best.hypothesis.detail, told) if text)
+    return Explanation(
+        cause=cause,
+        scope="all rows together",
+        residual_before=float(before.median()),
+        residual_after=None if best is None else float(best.roundings.median()),
+        num_rows=len(before),
+        num_explained=0 if best is None else int((best.roundings < before).sum()),
+        num_fitted=0 if best is None else best.hypothesis.freedom,
+        is_cause=best is not None and best.hypothesis.is_cause,
+        detail=detail,
+    )
