@@ -63,9 +63,9 @@ def generate(
                 min_p=min_p,
                 seed=seed,
             )
-        folder = resolve(model or _embedded_model(), local_files_only=local_files_only)
+        folder = resolve(model or embedded_model(), local_files_only=local_files_only)
         token_ids = _token_ids(prompt, folder, chat=chat)
-        engine = _open_engine(folder, dtype=dtype, device=device, options=engine_option)
+        engine = open_reference_engine(folder, dtype=dtype, device=device, options=engine_option)
     with reference_errors(folder):
         answer = _answer(engine, token_ids, params, _show if stream else None)
     if format is opt.Format.JSON:
@@ -77,7 +77,8 @@ def generate(
     return ExitStatus.PASS
 
 
-def _embedded_model() -> str:
+def embedded_model() -> str:
+    """Return the model that is used where none is named."""
     return load_case(embedded_cases() / "default.toml").model
 
 
@@ -96,7 +97,14 @@ def _token_ids(prompt: str, folder: Path, *, chat: bool) -> list[int]:
     return tokenize(prompt, folder, where="--prompt")
 
 
-def _open_engine(folder: Path, *, dtype: str | None, device: str | None, options: list[str] | None) -> "LLMEngine":
+def open_reference_engine(
+    folder: Path, *, dtype: str | None, device: str | None, options: list[str] | None
+) -> "LLMEngine":
+    """Open the reference engine, for one request at a time unless `options` say otherwise.
+
+    Raises:
+        HarnessError: the device is not there, or the engine cannot serve the checkpoint.
+    """
     from harness.engines.reference_errors import reference_errors
     from harness.engines.reference_options import parse_reference_options
     from harness.plan import check_device, resolve_dtype

@@ -21,6 +21,8 @@ OPTIONS = {
     "generate": ["--prompt", "--model", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--seed",
                  "--device", "--dtype", "--engine-option", "--local-files-only", "--chat", "--stream", "--show-stats",
                  "--format"],
+    "serve": ["--model", "--host", "--port", "--name", "--device", "--dtype", "--engine-option",
+              "--local-files-only"],
     "profile": ["--out", "--model", "--engine", "--engine-option", "--dtype", "--device", "--prompt-tokens",
                 "--max-new-tokens", "--batch-size", "--phase", "--wait", "--warmup", "--active", "--repeat", "--runs",
                 "--local-files-only", "--format"],
