@@ -11,7 +11,8 @@ from harness.cli.main import build_app, wants_json
 WORKLOAD = ["--dtype", "--device", "--truth", "--prompt", "--prompt-file", "--token-ids", "--max-new-tokens"]
 OPTIONS = {
     "check": ["--model", "--engine", "--engine-option", "--isolate", "--engine-timeout", *WORKLOAD,
-              "--schedule", "--only", "--case", "--out", "--fault", "--profile", "--local-files-only", "--format"],
+              "--schedule", "--only", "--case", "--out", "--fault", "--profile", "--endpoint", "--served-model",
+              "--concurrency", "--request-timeout", "--again", "--local-files-only", "--format"],
     "golden": ["--model", *WORKLOAD, "--case", "--out", "--local-files-only", "--format"],
     "run": ["--out", "--golden", "--model", "--engine", "--engine-option", "--isolate", "--engine-timeout", *WORKLOAD,
             "--schedule", "--case", "--local-files-only", "--format"],
