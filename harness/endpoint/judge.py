@@ -82,9 +82,12 @@ def judge(cases: Sequence[Case]) -> Judgement:
     for case in cases:
         findings += [*_end(case, tokens.threshold), *tokens.add(case), *_add_errors(case, errors, tokens.threshold)]
     results = tuple(own.result() for own in errors.values() if own.num_values)
-    findings += [_unsound(result) for result in results if not result.is_sound]
+    summary = [_unsound(result) for result in results if not result.is_sound]
     return Judgement(
-        tokens=tokens.result, logprobs=results, findings=findings, num_parted=sum(case.parts for case in cases)
+        tokens=tokens.result,
+        logprobs=results,
+        findings=[*summary, *findings],
+        num_parted=sum(case.parts for case in cases),
     )
 
 
@@ -132,7 +135,7 @@ def _end(case: Case, threshold: float) -> Iterator[Finding]:
     if num > case.asked_tokens:
         what = f"{num} tokens where {case.asked_tokens} were asked for"
     elif reason not in ("length", "stop"):
-        what = f"the answer ends with finish_reason {reason!r} after {num} tokens"
+        what = f"the answer ends after {num} of {case.asked_tokens} tokens with finish_reason {reason!r}"
     elif reason == "length" and num < case.asked_tokens:
         what = f"{num} tokens where {case.asked_tokens} were asked for, and finish_reason is 'length'"
     elif reason == "stop" and not _ends_at_eos(case, threshold):

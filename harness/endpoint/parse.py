@@ -24,13 +24,14 @@ def read_answer(body: Any, prompt: Sequence[int], names: TokenNames, *, where: s
     choice = only_choice(body, where=where)
     text, given = choice.get("text"), choice.get("logprobs")
     entries = logprob_entries(given, names)
-    num_new = _count(body, "completion_tokens")
-    num_echoed = 0
-    if entries is not None and _is_echo(entries, prompt, num_new):
-        num_echoed = len(prompt)
+    num_echoed = _num_echoed(entries, prompt, _count(body, "completion_tokens"))
+    if entries is not None and num_echoed == len(prompt) - 1:
+        entries, num_echoed = [Entry(None, None, {}, 0), *entries], len(prompt)  # without the begin-of-text token
     token_ids = _token_ids(choice, entries, num_echoed)
     if token_ids is None:
-        token_ids = names.continuation(prompt, str(text), num_new)
+        own = None if entries is None else entries[num_echoed:]
+        num_new = _count(body, "completion_tokens") if own is None else len(own)
+        token_ids = _retokenised(names.continuation(prompt, _new_text(text, num_echoed, prompt, names), num_new), own)
     if token_ids is None:
         raise HarnessError(
             Code.ENDPOINT_CANNOT,
@@ -129,9 +130,24 @@ def _count(body: Mapping[str, Any], name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _is_echo(entries: Sequence[Entry], prompt: Sequence[int], num_new: int | None) -> bool:
-    """Whether the tokens of the prompt stand before the new ones: the first of all has no log probability then."""
-    return len(entries) >= len(prompt) > 0 and entries[0].logprob is None and num_new != len(entries)
+def _num_echoed(entries: Sequence[Entry] | None, prompt: Sequence[int], num_new: int | None) -> int:
+    """Return how many entries are of the prompt: the first of all has no log probability then."""
+    if not entries or entries[0].logprob is not None:
+        return 0
+    return len(prompt) if num_new is None else max(0, len(entries) - num_new)
+
+
+def _new_text(text: object, num_echoed: int, prompt: Sequence[int], names: TokenNames) -> str:
+    before = names.text_of(prompt) if num_echoed and names.is_there else None
+    return str(text).removeprefix(before or "")
+
+
+def _retokenised(token_ids: tuple[int, ...] | None, entries: Sequence[Entry] | None) -> tuple[int, ...] | None:
+    """Return the tokens of a text if they are those that the server names, as far as the names tell."""
+    if token_ids is None or entries is None:
+        return token_ids
+    pairs = zip(token_ids, entries, strict=True)
+    return token_ids if all(entry.token_id in (None, token_id) for token_id, entry in pairs) else None
 
 
 def _token_ids(choice: Mapping[str, Any], entries: Sequence[Entry] | None, num_echoed: int) -> tuple[int, ...] | None:

@@ -13,7 +13,13 @@ from harness.errors import Code, HarnessError
 
 _TOKENS = 2
 """New tokens that a probe asks for."""
-_OPTIONS: dict[str, Any] = {"return_token_ids": True, "return_tokens_as_token_ids": True, "ignore_eos": True}
+_OPTIONS: dict[str, Any] = {
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "ignore_eos": True,
+    "repetition_penalty": 1.0,  # servers have defaults of their own, or take those of generation_config.json
+    "repeat_penalty": 1.0,  # llama.cpp's name for it; llama-cpp-python's server penalises unless told not to
+}
 _PROMPT_LOGPROBS: tuple[tuple[tuple[str, Any], ...], ...] = ((("prompt_logprobs", 1),), (("echo", True),))
 _MOST_LOGPROBS = (5, 1)
 _FATAL = (Code.ENDPOINT_UNREACHABLE, Code.ENDPOINT_TIMED_OUT, Code.ENDPOINT_HUNG_UP)

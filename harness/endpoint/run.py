@@ -227,10 +227,17 @@ def _shared(sent: Sent, first: Run, prompts: Sequence[Prompt]) -> Iterator[tuple
             return
 
 
+def _is_drawn(result: ScheduleResult) -> bool:
+    has_wrong_tokens = any(finding.code is Code.TOKENS_DIFFER for finding in result.findings)
+    return has_wrong_tokens and bool(result.logprobs) and all(own.is_sound for own in result.logprobs)
+
+
 def _notes(probed: Probed, results: Sequence[ScheduleResult], num_retries: int, waited_s: float) -> Iterator[str]:
     if not probed.has("logprobs"):
         yield "the server gives no log probabilities: tokens alone were judged, and a near-tie hides much"
     elif not any(result.logprobs for result in results):
         yield f"{Code.NOTHING_CHECKED}: no log probability could be judged"
+    if any(_is_drawn(result) for result in results):
+        yield "log probabilities are sound where tokens are not the likeliest: the server penalises or draws"
     if num_retries:
         yield f"{num_retries} requests were sent again, after {waited_s:.1f} s of waiting"

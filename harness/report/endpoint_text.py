@@ -1,7 +1,8 @@
 """A check of a server for people at a terminal: verdict, what it can do, a table of schedules, findings."""
 
 import textwrap
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 from tabulate import tabulate
@@ -63,25 +64,26 @@ def _figures(logprobs: LogprobResult) -> tuple[str, ...]:
 
 
 def _findings(result: EndpointResult, width: int) -> Iterator[str]:
-    """Yield the findings worth reading first; of one code in one schedule the first few."""
-    shown, seen, left = 0, dict[tuple[str, str], int](), 0
+    """Yield the findings worth reading first, each once for all schedules that share it."""
+    schedules: dict[Finding, list[str]] = {}
     for run in result.runs:
         for finding in run.findings:
-            key = (run.schedule, finding.code.value)
-            seen[key] = seen.get(key, 0) + 1
-            if shown == MAX_FINDINGS or seen[key] > MAX_FINDINGS_OF_A_CODE:
-                left += 1
-                continue
-            shown += 1
-            yield from _wrapped(f"  {finding.code}", _sentence(finding, run), width, indent=8)
+            schedules.setdefault(finding, []).append(run.schedule)
+    seen, left = Counter[str](), 0
+    for finding, names in schedules.items():
+        seen[finding.code] += 1
+        if seen[finding.code] > MAX_FINDINGS_OF_A_CODE or seen.total() - left > MAX_FINDINGS:
+            left += 1
+            continue
+        yield from _wrapped(f"  {finding.code}", _sentence(finding, names), width, indent=8)
     if left:
         yield f"        and {left:,} more"
 
 
-def _sentence(finding: Finding, run: ScheduleResult) -> str:
+def _sentence(finding: Finding, schedules: Sequence[str]) -> str:
     place = [f"request {finding.request}"] if finding.request is not None else []
     place += [f"position {finding.position}"] if finding.position is not None else []
-    return printable(f"{run.schedule}, {', '.join(place)}: {finding.message}")
+    return printable(f"{', '.join([*schedules, *place])}: {finding.message}")
 
 
 def _facts(result: EndpointResult, width: int) -> Iterator[str]:

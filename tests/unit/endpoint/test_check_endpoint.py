@@ -54,7 +54,7 @@ def test_what_the_probe_finds(folder, server):
     assert (result.server, result.served_model) == ("reference_engine", "tiny")
     assert {each.name for each in result.capabilities if each.is_there} == {
         "/health", "/v1/models", "token id prompts", "logprobs", "return_token_ids", "return_tokens_as_token_ids",
-        "ignore_eos", "prompt logprobs", "streaming", "/tokenize",
+        "ignore_eos", "repetition_penalty", "prompt logprobs", "streaming", "/tokenize",
     }  # fmt: skip
 
 
@@ -114,6 +114,43 @@ def test_a_server_of_text_is_judged_by_its_text(folder, server):
     assert {"token id prompts", "return_token_ids"} <= {each.name for each in result.capabilities if not each.is_there}
     assert result.runs[0].tokens.compared == 3 + 6  # the first ends at its end of text
     assert all(isinstance(body["prompt"], str) for body in seen[1:])
+
+
+def test_an_echo_without_its_first_token_is_read(folder, server):
+    """llama-cpp-python's echo leaves the begin-of-text token out."""
+    app, url = server
+
+    def forget_the_first(answer):
+        logprobs = answer["choices"][0]["logprobs"]
+        if logprobs and logprobs["token_logprobs"][0] is None:
+            for values in logprobs.values():
+                del values[0]
+            logprobs["token_logprobs"][0] = None
+
+    app.spoil, app.spoils_all = changed(forget_the_first), True
+    result = check_endpoint(make_plan(folder), Address(url=url), num_again=4)
+    assert result.outcome is Outcome.PASS
+    (prompt,) = [own for own in result.runs[-1].logprobs if own.kind == "prompt"]
+    assert prompt.num_values == sum(len(ids) - 2 for ids in PROMPTS)
+
+
+def test_a_penalty_shows_in_tokens_whose_log_probabilities_are_sound(folder, server):
+    app, url = server
+
+    async def penalise(inner, scope, receive, send, body):
+        message = await receive()
+        left = [{**message, "body": json.dumps(body | {"repetition_penalty": 1.5}).encode()}]
+
+        async def again():
+            return left.pop() if left else await receive()
+
+        headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
+        await inner({**scope, "headers": headers}, again, send)
+
+    app.spoil, app.spoils_all = penalise, True
+    result = check_endpoint(make_plan(folder), Address(url=url), num_again=0)
+    assert {finding.code for finding in result.runs[0].findings} == {"H048"}
+    assert any("the server penalises or draws" in note for note in result.notes)
 
 
 def test_tokens_alone_are_judged_where_there_are_no_logprobs(folder, server):
