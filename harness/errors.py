@@ -112,6 +112,8 @@ class Code(StrEnum):
     ENDPOINT_CANNOT = "H115"
     ENDPOINT_TOKENS = "H116"
     ENDPOINT_LOGPROBS = "H117"
+    # LoRA
+    BAD_LORA = "H119"
     # Suites
     BAD_SUITE = "H130"
     STORE_FAILED = "H131"

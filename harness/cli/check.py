@@ -53,6 +53,7 @@ def check(
     concurrency: opt.Concurrency = None,
     request_timeout: opt.RequestTimeout = None,
     again: opt.Again = None,
+    lora: opt.Lora = None,
     local_files_only: opt.LocalFilesOnly = False,
     format: opt.OutReportFormat = opt.ReportFormat.HUMAN,
 ) -> int:
@@ -63,7 +64,7 @@ def check(
 
     With --endpoint: a server, by the tokens and log probabilities that it gives; --dtype is then the server's.
     """
-    server = ServerOptions(endpoint, served_model, concurrency, request_timeout, again)
+    server = ServerOptions(endpoint, served_model, concurrency, request_timeout, again, lora)
     if profile and out is None:
         what = "a profile needs a folder for its captures"
         raise HarnessError(Code.BAD_OPTION, what, where="--profile", hint="add --out DIR")

@@ -136,6 +136,10 @@ Endpoint = Annotated[
 ServedModel = Annotated[
     str | None, typer.Option(metavar="NAME", help="Name of the model at the server. [default: the first it lists]")
 ]
+Lora = Annotated[
+    Path | None,
+    typer.Option("--lora", metavar="FOLDER", help="LoRA adapter in PEFT's format, beside the model's own weights."),
+]
 Concurrency = Annotated[int | None, typer.Option(metavar="N", help="Most requests at a time. [default: 8]")]
 RequestTimeout = Annotated[
     float | None, typer.Option(metavar="SECONDS", help="Longest silence of the server in a request. [default: 60]")
@@ -143,7 +147,7 @@ RequestTimeout = Annotated[
 Again = Annotated[
     int | None,
     typer.Option(
-        metavar="N", help="Prompts that the server gets again alone, repeated, reversed, continued. [default: 8]"
+        metavar="N", help="Prompts that the server gets again alone, repeated, reversed, continued. [default: 4]"
     ),
 ]
 LocalFilesOnly = Annotated[bool, typer.Option("--local-files-only", help="Never ask the model hub.")]

@@ -3,6 +3,7 @@
 import os
 import socket
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,6 +30,14 @@ def serve(
     device: opt.Device = None,
     dtype: opt.Dtype = None,
     engine_option: opt.EngineOption = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--lora",
+            metavar="NAME=FOLDER",
+            help="LoRA adapter in PEFT's format, served as a model of this name. Repeatable.",
+        ),
+    ] = None,
     local_files_only: opt.LocalFilesOnly = False,
 ) -> int:
     """Serve a model with the reference engine, behind the completions and chat interface of OpenAI.
@@ -44,9 +53,10 @@ def serve(
         from reference_engine.server.app import build_app
         from reference_engine.server.text import Text
 
+        adapters = _adapters(lora)
         folder = resolve(model or embedded_model(), local_files_only=local_files_only)
         options = ["max_num_seqs=64", "enable_prefix_caching=true", *(engine_option or [])]
-        with open_reference_engine(folder, dtype=dtype, device=device, options=options) as engine:
+        with open_reference_engine(folder, dtype=dtype, device=device, options=options, adapters=adapters) as engine:
             app = build_app(
                 engine, Text(folder), model=name or model or folder.name, api_key=os.environ.get(API_KEY) or None
             )
@@ -55,6 +65,18 @@ def serve(
             with suitable_threads(engine.model_config.hidden_size) if is_cpu else nullcontext():
                 _run(app, listener)
     return ExitStatus.PASS
+
+
+def _adapters(options: list[str] | None) -> dict[str, Path]:
+    """Parse NAME=FOLDER options."""
+    adapters = {}
+    for option in options or ():
+        name, _, folder = option.partition("=")
+        if not name or not folder:
+            what = "an adapter is NAME=FOLDER"
+            raise HarnessError(Code.BAD_OPTION, what, where="--lora", expected="NAME=FOLDER", actual=option)
+        adapters[name] = Path(folder)
+    return adapters
 
 
 def _listening(host: str, port: int) -> socket.socket:

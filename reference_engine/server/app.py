@@ -62,13 +62,12 @@ def _add_pages(app: FastAPI, served: AsyncEngine, engine: LLMEngine, model: str)
 
     async def models() -> dict[str, Any]:
         card = {
-            "id": model,
             "object": "model",
             "owned_by": "reference_engine",
             "max_model_len": engine.runner.max_model_len,
             "dtype": str(engine.runner.dtype).removeprefix("torch."),
         }
-        return {"object": "list", "data": [card]}
+        return {"object": "list", "data": [{"id": name, **card} for name in (model, *engine.runner.adapters)]}
 
     app.add_api_route("/v1/models", models, methods=["GET"])
 
@@ -88,28 +87,33 @@ def _add_tokenizer(app: FastAPI, text: Text, engine: LLMEngine) -> None:
 
 def _add_completions(app: FastAPI, served: AsyncEngine, engine: LLMEngine, text: Text, model: str) -> None:
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        _check_model(body.model, model)
+        body.use_adapter(_adapter(body.model, model, engine))
         prompts = [text.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
         if body.stream:
-            return await _streamed(request, complete_stream(served, text, body, prompts, model))
-        return await _answered(request, complete(served, text, body, prompts, model))
+            return await _streamed(request, complete_stream(served, text, body, prompts, body.model or model))
+        return await _answered(request, complete(served, text, body, prompts, body.model or model))
 
     app.add_api_route("/v1/completions", completions, methods=["POST"])
 
     async def chat(body: ChatRequest, request: Request) -> Response:
-        _check_model(body.model, model)
+        body.use_adapter(_adapter(body.model, model, engine))
         prompt = await asyncio.to_thread(text.encode_chat, body.messages)
         params = chat_params(body, room=engine.runner.max_model_len - len(prompt))
         if body.stream:
-            return await _streamed(request, stream_chat(served, text, body, prompt, params, model))
-        return await _answered(request, answer_chat(served, text, body, prompt, params, model))
+            return await _streamed(request, stream_chat(served, text, body, prompt, params, body.model or model))
+        return await _answered(request, answer_chat(served, text, body, prompt, params, body.model or model))
 
     app.add_api_route("/v1/chat/completions", chat, methods=["POST"])
 
 
-def _check_model(name: str | None, served: str) -> None:
-    if name not in (None, served):
-        raise HTTPException(404, f"the model {name!r} is not served here, {served!r} is")
+def _adapter(name: str | None, served: str, engine: LLMEngine) -> str | None:
+    """Return the adapter that a model's name means; None for the base model."""
+    if name in (None, served):
+        return None
+    if name not in engine.runner.adapters:
+        known = ", ".join([served, *engine.runner.adapters])
+        raise HTTPException(404, f"the model {name!r} is not served here; {known} are")
+    return name
 
 
 async def _answered(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:

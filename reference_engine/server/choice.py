@@ -73,7 +73,9 @@ async def whole(engine: AsyncEngine, text: Text, prompt: Sequence[int], params: 
     return joined
 
 
-async def prompt_logprobs(engine: AsyncEngine, prompt: Sequence[int], num_logprobs: int) -> list[TokenLogprobs | None]:
+async def prompt_logprobs(
+    engine: AsyncEngine, prompt: Sequence[int], num_logprobs: int, adapter: str | None = None
+) -> list[TokenLogprobs | None]:
     """Return what the model makes of each token of a prompt behind those before it; None for the first.
 
     The engine computes logits where a token is chosen, so the prompt is forced, one step a token.
@@ -81,7 +83,11 @@ async def prompt_logprobs(engine: AsyncEngine, prompt: Sequence[int], num_logpro
     if len(prompt) == 1:
         return [None]
     params = SamplingParams(
-        max_new_tokens=len(prompt) - 1, forced_token_ids=prompt[1:], num_logprobs=num_logprobs, ignore_eos=True
+        max_new_tokens=len(prompt) - 1,
+        forced_token_ids=prompt[1:],
+        num_logprobs=num_logprobs,
+        ignore_eos=True,
+        adapter=adapter,
     )
     async with aclosing(engine.generate(prompt[:1], params)) as outputs:
         return [None, *[output.logprobs async for output in outputs]]

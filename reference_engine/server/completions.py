@@ -69,7 +69,8 @@ async def _choice(
     before, known = [], list[TokenLogprobs | None]()
     if request.echo:
         before = prompt
-        known = [] if request.logprobs is None else await prompt_logprobs(engine, prompt, request.logprobs)
+        if request.logprobs is not None:
+            known = await prompt_logprobs(engine, prompt, request.logprobs, request.adapter)
     piece = Piece(finish_reason="length")
     if request.max_tokens:
         piece = await whole(engine, text, prompt, _params(request, at))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from reference_engine.errors import RequestError
 from reference_engine.sampling import SamplingParams
@@ -54,6 +54,17 @@ class _Request(BaseModel):
     stop_token_ids: TokenIds = Field(default_factory=list)
     top_k: int = 0
 
+    _adapter: str | None = PrivateAttr(default=None)
+
+    @property
+    def adapter(self) -> str | None:
+        """The LoRA adapter that `model` names; the server says which are there."""
+        return self._adapter
+
+    def use_adapter(self, name: str | None) -> None:
+        """Compute the answer with an adapter."""
+        self._adapter = name
+
     def sampling_params(self, *, max_new_tokens: int, num_logprobs: int | None, choice: int) -> SamplingParams:
         """Return the engine's parameters for the choice of a number; raises RequestError."""
         return SamplingParams(
@@ -68,6 +79,7 @@ class _Request(BaseModel):
             stop=self.stop or (),
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
+            adapter=self.adapter,
         )
 
     @property

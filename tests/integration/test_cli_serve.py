@@ -67,3 +67,10 @@ def test_a_missing_package_is_named(harness, monkeypatch):
 def test_a_model_that_the_engine_cannot_serve_is_refused(harness, tmp_path):
     ran = harness("serve", "--port", 0, "--model", tmp_path)
     assert (ran.status, ran.err[:4]) == (2, "H001")
+
+
+@pytest.mark.parametrize("option", ["folder", "=folder", "name="])
+def test_an_adapter_has_a_name_and_a_folder(harness, option):
+    ran = harness("serve", "--port", 0, "--lora", option)
+    assert ran.status == 2
+    assert "an adapter is NAME=FOLDER" in ran.err
