@@ -52,10 +52,10 @@ class Admission:
                 "the fork has nothing to sample", where="SamplingParams",
                 expected=f"max_new_tokens above the {num_sampled} tokens sampled so far", actual=params.max_new_tokens,
             )  # fmt: skip
-        if params.cache_salt != parent.params.cache_salt:
+        if params.prefix_salt != parent.params.prefix_salt:
             raise RequestError(
-                "a fork keeps its past and so its salt", where="SamplingParams",
-                expected=repr(parent.params.cache_salt), actual=repr(params.cache_salt),
+                "a fork keeps its past and so its salt and adapter", where="SamplingParams",
+                expected=repr(parent.params.prefix_salt), actual=repr(params.prefix_salt),
             )  # fmt: skip
         self._check_length(parent.num_prompt_tokens, params.max_new_tokens)
         self._check_blocks(parent.num_prompt_tokens, params.max_new_tokens)

@@ -11,7 +11,7 @@ Shapes: T tokens, R requests, B blocks of the longest block table.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from reference_engine.block_pool import NULL_BLOCK
+from reference_engine.lora import Adapter
 from reference_engine.observer import Observer
 from reference_engine.sequence import Chunk
 
@@ -54,11 +55,19 @@ class Batch:
     """Whoever watches the intermediates."""
     plan: Any = None
     """What the attention backend prepared once for all layers."""
+    adapters: Sequence[tuple[Adapter, torch.Tensor]] = ()
+    """LoRA adapters of the step, each with its rows, int64."""
 
     @property
     def num_single(self) -> int:
         """Leading requests with one row."""
         return self.query_lens.count(1)
+
+    def adapt(self, prefix: str, product: str, x_TI: torch.Tensor, y_TO: torch.Tensor) -> torch.Tensor:
+        """Add what the rows' adapters add to a product's result, in place, and return it."""
+        for adapter, rows_T in self.adapters:
+            adapter.add(prefix + product, rows_T, x_TI, y_TO)
+        return y_TO
 
     def tap(self, prefix: str, name: str, tensor: torch.Tensor) -> None:
         """Show an intermediate to the observer, if there is one."""
@@ -67,7 +76,11 @@ class Batch:
 
 
 def build_batch(
-    chunks: Sequence[Chunk], block_size: int, device: torch.device, observer: Observer | None = None
+    chunks: Sequence[Chunk],
+    block_size: int,
+    device: torch.device,
+    observer: Observer | None = None,
+    adapters: Mapping[str, Adapter] | None = None,
 ) -> Batch:
     """Pack chunks, those of one token first, into the tensors of one step.
 
@@ -92,7 +105,20 @@ def build_batch(
         sampled_rows=rows,
         sampled_rows_=None if len(rows) == len(positions_T) else parts[4],
         observer=observer,
+        adapters=_rows_by_adapter(chunks, requests_T, adapters, device) if adapters else (),
     )
+
+
+def _rows_by_adapter(
+    chunks: Sequence[Chunk], requests_T: np.ndarray, adapters: Mapping[str, Adapter], device: torch.device
+) -> Sequence[tuple[Adapter, torch.Tensor]]:
+    names = [chunk.sequence.params.adapter for chunk in chunks]
+    found = []
+    for name in sorted({name for name in names if name is not None}):
+        is_own_R = np.array([own == name for own in names])
+        rows_T = torch.from_numpy(np.flatnonzero(is_own_R[requests_T])).to(device)
+        found.append((adapters[name], rows_T))
+    return found
 
 
 def slots_of(chunk: Chunk, block_size: int) -> list[int]:

@@ -15,13 +15,16 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """Turns one continuation into pieces of text; joined, they are what `decode` makes of all its tokens."""
+    """Turns one continuation into pieces of text; joined, they are what `decode` makes of all its tokens.
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    With `context`, the last tokens of the prompt, they are what `decode` adds to the text of those.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._token_ids: list[int] = []
+        self._token_ids = list(context)
         # Tokens from `_start` to `_end` give the context in which those from `_end` on are written.
-        self._start = self._end = 0
+        self._start, self._end = 0, len(self._token_ids)
 
     def add(self, token_id: int) -> str:
         """Return the text that this token completes: none, while a character is not whole."""

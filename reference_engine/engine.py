@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from functools import cached_property
 from itertools import count
@@ -37,7 +37,8 @@ class LLMEngine:
 
     `observer` may be set at any time between steps; None, the default, costs nothing. `hash_function` is what the
     prefix cache finds blocks by; a bad one costs hits, never correctness. `ranks` are the processes that share the
-    model, of which this is the first (`worker.parallel_engine`); None is one process.
+    model, of which this is the first (`worker.parallel_engine`); None is one process. `adapters` are folders of LoRA
+    adapters in PEFT's format, by the names that requests ask for them (`SamplingParams.adapter`).
 
     Raises:
         ConfigError: config.json or `config` holds an impossible value.
@@ -54,12 +55,13 @@ class LLMEngine:
         observer: Observer | None = None,
         hash_function: HashFunction = sha256_digest,
         ranks: Ranks | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.model_config = model_config = ModelConfig.from_folder(model_dir)
         self.observer = observer
         self._model_dir = model_dir
-        self.runner = ModelRunner(model_dir, config, model_config, ranks)
+        self.runner = ModelRunner(model_dir, config, model_config, ranks, adapters)
         self.backend = backend = self.runner.backend
         self._debug = DebugChecks(backend.cache) if config.debug_checks else None
         self.pool = BlockPool(
@@ -242,9 +244,18 @@ class LLMEngine:
         if self._is_closed:
             raise RequestError("the engine is closed", where="LLMEngine", hint="Open another one.")
         self._check_stops(params)
+        self._check_adapter(params)
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt)
         return self._admission.check(prompt, params)
+
+    def _check_adapter(self, params: SamplingParams) -> None:
+        known = self.runner.adapters
+        if params.adapter is not None and params.adapter not in known:
+            raise RequestError(
+                "no such adapter", where="SamplingParams.adapter", expected=f"one of {sorted(known)}",
+                actual=params.adapter,
+            )  # fmt: skip
 
     def _check_stops(self, params: SamplingParams) -> None:
         if params.stop:

@@ -58,14 +58,15 @@ class Attention:
         batch.tap(prefix, "k_rope", k_TKH)
         context = self.backend.attend(self.layer, q_TNH, k_TKH, v_TKH, batch).flatten(1)
         batch.tap(prefix, "attention", context)
-        out_TD = self.o_proj(context)
+        out_TD = batch.adapt(prefix, "self_attn.o_proj", context, self.o_proj(context))
         batch.tap(prefix, "self_attn.o_proj", out_TD)
         return out_TD
 
     def _project(
         self, x_TD: torch.Tensor, batch: Batch, prefix: str
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = torch.split(self.qkv_proj(x_TD), self.qkv_sizes, dim=-1)
+        stacked = batch.adapt(prefix, "self_attn.qkv_proj", x_TD, self.qkv_proj(x_TD))
+        q, k, v = torch.split(stacked, self.qkv_sizes, dim=-1)
         batch.tap(prefix, "self_attn.q_proj", q)
         batch.tap(prefix, "self_attn.k_proj", k)
         batch.tap(prefix, "self_attn.v_proj", v)

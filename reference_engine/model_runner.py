@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,6 +18,7 @@ from reference_engine.device import open_device
 from reference_engine.errors import ConfigError
 from reference_engine.graphs import Capture, CudaCapture, DecodeGraphs
 from reference_engine.kv_cache import CacheSpec, cache_budget_bytes
+from reference_engine.lora import read_adapter
 from reference_engine.messages import Command, encode_chunks
 from reference_engine.model import Decoder
 from reference_engine.numerics import step_numerics
@@ -42,8 +43,14 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model_dir: str | Path, config: EngineConfig, model_config: ModelConfig, ranks: Ranks | None = None
+        self,
+        model_dir: str | Path,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        ranks: Ranks | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
     ) -> None:
+        _check_adapters(config, adapters or {}, ranks)
         self._ranks = ranks
         self.model_config = model_config if ranks is None else shard_config(model_config, ranks.size)
         self.device = open_device(config.device if ranks is None else str(ranks.device))
@@ -67,6 +74,10 @@ class ModelRunner:
             local_rotary=local_rotary, packs_weights=not config.compile_layers,
         )  # fmt: skip
         is_fusable = model_config.family.is_fusable and self.backend.uses_triton and not config.compile_layers
+        self.adapters = {
+            name: read_adapter(name, folder, self.model_config, self.dtype, self.device)
+            for name, folder in (adapters or {}).items()
+        }
         self.is_fused = config.fused_kernels and is_fusable
         self._observed = self._fused() if self.is_fused else self.model
         self._unobserved = self.model.compiled() if config.compile_layers else self._observed
@@ -137,7 +148,7 @@ class ModelRunner:
         show_cache(sequence, self.backend, self.model_config.num_hidden_layers, ShardedTaps(self._ranks, None))
 
     def _forward(self, computed: Seq[Chunk], observer: Observer | None) -> torch.Tensor | None:
-        batch = build_batch(computed, self.backend.block_size, self.device, observer)
+        batch = build_batch(computed, self.backend.block_size, self.device, observer, self.adapters)
         logits_RV = self._graphs.run(batch) if self._graphs is not None and observer is None else None
         return self._compute(batch) if logits_RV is None else logits_RV
 
@@ -159,7 +170,7 @@ class ModelRunner:
         return rotary, RotaryEmbedding(replace(config, rope=config.local_rope), self.device, self.dtype)
 
     def _open_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
-        is_wanted = config.cuda_graphs and self.device.type == "cuda" and self._ranks is None
+        is_wanted = config.cuda_graphs and self.device.type == "cuda" and self._ranks is None and not self.adapters
         if not is_wanted or not self.backend.is_capturable or not self.model_config.family.is_capturable:
             return None
         return self.record_decode(config, CudaCapture(self.device))
@@ -199,6 +210,17 @@ class ModelRunner:
             max_model_len=self.max_model_len,
             layer_windows=self.model_config.layer_windows,
         )
+
+
+def _check_adapters(config: EngineConfig, adapters: Mapping[str, object], ranks: Ranks | None) -> None:
+    """Refuse what would leave an adapter's part out."""
+    others = {
+        "compile_layers": config.compile_layers,
+        "fused_kernels with the backend triton": config.fused_kernels and config.attention_backend == "triton",
+        "several ranks": ranks is not None,
+    }
+    for name in (name for name, is_on in others.items() if is_on and adapters):
+        raise ConfigError("adapters are not served with this", where="EngineConfig", expected="off", actual=name)
 
 
 def _resolve_dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:

@@ -47,6 +47,10 @@ class SamplingParams:
     """Whether to go on after an end-of-sequence token. Unset, it is true exactly when tokens are forced."""
     cache_salt: str = ""
     """Requests share cached prefixes only with those of the same salt."""
+    adapter: str | None = None
+    """Name of the LoRA adapter that the request is computed with; None: the base model alone."""
+    prefix_salt: str = field(init=False)
+    """What prefixes are told apart by besides their tokens: the salt, and the adapter."""
     is_plain: bool = field(init=False)
     """Whether the likeliest token of the unchanged logits is all that is asked for."""
     stops_at_eos: bool = field(init=False)
@@ -62,6 +66,9 @@ class SamplingParams:
         self._check_number("min_p", "a number of at least 0, at most 1", lambda x: 0 <= x <= 1)
         self._check_number("repetition_penalty", "a finite number above 0", lambda x: x > 0)
         self._check("cache_salt", isinstance(self.cache_salt, str), "a string")
+        self._check("adapter", self.adapter is None or (isinstance(self.adapter, str) and self.adapter != ""), "a name")
+        adapter = "" if self.adapter is None else f"\0{self.adapter}"
+        object.__setattr__(self, "prefix_salt", self.cache_salt + adapter)
         self._check("ignore_eos", self.ignore_eos in (None, True, False), "True, False or None")
         self._freeze_stops()
         self._freeze_forced()

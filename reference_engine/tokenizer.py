@@ -35,7 +35,7 @@ class Tokenizer:
         token_ids: list[int] = self._tokenizer.encode(text).ids
         return token_ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones."""
-        text: str = self._tokenizer.decode(list(token_ids))
+    def decode(self, token_ids: Sequence[int], *, with_special: bool = False) -> str:
+        """Return the text of tokens, special ones only where asked for."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=not with_special)
         return text

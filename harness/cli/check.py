@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from harness.cli import options as opt
+from harness.cli.endpoint import ServerOptions
 from harness.cli.output import print_results
 from harness.cli.progress import progress_bar
 from harness.errors import Code, HarnessError
@@ -47,6 +48,12 @@ def check(
     profile: Annotated[
         bool, typer.Option("--profile", help="Profile the engine as well, into --out: see `harness profile`.")
     ] = False,
+    endpoint: opt.Endpoint = None,
+    served_model: opt.ServedModel = None,
+    concurrency: opt.Concurrency = None,
+    request_timeout: opt.RequestTimeout = None,
+    again: opt.Again = None,
+    lora: opt.Lora = None,
     local_files_only: opt.LocalFilesOnly = False,
     format: opt.OutReportFormat = opt.ReportFormat.HUMAN,
 ) -> int:
@@ -54,7 +61,10 @@ def check(
 
     Every operation is compared row by row under every schedule. Without arguments: the reference engine on the
     embedded qwen3-tiny in float32, under the schedules plain, chunked and batched.
+
+    With --endpoint: a server, by the tokens and log probabilities that it gives; --dtype is then the server's.
     """
+    server = ServerOptions(endpoint, served_model, concurrency, request_timeout, again, lora)
     if profile and out is None:
         what = "a profile needs a folder for its captures"
         raise HarnessError(Code.BAD_OPTION, what, where="--profile", hint="add --out DIR")
@@ -80,6 +90,8 @@ def check(
             isolate=isolate,
             engine_timeout_s=engine_timeout,
         )
+        if server.is_given:
+            return server.check(given, [out, fault, profile or None], local_files_only, format, report)
         with (
             nullcontext(given.plan(local_files_only=local_files_only))
             if fault is None

@@ -1,7 +1,7 @@
 """`harness generate`: continue a prompt with the reference engine."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,6 +34,7 @@ def generate(
     device: opt.Device = None,
     dtype: opt.Dtype = None,
     engine_option: opt.EngineOption = None,
+    lora: opt.Lora = None,
     local_files_only: opt.LocalFilesOnly = False,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
@@ -62,10 +63,12 @@ def generate(
                 top_p=top_p,
                 min_p=min_p,
                 seed=seed,
+                adapter=None if lora is None else "lora",
             )
-        folder = resolve(model or _embedded_model(), local_files_only=local_files_only)
+        folder = resolve(model or embedded_model(), local_files_only=local_files_only)
         token_ids = _token_ids(prompt, folder, chat=chat)
-        engine = _open_engine(folder, dtype=dtype, device=device, options=engine_option)
+        adapters = {} if lora is None else {"lora": lora}
+        engine = open_reference_engine(folder, dtype=dtype, device=device, options=engine_option, adapters=adapters)
     with reference_errors(folder):
         answer = _answer(engine, token_ids, params, _show if stream else None)
     if format is opt.Format.JSON:
@@ -77,7 +80,8 @@ def generate(
     return ExitStatus.PASS
 
 
-def _embedded_model() -> str:
+def embedded_model() -> str:
+    """Return the model that is used where none is named."""
     return load_case(embedded_cases() / "default.toml").model
 
 
@@ -96,7 +100,19 @@ def _token_ids(prompt: str, folder: Path, *, chat: bool) -> list[int]:
     return tokenize(prompt, folder, where="--prompt")
 
 
-def _open_engine(folder: Path, *, dtype: str | None, device: str | None, options: list[str] | None) -> "LLMEngine":
+def open_reference_engine(
+    folder: Path,
+    *,
+    dtype: str | None,
+    device: str | None,
+    options: list[str] | None,
+    adapters: Mapping[str, Path] | None = None,
+) -> "LLMEngine":
+    """Open the reference engine, for one request at a time unless `options` say otherwise.
+
+    Raises:
+        HarnessError: the device is not there, or the engine cannot serve the checkpoint.
+    """
     from harness.engines.reference_errors import reference_errors
     from harness.engines.reference_options import parse_reference_options
     from harness.plan import check_device, resolve_dtype
@@ -106,7 +122,7 @@ def _open_engine(folder: Path, *, dtype: str | None, device: str | None, options
     given = {"max_num_seqs": 1, **parse_reference_options(opt.parse_engine_options(options))}
     with reference_errors(folder):
         config = EngineConfig(dtype=resolve_dtype(dtype or "auto", folder), device=device or "cpu", **given)
-        return LLMEngine(folder, config)
+        return LLMEngine(folder, config, adapters=adapters)
 
 
 def _answer(

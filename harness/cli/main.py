@@ -137,6 +137,7 @@ def build_app() -> typer.Typer:
         inspect,
         profile,
         run,
+        serve,
         suite,
         trace,
     )  # only when a command runs
@@ -156,6 +157,7 @@ def build_app() -> typer.Typer:
     app.command(cls=Command)(diff.diff)
     app.command(cls=Command)(inspect.inspect)
     app.command(cls=Command)(generate.generate)
+    app.command(cls=Command)(serve.serve)
     app.command(cls=Command, epilog=engines)(profile.profile)
     app.command(cls=Command)(gate.gate)
     app.command(cls=Command, epilog=engines)(fuzz.fuzz)

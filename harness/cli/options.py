@@ -125,6 +125,31 @@ CaseFile = Annotated[
     Path | None,
     typer.Option("--case", metavar="FILE", help="Case (TOML) to take everything from that no other option gives."),
 ]
+Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Check a server with OpenAI's completions, in place of an engine; the environment's HARNESS_API_KEY is "
+        "its key.",
+    ),
+]
+ServedModel = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Name of the model at the server. [default: the first it lists]")
+]
+Lora = Annotated[
+    Path | None,
+    typer.Option("--lora", metavar="FOLDER", help="LoRA adapter in PEFT's format, beside the model's own weights."),
+]
+Concurrency = Annotated[int | None, typer.Option(metavar="N", help="Most requests at a time. [default: 8]")]
+RequestTimeout = Annotated[
+    float | None, typer.Option(metavar="SECONDS", help="Longest silence of the server in a request. [default: 60]")
+]
+Again = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", help="Prompts that the server gets again alone, repeated, reversed, continued. [default: 4]"
+    ),
+]
 LocalFilesOnly = Annotated[bool, typer.Option("--local-files-only", help="Never ask the model hub.")]
 OutFormat = Annotated[Format, typer.Option("--format", help="How to print the result.")]
 OutReportFormat = Annotated[ReportFormat, typer.Option("--format", help="How to print the result.")]

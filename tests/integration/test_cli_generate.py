@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.errors import Code
 
+from ..unit.lora_adapter import write_adapter
 from .conftest import listen_to_ctrl_c
 
 PROMPT = "shau zen shu zei da dan dei lou zo ge vau win to | shau zen"
@@ -184,3 +185,14 @@ def test_ctrl_c_amid_a_stream():
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (130, "interrupted\n")
+
+
+def test_an_adapter_changes_the_text_and_one_that_is_none_is_refused(generate, tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", seed=1)
+    plain, adapted = generate("--max-new-tokens", 6), generate("--max-new-tokens", 6, "--lora", adapter)
+    assert (adapted.status, adapted.err) == (0, "")
+    assert adapted.out != plain.out
+    (adapter / "adapter_model.safetensors").unlink()
+    refused = generate("--lora", adapter)
+    assert (refused.status, refused.out) == (2, "")
+    assert "the adapter's weights cannot be read" in refused.err

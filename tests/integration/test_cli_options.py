@@ -11,7 +11,8 @@ from harness.cli.main import build_app, wants_json
 WORKLOAD = ["--dtype", "--device", "--truth", "--prompt", "--prompt-file", "--token-ids", "--max-new-tokens"]
 OPTIONS = {
     "check": ["--model", "--engine", "--engine-option", "--isolate", "--engine-timeout", *WORKLOAD,
-              "--schedule", "--only", "--case", "--out", "--fault", "--profile", "--local-files-only", "--format"],
+              "--schedule", "--only", "--case", "--out", "--fault", "--profile", "--endpoint", "--served-model",
+              "--concurrency", "--request-timeout", "--again", "--lora", "--local-files-only", "--format"],
     "golden": ["--model", *WORKLOAD, "--case", "--out", "--local-files-only", "--format"],
     "run": ["--out", "--golden", "--model", "--engine", "--engine-option", "--isolate", "--engine-timeout", *WORKLOAD,
             "--schedule", "--case", "--local-files-only", "--format"],
@@ -19,8 +20,10 @@ OPTIONS = {
              "--local-files-only", "--format"],
     "inspect": ["path", "--format"],
     "generate": ["--prompt", "--model", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--seed",
-                 "--device", "--dtype", "--engine-option", "--local-files-only", "--chat", "--stream", "--show-stats",
-                 "--format"],
+                 "--device", "--dtype", "--engine-option", "--lora", "--local-files-only", "--chat", "--stream",
+                 "--show-stats", "--format"],
+    "serve": ["--model", "--host", "--port", "--name", "--device", "--dtype", "--engine-option", "--lora",
+              "--local-files-only"],
     "profile": ["--out", "--model", "--engine", "--engine-option", "--dtype", "--device", "--prompt-tokens",
                 "--max-new-tokens", "--batch-size", "--phase", "--wait", "--warmup", "--active", "--repeat", "--runs",
                 "--quick", "--local-files-only", "--format"],

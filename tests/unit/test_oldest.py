@@ -21,7 +21,8 @@ def bounds(requirements: list[str], operator: str) -> dict[str, str]:
 
 def test_every_lower_bound_is_installed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    stated = bounds([*project["dependencies"], *project["optional-dependencies"]["test"]], ">=")
+    extras = project["optional-dependencies"]
+    stated = bounds([*project["dependencies"], *extras["test"], *extras["serve"]], ">=")
     lines = (ROOT / "tests" / "oldest.txt").read_text().splitlines()
     installed = bounds([line for line in lines if not line.startswith("#")], "==")
     assert stated.keys() == installed.keys()

@@ -1,0 +1,121 @@
+"""`harness check --endpoint`: a server in the place of an engine."""
+
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.cli import options as opt
+from harness.cli.output import STATUS, write, write_json
+from harness.errors import Code, HarnessError
+
+if TYPE_CHECKING:
+    from harness.endpoint.address import Address
+    from harness.endpoint_results import EndpointResult
+
+_NOT_OF_A_SERVER = (
+    "engine", "engine_options", "schedules", "only", "isolate", "engine_timeout_s", "case",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Options that are about a server, as they were given."""
+
+    endpoint: str | None
+    served_model: str | None
+    concurrency: int | None
+    request_timeout: float | None
+    again: int | None
+    lora: Path | None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether a server is to be checked.
+
+        Raises:
+            HarnessError: BAD_OPTION: there are options for one, and no address.
+        """
+        if self.endpoint is None and self != ServerOptions(None, None, None, None, None, None):
+            what = "these options are of a server, and none is named"
+            raise HarnessError(Code.BAD_OPTION, what, where="--endpoint", hint="add --endpoint http://host:port")
+        return self.endpoint is not None
+
+    def check(
+        self,
+        given: opt.Given,
+        others: Sequence[object],
+        local_files_only: bool,
+        form: opt.ReportFormat,
+        report: Callable[[str, int, int], None],
+    ) -> int:
+        """Check the server and print what was found; return the exit status.
+
+        Args:
+            given: model, prompts, dtype and truth.
+            others: values of options that say nothing of a server; none may be given.
+            local_files_only: never ask the hub.
+            form: how to print.
+            report: told what is being done.
+        """
+        named = [name for name in _NOT_OF_A_SERVER if getattr(given, name) not in (None, [], ())]
+        if named or any(other is not None for other in others):
+            what = (
+                "a server is checked by what it answers: options of engines, schedules, faults and pages are not for it"
+            )
+            raise HarnessError(Code.BAD_OPTION, what, where="--endpoint", actual=", ".join(named) or None)
+        _refuse_without_client()
+        from harness.endpoint.run import check_endpoint
+
+        address = self._address()
+        if given.model is None and not given.requests():
+            given = replace(given, prompts=list(_DEFAULT_PROMPTS))
+        plan = given.plan(local_files_only=local_files_only)
+        result = check_endpoint(plan, address, lora=self.lora, num_again=self._again(), progress=report)
+        _print(result, form)
+        return STATUS[result.outcome]
+
+    def _address(self) -> "Address":
+        from harness.endpoint.address import Address
+
+        assert self.endpoint is not None
+        given = {"concurrency": self.concurrency, "timeout_s": self.request_timeout}
+        for option, value in (("--concurrency", self.concurrency), ("--request-timeout", self.request_timeout)):
+            if value is not None and not 0 < value < math.inf:
+                raise HarnessError(Code.BAD_OPTION, "it must be positive", where=option, actual=value)
+        known = {name: value for name, value in given.items() if value is not None}
+        return Address(url=self.endpoint, served_model=self.served_model, **known)  # type: ignore[arg-type]
+
+    def _again(self) -> int:
+        if self.again is not None and self.again < 0:
+            raise HarnessError(Code.BAD_OPTION, "it cannot be negative", where="--again", actual=self.again)
+        return 4 if self.again is None else self.again
+
+
+_DEFAULT_PROMPTS = ("hu rin pun | hu", "shau zen shu zei da dan | shau", "dei lou zo ge | dei lou", "vau win to | vau")
+"""For the embedded model, which recites."""
+
+
+def _refuse_without_client() -> None:
+    try:
+        import httpx  # noqa: F401
+    except ImportError as error:
+        raise HarnessError(
+            Code.BAD_OPTION,
+            f"the client needs a package that is not installed: {error.name}",
+            where="--endpoint",
+            hint="pip install 'inference-harness[serve]'",
+        ) from error
+
+
+def _print(result: "EndpointResult", form: opt.ReportFormat) -> None:
+    from harness.report.endpoint_json import endpoint_json
+    from harness.report.endpoint_text import endpoint_text
+
+    if form is opt.ReportFormat.JSON:
+        write_json(endpoint_json(result))
+        return
+    text = endpoint_text(result, width=shutil.get_terminal_size((100, 24)).columns)
+    write(f"```text\n{text}```" if form is opt.ReportFormat.MARKDOWN else text, end="")

@@ -1,0 +1,253 @@
+"""The job: probe a server, send the prompts in every way, run the truth along its tokens, judge."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.endpoint.address import Address
+from harness.endpoint.answer import Answer
+from harness.endpoint.client import Client
+from harness.endpoint.judge import Case, judge
+from harness.endpoint.names import TokenNames
+from harness.endpoint.probe import Probed, probe
+from harness.endpoint.schedules import Run, Sender, Sent, Way, continued
+from harness.endpoint.truth import Truth, Walk, walk_truth
+from harness.endpoint_results import EndpointResult, ScheduleResult
+from harness.errors import Code, HarnessError
+from harness.oracle.lora import add_adapter
+from harness.oracle.model import HFModel, load_model
+from harness.oracle.requests import Prompt, check_prompt
+from harness.plan import Plan
+from harness.results import Finding, TokenResult
+from harness.threads import suitable_threads
+
+Progress = Callable[[str, int, int], None]
+
+_PROBE_TOKENS = 16
+"""Tokens of the first prompt that the probe sends."""
+
+
+def check_endpoint(
+    plan: Plan,
+    address: Address,
+    *,
+    lora: Path | None = None,
+    num_again: int = 4,
+    progress: Progress | None = None,
+) -> EndpointResult:
+    """Check a server against HF.
+
+    Args:
+        plan: model, prompts, dtype of the server, and precision of the truth.
+        address: of the server.
+        lora: folder of an adapter that the server adds to the model; None for the model alone.
+        num_again: prompts that are sent again in other ways; 0 for none.
+        progress: told what is being done.
+
+    Raises:
+        HarnessError: the input cannot be used; the server is not there, or answers nothing that can be judged.
+    """
+    begin, report = time.perf_counter(), progress or (lambda _label, _done, _total: None)
+    report("model", 0, 1)
+    hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device, stays=lora is not None)
+    if lora is not None:
+        add_adapter(hf, lora)
+    for index, prompt in enumerate(plan.prompts):
+        check_prompt(hf, prompt, index)
+    asked = time.perf_counter()
+    probed, runs, num_retries, waited_s = asyncio.run(_ask(plan, address, num_again, report))
+    _refuse_silence(runs[0])
+    answered = time.perf_counter()
+    with suitable_threads(int(getattr(hf.config, "hidden_size", 0))):
+        eos = _eos_ids(hf)
+        truth = walk_truth(
+            hf,
+            _walks(plan.prompts, runs, eos),
+            num_top=1 + max((answer.num_top for run in runs for answer in run.answers.values()), default=0),
+            truth=plan.truth,
+            progress=lambda done, total: report("truth", done, total),
+        )
+    results = tuple(_judged(run, runs[0], plan.prompts, truth, eos) for run in runs)
+    end = time.perf_counter()
+    return EndpointResult(
+        url=address.url,
+        server=probed.server,
+        served_model=probed.dialect.model,
+        model=plan.model,
+        dtype=plan.dtype,
+        num_requests=len(plan.prompts),
+        capabilities=tuple(probed.capabilities),
+        runs=results,
+        server_s=answered - asked,
+        truth_s=end - answered,
+        all_s=end - begin,
+        notes=(*plan.notes, *_notes(probed, results, num_retries, waited_s)),
+    )
+
+
+async def _ask(plan: Plan, address: Address, num_again: int, report: Progress) -> tuple[Probed, list[Run], int, float]:
+    """Probe the server, and send all that it can take."""
+    report("probe", 0, 1)
+    names, prompts = TokenNames(plan.folder), list(enumerate(plan.prompts))
+    async with Client(address) as client:
+        first = plan.prompts[0].token_ids[:_PROBE_TOKENS]
+        probed = await probe(client, first, names, fallback_model=plan.model)
+        sender = Sender(client=client, dialect=probed.dialect, names=names, progress=report)
+        runs = [await sender.send(Way.TOGETHER, prompts)]
+        again = prompts[:num_again]
+        for way in _other_ways(probed) if again and runs[0].answers else ():
+            asked = again
+            if way is Way.CONTINUED:
+                asked = continued(plan.prompts, runs[0], range(len(again)))
+            elif way is Way.PROMPT:
+                asked = [(number, Prompt(token_ids=own.token_ids, max_new_tokens=1)) for number, own in again]
+            if asked:
+                runs.append(await sender.send(way, asked))
+        return probed, runs, client.num_retries, client.waited_s
+
+
+def _other_ways(probed: Probed) -> Iterator[Way]:
+    yield from (Way.REPEATED, Way.ALONE, Way.REVERSED)
+    if probed.dialect.takes_token_ids:
+        yield Way.CONTINUED
+    if probed.has("streaming"):
+        yield Way.STREAMED
+    if probed.has("prompt logprobs"):
+        yield Way.PROMPT
+
+
+def _refuse_silence(run: Run) -> None:
+    """Raise the first error where no request at all was answered."""
+    errors = [sent.result for sent in run.sent if isinstance(sent.result, HarnessError)]
+    if len(errors) == len(run.sent):
+        raise errors[0]
+
+
+def _eos_ids(hf: HFModel) -> frozenset[int]:
+    """Return the tokens that end a text, those of generation_config.json where it is there."""
+    from transformers import GenerationConfig
+
+    try:
+        own = GenerationConfig.from_pretrained(hf.folder, local_files_only=True).eos_token_id
+    except (OSError, ValueError):
+        own = None
+    own = getattr(hf.config, "eos_token_id", None) if own is None else own
+    return frozenset(own if isinstance(own, list) else [] if own is None else [own])
+
+
+def _walks(prompts: Sequence[Prompt], runs: Sequence[Run], eos: frozenset[int]) -> list[Walk]:
+    """Return the first run's tokens, and what all runs ask of the truth along them."""
+    walks = []
+    for number, prompt in enumerate(prompts):
+        first = runs[0].answers.get(number)
+        if first is None:  # nothing to walk along: what other runs say of it is not judged
+            walks.append(Walk(token_ids=prompt.token_ids, wanted={}))
+            continue
+        ids = (*prompt.token_ids, *first.token_ids)
+        wanted: dict[int, set[int]] = {}
+        for sent in (sent for run in runs for sent in run.sent if sent.request == number):
+            if isinstance(sent.result, Answer):
+                _want(wanted, ids, sent.prompt, sent.result)
+        if first.finish_reason == "stop":
+            wanted.setdefault(len(ids) - 1, set()).update(eos)
+        walks.append(Walk(token_ids=ids, wanted={at: frozenset(own) for at, own in sorted(wanted.items())}))
+    return walks
+
+
+def _want(wanted: dict[int, set[int]], walk: Sequence[int], prompt: Sequence[int], answer: Answer) -> None:
+    """Add the tokens whose probability is asked for, as far as an answer goes along the walk."""
+    for at, token_id in enumerate(answer.token_ids):
+        position = len(prompt) + at
+        own = wanted.setdefault(position - 1, set())
+        own.add(token_id)
+        if answer.logprobs is not None and at < len(answer.logprobs):
+            own.update(answer.logprobs[at])
+        if position >= len(walk) or walk[position] != token_id:
+            break
+    for position, given in enumerate(answer.prompt_logprobs or ()):
+        if position:
+            wanted.setdefault(position - 1, set()).update(given, [walk[position]])
+
+
+def _judged(run: Run, first: Run, prompts: Sequence[Prompt], truth: Truth, eos: frozenset[int]) -> ScheduleResult:
+    cases = [case for sent in run.sent if (case := _case(sent, first, prompts, truth, eos)) is not None]
+    judgement = judge(cases) if cases else None
+    failures = [_failure(sent.request, sent.result) for sent in run.sent if isinstance(sent.result, HarnessError)]
+    return ScheduleResult(
+        schedule=run.way.value,
+        num_requests=len(run.sent),
+        num_failed=len(failures),
+        num_tokens=sum(len(answer.token_ids) for answer in run.answers.values()),
+        tokens=judgement.tokens if judgement else TokenResult(),
+        logprobs=judgement.logprobs if judgement else (),
+        num_parted=judgement.num_parted if judgement else 0,
+        max_difference=None if run is first else _difference(run, first, prompts),
+        seconds=run.seconds,
+        findings=(*failures, *(judgement.findings if judgement else ())),
+    )
+
+
+def _case(sent: Sent, first: Run, prompts: Sequence[Prompt], truth: Truth, eos: frozenset[int]) -> Case | None:
+    walked = first.answers.get(sent.request)
+    if not isinstance(sent.result, Answer) or walked is None:
+        return None
+    num_before = len(sent.prompt) - len(prompts[sent.request].token_ids)
+    return Case(
+        request=sent.request,
+        prompt=sent.prompt,
+        answer=sent.result,
+        rows=truth[sent.request],
+        walked=walked.token_ids[num_before:],
+        asked_tokens=sent.max_tokens,
+        eos=eos,
+    )
+
+
+def _failure(number: int, error: HarnessError) -> Finding:
+    words = "" if error.actual is None else f": {error.actual}"
+    return Finding(code=error.code, message=f"{error.what}{words}", request=number)
+
+
+def _difference(run: Run, first: Run, prompts: Sequence[Prompt]) -> float | None:
+    """Return the largest difference of a log probability between two runs, over the tokens that they share."""
+    found = [
+        abs(value - theirs[token_id])
+        for sent in run.sent
+        for own, theirs in _shared(sent, first, prompts)
+        for token_id, value in own.items()
+        if token_id in theirs
+    ]
+    return max(found, default=None)
+
+
+def _shared(sent: Sent, first: Run, prompts: Sequence[Prompt]) -> Iterator[tuple[Any, Any]]:
+    answer, walked = sent.result, first.answers.get(sent.request)
+    if not isinstance(answer, Answer) or walked is None or answer.logprobs is None or walked.logprobs is None:
+        return
+    begin = len(sent.prompt) - len(prompts[sent.request].token_ids)
+    tokens = zip(answer.token_ids, walked.token_ids[begin:], strict=False)
+    for at, (own, theirs) in enumerate(tokens):
+        if max(at, at + begin) < len(walked.logprobs) and at < len(answer.logprobs):
+            yield answer.logprobs[at], walked.logprobs[begin + at]
+        if own != theirs:
+            return
+
+
+def _is_drawn(result: ScheduleResult) -> bool:
+    has_wrong_tokens = any(finding.code is Code.TOKENS_DIFFER for finding in result.findings)
+    return has_wrong_tokens and bool(result.logprobs) and all(own.is_sound for own in result.logprobs)
+
+
+def _notes(probed: Probed, results: Sequence[ScheduleResult], num_retries: int, waited_s: float) -> Iterator[str]:
+    if not probed.has("logprobs"):
+        yield "the server gives no log probabilities: tokens alone were judged, and a near-tie hides much"
+    elif not any(result.logprobs for result in results):
+        yield f"{Code.NOTHING_CHECKED}: no log probability could be judged"
+    if any(_is_drawn(result) for result in results):
+        yield "log probabilities are sound where tokens are not the likeliest: the server penalises or draws"
+    if num_retries:
+        yield f"{num_retries} requests were sent again, after {waited_s:.1f} s of waiting"

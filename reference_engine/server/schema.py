@@ -1,0 +1,149 @@
+"""Bodies of requests. A field that would change the answer and is not served is refused, never ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+
+from reference_engine.errors import RequestError
+from reference_engine.sampling import SamplingParams
+
+__all__ = ["ChatRequest", "CompletionRequest", "DetokenizeRequest", "StreamOptions", "TokenizeRequest"]
+
+MAX_LOGPROBS = 100
+"""Most likeliest tokens that a request may ask for, of each new token."""
+
+TokenIds = list[Annotated[int, Field(ge=0)]]
+
+
+class StreamOptions(BaseModel):
+    """What a stream has besides the tokens."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    """Whether a last event has the counts of tokens."""
+
+
+class _Request(BaseModel):
+    """What completions and chats share: OpenAI's fields, and below the line those that vLLM added."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    n: int = Field(default=1, ge=1, le=16)
+    seed: int | None = Field(default=None, ge=0)
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    user: str | None = None
+    presence_penalty: Literal[0] = 0
+    frequency_penalty: Literal[0] = 0
+    logit_bias: None = None
+
+    ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    return_token_ids: bool = False
+    """Whether answers have `prompt_token_ids` and `token_ids`."""
+    return_tokens_as_token_ids: bool = False
+    """Whether log probabilities name tokens `token_id:123`: two tokens may have the same text."""
+    stop_token_ids: TokenIds = Field(default_factory=list)
+    top_k: int = 0
+
+    _adapter: str | None = PrivateAttr(default=None)
+
+    @property
+    def adapter(self) -> str | None:
+        """The LoRA adapter that `model` names; the server says which are there."""
+        return self._adapter
+
+    def use_adapter(self, name: str | None) -> None:
+        """Compute the answer with an adapter."""
+        self._adapter = name
+
+    def sampling_params(self, *, max_new_tokens: int, num_logprobs: int | None, choice: int) -> SamplingParams:
+        """Return the engine's parameters for the choice of a number; raises RequestError."""
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=self.temperature,
+            top_k=max(0, self.top_k),  # -1 is vLLM's word for all
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            seed=None if self.seed is None else self.seed + choice,
+            num_logprobs=num_logprobs,
+            stop=self.stop or (),
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            adapter=self.adapter,
+        )
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the counts of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(_Request):
+    """The body of `POST /v1/completions`."""
+
+    prompt: str | TokenIds | list[str] | list[TokenIds]
+    max_tokens: int = Field(default=16, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0: nothing would be computed without echo")
+        if self.stream and self.echo:
+            raise ValueError("echo is not streamed")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one or several.
+
+        Raises:
+            RequestError: there is none.
+        """
+        prompt: Any = self.prompt
+        if not prompt:
+            raise RequestError("the prompt is empty", where="prompt", expected="text or token ids")
+        is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+        return [prompt] if is_one else prompt
+
+
+class ChatRequest(_Request):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to report of each new token; None: no log probabilities."""
+        return self.top_logprobs if self.logprobs else None
+
+
+class TokenizeRequest(BaseModel):
+    """The body of `POST /tokenize`."""
+
+    model: str | None = None
+    prompt: str
+
+
+class DetokenizeRequest(BaseModel):
+    """The body of `POST /detokenize`."""
+
+    model: str | None = None
+    tokens: TokenIds

@@ -1,0 +1,76 @@
+"""`harness serve`: one line on standard output, and every way it ends."""
+
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from harness.cli.serve import API_KEY
+
+from .conftest import listen_to_ctrl_c
+
+httpx = pytest.importorskip("httpx", reason="the extra `serve` is not installed")
+pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+
+
+@pytest.mark.parametrize(("end", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_it_serves_until_it_is_told_to_end(monkeypatch, end, status):
+    monkeypatch.setenv(API_KEY, "only-from-the-environment")
+    command = [
+        sys.executable,
+        "-c",
+        "from harness.cli import main; main()",
+        "serve",
+        "--port",
+        "0",
+        "--dtype",
+        "float32",
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen_to_ctrl_c
+    )
+    try:
+        url = process.stdout.readline().strip()
+        assert url.startswith("http://127.0.0.1:"), process.stderr.read()
+        with httpx.Client(base_url=url, timeout=30) as client:
+            body = {"prompt": "hu rin pun | hu", "max_tokens": 2, "temperature": 0}
+            assert client.post("/v1/completions", json=body).status_code == 401
+            headers = {"authorization": "Bearer only-from-the-environment"}
+            answer = client.post("/v1/completions", json=body, headers=headers).json()
+            assert answer["choices"][0]["text"] == " rin pun"
+            assert answer["model"] == "qwen3-tiny"
+    finally:
+        process.send_signal(end)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (status, "")
+    assert "Traceback" not in err
+    assert "only-from-the-environment" not in err
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(harness):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        ran = harness("serve", "--port", other.getsockname()[1], "--model", "/not/there")
+    assert ran.status == 2
+    assert ran.err.startswith("H013: the address cannot be listened at: ")
+    assert "--port 0" in ran.err
+
+
+def test_a_missing_package_is_named(harness, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    ran = harness("serve", "--port", 0)
+    assert ran.status == 2
+    assert "pip install 'inference-harness[serve]'" in ran.err
+
+
+def test_a_model_that_the_engine_cannot_serve_is_refused(harness, tmp_path):
+    ran = harness("serve", "--port", 0, "--model", tmp_path)
+    assert (ran.status, ran.err[:4]) == (2, "H001")
+
+
+@pytest.mark.parametrize("option", ["folder", "=folder", "name="])
+def test_an_adapter_has_a_name_and_a_folder(harness, option):
+    ran = harness("serve", "--port", 0, "--lora", option)
+    assert ran.status == 2
+    assert "an adapter is NAME=FOLDER" in ran.err
