@@ -76,6 +76,8 @@ class Code(StrEnum):
     SLOT_WRITTEN_TWICE = "H053"
     # Adapters
     BAD_MODULE_TABLE = "H055"
+    ENGINE_NOT_INSTALLED = "H120"
+    ENGINE_VERSION = "H121"
     # Profiles
     ENGINE_HAS_NO_STEPS = "H060"
     PHASE_WITHOUT_STEP = "H061"

@@ -152,13 +152,16 @@ def open_engine(
     return engine
 
 
+_OURS = ("harness.engines.reference:", "harness.engines.hf:")
+
+
 def is_foreign(name: str) -> bool:
-    """Return whether another package provides the engine of that name.
+    """Return whether the engine of that name is another package's code, whoever has written its adapter.
 
     Raises:
         HarnessError: UNKNOWN_ENGINE.
     """
-    return not engine_module(name).startswith("harness.")
+    return not _entry(name).value.startswith(_OURS)
 
 
 def engine_module(name: str) -> str:

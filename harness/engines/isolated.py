@@ -9,6 +9,7 @@ from harness.engines.adapter import Offer
 from harness.engines.process import EngineProcess
 from harness.engines.record import RunDescription
 from harness.recording.writer import discard_unfinished
+from harness.taps import Graph
 
 DEFAULT_TIMEOUT_S = 3600.0
 """Longest time for opening an engine, and for each schedule, where nobody says another."""
@@ -21,6 +22,16 @@ class IsolatedEngine:
         """Use `isolated_engine`."""
         self._process, self._key, self._timeout_s = process, name, timeout_s
         self.name, self.offer = str(answer["name"]), Offer(**answer["offer"])
+
+    def match_taps(self, graph: Graph) -> None:
+        """Tell the engine the model's graph, where it wants to know; see `TapMatcher`.
+
+        Raises:
+            HarnessError: as `record`.
+        """
+        job = {"engine": self._key, "match": graph.to_json()}
+        answer = self._process.ask(job, doing="matching taps", timeout_s=self._timeout_s)
+        self.offer = Offer(**answer["offer"])
 
     def record(self, run: RunDescription) -> None:
         """Run the engine and record it; nothing is left of a run that fails.

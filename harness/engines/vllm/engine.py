@@ -1,0 +1,132 @@
+"""vLLM under test: its own scheduler, model runner, kernels and cache, in this process."""
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vllm import EngineArgs, SamplingParams
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from harness.engines.adapter import Offer, Workload
+from harness.engines.vllm.options import base_arguments
+from harness.engines.vllm.steps import StepWatcher
+from harness.errors import Code, HarnessError
+from harness.recording import RecordingWriter, RequestInfo
+from harness.taps import Graph
+
+SCHEDULES = ("plain", "chunked", "batched", "mixed", "prefix-hit", "preempted")
+_PROBE_TOKENS = 64
+"""Longest request of the engine that is opened to see whether vLLM takes the model."""
+
+
+class VllmEngine:
+    """Adapter of `vllm.v1.engine.llm_engine.LLMEngine`."""
+
+    name = "vllm"
+
+    def __init__(self, *, folder: Path, dtype: str, options: Mapping[str, Any]) -> None:
+        """Start vLLM once.
+
+        Raises:
+            HarnessError: ENGINE_CANNOT_SERVE, with what vLLM says.
+        """
+        self._folder, self._arguments = folder, {**base_arguments(folder, dtype), **options}
+        self._options = options
+        self._graph: Graph | None = None
+        with self._opened({"max_model_len": _PROBE_TOKENS, "max_num_seqs": 1}) as engine:
+            config = engine.vllm_config
+            self._block_size = int(config.cache_config.block_size)
+            self._num_groups = len(_runner(engine).kv_cache_config.kv_cache_groups)
+            is_quantized = config.cache_config.cache_dtype not in ("auto", dtype)
+        self.offer = Offer(schedules=SCHEDULES, keeps_cache=not is_quantized)
+
+    def match_taps(self, graph: Graph) -> None:
+        """See `TapMatcher`; which of them vLLM's modules show is found at each run, in the loaded model."""
+        self._graph = graph
+
+    def run(self, workload: Workload, writer: RecordingWriter) -> None:
+        """Run the workload on a fresh engine; see `Engine.run`."""
+        if self._graph is None:
+            raise HarnessError(Code.ENGINE_FAILED, "the engine was not told the model's graph", where=self.name)
+        requests = [*workload.requests, *workload.copies]
+        groups = [requests] if workload.schedule.is_batched else [[request] for request in requests]
+        with self._opened(self._limits(workload)) as engine:
+            reads_back = self.offer.keeps_cache
+            with StepWatcher(_runner(engine), self._graph, requests, writer, reads_back=reads_back) as watcher:
+                self.offer = replace(self.offer, lacking=watcher.lacking)
+                for group in groups:
+                    _drive(engine, group)
+
+    @contextmanager
+    def _opened(self, limits: Mapping[str, Any]) -> Iterator[Any]:
+        """Open an engine for the block; explicit options win over limits."""
+        arguments = {**self._arguments, **limits, **self._options}
+        engine = None
+        try:
+            with _refusing(self._folder):
+                engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
+            yield engine
+        finally:
+            if engine is not None:
+                engine.engine_core.shutdown()
+                del engine
+            gc.collect()
+            cleanup_dist_env_and_memory()
+
+    def _limits(self, workload: Workload) -> dict[str, Any]:
+        """Translate the schedule into vLLM's own limits."""
+        schedule, requests = workload.schedule, [*workload.requests, *workload.copies]
+        num_tokens = sum(len(request.token_ids) + 1 for request in requests)
+        limits: dict[str, Any] = {
+            "max_model_len": max(len(request.token_ids) + 1 for request in requests),
+            "max_num_seqs": len(requests) if schedule.is_batched else 1,
+            "max_num_batched_tokens": num_tokens,
+            "enable_prefix_caching": schedule.trigger == "prefix_hit",
+            "num_gpu_blocks_override": 1 + sum(self._num_blocks(len(request.token_ids) + 1) for request in requests),
+        }
+        if schedule.chunk_size is not None:  # a lone prompt may use all of the budget: the budget is the chunk
+            name = "long_prefill_token_threshold" if schedule.is_batched else "max_num_batched_tokens"
+            limits[name] = schedule.chunk_size
+        if schedule.trigger == "preempted":  # the prompts fit, and the longest request, but not all that follows them
+            prompts = sum(self._num_blocks(request.prompt_length) for request in requests)
+            limits["num_gpu_blocks_override"] = 1 + max(prompts, self._num_blocks(limits["max_model_len"]))
+        return limits
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        """Return the blocks of a request: some in each group of layers (all of them; those with a window; ...)."""
+        return self._num_groups * -(-num_tokens // self._block_size)
+
+
+def _runner(engine: Any) -> Any:
+    return engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+@contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
+    """Say of what vLLM refuses that the engine cannot serve it."""
+    try:
+        yield
+    except Exception as error:  # ValueError, pydantic's, RuntimeError, OSError, ...: vLLM has no error of its own
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        raise HarnessError(
+            Code.ENGINE_CANNOT_SERVE,
+            f"vLLM does not open the model: {' '.join(lines[:4])}",
+            where=folder,
+            hint="give vLLM what it asks for as --engine-option NAME=VALUE, or another model",
+        ) from error
+
+
+def _drive(engine: Any, requests: Sequence[RequestInfo]) -> None:
+    """Run requests to their end: past every end-of-sequence token, greedily."""
+    for request in requests:
+        num_new = len(request.token_ids) - request.prompt_length + 1
+        params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True, detokenize=False)
+        engine.add_request(
+            str(request.id), {"prompt_token_ids": list(request.token_ids[: request.prompt_length])}, params
+        )
+    while engine.has_unfinished_requests():
+        engine.step()
