@@ -26,6 +26,7 @@ def check(
     engine_option: opt.EngineOption = None,
     isolate: opt.Isolate = None,
     engine_timeout: opt.EngineTimeout = None,
+    engine_python: opt.EnginePython = None,
     dtype: opt.Dtypes = None,
     device: opt.Device = None,
     truth: opt.TruthChoice = None,
@@ -79,6 +80,7 @@ def check(
             only=only,
             isolate=isolate,
             engine_timeout_s=engine_timeout,
+            engine_python=engine_python,
         )
         with (
             nullcontext(given.plan(local_files_only=local_files_only))

@@ -79,14 +79,17 @@ class _Worker:
         if isinstance(engine, TapMatcher):
             engine.match_taps(Graph.from_json(graph))
 
-    def _open(self, name: str, folder: str, dtype: str, device: str, options: dict[str, str]) -> None:
-        self._engine = open_engine(name, Path(folder), dtype=dtype, device=device, options=options)
+    def _open(
+        self, name: str, folder: str, dtype: str, device: str, options: dict[str, str], adapter: str | None
+    ) -> None:
+        path = Path(folder)
+        self._engine = open_engine(name, path, dtype=dtype, device=device, options=options, adapter=adapter)
 
     def _run(self, description: Mapping[str, Any]) -> None:
         from harness.engines.record import RunDescription, record
 
         assert self._engine is not None
-        record(self._engine, RunDescription.model_validate(description))
+        record(self._engine, RunDescription.from_json(description))
 
 
 def _as_json(error: HarnessError) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from harness.cli.main import build_app, wants_json
 
 WORKLOAD = ["--dtype", "--device", "--truth", "--prompt", "--prompt-file", "--token-ids", "--max-new-tokens"]
 OPTIONS = {
-    "check": ["--model", "--engine", "--engine-option", "--isolate", "--engine-timeout", *WORKLOAD,
-              "--schedule", "--only", "--case", "--out", "--fault", "--profile", "--local-files-only", "--format"],
+    "check": ["--model", "--engine", "--engine-option", "--isolate", "--engine-timeout", "--engine-python", *WORKLOAD,
+              "--schedule", "--taps", "--case", "--out", "--fault", "--profile", "--local-files-only", "--format"],
     "golden": ["--model", *WORKLOAD, "--case", "--out", "--local-files-only", "--format"],
-    "run": ["--out", "--golden", "--model", "--engine", "--engine-option", "--isolate", "--engine-timeout", *WORKLOAD,
-            "--schedule", "--case", "--local-files-only", "--format"],
+    "run": ["--out", "--golden", "--model", "--engine", "--engine-option", "--isolate", "--engine-timeout",
+            "--engine-python", *WORKLOAD, "--schedule", "--case", "--local-files-only", "--format"],
     "diff": ["expected", "actual", "--model", "--device", "--truth", "--taps", "--lacking", "--require",
              "--local-files-only", "--format"],
     "inspect": ["path", "--format"],

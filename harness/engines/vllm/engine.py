@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import vllm
+from pydantic import ValidationError
 from vllm import EngineArgs, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -27,6 +29,7 @@ class VllmEngine:
     """Adapter of `vllm.v1.engine.llm_engine.LLMEngine`."""
 
     name = "vllm"
+    environment: Mapping[str, str] = {"vllm": vllm.__version__}
 
     def __init__(self, *, folder: Path, dtype: str, options: Mapping[str, Any]) -> None:
         """Start vLLM once.
@@ -111,10 +114,10 @@ def _refusing(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # ValueError, pydantic's, RuntimeError, OSError, ...: vLLM has no error of its own
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error) or type(error).__name__
         raise HarnessError(
             Code.ENGINE_CANNOT_SERVE,
-            f"vLLM does not open the model: {' '.join(lines[:4])}",
+            f"vLLM does not open the model: {' '.join(said.split()[:60])}",
             where=folder,
             hint="give vLLM what it asks for as --engine-option NAME=VALUE, or another model",
         ) from error

@@ -88,13 +88,7 @@ class StepWatcher:
         request = [key for key, start, stop in zip(ids, starts, starts[1:], strict=False) for _ in range(start, stop)]
         position = given["positions"].reshape(-1)[:num_rows].tolist()
         last = [stop - 1 for stop in starts[1:]]
-        tables = {
-            name: {
-                key: table[: -(-(position[row] + 1) // self._block_size)]
-                for key, row, table in zip(ids, last, layer.block_table.tolist(), strict=False)
-            }
-            for name, layer in metadata.items()
-        }
+        tables = self._block_tables(ids, [position[row] + 1 for row in last])
         sampled = [row for row in last if position[row] >= self._requests[request[row]].prompt_length - 1]
         rows = StepRows(
             phase=self._phase(request, position),
@@ -114,9 +108,16 @@ class StepWatcher:
         ]
         return _Step(rows=rows, last_rows=last, finished=finished, block_tables=tables)
 
-    @property
-    def _block_size(self) -> int:
-        return int(self._runner.cache_config.block_size)
+    def _block_tables(self, ids: Sequence[int], num_tokens: Sequence[int]) -> dict[str, dict[int, list[int]]]:
+        """Return the tables as the runner keeps them: what the attention kernel is given may be another."""
+        size = int(self._runner.cache_config.block_size)
+        tables: dict[str, dict[int, list[int]]] = {}
+        groups = self._runner.kv_cache_config.kv_cache_groups
+        for group, table in zip(groups, self._runner.input_batch.block_table.block_tables, strict=True):
+            rows = table.get_numpy_array()[: len(ids)].tolist()
+            own = {key: row[: -(-count // size)] for key, row, count in zip(ids, rows, num_tokens, strict=True)}
+            tables |= dict.fromkeys(group.layer_names, own)
+        return tables
 
     def _phase(self, request: Sequence[int], position: Sequence[int]) -> str:
         """Return the step's phase; a lone row behind a prompt is decode, several (computed again) are prefill."""
