@@ -32,7 +32,7 @@ class VllmEngine:
     environment: Mapping[str, str] = {"vllm": vllm.__version__}
 
     def __init__(self, *, folder: Path, dtype: str, options: Mapping[str, Any]) -> None:
-        """Start vLLM once.
+        """Start vLLM once, and let it compute a token.
 
         Raises:
             HarnessError: ENGINE_CANNOT_SERVE, with what vLLM says.
@@ -40,7 +40,9 @@ class VllmEngine:
         self._folder, self._arguments = folder, {**base_arguments(folder, dtype), **options}
         self._options = options
         self._graph: Graph | None = None
-        with self._opened({"max_model_len": _PROBE_TOKENS, "max_num_seqs": 1}) as engine:
+        with self._opened({"max_model_len": _PROBE_TOKENS, "max_num_seqs": 1}) as engine, _refusing(folder):
+            _add(engine, 0, [0], 1)
+            engine.step()  # some models are refused only here
             config = engine.vllm_config
             self._block_size = int(config.cache_config.block_size)
             self._num_groups = len(_runner(engine).kv_cache_config.kv_cache_groups)
@@ -117,19 +119,22 @@ def _refusing(folder: Path) -> Iterator[None]:
         said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error) or type(error).__name__
         raise HarnessError(
             Code.ENGINE_CANNOT_SERVE,
-            f"vLLM does not open the model: {' '.join(said.split()[:60])}",
+            f"vLLM cannot run the model: {' '.join(said.split()[:60])}",
             where=folder,
             hint="give vLLM what it asks for as --engine-option NAME=VALUE, or another model",
         ) from error
 
 
 def _drive(engine: Any, requests: Sequence[RequestInfo]) -> None:
-    """Run requests to their end: past every end-of-sequence token, greedily."""
+    """Run requests to their end."""
     for request in requests:
-        num_new = len(request.token_ids) - request.prompt_length + 1
-        params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True, detokenize=False)
-        engine.add_request(
-            str(request.id), {"prompt_token_ids": list(request.token_ids[: request.prompt_length])}, params
-        )
+        prompt, num_new = request.token_ids[: request.prompt_length], len(request.token_ids) - request.prompt_length + 1
+        _add(engine, request.id, prompt, num_new)
     while engine.has_unfinished_requests():
         engine.step()
+
+
+def _add(engine: Any, key: int, prompt: Sequence[int], num_new: int) -> None:
+    """Add a request that is continued greedily, and past every end-of-sequence token."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True, detokenize=False)
+    engine.add_request(str(key), {"prompt_token_ids": list(prompt)}, params)
