@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any, Self
 
 import torch
+from torch import nn
 from vllm.forward_context import get_forward_context
 
 from harness.engines.torch_modules import CacheLayout, ModuleRecorder, StepRows
 from harness.engines.vllm.table import find_table
 from harness.recording import RecordingWriter, RequestInfo
-from harness.taps import Graph
+from harness.taps import Graph, site_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,9 @@ class StepWatcher:
         self._requests = {request.id: request for request in requests}
         model = runner.get_model()
         self._recorder = ModuleRecorder(model, find_table(model, graph))
-        self.lacking = self._recorder.lacking(graph)
+        self._routers = _routers(model, graph)
+        shown = {site_of(tap) for tap in self._routers}
+        self.lacking = tuple(site for site in self._recorder.lacking(graph) if site not in shown)
         self._caches = _Caches(runner, graph) if reads_back else None
         self._step: _Step | None = None
         self._stack = ExitStack()
@@ -75,7 +78,10 @@ class StepWatcher:
     def _begin(self, _model: Any, _args: Any, given: Mapping[str, Any]) -> None:
         step = self._read_step(given)
         self._step = step
-        step.resources.enter_context(self._recorder.step(self._writer, step.rows))
+        recorder = step.resources.enter_context(self._recorder.step(self._writer, step.rows))
+        for tap, router in self._routers.items():
+            router.set_capture_fn(partial(recorder.tap, tap))
+            step.resources.callback(router.set_capture_fn, None)
 
     def _read_step(self, given: Mapping[str, Any]) -> _Step:
         """Return what the step computes, from vLLM's metadata of it and the batch's requests."""
@@ -154,6 +160,13 @@ class StepWatcher:
         for tap, _first, rows in taps:
             self._writer.tap(tap, rows)
         self._writer.end_step()
+
+
+def _routers(model: nn.Module, graph: Graph) -> dict[str, Any]:
+    """Return the routers of a mixture of experts by the tap of their choice, which vLLM shows to a function."""
+    routers = ((path, getattr(module, "router", None)) for path, module in model.named_modules())
+    taps = ((f"{path.rpartition('.')[0]}.gate.topk", router) for path, router in routers)
+    return {tap: router for tap, router in taps if tap in graph and hasattr(router, "set_capture_fn")}
 
 
 class _Caches:
