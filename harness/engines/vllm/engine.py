@@ -15,6 +15,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from harness.engines.adapter import Offer, Workload
 from harness.engines.vllm.options import base_arguments
+from harness.engines.vllm.session import VllmSession
 from harness.engines.vllm.steps import StepWatcher
 from harness.errors import Code, HarnessError
 from harness.recording import RecordingWriter, RequestInfo
@@ -65,6 +66,11 @@ class VllmEngine:
                 self.offer = replace(self.offer, lacking=watcher.lacking)
                 for group in groups:
                     _drive(engine, group)
+
+    def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> VllmSession:
+        """See `Steppable.open_session`; explicit options win. No request finds another's tokens in the cache."""
+        limits = {"max_num_batched_tokens": max_num_tokens, "max_num_seqs": max_num_seqs}
+        return VllmSession(self._opened({**limits, "enable_prefix_caching": False}), _runner)
 
     @contextmanager
     def _opened(self, limits: Mapping[str, Any]) -> Iterator[Any]:
