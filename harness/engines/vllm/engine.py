@@ -15,13 +15,14 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from harness.engines.adapter import Offer, Workload
 from harness.engines.vllm.options import base_arguments
+from harness.engines.vllm.ranks import EXTENSION, recorded_ranks
 from harness.engines.vllm.session import VllmSession
 from harness.engines.vllm.steps import StepWatcher
 from harness.errors import Code, HarnessError
 from harness.recording import RecordingWriter, RequestInfo
 from harness.taps import Graph
 
-SCHEDULES = ("plain", "chunked", "batched", "mixed", "prefix-hit", "preempted")
+SCHEDULES = ("plain", "chunked", "batched", "mixed", "prefix-hit", "preempted", "tensor-parallel")
 _PROBE_TOKENS = 64
 """Longest request of the engine that is opened to see whether vLLM takes the model."""
 
@@ -42,7 +43,7 @@ class VllmEngine:
         self._options = options
         self._graph: Graph | None = None
         with self._opened({"max_model_len": _PROBE_TOKENS, "max_num_seqs": 1}) as engine, _refusing(folder):
-            _add(engine, 0, [0], 1)
+            _add(engine, 0, [0] * (_PROBE_TOKENS // 2), 1)
             engine.step()  # some models are refused only here
             config = engine.vllm_config
             self._block_size = int(config.cache_config.block_size)
@@ -60,12 +61,27 @@ class VllmEngine:
             raise HarnessError(Code.ENGINE_FAILED, "the engine was not told the model's graph", where=self.name)
         requests = [*workload.requests, *workload.copies]
         groups = [requests] if workload.schedule.is_batched else [[request] for request in requests]
-        with self._opened(self._limits(workload)) as engine:
-            reads_back = self.offer.keeps_cache
-            with StepWatcher(_runner(engine), self._graph, requests, writer, reads_back=reads_back) as watcher:
-                self.offer = replace(self.offer, lacking=watcher.lacking)
-                for group in groups:
-                    _drive(engine, group)
+        with (
+            self._opened(self._limits(workload)) as engine,
+            self._recorded(engine, workload, requests, writer) as lacking,
+        ):
+            self.offer = replace(self.offer, lacking=lacking)
+            for group in groups:
+                _drive(engine, group)
+
+    @contextmanager
+    def _recorded(
+        self, engine: Any, workload: Workload, requests: Sequence[RequestInfo], writer: RecordingWriter
+    ) -> Iterator[tuple[str, ...]]:
+        """Record what the block does; yield what vLLM's modules do not show."""
+        assert self._graph is not None
+        if workload.schedule.num_ranks > 1:
+            with recorded_ranks(engine, self._graph, requests, writer) as lacking:
+                yield lacking
+            return
+        reads_back = self.offer.keeps_cache
+        with StepWatcher(_runner(engine), self._graph, requests, writer, reads_back=reads_back) as watcher:
+            yield watcher.lacking
 
     def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> VllmSession:
         """See `Steppable.open_session`; explicit options win. No request finds another's tokens in the cache."""
@@ -102,6 +118,9 @@ class VllmEngine:
         if schedule.chunk_size is not None:  # a lone prompt may use all of the budget: the budget is the chunk
             name = "long_prefill_token_threshold" if schedule.is_batched else "max_num_batched_tokens"
             limits[name] = schedule.chunk_size
+        if schedule.num_ranks > 1:
+            limits |= {"tensor_parallel_size": schedule.num_ranks, "worker_extension_cls": EXTENSION}
+            limits["distributed_executor_backend"] = "mp"
         if schedule.trigger == "preempted":  # the prompts fit, and the longest request, but not all that follows them
             prompts = sum(self._num_blocks(request.prompt_length) for request in requests)
             limits["num_gpu_blocks_override"] = 1 + max(prompts, self._num_blocks(limits["max_model_len"]))
