@@ -74,7 +74,7 @@ class Case(BaseModel):
     require: list[Trigger] = []
     """Triggers that the case as it is written reaches, and must go on reaching."""
     requests: Annotated[list[RequestSpec], Field(min_length=1)]
-    only: Literal["tokens", "logits"] | None = None
+    only: Literal["all", "cache", "logits", "tokens"] | None = None
     """All that the engine must show; None: every tap that it does not declare lacking."""
     isolate: bool | None = None
     """Whether the engine runs in a process of its own; None: if another package provides it, or it has a time limit."""

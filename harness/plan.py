@@ -40,11 +40,14 @@ class Plan:
     profile: ProfileSection | None = None
     """How the engine is profiled after the check; None leaves that open."""
     only: str | None = None
-    """`tokens` or `logits`: all that the engine must show; None: every tap that it does not declare lacking."""
+    """What the engine must show: `cache` (with the logits), `logits` or `tokens`; None or `all`: every tap that it does
+    not declare lacking."""
     isolate: bool | None = None
     """Whether the engine runs in a process of its own; None: if another package provides it, or it has a time limit."""
     engine_timeout_s: float | None = None
     """Longest time for opening the engine, and for each schedule."""
+    engine_python: Path | None = None
+    """Interpreter of the environment that the engine is installed in; None for this one."""
 
     @property
     def isolates_engine(self) -> bool:
@@ -55,6 +58,8 @@ class Plan:
         """
         if self.subject is not None:
             return False
+        if self.engine_python is not None:
+            return True
         if self.isolate is not None:
             return self.isolate
         return self.engine_timeout_s is not None or is_foreign(self.engine)
@@ -76,6 +81,7 @@ def plan_request(
     only: str | None = None,
     isolate: bool | None = None,
     engine_timeout_s: float | None = None,
+    engine_python: Path | None = None,
     local_files_only: bool = True,
 ) -> Plan:
     """Resolve a case, or the embedded default, with what is given in the place of its own.
@@ -92,9 +98,10 @@ def plan_request(
         requests: texts or token ids; empty for the case's own.
         max_new_tokens: tokens to generate for each request.
         schedules: `plain`, `chunked:5`, ...; empty for the case's own.
-        only: `tokens` or `logits`: all that the engine must show.
+        only: `all`, `cache`, `logits` or `tokens`: what the engine must show.
         isolate: whether the engine runs in a process of its own; None to leave it to `Plan.isolates_engine`.
         engine_timeout_s: longest time for opening the engine, and for each schedule.
+        engine_python: interpreter of the environment that the engine is installed in.
         local_files_only: never ask the hub.
 
     Raises:
@@ -123,7 +130,11 @@ def plan_request(
         isolate=isolate,
         engine_timeout_s=engine_timeout_s,
     )
-    plan = replace(plan_case(chosen, local_files_only=local_files_only), subject=subject)
+    if engine_python is not None and isolate is False:
+        what = "an engine in another environment has a process of its own"
+        raise HarnessError(Code.BAD_OPTION, what, where="--engine-python", hint="leave out --no-isolate")
+    plan = plan_case(chosen, local_files_only=local_files_only)
+    plan = replace(plan, subject=subject, engine_python=engine_python)
     dropped = [trigger for trigger in base.require if trigger not in chosen.require]
     if not dropped:
         return plan

@@ -27,6 +27,7 @@ def check(
     engine_option: opt.EngineOption = None,
     isolate: opt.Isolate = None,
     engine_timeout: opt.EngineTimeout = None,
+    engine_python: opt.EnginePython = None,
     dtype: opt.Dtypes = None,
     device: opt.Device = None,
     truth: opt.TruthChoice = None,
@@ -89,6 +90,7 @@ def check(
             only=only,
             isolate=isolate,
             engine_timeout_s=engine_timeout,
+            engine_python=engine_python,
         )
         if server.is_given:
             return server.check(given, [out, fault, profile or None], local_files_only, format, report)

@@ -39,11 +39,13 @@ class Truth(StrEnum):
     FLOAT32 = "float32"
 
 
-class OnlyThis(StrEnum):
-    """What an engine must show where it is not all of its taps."""
+class TapPreset(StrEnum):
+    """What an engine must show."""
 
-    TOKENS = "tokens"
+    ALL = "all"
+    CACHE = "cache"
     LOGITS = "logits"
+    TOKENS = "tokens"
 
 
 Model = Annotated[
@@ -64,8 +66,13 @@ EngineOption = Annotated[
     ),
 ]
 Only = Annotated[
-    OnlyThis | None,
-    typer.Option("--only", help="All that the engine must show. [default: every tap that it does not declare lacking]"),
+    TapPreset | None,
+    typer.Option(
+        "--taps",
+        "--only",
+        help="What the engine must show: all taps that it does not declare lacking, its cache and logits, its logits, "
+        "or its tokens alone. [default: all]",
+    ),
 ]
 Isolate = Annotated[
     bool | None,
@@ -79,6 +86,14 @@ EngineTimeout = Annotated[
     typer.Option(
         metavar="SECONDS",
         help="Longest time for opening the engine, and for each schedule, in a process of its own. [default: 3600]",
+    ),
+]
+EnginePython = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        help="Python of the environment that the engine is installed in; it needs numpy, and nothing else of ours. "
+        "[default: this one]",
     ),
 ]
 Dtype = Annotated[
@@ -171,9 +186,10 @@ class Given:
     token_ids: list[str] | None = None
     max_new_tokens: int | None = None
     schedules: list[str] | None = None
-    only: OnlyThis | None = None
+    only: TapPreset | None = None
     isolate: bool | None = None
     engine_timeout_s: float | None = None
+    engine_python: Path | None = None
 
     def plan(self, *, local_files_only: bool) -> "Plan":
         """Return the plan: the case, or the embedded default, with what was given in place of its own.
@@ -198,6 +214,7 @@ class Given:
             only=self.only,
             isolate=self.isolate,
             engine_timeout_s=self._positive_timeout(),
+            engine_python=self.engine_python,
         )
 
     def requests(self) -> list[RequestSpec]:

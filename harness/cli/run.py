@@ -29,6 +29,7 @@ def run(
     engine_option: opt.EngineOption = None,
     isolate: opt.Isolate = None,
     engine_timeout: opt.EngineTimeout = None,
+    engine_python: opt.EnginePython = None,
     dtype: opt.Dtype = None,
     device: opt.Device = None,
     truth: opt.TruthChoice = None,
@@ -61,6 +62,7 @@ def run(
         schedules=[schedule],
         isolate=isolate,
         engine_timeout_s=engine_timeout,
+        engine_python=engine_python,
     )
     with progress_bar() as report:
         report("loading libraries", 0, 1)
@@ -123,7 +125,7 @@ def _planned_by_golden(
 
     said_by_golden = replace(
         given, model=None, engine=None, engine_options=None, device=None, schedules=None, isolate=None,
-        engine_timeout_s=None,
+        engine_timeout_s=None, engine_python=None,
     )  # fmt: skip
     if said_by_golden != opt.Given():
         names = "--dtype, --prompt, --prompt-file, --token-ids, --max-new-tokens and --case"
@@ -145,5 +147,6 @@ def _planned_by_golden(
         engine_options=opt.parse_engine_options(given.engine_options),
         isolate=given.isolate,
         engine_timeout_s=given.engine_timeout_s,
+        engine_python=given.engine_python,
     )
     return plan, manifest.requests, graph

@@ -136,29 +136,52 @@ def engine_names() -> list[str]:
     return sorted({entry.name for entry in entry_points(group=GROUP)})
 
 
+def own_adapter(name: str) -> str | None:
+    """Return where the harness's own adapter of that name is (`module:function`); None for another package's."""
+    ours = (entry.value for entry in entry_points(group=GROUP) if entry.name == name)
+    return next((value for value in ours if value.startswith("harness.")), None)
+
+
 def open_engine(
-    name: str, folder: Path, *, dtype: str, device: str, options: Mapping[str, str] | None = None
+    name: str,
+    folder: Path,
+    *,
+    dtype: str,
+    device: str,
+    options: Mapping[str, str] | None = None,
+    adapter: str | None = None,
 ) -> Engine:
     """Open the engine of that name on a checkpoint.
+
+    Args:
+        name: of the engine.
+        folder: of the checkpoint.
+        dtype: of the engine.
+        device: of the engine.
+        options: of the engine.
+        adapter: where the function is that opens it, in an environment whose entry points do not know it.
 
     Raises:
         HarnessError: UNKNOWN_ENGINE, with the names there are; ENGINE_FAILED where it cannot be imported or opened;
             or what the engine's own opening raises.
     """
-    opener = _load(_entry(name))
+    opener = _load(_entry(name) if adapter is None else EntryPoint(name, adapter, GROUP))
     with blaming(name):
         engine = opener(folder, dtype=dtype, device=device, options=dict(options or {}))
         check_engine(name, engine)
     return engine
 
 
+_OURS = ("harness.engines.reference:", "harness.engines.hf:")
+
+
 def is_foreign(name: str) -> bool:
-    """Return whether another package provides the engine of that name.
+    """Return whether the engine of that name is another package's code, whoever has written its adapter.
 
     Raises:
         HarnessError: UNKNOWN_ENGINE.
     """
-    return not engine_module(name).startswith("harness.")
+    return not _entry(name).value.startswith(_OURS)
 
 
 def engine_module(name: str) -> str:

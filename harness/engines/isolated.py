@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness.engines.adapter import Offer
+from harness.engines.adapter import Offer, own_adapter
 from harness.engines.process import EngineProcess
 from harness.engines.record import RunDescription
 from harness.recording.writer import discard_unfinished
+from harness.taps import Graph
 
 DEFAULT_TIMEOUT_S = 3600.0
 """Longest time for opening an engine, and for each schedule, where nobody says another."""
@@ -22,6 +23,16 @@ class IsolatedEngine:
         self._process, self._key, self._timeout_s = process, name, timeout_s
         self.name, self.offer = str(answer["name"]), Offer(**answer["offer"])
 
+    def match_taps(self, graph: Graph) -> None:
+        """Tell the engine the model's graph, where it wants to know; see `TapMatcher`.
+
+        Raises:
+            HarnessError: as `record`.
+        """
+        job = {"engine": self._key, "match": graph.to_json()}
+        answer = self._process.ask(job, doing="matching taps", timeout_s=self._timeout_s)
+        self.offer = Offer(**answer["offer"])
+
     def record(self, run: RunDescription) -> None:
         """Run the engine and record it; nothing is left of a run that fails.
 
@@ -29,7 +40,7 @@ class IsolatedEngine:
             HarnessError: ENGINE_FAILED, ENGINE_TIMED_OUT, or what the engine or the recorder raises.
         """
         existed = run.folder.exists()
-        job = {"engine": self._key, "run": run.model_dump(mode="json")}
+        job = {"engine": self._key, "run": run.to_json()}
         try:
             answer = self._process.ask(job, doing=f"schedule {run.schedule}", timeout_s=self._timeout_s)
         except BaseException:
@@ -40,18 +51,35 @@ class IsolatedEngine:
 
 @contextmanager
 def isolated_engine(
-    name: str, folder: Path, *, dtype: str, device: str, options: Mapping[str, str], timeout_s: float | None
+    name: str,
+    folder: Path,
+    *,
+    dtype: str,
+    device: str,
+    options: Mapping[str, str],
+    timeout_s: float | None,
+    python: Path | None = None,
 ) -> Iterator[IsolatedEngine]:
     """Open the engine of that name in a process of its own, which ends with the block.
 
+    Args:
+        name: of the engine. One that is not installed here is looked for in the other Python's environment.
+        folder: of the checkpoint.
+        dtype: of the engine.
+        device: of the engine.
+        options: of the engine.
+        timeout_s: longest time for each job; None for an hour.
+        python: interpreter of the environment that the engine is installed in; None for this one.
+
     Raises:
-        HarnessError: as `open_engine`; ENGINE_FAILED: the process ended; ENGINE_TIMED_OUT.
+        HarnessError: as `open_engine`; ENGINE_FAILED: the process ended; ENGINE_TIMED_OUT; BAD_ENGINE_PYTHON.
     """
     limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-    process = EngineProcess(name)
+    process = EngineProcess(name) if python is None else EngineProcess(name, python=str(python), brings_harness=True)
     try:
         opened = {"name": name, "folder": str(folder.absolute()), "dtype": dtype, "device": device}
-        job = {"engine": name, "open": {**opened, "options": dict(options)}}
+        adapter = own_adapter(name) if python is not None else None
+        job = {"engine": name, "open": {**opened, "options": dict(options), "adapter": adapter}}
         yield IsolatedEngine(process, process.ask(job, doing="opening", timeout_s=limit_s), name, limit_s)
     except BaseException:
         process.kill()

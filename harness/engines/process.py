@@ -9,11 +9,34 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from harness.errors import Code, HarnessError
 
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]) or sys.path; from {module} import main; main()"
+_START_ELSEWHERE = """
+import importlib.util, json, os, sys
+spec = importlib.util.spec_from_file_location("harness", sys.argv[1])
+problem = None
+if sys.version_info < (3, 11):
+    problem = "Python is too old", "3.11 or later", sys.version.split()[0]
+elif importlib.util.find_spec("numpy") is None:
+    problem = "numpy is not installed", "numpy, which the recorder writes with", None
+if problem is not None:
+    error = {"code": "H122", "what": "the engine's Python cannot run the recorder: " + problem[0]}
+    error.update(where=sys.executable, expected=problem[1], actual=problem[2])
+    input()
+    print(json.dumps({"error": error}), flush=True)
+    sys.exit()
+sys.modules["harness"] = package = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
+from {module} import main
+main()
+"""
+"""In another environment the harness alone is taken from ours: what else lies beside it must not be found there."""
+_PACKAGE = Path(__file__).parents[1] / "__init__.py"
+"""The harness itself, as a file."""
 _POLL_S = 0.1
 _FAREWELL_S = 5.0
 """Time that a process whose work is done gets to end by itself."""
@@ -31,7 +54,12 @@ class EngineProcess:
     """What runs in the process: its `main` answers."""
 
     def __init__(
-        self, engine: str, *, python: str = sys.executable, variables: Mapping[str, str] | None = None
+        self,
+        engine: str,
+        *,
+        python: str = sys.executable,
+        variables: Mapping[str, str] | None = None,
+        brings_harness: bool = False,
     ) -> None:
         """Start the process.
 
@@ -39,22 +67,40 @@ class EngineProcess:
             engine: what it is for, in errors.
             python: interpreter; another one than this finds packages by itself.
             variables: put into its environment.
+            brings_harness: whether the other one is given this harness, and nothing else of ours.
+
+        Raises:
+            HarnessError: BAD_ENGINE_PYTHON: the other one cannot be started.
         """
         self._engine = engine
-        paths = [path for path in sys.path if path] if python == sys.executable else []
         lifeline, self._lifeline = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [python, "-c", _START.format(module=self.module), json.dumps(paths), str(lifeline)],
-                env={**os.environ, **(variables or {})},
+                [*self._command(python, brings_harness), str(lifeline)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=[lifeline],
                 start_new_session=True,
+                env={**(_without_ours(os.environ) if brings_harness else os.environ), **(variables or {})},
             )
+        except OSError as error:
+            os.close(self._lifeline)
+            raise HarnessError(
+                Code.BAD_ENGINE_PYTHON,
+                f"the engine's Python cannot be started: {error.strerror}",
+                where="--engine-python",
+                expected="the path of an interpreter: /path/to/environment/bin/python",
+                actual=python,
+            ) from error
         finally:
             os.close(lifeline)
         self._unread = b""
+
+    def _command(self, python: str, brings_harness: bool) -> list[str]:
+        if brings_harness:
+            return [python, "-c", _START_ELSEWHERE.replace("{module}", self.module), str(_PACKAGE)]
+        paths = [path for path in sys.path if path] if python == sys.executable else []
+        return [python, "-c", _START.format(module=self.module), json.dumps(paths)]
 
     @property
     def is_alive(self) -> bool:
@@ -150,6 +196,11 @@ class EngineProcess:
             expected=f"at most {timeout_s:g} s",
             hint="raise --engine-timeout, or give a smaller workload",
         )
+
+
+def _without_ours(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what leads Python to our packages."""
+    return {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
 
 def _signal_name(number: int) -> str:

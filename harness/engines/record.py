@@ -1,23 +1,30 @@
-"""One run of an engine, recorded: the same in this process and in one of the engine's own."""
+"""One run of an engine, recorded: the same in this process, in one of the engine's own, and in another environment's.
 
-from collections.abc import Sequence
-from dataclasses import replace
+What is imported here must be there in all of them: neither torch nor pydantic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-from pydantic import BaseModel, ConfigDict
+from typing import TYPE_CHECKING, Any
 
 from harness.engines.adapter import Engine, Workload, blaming
-from harness.environment import environment
+from harness.engines.environment import environment
 from harness.numerics import Numerics
-from harness.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
+from harness.recording.arguments import validated
+from harness.recording.writer import RecordingWriter, plain
 from harness.schedule import Schedule
 from harness.version import __version__
 
+if TYPE_CHECKING:
+    from harness.recording import ModelInfo, RequestInfo
 
-class RunDescription(BaseModel):
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDescription:
     """What is to be run and recorded."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     engine: str
     """Name of the engine, as the user gave it."""
@@ -27,14 +34,29 @@ class RunDescription(BaseModel):
     dtype: str
     device: str
     schedule: Schedule
-    requests: list[RequestInfo]
-    copies: list[RequestInfo] = []
+    requests: Sequence[RequestInfo]
+    copies: Sequence[RequestInfo] = ()
 
     @property
     def workload(self) -> Workload:
         """What the engine is asked to compute."""
-        copies: Sequence[RequestInfo] = self.copies
-        return Workload(requests=self.requests, schedule=self.schedule, copies=copies)
+        return Workload(requests=self.requests, schedule=self.schedule, copies=self.copies)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the description as what JSON can hold, for another process."""
+        return {**plain(self), "folder": str(self.folder)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RunDescription:
+        """Return the description of `to_json`."""
+        requests, copies = ([_info("RequestInfo", each) for each in data[name]] for name in ("requests", "copies"))
+        model, schedule, folder = _info("ModelInfo", data["model"]), Schedule(**data["schedule"]), Path(data["folder"])
+        parts = {"folder": folder, "model": model, "schedule": schedule, "requests": requests, "copies": copies}
+        return cls(**{**data, **parts})
+
+
+def _info(kind: str, fields: Mapping[str, Any]) -> Any:
+    return validated(kind, "the run's description is invalid", "RunDescription", **fields)
 
 
 def record(engine: Engine, run: RunDescription) -> None:
@@ -45,11 +67,11 @@ def record(engine: Engine, run: RunDescription) -> None:
     """
     writer = RecordingWriter(
         run.folder,
-        producer=Producer(name=f"harness.engines.{run.engine}", version=__version__),
+        producer=_info("Producer", {"name": f"harness.engines.{run.engine}", "version": __version__}),
         model=run.model,
         dtype=run.dtype,
         device=run.device,
-        environment=environment(),
+        environment={**environment(), **getattr(engine, "environment", {})},
         requests=[*run.requests, *run.copies],
         schedule=str(run.schedule),
         numerics=_numerics(engine.offer.numerics, run.schedule),

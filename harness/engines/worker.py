@@ -14,8 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness.engines.adapter import Engine, blaming, open_engine
+from harness.engines.adapter import Engine, TapMatcher, blaming, open_engine
 from harness.errors import HarnessError
+from harness.taps import Graph
 
 
 def main() -> None:
@@ -57,7 +58,7 @@ class _Worker:
         """Do a job; return what came of it."""
         try:
             with blaming(job["engine"]):
-                self._open(**job["open"]) if "open" in job else self._run(job["run"])
+                self._do(job)
         except HarnessError as error:
             if os.environ.get("HARNESS_TRACEBACK"):
                 traceback.print_exc()
@@ -65,14 +66,30 @@ class _Worker:
         assert self._engine is not None
         return {"name": self._engine.name, "offer": asdict(self._engine.offer)}
 
-    def _open(self, name: str, folder: str, dtype: str, device: str, options: dict[str, str]) -> None:
-        self._engine = open_engine(name, Path(folder), dtype=dtype, device=device, options=options)
+    def _do(self, job: Mapping[str, Any]) -> None:
+        if "open" in job:
+            self._open(**job["open"])
+        elif "match" in job:
+            self._match(job["match"])
+        else:
+            self._run(job["run"])
+
+    def _match(self, graph: Mapping[str, Any]) -> None:
+        engine: object = self._engine
+        if isinstance(engine, TapMatcher):
+            engine.match_taps(Graph.from_json(graph))
+
+    def _open(
+        self, name: str, folder: str, dtype: str, device: str, options: dict[str, str], adapter: str | None
+    ) -> None:
+        path = Path(folder)
+        self._engine = open_engine(name, path, dtype=dtype, device=device, options=options, adapter=adapter)
 
     def _run(self, description: Mapping[str, Any]) -> None:
         from harness.engines.record import RunDescription, record
 
         assert self._engine is not None
-        record(self._engine, RunDescription.model_validate(description))
+        record(self._engine, RunDescription.from_json(description))
 
 
 def _as_json(error: HarnessError) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from harness.report.html import REPORT_NAME, report_html
 from harness.results import CheckResult, RunResult
 from harness.schedule import Schedule
 from harness.scratch import scratch_folder
-from harness.taps import Graph
+from harness.taps import Graph, Kind
 from harness.threads import suitable_threads
 
 
@@ -146,21 +146,28 @@ def _run_schedule(
 
 def _wanted(plan: Plan, offer: Offer, graph: Graph) -> list[str]:
     """Return the taps that must have been recorded."""
-    if plan.only is None:
+    if plan.only in (None, "all"):
         return offer.wanted(graph)
+    if plan.only == "cache":
+        return [*(op.tap for op in graph if op.kind is Kind.CACHE), graph.logits]
     return [graph.logits] if plan.only == "logits" else []
 
 
 def _what_was_judged(plan: Plan, runs: Sequence[RunResult], graph: Graph) -> Iterator[str]:
     """Say it where that is less than a reader of `pass` takes it for."""
     judged = {tap.name for run in runs for tap in run.taps if tap.judged_by != "none"}
-    if judged and judged <= {graph.logits, *graph.head}:
+    if plan.only == "cache" and 0 < len(judged) < len(graph):
+        yield (
+            f"{len(judged)} of {len(graph)} taps were judged, as asked: what is wrong elsewhere is seen only as far as "
+            "it reaches the cache or the logits"
+        )
+    elif judged and judged <= {graph.logits, *graph.head}:
         yield "only the logits were judged: what is wrong inside is seen only as far as it reaches them"
     elif not judged and plan.only == "tokens":
         yield "only tokens were compared, as asked: not one operation was judged"
     elif not judged and any(run.tokens.compared for run in runs):
         code = Code.NOTHING_CHECKED
-        yield f"{code}: no tap was recorded, so not one operation was judged; --only tokens compares the tokens alone"
+        yield f"{code}: no tap was recorded, so not one operation was judged; --taps tokens compares the tokens alone"
 
 
 def with_copies(
@@ -192,11 +199,19 @@ def open_planned(plan: Plan) -> Iterator[Engine | IsolatedEngine]:
 def _opened(plan: Plan) -> AbstractContextManager[Engine | IsolatedEngine]:
     if plan.subject is not None:
         return nullcontext(plan.subject)
-    given = {"dtype": plan.dtype, "device": plan.device}
     if plan.isolates_engine:
-        limit = plan.engine_timeout_s
-        return isolated_engine(plan.engine, plan.folder, **given, options=plan.engine_options, timeout_s=limit)
-    return nullcontext(open_engine(plan.engine, plan.folder, **given, options=plan.engine_options))
+        return isolated_engine(
+            plan.engine,
+            plan.folder,
+            dtype=plan.dtype,
+            device=plan.device,
+            options=plan.engine_options,
+            timeout_s=plan.engine_timeout_s,
+            python=plan.engine_python,
+        )
+    return nullcontext(
+        open_engine(plan.engine, plan.folder, dtype=plan.dtype, device=plan.device, options=plan.engine_options)
+    )
 
 
 def record_run(

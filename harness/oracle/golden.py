@@ -24,7 +24,7 @@ from harness.errors import Code, HarnessError
 from harness.files import read_bytes
 from harness.metrics import rounding_unit
 from harness.recording import Recording, RequestInfo
-from harness.recording.manifest import MANIFEST_NAME
+from harness.recording.format import MANIFEST_NAME
 from harness.taps import LOGITS, Graph, Kind, Operation, graph_of_taps
 
 INFO_FILE = "golden.json"

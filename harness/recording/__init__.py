@@ -1,20 +1,28 @@
-"""The interchange format: a folder with the intermediate tensors of one run (docs/recording-format.md)."""
+"""The interchange format: a folder with the intermediate tensors of one run (docs/recording-format.md).
 
-from harness.recording.manifest import (
-    SCHEMA_VERSION,
-    Concat,
-    Manifest,
-    ModelInfo,
-    Producer,
-    Replicated,
-    RequestInfo,
-    Shard,
-    StepEntry,
-    Sum,
-    TapEntry,
-)
-from harness.recording.reader import Recording, Step
-from harness.recording.writer import RecordingWriter
+Its parts are imported when they are used: writing takes numpy alone, reading takes torch and pydantic too.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from harness.recording.format import SCHEMA_VERSION
+
+if TYPE_CHECKING:
+    from harness.recording.manifest import (
+        Concat,
+        Manifest,
+        ModelInfo,
+        Producer,
+        Replicated,
+        RequestInfo,
+        Shard,
+        StepEntry,
+        Sum,
+        TapEntry,
+    )
+    from harness.recording.reader import Recording, Step
+    from harness.recording.writer import RecordingWriter
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -32,3 +40,12 @@ __all__ = [
     "Sum",
     "TapEntry",
 ]
+
+_HOMES = {"Recording": "reader", "Step": "reader", "RecordingWriter": "writer"}
+"""Modules of those that are not the manifest's."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'manifest')}"), name)

@@ -14,9 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from harness.errors import Code, HarnessError
 from harness.files import read_bytes
 from harness.numerics import Numerics
+from harness.recording.format import SCHEMA_VERSION
 
-SCHEMA_VERSION = 1
-MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 28
 RESERVED_PREFIXES = ("rows.", "kv.", "__")
 """Names of step-file tensors that are not taps begin with one of these."""
@@ -158,11 +157,6 @@ class Manifest(_Model):
         if self.rank >= self.world_size:
             raise ValueError(f"rank {self.rank} is not below world_size {self.world_size}")
         return self
-
-    def to_json(self) -> str:
-        """Return the text of `manifest.json`."""
-        # A recording that declares nothing stays readable by those who know no such field.
-        return self.model_dump_json(exclude={"numerics"} if self.numerics is None else None)
 
 
 def _check_unique(table: str, field: str, values: Iterable[object]) -> None:

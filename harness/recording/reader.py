@@ -21,8 +21,8 @@ import torch
 
 from harness.errors import Code, HarnessError
 from harness.recording.check import PARTIAL, StepRules, malformed
+from harness.recording.format import MANIFEST_NAME
 from harness.recording.manifest import (
-    MANIFEST_NAME,
     RESERVED_PREFIXES,
     Manifest,
     Phase,

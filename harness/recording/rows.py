@@ -1,45 +1,49 @@
 """Rows: (request, position) pairs that must name a token of the recording."""
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
-from harness.recording.manifest import RequestInfo
+if TYPE_CHECKING:
+    from harness.recording.manifest import RequestInfo
 
 
 class TokenCounts:
-    """How many tokens each request has, for checking whole columns of rows at once."""
+    """How many tokens each request has, for checking whole columns of rows at once: arrays, or tensors on the CPU."""
 
-    def __init__(self, requests: Iterable[RequestInfo]) -> None:
+    def __init__(self, requests: "Iterable[RequestInfo]") -> None:
         counts = sorted((request.id, len(request.token_ids)) for request in requests)
-        self._ids = torch.tensor([identity for identity, _ in counts])
-        self._counts = torch.tensor([count for _, count in counts])
+        self._ids = np.array([identity for identity, _ in counts])
+        self._counts = np.array([count for _, count in counts])
 
-    def first_unknown(self, request: torch.Tensor) -> int | None:
+    def first_unknown(self, request: Any) -> int | None:
         """Return the index of the first request id that the recording does not list."""
-        return _first(self._ids[self._places(request)] != request)
+        return _first(self._ids[self._places(request)] != np.asarray(request))
 
-    def first_outside(self, request: torch.Tensor, position: torch.Tensor) -> int | None:
+    def first_outside(self, request: Any, position: Any) -> int | None:
         """Return the index of the first row whose position is not one of its (known) request's tokens."""
-        return _first((position < 0) | (position >= self.of(request)))
+        positions = np.asarray(position)
+        return _first((positions < 0) | (positions >= self.of(request)))
 
-    def of(self, request: torch.Tensor) -> torch.Tensor:
+    def of(self, request: Any) -> Any:
         """Return the number of tokens of each (known) request."""
         return self._counts[self._places(request)]
 
-    def _places(self, request: torch.Tensor) -> torch.Tensor:
-        return torch.searchsorted(self._ids, request.long()).clamp(max=len(self._ids) - 1)
+    def _places(self, request: Any) -> Any:
+        return np.searchsorted(self._ids, np.asarray(request)).clip(max=len(self._ids) - 1)
 
 
-def first_invalid_index(indices: torch.Tensor, num_rows: int) -> int | None:
+def first_invalid_index(indices: Any, num_rows: int) -> int | None:
     """Return the place of the first entry that is no index into `num_rows` rows, or that repeats an earlier one."""
-    outside = _first((indices < 0) | (indices >= num_rows))
+    values = np.asarray(indices)
+    outside = _first((values < 0) | (values >= num_rows))
     if outside is not None:
         return outside
-    order = torch.argsort(indices, stable=True)
-    repeats = indices[order].diff() == 0
+    order = np.argsort(values, kind="stable")
+    repeats = np.diff(values[order]) == 0
     return int(order[1:][repeats].min()) if repeats.any() else None
 
 
-def _first(mask: torch.Tensor) -> int | None:
-    return int(mask.to(torch.uint8).argmax()) if mask.any() else None
+def _first(mask: Any) -> int | None:
+    return int(mask.argmax()) if mask.any() else None

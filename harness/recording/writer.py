@@ -4,38 +4,36 @@ Nothing is held in memory, and until the manifest is in place the folder does no
 killed, or that runs out of disk, leaves no half-truth behind.
 """
 
+from __future__ import annotations
+
 import hashlib
+import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from types import SimpleNamespace, TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
+import numpy as np
 
 from harness.errors import Code, HarnessError
 from harness.files import writing
 from harness.numerics import Numerics
 from harness.recording import arguments
 from harness.recording.arguments import Ints, StepRows, refuse
-from harness.recording.manifest import (
-    MANIFEST_NAME,
-    SCHEMA_VERSION,
-    Manifest,
-    ModelInfo,
-    Producer,
-    RequestInfo,
-    Scalar,
-    Shard,
-    StepEntry,
-    TapEntry,
-)
+from harness.recording.format import DTYPES as KNOWN_DTYPES
+from harness.recording.format import MANIFEST_NAME, SCHEMA_VERSION, as_bytes, dtype_name
 from harness.recording.rows import TokenCounts
 from harness.recording.stream import TensorStream
-from harness.recording.tensors import DTYPE_NAMES, as_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from harness.recording.manifest import ModelInfo, Producer, RequestInfo, Scalar, Shard
 
 _HEADER_BYTES_PER_TAP = 192
 
@@ -84,7 +82,7 @@ class RecordingWriter:
     ) -> None:
         self.path = Path(path)
         self._manifest = arguments.validated(
-            Manifest, "the recording's description is invalid", "RecordingWriter", schema_version=SCHEMA_VERSION,
+            "Manifest", "the recording's description is invalid", "RecordingWriter", schema_version=SCHEMA_VERSION,
             producer=producer, model=model, dtype=dtype, device=device, environment=dict(environment),
             requests=list(requests), schedule=schedule, rank=rank, world_size=world_size, steps=[], taps=[],
             numerics=numerics,
@@ -92,9 +90,9 @@ class RecordingWriter:
         self._tokens = TokenCounts(requests)
         self._expected_taps = expected_taps
         self._shards = dict(shards or {})
-        self._taps: dict[str, TapEntry] = {}
+        self._taps: dict[str, Any] = {}
         self._step: _OpenStep | None = None
-        self._entries: list[Future[StepEntry]] = []
+        self._entries: list[Future[dict[str, Any]]] = []
         self._is_closed = False
         self._made_folder = _make_folder(self.path)
         self._digests = ThreadPoolExecutor(max_workers=1, thread_name_prefix="recording-digest")
@@ -153,8 +151,8 @@ class RecordingWriter:
         for name, values in rows.tensors.items():
             self._add(self._step, name, values)
 
-    def tap(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the tap `name` of this step: [rows, ...], on any device, with any strides."""
+    def tap(self, name: str, tensor: torch.Tensor | np.ndarray[Any, Any]) -> None:
+        """Write the tap `name` of this step: [rows, ...], torch's on any device or numpy's, with any strides."""
         step = self._open_step(f"tap {name!r}")
         where = f"{self._where()}: tap {name!r}"
         if name in step.stream:
@@ -172,7 +170,7 @@ class RecordingWriter:
         choices = arguments.column(f"{self._where()}: sampled", sampled, len(step.rows.sampled_rows), at_least=0)
         try:
             if len(choices):
-                column = torch.full((step.rows.num_rows,), -1)
+                column = np.full(step.rows.num_rows, -1)
                 column[step.rows.sampled_rows] = choices
                 step.stream.patch("rows.sampled", as_bytes(column))
             num_bytes = step.stream.finish()
@@ -192,8 +190,10 @@ class RecordingWriter:
             refuse("close before the last step ended", where=self._where())
         try:
             steps = [entry.result() for entry in self._entries]
-            manifest = self._manifest.model_copy(update={"steps": steps, "taps": list(self._taps.values())})
-            _write_atomically(self.path / MANIFEST_NAME, manifest.to_json().encode())
+            manifest = {**plain(self._manifest), "steps": steps, "taps": plain(list(self._taps.values()))}
+            if manifest["numerics"] is None:  # one that declares nothing stays readable by those who know no such field
+                del manifest["numerics"]
+            _write_atomically(self.path / MANIFEST_NAME, json.dumps(manifest, separators=(",", ":")).encode())
         except BaseException:
             self.abandon()
             raise
@@ -221,9 +221,9 @@ class RecordingWriter:
         path = self.path / _file_name(len(self._entries))
         return TensorStream(path, reserve_bytes=(num_taps + 4) * _HEADER_BYTES_PER_TAP)
 
-    def _add(self, step: _OpenStep, name: str, tensor: torch.Tensor) -> None:
+    def _add(self, step: _OpenStep, name: str, tensor: Any) -> None:
         try:
-            step.stream.add(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), as_bytes(tensor))
+            step.stream.add(name, str(dtype_name(tensor)), tuple(tensor.shape), as_bytes(tensor))
         except HarnessError:
             self.abandon()
             raise
@@ -236,20 +236,26 @@ class RecordingWriter:
             refuse(f"{call} outside of a step", where=self.path)
         return self._step
 
-    def _check_tap(self, where: str, name: str, tensor: torch.Tensor) -> None:
+    def _check_tap(self, where: str, name: str, tensor: Any) -> None:
         """Check that the tap's dtype and row are those of the steps before, or take them as the first."""
-        dtype, shape = DTYPE_NAMES.get(tensor.dtype), list(tensor.shape[1:])
+        dtype, shape = dtype_name(tensor), list(tensor.shape[1:])
         known = self._taps.get(name)
         if dtype is None:
             refuse(
                 "no recording holds this dtype",
                 where=where,
-                expected=", ".join(DTYPE_NAMES.values()),
+                expected=", ".join(KNOWN_DTYPES.values()),
                 actual=tensor.dtype,
             )
         if known is None:
             self._taps[name] = arguments.validated(
-                TapEntry, "the tap is invalid", where, name=name, dtype=dtype, shape=shape, shard=self._shards.get(name)
+                "TapEntry",
+                "the tap is invalid",
+                where,
+                name=name,
+                dtype=dtype,
+                shape=shape,
+                shard=self._shards.get(name),
             )
         elif (dtype, shape) != (known.dtype, known.shape):
             what, expected = "a tap keeps its dtype and its row's shape", f"{known.dtype} {known.shape}"
@@ -272,18 +278,33 @@ def discard_unfinished(folder: Path, *, keep_folder: bool) -> None:
             folder.rmdir()
 
 
-def _entry(index: int, step: _OpenStep, num_bytes: int) -> StepEntry:
+def _entry(index: int, step: _OpenStep, num_bytes: int) -> dict[str, Any]:
     path = step.stream.path
     with writing(path), path.open("rb", buffering=0) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return StepEntry(
-        index=index,
-        phase=step.rows.phase,
-        file=path.name,
-        num_rows=step.rows.num_rows,
-        num_bytes=num_bytes,
-        sha256=digest,
-    )
+    return {
+        "index": index,
+        "phase": step.rows.phase,
+        "file": path.name,
+        "num_rows": step.rows.num_rows,
+        "num_bytes": num_bytes,
+        "sha256": digest,
+    }
+
+
+def plain(value: Any) -> Any:
+    """Return what JSON can hold of a part of the manifest: pydantic's models, or what stands for them."""
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if hasattr(value, "model_dump"):
+        return plain(value.model_dump())
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    return plain(vars(value)) if isinstance(value, SimpleNamespace) else value
 
 
 def _file_name(index: int) -> str:

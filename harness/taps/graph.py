@@ -6,8 +6,9 @@ itself and its causes can be looked for.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from typing import Any, Self
 
 from harness.taps.kinds import Kind
 from harness.taps.names import FINAL_LOGITS, FINAL_NORM, LOGITS, layer_of, site_of
@@ -62,6 +63,20 @@ class Graph:
     operations: tuple[Operation, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of taps: what HF shows twice, and what schema 1 calls otherwise."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the graph as what JSON can hold, for another process."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Return the graph of `to_json`."""
+        parts = {"kind": Kind, "inputs": tuple, "shape": tuple}
+        operations = (
+            Operation(**{name: parts.get(name, lambda value: value)(value) for name, value in operation.items()})
+            for operation in data["operations"]
+        )
+        return cls(tuple(operations), dict(data["aliases"]))
 
     def __iter__(self) -> Iterator[Operation]:
         return iter(self.operations)

@@ -141,6 +141,19 @@ def test_less_may_be_asked_for_than_an_engine_declares(check, install):
     assert check(none, "--only", "tokens").status == 0
 
 
+def test_an_engine_that_shows_its_cache_and_logits(check, install):
+    """No operation is judged by itself: what the cache holds is held against the golden."""
+    name = install(keep("name == 'lm_head' or name.endswith('_cache')"))
+    ran = check(name, "--taps", "cache")
+    judged = {tap["name"]: tap["judged_by"] for tap in ran.json["taps"]}
+    assert (ran.status, set(judged.values())) == (0, {"propagated", "cache"})
+    (note,) = ran.json["notes"]
+    assert note.startswith(f"{len(judged)} of 54 taps were judged, as asked")
+    assert codes(check(name, "--taps", "all")) == {Code.TAP_MISSING}
+    logits = install(keep("name == 'lm_head'"), name="logits")
+    assert codes(check(logits, "--taps", "cache")) == {Code.TAP_MISSING}
+
+
 def test_tokens_alone_are_compared_all_the_same(check, install):
     choose = """    def end_step(self, sampled=()):
         self.writer.end_step([(token + 1) % 256 for token in sampled])

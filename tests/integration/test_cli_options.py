@@ -10,12 +10,12 @@ from harness.cli.main import build_app, wants_json
 
 WORKLOAD = ["--dtype", "--device", "--truth", "--prompt", "--prompt-file", "--token-ids", "--max-new-tokens"]
 OPTIONS = {
-    "check": ["--model", "--engine", "--engine-option", "--isolate", "--engine-timeout", *WORKLOAD,
-              "--schedule", "--only", "--case", "--out", "--fault", "--profile", "--endpoint", "--served-model",
+    "check": ["--model", "--engine", "--engine-option", "--isolate", "--engine-timeout", "--engine-python", *WORKLOAD,
+              "--schedule", "--taps", "--case", "--out", "--fault", "--profile", "--endpoint", "--served-model",
               "--concurrency", "--request-timeout", "--again", "--lora", "--local-files-only", "--format"],
     "golden": ["--model", *WORKLOAD, "--case", "--out", "--local-files-only", "--format"],
-    "run": ["--out", "--golden", "--model", "--engine", "--engine-option", "--isolate", "--engine-timeout", *WORKLOAD,
-            "--schedule", "--case", "--local-files-only", "--format"],
+    "run": ["--out", "--golden", "--model", "--engine", "--engine-option", "--isolate", "--engine-timeout",
+            "--engine-python", *WORKLOAD, "--schedule", "--case", "--local-files-only", "--format"],
     "diff": ["expected", "actual", "--model", "--device", "--truth", "--taps", "--lacking", "--require",
              "--local-files-only", "--format"],
     "inspect": ["path", "--format"],
@@ -30,7 +30,7 @@ OPTIONS = {
     "gate": ["profile", "baseline", "--accept", "--against", "--against-repo", "--against-package", "--blocks",
              "--seconds", "--tolerance", "--format"],
     "fuzz": ["--model", "--engine", "--engine-option", "--dtype", "--device", "--truth", "--seconds", "--seed",
-             "--first", "--workload-seconds", "--out", "--replay", "--fault", "--local-files-only", "--format"],
+             "--first", "--workload-seconds", "--out", "--replay", "--invariance", "--fault", "--local-files-only", "--format"],
     "faults": ["--only", "--category", "--seeds", "--format"],
     "bench": [],  # a group
     "suite": [],  # a group

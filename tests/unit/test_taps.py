@@ -1,5 +1,6 @@
 """Graphs of models as their own forward shows them: names, order and inputs; and what names alone tell."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -380,3 +381,8 @@ def test_an_empty_graph_has_no_layer():
     assert graph.attention_of(0) is None
     assert graph.layers == ()
     assert graph_of_taps([]).operations == ()
+
+
+def test_a_graph_goes_through_json(checkpoints):
+    graph = load_model(checkpoints / "qwen2-tiny", dtype=torch.float32).graph
+    assert Graph.from_json(json.loads(json.dumps(graph.to_json()))) == graph

@@ -1,5 +1,6 @@
 """Records the steps of a live engine from its modules."""
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,9 @@ class StepRows:
     """Indices of the rows whose logits choose a token."""
     kept: Sequence[int] | None = None
     """Where the rows are among those of the engine's tensors; None where these have no others (padding)."""
+    sampled_kept: Sequence[int] | None = None
+    """Where the sampled rows are among those of modules that see only rows to sample from; None where there are no
+    others (engines also compute the logits of a prompt's piece, and throw them away)."""
     paging: Mapping[str, Any] = field(default_factory=dict)
     """`slot_mapping` and `block_tables` as `RecordingWriter.begin_step` takes them."""
 
@@ -91,13 +95,13 @@ class ModuleRecorder:
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if entry.token_ids is not None:
-                recorder.check_fed(_argument(args, kwargs, entry.token_ids, binding.path), binding.path)
+                recorder.check_fed(_argument(binding, args, kwargs, entry.token_ids), binding.path)
             for place, value in entry.inputs.items():
-                show(value, _argument(args, kwargs, place, binding.path))
+                show(value, _argument(binding, args, kwargs, place))
 
         def after(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             for place, value in entry.updated.items():
-                show(value, _argument(args, kwargs, place, binding.path))
+                show(value, _argument(binding, args, kwargs, place))
             if entry.output is not None:
                 show(entry.output, output)
             calls[key] += 1
@@ -141,7 +145,9 @@ class StepRecorder:
         """Write a value: [rows, ...] or [requests, tokens, ...], or of the sampled rows only."""
         if is_sampled_only:
             if self._rows.sampled_rows:
-                self._writer.tap(name, self._flat(tensor, len(self._rows.sampled_rows), where or name))
+                kept, num_rows = self._rows.sampled_kept, len(self._rows.sampled_rows)
+                shown = tensor if kept is None else tensor[torch.tensor(list(kept), device=tensor.device)]
+                self._writer.tap(name, self._flat(shown, num_rows, where or name))
             return
         kept = self._rows.kept
         if kept is None:
@@ -177,10 +183,16 @@ class StepRecorder:
         raise unfit("a value has other rows than the step", where, f"[{num_rows}, ...]", list(tensor.shape))
 
 
-def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Argument, where: str) -> Any:
-    if isinstance(place, str) and place in kwargs:
-        return kwargs[place]
-    if isinstance(place, int) and place < len(args):
-        return args[place]
+def _argument(binding: Binding, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Argument) -> Any:
+    """Return what a module is given, however it is given: a name may also stand by its place in the signature."""
+    if isinstance(place, str):
+        if place in kwargs:
+            return kwargs[place]
+        names = list(inspect.signature(binding.module.forward).parameters)
+        place_of_name = names.index(place) if place in names else len(args)
+    else:
+        place_of_name = place
+    if place_of_name < len(args):
+        return args[place_of_name]
     there = f"{len(args)} by place, and {', '.join(kwargs) or 'none by name'}"
-    raise unfit(f"a module is not given the argument {place!r}", where, repr(place), there)
+    raise unfit(f"a module is not given the argument {place!r}", binding.path, repr(place), there)

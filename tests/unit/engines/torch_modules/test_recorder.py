@@ -181,3 +181,14 @@ def test_no_hook_stays_when_the_engine_raises():
     with pytest.raises(IndexError), recorder.step(Written(), rows()):
         model(torch.tensor([1, 2, 99]))
     assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+
+
+def test_logits_that_are_computed_and_thrown_away():
+    head = Entry(module="embed", output="lm_head", is_sampled_only=True)
+    step = run((head,), ids=(5, 6), step=rows(sampled_rows=[2], sampled_kept=[1]))
+    assert step.taps["lm_head"].flatten().tolist() == [6]
+
+
+def test_an_argument_by_its_name_in_the_signature_however_it_is_given():
+    by_name = Entry(module="layers.{layer}.turn", inputs={"x": P + "before"})
+    assert run((by_name,)).taps["model.layers.0.before"].flatten().tolist() == [2, 4, 6]

@@ -1,0 +1,59 @@
+"""vLLM on several ranks: each worker process records its own part, and the parts are merged."""
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from harness.engines.vllm.steps import StepWatcher
+from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+from harness.recording.merge import merge_ranks
+from harness.taps import Graph
+
+
+class RankRecorder:
+    """What vLLM adds to each of its workers (`worker_extension_cls`); called by `collective_rpc`."""
+
+    rank: int
+    model_runner: Any
+
+    def harness_begin(self, folder: str, graph: Mapping[str, Any], requests: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Begin to record into `folder/rank-N`; return what the modules do not show."""
+        own = [RequestInfo(**request) for request in requests]
+        self.harness_resources = ExitStack()
+        writer = RecordingWriter(
+            Path(folder) / f"rank-{self.rank}",
+            producer=Producer(name="harness.engines.vllm", version="rank"),
+            model=ModelInfo(id="rank"),
+            dtype="any",
+            device="any",
+            environment={},
+            requests=own,
+        )
+        self.harness_resources.enter_context(writer)
+        watcher = StepWatcher(self.model_runner, Graph.from_json(graph), own, writer)
+        self.harness_resources.enter_context(watcher)
+        return list(watcher.lacking)
+
+    def harness_end(self) -> None:
+        """Finish the recording."""
+        self.harness_resources.close()
+
+
+EXTENSION = f"{RankRecorder.__module__}.{RankRecorder.__name__}"
+
+
+@contextmanager
+def recorded_ranks(
+    engine: Any, graph: Graph, requests: Sequence[RequestInfo], writer: RecordingWriter
+) -> Iterator[tuple[str, ...]]:
+    """Record what the block does on every rank, merge it into `writer`, and yield what the modules do not show."""
+    plain = [request.model_dump() for request in requests]
+    with tempfile.TemporaryDirectory(prefix="ranks-", dir=writer.path.parent) as folder:
+        lacking = engine.collective_rpc("harness_begin", args=(folder, graph.to_json(), plain))
+        yield tuple(lacking[0])
+        engine.collective_rpc("harness_end")
+        with ExitStack() as stack:
+            ranks = [stack.enter_context(Recording.open(Path(folder) / f"rank-{rank}")) for rank in range(len(lacking))]
+            merge_ranks(ranks, graph, writer)

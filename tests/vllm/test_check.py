@@ -1,0 +1,94 @@
+"""Unmodified vLLM passes in every family, dtype and schedule that it serves, with every tap and its cache read back."""
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+from harness.case import RequestSpec
+from harness.errors import Code, HarnessError
+from harness.jobs.check import run_check
+from harness.plan import plan_request
+from harness.results import Outcome
+
+from .conftest import FAMILIES, write_checkpoint
+
+pytestmark = pytest.mark.slow
+PROMPTS = [list(range(3, 50)), list(range(60, 71)), list(range(100, 142))]
+"""Beyond a block of 32, short, and beyond a block by what is made."""
+EVERY = ["plain", "chunked", "batched", "mixed", "prefix-hit", "preempted"]
+MOE_LACKS = ("mlp.gate.1",)
+"""Of a mixture of experts nothing shows the weights of the choice: they are judged through the experts' result."""
+
+
+def check(model, dtype="float32", schedules=("plain",), max_new_tokens=30, **given):
+    plan = plan_request(
+        model=str(model),
+        engine="vllm",
+        isolate=False,
+        dtype=dtype,
+        requests=[RequestSpec(token_ids=ids) for ids in PROMPTS],
+        schedules=schedules,
+        max_new_tokens=max_new_tokens,
+        **given,
+    )
+    return run_check(plan)
+
+
+SERVED = [(family, dtype) for family in FAMILIES for dtype in ("float32", "float16")]
+SERVED.remove(("gemma3_text", "float16"))
+
+
+@pytest.mark.parametrize(("family", "dtype"), SERVED)
+def test_vllm_passes(families, family, dtype):
+    result = check(families[family], dtype, EVERY)
+    assert [(str(run.schedule), run.outcome, run.findings) for run in result.runs] == [
+        (schedule, Outcome.PASS, ()) for schedule in EVERY
+    ]
+    lacking = MOE_LACKS if family == "qwen3_moe" else ()
+    for run in result.runs:
+        assert (run.coverage.missing, tuple(run.coverage.not_offered)) == (0, lacking)
+        cached = {tap.name for tap in run.taps if tap.judged_by == "cache"}
+        assert len(cached) == 2 * 3, "keys and values of three layers"
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        ({"block_size": "7"}, Code.ENGINE_CANNOT_SERVE, "block"),
+        ({"no_such_field": "7"}, Code.BAD_OPTION, "no_such_field"),
+        ({"dtype": "float16"}, Code.BAD_OPTION, "--dtype"),
+        ({"kv_cache_memory_bytes": str(1 << 50)}, Code.ENGINE_CANNOT_SERVE, "memory"),
+    ],
+)
+def test_options_that_vllm_refuses(families, options, code, says):
+    with pytest.raises(HarnessError) as caught:
+        check(families["llama"], engine_options=options)
+    assert caught.value.code is code
+    assert says in str(caught.value)
+
+
+def test_a_dtype_that_vllm_refuses_is_said_in_its_own_words(families):
+    with pytest.raises(HarnessError) as caught:
+        check(families["gemma3_text"], "float16")
+    assert caught.value.code is Code.ENGINE_CANNOT_SERVE
+    assert "'gemma3_text' does not support float16. Reason: Numerical instability" in caught.value.what
+
+
+def test_a_head_size_that_vllm_refuses(tmp_path):
+    with pytest.raises(HarnessError) as caught:
+        check(write_checkpoint("llama", tmp_path, head_dim=16))
+    assert caught.value.code is Code.ENGINE_CANNOT_SERVE
+    assert "head" in str(caught.value)
+
+
+def test_fields_of_engine_args_are_options(families):
+    (run,) = check(families["llama"], schedules=["batched"], engine_options={"block_size": "64"}).runs
+    assert run.outcome is Outcome.PASS
+
+
+def test_a_compiled_model_shows_its_cache_and_logits(families):
+    options = {"enforce_eager": "false"}
+    (run,) = check(families["llama"], max_new_tokens=6, engine_options=options, only="cache").runs
+    assert (run.outcome, run.findings) == (Outcome.PASS, ())
+    caches = {f"model.layers.{layer}.{part}_cache" for layer in range(3) for part in "kv"}
+    assert {tap.name for tap in run.taps if tap.judged_by != "none"} == {*caches, "lm_head"}
