@@ -30,7 +30,8 @@ OPTIONS = {
     "gate": ["profile", "baseline", "--accept", "--against", "--against-repo", "--against-package", "--blocks",
              "--seconds", "--tolerance", "--format"],
     "fuzz": ["--model", "--engine", "--engine-option", "--dtype", "--device", "--truth", "--seconds", "--seed",
-             "--first", "--workload-seconds", "--out", "--replay", "--invariance", "--fault", "--local-files-only", "--format"],
+             "--first", "--workload-seconds", "--out", "--replay", "--invariance", "--fault",
+             "--local-files-only", "--format"],
     "faults": ["--only", "--category", "--seeds", "--format"],
     "bench": [],  # a group
     "suite": [],  # a group
