@@ -99,7 +99,7 @@ def busy_worker(node: Any) -> int:
     raylet = Path(f"/proc/{node.all_processes['raylet'][0].process.pid}/task")
     while True:
         for pid in " ".join(file.read_text() for file in raylet.glob("*/children")).split():
-            if b"run_on_node" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::matrix"):  # titled as its task
                 return int(pid)
         time.sleep(0.01)
 
