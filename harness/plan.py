@@ -48,6 +48,8 @@ class Plan:
     """Longest time for opening the engine, and for each schedule."""
     engine_python: Path | None = None
     """Interpreter of the environment that the engine is installed in; None for this one."""
+    lora: Path | None = None
+    """Folder of a LoRA adapter that truth and engine add to the model; the engine finds it as its option `lora`."""
 
     @property
     def isolates_engine(self) -> bool:
@@ -82,6 +84,7 @@ def plan_request(
     isolate: bool | None = None,
     engine_timeout_s: float | None = None,
     engine_python: Path | None = None,
+    lora: Path | None = None,
     local_files_only: bool = True,
 ) -> Plan:
     """Resolve a case, or the embedded default, with what is given in the place of its own.
@@ -102,6 +105,7 @@ def plan_request(
         isolate: whether the engine runs in a process of its own; None to leave it to `Plan.isolates_engine`.
         engine_timeout_s: longest time for opening the engine, and for each schedule.
         engine_python: interpreter of the environment that the engine is installed in.
+        lora: folder of a LoRA adapter in PEFT's format.
         local_files_only: never ask the hub.
 
     Raises:
@@ -135,6 +139,8 @@ def plan_request(
         raise HarnessError(Code.BAD_OPTION, what, where="--engine-python", hint="leave out --no-isolate")
     plan = plan_case(chosen, local_files_only=local_files_only)
     plan = replace(plan, subject=subject, engine_python=engine_python)
+    if lora is not None:
+        plan = replace(plan, lora=lora, engine_options={**plan.engine_options, "lora": str(lora)})
     dropped = [trigger for trigger in base.require if trigger not in chosen.require]
     if not dropped:
         return plan

@@ -65,7 +65,7 @@ def check(
 
     With --endpoint: a server, by the tokens and log probabilities that it gives; --dtype is then the server's.
     """
-    server = ServerOptions(endpoint, served_model, concurrency, request_timeout, again, lora)
+    server = ServerOptions(endpoint, served_model, concurrency, request_timeout, again)
     if profile and out is None:
         what = "a profile needs a folder for its captures"
         raise HarnessError(Code.BAD_OPTION, what, where="--profile", hint="add --out DIR")
@@ -91,6 +91,7 @@ def check(
             isolate=isolate,
             engine_timeout_s=engine_timeout,
             engine_python=engine_python,
+            lora=lora,
         )
         if server.is_given:
             return server.check(given, [out, fault, profile or None], local_files_only, format, report)

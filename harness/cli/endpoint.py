@@ -4,7 +4,6 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.cli import options as opt
@@ -29,7 +28,6 @@ class ServerOptions:
     concurrency: int | None
     request_timeout: float | None
     again: int | None
-    lora: Path | None
 
     @property
     def is_given(self) -> bool:
@@ -38,7 +36,7 @@ class ServerOptions:
         Raises:
             HarnessError: BAD_OPTION: there are options for one, and no address.
         """
-        if self.endpoint is None and self != ServerOptions(None, None, None, None, None, None):
+        if self.endpoint is None and self != ServerOptions(None, None, None, None, None):
             what = "these options are of a server, and none is named"
             raise HarnessError(Code.BAD_OPTION, what, where="--endpoint", hint="add --endpoint http://host:port")
         return self.endpoint is not None
@@ -73,7 +71,7 @@ class ServerOptions:
         if given.model is None and not given.requests():
             given = replace(given, prompts=list(_DEFAULT_PROMPTS))
         plan = given.plan(local_files_only=local_files_only)
-        result = check_endpoint(plan, address, lora=self.lora, num_again=self._again(), progress=report)
+        result = check_endpoint(plan, address, num_again=self._again(), progress=report)
         _print(result, form)
         return STATUS[result.outcome]
 

@@ -24,6 +24,7 @@ def golden(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="New folder to write the golden to. [default: in the cache]")
     ] = None,
+    lora: opt.Lora = None,
     local_files_only: opt.LocalFilesOnly = False,
     format: opt.OutFormat = opt.Format.HUMAN,
 ) -> int:
@@ -49,6 +50,7 @@ def golden(
             prompt_file=prompt_file,
             token_ids=token_ids,
             max_new_tokens=max_new_tokens,
+            lora=lora,
         ).plan(local_files_only=local_files_only)
         made = run_golden(plan, out=out, progress=report)
     manifest = made.recording.manifest

@@ -190,6 +190,7 @@ class Given:
     isolate: bool | None = None
     engine_timeout_s: float | None = None
     engine_python: Path | None = None
+    lora: Path | None = None
 
     def plan(self, *, local_files_only: bool) -> "Plan":
         """Return the plan: the case, or the embedded default, with what was given in place of its own.
@@ -215,6 +216,7 @@ class Given:
             isolate=self.isolate,
             engine_timeout_s=self._positive_timeout(),
             engine_python=self.engine_python,
+            lora=self.lora,
         )
 
     def requests(self) -> list[RequestSpec]:

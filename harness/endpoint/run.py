@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from harness.endpoint.schedules import Run, Sender, Sent, Way, continued
 from harness.endpoint.truth import Truth, Walk, walk_truth
 from harness.endpoint_results import EndpointResult, ScheduleResult
 from harness.errors import Code, HarnessError
-from harness.oracle.lora import add_adapter
-from harness.oracle.model import HFModel, load_model
+from harness.oracle.lora import load_adapted
+from harness.oracle.model import HFModel
 from harness.oracle.requests import Prompt, check_prompt
 from harness.plan import Plan
 from harness.results import Finding, TokenResult
@@ -35,16 +34,14 @@ def check_endpoint(
     plan: Plan,
     address: Address,
     *,
-    lora: Path | None = None,
     num_again: int = 4,
     progress: Progress | None = None,
 ) -> EndpointResult:
     """Check a server against HF.
 
     Args:
-        plan: model, prompts, dtype of the server, and precision of the truth.
+        plan: model, adapter, prompts, dtype of the server, and precision of the truth.
         address: of the server.
-        lora: folder of an adapter that the server adds to the model; None for the model alone.
         num_again: prompts that are sent again in other ways; 0 for none.
         progress: told what is being done.
 
@@ -53,9 +50,7 @@ def check_endpoint(
     """
     begin, report = time.perf_counter(), progress or (lambda _label, _done, _total: None)
     report("model", 0, 1)
-    hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device, stays=lora is not None)
-    if lora is not None:
-        add_adapter(hf, lora)
+    hf = load_adapted(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device, lora=plan.lora)
     for index, prompt in enumerate(plan.prompts):
         check_prompt(hf, prompt, index)
     asked = time.perf_counter()

@@ -17,6 +17,7 @@ from harness.engines.adapter import Engine, Offer, Workload, refuse_unknown_opti
 from harness.engines.hf_session import HFSession
 from harness.errors import Code, HarnessError
 from harness.oracle.decode import Decoder
+from harness.oracle.lora import add_adapter
 from harness.oracle.model import HFModel, load_model
 from harness.oracle.rows import as_rows
 from harness.oracle.watch import Seeing, watching
@@ -28,7 +29,7 @@ _ATTENTIONS = ("sdpa", "eager")
 
 def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, str]) -> Engine:
     """Open HF on a checkpoint; the option `attention` is `sdpa` or `eager`, by default `sdpa` where a family has it."""
-    refuse_unknown_options("hf", options, ("attention",))
+    refuse_unknown_options("hf", options, ("attention", "lora"))
     attention = options.get("attention")
     if attention not in (None, *_ATTENTIONS):
         raise HarnessError(
@@ -38,7 +39,10 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
             expected=" or ".join(_ATTENTIONS),
             actual=attention,
         )
-    return HFEngine(load_model(folder, dtype=getattr(torch, dtype), device=device, stays=True), attention)
+    hf = load_model(folder, dtype=getattr(torch, dtype), device=device, stays=True)
+    if "lora" in options:
+        add_adapter(hf, Path(options["lora"]))
+    return HFEngine(hf, attention)
 
 
 @dataclass(frozen=True, slots=True)

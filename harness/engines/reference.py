@@ -13,6 +13,7 @@ from harness.engines.adapter import LIMITS, Control, Engine, Offer, Timeline, Wo
 from harness.engines.reference_errors import reference_errors
 from harness.engines.reference_options import parse_reference_options
 from harness.engines.reference_session import ReferenceSession
+from harness.errors import Code, HarnessError
 from harness.recording import RecordingWriter, RequestInfo
 from harness.schedule import SCHEDULES
 from harness.taps import LOGITS
@@ -27,8 +28,11 @@ _SMALL_BLOCK = 4
 
 
 def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, str]) -> Engine:
-    """Open the reference engine; options are the fields of its `EngineConfig`."""
-    return ReferenceEngine(folder=folder, dtype=dtype, device=device, options=parse_reference_options(options))
+    """Open the reference engine; options are the fields of its `EngineConfig`, and `lora`, an adapter's folder."""
+    config = {name: value for name, value in options.items() if name != "lora"}
+    adapters = {"lora": options["lora"]} if "lora" in options else {}
+    own = parse_reference_options(config)
+    return ReferenceEngine(folder=folder, dtype=dtype, device=device, options=own, adapters=adapters)
 
 
 class ReferenceEngine:
@@ -36,10 +40,21 @@ class ReferenceEngine:
 
     name = "reference"
 
-    def __init__(self, *, folder: Path, dtype: str, device: str, options: Mapping[str, str | int]) -> None:
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        dtype: str,
+        device: str,
+        options: Mapping[str, str | int],
+        adapters: Mapping[str, str] | None = None,
+    ) -> None:
+        self._adapters = adapters or {}
         self._folder, self._options = folder, {**options, "dtype": dtype, "device": device}
         backend = str(options.get("attention_backend", "paged"))
         unserved = _NOT_SERVED.get(backend, ())
+        if self._adapters:
+            unserved = (*unserved, "tensor-parallel")  # ranks have no adapters
         schedules = tuple(name for name in SCHEDULES if name not in unserved)
         self.offer = Offer(schedules=schedules, keeps_cache=backend != "recompute", control=self._control(backend))
 
@@ -50,6 +65,9 @@ class ReferenceEngine:
 
     def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> ReferenceSession:
         """See `Steppable.open_session`; explicit options win."""
+        if self._adapters:
+            what = "profiles are of the base model alone"
+            raise HarnessError(Code.ENGINE_CANNOT_SERVE, what, where="--engine-option lora", hint="leave it out")
         limits = {"max_num_batched_tokens": max_num_tokens, "max_num_seqs": max_num_seqs}
         with reference_errors(self._folder):
             engine = LLMEngine(self._folder, EngineConfig(**{**limits, **self._options}))  # type: ignore[arg-type]
@@ -64,7 +82,7 @@ class ReferenceEngine:
     def _opened(self, workload: Workload) -> AbstractContextManager[LLMEngine]:
         config, num_ranks = self._config(workload), workload.schedule.num_ranks
         if num_ranks == 1:
-            return LLMEngine(self._folder, config)
+            return LLMEngine(self._folder, config, adapters=self._adapters)
         return parallel_engine(self._folder, config, num_ranks)
 
     def _config(self, workload: Workload) -> EngineConfig:
@@ -159,7 +177,10 @@ class _Driver:
         """Feed what follows the prompt; what the engine would have chosen is still reported."""
         forced = request.token_ids[self._prompt_lengths[request.id] :]
         num_tokens = self._num_wanted(request) + (request.id in self._timeline.aborted)
-        return SamplingParams(max_new_tokens=num_tokens, forced_token_ids=forced or None, ignore_eos=True)
+        adapter = next(iter(self._engine.runner.adapters), None)
+        return SamplingParams(
+            max_new_tokens=num_tokens, forced_token_ids=forced or None, ignore_eos=True, adapter=adapter
+        )
 
 
 def _too_few_blocks(requests: Sequence[RequestInfo], block_size: int) -> int:

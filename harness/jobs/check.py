@@ -19,8 +19,9 @@ from harness.explain import explain_run
 from harness.files import write_text
 from harness.oracle.forks import forked_prompts
 from harness.oracle.golden import Golden
+from harness.oracle.lora import load_adapted
 from harness.oracle.make_golden import cached_golden
-from harness.oracle.model import HFModel, load_model
+from harness.oracle.model import HFModel
 from harness.oracle.requests import duplicate_requests
 from harness.plan import Plan
 from harness.progress import Progress
@@ -62,7 +63,7 @@ def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
 def _check_engine(plan: Plan, engine: Engine | IsolatedEngine, out: Path | None, report: Progress) -> CheckResult:
     begin = time.perf_counter()
     report("oracle", 0, 1)
-    hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
+    hf = load_adapted(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device, lora=plan.lora)
     runs = []
     with suitable_threads(int(getattr(hf.config, "hidden_size", 0))):
         match_taps(plan, engine, hf.graph)

@@ -7,8 +7,8 @@ import torch
 
 from harness.jobs.check import claimed
 from harness.oracle.golden import Golden
+from harness.oracle.lora import load_adapted
 from harness.oracle.make_golden import cached_golden, make_golden
-from harness.oracle.model import load_model
 from harness.plan import Plan
 from harness.progress import Progress
 
@@ -25,7 +25,7 @@ def run_golden(plan: Plan, *, out: Path | None = None, progress: Progress | None
         HarnessError: the input cannot be used, or `out` cannot be written.
     """
     with nullcontext() if out is None else claimed(out):
-        hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
+        hf = load_adapted(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device, lora=plan.lora)
         if out is None:
             return cached_golden(hf, plan.prompts, truth=plan.truth, progress=progress)
         return make_golden(hf, plan.prompts, out, truth=plan.truth, progress=progress)

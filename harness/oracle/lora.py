@@ -4,6 +4,7 @@ The linear modules that it changes are replaced by ones that add scaling * B (A 
 merged weights' product; in the engine's dtype it is what an engine computes that does not merge.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from torch.nn import functional
 
 from harness.errors import Code, HarnessError
 from harness.files import read_text
-from harness.oracle.model import HFModel
+from harness.oracle.model import HFModel, load_model
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -40,6 +41,18 @@ class LoraLinear(nn.Linear):
         """Return W x + b + scaling * B (A x)."""
         update = functional.linear(functional.linear(input, self.lora_a), self.lora_b)
         return super().forward(input) + update * self.scaling
+
+
+def load_adapted(folder: Path, *, dtype: torch.dtype, device: str = "cpu", lora: Path | None = None) -> HFModel:
+    """Load the HF model of a checkpoint, with an adapter where one is given.
+
+    Raises:
+        HarnessError: as `load_model`, and BAD_LORA as `add_adapter`.
+    """
+    hf = load_model(folder, dtype=dtype, device=device, stays=lora is not None)
+    if lora is not None:
+        add_adapter(hf, lora)
+    return hf
 
 
 def add_adapter(hf: HFModel, folder: Path) -> None:
@@ -66,6 +79,8 @@ def add_adapter(hf: HFModel, folder: Path) -> None:
         a, b = a.to(hf.device, hf.dtype), b.to(hf.device, hf.dtype)
         new = LoraLinear(base, a, b, _scaling(settings, path, len(a)))
         setattr(hf.module(parent), name, new.eval())
+    files = [(folder / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)]
+    hf.lora_hash = hashlib.sha256(b"".join(files)).hexdigest()
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:

@@ -46,6 +46,7 @@ def golden_key(hf: HFModel, prompts: Sequence[Prompt], truth: str = "auto") -> d
         "device": hf.device.type,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        **({} if hf.lora_hash is None else {"lora": hf.lora_hash}),
     }
 
 

@@ -43,6 +43,8 @@ class HFModel:
     """Of the engine, and so of the weights."""
     device: torch.device
     weights: Weights = field(default_factory=ResidentWeights)
+    lora_hash: str | None = None
+    """Digest of the LoRA adapter that was put into the model; None without one."""
 
     @cached_property
     def graph(self) -> Graph:

@@ -80,5 +80,5 @@ KINDS: Mapping[Kind, KindTraits] = {
     ),
     Kind.CACHE: KindTraits(error_model=ErrorModel(roundings=0), causes=("cache", "cache_content")),
     Kind.CHOICE: KindTraits(error_model=None, causes=()),
-    Kind.OTHER: KindTraits(error_model=None),
+    Kind.OTHER: KindTraits(error_model=None, causes=("lora", "generic")),  # a linear layer with an adapter is one
 }

@@ -13,7 +13,7 @@ OPTIONS = {
     "check": ["--model", "--engine", "--engine-option", "--isolate", "--engine-timeout", "--engine-python", *WORKLOAD,
               "--schedule", "--taps", "--case", "--out", "--fault", "--profile", "--endpoint", "--served-model",
               "--concurrency", "--request-timeout", "--again", "--lora", "--local-files-only", "--format"],
-    "golden": ["--model", *WORKLOAD, "--case", "--out", "--local-files-only", "--format"],
+    "golden": ["--model", *WORKLOAD, "--case", "--out", "--lora", "--local-files-only", "--format"],
     "run": ["--out", "--golden", "--model", "--engine", "--engine-option", "--isolate", "--engine-timeout",
             "--engine-python", *WORKLOAD, "--schedule", "--case", "--local-files-only", "--format"],
     "diff": ["expected", "actual", "--model", "--device", "--truth", "--taps", "--lacking", "--require",

@@ -96,9 +96,7 @@ def test_a_bad_answer_is_named_and_the_others_are_judged(plan, server, name):
     assert app.num_spoilt
     assert result.outcome is Outcome.MISMATCH
     assert {finding.request for finding in run.findings} == {2}
-    first = run.findings[0]
-    assert first.code == code
-    assert says in first.message
+    assert any(finding.code == code and says in finding.message for finding in run.findings), run.findings
     assert run.tokens.compared >= 3 * 8
 
 

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import Event
 
 import pytest
@@ -40,8 +41,8 @@ def url(adapters):
 
 
 def check(url, model, lora):
-    plan = make_plan(FOLDER, dtype="bfloat16", max_new_tokens=12)
-    return check_endpoint(plan, Address(url=url, served_model=model), lora=lora, num_again=2)
+    plan = replace(make_plan(FOLDER, dtype="bfloat16", max_new_tokens=12), lora=lora)
+    return check_endpoint(plan, Address(url=url, served_model=model), num_again=2)
 
 
 @contextmanager

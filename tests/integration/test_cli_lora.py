@@ -1,0 +1,105 @@
+"""`harness check --lora`: an engine with an adapter against the merged weights, and adapters that are wrong."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from reference_engine import lora
+
+from ..unit.lora_adapter import FOLDER, write_adapter
+
+WORKLOAD = [
+    "--model",
+    FOLDER,
+    "--token-ids",
+    "1,64,155,143,3,64,7,8,9",
+    "--token-ids",
+    "1,20,31,7",
+    "--max-new-tokens",
+    4,
+]
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    return write_adapter(tmp_path_factory.mktemp("lora") / "adapter", seed=1, rank=4, alpha=8.0)
+
+
+@pytest.fixture
+def check(harness, adapter):
+    def run(*options, dtype="float32"):
+        return harness("check", *WORKLOAD, "--lora", adapter, "--dtype", dtype, "--format", "json", *options)
+
+    return run
+
+
+@pytest.mark.parametrize(("engine", "dtype"), [("reference", "float32"), ("reference", "bfloat16"), ("hf", "float16")])
+def test_a_sound_engine_passes(check, engine, dtype):
+    ran = check("--engine", engine, dtype=dtype)
+    assert (ran.status, ran.json["verdict"]) == (0, "pass"), ran.json["findings"][:3]
+
+
+def left_out(update):
+    return lambda self, x: torch.zeros_like(update(self, x))
+
+
+def other_scale(update):
+    return lambda self, x: update(self, x) * 0.75
+
+
+def not_divided_by_the_rank(update):
+    return lambda self, x: update(self, x) * len(self.a_RI)
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "dtype"),
+    [
+        (left_out, "the adapter is not applied", "bfloat16"),
+        (other_scale, "the adapter's scale is 0.75 times what it should be", "float32"),
+        (not_divided_by_the_rank, "the adapter's scale is alpha, not divided by the rank", "float32"),
+    ],
+)
+def test_a_wrong_adapter_is_named(check, monkeypatch, fault, cause, dtype):
+    monkeypatch.setattr(lora.LowRank, "__call__", fault(lora.LowRank.__call__))
+    ran = check("--schedule", "batched", dtype=dtype)
+    assert ran.status == 1
+    divergence = ran.json["first_divergence"]
+    assert divergence["tap"] == "model.layers.0.self_attn.q_proj"
+    assert divergence["explanation"]["cause"] == cause
+    assert divergence["explanation"]["is_cause"]
+
+
+def test_rows_that_get_no_adapter_in_a_batch_are_named(check, monkeypatch):
+    """Half of the rows of every step are taken for the base model's."""
+    add = lora.Adapter.add
+
+    def add_to_first(self, product, rows_T, x_TI, y_TO):
+        add(self, product, rows_T[: max(1, len(rows_T) // 2)], x_TI, y_TO)
+
+    monkeypatch.setattr(lora.Adapter, "add", add_to_first)
+    ran = check("--schedule", "batched")
+    assert ran.status == 1
+    assert ran.json["first_divergence"]["explanation"]["cause"] == "the adapter is not applied"
+
+
+def test_the_golden_of_an_adapter_is_another_one(harness, adapter, tmp_path):
+    options = ["golden", *WORKLOAD, "--dtype", "float32", "--format", "json"]
+    plain, adapted = harness(*options), harness(*options, "--lora", adapter)
+    assert plain.json["golden"] != adapted.json["golden"]
+
+
+def test_a_folder_that_is_no_adapter(harness, tmp_path):
+    ran = harness("check", *WORKLOAD, "--lora", tmp_path)
+    assert ran.status == 2
+    assert "the adapter's config cannot be read" in ran.err
+
+
+def test_swapped_tensors_are_refused(check, harness, adapter, tmp_path):
+    folder = write_adapter(tmp_path / "swapped", seed=1)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    swapped_tensors = {
+        key: tensors[key.replace("_A.", "_X.").replace("_B.", "_A.").replace("_X.", "_B.")].clone() for key in tensors
+    }
+    save_file(swapped_tensors, folder / "adapter_model.safetensors")
+    ran = harness("golden", *WORKLOAD, "--lora", folder)
+    assert (ran.status, ran.err[:4]) == (2, "H119")
