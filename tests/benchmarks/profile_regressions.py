@@ -28,7 +28,7 @@ from harness.engines.stepping import Session, open_session
 from harness.profile_results import StepShape
 from harness.profiling.passes.counters import PhaseCounts, count
 from harness.profiling.passes.load import CaptureSchedule, Load, rehearse, window
-from harness.profiling.passes.spans import site_of
+from harness.profiling.span_names import site_of
 from reference_engine.kv_cache import KVCache
 from reference_engine.layers import MLP, Linear
 from reference_engine.rotary import RotaryEmbedding

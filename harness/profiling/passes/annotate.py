@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.profile_results import StepShape
-from harness.profiling.passes.spans import SPAN
+from harness.profiling.span_names import SPAN
 
 _FLOW = "next step"
 

@@ -29,9 +29,9 @@ from harness.profiling.cost.operator_cost import (
 )
 from harness.profiling.cost.storage import storages
 from harness.profiling.passes.load import Window, drive
-from harness.profiling.passes.spans import site_of
 from harness.profiling.passes.tables import UNATTRIBUTED
 from harness.profiling.passes.timing import Stopwatch
+from harness.profiling.span_names import site_of
 
 
 @dataclass(slots=True)

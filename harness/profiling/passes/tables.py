@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from harness.profile_results import TableRow
-from harness.profiling.passes.spans import layer_of, site_of
+from harness.profiling.span_names import layer_of, site_of
 from harness.profiling.trace.nodes import Node, TraceEvents
 
 UNATTRIBUTED = "unattributed"

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.errors import Code, HarnessError
-from harness.profiling.passes.spans import SPAN, STEP
+from harness.profiling.span_names import SPAN, STEP
 from harness.profiling.trace.file import NO_CORRELATION, Trace, collecting_no_garbage, read_trace
 
 _DEVICE_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.profiling.passes.spans import SPAN, STEP
+from harness.profiling.span_names import SPAN, STEP
 from harness.profiling.trace.device import KERNEL_CATEGORIES, LAUNCH_CATEGORY, device_activity
 from harness.profiling.trace.file import NO_CORRELATION, Trace, collecting_no_garbage, read_trace
 from harness.profiling.trace.modules import module_times

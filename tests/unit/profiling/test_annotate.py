@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from harness.profiling.passes.spans import SPAN
 from harness.profiling.passes.tracing import trace
+from harness.profiling.span_names import SPAN
 from harness.profiling.trace.summary import summarize
 
 

@@ -11,7 +11,7 @@ from harness.oracle.model import load_model
 from harness.profiling.cost.formulas import operation_costs
 from harness.profiling.cost.roofline import fold
 from harness.profiling.passes.load import Load, rehearse
-from harness.profiling.passes.spans import site_of
+from harness.profiling.span_names import site_of
 from reference_engine import EngineConfig, LLMEngine
 
 from ..reference_engine.kernels.launching import IGNORE_NUMPY, launch_on

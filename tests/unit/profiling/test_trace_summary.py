@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -200,3 +202,8 @@ def test_changes_of_count_come_before_those_of_time(tmp_path: Path) -> None:
     )
     found = [(change.name, change.is_of_count) for change in diff_traces(before, after).changes]
     assert found == [("often", True), ("slow", False)]
+
+
+def test_a_trace_is_read_without_torch():
+    program = "import sys, harness.profiling.trace.summary, harness.report.trace_text; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0, "it takes seconds to import"
