@@ -31,6 +31,7 @@ _OTHERS = {
     "compare/judged": ("test_run.py", "test_propagated.py", "test_cache.py"),
     "compare/local": ("test_replay.py",),
     "compare/local_judge": ("test_bounds.py", "test_conventions.py", "test_run.py"),
+    "compare/replay": ("test_replay.py", "test_through.py", "test_run.py"),
     "compare/row_judge": ("test_bounds.py", "test_conventions.py", "test_run.py"),
     "compare/slot_history": ("test_slots.py", "test_sequences.py"),
     "compare/positions": ("test_sequences.py",),
@@ -45,6 +46,7 @@ _OTHERS = {
     "oracle/caches": ("test_decode.py",),
     "oracle/graph": ("test_trace.py",),
     "oracle/parts": ("test_lockstep.py",),
+    "oracle/rotation": ("../explain/test_rotary.py", "../explain/test_operations.py", "../compare/test_conventions.py"),
 }
 
 

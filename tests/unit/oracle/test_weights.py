@@ -248,3 +248,20 @@ def test_a_config_that_transformers_does_not_know(tmp_path, streamed, tiny_folde
     with pytest.raises(HarnessError) as caught:
         streamed(folder)
     assert caught.value.code is Code.UNSUPPORTED_ARCHITECTURE
+
+
+def test_no_code_of_a_checkpoint_is_run(checkpoints, tmp_path, monkeypatch):
+    """What loads a checkpoint through HF's own loader does not follow its `auto_map`."""
+    folder, mark = tmp_path / "llama-tiny", tmp_path / "was run"
+    shutil.copytree(checkpoints / "llama-tiny", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}))
+    (folder / "mine.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import LlamaForCausalLM\n"
+        f"Path({str(mark)!r}).touch()\n"
+        "class Mine(LlamaForCausalLM): pass\n"
+    )
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    assert type(model_module._from_pretrained(folder, torch.float32)).__name__ == "LlamaForCausalLM"
+    assert not mark.exists()

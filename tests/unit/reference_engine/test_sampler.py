@@ -15,6 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from reference_engine import sampler
 from reference_engine.sampler import allowed_tokens, penalise, sample, uniforms
 from reference_engine.sampling import SamplingParams
 from reference_engine.sequence import Sequence
@@ -152,3 +153,10 @@ def test_logprobs_are_those_of_the_raw_logits_and_the_token_that_continues() -> 
 
 def test_logits_that_are_nan_give_some_token_and_no_crash() -> None:
     assert 0 <= sample(torch.full((1, V), torch.nan), [make_sequence(temperature=1.0)]).token_ids[0] < V
+
+
+def test_the_generator_is_the_published_one() -> None:
+    """The first three numbers of SplitMix64 from the state 0, as its authors' own code gives them."""
+    states = [step * 0x9E3779B97F4A7C15 % 2**64 for step in (1, 2, 3)]
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert sampler._mix(np.array(states, np.uint64)).tolist() == published
