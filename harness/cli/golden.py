@@ -13,12 +13,14 @@ from harness.errors import ExitStatus
 
 def golden(
     model: opt.Model = None,
+    hf: opt.HFOrigin = None,
     dtype: opt.Dtype = None,
     device: opt.Device = None,
     truth: opt.TruthChoice = None,
     prompt: opt.PromptText = None,
     prompt_file: opt.PromptFile = None,
     token_ids: opt.TokenIds = None,
+    continuation: opt.Continuations = None,
     max_new_tokens: opt.MaxNewTokens = None,
     case: opt.CaseFile = None,
     out: Annotated[
@@ -29,8 +31,8 @@ def golden(
 ) -> int:
     """Dump what HuggingFace computes.
 
-    Every tap of the model in high precision, with a greedy continuation, and the noise of HuggingFace in the engine's
-    dtype.
+    Every tap of the model in high precision, along a greedy continuation or the tokens that are given, and the noise of
+    HuggingFace in the engine's dtype.
     """
     with progress_bar() as report:
         report("loading libraries", 0, 1)
@@ -42,12 +44,14 @@ def golden(
         plan = opt.Given(
             case=case,
             model=model,
+            hf=hf,
             dtype=dtype,
             device=device,
             truth=truth,
             prompts=prompt,
             prompt_file=prompt_file,
             token_ids=token_ids,
+            continuations=continuation,
             max_new_tokens=max_new_tokens,
         ).plan(local_files_only=local_files_only)
         made = run_golden(plan, out=out, progress=report)
