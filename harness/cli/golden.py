@@ -20,8 +20,8 @@ def golden(
     prompt: opt.PromptText = None,
     prompt_file: opt.PromptFile = None,
     token_ids: opt.TokenIds = None,
-    continuation: opt.Continuations = None,
     max_new_tokens: opt.MaxNewTokens = None,
+    continuation: opt.Continuations = None,
     case: opt.CaseFile = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="New folder to write the golden to. [default: in the cache]")

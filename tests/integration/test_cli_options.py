@@ -10,10 +10,10 @@ from harness.cli.main import build_app, wants_json
 
 WORKLOAD = ["--dtype", "--device", "--truth", "--prompt", "--prompt-file", "--token-ids", "--max-new-tokens"]
 OPTIONS = {
-    "check": ["--model", "--engine", "--engine-option", "--isolate", "--engine-timeout", "--engine-python", *WORKLOAD,
+    "check": ["--model", "--hf", "--engine", "--engine-option", "--isolate", "--engine-timeout", "--engine-python", *WORKLOAD,
               "--schedule", "--taps", "--case", "--out", "--fault", "--profile", "--endpoint", "--served-model",
               "--concurrency", "--request-timeout", "--again", "--lora", "--local-files-only", "--format"],
-    "golden": ["--model", *WORKLOAD, "--case", "--out", "--local-files-only", "--format"],
+    "golden": ["--model", "--hf", *WORKLOAD, "--continuation", "--case", "--out", "--local-files-only", "--format"],
     "run": ["--out", "--golden", "--model", "--engine", "--engine-option", "--isolate", "--engine-timeout",
             "--engine-python", *WORKLOAD, "--schedule", "--case", "--local-files-only", "--format"],
     "diff": ["expected", "actual", "--model", "--device", "--truth", "--taps", "--lacking", "--require",
@@ -92,7 +92,7 @@ def test_help_of_a_command_explains_every_option(harness, name):
 def test_help_names_the_installed_engines(harness, install):
     install("", name="mine")
     for name in ("check", "run"):
-        assert "hf, mine, reference" in " ".join(harness(name, "--help").out.split())
+        assert "hf, llamacpp, mine, reference" in " ".join(harness(name, "--help").out.split())
 
 
 def test_no_command_shows_the_help_and_fails(harness):
