@@ -20,10 +20,11 @@ _PADDING = 256
 class Model:
     """A loaded model; freed with the object."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, repack: bool = True) -> None:
         self._llama = llama()
         params = self._llama.llama_model_default_params()
         params.n_gpu_layers = 0
+        params.use_extra_bufts = repack
         self.pointer = self._llama.llama_model_load_from_file(str(path).encode(), params)
         if not self.pointer:
             raise HarnessError(

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from harness.checkpoint.gguf import open_gguf, read_source
+from harness.checkpoint.gguf.types import PLAIN
 from harness.checkpoint.gguf.writer import write_gguf
 from harness.engines.adapter import Engine, Offer, Workload
 from harness.engines.llamacpp.cache import CachedRows
@@ -16,10 +17,12 @@ from harness.engines.llamacpp.options import LlamaCppOptions, parse_llamacpp_opt
 from harness.engines.llamacpp.sequence import LlamaSequence, Piece, next_batch
 from harness.engines.llamacpp.tensor import llama
 from harness.errors import Code, HarnessError
+from harness.numerics import Numerics
 from harness.recording import RecordingWriter, RequestInfo
 from harness.scratch import scratch_folder
 from harness.taps import layer_prefix
 
+_CACHE_DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 _SCHEDULES = ("plain", "chunked", "batched", "mixed", "prefix-hit", "forked")
 
 
@@ -61,8 +64,13 @@ class LlamaCppEngine:
         self._head_dim = metadata.count(
             "attention.key_length", metadata.count("embedding_length") // metadata.count("attention.head_count")
         )
-        self._model = Model(path)
-        self.offer = Offer(schedules=_SCHEDULES, sampled_only=pruned_taps(metadata.count("block_count")))
+        self._model = Model(path, repack=options.repack)
+        formats = sorted({tensor.type.name for tensor, _ in file.tensors.values()} - set(PLAIN))
+        self.offer = Offer(
+            schedules=_SCHEDULES,
+            sampled_only=pruned_taps(metadata.count("block_count")),
+            numerics=Numerics(weights=tuple(formats), cache=_CACHE_DTYPES.get(options.cache_type_k)),
+        )
 
     @torch.no_grad()
     def run(self, workload: Workload, writer: RecordingWriter) -> None:

@@ -13,7 +13,7 @@ CACHE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "IQ
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 _KNOWN = (
     "cache_type", "cache_type_k", "cache_type_v", "flash_attention", "threads", "batch_size", "ubatch_size",
-    "rope_freq_base", "gguf", "type",
+    "rope_freq_base", "repack", "gguf", "type",
 )  # fmt: skip
 
 
@@ -31,6 +31,8 @@ class LlamaCppOptions:
     """Tokens that llama.cpp computes at once."""
     rope_freq_base: float = 0.0
     """0: the model's."""
+    repack: bool = True
+    """Whether llama.cpp may put weights in another order for faster kernels (AMX among them)."""
     gguf: Path | None = None
     """File that the engine loads in the place of the model's: a fault of it is then the engine's."""
     type: str = "F32"
@@ -65,6 +67,7 @@ def parse_llamacpp_options(options: Mapping[str, str]) -> LlamaCppOptions:
         batch_size=_count("batch_size", options, defaults.batch_size),
         ubatch_size=_count("ubatch_size", options, defaults.ubatch_size),
         rope_freq_base=_real("rope_freq_base", options),
+        repack=_choice("repack", options.get("repack", "on"), ("on", "off")) == "on",
         gguf=None if path is None else _file("gguf", path),
         type=_choice("type", options.get("type", defaults.type), ("F32", "F16", "BF16", "Q8_0", "Q4_0")),
     )
