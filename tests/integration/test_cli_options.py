@@ -32,6 +32,8 @@ OPTIONS = {
     "fuzz": ["--model", "--engine", "--engine-option", "--dtype", "--device", "--truth", "--seconds", "--seed",
              "--first", "--workload-seconds", "--out", "--replay", "--invariance", "--fault", "--local-files-only", "--format"],
     "faults": ["--only", "--category", "--seeds", "--format"],
+    "quant": ["--model", "--types", "--file", "--engine-option", "--text-file", "--tokens", "--sequences", "--seed",
+              "--pad", "--out", "--local-files-only", "--format"],
     "bench": [],  # a group
     "suite": [],  # a group
     "trace": [],  # a group
@@ -46,6 +48,7 @@ FORMATS = {
     "profile": ["human", "json"],
     "fuzz": ["human", "json"],
     "faults": ["human", "markdown", "json"],
+    "quant": ["human", "markdown", "json"],
 }
 
 

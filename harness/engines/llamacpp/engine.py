@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from harness.checkpoint.gguf import open_gguf, read_source
-from harness.checkpoint.gguf.types import PLAIN
 from harness.checkpoint.gguf.writer import write_gguf
 from harness.engines.adapter import Engine, Offer, Workload
 from harness.engines.llamacpp.cache import CachedRows
@@ -65,7 +64,7 @@ class LlamaCppEngine:
             "attention.key_length", metadata.count("embedding_length") // metadata.count("attention.head_count")
         )
         self._model = Model(path, repack=options.repack)
-        formats = sorted({tensor.type.name for tensor, _ in file.tensors.values()} - set(PLAIN))
+        formats = sorted({tensor.type.name for tensor, _ in file.tensors.values()} - {"F32"})
         self.offer = Offer(
             schedules=_SCHEDULES,
             sampled_only=pruned_taps(metadata.count("block_count")),
