@@ -10,9 +10,10 @@ from harness.cli.main import build_app, wants_json
 
 WORKLOAD = ["--dtype", "--device", "--truth", "--prompt", "--prompt-file", "--token-ids", "--max-new-tokens"]
 OPTIONS = {
-    "check": ["--model", "--hf", "--engine", "--engine-option", "--isolate", "--engine-timeout", "--engine-python", *WORKLOAD,
-              "--schedule", "--taps", "--case", "--out", "--fault", "--profile", "--endpoint", "--served-model",
-              "--concurrency", "--request-timeout", "--again", "--lora", "--local-files-only", "--format"],
+    "check": ["--model", "--hf", "--engine", "--engine-option", "--isolate", "--engine-timeout", "--engine-python",
+              *WORKLOAD, "--schedule", "--taps", "--case", "--out", "--fault", "--profile", "--endpoint",
+              "--served-model", "--concurrency", "--request-timeout", "--again", "--lora", "--local-files-only",
+              "--format"],
     "golden": ["--model", "--hf", *WORKLOAD, "--continuation", "--case", "--out", "--local-files-only", "--format"],
     "run": ["--out", "--golden", "--model", "--engine", "--engine-option", "--isolate", "--engine-timeout",
             "--engine-python", *WORKLOAD, "--schedule", "--case", "--local-files-only", "--format"],
@@ -30,7 +31,8 @@ OPTIONS = {
     "gate": ["profile", "baseline", "--accept", "--against", "--against-repo", "--against-package", "--blocks",
              "--seconds", "--tolerance", "--format"],
     "fuzz": ["--model", "--engine", "--engine-option", "--dtype", "--device", "--truth", "--seconds", "--seed",
-             "--first", "--workload-seconds", "--out", "--replay", "--invariance", "--fault", "--local-files-only", "--format"],
+             "--first", "--workload-seconds", "--out", "--replay", "--invariance", "--fault", "--local-files-only",
+             "--format"],
     "faults": ["--only", "--category", "--seeds", "--format"],
     "quant": ["--model", "--types", "--file", "--engine-option", "--text-file", "--tokens", "--sequences", "--seed",
               "--pad", "--out", "--local-files-only", "--format"],
