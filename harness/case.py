@@ -32,6 +32,8 @@ class RequestSpec(BaseModel):
     prompt: str | None = None
     token_ids: list[int] | None = None
     max_new_tokens: _Count | None = None
+    continuation: Annotated[list[int], Field(min_length=1)] | None = None
+    """Token ids that follow the prompt in the place of HF's own greedy ones; max_new_tokens then says nothing."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "RequestSpec":
@@ -62,6 +64,8 @@ class Case(BaseModel):
     schema_version: Literal[1]
     description: str = ""
     model: Annotated[str, Field(min_length=1)]
+    hf: Annotated[str, Field(min_length=1)] | None = None
+    """Where the model is a GGUF file: the HuggingFace checkpoint that it was made from."""
     engine: Annotated[str, Field(min_length=1)] = "reference"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
@@ -87,6 +91,7 @@ class Case(BaseModel):
         self,
         *,
         model: str | None = None,
+        hf: str | None = None,
         engine: str | None = None,
         engine_options: Mapping[str, str] | None = None,
         dtype: str | None = None,
@@ -107,6 +112,7 @@ class Case(BaseModel):
         own_options = self.engine_options if engine in (None, self.engine) else {}
         decisive: dict[str, Any] = {
             "model": self.model if model is None else model,
+            "hf": hf if model is not None or hf is not None else self.hf,
             "engine": self.engine if engine is None else engine,
             "engine_options": {**own_options, **(engine_options or {})},
             "requests": [_with_length(request, max_new_tokens) for request in requests or self.requests],

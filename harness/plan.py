@@ -71,6 +71,7 @@ def plan_request(
     *,
     case: Case | None = None,
     model: str | None = None,
+    hf: str | None = None,
     engine: str | None = None,
     subject: Engine | None = None,
     engine_options: Mapping[str, str] | None = None,
@@ -91,7 +92,8 @@ def plan_request(
 
     Args:
         case: None for the embedded default, or for a case made of `model` and `requests`.
-        model: folder, name of an embedded checkpoint, or hub id.
+        model: folder, GGUF file, name of an embedded checkpoint, or hub id.
+        hf: of a GGUF file, the checkpoint that it was made from.
         engine: name of an engine.
         subject: the engine itself, where it is at hand; `engine` is then what it is called.
         engine_options: passed to the engine.
@@ -122,6 +124,7 @@ def plan_request(
     base = _default_case(model, engine, requests) if case is None else case
     chosen = base.replaced(
         model=model,
+        hf=hf,
         engine=engine,
         engine_options=engine_options,
         dtype=dtype,
@@ -164,6 +167,7 @@ def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
     """Resolve a case into a plan."""
     plan = make_plan(
         model=case.model,
+        hf=case.hf,
         engine=case.engine,
         dtype=case.dtype,
         device=case.device,
@@ -195,6 +199,7 @@ def _refuse_limit_without_process(isolate: bool | None, timeout_s: float | None)
 def make_plan(
     *,
     model: str,
+    hf: str | None = None,
     engine: str,
     dtype: str,
     device: str,
@@ -209,7 +214,8 @@ def make_plan(
     """Resolve names into a plan: the model to a folder, texts to token ids, schedules to their definitions.
 
     Args:
-        model: folder or hub id.
+        model: folder, GGUF file or hub id.
+        hf: of a GGUF file, the checkpoint that it was made from.
         engine: name of an installed engine.
         dtype: one of `case.DTYPES`, or `auto` for the checkpoint's own.
         device: a torch device.
@@ -224,7 +230,7 @@ def make_plan(
     Raises:
         HarnessError: any of it cannot be resolved.
     """
-    folder = resolve(model, local_files_only=local_files_only)
+    folder = resolve(model, local_files_only=local_files_only, hf=hf)
     check_device(device)
     prompts = tuple(_prompt(index, request, folder, max_new_tokens) for index, request in enumerate(requests))
     lengths = [len(prompt.token_ids) for prompt in prompts]
@@ -298,6 +304,9 @@ def _prompt(index: int, request: RequestSpec, folder: Path, max_new_tokens: int)
     else:
         assert request.prompt is not None
         token_ids = tokenize(request.prompt, folder, where=f"request {index}")
+    if request.continuation is not None:
+        fed = (*token_ids, *request.continuation)
+        return Prompt(token_ids=fed, max_new_tokens=1, prompt_length=len(token_ids))
     return Prompt(token_ids=tuple(token_ids), max_new_tokens=request.max_new_tokens or max_new_tokens)
 
 

@@ -2,16 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from harness.bench.gguf_file import write_gguf
 from harness.bench.peer import Generation, PeerMissingError, Setting
 from harness.bench.workload import Workload
+from harness.checkpoint.gguf.writer import write_gguf
 from harness.errors import Code, HarnessError
 
 BATCH_TOKENS = 2048
+_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 @dataclass(slots=True)
@@ -56,8 +58,7 @@ class LlamaCppPeer:
         if setting.device != "cpu":
             raise PeerMissingError("it is timed on the CPU only")
         self._llama = llama_cpp
-        path = setting.folder / "model.gguf"
-        write_gguf(setting.folder, path, dtype=setting.dtype)
+        path = write_model(setting)
         self._silence = llama_cpp.llama_log_callback(lambda level, text, data: None)  # kept: C calls it
         llama_cpp.llama_log_set(self._silence, None)
         llama_cpp.llama_backend_init()
@@ -125,3 +126,17 @@ class LlamaCppPeer:
         if not opened:
             raise HarnessError(Code.ENGINE_FAILED, f"{open_it.__name__} fails", where=self.name)
         return opened
+
+
+def write_model(setting: Setting) -> Path:
+    """Write the checkpoint's weights as GGUF bit for bit; norms become float32, as llama.cpp wants them.
+
+    Raises:
+        PeerMissingError: the package gguf is not installed.
+    """
+    try:
+        return write_gguf(setting.folder, setting.folder / "model.gguf", _TYPES[setting.dtype])
+    except HarnessError as error:
+        if error.code is not Code.PACKAGE_MISSING:
+            raise
+        raise PeerMissingError(str(error)) from error

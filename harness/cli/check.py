@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 def check(
     model: opt.Model = None,
+    hf: opt.HFOrigin = None,
     engine: opt.EngineName = None,
     engine_option: opt.EngineOption = None,
     isolate: opt.Isolate = None,
@@ -77,6 +78,7 @@ def check(
         given = opt.Given(
             case=case,
             model=model,
+            hf=hf,
             engine=engine,
             engine_options=engine_option,
             dtype=dtype[0] if dtype else None,

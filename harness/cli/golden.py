@@ -13,6 +13,7 @@ from harness.errors import ExitStatus
 
 def golden(
     model: opt.Model = None,
+    hf: opt.HFOrigin = None,
     dtype: opt.Dtype = None,
     device: opt.Device = None,
     truth: opt.TruthChoice = None,
@@ -20,6 +21,7 @@ def golden(
     prompt_file: opt.PromptFile = None,
     token_ids: opt.TokenIds = None,
     max_new_tokens: opt.MaxNewTokens = None,
+    continuation: opt.Continuations = None,
     case: opt.CaseFile = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="New folder to write the golden to. [default: in the cache]")
@@ -30,8 +32,8 @@ def golden(
 ) -> int:
     """Dump what HuggingFace computes.
 
-    Every tap of the model in high precision, with a greedy continuation, and the noise of HuggingFace in the engine's
-    dtype.
+    Every tap of the model in high precision, along a greedy continuation or the tokens that are given, and the noise of
+    HuggingFace in the engine's dtype.
     """
     with progress_bar() as report:
         report("loading libraries", 0, 1)
@@ -43,12 +45,14 @@ def golden(
         plan = opt.Given(
             case=case,
             model=model,
+            hf=hf,
             dtype=dtype,
             device=device,
             truth=truth,
             prompts=prompt,
             prompt_file=prompt_file,
             token_ids=token_ids,
+            continuations=continuation,
             max_new_tokens=max_new_tokens,
             lora=lora,
         ).plan(local_files_only=local_files_only)

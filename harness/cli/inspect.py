@@ -1,4 +1,4 @@
-"""`harness inspect`: what is in a safetensors file or a checkpoint, and what is missing."""
+"""`harness inspect`: what is in a safetensors or GGUF file or a checkpoint, and what is missing."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,10 +11,10 @@ from harness.errors import ExitStatus
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A .safetensors file or a checkpoint folder.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A .safetensors or .gguf file, or a checkpoint folder.")],
     format: opt.OutFormat = opt.Format.HUMAN,
 ) -> int:
-    """Show what is in a safetensors file or a checkpoint.
+    """Show what is in a safetensors or GGUF file, or a checkpoint.
 
     Header, tensors, dtypes, shapes, offsets and shards; for a checkpoint also what is missing for its config.
     """

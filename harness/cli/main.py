@@ -136,6 +136,7 @@ def build_app() -> typer.Typer:
         golden,
         inspect,
         profile,
+        quant,
         run,
         serve,
         suite,
@@ -162,6 +163,7 @@ def build_app() -> typer.Typer:
     app.command(cls=Command)(gate.gate)
     app.command(cls=Command, epilog=engines)(fuzz.fuzz)
     app.command(cls=Command)(faults.faults)
+    app.command(cls=Command)(quant.quant)
     app.add_typer(bench.app)
     app.add_typer(suite.app)
     app.add_typer(trace.app)

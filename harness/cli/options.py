@@ -52,7 +52,17 @@ Model = Annotated[
     str | None,
     typer.Option(
         metavar="PATH_OR_HUB_ID",
-        help="Checkpoint: a folder, an embedded one by its name, or a hub id. [default: qwen3-tiny, embedded]",
+        help="Checkpoint: a folder, a .gguf file, an embedded one by its name, or a hub id. "
+        "[default: qwen3-tiny, embedded]",
+    ),
+]
+HFOrigin = Annotated[
+    str | None,
+    typer.Option(
+        "--hf",
+        metavar="FOLDER",
+        help="HuggingFace checkpoint that a .gguf model was made from: its configuration and tokenizer are used, and "
+        "every tensor of the file is held against it.",
     ),
 ]
 EngineName = Annotated[
@@ -123,6 +133,15 @@ PromptText = Annotated[
 ]
 PromptFile = Annotated[Path | None, typer.Option(metavar="FILE", help="File with the text of one request.")]
 TokenIds = Annotated[list[str] | None, typer.Option(metavar="IDS", help="Token ids of one request: 1,2,3. Repeatable.")]
+Continuations = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--continuation",
+        metavar="IDS",
+        help="Token ids that follow a prompt in the place of HuggingFace's greedy ones: 1,2,3. Once for each request, "
+        "in their order.",
+    ),
+]
 MaxNewTokens = Annotated[
     int | None, typer.Option(metavar="N", help="Tokens to generate for each request. [default: 24]")
 ]
@@ -176,6 +195,7 @@ class Given:
 
     case: Path | None = None
     model: str | None = None
+    hf: str | None = None
     engine: str | None = None
     engine_options: list[str] | None = None
     dtype: str | None = None
@@ -184,6 +204,7 @@ class Given:
     prompts: list[str] | None = None
     prompt_file: Path | None = None
     token_ids: list[str] | None = None
+    continuations: list[str] | None = None
     max_new_tokens: int | None = None
     schedules: list[str] | None = None
     only: TapPreset | None = None
@@ -203,6 +224,7 @@ class Given:
         return plan_request(
             case=None if self.case is None else load_case(self.case),
             model=self.model,
+            hf=self.hf,
             engine=self.engine,
             engine_options=parse_engine_options(self.engine_options),
             dtype=self.dtype,
@@ -230,7 +252,23 @@ class Given:
                     Code.EMPTY_PROMPT, "the prompt is empty", where=where, actual=repr(text), hint="give some text"
                 )
         requests = [RequestSpec(prompt=text) for _, text in texts]
-        return requests + [RequestSpec(token_ids=_parse_ids(text)) for text in self.token_ids or ()]
+        requests += [RequestSpec(token_ids=_parse_ids(text, "--token-ids")) for text in self.token_ids or ()]
+        return self._continued(requests) if self.continuations else requests
+
+    def _continued(self, requests: list[RequestSpec]) -> list[RequestSpec]:
+        """Give each request its continuation."""
+        given = [_parse_ids(text, "--continuation") for text in self.continuations or ()]
+        if len(given) != len(requests):
+            what, expected = "each request needs its continuation", f"{len(requests)}, one for each prompt given"
+            hint = "give --prompt or --token-ids, and as many --continuation"
+            raise HarnessError(
+                Code.BAD_OPTION, what, where="--continuation", expected=expected, actual=len(given), hint=hint
+            )
+        if self.max_new_tokens is not None:
+            what = "a continuation says how many tokens follow"
+            raise HarnessError(Code.BAD_OPTION, what, where="--max-new-tokens", hint="leave --max-new-tokens out")
+        pairs = zip(requests, given, strict=True)
+        return [request.model_copy(update={"continuation": token_ids}) for request, token_ids in pairs]
 
     def _positive_timeout(self) -> float | None:
         if self.engine_timeout_s is not None and not 0 < self.engine_timeout_s < math.inf:
@@ -253,17 +291,15 @@ def _read_text(path: Path) -> str:
         raise HarnessError(Code.BAD_OPTION, what, where="--prompt-file", actual=path) from error
 
 
-def _parse_ids(text: str) -> list[int]:
-    hint = "--token-ids 1,2,3"
+def _parse_ids(text: str, option: str) -> list[int]:
+    hint = f"{option} 1,2,3"
     if not text.strip():
-        raise HarnessError(
-            Code.EMPTY_PROMPT, "the prompt has no token", where="--token-ids", actual=repr(text), hint=hint
-        )
+        raise HarnessError(Code.EMPTY_PROMPT, "the prompt has no token", where=option, actual=repr(text), hint=hint)
     try:
         return [int(word) for word in (text.split(",") if "," in text else text.split())]
     except ValueError:
         what = "token ids must be integers separated by commas"
-        raise HarnessError(Code.BAD_OPTION, what, where="--token-ids", actual=repr(text), hint=hint) from None
+        raise HarnessError(Code.BAD_OPTION, what, where=option, actual=repr(text), hint=hint) from None
 
 
 def parse_engine_options(options: list[str] | None) -> dict[str, str]:

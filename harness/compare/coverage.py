@@ -1,6 +1,6 @@
 """Coverage fails closed: what was to be recorded and is not, and what the workload never reached."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -14,9 +14,16 @@ from harness.results import Coverage, Finding
 from harness.taps import Graph, Kind
 
 
-def wanted_rows(tap: str, locator: Locator, graph: Graph) -> torch.Tensor:
-    """Return [requests, positions] bool: the rows at which `tap` must be recorded."""
-    is_sampled_only = tap in graph and graph[tap].sampled_only
+def wanted_rows(tap: str, locator: Locator, graph: Graph, sampled_only: Collection[str] = ()) -> torch.Tensor:
+    """Return [requests, positions] bool: the rows at which `tap` must be recorded.
+
+    Args:
+        tap: its name.
+        locator: of the engine's recording.
+        graph: of the model.
+        sampled_only: taps that the engine computes for sampled rows only, besides those of the graph.
+    """
+    is_sampled_only = tap in sampled_only or (tap in graph and graph[tap].sampled_only)
     window = graph[tap].window if tap in graph and graph[tap].kind is Kind.CACHE else None
     requests = sorted(locator.recording.manifest.requests, key=lambda request: request.id)
     wanted = torch.zeros_like(locator.recorded(tap))
@@ -71,6 +78,7 @@ def check_coverage(
     require: Iterable[str] = (),
     traits: Traits | None = None,
     also: Iterable[str] = (),
+    sampled_only: Collection[str] = (),
 ) -> tuple[Coverage, list[Finding]]:
     """Count what is there of what must be there.
 
@@ -82,6 +90,7 @@ def check_coverage(
         require: triggers the workload must have reached.
         traits: of the model, as far as it is known.
         also: triggers that were reached and cannot be told from the recording's steps.
+        sampled_only: taps that the engine computes for sampled rows only.
     """
     findings = list[Finding]()
     expected = recorded = 0
@@ -90,7 +99,7 @@ def check_coverage(
     prefixes = Prefixes(locator.recording.manifest.requests)
     resumed = resumed_rows(locator.recording, prefixes)
     for tap in taps:
-        wanted = wanted_rows(tap, locator, graph)
+        wanted = wanted_rows(tap, locator, graph, sampled_only)
         there = locator.recorded(tap)
         there = (there | shared_rows(there, prefixes) | resumed) & wanted
         expected, recorded = expected + int(wanted.sum()), recorded + int(there.sum())

@@ -53,6 +53,7 @@ def compare_run(
     hf: HFModel | None = None,
     wanted: Iterable[str] | None = None,
     not_offered: Sequence[str] = (),
+    sampled_only: Sequence[str] = (),
     accepts_tokens: bool = False,
     require: Sequence[str] = ("decode",),
     truth: str = "auto",
@@ -67,6 +68,7 @@ def compare_run(
         hf: the model that judges every operation by itself; without it the rows are compared and no more.
         wanted: taps that must have been recorded; by default those of `expected`.
         not_offered: sites that the engine declares it cannot record; reported only.
+        sampled_only: taps that the engine computes for sampled rows only.
         accepts_tokens: whether equal tokens are enough to pass where not one operation could be judged.
         require: triggers the workload must have reached.
         truth: precision in which operations are judged, `float64`, `float32` or `auto`.
@@ -104,6 +106,7 @@ def compare_run(
         require=require if actual.steps else (),
         traits=None if hf is None else Traits.of(hf),
         also=_ties(propagation.logits, noise.get(LOGIT_NOISE)),
+        sampled_only=sampled_only,
     )
     not_finite = oracle_finding(propagation)
     findings += [bad_finding(each) for each in judged if each.is_bad] + ([not_finite] if not_finite else [])

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from harness.recording import RecordingWriter, RequestInfo
 
 GROUP = "inference_harness.engines"
+_OURS = ("harness.engines.reference:", "harness.engines.hf:")
 LIMITS = ("max_num_batched_tokens", "max_num_seqs", "block_size", "num_blocks", "enable_prefix_caching")
 """Tokens of a step, requests that run at once, tokens of a KV block, KV blocks with those that no request can have, and
 whether requests find the beginnings of others in the cache."""
@@ -79,6 +80,8 @@ class Offer:
     """Whether its KV cache can be read back."""
     lacking: tuple[str, ...] = ()
     """Sites (`self_attn.q_norm`, `mlp.act`) whose taps it cannot record; or single taps by their full name."""
+    sampled_only: tuple[str, ...] = ()
+    """Taps that it computes only for the rows it samples from: the others are not missing."""
     control: Control | None = None
     """What a `Timeline` may say to it: requests arrive at any step, and what is named here; None: it follows schedules
     by name only."""

@@ -13,6 +13,7 @@ from harness.compare.run import Comparison
 from harness.compare.shapes import engine_dtype
 from harness.compare.slot_history import SlotHistory
 from harness.errors import Code, HarnessError
+from harness.explain.declared import declared_scenes
 from harness.explain.direction import explain_direction
 from harness.explain.layers import layers_that_did_not_run
 from harness.explain.scene import Scene, gathered
@@ -63,6 +64,18 @@ def _failed(error: Exception) -> Explanation:
         is_cause=False,
         detail=f"{type(error).__name__}: {error}",
     )
+
+
+def _explained(scene: Scene, evidence: Evidence, where: str) -> Explanation:
+    """Return what fits the rows as they are, or under the conventions that the engine declares."""
+    found = try_all(scene, evidence.roundings, evidence.bound, where)
+    if found.is_cause:
+        return found
+    for declared in declared_scenes(scene):
+        other = try_all(declared, evidence.roundings, evidence.bound, where)
+        if other.is_cause:
+            return other
+    return found
 
 
 class _Explainer:
@@ -120,7 +133,7 @@ class _Explainer:
             scene = self._scene(evidence)
             if scene is not None and errors.effect is not None and not is_bad:
                 return explain_direction(scene, errors.effect)
-            return None if scene is None else try_all(scene, evidence.roundings, evidence.bound, where)
+            return None if scene is None else _explained(scene, evidence, where)
 
     def _behind(self, cache: Operation) -> Explanation | None:
         """Explain a cache by what stands behind its layer, where that says that the layer did not run."""

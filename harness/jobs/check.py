@@ -136,6 +136,7 @@ def _run_schedule(
                 hf=hf,
                 wanted=_wanted(plan, engine.offer, hf.graph),
                 not_offered=engine.offer.lacks(),
+                sampled_only=engine.offer.sampled_only,
                 accepts_tokens=plan.only == "tokens",
                 require=sorted({*schedule.requires, *plan.require}),
                 truth=plan.truth,

@@ -42,6 +42,43 @@ def test_golden_without_a_folder_is_in_the_cache_where_check_finds_it(harness, l
     assert [path.name for path in (tmp_path / "goldens").iterdir()] == [Path(folder).name]
 
 
+def test_a_golden_along_given_tokens(harness, llama, tmp_path):
+    """The truth is that of the tokens given; a golden along HF's own tokens is the one that HF continues itself."""
+    own, same, other = tmp_path / "own", tmp_path / "same", tmp_path / "other"
+    ids = ["--model", llama, "--token-ids", "1,20,21"]
+    assert harness("golden", *ids, "--max-new-tokens", 5, "--out", own).status == 0
+    with Recording.open(own) as recording:
+        (request,) = recording.manifest.requests
+    continuation = request.token_ids[3:]
+    for out, tokens in ((same, continuation), (other, [9, *continuation[1:]])):
+        assert harness("golden", *ids, "--continuation", ",".join(map(str, tokens)), "--out", out).status == 0
+        with Recording.open(out) as recording:
+            (made,) = recording.manifest.requests
+            assert (made.token_ids[3:], made.prompt_length) == (tokens, 3)
+    rows = [safetensors.torch.load_file(folder / "step-00000.safetensors") for folder in (own, same, other)]
+    assert rows[0]["lm_head"].equal(rows[1]["lm_head"])
+    assert rows[0]["lm_head"][0].allclose(rows[2]["lm_head"][0])
+    assert not rows[0]["lm_head"][1].allclose(rows[2]["lm_head"][1], atol=1e-3)
+    assert harness("run", "--golden", other, "--out", tmp_path / "r").status == 0
+    assert harness("diff", other, tmp_path / "r", "--model", llama).status == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--continuation", "1", "--continuation", "2"], "each request needs its continuation"),
+        (["--continuation", "1", "--max-new-tokens", 3], "a continuation says how many tokens follow"),
+        (["--continuation", ""], "--continuation is given empty"),
+        (["--continuation", "x"], "token ids must be integers"),
+        (["--continuation", "99999"], "token id 99999 is outside the vocabulary"),
+    ],
+)
+def test_a_continuation_that_makes_no_sense(harness, llama, options, said):
+    ran = harness("golden", "--model", llama, "--token-ids", "1,2", *options)
+    assert ran.status == 2
+    assert said in ran.err
+
+
 def test_run_records_what_a_golden_says(harness, golden, tmp_path):
     ran = harness("run", "--golden", golden, "--engine", "hf", "--schedule", "batched", "--out", tmp_path / "r")
     assert ran.status == 0

@@ -10,10 +10,11 @@ from harness.cli.main import build_app, wants_json
 
 WORKLOAD = ["--dtype", "--device", "--truth", "--prompt", "--prompt-file", "--token-ids", "--max-new-tokens"]
 OPTIONS = {
-    "check": ["--model", "--engine", "--engine-option", "--isolate", "--engine-timeout", "--engine-python", *WORKLOAD,
-              "--schedule", "--taps", "--case", "--out", "--fault", "--profile", "--endpoint", "--served-model",
-              "--concurrency", "--request-timeout", "--again", "--lora", "--local-files-only", "--format"],
-    "golden": ["--model", *WORKLOAD, "--case", "--out", "--lora", "--local-files-only", "--format"],
+    "check": ["--model", "--hf", "--engine", "--engine-option", "--isolate", "--engine-timeout", "--engine-python",
+              *WORKLOAD, "--schedule", "--taps", "--case", "--out", "--fault", "--profile", "--endpoint",
+              "--served-model", "--concurrency", "--request-timeout", "--again", "--lora", "--local-files-only",
+              "--format"],
+    "golden": ["--model", "--hf", *WORKLOAD, "--continuation", "--case", "--out", "--lora", "--local-files-only", "--format"],
     "run": ["--out", "--golden", "--model", "--engine", "--engine-option", "--isolate", "--engine-timeout",
             "--engine-python", *WORKLOAD, "--schedule", "--case", "--local-files-only", "--format"],
     "diff": ["expected", "actual", "--model", "--device", "--truth", "--taps", "--lacking", "--require",
@@ -30,9 +31,11 @@ OPTIONS = {
     "gate": ["profile", "baseline", "--accept", "--against", "--against-repo", "--against-package", "--blocks",
              "--seconds", "--tolerance", "--format"],
     "fuzz": ["--model", "--engine", "--engine-option", "--dtype", "--device", "--truth", "--seconds", "--seed",
-             "--first", "--workload-seconds", "--out", "--replay", "--invariance", "--fault",
-             "--local-files-only", "--format"],
+             "--first", "--workload-seconds", "--out", "--replay", "--invariance", "--fault", "--local-files-only",
+             "--format"],
     "faults": ["--only", "--category", "--seeds", "--format"],
+    "quant": ["--model", "--types", "--file", "--engine-option", "--text-file", "--tokens", "--sequences", "--seed",
+              "--pad", "--out", "--local-files-only", "--format"],
     "bench": [],  # a group
     "suite": [],  # a group
     "trace": [],  # a group
@@ -47,6 +50,7 @@ FORMATS = {
     "profile": ["human", "json"],
     "fuzz": ["human", "json"],
     "faults": ["human", "markdown", "json"],
+    "quant": ["human", "markdown", "json"],
 }
 
 
@@ -93,7 +97,7 @@ def test_help_of_a_command_explains_every_option(harness, name):
 def test_help_names_the_installed_engines(harness, install):
     install("", name="mine")
     for name in ("check", "run"):
-        assert "hf, mine, reference" in " ".join(harness(name, "--help").out.split())
+        assert "hf, llamacpp, mine, reference" in " ".join(harness(name, "--help").out.split())
 
 
 def test_no_command_shows_the_help_and_fails(harness):

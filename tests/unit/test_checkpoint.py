@@ -211,7 +211,7 @@ def test_cache_dir(monkeypatch, tmp_path):
 
 def test_embedded_cases(tmp_path, monkeypatch):
     assert checkpoint.embedded_cases() == Path(__file__).parents[2] / "cases"
-    monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / "harness" / "checkpoint.py"))
+    monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / "harness" / "checkpoint" / "__init__.py"))
     refused(Code.BAD_CASE, checkpoint.embedded_cases)
     (tmp_path / "harness" / "embedded").mkdir(parents=True)
     assert checkpoint.embedded_cases() == tmp_path / "harness" / "embedded"

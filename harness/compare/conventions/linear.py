@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 
 import torch
@@ -92,6 +92,13 @@ def _rounded_inputs(subject: Subject) -> Iterator[Rounding]:
             x = subject.inputs[0].flatten(1).to(torch.float32).to(dtype)
             expected = partial(product, x, weight, bias)
             yield Rounding(name=ROUNDED_INPUTS.format(dtype_name(dtype)), model=MODEL, expected=expected)
+
+
+def rounded_inputs(x: torch.Tensor, formats: Collection[str]) -> Iterator[torch.Tensor]:
+    """Yield [R, I] float64 inputs as products with weights of the declared 16-bit formats see them."""
+    for name in formats:
+        if name in _GGUF_DTYPES:
+            yield x.to(torch.float32).to(_GGUF_DTYPES[name]).to(torch.float64)
 
 
 CONVENTIONS = (

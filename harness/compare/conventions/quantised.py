@@ -3,7 +3,7 @@
 `R` rows, `I` inputs, `O` outputs, `S` inputs of a block. Formulas: ggml's `quantize_row_q8_0` and `quantize_row_q8_K`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 import torch
@@ -77,6 +77,14 @@ def _ties_resolved(
         if float((actual[row] - expected[row]) @ step) > 0.5 * float(step @ step):
             expected[row] += step
     return expected
+
+
+def quantised_inputs(x: torch.Tensor, formats: Collection[str]) -> Iterator[torch.Tensor]:
+    """Yield [R, I] float64 inputs as products with weights of the declared formats see them."""
+    for _, weights, size, blocks in _FORMATS:
+        if weights.intersection(formats) and x.shape[1] % size == 0:
+            scaled, scale = blocks(x.to(torch.float32).unflatten(1, (-1, size)))
+            yield (scaled.round() * scale).flatten(1)
 
 
 CONVENTIONS = (

@@ -1,22 +1,30 @@
-"""The GGUF file holds the checkpoint's own bits."""
+"""The GGUF file that llama.cpp is timed on holds the checkpoint's own bits."""
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from harness.bench.gguf_file import write_gguf
-from harness.bench.peer import PeerMissingError
+from harness.bench.llamacpp import write_model
+from harness.bench.peer import PeerMissingError, Setting
 from harness.bench.shape import SHAPES, build_checkpoint
+
+
+def setting(folder: Path, dtype: str) -> Setting:
+    return Setting(
+        folder=folder, dtype=dtype, device="cpu", num_threads=1, max_request_len=8, max_total_len=8, max_requests=1,
+        engine_options={},
+    )  # fmt: skip
 
 
 def test_weights_are_the_same_bits_and_norms_float32(tmp_path):
     gguf = pytest.importorskip("gguf", reason="gguf is not installed")
     build_checkpoint(SHAPES["tiny"], tmp_path, dtype="bfloat16", seed=0, device="cpu")
-    write_gguf(tmp_path, tmp_path / "model.gguf", dtype="bfloat16")
-    read = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    path = write_model(setting(tmp_path, "bfloat16"))
+    read = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     own = load_file(tmp_path / "model.safetensors")
     assert len(read) == len(own)
     up = read["blk.1.ffn_up.weight"]
@@ -28,4 +36,4 @@ def test_weights_are_the_same_bits_and_norms_float32(tmp_path):
 def test_without_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(PeerMissingError, match="gguf"):
-        write_gguf(tmp_path, tmp_path / "model.gguf", dtype="float32")
+        write_model(setting(tmp_path, "float32"))

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
+from harness.checkpoint.gguf import checkpoint_of_gguf, is_gguf
 from harness.errors import Code, HarnessError
 from harness.files import exists, read_bytes
 from harness.safetensors_header import TensorEntry, read_header
@@ -29,19 +30,29 @@ _EMBEDDED_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def resolve(model: str, *, local_files_only: bool = False, revision: str | None = None) -> Path:
+def resolve(model: str, *, local_files_only: bool = False, revision: str | None = None, hf: str | None = None) -> Path:
     """Return the folder of a checkpoint: `model` itself, an embedded one, or the snapshot of the hub id `model`.
 
     Args:
-        model: a local folder with a config.json, the name of an embedded checkpoint such as `qwen3-tiny`, or an id such
-            as `Qwen/Qwen3-0.6B`.
+        model: a local folder with a config.json, a GGUF file (its weights are dequantised into a folder of the cache),
+            the name of an embedded checkpoint such as `qwen3-tiny`, or an id such as `Qwen/Qwen3-0.6B`.
         local_files_only: whether to do with what was downloaded before.
         revision: branch, tag or commit of a hub id.
+        hf: of a GGUF file, the checkpoint that it was made from.
 
     Raises:
-        HarnessError: NOT_A_CHECKPOINT.
+        HarnessError: NOT_A_CHECKPOINT; of a GGUF file what `gguf.checkpoint_of_gguf` raises; BAD_OPTION for `hf` with
+            anything else.
     """
     path = _local_path(model)
+    if path is not None and is_gguf(path):
+        origin = None if hf is None else resolve(hf, local_files_only=local_files_only)
+        return checkpoint_of_gguf(path, cache_dir() / "gguf", hf=origin)
+    if hf is not None:
+        what, hint = "--hf names what a GGUF file was made from", "leave --hf out, or name a .gguf file as --model"
+        raise HarnessError(
+            Code.BAD_OPTION, what, where="--hf", expected="a .gguf file as --model", actual=model, hint=hint
+        )
     if path is not None:
         if not (path / CONFIG_NAME).is_file():
             what = f"the folder has no {CONFIG_NAME}" if path.is_dir() else "the path is a file, not a folder"
@@ -129,7 +140,7 @@ def cache_dir() -> Path:
 
 def embedded_cases() -> Path:
     """Return the folder of the cases that come with the harness, in a wheel and in a checkout."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     for folder in (package / "embedded", package.parent / "cases"):
         if folder.is_dir():
             return folder

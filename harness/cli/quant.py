@@ -1,0 +1,109 @@
+"""`harness quant`: what the types of a model cost."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from harness.cli import options as opt
+from harness.cli.output import write, write_json
+from harness.cli.progress import progress_bar
+from harness.errors import Code, ExitStatus, HarnessError
+from harness.files import read_text, write_text
+from harness.scratch import scratch_folder
+
+if TYPE_CHECKING:
+    from harness.oracle.model import HFModel
+    from harness.quant.text import Sequences
+
+DEFAULT_MODEL = "llama-tiny"
+DEFAULT_TYPES = "F16,Q8_0,Q4_0"
+PLOT_NAME, TABLE_NAME = "quant.svg", "quant.md"
+
+
+def quant(
+    model: opt.Model = None,
+    types: Annotated[
+        str, typer.Option(metavar="NAMES", help="Types to make with llama.cpp's quantiser; comma list.")
+    ] = DEFAULT_TYPES,
+    file: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="GGUF file of the model, measured as it is. Repeatable.")
+    ] = None,
+    engine_option: opt.EngineOption = None,
+    text_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Text to measure on. [default: what the model itself says, see --seed]"),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of a sequence, at most.")] = 256,
+    sequences: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences that the model says.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Of what the model says.")] = 0,
+    pad: Annotated[
+        bool, typer.Option("--pad", help="Fill a small model up with zeros, exactly, so that it has rows of 256.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for quant.md and a plot of KL against size, quant.svg.")
+    ] = None,
+    local_files_only: opt.LocalFilesOnly = False,
+    format: opt.OutReportFormat = opt.ReportFormat.HUMAN,
+) -> int:
+    """Measure what quantisation costs.
+
+    For each type: perplexity, and KL to HuggingFace's original, split into what the format costs (the dequantised
+    weights) and what llama.cpp's arithmetic costs besides.
+    """
+    with progress_bar() as report:
+        report("loading libraries", 0, 1)
+        import torch
+
+        from harness.checkpoint import resolve
+        from harness.engines.llamacpp.options import parse_llamacpp_options
+        from harness.engines.llamacpp.tensor import llama
+        from harness.oracle.model import load_model
+        from harness.quant.files import check_type
+        from harness.quant.padding import pad_checkpoint
+        from harness.quant.run import measure_types
+        from harness.report.quant import quant_json, quant_svg, quant_text
+
+        wanted: list[str | Path] = [check_type(name) for name in types.split(",")]
+        options = parse_llamacpp_options(opt.parse_engine_options(engine_option))
+        llama()  # that it is missing is known before anything costs time
+        folder = resolve(model or DEFAULT_MODEL, local_files_only=local_files_only)
+        with scratch_folder("harness-") as made:
+            original = pad_checkpoint(folder, made / "padded") if pad else folder
+            hf = load_model(original, dtype=torch.float32, stays=True)
+            given, text = _sequences(hf, text_file, sequences, tokens, seed)
+            name = model or DEFAULT_MODEL
+            result = measure_types(
+                hf, [*wanted, *(file or [])], given, model=name, text=text, options=options, progress=report
+            )
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            write_text(out / PLOT_NAME, quant_svg(result))
+            write_text(out / TABLE_NAME, quant_text(result, "github") + "\n")
+    if format is opt.ReportFormat.JSON:
+        write_json(quant_json(result))
+    else:
+        write(quant_text(result, "github" if format is opt.ReportFormat.MARKDOWN else "simple"))
+    return ExitStatus.PASS
+
+
+def _sequences(
+    hf: "HFModel", text_file: Path | None, num_sequences: int, num_tokens: int, seed: int
+) -> "tuple[Sequences, str]":
+    """Return the tokens, and where they come from."""
+    from harness.plan import tokenize
+    from harness.quant.text import sample_text, split_text
+
+    if text_file is None:
+        said = sample_text(hf, num_sequences=num_sequences, num_tokens=num_tokens, seed=seed)
+        return said, f"its own text, seed {seed}"
+    token_ids = tokenize(_read(text_file), hf.folder, where=str(text_file))
+    return split_text(token_ids, hf, num_tokens), text_file.name
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        what = "the text cannot be read"
+        raise HarnessError(Code.BAD_OPTION, what, where="--text-file", actual=f"{path}: {error}") from error

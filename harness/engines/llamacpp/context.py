@@ -1,0 +1,130 @@
+"""A context of llama.cpp: a KV cache, and batches that are computed into it while somebody watches."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from harness.engines.llamacpp.cache import CachedRows, parse_state
+from harness.engines.llamacpp.capture import Capture
+from harness.engines.llamacpp.options import FLASH_ATTENTION, LlamaCppOptions
+from harness.engines.llamacpp.tensor import llama
+from harness.errors import Code, HarnessError
+
+_PADDING = 256
+"""llama.cpp rounds the cells of a cache up to a multiple of this."""
+
+
+class Model:
+    """A loaded model; freed with the object."""
+
+    def __init__(self, path: Path, *, repack: bool = True) -> None:
+        self._llama = llama()
+        params = self._llama.llama_model_default_params()
+        params.n_gpu_layers = 0
+        params.use_extra_bufts = repack
+        self.pointer = self._llama.llama_model_load_from_file(str(path).encode(), params)
+        if not self.pointer:
+            raise HarnessError(
+                Code.ENGINE_CANNOT_SERVE,
+                "llama.cpp does not load the model",
+                where=path,
+                hint=f"harness inspect {path}",
+            )
+
+    def __del__(self) -> None:
+        if getattr(self, "pointer", None):
+            self._llama.llama_model_free(self.pointer)
+
+
+class Context:
+    """A cache for some sequences, freed at the end of the block."""
+
+    def __init__(
+        self, model: Model, options: LlamaCppOptions, capture: Capture | None, *, num_seqs: int, num_cells: int
+    ):
+        """Make a context.
+
+        Args:
+            model: the weights.
+            options: types of the cache, flash attention, sizes of batches.
+            capture: what watches; None for nobody.
+            num_seqs: sequences that are in the cache at once.
+            num_cells: tokens of all of them.
+        """
+        self._llama, self._model = llama(), model
+        params = self._llama.llama_context_default_params()
+        params.n_ctx = -(-num_cells // _PADDING) * _PADDING
+        params.n_batch = max(options.batch_size, num_seqs)
+        params.n_ubatch = min(options.ubatch_size, params.n_batch)
+        params.n_seq_max = num_seqs
+        params.n_threads = params.n_threads_batch = options.threads
+        params.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
+        params.type_k, params.type_v = options.cache_types
+        params.rope_freq_base = options.rope_freq_base
+        params.kv_unified = True  # batches keep the order of their rows
+        if capture is not None:
+            params.cb_eval = capture.callback
+        self.pointer = self._llama.llama_init_from_model(model.pointer, params)
+        if not self.pointer:
+            raise HarnessError(
+                Code.ENGINE_CANNOT_SERVE,
+                "llama.cpp does not make a context of these options",
+                where="--engine-option",
+                actual=", ".join((*options.cache_names, f"flash attention {options.flash_attention}")),
+                hint="a quantised cache of values needs flash attention and rows of whole blocks",
+            )
+        self.num_batch, self.num_ubatch = int(params.n_batch), int(params.n_ubatch)
+        self._batch = self._llama.llama_batch_init(self.num_batch, 0, 1)
+        self.vocab_size = self._llama.llama_vocab_n_tokens(self._llama.llama_model_get_vocab(model.pointer))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._llama.llama_batch_free(self._batch)
+        self._llama.llama_free(self.pointer)
+
+    @property
+    def _memory(self) -> Any:
+        return self._llama.llama_get_memory(self.pointer)
+
+    def decode(self, rows: Sequence[tuple[int, int, int, bool]]) -> None:
+        """Compute rows of (token, position, sequence, whether its logits are wanted).
+
+        Raises:
+            HarnessError: ENGINE_FAILED.
+        """
+        batch = self._batch
+        batch.n_tokens = len(rows)
+        for i, (token, position, sequence, is_sampled) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, is_sampled
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+        status = self._llama.llama_decode(self.pointer, batch)
+        if status != 0:
+            raise HarnessError(Code.ENGINE_FAILED, "llama_decode fails", where="llamacpp", actual=f"status {status}")
+
+    def logits(self, row: int) -> Any:
+        """Return the logits of a row of the last batch: [vocabulary] float32, valid until the next batch."""
+        pointer = self._llama.llama_get_logits_ith(self.pointer, row)
+        return np.ctypeslib.as_array(pointer, shape=(self.vocab_size,))
+
+    def share(self, source: int, target: int, num_positions: int) -> None:
+        """Let a sequence have the first positions of another's cache."""
+        self._llama.llama_memory_seq_cp(self._memory, source, target, 0, num_positions)
+
+    def drop(self, sequence: int) -> None:
+        """Take a sequence out of the cache."""
+        self._llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+
+    def read_back(self, sequence: int) -> CachedRows:
+        """Return what the cache holds of a sequence, by llama.cpp's own function that saves it."""
+        size = self._llama.llama_state_seq_get_size(self.pointer, sequence)
+        data = np.zeros(size, dtype=np.uint8)
+        pointer = data.ctypes.data_as(self._llama.ctypes.POINTER(self._llama.ctypes.c_uint8))
+        written = self._llama.llama_state_seq_get_data(self.pointer, pointer, size, sequence)
+        return parse_state(memoryview(data.tobytes())[:written])

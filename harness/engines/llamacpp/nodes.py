@@ -1,0 +1,81 @@
+"""Which node of llama.cpp's graph is which tap.
+
+Products, norms and look-ups are told by the *weight* that they use: some have no name of their own (the output
+projection of Qwen), and names change between versions. Only what has no weight is told by its name.
+"""
+
+import re
+from collections.abc import Collection
+
+from harness.checkpoint.gguf.names import hf_name
+from harness.engines.llamacpp.tensor import Tensor
+from harness.taps import EMBEDDING, FINAL_NORM, LOGITS, layer_prefix
+
+_NAMED = {
+    ("ROPE", "Qcur"): "q_rope",
+    ("ROPE", "Kcur"): "k_rope",
+    ("ADD", "ffn_inp"): "attn_residual",
+    ("SWIGLU", "ffn_swiglu"): "mlp.act",
+    ("ADD", "l_out"): "output",
+}
+_ATTENTION = "kqv_out"
+_IN_LAYER = re.compile(r"(?P<name>[A-Za-z_]+)-(?P<layer>\d+)", re.ASCII)
+_AFTER_ATTENTION = ("attn_residual", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.act",
+                    "mlp.down_proj", "output")  # fmt: skip
+_HEADS = ("q_proj", "k_proj", "q_rope", "k_rope")
+
+
+def tap_of(node: Tensor, weights: Collection[str]) -> str | None:
+    """Return the tap that a node computes; None for all others.
+
+    Args:
+        node: of the graph.
+        weights: names of the tensors in the model's file.
+    """
+    operation = node.op
+    if operation == "MUL_MAT":
+        return _product(node, weights)
+    if operation in ("MUL", "ADD") and (found := _of_weight(node.source(1))) is not None:
+        return found  # a norm times its weight, a product and its bias
+    if operation == "GET_ROWS" and _name(node.source(0)) == "token_embd.weight":
+        return EMBEDDING
+    found_name = _IN_LAYER.fullmatch(node.name)
+    if found_name is None:
+        return None
+    layer = layer_prefix(int(found_name["layer"]))
+    if found_name["name"] == _ATTENTION:
+        return f"{layer}attention"
+    site = _NAMED.get((operation, found_name["name"]))
+    return f"{layer}{site}" if site else None
+
+
+def has_interleaved_heads(tap: str) -> bool:
+    """Whether a tap has heads whose halves some families keep as interleaved pairs."""
+    return tap.endswith(_HEADS)
+
+
+def pruned_taps(num_layers: int) -> tuple[str, ...]:
+    """Return the taps that llama.cpp computes only for the rows whose logits were asked for.
+
+    In the last layer it drops the other rows as soon as attention is done.
+    """
+    last = layer_prefix(num_layers - 1)
+    return (*(f"{last}{site}" for site in _AFTER_ATTENTION), FINAL_NORM, LOGITS)
+
+
+def _product(node: Tensor, weights: Collection[str]) -> str | None:
+    name = _name(node.source(0))
+    if name == "token_embd.weight":  # a tied head
+        return LOGITS
+    if name.replace(".weight", ".bias") in weights:
+        return None  # the sum with the bias follows
+    return _of_weight(node.source(0))
+
+
+def _of_weight(operand: Tensor | None) -> str | None:
+    name = hf_name(_name(operand))
+    return None if name is None else name.rpartition(".")[0]
+
+
+def _name(operand: Tensor | None) -> str:
+    return "" if operand is None else operand.name

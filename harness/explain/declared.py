@@ -1,0 +1,28 @@
+"""A wrong product with the inputs as the engine is known to round them: declared conventions stay in force.
+
+An engine that quantises the inputs of its products has, where a weight is wrong, the wrong product of *quantised*
+inputs. Held against the inputs as they were recorded, no cause would come down to the rounding floor.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from harness.compare.conventions.linear import rounded_inputs
+from harness.compare.conventions.quantised import quantised_inputs
+from harness.explain.scene import Scene
+from harness.numerics import Numerics
+from harness.taps import Kind
+
+
+def declared_scenes(scene: Scene) -> Iterator[Scene]:
+    """Yield the scene of a product under each order of rounding its inputs that the engine declares."""
+    declared = scene.recording.manifest.numerics or Numerics()
+    weight = scene.weight(scene.operation.tap) if scene.operation.kind is Kind.LINEAR else None
+    if weight is None or scene.dtype != torch.float32 or not declared.weights:
+        return
+    bias, x = scene.weight(scene.operation.tap, "bias"), scene.inputs[0].flatten(1)
+    for inputs in (*rounded_inputs(x, declared.weights), *quantised_inputs(x, declared.weights)):
+        product = inputs @ weight.T
+        yield replace(scene, inputs=[inputs], expected=product if bias is None else product + bias)

@@ -1,0 +1,87 @@
+"""Types of one model, each split into what its format costs and what the engine's arithmetic costs."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from harness.checkpoint import cache_dir
+from harness.checkpoint.gguf import checkpoint_of_gguf, open_gguf
+from harness.engines.llamacpp.options import LlamaCppOptions
+from harness.oracle.model import HFModel, load_model
+from harness.quant.files import make_file
+from harness.quant.forward import hf_distributions, llamacpp_distributions
+from harness.quant.measure import distance, perplexity
+from harness.quant.text import Sequences
+from harness.quant_results import QuantResult, QuantRow
+from harness.scratch import scratch_folder
+
+Progress = Callable[[str, int, int], None]
+
+
+def measure_types(
+    hf: HFModel,
+    types: Sequence[str | Path],
+    sequences: Sequences,
+    *,
+    model: str,
+    text: str,
+    options: LlamaCppOptions,
+    progress: Progress,
+) -> QuantResult:
+    """Measure each type against the original.
+
+    Args:
+        hf: the original, in float32.
+        types: names of types, whose files are made here, and GGUF files.
+        sequences: the tokens.
+        model: how the user named it.
+        text: where the tokens come from.
+        options: of llama.cpp.
+        progress: told what is being done.
+    """
+    progress("HuggingFace", 0, len(types))
+    truth = hf_distributions(hf, sequences)
+    rows = []
+    with scratch_folder("harness-quant-") as folder:
+        for at, each in enumerate(types):
+            progress(str(each), at, len(types))
+            path = each if isinstance(each, Path) else make_file(hf.folder, each, folder)
+            name = each.stem if isinstance(each, Path) else each
+            rows.append(_measured(name, path, hf, truth, sequences, options))
+    progress("done", len(types), len(types))
+    return QuantResult(
+        model=model,
+        text=text,
+        num_rows=sum(map(len, sequences)),
+        perplexity=perplexity(truth, sequences),
+        types=tuple(rows),
+    )
+
+
+def _measured(
+    name: str,
+    path: Path,
+    hf: HFModel,
+    truth: Sequence[torch.Tensor],
+    sequences: Sequences,
+    options: LlamaCppOptions,
+) -> QuantRow:
+    file = open_gguf(path)
+    dequantised = load_model(checkpoint_of_gguf(path, cache_dir() / "gguf", hf=hf.folder), dtype=torch.float32)
+    by_format = hf_distributions(dequantised, sequences)
+    engine = llamacpp_distributions(path, sequences, options)
+    whole = distance(truth, engine)
+    return QuantRow(
+        name=name,
+        size_bytes=file.num_bytes,
+        bits_per_weight=file.bits_per_weight,
+        perplexity=perplexity(engine, sequences),
+        kl_mean=whole.mean,
+        kl_median=whole.median,
+        kl_p99=whole.p99,
+        kl_max=whole.max,
+        same_top=whole.same_top,
+        kl_mean_format=distance(truth, by_format).mean,
+        kl_mean_arithmetic=distance(by_format, engine).mean,
+    )

@@ -1,0 +1,40 @@
+"""What quantisation costs a model: one row a type, and what it was measured on."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantRow:
+    """One type of a model. KL is in nats, from the truth to what is measured, over the rows of the text."""
+
+    name: str
+    """Type or file."""
+    size_bytes: int
+    bits_per_weight: float
+    perplexity: float
+    """Of the engine on the text."""
+    kl_mean: float
+    """Of the engine from HF's original."""
+    kl_median: float
+    kl_p99: float
+    kl_max: float
+    same_top: float
+    """Share of the rows at which the engine's likeliest token is the original's."""
+    kl_mean_format: float
+    """What the format costs: HF with the dequantised weights from HF's original."""
+    kl_mean_arithmetic: float
+    """What the arithmetic costs: the engine from HF with the dequantised weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantResult:
+    """Some types of one model on one text."""
+
+    model: str
+    text: str
+    """Where the tokens come from."""
+    num_rows: int
+    """Rows at which distributions were compared."""
+    perplexity: float
+    """Of HF's original on the text."""
+    types: tuple[QuantRow, ...]

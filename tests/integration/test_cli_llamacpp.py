@@ -1,0 +1,200 @@
+"""`harness check --engine llamacpp`: every tap of llama.cpp under every schedule that it follows."""
+
+import importlib.util
+
+import pytest
+
+from harness.checkpoint.gguf import open_gguf
+from harness.checkpoint.gguf.writer import write_gguf
+from harness.errors import Code
+
+needs_llamacpp = pytest.mark.skipif(
+    importlib.util.find_spec("llama_cpp") is None or importlib.util.find_spec("gguf") is None,
+    reason="llama-cpp-python is not installed (extra llamacpp; built from source, about ten minutes)",
+)
+PROMPTS = ["--token-ids", "1,20,21,22,23,24,25,26,27,28", "--token-ids", "1,30,31,9", "--token-ids", "5"]
+PLAIN_CACHE = ["--engine-option", "cache_type=F32", "--engine-option", "flash_attention=off"]
+
+
+@pytest.fixture
+def check(harness, tmp_path, monkeypatch):
+    monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
+
+    def check(model, *options):
+        workload = [*PROMPTS, "--max-new-tokens", 6]
+        # In this process: a second one would take seconds to import torch.
+        return harness("check", "--engine", "llamacpp", "--no-isolate", "--model", model, *workload, *options)
+
+    return check
+
+
+@needs_llamacpp
+@pytest.mark.parametrize("name", ["llama-tiny", "qwen2-tiny", "qwen3-tiny"])
+def test_float32_passes_every_tap_under_every_schedule(check, name, checkpoints, tmp_path):
+    path = write_gguf(checkpoints / name, tmp_path / "model.gguf")
+    schedules = "plain,chunked:3,batched,mixed:4,prefix-hit,forked"
+    ran = check(path, *PLAIN_CACHE, "--schedule", schedules, "--format", "json")
+    assert ran.status == 0, ran.out
+    for run in ran.json["runs"]:
+        assert run["coverage"]["missing"] == 0
+        assert run["coverage"]["not_offered"] == []
+        judged = {tap["site"] for tap in run["taps"] if tap["judged_by"] == "local"}
+        assert {"self_attn.q_proj", "q_rope", "attention", "mlp.act", "output", "model.norm", "lm_head"} <= judged
+        assert {"k_cache", "v_cache"} <= {tap["site"] for tap in run["taps"]}
+
+
+@needs_llamacpp
+def test_small_batches_of_its_own(check, checkpoints, tmp_path):
+    path = write_gguf(checkpoints / "llama-tiny", tmp_path / "model.gguf")
+    sizes = ["--engine-option", "batch_size=8", "--engine-option", "ubatch_size=3"]
+    assert check(path, *PLAIN_CACHE, *sizes, "--schedule", "batched").status == 0
+
+
+@needs_llamacpp
+def test_a_checkpoint_that_is_no_gguf_is_converted(check):
+    assert check("llama-tiny", *PLAIN_CACHE, "--schedule", "plain").status == 0
+
+
+@needs_llamacpp
+def test_a_rotary_base_of_the_engines_own_is_found_and_named(check, checkpoints, tmp_path):
+    path = write_gguf(checkpoints / "qwen2-tiny", tmp_path / "model.gguf")
+    ran = check(path, *PLAIN_CACHE, "--engine-option", "rope_freq_base=500000", "--schedule", "plain")
+    assert ran.status == 1
+    assert "First divergence: model.layers.0.q_rope" in ran.out
+    assert "theta" in ran.out.partition("Cause:")[2]
+
+
+@needs_llamacpp
+def test_another_dtype_is_refused(check):
+    ran = check("llama-tiny", "--dtype", "bfloat16")
+    assert ran.status == 2
+    assert ran.err.startswith(f"{Code.ENGINE_CANNOT_SERVE}: llama.cpp computes in float32")
+
+
+@needs_llamacpp
+def test_a_schedule_that_it_cannot_follow_is_refused(check):
+    assert check("llama-tiny", "--schedule", "preempted").status == 2
+
+
+def test_without_the_package(check, monkeypatch):
+    from harness.engines.llamacpp import tensor
+
+    monkeypatch.setitem(__import__("sys").modules, "llama_cpp", None)
+    tensor.llama.cache_clear()
+    try:
+        ran = check("llama-tiny")
+    finally:
+        tensor.llama.cache_clear()
+    assert ran.status == 2
+    assert ran.err.startswith(f"{Code.PACKAGE_MISSING}: the package llama-cpp-python is not installed")
+
+
+NO_REPACK = ["--engine-option", "repack=off"]
+
+
+@needs_llamacpp
+@pytest.mark.parametrize("type_name", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+def test_types_pass_with_the_cache_that_llamacpp_has_by_default(check, type_name, checkpoints, tmp_path):
+    path = write_gguf(checkpoints / "llama-tiny", tmp_path / "model.gguf", type_name)
+    ran = check(path, *NO_REPACK, "--schedule", "plain,batched", "--format", "json")
+    assert ran.status == 0, ran.out
+    found = {tap["site"]: tap["convention"] for run in ran.json["runs"] for tap in run["taps"]}
+    assert "float16" in found["attention"]
+    wanted = {"F16": "rounded to float16", "BF16": "rounded to bfloat16", "Q8_0": "to Q8_0", "Q4_0": "to Q8_0"}
+    assert type_name == "F32" or wanted[type_name] in found["self_attn.q_proj"]
+
+
+def other_layer(checkpoints):
+    from safetensors.torch import load_file
+
+    tensors = load_file(checkpoints / "llama-tiny" / "model.safetensors")
+    other = tensors["model.layers.2.mlp.up_proj.weight"]
+    return lambda name, x: other if name == "model.layers.1.mlp.up_proj.weight" else x
+
+
+def not_reordered(_checkpoints):
+    from harness.checkpoint.gguf.weights import rows_of_hf
+
+    return lambda name, x: rows_of_hf(x, 6) if name == "model.layers.0.self_attn.q_proj.weight" else x
+
+
+@needs_llamacpp
+@pytest.mark.parametrize("type_name", ["F32", "F16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize(
+    ("fault", "tap", "cause"),
+    [
+        (other_layer, "model.layers.1.mlp.up_proj", "the weights are those of model.layers.2.mlp.up_proj"),
+        (not_reordered, "model.layers.0.self_attn.q_proj", "the rows of the weight are in another order"),
+    ],
+)
+def test_a_fault_of_the_engines_file_is_found_and_named(check, fault, tap, cause, type_name, checkpoints, tmp_path):
+    sound = write_gguf(checkpoints / "llama-tiny", tmp_path / "sound.gguf", type_name)
+    faulty = write_gguf(checkpoints / "llama-tiny", tmp_path / "faulty.gguf", type_name, change=fault(checkpoints))
+    ran = check(sound, *NO_REPACK, "--engine-option", f"gguf={faulty}", "--schedule", "plain", "--format", "json")
+    assert ran.status == 1
+    first = ran.json["runs"][0]["first_divergence"]
+    assert first["tap"] == tap
+    assert first["explanation"]["cause"] == cause
+
+
+@needs_llamacpp
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_0"])
+def test_scales_of_the_neighbouring_blocks_are_found_and_named(check, type_name, checkpoints, tmp_path):
+    sound = write_gguf(checkpoints / "llama-tiny", tmp_path / "sound.gguf", type_name)
+    tensor, _ = open_gguf(sound).tensors["blk.1.ffn_down.weight"]
+    content, size = bytearray(sound.read_bytes()), tensor.type.block_bytes
+    scales = [content[tensor.begin + size * at : tensor.begin + size * at + 2] for at in range(7)]
+    for at in range(6):  # all blocks of the first row
+        content[tensor.begin + size * at : tensor.begin + size * at + 2] = scales[at + 1]
+    faulty = tmp_path / "faulty.gguf"
+    faulty.write_bytes(content)
+    ran = check(sound, *NO_REPACK, "--engine-option", f"gguf={faulty}", "--schedule", "plain", "--format", "json")
+    first = ran.json["runs"][0]["first_divergence"]
+    assert first["tap"] == "model.layers.1.mlp.down_proj"
+    assert first["explanation"]["cause"] == "the scales of blocks in row 0 of the quantised weight are others"
+    assert "have the scale of the next" in first["explanation"]["detail"]
+
+
+@needs_llamacpp
+def test_quant_splits_what_format_and_arithmetic_cost(harness, tmp_path, monkeypatch):
+    monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
+    sizes = ["--tokens", "24", "--sequences", "2", *NO_REPACK]
+    out = tmp_path / "out"
+    ran = harness("quant", "--types", "F32,Q8_0,Q4_0", *sizes, "--out", out, "--format", "json")
+    assert ran.status == 0, ran.err
+    rows = {row["name"]: row for row in ran.json["types"]}
+    assert set(rows["Q8_0"]) == {
+        "name", "size_bytes", "bits_per_weight", "perplexity", "kl_mean", "kl_median", "kl_p99", "kl_max", "same_top",
+        "kl_mean_format", "kl_mean_arithmetic",
+    }  # fmt: skip
+    assert rows["F32"]["kl_mean_format"] == 0
+    assert rows["F32"]["kl_mean_format"] < rows["Q8_0"]["kl_mean_format"] < rows["Q4_0"]["kl_mean_format"]
+    assert all(row["kl_mean_arithmetic"] > 0 for row in rows.values())
+    assert rows["Q4_0"]["size_bytes"] < rows["Q8_0"]["size_bytes"] < rows["F32"]["size_bytes"]
+    assert (out / "quant.svg").read_text().startswith("<svg")
+    assert "| Q4_0 " in (out / "quant.md").read_text()
+
+
+@needs_llamacpp
+def test_quant_makes_k_quants_of_a_model_that_is_filled_up(harness, tmp_path, monkeypatch):
+    monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
+    sizes = ["--tokens", "12", "--sequences", "1", *NO_REPACK]
+    ran = harness("quant", "--pad", "--types", "Q6_K,Q4_K_M", *sizes, "--format", "json")
+    assert ran.status == 0, ran.err
+    fine, coarse = ran.json["types"]
+    assert 6.5 < fine["bits_per_weight"] < 7
+    assert fine["kl_mean_format"] < coarse["kl_mean_format"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--types", "Q9"], "there is no type 'Q9' to quantise to"),
+        (["--engine-option", "nobody=1"], "has no option 'nobody'"),
+        (["--model", "nobody/nothing", "--local-files-only"], "H001"),
+    ],
+)
+def test_quant_refuses_what_makes_no_sense(harness, options, said):
+    ran = harness("quant", *options)
+    assert ran.status == 2
+    assert said in ran.err

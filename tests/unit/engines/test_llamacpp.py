@@ -1,0 +1,137 @@
+"""The adapter of llama.cpp, as far as it needs no llama.cpp: batches, nodes, the saved cache, options."""
+
+import struct
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from harness.engines.llamacpp.cache import parse_state
+from harness.engines.llamacpp.capture import halves_of_pairs
+from harness.engines.llamacpp.nodes import pruned_taps, tap_of
+from harness.engines.llamacpp.options import parse_llamacpp_options
+from harness.engines.llamacpp.sequence import LlamaSequence, next_batch
+from harness.errors import Code, HarnessError
+from harness.recording import RequestInfo
+
+
+def sequence(number, num_tokens, prompt_length, num_computed=0):
+    request = RequestInfo(id=number, token_ids=list(range(num_tokens)), prompt_length=prompt_length)
+    return LlamaSequence(request, number, num_computed)
+
+
+class TestNextBatch:
+    def pieces(self, sequences, chunk_size=None, num_batch=100):
+        batch = next_batch(sequences, chunk_size=chunk_size, num_batch=num_batch)
+        return [(piece.sequence.number, list(piece.positions)) for piece in batch]
+
+    def test_whole_prompts_and_one_token_each_behind_them(self):
+        assert self.pieces([sequence(0, 6, 3), sequence(1, 6, 2, 4)]) == [(1, [4]), (0, [0, 1, 2])]
+
+    def test_a_chunk_is_shared_by_prompts(self):
+        assert self.pieces([sequence(0, 9, 3, 1), sequence(1, 9, 8)], chunk_size=4) == [(0, [1, 2]), (1, [0, 1])]
+
+    def test_no_batch_is_larger_than_it_may_be(self):
+        many = [sequence(number, 9, 2, 4) for number in range(5)]
+        assert len(self.pieces([*many, sequence(9, 9, 8)], num_batch=3)) == 3
+        assert self.pieces([sequence(0, 9, 2, 4), sequence(1, 9, 8)], num_batch=3) == [(0, [4]), (1, [0, 1])]
+
+    def test_logits_are_wanted_from_the_last_row_of_the_prompt_on(self):
+        (piece,) = next_batch([sequence(0, 5, 3)], chunk_size=None, num_batch=9)
+        assert [row[3] for row in piece.rows()] == [False, False, True]
+
+
+@dataclass
+class Node:
+    op: str
+    name: str = ""
+    sources: list["Node"] = field(default_factory=list)
+
+    def source(self, index):
+        return self.sources[index] if index < len(self.sources) else None
+
+
+def weight(name):
+    return Node("NONE", name)
+
+
+@pytest.mark.parametrize(
+    ("node", "tap"),
+    [
+        (Node("GET_ROWS", "embd", [weight("token_embd.weight")]), "model.embed_tokens"),
+        (Node("GET_ROWS", "node_110", [weight("node_109")]), None),
+        (Node("MUL_MAT", "node_27", [weight("blk.3.attn_output.weight")]), "model.layers.3.self_attn.o_proj"),
+        (Node("MUL_MAT", "Qcur-3", [weight("blk.3.attn_q.weight")]), None),  # its bias follows
+        (Node("ADD", "Qcur-3", [Node(""), weight("blk.3.attn_q.bias")]), "model.layers.3.self_attn.q_proj"),
+        (Node("MUL", "x", [Node(""), weight("blk.3.attn_q_norm.weight")]), "model.layers.3.self_attn.q_norm"),
+        (Node("MUL", "result_norm", [Node(""), weight("output_norm.weight")]), "model.norm"),
+        (Node("MUL_MAT", "result_output", [weight("token_embd.weight")]), "lm_head"),
+        (Node("MUL_MAT", "result_output", [weight("output.weight")]), "lm_head"),
+        (Node("MUL_MAT", "kq-3", [weight("cache_k_l3 (view) (permuted)")]), None),
+        (Node("ROPE", "Qcur-3"), "model.layers.3.q_rope"),
+        (Node("RESHAPE", "Qcur-3"), None),
+        (Node("CONT", "kqv_out-3"), "model.layers.3.attention"),
+        (Node("ADD", "ffn_inp-3", [Node(""), weight("l_out-2")]), "model.layers.3.attn_residual"),
+        (Node("SWIGLU", "ffn_swiglu-3"), "model.layers.3.mlp.act"),
+        (Node("ADD", "l_out-3"), "model.layers.3.output"),
+    ],
+)
+def test_nodes_are_told_by_the_weight_that_they_use(node, tap):
+    assert tap_of(node, {"blk.3.attn_q.weight", "blk.3.attn_q.bias", "blk.3.attn_output.weight"}) == tap
+
+
+def test_the_last_layer_is_pruned_behind_attention():
+    taps = pruned_taps(4)
+    assert {"model.layers.3.attn_residual", "model.layers.3.output", "model.norm", "lm_head"} <= set(taps)
+    assert not any(tap.startswith(("model.layers.2", "model.layers.3.self_attn")) for tap in taps)
+
+
+def test_heads_of_interleaved_pairs():
+    assert halves_of_pairs(torch.tensor([[0, 1, 2, 3, 10, 11, 12, 13]]), 4).tolist() == [[0, 2, 1, 3, 10, 12, 11, 13]]
+
+
+def state(positions, keys, values, *, transposed, streams=1):
+    data = struct.pack("<IiI", 1, 0, streams) + struct.pack("<I", len(positions))
+    data += b"".join(struct.pack("<iIi", position, 1, 0) for position in positions)
+    data += struct.pack("<II", transposed, len(keys))
+    for layer in keys:
+        data += struct.pack("<iQ", 0, layer.shape[1] * 4) + layer.numpy().tobytes()
+    for layer in values:
+        head = struct.pack("<iII", 0, 4, layer.shape[1]) if transposed else struct.pack("<iQ", 0, layer.shape[1] * 4)
+        data += head + (layer.T.contiguous() if transposed else layer).numpy().tobytes()
+    return data
+
+
+@pytest.mark.parametrize("transposed", [0, 1])
+def test_the_cache_is_read_from_a_saved_state(transposed):
+    keys, values = [torch.randn(3, 8) for _ in range(2)], [torch.randn(3, 8) for _ in range(2)]
+    rows = parse_state(memoryview(state([2, 0, 1], keys, values, transposed=transposed)))
+    assert rows.positions.tolist() == [0, 1, 2]
+    order = [1, 2, 0]
+    assert all(torch.equal(ours, theirs[order]) for ours, theirs in zip(rows.keys, keys, strict=True))
+    assert all(torch.equal(ours, theirs[order]) for ours, theirs in zip(rows.values, values, strict=True))
+
+
+def test_a_state_of_another_layout_is_refused():
+    sound = state([0, 1], [torch.zeros(2, 8)], [torch.zeros(2, 8)], transposed=0)
+    for data in (sound[:-1], sound + b"x", sound[:12] + b"\xff" * 4 + sound[16:], b""):
+        with pytest.raises(HarnessError) as caught:
+            parse_state(memoryview(data))
+        assert caught.value.code is Code.ENGINE_CANNOT_SERVE
+
+
+def test_options():
+    options = parse_llamacpp_options({"cache_type": "q8_0", "cache_type_v": "f16", "flash_attention": "on"})
+    assert options.cache_names == ("Q8_0", "F16")
+    assert options.cache_types == (8, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("cache_type", "Q9"), ("threads", "0"), ("threads", "x"), ("flash_attention", "maybe"), ("gguf", "/none.gguf"),
+     ("rope_freq_base", "-1"), ("rope_freq_base", "nan"), ("nobody", "1")],
+)  # fmt: skip
+def test_impossible_options_are_refused(name, value):
+    with pytest.raises(HarnessError) as caught:
+        parse_llamacpp_options({name: value})
+    assert caught.value.code is Code.BAD_OPTION

@@ -1,0 +1,40 @@
+"""Costs of quantisation for terminals, programs and eyes."""
+
+import xml.etree.ElementTree as ElementTree
+
+from harness.quant_results import QuantResult, QuantRow
+from harness.report.quant import quant_json, quant_svg, quant_text
+
+
+def row(name, size, kl):
+    return QuantRow(
+        name=name, size_bytes=size, bits_per_weight=8.5, perplexity=3.25, kl_mean=kl, kl_median=kl / 2, kl_p99=kl * 9,
+        kl_max=kl * 20, same_top=0.975, kl_mean_format=kl * 0.75, kl_mean_arithmetic=kl * 0.25,
+    )  # fmt: skip
+
+
+RESULT = QuantResult(
+    model="stories", text="its own text, seed 0", num_rows=64, perplexity=3.0,
+    types=(row("Q8_0", 2_000_000, 1e-3), row("<Q4>", 1_000_000, 0.1), row("F32", 8_000_000, 0.0)),
+)  # fmt: skip
+
+
+def test_a_table():
+    text = quant_text(RESULT)
+    assert "stories: 64 rows of its own text, seed 0, perplexity of HuggingFace's original 3.0000" in text
+    assert "Q8_0    2,000,000  8.50           3.2500        1.00e-03" in text
+    assert "97.50 %" in text
+    assert "| Q8_0   |" in quant_text(RESULT, "github")
+
+
+def test_json_has_a_row_for_each_type():
+    document = quant_json(RESULT)
+    assert document["schema_version"] == 1
+    assert [each["name"] for each in document["types"]] == ["Q8_0", "<Q4>", "F32"]
+    assert document["types"][0]["kl_mean_arithmetic"] == 0.00025
+
+
+def test_a_plot_is_well_formed_and_smaller_files_are_further_left():
+    root = ElementTree.fromstring(quant_svg(RESULT))
+    dots = [float(dot.attrib["cx"]) for dot in root.iter("{http://www.w3.org/2000/svg}circle")]
+    assert dots[1] < dots[0] < dots[2]
