@@ -13,7 +13,7 @@ import torch
 
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 from reference_engine.batch import Batch, build_batch
-from reference_engine.graphs import CudaCapture, DecodeGraphs, graph_sizes
+from reference_engine.graphs import CudaCapture, DecodeGraphs, _fill, _padding, graph_sizes
 from reference_engine.sequence import Chunk, Sequence
 
 from .kernels.launching import IGNORE_NUMPY, launch_on
@@ -163,3 +163,13 @@ def test_the_engine_makes_the_same_tokens(checkpoint: Any, device: torch.device)
     outputs = engine.generate(PROMPTS, params)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
     assert sum(logits is not None for logits in served) == 4
+
+
+def test_rows_behind_a_batch_are_padding_whatever_stood_there() -> None:
+    recorded, batch = (_padding(size, 3, torch.device("cpu")) for size in (4, 2))
+    by_row = ("token_ids_T", "positions_T", "slot_mapping_T", "context_lens_R")
+    for name in by_row:
+        getattr(recorded, name).fill_(7)
+        getattr(batch, name).fill_(5)
+    _fill(recorded, batch)
+    assert [getattr(recorded, name).tolist() for name in by_row] == [[5, 5, 0, 0]] * 4

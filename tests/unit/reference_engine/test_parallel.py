@@ -15,10 +15,12 @@ from reference_engine.checkpoint import load_weights
 from reference_engine.config import ModelConfig
 from reference_engine.errors import ConfigError
 from reference_engine.messages import decode_chunks, encode_chunks
+from reference_engine.model import Decoder
 from reference_engine.model_runner import ModelRunner
 from reference_engine.parallel import Ranks, RowParallel, ShardedTaps, VocabParallelEmbedding, shard_config
 from reference_engine.sampling import SamplingParams
 from reference_engine.sequence import Chunk, Sequence
+from reference_engine.weights import LM_HEAD, TOKEN_EMBEDDING, weight_table
 
 EMBEDDED = Path(__file__).parents[3] / "cases" / "checkpoints"
 CPU = torch.device("cpu")
@@ -177,3 +179,23 @@ def test_ranks_take_the_gpus_in_turn(
     assert (made["first"], made["timeout"]) == ("gloo", parallel.IDLE_LIMIT)
     assert made["tensors"] == {"backend": "nccl" if num_on_device == 1 else "gloo", "timeout": parallel.ANSWER_LIMIT}
     assert parallel.ANSWER_LIMIT < parallel.IDLE_LIMIT
+
+
+def test_ranks_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(parallel.dist, "all_reduce", lambda x, group=None: seen.append(x.dtype))
+    total = Ranks(rank=0, size=2, device=CPU).add_up(torch.ones(2, dtype=torch.bfloat16))
+    assert (seen, total.dtype) == ([torch.float32], torch.bfloat16)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_bias_of_a_sum_is_added_by_the_first_rank_alone(rank: int) -> None:
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = ModelConfig.from_dict({**sizes, "model_type": "llama", "num_attention_heads": 2, "attention_bias": True})
+    weights: dict[str, torch.Tensor] = {}
+    for placement in weight_table(config).values():
+        weights[placement.parameter] = torch.zeros(placement.shape)
+    weights.setdefault(LM_HEAD, weights[TOKEN_EMBEDDING])
+    built: Any = Decoder.build(config, weights, None, None, ranks_of(2)[rank])  # type: ignore[arg-type]
+    assert (built.layers[0].attention.o_proj.linear.bias_O is None) == (rank == 1)
+    assert built.layers[0].attention.qkv_proj.bias_O is not None
