@@ -42,7 +42,7 @@ def local_errors(
     """
     batches = make_batches(recording, sequences(recording), batch_tokens(hf))
     precision, declared = _truth_dtype(truth, recording, hf), recording.manifest.numerics
-    with Workers[Measured](num_spare_threads(hf.device)) as workers:
+    with Workers[Measured](min(1, num_spare_threads(hf.device))) as workers:  # more only wait for the interpreter
         judge = LocalJudge(
             hf,
             engine_dtype(recording),

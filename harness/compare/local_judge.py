@@ -88,7 +88,7 @@ class Measured:
 class LocalJudge:
     """Judges the rows of every operation and sums them up.
 
-    Operations are measured by the workers, several at a time; what was measured is taken in the order of the run.
+    Operations are measured by the workers, while the model goes on; what was measured is taken in the order of the run.
     """
 
     def __init__(
