@@ -1,5 +1,6 @@
 """A second checkout of a git repository, for other revisions: the user's own is not touched."""
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,8 +46,9 @@ class Checkout:
 
     def importable(self, subfolder: str) -> Path:
         """Return a folder to import from: all that is in the worktree's, but the harness, which judges all alike."""
-        for link in self._links.iterdir():
-            link.unlink()
+        for entry in self._links.iterdir():
+            # Python puts the bytecode of a module that is a file of its own beside the link.
+            entry.unlink() if entry.is_symlink() else shutil.rmtree(entry)
         for path in (self.folder / subfolder).iterdir():
             if path.name not in (_OURS, ".git"):
                 (self._links / path.name).symlink_to(path)

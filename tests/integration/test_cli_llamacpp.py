@@ -191,7 +191,7 @@ def test_quant_makes_k_quants_of_a_model_that_is_filled_up(harness, tmp_path, mo
     [
         (["--types", "Q9"], "there is no type 'Q9' to quantise to"),
         (["--engine-option", "nobody=1"], "has no option 'nobody'"),
-        (["--model", "nobody/nothing", "--local-files-only"], "H001"),
+        pytest.param(["--model", "nobody/nothing", "--local-files-only"], "H001", marks=needs_llamacpp),
     ],
 )
 def test_quant_refuses_what_makes_no_sense(harness, options, said):
