@@ -9,12 +9,13 @@ from harness.trace_results import (
     OperationChange,
     OperatorChange,
     TraceDiff,
+    TraceModule,
     TraceOperation,
     TraceOperator,
     TraceSummary,
 )
 
-_Row = TypeVar("_Row", TraceOperation, TraceOperator)
+_Row = TypeVar("_Row", TraceModule, TraceOperation, TraceOperator)
 
 
 def diff_traces(before: TraceSummary, after: TraceSummary) -> TraceDiff:
@@ -46,36 +47,30 @@ def _operators(before: TraceSummary, after: TraceSummary) -> Iterator[OperatorCh
 
 def _operations(before: TraceSummary, after: TraceSummary) -> Iterator[OperationChange]:
     for (phase, name), old, new in _paired(before.operations, after.operations, lambda row: (row.phase, row.name)):
-        change = OperationChange(
-            phase=phase,
-            name=name,
-            count_before=old.count if old else 0,
-            count_after=new.count if new else 0,
-            num_operators_before=old.num_operators if old else 0,
-            num_operators_after=new.num_operators if new else 0,
-            total_us_before=old.total_us if old else 0.0,
-            total_us_after=new.total_us if new else 0.0,
-        )
-        if change.is_of_count or change.total_us_before != change.total_us_after:
-            yield change
+        yield from _changed(phase, name, old, new)
 
 
 def _modules(before: TraceSummary, after: TraceSummary) -> Iterator[OperationChange]:
-    old, new = ({module.path: module for module in side.modules} for side in (before, after))
-    for path in dict.fromkeys([*old, *new]):
-        one, other = old.get(path), new.get(path)
-        change = OperationChange(
-            phase=None,
-            name=path,
-            count_before=one.count if one else 0,
-            count_after=other.count if other else 0,
-            num_operators_before=one.num_operators if one else 0,
-            num_operators_after=other.num_operators if other else 0,
-            total_us_before=one.total_us if one else 0.0,
-            total_us_after=other.total_us if other else 0.0,
-        )
-        if change.is_of_count or change.total_us_before != change.total_us_after:
-            yield change
+    for path, old, new in _paired(before.modules, after.modules, lambda module: module.path):
+        yield from _changed(None, path, old, new)
+
+
+def _changed(
+    phase: str | None, name: str, old: TraceOperation | TraceModule | None, new: TraceOperation | TraceModule | None
+) -> Iterator[OperationChange]:
+    """Yield how an operation or a module changed, if it did."""
+    change = OperationChange(
+        phase=phase,
+        name=name,
+        count_before=old.count if old else 0,
+        count_after=new.count if new else 0,
+        num_operators_before=old.num_operators if old else 0,
+        num_operators_after=new.num_operators if new else 0,
+        total_us_before=old.total_us if old else 0.0,
+        total_us_after=new.total_us if new else 0.0,
+    )
+    if change.is_of_count or change.total_us_before != change.total_us_after:
+        yield change
 
 
 _Key = TypeVar("_Key")
