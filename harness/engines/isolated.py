@@ -1,9 +1,12 @@
 """An engine in a process of its own, as the harness's side sees it."""
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from harness.engines.adapter import Offer, own_adapter
 from harness.engines.process import EngineProcess
@@ -21,7 +24,7 @@ class IsolatedEngine:
     def __init__(self, process: EngineProcess, answer: Mapping[str, Any], name: str, timeout_s: float) -> None:
         """Use `isolated_engine`."""
         self._process, self._key, self._timeout_s = process, name, timeout_s
-        self.name, self.offer = str(answer["name"]), Offer(**answer["offer"])
+        self.name, self.offer = str(answer["name"]), _offer(answer)
 
     def match_taps(self, graph: Graph) -> None:
         """Tell the engine the model's graph, where it wants to know; see `TapMatcher`.
@@ -31,7 +34,7 @@ class IsolatedEngine:
         """
         job = {"engine": self._key, "match": graph.to_json()}
         answer = self._process.ask(job, doing="matching taps", timeout_s=self._timeout_s)
-        self.offer = Offer(**answer["offer"])
+        self.offer = _offer(answer)
 
     def record(self, run: RunDescription) -> None:
         """Run the engine and record it; nothing is left of a run that fails.
@@ -46,7 +49,12 @@ class IsolatedEngine:
         except BaseException:
             discard_unfinished(run.folder, keep_folder=existed)
             raise
-        self.offer = Offer(**answer["offer"])
+        self.offer = _offer(answer)
+
+
+def _offer(answer: Mapping[str, Any]) -> Offer:
+    """Return the offer of the other side, with its parts as what they are."""
+    return TypeAdapter(Offer).validate_json(json.dumps(answer["offer"]))
 
 
 @contextmanager

@@ -65,7 +65,17 @@ def record(engine: Engine, run: RunDescription) -> None:
     Raises:
         HarnessError: ENGINE_FAILED, or what the engine or the recorder raises.
     """
-    writer = RecordingWriter(
+    with open_writer(engine, run) as writer, blaming(f"{run.engine}, schedule {run.schedule}"):
+        engine.run(run.workload, writer)
+
+
+def open_writer(engine: Engine, run: RunDescription, *, schedule: str | None = None) -> RecordingWriter:
+    """Begin the recording of a run; `schedule` is what it is called where that is not the schedule's name.
+
+    Raises:
+        HarnessError: as `RecordingWriter`.
+    """
+    return RecordingWriter(
         run.folder,
         producer=_info("Producer", {"name": f"harness.engines.{run.engine}", "version": __version__}),
         model=run.model,
@@ -73,11 +83,9 @@ def record(engine: Engine, run: RunDescription) -> None:
         device=run.device,
         environment={**environment(), **getattr(engine, "environment", {})},
         requests=[*run.requests, *run.copies],
-        schedule=str(run.schedule),
+        schedule=schedule or str(run.schedule),
         numerics=_numerics(engine.offer.numerics, run.schedule),
     )
-    with writer, blaming(f"{run.engine}, schedule {run.schedule}"):
-        engine.run(run.workload, writer)
 
 
 def _numerics(declared: Numerics | None, schedule: Schedule) -> Numerics | None:

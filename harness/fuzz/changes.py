@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.oracle.requests import duplicate_requests
 from harness.recording import RequestInfo
 from harness.schedule import Schedule, parse_schedule
 
@@ -40,10 +39,6 @@ class Run:
         company = {"none": [], "short": prompts.short, "long": prompts.long}[self.company]
         requests = [*prompts.subjects, *company]
         return requests[::-1] if self.is_reversed else requests
-
-    def copies(self, requests: Sequence[RequestInfo]) -> list[RequestInfo]:
-        """Return the requests that the schedule sends a second time."""
-        return duplicate_requests(requests) if self.parsed().is_repeated else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,20 +11,18 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.checkpoint import config_hash, weights_hash
-from harness.compare import compare_run
 from harness.compare.bits import ComparedRows, compare_bits, first_changed
 from harness.engines import Engine
-from harness.engines.record import RunDescription, record
 from harness.errors import HarnessError
 from harness.fuzz.changes import CHANGES, Change, Prompts, Run
 from harness.fuzz.pool import Pool
 from harness.invariance_results import ChangedOperation, FirstChange, Invariance, ScheduleChange
+from harness.jobs.check import compare_planned, record_run
 from harness.oracle.golden import Golden
 from harness.oracle.model import HFModel
 from harness.plan import Plan
 from harness.progress import Progress
-from harness.recording import ModelInfo, Recording, RequestInfo
+from harness.recording import Recording, RequestInfo
 from harness.results import Verdict
 
 NUM_SUBJECTS = 3
@@ -134,35 +132,12 @@ class Comparer:
                 self._compare(found, *(runs[run] for run in found.change.runs))
 
     def _recorded(self, run: Run, prompts: Prompts, path: Path) -> _Recorded | HarnessError:
-        requests = run.requests(prompts)
-        description = RunDescription(
-            engine=self.plan.engine,
-            folder=path,
-            model=ModelInfo(
-                id=self.plan.model,
-                config_hash=config_hash(self.plan.folder),
-                weights_hash=weights_hash(self.plan.folder),
-            ),
-            dtype=self.plan.dtype,
-            device=self.plan.device,
-            schedule=run.parsed(),
-            requests=requests,
-            copies=run.copies(requests),
-        )
         try:
-            record(self.engine, description)
+            record_run(self.plan, self.engine, run.parsed(), run.requests(prompts), path)
         except HarnessError as error:
             return error
         recording = Recording.open(path, verify=False).with_names(self.hf.graph.aliases)  # written by ourselves
-        judged = compare_run(
-            recording,
-            self.golden,
-            hf=self.hf,
-            wanted=self.engine.offer.wanted(self.hf.graph),
-            not_offered=self.engine.offer.lacks(),
-            require=(),
-            truth=self.plan.truth,
-        )
+        judged = compare_planned(self.plan, self.engine.offer, recording, self.golden, self.hf)
         wrong = frozenset(tap.name for tap in judged.result.taps if tap.verdict in _BEYOND)
         return _Recorded(recording, wrong)
 

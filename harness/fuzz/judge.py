@@ -6,23 +6,21 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.checkpoint import config_hash, weights_hash
-from harness.compare import compare_run
 from harness.engines import Engine, blaming
-from harness.environment import environment
+from harness.engines.record import open_writer
 from harness.errors import Code, HarnessError
 from harness.explain import explain_run
 from harness.fuzz.coverage import conditions
 from harness.fuzz.deadline import DeadlineError, deadline
 from harness.fuzz.workload import engine_workload
 from harness.fuzz_results import SentWorkload
+from harness.jobs.check import compare_planned, describe_run
 from harness.oracle.golden import Golden
 from harness.oracle.model import HFModel
 from harness.plan import Plan
-from harness.recording import ModelInfo, Producer, Recording, RecordingWriter
+from harness.recording import Recording
 from harness.results import Outcome, RunResult
 from harness.taps import site_of
-from harness.version import __version__
 
 SCHEDULE = "searched"
 _NOT_SERVED = (Code.ENGINE_CANNOT_SERVE, Code.BAD_OPTION, Code.PROMPT_TOO_LONG)
@@ -94,33 +92,13 @@ class Judge:
 
     def _record(self, workload: SentWorkload, path: Path, limit_s: float) -> None:
         asked = engine_workload(workload)
-        writer = RecordingWriter(
-            path,
-            producer=Producer(name=f"harness.engines.{self.plan.engine}", version=__version__),
-            model=ModelInfo(
-                id=self.plan.model,
-                config_hash=config_hash(self.plan.folder),
-                weights_hash=weights_hash(self.plan.folder),
-            ),
-            dtype=self.plan.dtype,
-            device=self.plan.device,
-            environment=environment(),
-            requests=[*asked.requests, *asked.copies],
-            schedule=workload.schedule or SCHEDULE,
-        )
+        run = describe_run(self.plan, asked.schedule, asked.requests, path, copies=asked.copies)
+        writer = open_writer(self.engine, run, schedule=workload.schedule or SCHEDULE)
         with writer, blaming(self.plan.engine), _timed(self.plan.engine, limit_s), self.planted():
             self.engine.run(asked, writer)
 
     def _compared(self, actual: Recording, *, explain: bool) -> Judged:
-        found = compare_run(
-            actual,
-            self.golden,
-            hf=self.hf,
-            wanted=self.engine.offer.wanted(self.hf.graph),
-            not_offered=self.engine.offer.lacks(),
-            require=(),
-            truth=self.plan.truth,
-        )
+        found = compare_planned(self.plan, self.engine.offer, actual, self.golden, self.hf)
         run = explain_run(found, actual, self.golden, self.hf) if explain else found.result
         return Judged(run=run, conditions=conditions(actual))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from harness.checkpoint import config_hash, weights_hash
-from harness.compare import compare_run
+from harness.compare import Comparison, compare_run
 from harness.engines import Engine, Offer, TapMatcher, blaming, open_engine
 from harness.engines.isolated import IsolatedEngine, isolated_engine
 from harness.engines.record import RunDescription, record
@@ -130,20 +130,49 @@ def _run_schedule(
         record_run(plan, engine, schedule, golden.requests[: len(plan.prompts)], folder, copies=copies)
         engine_s = time.perf_counter() - begin
         with Recording.open(folder, verify=False) as actual:  # written a moment ago by ourselves
-            found = compare_run(
-                actual,
-                golden,
-                hf=hf,
-                wanted=_wanted(plan, engine.offer, hf.graph),
-                not_offered=engine.offer.lacks(),
-                sampled_only=engine.offer.sampled_only,
-                accepts_tokens=plan.only == "tokens",
-                require=sorted({*schedule.requires, *plan.require}),
-                truth=plan.truth,
-                engine_s=engine_s,
-                progress=report,
+            require = sorted({*schedule.requires, *plan.require})
+            found = compare_planned(
+                plan, engine.offer, actual, golden, hf, require=require, engine_s=engine_s, progress=report
             )
             return explain_run(found, actual, golden, hf)
+
+
+def compare_planned(
+    plan: Plan,
+    offer: Offer,
+    actual: Recording,
+    golden: Golden,
+    hf: HFModel,
+    *,
+    require: Sequence[str] = (),
+    engine_s: float | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Compare what the plan's engine recorded with a golden, as far as the engine offers it and the plan asks for it.
+
+    Args:
+        plan: what was asked for.
+        offer: of the engine, after its run.
+        actual: what it recorded.
+        golden: of its requests.
+        hf: the model that judges every operation by itself.
+        require: triggers that the run must have reached.
+        engine_s: seconds the engine took, for the report.
+        progress: told what is being done.
+    """
+    return compare_run(
+        actual,
+        golden,
+        hf=hf,
+        wanted=_wanted(plan, offer, hf.graph),
+        not_offered=offer.lacks(),
+        sampled_only=offer.sampled_only,
+        accepts_tokens=plan.only == "tokens",
+        require=require,
+        truth=plan.truth,
+        engine_s=engine_s,
+        progress=progress,
+    )
 
 
 def _wanted(plan: Plan, offer: Offer, graph: Graph) -> list[str]:
@@ -216,6 +245,29 @@ def _opened(plan: Plan) -> AbstractContextManager[Engine | IsolatedEngine]:
     )
 
 
+def describe_run(
+    plan: Plan,
+    schedule: Schedule,
+    requests: Sequence[RequestInfo],
+    folder: Path,
+    *,
+    copies: Sequence[RequestInfo] = (),
+) -> RunDescription:
+    """Describe a run of the plan's engine, which is recorded into `folder`."""
+    return RunDescription(
+        engine=plan.engine,
+        folder=folder.absolute(),
+        model=ModelInfo(
+            id=plan.model, revision=None, config_hash=config_hash(plan.folder), weights_hash=weights_hash(plan.folder)
+        ),
+        dtype=plan.dtype,
+        device=plan.device,
+        schedule=schedule,
+        requests=list(requests),
+        copies=list(copies),
+    )
+
+
 def record_run(
     plan: Plan,
     engine: Engine | IsolatedEngine,
@@ -231,18 +283,7 @@ def record_run(
     """
     if copies is None:
         copies = duplicate_requests(requests) if schedule.is_repeated else ()
-    run = RunDescription(
-        engine=plan.engine,
-        folder=folder.absolute(),
-        model=ModelInfo(
-            id=plan.model, revision=None, config_hash=config_hash(plan.folder), weights_hash=weights_hash(plan.folder)
-        ),
-        dtype=plan.dtype,
-        device=plan.device,
-        schedule=schedule,
-        requests=list(requests),
-        copies=list(copies),
-    )
+    run = describe_run(plan, schedule, requests, folder, copies=copies)
     if isinstance(engine, IsolatedEngine):
         engine.record(run)
     else:

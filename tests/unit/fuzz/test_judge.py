@@ -1,9 +1,19 @@
 """What tells one finding from another."""
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from harness.case import RequestSpec
+from harness.engines import Offer
 from harness.errors import Code, HarnessError
-from harness.fuzz.judge import Judged
+from harness.fuzz.judge import Judge, Judged
+from harness.fuzz_results import SentRequest, SentWorkload
+from harness.jobs import check
+from harness.numerics import Numerics
+from harness.oracle.model import load_model
+from harness.plan import plan_request
 from harness.results import Coverage, Divergence, Finding, Outcome, RunResult, TokenResult, Verdict
 
 
@@ -35,3 +45,35 @@ def wrong(code, tap="model.layers.3.self_attn.q_proj"):
 )
 def test_a_signature_is_code_and_operation(judged, signature):
     assert judged.signature == signature
+
+
+class Declaring:
+    """An engine that says of itself what a check has to know; it computes nothing."""
+
+    name = "declaring"
+    offer = Offer(
+        schedules=("plain",), sampled_only=("model.norm",), numerics=Numerics(weights=("Q8_0",), cache="float16")
+    )
+
+    def run(self, workload, writer):
+        """Compute nothing."""
+
+
+def test_what_an_engine_declares_reaches_the_judge_as_in_a_check(checkpoints, monkeypatch):
+    folder = checkpoints / "llama-tiny"
+    plan = plan_request(model=str(folder), requests=[RequestSpec(token_ids=[3, 4, 5])])
+    given = []
+
+    def compared(actual, golden, **arguments):
+        given.append((actual.manifest.numerics, arguments))
+        return SimpleNamespace(result=run(Outcome.PASS))
+
+    monkeypatch.setattr(check, "compare_run", compared)
+    hf = load_model(folder, dtype=torch.float32)
+    judge = Judge(plan=plan, engine=Declaring(), hf=hf, golden=None, limit_s=60.0)
+    workload = SentWorkload(requests=(SentRequest(token_ids=(3, 4, 5), prompt_length=2),), schedule="plain")
+    assert judge.judge(workload).error is None
+    ((numerics, arguments),) = given
+    assert numerics == Declaring.offer.numerics
+    assert arguments["sampled_only"] == ("model.norm",)
+    assert arguments["require"] == ()
