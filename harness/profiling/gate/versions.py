@@ -131,7 +131,8 @@ def _check_out(repository: Path, revision: str, packages: Sequence[str], folder:
     root, paths = _packages_root(files, packages, revision)
     packed = _git(repository, revision, "archive", "--format=tar", revision, "--", *paths)
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 has it
+        archive.extractall(folder)
     return folder / root
 
 
