@@ -1,13 +1,16 @@
-"""What figures depend on besides the inputs of a run: the machine, threads, versions, the revision of the code."""
+"""What figures depend on besides the inputs of a run: the machine, threads, versions, the revision of the code.
 
-import importlib.metadata
+The light recorder imports this module, where nothing but numpy need be installed.
+"""
+
 import os
 import platform
 import subprocess
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-import torch
 
 from harness.version import __version__
 
@@ -18,21 +21,23 @@ PACKAGES = ("torch", "transformers", "triton", "llama-cpp-python")
 
 
 def environment() -> dict[str, str | int]:
-    """Return versions, threads, instruction set and device: what is written into a recording."""
-    return {
-        "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers"),
-        "threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
-        "cores": os.cpu_count() or 0,
-    }
+    """Return what is written into a recording: versions, and of torch, where it is imported, how it runs."""
+    found: dict[str, str | int] = {"python": platform.python_version(), "cores": os.cpu_count() or 0}
+    found |= _versions(("torch", "transformers"))
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        found |= {
+            "threads": torch.get_num_threads(),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+        }
+    return found
 
 
 def describe_environment() -> dict[str, str]:
     """Return the same as text, with machine and revision: written into every trace, compared before any gate."""
     found = {name: str(value) for name, value in environment().items()}
-    found |= {"python": platform.python_version(), "machine": platform.machine(), "harness": __version__}
+    found |= {"machine": platform.machine(), "harness": __version__}
     return found | {"revision": _revision()}
 
 
@@ -68,6 +73,8 @@ class Machine:
 
 def describe_machine(device: str) -> Machine:
     """Look at the machine; `device` is the one that is timed."""
+    import torch
+
     cpu = _cpu_info()
     name = (
         torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu.get("model name", platform.machine())
@@ -77,7 +84,7 @@ def describe_machine(device: str) -> Machine:
         device=name,
         cpu_flags=tuple(flag for flag in FLAGS if flag in own),
         num_threads=torch.get_num_threads(),
-        versions={"python": platform.python_version(), **_versions()},
+        versions={"python": platform.python_version(), **_versions(PACKAGES)},
         switches={name: os.environ[name] for name in SWITCHES if name in os.environ},
     )
 
@@ -102,11 +109,11 @@ def _cpu_info() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def _versions() -> dict[str, str]:
+def _versions(packages: Iterable[str]) -> dict[str, str]:
     found = {}
-    for package in PACKAGES:
+    for package in packages:
         try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
+            found[package] = version(package)
+        except PackageNotFoundError:
             continue
     return found

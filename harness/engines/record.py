@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.engines.adapter import Engine, Workload, blaming
-from harness.engines.environment import environment
+from harness.environment import environment
 from harness.numerics import Numerics
 from harness.recording.arguments import validated
 from harness.recording.writer import RecordingWriter, plain
