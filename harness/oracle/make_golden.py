@@ -235,7 +235,7 @@ class _Dump:
 
     def control(self, value: Value) -> None:
         """See `PairObserver.control`."""
-        self._control[value.operation.tap] = self._own(value).clone()
+        self._control[value.operation.tap] = self._own(value)
 
     def truth(self, value: Value) -> None:
         """See `PairObserver.truth`."""
@@ -264,7 +264,7 @@ class _Dump:
             self.noise[tap].append(row_errors(control, rows).cpu())
 
     def _own(self, value: Value) -> torch.Tensor:
-        """Return the rows that are no padding, and of logits those that choose a token."""
+        """Return a copy of the rows that are no padding, and of logits those that choose a token."""
         wanted = self.rows.places
         if value.operation.tap in self.hf.graph.head:
             wanted = wanted[self.rows.sampled]
