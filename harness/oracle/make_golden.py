@@ -29,7 +29,7 @@ from harness.scratch import scratch_folder
 from harness.version import __version__
 from harness.workers import Workers, num_spare_threads
 
-ORACLE_VERSION = 2
+ORACLE_VERSION = 3
 """Part of a cached golden's key: raise it with every change of the oracle that moves its numbers."""
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from harness.oracle.products import linear
+
 TRUTH_DTYPES = {"float64": torch.float64, "float32": torch.float32}
 _FREQUENCIES = "inv_freq"
 """Part of the name of the buffers from which HF computes rotary tables, in float32 by definition."""
@@ -32,7 +34,7 @@ def truth_dtype(choice: str, engine_dtype: torch.dtype) -> torch.dtype:
 
 
 class PreservePrecision(TorchFunctionMode):
-    """Ignore requests to lower a tensor of the truth's dtype."""
+    """Ignore requests to lower a tensor of the truth's dtype, and split its products well among the threads."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -48,6 +50,8 @@ class PreservePrecision(TorchFunctionMode):
             kwargs["dtype"] = self._dtype  # the lowest number of the truth's dtype is none of torch's default one
         if not (args and isinstance(args[0], torch.Tensor) and args[0].dtype == self._dtype):
             return func(*args, **kwargs)
+        if func is nn.functional.linear:
+            return linear(*args, **kwargs)
         if func in self._casts:
             return args[0]
         if func in (torch.Tensor.to, torch.Tensor.type_as) and self._is_lower(args[1:2] or (kwargs.get("other"),)):
@@ -194,7 +198,7 @@ def blocked_linear(module: nn.Linear, x: torch.Tensor, dtype: torch.dtype) -> to
     rows = max(1, _BLOCK_BYTES // (x.element_size() * num_in))
     y = x.new_empty(*x.shape[:-1], num_out)
     for begin in range(0, num_out, rows):
-        y[..., begin : begin + rows] = x @ module.weight[begin : begin + rows].to(x.dtype).T
+        y[..., begin : begin + rows] = linear(x, module.weight[begin : begin + rows].to(x.dtype))
     return y if module.bias is None else y + module.bias.to(x.dtype)
 
 
