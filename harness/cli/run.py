@@ -66,7 +66,7 @@ def run(
     )
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.jobs.check import claimed, match_taps, open_planned, record_run
+        from harness.jobs.check import match_taps, new_output_dir, open_planned, record_run
         from harness.recording import Recording
 
         if golden is None:
@@ -76,7 +76,7 @@ def run(
         if len(plan.schedules) != 1:
             what = "a recording has one schedule"
             raise HarnessError(Code.BAD_OPTION, what, where="--schedule", expected="one", actual=schedule)
-        with claimed(out), open_planned(plan) as subject:
+        with new_output_dir(out), open_planned(plan) as subject:
             if golden is None:
                 requests, graph = _continued(plan, report)
             match_taps(plan, subject, graph)

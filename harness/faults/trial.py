@@ -18,7 +18,7 @@ from harness.faults.fault import BLOCK_SIZE, PROMPT_LENGTHS, Fault, Setting, Var
 from harness.faults.formats import in_format
 from harness.faults.peers import PeerVerdict, judge_as_peers
 from harness.faults.plant import Planted
-from harness.jobs.check import run_check, with_copies
+from harness.jobs.check import run_check, with_duplicate_requests
 from harness.numerics import Numerics
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import cached_golden
@@ -124,7 +124,7 @@ class _Declaring:
 def _golden(plan: Plan) -> Golden:
     """Return the golden that the check was made against."""
     hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
-    golden, _ = with_copies(plan, cached_golden(hf, plan.prompts, truth=plan.truth), plan.schedules[0], hf)
+    golden, _ = with_duplicate_requests(plan, cached_golden(hf, plan.prompts, truth=plan.truth), plan.schedules[0], hf)
     return golden
 
 
