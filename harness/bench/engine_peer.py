@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from harness.bench.peer import OURS, Generation, Setting
+from harness.bench.peer import OURS, BenchConfig, Generation
 from harness.bench.workload import Workload
 from harness.engines import open_engine
 from harness.engines.continuation import Continuation
@@ -17,7 +17,7 @@ STEP_TOKENS = EngineConfig().max_num_batched_tokens
 class EnginePeer:
     """An engine with steps, or with `generate`."""
 
-    def __init__(self, name: str, setting: Setting) -> None:
+    def __init__(self, name: str, setting: BenchConfig) -> None:
         """Open the engine.
 
         Raises:
@@ -45,7 +45,7 @@ class EnginePeer:
         self._continuation.close()
 
 
-def _reference_sizes(setting: Setting, options: Mapping[str, str]) -> dict[str, str]:
+def _reference_sizes(setting: BenchConfig, options: Mapping[str, str]) -> dict[str, str]:
     """Return options by which all requests fit into the reference engine's cache at once."""
     with reference_errors("EngineConfig"):
         block_size = int(parse_reference_options(options).get("block_size", EngineConfig().block_size))

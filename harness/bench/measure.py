@@ -8,10 +8,10 @@ from statistics import median
 
 import torch
 
-from harness.bench.agreement import Agreement, find_partings, judge_partings
+from harness.bench.agreement import Agreement, find_divergences, judge_divergences
 from harness.bench.bandwidth import copy_bandwidth
 from harness.bench.hf_generate import load_hf_model
-from harness.bench.peer import OURS, PEERS, Generation, Peer, Setting, check_peer_names, open_peers, peer_groups
+from harness.bench.peer import OURS, PEERS, BenchConfig, Generation, Peer, check_peer_names, open_peers, peer_groups
 from harness.bench.quiet import quiet_peers
 from harness.bench.results import BandwidthShare, BenchResult, Measure
 from harness.bench.shape import Shape, build_checkpoint, find_shape
@@ -133,11 +133,11 @@ def _setting(
     device: str,
     engine: str,
     engine_options: Mapping[str, str],
-) -> Setting:
+) -> BenchConfig:
     lens = [
         [len(prompt) + length for prompt, length in zip(own.prompts, own.output_lens, strict=True)] for own in workloads
     ]
-    return Setting(
+    return BenchConfig(
         folder=folder,
         dtype=dtype,
         device=device,
@@ -153,7 +153,7 @@ def _setting(
 def _run_groups(
     groups: Sequence[Sequence[str]],
     workloads: Sequence[Workload],
-    setting: Setting,
+    setting: BenchConfig,
     required: Sequence[str],
     repeats: int,
     progress: Progress,
@@ -193,7 +193,7 @@ def _run_once(
 
 
 def _agree(
-    tokens: Sequence[Tokens], workloads: Sequence[Workload], setting: Setting, progress: Progress
+    tokens: Sequence[Tokens], workloads: Sequence[Workload], setting: BenchConfig, progress: Progress
 ) -> list[Agreement]:
     """Compare each peer's tokens with the engine's, of the workloads that both have run."""
     engine = setting.engine
@@ -206,10 +206,10 @@ def _agree(
             continue
         for name in own.keys() - {engine}:
             num_requests[name] += len(workload.prompts)
-        partings = find_partings(workload, own, engine)
-        if partings:
+        divergences = find_divergences(workload, own, engine)
+        if divergences:
             model = model or load_hf_model(setting, "float32")
-            judged = judge_partings(partings, workload, own[engine], model, dtype=setting.dtype, engine=engine)
+            judged = judge_divergences(divergences, workload, own[engine], model, dtype=setting.dtype, engine=engine)
             for name, distances in judged.items():
                 ties[name] += distances
     return [

@@ -17,7 +17,7 @@ from harness.errors import Code, HarnessError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class BenchConfig:
     """What all engines of a run have in common."""
 
     folder: Path
@@ -87,25 +87,25 @@ class PeerMissingError(Exception):
         self.package = package
 
 
-def _engine(name: str, setting: Setting) -> Peer:
+def _engine(name: str, setting: BenchConfig) -> Peer:
     from harness.bench.engine_peer import EnginePeer
 
     return EnginePeer(name, setting)
 
 
-def _hf_generate(setting: Setting) -> Peer:
+def _hf_generate(setting: BenchConfig) -> Peer:
     from harness.bench.hf_generate import HfGeneratePeer
 
     return HfGeneratePeer(setting)
 
 
-def _hf_continuous(setting: Setting) -> Peer:
+def _hf_continuous(setting: BenchConfig) -> Peer:
     from harness.bench.hf_continuous import HfContinuousPeer
 
     return HfContinuousPeer(setting)
 
 
-def _llamacpp(setting: Setting) -> Peer:
+def _llamacpp(setting: BenchConfig) -> Peer:
     from harness.bench.llamacpp import LlamaCppPeer
 
     return LlamaCppPeer(setting)
@@ -113,7 +113,7 @@ def _llamacpp(setting: Setting) -> Peer:
 
 OURS = "reference"
 """The engine that is timed where none is named."""
-PEERS: dict[str, Callable[[Setting], Peer]] = {
+PEERS: dict[str, Callable[[BenchConfig], Peer]] = {
     OURS: partial(_engine, OURS),
     "hf-generate": _hf_generate,
     "hf-continuous": _hf_continuous,
@@ -157,7 +157,7 @@ class OpenPeers:
 
 
 @contextmanager
-def open_peers(group: Sequence[str], setting: Setting, *, required: Sequence[str]) -> Iterator[OpenPeers]:
+def open_peers(group: Sequence[str], setting: BenchConfig, *, required: Sequence[str]) -> Iterator[OpenPeers]:
     """Open the peers of a group for a block.
 
     Raises:

@@ -47,7 +47,7 @@ def run(
     The engine is fed the tokens of a golden: the one that --golden names, or that of the same model and prompts as
     `harness golden` with the same options makes.
     """
-    given = opt.Given(
+    given = opt.CliOptions(
         case=case,
         model=model,
         engine=engine,
@@ -114,7 +114,7 @@ def _continued(plan: "Plan", report: "Progress") -> "tuple[list[RequestInfo], Gr
 
 
 def _planned_by_golden(
-    golden: Path, given: opt.Given, local_files_only: bool
+    golden: Path, given: opt.CliOptions, local_files_only: bool
 ) -> "tuple[Plan, list[RequestInfo], Graph]":
     """Return what the golden and the remaining options say, the golden's requests, and the model's graph."""
     from harness.checkpoint import resolve
@@ -127,7 +127,7 @@ def _planned_by_golden(
         given, model=None, engine=None, engine_options=None, device=None, schedules=None, isolate=None,
         engine_timeout_s=None, engine_python=None,
     )  # fmt: skip
-    if said_by_golden != opt.Given():
+    if said_by_golden != opt.CliOptions():
         names = "--dtype, --prompt, --prompt-file, --token-ids, --max-new-tokens and --case"
         raise HarnessError(
             Code.BAD_OPTION, f"{names} say what the golden says", where="--golden", hint="leave them out"
