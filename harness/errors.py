@@ -80,6 +80,7 @@ class Code(StrEnum):
     ENGINE_VERSION = "H121"
     BAD_ENGINE_PYTHON = "H122"
     RANKS_DIFFER = "H123"
+    ENGINE_LACKS_METHOD = "H140"
     # Profiles
     ENGINE_HAS_NO_STEPS = "H060"
     PHASE_WITHOUT_STEP = "H061"

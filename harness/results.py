@@ -5,27 +5,49 @@ Numbers that could not be measured are None, never 0. NaN is a measurement: the 
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Self
 
 from harness.errors import Code
 
 
 class Verdict(StrEnum):
-    """What is to be thought of one operation, or of one row of it."""
+    """The judgement of one operation, or of one row of it; in the order of the members, from the best to the worst."""
 
-    EXACT = "exact"
+    EXACT = "exact", "green"
     """Bit for bit what the oracle gives."""
-    NOISE = "noise"
+    NOISE = "noise", "green"
     """As good as rounding permits."""
-    CONVENTION = "convention"
+    CONVENTION = "convention", "cyan"
     """Another legitimate order of rounding, held to its own floor."""
-    SYSTEMATIC = "systematic"
-    """Within bounds row by row, and off in one direction over all rows: rounding has none."""
-    BUG = "bug"
-    """Out of bounds: rounding cannot explain it."""
-    MISSING = "missing"
-    """Expected and not recorded."""
-    UNJUDGED = "unjudged"
+    UNJUDGED = "unjudged", "dim"
     """Measured, but nothing recorded allows a judgement."""
+    SYSTEMATIC = "systematic", "red", "wrong"
+    """Within bounds row by row, and off in one direction over all rows: rounding has none."""
+    MISSING = "missing", "yellow", "missing"
+    """Expected and not recorded."""
+    BUG = "bug", "red", "wrong"
+    """Out of bounds: rounding cannot explain it."""
+
+    color: str
+    """In which a terminal shows it."""
+    failure: str
+    """`wrong` where the operation is at fault, `missing` where it was not recorded; empty where nothing failed."""
+
+    def __new__(cls, word: str, color: str, failure: str = "") -> Self:
+        """Make a member whose value is its word."""
+        verdict = str.__new__(cls, word)
+        verdict._value_, verdict.color, verdict.failure = word, color, failure
+        return verdict
+
+    @property
+    def severity(self) -> int:
+        """Rank among all verdicts; 0 is the best."""
+        return list(Verdict).index(self)
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the operation is at fault."""
+        return self.failure == "wrong"
 
 
 class Outcome(StrEnum):

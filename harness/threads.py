@@ -22,7 +22,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def suitable_threads(hidden_size: int) -> AbstractContextManager[None]:
+def limit_threads(hidden_size: int) -> AbstractContextManager[None]:
     """Use one thread for a small model, and put the number back afterwards; `OMP_NUM_THREADS` is left to rule."""
     is_small = hidden_size < SMALL_HIDDEN_SIZE and "OMP_NUM_THREADS" not in os.environ
     return one_thread() if is_small else nullcontext()

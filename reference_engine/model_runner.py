@@ -102,7 +102,7 @@ class ModelRunner:
         """Compute the chunks and choose the next token of each that has caught up."""
         computed = chunks if self.backend.cache is not None else [replace(chunk, start=0) for chunk in chunks]
         if self._ranks is not None:
-            self._ranks.tell([Command.STEP, observer is not None, *encode_chunks(computed)])
+            self._ranks.broadcast([Command.STEP, observer is not None, *encode_chunks(computed)])
             observer = observer and ShardedTaps(self._ranks, observer)
         if observer is not None:
             observer.begin_step(describe(chunks, computed, self.backend))
@@ -120,14 +120,14 @@ class ModelRunner:
             return
         if self._ranks is not None:
             whole = Chunk(sequence, 0, sequence.num_computed_tokens)
-            self._ranks.tell([Command.READ_BACK, *encode_chunks([whole])])
+            self._ranks.broadcast([Command.READ_BACK, *encode_chunks([whole])])
             observer = ShardedTaps(self._ranks, observer)
         show_cache(sequence, self.backend, self.model_config.num_hidden_layers, observer)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy the K and V of one block to another."""
         if self._ranks is not None:
-            self._ranks.tell([Command.COPY_BLOCK, source, target])
+            self._ranks.broadcast([Command.COPY_BLOCK, source, target])
         self.follow_copy(source, target)
 
     @torch.no_grad()

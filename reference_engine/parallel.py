@@ -88,14 +88,14 @@ class Ranks:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         return cls.join(address, rank, size, device, num_local=int(os.environ.get("LOCAL_WORLD_SIZE", size)))
 
-    def add_up(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks, on every rank: in float32, so that the order of the ranks is not seen."""
         total = x.to(torch.float32)
         with _blaming("adding up"):
             dist.all_reduce(total, group=self.tensors)
         return total.to(x.dtype)
 
-    def join_up(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return all ranks' parts side by side along `dim`, on every rank."""
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
         with _blaming("joining parts"):
@@ -109,12 +109,12 @@ class Ranks:
             dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
         return int(smallest)
 
-    def tell(self, numbers: Sequence[int]) -> None:
+    def broadcast(self, numbers: Sequence[int]) -> None:
         """Send integers from rank 0 to all others."""
         self._broadcast(torch.tensor([len(numbers)]), ANSWER_LIMIT)
         self._broadcast(torch.tensor(list(numbers), dtype=torch.int64), ANSWER_LIMIT)
 
-    def listen(self) -> list[int]:
+    def receive(self) -> list[int]:
         """Wait for what rank 0 tells."""
         length = self._broadcast(torch.zeros(1, dtype=torch.int64), IDLE_LIMIT)
         numbers: list[int] = self._broadcast(torch.zeros(int(length), dtype=torch.int64), ANSWER_LIMIT).tolist()
@@ -179,7 +179,7 @@ class RowParallel:
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Return [T, O], the same on every rank."""
-        return self.ranks.add_up(self.linear(x_TI))
+        return self.ranks.all_reduce(self.linear(x_TI))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class VocabParallelEmbedding:
         local_T = token_ids_T - self.ranks.rank * len(self.weight_VD)
         is_ours_T = (local_T >= 0) & (local_T < len(self.weight_VD))
         rows_TD = embedding(local_T.where(is_ours_T, 0), self.weight_VD)
-        return self.ranks.add_up(rows_TD.where(is_ours_T[:, None], 0))
+        return self.ranks.all_reduce(rows_TD.where(is_ours_T[:, None], 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class VocabParallelHead:
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Return [T, V], the same on every rank."""
-        return self.ranks.join_up(self.linear(x_TD), dim=1)
+        return self.ranks.all_gather(self.linear(x_TD), dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ class ShardedTaps:
 
     def tap(self, name: str, tensor: torch.Tensor) -> None:
         """Join the parts and show the whole."""
-        whole = self.ranks.join_up(tensor, dim=1) if name.rpartition(".")[2] in _SHARDED else tensor
+        whole = self.ranks.all_gather(tensor, dim=1) if name.rpartition(".")[2] in _SHARDED else tensor
         if self.observer is not None:
             self.observer.tap(name, whole)
 

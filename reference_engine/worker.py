@@ -34,7 +34,7 @@ def serve(model_dir: str | Path, config: EngineConfig, ranks: Ranks) -> None:
     """
     runner = ModelRunner(model_dir, config, ModelConfig.from_folder(model_dir), ranks)
     while True:
-        command, *numbers = ranks.listen()
+        command, *numbers = ranks.receive()
         if command == Command.STOP:
             return
         if command == Command.STEP:
@@ -64,7 +64,7 @@ def parallel_engine(model_dir: str | Path, config: EngineConfig, size: int) -> I
         ranks = Ranks.join(address, 0, size, config.device)
         with LLMEngine(model_dir, config, ranks=ranks) as engine:
             yield engine
-        ranks.tell([Command.STOP])
+        ranks.broadcast([Command.STOP])
         for worker in workers:
             worker.wait(GRACE_S)
     finally:

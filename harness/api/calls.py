@@ -221,7 +221,7 @@ def profile(
     Raises:
         HarnessError: an argument cannot be used, or the engine has no steps.
     """
-    from harness.jobs.check import claimed
+    from harness.jobs.check import new_output_dir
     from harness.jobs.profile import keep_profile, resolve_profile
 
     with named_as_arguments(), checkpoint(model_or_own(engine, model)) as (folder, label):
@@ -243,7 +243,7 @@ def profile(
         spec = replace(spec, subject=subject, model=label or spec.model)
         with tempfile.TemporaryDirectory(prefix="harness-profile-") as passing:
             kept = Path(passing if out is None else out)
-            with nullcontext() if out is None else claimed(kept):
+            with nullcontext() if out is None else new_output_dir(kept):
                 return ProfileReport.of(keep_profile(spec, kept, progress=progress))
 
 

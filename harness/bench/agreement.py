@@ -19,8 +19,8 @@ TIE_STDS = {"float32": 0.01, "bfloat16": 0.2, "float16": 0.05}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parting:
-    """Where a peer's tokens part from ours for the first time, in one request."""
+class TokenDivergence:
+    """Where a peer's tokens differ from the engine's for the first time, in one request."""
 
     peer: str
     workload: str
@@ -33,7 +33,7 @@ class Parting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """How far one peer agrees with us."""
+    """How far one peer agrees with the engine."""
 
     peer: str
     num_requests: int
@@ -43,8 +43,10 @@ class Agreement:
     """Distance from the likeliest token of the farther of the two, in standard deviations of the logits; 0: no tie."""
 
 
-def find_partings(workload: Workload, tokens: Mapping[str, Sequence[Sequence[int]]]) -> list[Parting]:
-    """Return the first difference of each request and peer; `tokens` has one list a request for each peer.
+def find_divergences(
+    workload: Workload, tokens: Mapping[str, Sequence[Sequence[int]]], engine: str = OURS
+) -> list[TokenDivergence]:
+    """Return the first difference of each request and peer from the engine; `tokens` has one list a request for each.
 
     Raises:
         HarnessError: PEER_TOKENS_DIFFER: a peer has another number of tokens than was asked for.
@@ -57,9 +59,11 @@ def find_partings(workload: Workload, tokens: Mapping[str, Sequence[Sequence[int
                 where=workload.name, expected=list(workload.output_lens), actual=actual,
             )  # fmt: skip
     return [
-        Parting(peer=peer, workload=workload.name, request=request, token=token, ours=ours[token], theirs=theirs[token])
+        TokenDivergence(
+            peer=peer, workload=workload.name, request=request, token=token, ours=ours[token], theirs=theirs[token]
+        )
         for peer, lists in tokens.items()
-        for request, (ours, theirs) in enumerate(zip(tokens[OURS], lists, strict=True))
+        for request, (ours, theirs) in enumerate(zip(tokens[engine], lists, strict=True))
         for token in _first_difference(ours, theirs)
     ]
 
@@ -70,13 +74,14 @@ def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> Iterable[in
 
 
 @torch.no_grad()
-def judge_partings(
-    partings: Sequence[Parting],
+def judge_divergences(
+    divergences: Sequence[TokenDivergence],
     workload: Workload,
     ours: Sequence[Sequence[int]],
     model: Any,
     *,
     dtype: str,
+    engine: str = OURS,
 ) -> dict[str, list[float]]:
     """Return for each peer the distances of its ties; `model` is HuggingFace's in float32, `ours` our tokens.
 
@@ -84,25 +89,29 @@ def judge_partings(
         HarnessError: PEER_TOKENS_DIFFER: two tokens are too far apart for a tie.
     """
     ties: dict[str, list[float]] = {}
-    for parting in partings:
-        past = [*workload.prompts[parting.request], *ours[parting.request][: parting.token]]
+    for divergence in divergences:
+        past = [*workload.prompts[divergence.request], *ours[divergence.request][: divergence.token]]
         logits_V = model(torch.tensor([past], device=model.device), logits_to_keep=1).logits[0, -1].double()
         distances = [
-            float((logits_V.max() - logits_V[token]) / logits_V.std()) for token in (parting.ours, parting.theirs)
+            float((logits_V.max() - logits_V[token]) / logits_V.std()) for token in (divergence.ours, divergence.theirs)
         ]
         if max(distances) > TIE_STDS[dtype]:
-            _refuse(parting, distances, TIE_STDS[dtype])
-        ties.setdefault(parting.peer, []).append(max(distances))
+            _refuse(divergence, distances, TIE_STDS[dtype], engine)
+        ties.setdefault(divergence.peer, []).append(max(distances))
     return ties
 
 
-def _refuse(parting: Parting, distances: list[float], limit: float) -> None:
+def _refuse(divergence: TokenDivergence, distances: list[float], limit: float, engine: str) -> None:
     ours, theirs = distances
+    name = "the reference engine" if engine == OURS else engine
+    here, there = (
+        f"{size:.3g} for token {token}" for size, token in ((ours, divergence.ours), (theirs, divergence.theirs))
+    )
     raise HarnessError(
         Code.PEER_TOKENS_DIFFER,
-        f"{parting.peer} and the reference engine generate different tokens",
-        where=f"{parting.workload}, request {parting.request}, token {parting.token}",
+        f"{divergence.peer} and {name} generate different tokens",
+        where=f"{divergence.workload}, request {divergence.request}, token {divergence.token}",
         expected=f"logits within {limit} standard deviations of the largest",
-        actual=f"{parting.peer} {theirs:.3g} for token {parting.theirs}, reference {ours:.3g} for token {parting.ours}",
-        hint="harness check",
+        actual=f"{divergence.peer} {there}, {engine} {here}",
+        hint="harness check" if engine == OURS else f"harness check --engine {engine}",
     )

@@ -8,7 +8,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from harness.bench.hf_generate import load_hf_model
-from harness.bench.peer import Generation, PeerMissingError, Setting
+from harness.bench.peer import BenchConfig, Generation, PeerMissingError
 from harness.bench.workload import Workload
 from harness.errors import Code, HarnessError
 
@@ -31,7 +31,7 @@ class HfContinuousPeer:
     name = "hf-continuous"
     shows_steps = False
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: BenchConfig) -> None:
         page_size = _page_size_field(ContinuousBatchingConfig)
         if page_size == "block_size" and setting.device == "cpu" and find_spec("psutil") is None:
             raise PeerMissingError("this transformers needs psutil on a CPU", package="psutil")

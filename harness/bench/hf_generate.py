@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from harness.bench.peer import Generation, Setting
+from harness.bench.peer import BenchConfig, Generation
 from harness.bench.workload import Workload
 
 PAD_TOKEN = 0
 
 
-def load_hf_model(setting: Setting, dtype: str | None = None) -> Any:
+def load_hf_model(setting: BenchConfig, dtype: str | None = None) -> Any:
     """Return HuggingFace's model of the checkpoint, with sdpa attention."""
     model = AutoModelForCausalLM.from_pretrained(
         setting.folder, dtype=getattr(torch, dtype or setting.dtype), attn_implementation="sdpa", local_files_only=True
@@ -25,7 +25,7 @@ class HfGeneratePeer:
     name = "hf-generate"
     shows_steps = True
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: BenchConfig) -> None:
         self._model = load_hf_model(setting)
         self._device = setting.device
 

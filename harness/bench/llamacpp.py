@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.bench.peer import Generation, PeerMissingError, Setting
+from harness.bench.peer import BenchConfig, Generation, PeerMissingError
 from harness.bench.workload import Workload
 from harness.checkpoint.gguf.writer import write_gguf
 from harness.errors import Code, HarnessError
@@ -50,7 +50,7 @@ class LlamaCppPeer:
     name = "llamacpp"
     shows_steps = True
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: BenchConfig) -> None:
         try:
             import llama_cpp
         except ImportError as error:
@@ -113,7 +113,7 @@ class LlamaCppPeer:
         params.n_gpu_layers = 0
         return params
 
-    def _context_params(self, setting: Setting) -> Any:
+    def _context_params(self, setting: BenchConfig) -> Any:
         params = self._llama.llama_context_default_params()
         params.n_ctx = setting.max_requests * setting.max_request_len
         params.n_batch = BATCH_TOKENS
@@ -128,7 +128,7 @@ class LlamaCppPeer:
         return opened
 
 
-def write_model(setting: Setting) -> Path:
+def write_model(setting: BenchConfig) -> Path:
     """Write the checkpoint's weights as GGUF bit for bit; norms become float32, as llama.cpp wants them.
 
     Raises:

@@ -8,15 +8,16 @@ from statistics import median
 
 import torch
 
-from harness.bench.agreement import Agreement, find_partings, judge_partings
+from harness.bench.agreement import Agreement, find_divergences, judge_divergences
 from harness.bench.bandwidth import copy_bandwidth
 from harness.bench.hf_generate import load_hf_model
-from harness.bench.peer import OURS, Generation, Peer, Setting, check_peer_names, open_peers, peer_groups
+from harness.bench.peer import OURS, PEERS, BenchConfig, Generation, Peer, check_peer_names, open_peers, peer_groups
 from harness.bench.quiet import quiet_peers
 from harness.bench.results import BandwidthShare, BenchResult, Measure
 from harness.bench.shape import Shape, build_checkpoint, find_shape
 from harness.bench.workload import Workload, even_workload, uneven_workload
 from harness.case import DTYPES
+from harness.engines.adapter import engine_module, refuse_unknown_options
 from harness.environment import describe_machine
 from harness.errors import Code, HarnessError
 from harness.progress import Progress
@@ -58,24 +59,28 @@ def run_bench(
     num_requests: int | None = None,
     engine_options: Mapping[str, str],
     progress: Progress,
+    engine: str = OURS,
 ) -> BenchResult:
-    """Benchmark the reference engine and its peers on a model of a shape.
+    """Benchmark an engine and its peers on a model of a shape.
 
     `num_requests` replaces the shape's own number of requests of the uneven workload.
 
     Raises:
         HarnessError: BAD_OPTION: a shape, dtype or peer is unknown. PEER_TOKENS_DIFFER: the engines disagree.
+            UNKNOWN_ENGINE; ENGINE_LACKS_METHOD: the engine cannot continue prompts.
     """
     shape = find_shape(shape_name)
     check_peer_names(peer_names)
+    _check_engine(engine, engine_options)
     _check_dtype(dtype)
     workloads = _workloads(shape, seed, num_requests or shape.uneven.num_requests)
     with quiet_peers(), tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         progress("building the model", 0, 1)
         num_parameters = build_checkpoint(shape, folder, dtype=dtype, seed=seed, device=device)
-        setting = _setting(folder, workloads, dtype=dtype, device=device, engine_options=engine_options)
-        found = _run_groups(peer_groups(peer_names, device), workloads, setting, peer_names, repeats, progress)
+        setting = _setting(folder, workloads, dtype=dtype, device=device, engine=engine, engine_options=engine_options)
+        groups = peer_groups(peer_names, device, engine)
+        found = _run_groups(groups, workloads, setting, [engine, *peer_names], repeats, progress)
     return BenchResult(
         shape=shape_name,
         num_parameters=num_parameters,
@@ -85,13 +90,22 @@ def run_bench(
         machine=describe_machine(device),
         copy_bytes_per_second=median(found.copies),
         copy_spread=(min(found.copies), max(found.copies)),
-        measures=_measures(found.timed),
+        measures=_measures(found.timed, engine),
         shares=[
             _share(shape, num_parameters, dtype, own, median(found.copies)) for own in found.timed[: len(BATCH_SIZES)]
         ],
         agreements=found.agreements,
         absent=found.absent,
+        engine=engine,
     )
+
+
+def _check_engine(engine: str, options: Mapping[str, str]) -> None:
+    """Refuse a name that no engine has, and options that are not read."""
+    if engine not in PEERS:
+        engine_module(engine)  # raises where there is none
+    elif engine != OURS:
+        refuse_unknown_options(engine, options, ())
 
 
 def _check_dtype(dtype: str) -> None:
@@ -112,12 +126,18 @@ def _workloads(shape: Shape, seed: int, num_requests: int) -> list[Workload]:
 
 
 def _setting(
-    folder: Path, workloads: Sequence[Workload], *, dtype: str, device: str, engine_options: Mapping[str, str]
-) -> Setting:
+    folder: Path,
+    workloads: Sequence[Workload],
+    *,
+    dtype: str,
+    device: str,
+    engine: str,
+    engine_options: Mapping[str, str],
+) -> BenchConfig:
     lens = [
         [len(prompt) + length for prompt, length in zip(own.prompts, own.output_lens, strict=True)] for own in workloads
     ]
-    return Setting(
+    return BenchConfig(
         folder=folder,
         dtype=dtype,
         device=device,
@@ -125,6 +145,7 @@ def _setting(
         max_request_len=max(map(max, lens)),
         max_total_len=max(map(sum, lens)),
         max_requests=max(map(len, lens)),
+        engine=engine,
         engine_options=engine_options,
     )
 
@@ -132,7 +153,7 @@ def _setting(
 def _run_groups(
     groups: Sequence[Sequence[str]],
     workloads: Sequence[Workload],
-    setting: Setting,
+    setting: BenchConfig,
     required: Sequence[str],
     repeats: int,
     progress: Progress,
@@ -142,10 +163,10 @@ def _run_groups(
     for group in groups:
         with open_peers(group, setting, required=required) as opened:
             found.absent |= opened.absent
-            _run_once(opened.peers, workloads, found.tokens, progress)
+            found.absent |= _run_once(opened.peers, workloads, found.tokens, progress)
             if len(groups) == 1:  # nothing is timed in vain
                 found.agreements = _agree(found.tokens, workloads, setting, progress)
-            found.copies += _time(opened.peers, found.timed, setting.device, repeats, progress)
+            found.copies += _time(opened.peers, found.timed, found.tokens, setting.device, repeats, progress)
     if len(groups) > 1:  # the model that judges needs the memory that the engines had
         found.agreements = _agree(found.tokens, workloads, setting, progress)
     return found
@@ -153,62 +174,89 @@ def _run_groups(
 
 def _run_once(
     peers: Sequence[Peer], workloads: Sequence[Workload], tokens: Sequence[Tokens], progress: Progress
-) -> None:
-    """Run everything once, which also warms everything up, and keep the tokens of each workload."""
+) -> dict[str, str]:
+    """Run everything once, which also warms everything up, and keep the tokens of each workload.
+
+    Returns what an engine says that it does not serve, and why.
+    """
+    not_served = {}
     for index, (workload, own) in enumerate(zip(workloads, tokens, strict=True)):
         progress("comparing tokens", index, len(workloads))
-        own |= {peer.name: peer.generate(workload).token_ids for peer in peers}
+        for peer in peers:
+            try:
+                own[peer.name] = peer.generate(workload).token_ids
+            except HarnessError as error:
+                if error.code is not Code.ENGINE_CANNOT_SERVE:
+                    raise
+                not_served[f"{peer.name}, {workload.name}"] = error.what
+    return not_served
 
 
 def _agree(
-    tokens: Sequence[Tokens], workloads: Sequence[Workload], setting: Setting, progress: Progress
+    tokens: Sequence[Tokens], workloads: Sequence[Workload], setting: BenchConfig, progress: Progress
 ) -> list[Agreement]:
-    """Compare each peer's tokens with ours."""
-    ties: dict[str, list[float]] = {name: [] for name in tokens[0] if name != OURS}
+    """Compare each peer's tokens with the engine's, of the workloads that both have run."""
+    engine = setting.engine
+    ties: dict[str, list[float]] = {name: [] for own in tokens for name in own if name != engine}
+    num_requests = dict.fromkeys(ties, 0)
     model = None
     for index, (workload, own) in enumerate(zip(workloads, tokens, strict=True)):
         progress("judging tokens", index, len(workloads))
-        partings = find_partings(workload, own)
-        if partings:
+        if engine not in own:
+            continue
+        for name in own.keys() - {engine}:
+            num_requests[name] += len(workload.prompts)
+        divergences = find_divergences(workload, own, engine)
+        if divergences:
             model = model or load_hf_model(setting, "float32")
-            for name, distances in judge_partings(partings, workload, own[OURS], model, dtype=setting.dtype).items():
+            judged = judge_divergences(divergences, workload, own[engine], model, dtype=setting.dtype, engine=engine)
+            for name, distances in judged.items():
                 ties[name] += distances
-    num_requests = sum(len(workload.prompts) for workload in workloads)
     return [
-        Agreement(peer=name, num_requests=num_requests, num_ties=len(own), worst_tie_stds=max(own, default=0.0))
+        Agreement(peer=name, num_requests=num_requests[name], num_ties=len(own), worst_tie_stds=max(own, default=0.0))
         for name, own in ties.items()
     ]
 
 
-def _time(peers: Sequence[Peer], timed: Sequence[Timed], device: str, repeats: int, progress: Progress) -> list[float]:
-    """Time engines in turn in each repeat, in the opposite order in every second one; return copy bandwidths."""
+def _time(
+    peers: Sequence[Peer],
+    timed: Sequence[Timed],
+    tokens: Sequence[Tokens],
+    device: str,
+    repeats: int,
+    progress: Progress,
+) -> list[float]:
+    """Time engines in turn in each repeat, in the opposite order in every second one; return copy bandwidths.
+
+    What an engine has made no tokens for, it does not serve.
+    """
     copies = []
     for repeat in range(repeats):
         progress("timing", repeat, repeats)
         copies.append(copy_bandwidth(device))
-        for own in timed:
+        for own, served in zip(timed, tokens, strict=True):
             for peer in peers if repeat % 2 == 0 else reversed(peers):
-                if peer.shows_steps or own is timed[-1]:
+                if peer.name in served and (peer.shows_steps or own is timed[-1]):
                     own.generations.setdefault(peer.name, []).append(peer.generate(own.workload))
     return copies
 
 
-def _measures(timed: Sequence[Timed]) -> list[Measure]:
+def _measures(timed: Sequence[Timed], engine: str) -> list[Measure]:
     *even, uneven = timed
     num_prompt_tokens = len(even[0].workload.prompts[0])
+
+    def measure(name: str, unit: str, timed: Timed, value: Callable[[Generation], float]) -> Measure:
+        samples = {peer: [value(run) for run in runs] for peer, runs in timed.generations.items() if runs}
+        return Measure(name=name, unit=unit, is_higher_better=unit == "tok/s", samples=samples, engine=engine)
+
     return [
-        _measure("prefill, batch 1", "tok/s", even[0], lambda run: num_prompt_tokens / run.prefill_seconds),
+        measure("prefill, batch 1", "tok/s", even[0], lambda run: num_prompt_tokens / run.prefill_seconds),
         *(
-            _measure(f"decode step, {own.workload.name}", "ms", own, lambda run: 1000 * run.decode_step_seconds)
+            measure(f"decode step, {own.workload.name}", "ms", own, lambda run: 1000 * run.decode_step_seconds)
             for own in even
         ),
-        _measure("uneven workload", "tok/s", uneven, lambda run: uneven.workload.num_output_tokens / run.seconds),
+        measure("uneven workload", "tok/s", uneven, lambda run: uneven.workload.num_output_tokens / run.seconds),
     ]
-
-
-def _measure(name: str, unit: str, timed: Timed, value: Callable[[Generation], float]) -> Measure:
-    samples = {peer: [value(run) for run in runs] for peer, runs in timed.generations.items() if runs}
-    return Measure(name=name, unit=unit, is_higher_better=unit == "tok/s", samples=samples)
 
 
 def _share(shape: Shape, num_parameters: int, dtype: str, timed: Timed, copy_bytes_per_second: float) -> BandwidthShare:

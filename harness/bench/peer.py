@@ -5,17 +5,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from harness.bench.workload import Workload
+from harness.engines import engine_names
 from harness.errors import Code, HarnessError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class BenchConfig:
     """What all engines of a run have in common."""
 
     folder: Path
@@ -29,7 +31,9 @@ class Setting:
     """Tokens of all requests of the largest workload: what must fit into the KV cache."""
     max_requests: int
     engine_options: Mapping[str, str]
-    """Options of the reference engine."""
+    """Options of `engine`."""
+    engine: str = "reference"
+    """The engine that is compared with its peers."""
 
 
 @dataclass(slots=True)
@@ -83,59 +87,64 @@ class PeerMissingError(Exception):
         self.package = package
 
 
-def _reference(setting: Setting) -> Peer:
-    from harness.bench.reference import ReferencePeer
+def _engine(name: str, setting: BenchConfig) -> Peer:
+    from harness.bench.engine_peer import EnginePeer
 
-    return ReferencePeer(setting)
+    return EnginePeer(name, setting)
 
 
-def _hf_generate(setting: Setting) -> Peer:
+def _hf_generate(setting: BenchConfig) -> Peer:
     from harness.bench.hf_generate import HfGeneratePeer
 
     return HfGeneratePeer(setting)
 
 
-def _hf_continuous(setting: Setting) -> Peer:
+def _hf_continuous(setting: BenchConfig) -> Peer:
     from harness.bench.hf_continuous import HfContinuousPeer
 
     return HfContinuousPeer(setting)
 
 
-def _llamacpp(setting: Setting) -> Peer:
+def _llamacpp(setting: BenchConfig) -> Peer:
     from harness.bench.llamacpp import LlamaCppPeer
 
     return LlamaCppPeer(setting)
 
 
 OURS = "reference"
-PEERS: dict[str, Callable[[Setting], Peer]] = {
-    OURS: _reference,
+"""The engine that is timed where none is named."""
+PEERS: dict[str, Callable[[BenchConfig], Peer]] = {
+    OURS: partial(_engine, OURS),
     "hf-generate": _hf_generate,
     "hf-continuous": _hf_continuous,
     "llamacpp": _llamacpp,
 }
+"""Engines that are timed by default, by name; every installed engine can be named besides."""
 
 
 def check_peer_names(names: Sequence[str]) -> None:
-    """Refuse a name that no peer has.
+    """Refuse a name that neither a peer nor an installed engine has.
 
     Raises:
         HarnessError: BAD_OPTION.
     """
-    unknown = sorted(set(names) - set(PEERS))
+    known = list(dict.fromkeys([*PEERS, *engine_names()]))
+    unknown = sorted(set(names) - set(known))
     if unknown:
         raise HarnessError(
-            Code.BAD_OPTION, "unknown peer", where="--peer", expected=", ".join(PEERS), actual=", ".join(unknown)
+            Code.BAD_OPTION, "unknown peer", where="--peer", expected=", ".join(known), actual=", ".join(unknown)
         )
 
 
-def peer_groups(names: Sequence[str], device: str) -> list[list[str]]:
-    """Return ours and the named peers (all, if none is named), in groups that are open at the same time.
+def peer_groups(names: Sequence[str], device: str, engine: str = OURS) -> list[list[str]]:
+    """Return the engine and the named peers (all of `PEERS`, if none is named), in groups that are open together.
 
     On the CPU that is all of them, which are then timed in turn. On a GPU each is open by itself: two models of one
     size and their caches do not fit there beside each other.
     """
-    chosen = [name for name in PEERS if name == OURS or not names or name in names]
+    peers = names or list(PEERS)
+    in_order = [name for name in PEERS if name in peers] + [name for name in peers if name not in PEERS]
+    chosen = list(dict.fromkeys([engine, *in_order]))
     return [chosen] if torch.device(device).type == "cpu" else [[name] for name in chosen]
 
 
@@ -148,7 +157,7 @@ class OpenPeers:
 
 
 @contextmanager
-def open_peers(group: Sequence[str], setting: Setting, *, required: Sequence[str]) -> Iterator[OpenPeers]:
+def open_peers(group: Sequence[str], setting: BenchConfig, *, required: Sequence[str]) -> Iterator[OpenPeers]:
     """Open the peers of a group for a block.
 
     Raises:
@@ -158,7 +167,7 @@ def open_peers(group: Sequence[str], setting: Setting, *, required: Sequence[str
     try:
         for name in group:
             try:
-                opened.peers.append(PEERS[name](setting))
+                opened.peers.append(PEERS.get(name, partial(_engine, name))(setting))
             except PeerMissingError as error:
                 if name in required:
                     raise _not_installed(name, error) from error

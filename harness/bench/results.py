@@ -21,6 +21,8 @@ class Measure:
     is_higher_better: bool
     samples: Mapping[str, Sequence[float]]
     """One a repeat, by engine."""
+    engine: str = OURS
+    """The one that is compared with the others."""
 
     @property
     def medians(self) -> dict[str, float]:
@@ -29,17 +31,19 @@ class Measure:
 
     @property
     def better_peer(self) -> str | None:
-        """The peer with the better median; None where ours is alone."""
-        peers = {name: value for name, value in self.medians.items() if name != OURS}
+        """The peer with the better median; None where the engine is alone, or was not timed."""
+        peers = {name: value for name, value in self.medians.items() if name != self.engine}
+        if self.engine not in self.samples:
+            return None
         choose = max if self.is_higher_better else min
         return choose(peers, key=lambda name: peers[name]) if peers else None
 
     @property
     def advantages(self) -> list[float]:
-        """How many times faster ours is than the better peer, repeat by repeat; below 1 it is slower."""
+        """How many times faster the engine is than the better peer, repeat by repeat; below 1 it is slower."""
         if self.better_peer is None:
             return []
-        pairs = zip(self.samples[OURS], self.samples[self.better_peer], strict=True)
+        pairs = zip(self.samples[self.engine], self.samples[self.better_peer], strict=True)
         return [ours / theirs if self.is_higher_better else theirs / ours for ours, theirs in pairs]
 
 
@@ -72,7 +76,9 @@ class BenchResult:
     shares: Sequence[BandwidthShare]
     agreements: Sequence[Agreement]
     absent: Mapping[str, str]
-    """Peers that are not installed, and why."""
+    """Peers that are not installed, and what an engine could not run; and why."""
+    engine: str = OURS
+    """The one that is compared with the others."""
 
     def json(self) -> dict[str, Any]:
         """Return everything as JSON-able data."""

@@ -2,7 +2,6 @@
 
 from tabulate import tabulate
 
-from harness.bench.peer import OURS
 from harness.bench.results import BenchResult, Measure
 
 
@@ -22,7 +21,8 @@ def _head(result: BenchResult) -> str:
 
 
 def _measures(result: BenchResult) -> str:
-    names = list(result.measures[-1].samples)  # every engine runs the uneven workload
+    timed = (name for measure in reversed(result.measures) for name in measure.samples)
+    names = list(dict.fromkeys([result.engine, *timed]))
     rows = [[measure.name, measure.unit, *_cells(measure, names), _advantage(measure)] for measure in result.measures]
     header = ["median", "", *names, "against the better peer (least to most)"]
     return tabulate(rows, header, disable_numparse=True, colalign=["left", "left", *["right"] * len(names), "left"])
@@ -55,7 +55,7 @@ def _bandwidth(result: BenchResult) -> str:
 
 def _agreement(result: BenchResult) -> str:
     lines = [
-        f"{own.peer}: the tokens of {OURS} in {own.num_requests - own.num_ties} of {own.num_requests} requests"
+        f"{own.peer}: the tokens of {result.engine} in {own.num_requests - own.num_ties} of {own.num_requests} requests"
         + (f", the others part at ties (up to {own.worst_tie_stds:.2g} standard deviations)" if own.num_ties else "")
         for own in result.agreements
     ]

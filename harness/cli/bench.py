@@ -13,16 +13,16 @@ from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.files import writing
 
-app = typer.Typer(name="bench", no_args_is_help=True, help="Time the reference engine against its peers.")
+app = typer.Typer(name="bench", no_args_is_help=True, help="Time an engine against its peers.")
 
 
 @app.callback()
 def bench() -> None:
-    """Time the reference engine against its peers."""
+    """Time an engine against its peers."""
 
 
 @app.command("engine", cls=Command)
-def engine(
+def bench_engine(
     shape: Annotated[
         str, typer.Option(metavar="NAME", help="tiny, 142m, qwen3-0.6b or qwen3-8b, with random weights.")
     ] = "142m",
@@ -32,10 +32,12 @@ def engine(
     requests: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Requests of uneven lengths. [default: the shape's own]")
     ] = None,
+    engine: Annotated[str, typer.Option(metavar="NAME", help="Engine to time.")] = "reference",
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="hf-generate, hf-continuous or llamacpp. Repeatable. [default: all installed]"
+            metavar="NAME",
+            help="hf-generate, hf-continuous, llamacpp or an engine. Repeatable. [default: all but other engines]",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the weights and prompts.")] = 0,
@@ -43,7 +45,7 @@ def engine(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write the JSON to as well.")] = None,
     format: opt.OutFormat = opt.Format.HUMAN,
 ) -> int:
-    """Time prefill, decode and continuous batching of the reference engine, HuggingFace and llama.cpp.
+    """Time prefill, decode and continuous batching of an engine, HuggingFace and llama.cpp.
 
     All get the same weights and prompts, in the same run, and must generate the same tokens first.
     """
@@ -63,6 +65,7 @@ def engine(
             repeats=repeats,
             seed=seed,
             num_requests=requests,
+            engine=engine,
             peer_names=peer or (),
             engine_options=opt.parse_engine_options(engine_option),
             progress=report,

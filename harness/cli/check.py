@@ -75,7 +75,7 @@ def check(
         from harness.jobs.check import keep_page, run_check
         from harness.plan import resolve_dtype
 
-        given = opt.Given(
+        given = opt.CliOptions(
             case=case,
             model=model,
             hf=hf,
@@ -123,12 +123,12 @@ def _profiled(plan: "Plan", result: "CheckResult", folder: Path, report: "Progre
 
 
 @contextmanager
-def _broken(fault: str, given: opt.Given) -> "Iterator[Plan]":
+def _broken(fault: str, given: opt.CliOptions) -> "Iterator[Plan]":
     """Put a fault into the reference engine, and yield the plan of a check that reaches it."""
     from harness.faults.catalogue import choose
     from harness.faults.trial import checkpoint, plan_of
 
-    if given != opt.Given():
+    if given != opt.CliOptions():
         what = "a fault comes with the model, the prompts and the schedule that show it"
         raise HarnessError(Code.BAD_OPTION, what, where="--fault", hint="leave the other options out")
     (chosen,) = choose([fault])

@@ -43,7 +43,7 @@ class ServerOptions:
 
     def check(
         self,
-        given: opt.Given,
+        given: opt.CliOptions,
         others: Sequence[object],
         local_files_only: bool,
         form: opt.ReportFormat,

@@ -75,7 +75,7 @@ def fuzz(
         report("loading libraries", 0, 1)
         from harness.fuzz.run import FuzzOptions, compare_schedules, run_again, search_workloads
         from harness.fuzz.workload_file import load_workload
-        from harness.jobs.check import claimed
+        from harness.jobs.check import new_output_dir
 
         options = FuzzOptions(seconds=seconds, seed=seed, workload_seconds=workload_seconds, is_first_enough=first)
         if invariance:
@@ -87,7 +87,7 @@ def fuzz(
                 result = run_again(plan, file.workload(), options, progress=report)
         else:
             with (
-                nullcontext() if out is None else claimed(out),
+                nullcontext() if out is None else new_output_dir(out),
                 _opened(given, options, local_files_only) as (plan, options),
             ):
                 result = search_workloads(plan, options, out=out, progress=report)

@@ -49,7 +49,7 @@ def gate(
     Counts must be equal; FLOPs, bytes and the peak may move by 0.5 %. Exit status 4 if anything needs more, or if a
     phase takes longer than in the version that --against names.
     """
-    from harness.continuous_integration import refuse_update
+    from harness.ci_guard import refuse_update
     from harness.gate_results import GateVerdict
     from harness.profiling.gate.compare import run_gate
     from harness.report.gate_json import gate_json

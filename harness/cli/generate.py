@@ -1,15 +1,16 @@
-"""`harness generate`: continue a prompt with the reference engine."""
+"""`harness generate`: continue a prompt, with the reference engine or another."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from harness.case import load_case
-from harness.checkpoint import embedded_cases, resolve
+from harness.checkpoint import embedded_cases, read_config, resolve
 from harness.cli import options as opt
 from harness.cli.answer import Answer
 from harness.cli.output import write, write_json
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 def generate(
     prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="Text to continue.")],
     model: opt.Model = None,
+    engine: Annotated[
+        str, typer.Option(metavar="NAME", help="Engine that continues it; others than reference: greedily only.")
+    ] = "reference",
     max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(metavar="T", help="0 takes the likeliest token.")] = 0.0,
     top_k: Annotated[int, typer.Option(metavar="K", help="Draw among K tokens; 0: among all.")] = 0,
@@ -41,7 +45,7 @@ def generate(
     show_stats: Annotated[bool, typer.Option("--show-stats", help="Print counts and times on standard error.")] = False,
     format: opt.OutFormat = opt.Format.HUMAN,
 ) -> int:
-    """Continue a prompt with the reference engine.
+    """Continue a prompt with the reference engine, or with another that is installed.
 
     Standard output has the continuation alone. It ends at the model's own end-of-sequence token, or after
     --max-new-tokens.
@@ -52,25 +56,19 @@ def generate(
         )
     with progress_bar() as report:
         report("loading", 0, 1)
-        from harness.engines.reference_errors import reference_errors  # seconds to import
-        from reference_engine import SamplingParams
-
-        with reference_errors("SamplingParams"):
-            params = SamplingParams(
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                seed=seed,
-                adapter=None if lora is None else "lora",
-            )
-        folder = resolve(model or embedded_model(), local_files_only=local_files_only)
-        token_ids = _token_ids(prompt, folder, chat=chat)
-        adapters = {} if lora is None else {"lora": lora}
-        engine = open_reference_engine(folder, dtype=dtype, device=device, options=engine_option, adapters=adapters)
-    with reference_errors(folder):
-        answer = _answer(engine, token_ids, params, _show if stream else None)
+        sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+        ask = _Ask(max_new_tokens, sampling, lora, dtype, device, engine_option)
+        if engine == "reference":
+            params = _sampling_params(ask)
+            folder = resolve(model or embedded_model(), local_files_only=local_files_only)
+            token_ids = _token_ids(prompt, folder, chat=chat)
+            source = _reference_source(folder, token_ids, params, ask)
+        else:
+            _refuse_sampling(engine, ask)
+            folder = resolve(model or embedded_model(), local_files_only=local_files_only)
+            token_ids = _token_ids(prompt, folder, chat=chat)
+            source = _engine_source(engine, folder, token_ids, ask)
+    answer = _answer(source, folder, len(token_ids), _show if stream else None)
     if format is opt.Format.JSON:
         write_json(answer.json())
     else:
@@ -78,6 +76,81 @@ def generate(
     if show_stats:
         typer.echo(answer.stats(), err=True)
     return ExitStatus.PASS
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """What the options say of the continuation, and of the engine."""
+
+    max_new_tokens: int
+    sampling: Mapping[str, float]
+    lora: Path | None
+    dtype: str | None
+    device: str | None
+    engine_options: list[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """An engine that is loaded, and what it runs on."""
+
+    tokens: Iterator[tuple[int, str | None]]
+    """New tokens, each with why it is the last one, if it is; nothing is computed before the first is asked for."""
+    device: str
+    dtype: str
+
+
+def _sampling_params(ask: _Ask) -> "SamplingParams":
+    from harness.engines.reference_errors import reference_errors  # seconds to import
+    from reference_engine import SamplingParams
+
+    adapter = None if ask.lora is None else "lora"
+    with reference_errors("SamplingParams"):
+        return SamplingParams(max_new_tokens=ask.max_new_tokens, adapter=adapter, **ask.sampling)  # type: ignore[arg-type]
+
+
+def _reference_source(folder: Path, token_ids: list[int], params: "SamplingParams", ask: _Ask) -> _Source:
+    adapters = {} if ask.lora is None else {"lora": ask.lora}
+    engine = open_reference_engine(
+        folder, dtype=ask.dtype, device=ask.device, options=ask.engine_options, adapters=adapters
+    )
+    dtype = str(engine.runner.dtype).removeprefix("torch.")
+    return _Source(_reference_tokens(engine, folder, token_ids, params), str(engine.runner.device), dtype)
+
+
+def _reference_tokens(
+    engine: "LLMEngine", folder: Path, token_ids: list[int], params: "SamplingParams"
+) -> Iterator[tuple[int, str | None]]:
+    from harness.engines.reference_errors import reference_errors
+
+    with reference_errors(folder):
+        engine.add_request(token_ids, params)
+        while engine.has_unfinished():  # prompts longer than a step's budget take several steps without an output
+            for output in engine.step():
+                yield output.token_id, output.finish_reason and output.finish_reason.value
+
+
+def _refuse_sampling(engine: str, ask: _Ask) -> None:
+    for option, given in (("--temperature", ask.sampling["temperature"]), ("--lora", ask.lora)):
+        if given:
+            raise HarnessError(
+                Code.BAD_OPTION, f"the engine {engine!r} is asked for the likeliest tokens of the model alone",
+                where=option, expected="not given", actual=given, hint="--engine reference",
+            )  # fmt: skip
+
+
+def _engine_source(name: str, folder: Path, token_ids: list[int], ask: _Ask) -> _Source:
+    from harness.cli.continue_prompt import continue_prompt
+    from harness.plan import check_device, resolve_dtype
+
+    device = ask.device or "cpu"
+    check_device(device)
+    dtype = resolve_dtype(ask.dtype or "auto", folder)
+    options = opt.parse_engine_options(ask.engine_options)
+    tokens = continue_prompt(
+        name, folder, token_ids, dtype=dtype, device=device, options=options, max_new_tokens=ask.max_new_tokens
+    )
+    return _Source(tokens, device, dtype)
 
 
 def embedded_model() -> str:
@@ -125,37 +198,40 @@ def open_reference_engine(
         return LLMEngine(folder, config, adapters=adapters)
 
 
-def _answer(
-    engine: "LLMEngine", token_ids: list[int], params: "SamplingParams", show: Callable[[str], None] | None
-) -> Answer:
-    """Run the request, and hand each piece of text to `show` when it is there."""
-    from harness.threads import suitable_threads
+def _answer(source: _Source, folder: Path, num_prompt_tokens: int, show: Callable[[str], None] | None) -> Answer:
+    """Take the tokens, and hand each piece of text to `show` when it is there."""
+    from harness.engines.reference_errors import reference_errors
+    from harness.threads import limit_threads
     from reference_engine.detokenizer import Detokenizer
+    from reference_engine.tokenizer import Tokenizer
 
-    detokenizer, pieces, generated, seconds = Detokenizer(engine.tokenizer.decode), [], [], []
-    finish_reason = None
-    with suitable_threads(engine.model_config.hidden_size) if engine.runner.device.type == "cpu" else nullcontext():
+    with reference_errors(folder):
+        detokenizer = Detokenizer(Tokenizer(folder).decode)
+    pieces: list[str] = []
+    generated: list[int] = []
+    seconds: list[float] = []
+    finish_reason = "length"
+    hidden_size = int(read_config(folder).get("hidden_size", 0))
+    with limit_threads(hidden_size) if source.device == "cpu" else nullcontext():
         start = time.perf_counter()
-        engine.add_request(token_ids, params)
-        while finish_reason is None:
-            for output in engine.step():  # prompts longer than a step's budget take several steps without an output
-                seconds.append(time.perf_counter() - start)
-                generated.append(output.token_id)
-                finish_reason = output.finish_reason
-                pieces.append(detokenizer.add(output.token_id))
-                if finish_reason is not None:
-                    pieces[-1] += detokenizer.finish()
-                if show is not None:
-                    show(pieces[-1])
+        for token, reason in source.tokens:
+            seconds.append(time.perf_counter() - start)
+            generated.append(token)
+            pieces.append(detokenizer.add(token))
+            if reason is not None:
+                finish_reason = reason
+                pieces[-1] += detokenizer.finish()
+            if show is not None:
+                show(pieces[-1])
     return Answer(
         text="".join(pieces),
         token_ids=generated,
-        finish_reason=finish_reason.value,
-        num_prompt_tokens=len(token_ids),
+        finish_reason=finish_reason,
+        num_prompt_tokens=num_prompt_tokens,
         elapsed_seconds=seconds[-1],
         ttft_ms=1000 * seconds[0],
-        device=str(engine.runner.device),
-        dtype=str(engine.runner.dtype).removeprefix("torch."),
+        device=source.device,
+        dtype=source.dtype,
     )
 
 

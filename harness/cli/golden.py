@@ -42,7 +42,7 @@ def golden(
         from harness.jobs.golden import run_golden
         from harness.oracle.precision import truth_dtype
 
-        plan = opt.Given(
+        plan = opt.CliOptions(
             case=case,
             model=model,
             hf=hf,

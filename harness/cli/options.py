@@ -190,7 +190,7 @@ OutReportFormat = Annotated[ReportFormat, typer.Option("--format", help="How to 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class CliOptions:
     """What was given on the command line to say what is to be run; None or empty for what was not."""
 
     case: Path | None = None

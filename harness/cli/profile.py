@@ -45,7 +45,7 @@ def profile(
     """
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.jobs.check import claimed
+        from harness.jobs.check import new_output_dir
         from harness.jobs.profile import keep_profile, resolve_profile
         from harness.profiling.passes.load import CaptureSchedule
         from harness.report.profile_json import profile_json
@@ -67,7 +67,7 @@ def profile(
             num_runs=runs,
             local_files_only=local_files_only,
         )
-        with claimed(out):
+        with new_output_dir(out):
             result = keep_profile(spec, out, progress=report)
     if format is opt.Format.JSON:
         write_json(profile_json(result))

@@ -47,7 +47,7 @@ def run(
     The engine is fed the tokens of a golden: the one that --golden names, or that of the same model and prompts as
     `harness golden` with the same options makes.
     """
-    given = opt.Given(
+    given = opt.CliOptions(
         case=case,
         model=model,
         engine=engine,
@@ -66,7 +66,7 @@ def run(
     )
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.jobs.check import claimed, match_taps, open_planned, record_run
+        from harness.jobs.check import match_taps, new_output_dir, open_planned, record_run
         from harness.recording import Recording
 
         if golden is None:
@@ -76,7 +76,7 @@ def run(
         if len(plan.schedules) != 1:
             what = "a recording has one schedule"
             raise HarnessError(Code.BAD_OPTION, what, where="--schedule", expected="one", actual=schedule)
-        with claimed(out), open_planned(plan) as subject:
+        with new_output_dir(out), open_planned(plan) as subject:
             if golden is None:
                 requests, graph = _continued(plan, report)
             match_taps(plan, subject, graph)
@@ -114,7 +114,7 @@ def _continued(plan: "Plan", report: "Progress") -> "tuple[list[RequestInfo], Gr
 
 
 def _planned_by_golden(
-    golden: Path, given: opt.Given, local_files_only: bool
+    golden: Path, given: opt.CliOptions, local_files_only: bool
 ) -> "tuple[Plan, list[RequestInfo], Graph]":
     """Return what the golden and the remaining options say, the golden's requests, and the model's graph."""
     from harness.checkpoint import resolve
@@ -127,7 +127,7 @@ def _planned_by_golden(
         given, model=None, engine=None, engine_options=None, device=None, schedules=None, isolate=None,
         engine_timeout_s=None, engine_python=None,
     )  # fmt: skip
-    if said_by_golden != opt.Given():
+    if said_by_golden != opt.CliOptions():
         names = "--dtype, --prompt, --prompt-file, --token-ids, --max-new-tokens and --case"
         raise HarnessError(
             Code.BAD_OPTION, f"{names} say what the golden says", where="--golden", hint="leave them out"

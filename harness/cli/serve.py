@@ -49,7 +49,7 @@ def serve(
         report("loading", 0, 1)
         _refuse_without_packages()
         from harness.cli.generate import embedded_model, open_reference_engine
-        from harness.threads import suitable_threads
+        from harness.threads import limit_threads
         from reference_engine.server.app import build_app
         from reference_engine.server.text import Text
 
@@ -62,7 +62,7 @@ def serve(
             )
             report("serving", 1, 1)
             is_cpu = engine.runner.device.type == "cpu"
-            with suitable_threads(engine.model_config.hidden_size) if is_cpu else nullcontext():
+            with limit_threads(engine.model_config.hidden_size) if is_cpu else nullcontext():
                 _run(app, listener)
     return ExitStatus.PASS
 

@@ -15,7 +15,7 @@ from harness.taps import Graph
 def first_divergence(
     judged: Sequence[Judged], misshapen: Collection[str], graph: Graph, actual: Recording
 ) -> Divergence | None:
-    """Describe the first operation that is out of bounds, off in one direction, or of a shape that cannot be judged.
+    """Describe the first operation that is wrong: by its values, or by a shape that cannot be judged.
 
     Args:
         judged: every tap that was judged, in the order of the run.
@@ -25,14 +25,14 @@ def first_divergence(
     """
     order = {operation.tap: at for at, operation in enumerate(graph)}
     shape = min((tap for tap in misshapen if tap in order), key=order.__getitem__, default=None)
-    wrong = next((each for each in judged if each.is_bad or each.is_systematic), None)
+    wrong = next((each for each in judged if each.is_wrong), None)
     if shape is not None and (wrong is None or order[shape] < order.get(wrong.operation.tap, len(order))):
         return _of_shape(shape, actual) or (None if wrong is None else _of_values(wrong, actual))
     return None if wrong is None else _of_values(wrong, actual)
 
 
 def _of_values(judged: Judged, actual: Recording) -> Divergence:
-    """Describe the first bad row of a bad tap, or the first row of all where the tap is systematically off."""
+    """Describe the first bad row of a wrong tap, or the first row of all where none is bad by itself."""
     errors = judged.errors
     at = judged.first_bad if judged.is_bad else judged.rows.first(torch.ones(len(judged.rows), dtype=torch.bool))
     step = int(judged.rows.step[at])
@@ -41,7 +41,7 @@ def _of_values(judged: Judged, actual: Recording) -> Divergence:
         request=int(judged.rows.request[at]),
         position=int(judged.rows.position[at]),
         verdict=judged.verdict,
-        code=judged.code if judged.is_bad else Code.SYSTEMATIC_ERROR,
+        code=judged.code,
         local_roundings=None if errors is None else float(errors.roundings[at]),
         bound_roundings=None if errors is None else float(errors.bound[at]),
         propagated_ratio=judged.ratio_at(at),

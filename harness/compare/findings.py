@@ -41,18 +41,11 @@ def _distance(judged: Judged) -> str:
     return "an index does not exist, or is there twice"
 
 
-def systematic_finding(judged: Judged) -> Finding:
-    """Say in words in which direction a tap is off."""
-    assert judged.errors is not None
-    assert judged.errors.effect is not None
-    effect, tap = judged.errors.effect, judged.operation.tap
-    what = f"{effect.kind} {effect.which}".strip()
-    message = (
-        f"{tap} has a {what} of {effect.size:+.3g} ({effect.low:+.3g} to {effect.high:+.3g} at 95 %), "
-        f"{abs(effect.roundings):.2g} roundings, in {effect.num_rows} rows (t = {abs(effect.statistic):.3g}): "
-        "rounding has no direction"
-    )
-    return Finding(code=Code.SYSTEMATIC_ERROR, message=message, tap=tap)
+def departure_finding(judged: Judged) -> Finding:
+    """Say in words what the rows of a tap show together."""
+    assert judged.departure is not None
+    tap = judged.operation.tap
+    return Finding(code=judged.departure.code, message=f"{tap} {judged.departure.message}", tap=tap)
 
 
 def oracle_finding(propagation: Propagation) -> Finding | None:

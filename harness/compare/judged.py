@@ -9,6 +9,7 @@ import torch
 from harness.compare.align import Rows
 from harness.compare.local_judge import LocalErrors
 from harness.compare.propagated import RATIO_BOUND, PropagatedErrors, Propagation
+from harness.compare.statistics import Departure, departure_of
 from harness.errors import Code
 from harness.results import Verdict
 from harness.taps import Graph, Kind, Operation
@@ -58,10 +59,15 @@ class Judged:
         """Whether any row is out of bounds."""
         return bool(self.bad.any())
 
+    @cached_property
+    def departure(self) -> Departure | None:
+        """What the rows show together that rounding does not do, where none of them is out of bounds by itself."""
+        return None if self.is_bad or self.errors is None else departure_of(self.errors)
+
     @property
-    def is_systematic(self) -> bool:
-        """Whether no row is out of bounds, and all of them are off in one direction."""
-        return not self.is_bad and self.errors is not None and self.errors.effect is not None
+    def is_wrong(self) -> bool:
+        """Whether a row is out of bounds, or all of them together are."""
+        return self.is_bad or self.departure is not None
 
     @cached_property
     def first_bad(self) -> int:
@@ -70,7 +76,9 @@ class Judged:
 
     @property
     def code(self) -> Code:
-        """How the first bad row is bad."""
+        """How the first bad row is bad, or all of them together."""
+        if self.departure is not None:
+            return self.departure.code
         at, errors = self.first_bad, self.errors
         if errors is None:
             assert self.propagated is not None
@@ -92,8 +100,8 @@ class Judged:
             return Verdict.NOISE if self.is_in_graph else Verdict.UNJUDGED
         if self.errors.exact:
             return Verdict.EXACT
-        if self.is_systematic:
-            return Verdict.SYSTEMATIC
+        if self.departure is not None:
+            return self.departure.verdict
         return Verdict.CONVENTION if self.errors.convention else Verdict.NOISE
 
     def ratio_at(self, at: int) -> float | None:

@@ -134,7 +134,7 @@ class Replay:
             return
         judged = self._batch.is_own[recorded.places]
         if not through:
-            judged = judged & self._is_given(value.operation)[recorded.places]
+            judged = judged & self._inputs_finite(value.operation)[recorded.places]
         if bool(judged.any()):
             self._judge.add(
                 TapRows(
@@ -151,7 +151,7 @@ class Replay:
                 through,
             )
 
-    def _is_given(self, operation: Operation) -> torch.Tensor:
+    def _inputs_finite(self, operation: Operation) -> torch.Tensor:
         """[places] bool: where all inputs were recorded, for attention with all of the history."""
         given = torch.ones(self._batch.num_places, dtype=torch.bool)
         for index, tap in enumerate(operation.inputs):

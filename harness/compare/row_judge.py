@@ -224,8 +224,8 @@ def _roundings(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype)
     if bool(odd.any()):
         at = odd.to(actual.device)
         error[odd] = torch.where(actual[at].isfinite().all(dim=1).cpu(), error[odd], torch.inf)
-        is_given = expected[odd.to(expected.device)].isfinite().all(dim=1).cpu()
-        error[odd] = torch.where(is_given, error[odd], torch.nan)
+        inputs_finite = expected[odd.to(expected.device)].isfinite().all(dim=1).cpu()
+        error[odd] = torch.where(inputs_finite, error[odd], torch.nan)
     return error
 
 

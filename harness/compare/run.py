@@ -12,7 +12,7 @@ from harness.compare.coverage import check_caches, check_coverage, check_tokens
 from harness.compare.divergence import first_divergence
 from harness.compare.evidence import Evidence
 from harness.compare.figures import tap_result
-from harness.compare.findings import bad_finding, oracle_finding, systematic_finding
+from harness.compare.findings import bad_finding, departure_finding, oracle_finding
 from harness.compare.judged import Judged, judge
 from harness.compare.local import local_errors
 from harness.compare.local_judge import LocalErrors, LocalJudgement
@@ -110,7 +110,7 @@ def compare_run(
     )
     not_finite = oracle_finding(propagation)
     findings += [bad_finding(each) for each in judged if each.is_bad] + ([not_finite] if not_finite else [])
-    findings += [systematic_finding(each) for each in judged if each.is_systematic]
+    findings += [departure_finding(each) for each in judged if each.departure]
     findings += check_caches(ours, graph, usable, [each.operation.tap for each in judged]) + slot_conflicts(actual)
     findings += differences + gaps + ([] if TOKENS in not_offered else check_tokens(ours, tokens.compared))
     actual.verify_all()
@@ -134,7 +134,7 @@ def compare_run(
 
 def _follows_conventions(judged: Sequence[Judged], logits: str) -> bool:
     """Whether the engine follows other conventions than HF, its logits were judged by themselves, and all is sound."""
-    is_sound = not any(each.is_bad or each.is_systematic for each in judged)
+    is_sound = not any(each.is_wrong for each in judged)
     has_logits = any(each.operation.tap == logits and each.local is not None for each in judged)
     return is_sound and has_logits and any(each.errors is not None and each.errors.convention for each in judged)
 

@@ -22,7 +22,7 @@ from harness.oracle.model import HFModel
 from harness.oracle.requests import Prompt, check_prompt
 from harness.plan import Plan
 from harness.results import Finding, TokenResult
-from harness.threads import suitable_threads
+from harness.threads import limit_threads
 
 Progress = Callable[[str, int, int], None]
 
@@ -57,7 +57,7 @@ def check_endpoint(
     probed, runs, num_retries, waited_s = asyncio.run(_ask(plan, address, num_again, report))
     _refuse_silence(runs[0])
     answered = time.perf_counter()
-    with suitable_threads(int(getattr(hf.config, "hidden_size", 0))):
+    with limit_threads(int(getattr(hf.config, "hidden_size", 0))):
         eos = _eos_ids(hf)
         truth = walk_truth(
             hf,

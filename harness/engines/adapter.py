@@ -127,6 +127,14 @@ class TapMatcher(Protocol):
         """
 
 
+@runtime_checkable
+class PromptContinuer(Protocol):
+    """An engine that continues prompts; optional, beside `Engine`, for one that shows no steps (`open_session`)."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Continue all prompts together, greedily and past every end-of-sequence token; return the new tokens."""
+
+
 class OpenEngine(Protocol):
     """Opens an engine on a checkpoint; the object an entry point names."""
 

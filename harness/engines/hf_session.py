@@ -42,7 +42,7 @@ class HFSession:
         self.model = _model_shape(hf)
 
     def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
-        """See `Session.add`; raises HarnessError (ENGINE_CANNOT_SERVE) for a prompt that would have to be padded."""
+        """See `TokenSession.add`; raises HarnessError (ENGINE_CANNOT_SERVE) for a prompt that needs padding."""
         if self._num_cached or any(len(prompt) != len(other) for other in self._prompts):
             raise HarnessError(
                 Code.ENGINE_CANNOT_SERVE,
@@ -55,8 +55,8 @@ class HFSession:
         return self._num_added - 1
 
     @torch.no_grad()
-    def step(self) -> Sequence[int]:
-        """See `Session.step`."""
+    def step(self) -> Mapping[int, int]:
+        """See `TokenSession.step`."""
         ids = self._input_ids()
         batch_size, num_tokens = ids.shape
         self._num_cached += num_tokens
@@ -66,7 +66,8 @@ class HFSession:
         self._next_ids = output.logits[:, -1].argmax(dim=-1, keepdim=True)
         if self._watcher is not None:
             self._watcher.reached(SAMPLE)
-        return range(self._num_added - batch_size, self._num_added)
+        first = self._num_added - batch_size
+        return {first + place: int(token) for place, token in enumerate(self._next_ids[:, 0].tolist())}
 
     @contextmanager
     def watching(self, watcher: Watcher) -> Iterator[None]:
@@ -78,7 +79,7 @@ class HFSession:
             yield
 
     def stop(self) -> None:
-        """See `Session.stop`."""
+        """See `TokenSession.stop`."""
         self._prompts, self._num_cached = [], 0
         self._cache = self._next_ids = None
 

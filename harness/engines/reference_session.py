@@ -47,19 +47,19 @@ class ReferenceSession:
         self.notes = (_REPLAYS_GRAPHS,) if engine.runner.replays_graphs else ()
 
     def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
-        """See `Session.add`."""
+        """See `TokenSession.add`."""
         with reference_errors(self._folder):
             request = self._engine.add_request(prompt, SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True))
         self._requests.add(request)
         return request
 
-    def step(self) -> Sequence[int]:
-        """See `Session.step`."""
+    def step(self) -> Mapping[int, int]:
+        """See `TokenSession.step`."""
         outputs = self._engine.step()
         self._requests -= {output.request_id for output in outputs if output.finish_reason is not None}
         if isinstance(self._engine.observer, _Boundaries):
             self._engine.observer.end()
-        return [output.request_id for output in outputs]
+        return {output.request_id: output.token_id for output in outputs}
 
     @contextmanager
     def watching(self, watcher: Watcher) -> Iterator[None]:
@@ -77,7 +77,7 @@ class ReferenceSession:
         return (*_COMPUTED_WITH_ANOTHER, *fused)
 
     def stop(self) -> None:
-        """See `Session.stop`."""
+        """See `TokenSession.stop`."""
         for request in sorted(self._requests):
             self._engine.abort(request)
         self._requests.clear()

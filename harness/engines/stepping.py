@@ -1,4 +1,4 @@
-"""What an engine must offer to be profiled: its steps, one at a time, and the boundaries between operations in them.
+"""What an engine must offer to be timed and profiled: its steps, one at a time, and what happens in them.
 
 This is optional, beside `Engine`: an engine that has it gets a method `open_session`. Nothing here imports torch.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from harness.engines.adapter import Engine, blaming
 from harness.errors import Code, HarnessError
@@ -77,10 +77,29 @@ class Watcher(Protocol):
         """
 
 
-class Session(Protocol):
-    """An engine that is driven step by step. One that is given the same requests again computes the same steps.
+class TokenSession(Protocol):
+    """An engine that is driven step by step: what `harness bench engine` and `harness generate` need.
 
-    A session may have a method `close`, which gives the engine's memory back, and `notes`, which readers of its profile
+    A session may have a method `close`, which gives the engine's memory back.
+    """
+
+    def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
+        """Queue a request, to be continued greedily and past every end-of-sequence token; return its number."""
+
+    def step(self) -> Mapping[int, int] | Sequence[int]:
+        """Compute one step and return the new token of each request that has got one, by the request's number.
+
+        A session that is only profiled may return the numbers alone; `open_session` shows no more of any.
+        """
+
+    def stop(self) -> None:
+        """Drop all requests and what is kept for them."""
+
+
+class Session(TokenSession, Protocol):
+    """A session that can be watched: what `harness profile` and `harness gate` need.
+
+    One that is given the same requests again computes the same steps. It may have `notes`, which readers of its profile
     should know.
     """
 
@@ -88,17 +107,11 @@ class Session(Protocol):
     """Phases that its steps can have."""
     model: ModelShape
 
-    def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
-        """Queue a request, to be continued greedily and past every end-of-sequence token; return its number."""
-
     def step(self) -> Sequence[int]:
         """Compute one step and return the numbers of the requests that have got a token by it."""
 
     def watching(self, watcher: Watcher) -> AbstractContextManager[None]:
         """Show the steps of this block to `watcher`; afterwards nothing of it is left in the engine."""
-
-    def stop(self) -> None:
-        """Drop all requests and what is kept for them."""
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Return the parameters by name."""
@@ -108,7 +121,7 @@ class Session(Protocol):
 
 
 class ClosableSession(Session, Protocol):
-    """What `open_session` makes of every session."""
+    """What `open_session` makes of every session that can be watched."""
 
     notes: Sequence[str]
     """What a reader of its profile should know."""
@@ -121,16 +134,51 @@ class ClosableSession(Session, Protocol):
 class Steppable(Protocol):
     """An engine whose steps can be driven."""
 
-    def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> Session:
+    def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> TokenSession:
         """Load the engine for steps of up to so many tokens and requests, as far as its own options allow."""
 
 
-def open_session(engine: Engine, *, max_num_tokens: int, max_num_seqs: int) -> ClosableSession:
-    """Open a session of an engine; whatever the engine raises in it is an error that names the engine.
+class ClosableTokenSession(TokenSession, Protocol):
+    """What `open_token_session` makes of every session."""
+
+    def close(self) -> None:
+        """Give the engine's memory back, where the session can; nothing else may be called afterwards."""
+
+
+def open_token_session(engine: Engine, *, max_num_tokens: int, max_num_seqs: int) -> ClosableTokenSession:
+    """Open a session that need not be watched; whatever the engine raises in it is an error that names the engine.
 
     Raises:
         HarnessError: ENGINE_HAS_NO_STEPS, or what the engine raises.
     """
+    return _BlamedTokenSession(engine.name, _opened(engine, max_num_tokens, max_num_seqs))
+
+
+def open_session(engine: Engine, *, max_num_tokens: int, max_num_seqs: int) -> ClosableSession:
+    """Open a session that can be watched; whatever the engine raises in it is an error that names the engine.
+
+    Raises:
+        HarnessError: ENGINE_HAS_NO_STEPS, ENGINE_LACKS_METHOD, or what the engine raises.
+    """
+    session: Any = _opened(engine, max_num_tokens, max_num_seqs)
+    missing = [name for name in _WATCHED if not hasattr(session, name)]
+    if missing:
+        getattr(session, "close", lambda: None)()
+        raise HarnessError(
+            Code.ENGINE_LACKS_METHOD,
+            f"the session of engine {engine.name!r} cannot be watched: it has no {' and no '.join(missing)}",
+            where="open_session",
+            expected=f"{', '.join(_WATCHED)}, as harness.engines.stepping.Session has them",
+            actual=type(session).__name__,
+            hint="harness bench engine and harness generate do without",
+        )
+    return _BlamedSession(engine.name, session)
+
+
+_WATCHED = ("phases", "model", "watching", "weights", "cache_tensors")
+
+
+def _opened(engine: Engine, max_num_tokens: int, max_num_seqs: int) -> TokenSession:
     if not isinstance(engine, Steppable):
         raise HarnessError(
             Code.ENGINE_HAS_NO_STEPS,
@@ -141,39 +189,49 @@ def open_session(engine: Engine, *, max_num_tokens: int, max_num_seqs: int) -> C
             hint="harness profile --engine reference",
         )
     with blaming(engine.name):
-        session = engine.open_session(max_num_tokens=max_num_tokens, max_num_seqs=max_num_seqs)
-    return _BlamedSession(engine.name, session)
+        return engine.open_session(max_num_tokens=max_num_tokens, max_num_seqs=max_num_seqs)
 
 
-class _BlamedSession:
+class _BlamedTokenSession:
     """A session whose errors are the engine's: neither the profiler's nor the harness's."""
 
-    def __init__(self, engine: str, session: Session) -> None:
+    def __init__(self, engine: str, session: TokenSession) -> None:
         self._engine, self._session = engine, session
-        self.phases, self.model = session.phases, session.model
-        self.notes: Sequence[str] = getattr(session, "notes", ())
 
     def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
         with blaming(self._engine):
             return self._session.add(prompt, max_new_tokens)
 
-    def step(self) -> Sequence[int]:
+    def step(self) -> Mapping[int, int] | Sequence[int]:
         with blaming(self._engine):
             return self._session.step()
-
-    def watching(self, watcher: Watcher) -> AbstractContextManager[None]:
-        return self._session.watching(watcher)
 
     def stop(self) -> None:
         with blaming(self._engine):
             self._session.stop()
 
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        return self._session.weights()
-
-    def cache_tensors(self) -> Sequence[torch.Tensor]:
-        return self._session.cache_tensors()
-
     def close(self) -> None:
         with blaming(self._engine):
             getattr(self._session, "close", lambda: None)()
+
+
+class _BlamedSession(_BlamedTokenSession):
+    """The same of one that can be watched."""
+
+    def __init__(self, engine: str, session: Session) -> None:
+        super().__init__(engine, session)
+        self._watched = session
+        self.phases, self.model = session.phases, session.model
+        self.notes: Sequence[str] = getattr(session, "notes", ())
+
+    def step(self) -> Sequence[int]:
+        return list(super().step())
+
+    def watching(self, watcher: Watcher) -> AbstractContextManager[None]:
+        return self._watched.watching(watcher)
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return self._watched.weights()
+
+    def cache_tensors(self) -> Sequence[torch.Tensor]:
+        return self._watched.cache_tensors()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import reference_engine.attention.paged
-from harness.faults.fault import FIRST, FIRST_DECODE, PROMPT_LENGTHS, SECOND, Category, Fault, Row, Setting
+from harness.faults.fault import FIRST, FIRST_DECODE, PROMPT_LENGTHS, SECOND, Category, Fault, FaultConfig, Row
 from harness.faults.plant import replacing
 from harness.faults.position import CHUNK
 from reference_engine.attention.paged import PagedAttention
@@ -155,8 +155,8 @@ def _fault(id: str, summary: str, plant: Any, cause: str, *, row: Row = SECOND, 
     )
 
 
-_CHUNKED = Setting(schedule=f"chunked:{CHUNK}")
-WINDOWED = Setting(
+_CHUNKED = FaultConfig(schedule=f"chunked:{CHUNK}")
+WINDOWED = FaultConfig(
     model="llama-tiny",
     config={
         "model_type": "mistral",

@@ -9,7 +9,17 @@ from typing import Any
 import torch
 
 from harness.faults import suites
-from harness.faults.fault import BLOCK_SIZE, FIRST, FIRST_DECODE, PROMPT_LENGTHS, SECOND, Category, Fault, Row, Setting
+from harness.faults.fault import (
+    BLOCK_SIZE,
+    FIRST,
+    FIRST_DECODE,
+    PROMPT_LENGTHS,
+    SECOND,
+    Category,
+    Fault,
+    FaultConfig,
+    Row,
+)
 from harness.faults.plant import Planted, replaced, replacing
 from reference_engine.attention.paged import PagedAttention
 from reference_engine.block_manager import BlockManager
@@ -270,7 +280,7 @@ _ALIKE = (tuple(range(10, 18)), tuple(range(30, 38)))
 """Two blocks' worth of tokens."""
 _TWINS = ((*_ALIKE[0], *range(50, 58), 7), (*_ALIKE[1], *range(50, 58), 8))
 """Different first blocks, the same second one."""
-_HITS = Setting(schedule="prefix-hit")
+_HITS = FaultConfig(schedule="prefix-hit")
 _LAST_SLOT = 41
 _FIRST_GROWN: Row = (0, _up(PROMPT_LENGTHS[0], BLOCK_SIZE))
 """Where the first request outgrows its blocks: into one that a preempted request has left, and will write again."""
@@ -290,7 +300,7 @@ FAULTS = [
         "zeros come back.*written over",
         _K_CACHE,
         (0, _LAST_SLOT),
-        setting=Setting(schedule="plain", options={"block_size": "7", "num_blocks": "7"}),
+        setting=FaultConfig(schedule="plain", options={"block_size": "7", "num_blocks": "7"}),
         instance="vllm#43810",
     ),
     _fault(
@@ -340,7 +350,7 @@ FAULTS = [
         "past the context length",
         _ATTENTION,
         FIRST_DECODE,
-        setting=Setting(options={"debug_checks": "true"}),
+        setting=FaultConfig(options={"debug_checks": "true"}),
     ),
     _fault(
         "last-token-unread",
@@ -365,7 +375,7 @@ FAULTS = [
         "another request wrote",
         _K_CACHE,
         FIRST,
-        setting=Setting(prompts=(tuple(range(40, 60)), tuple(range(70, 85)))),
+        setting=FaultConfig(prompts=(tuple(range(40, 60)), tuple(range(70, 85)))),
         instance="vllm#45357",
     ),
     _fault(
@@ -375,7 +385,7 @@ FAULTS = [
         "another request wrote",
         _K_CACHE,
         (2, 0),
-        setting=Setting(
+        setting=FaultConfig(
             prompts=tuple(tuple(range(first, first + 9)) for first in (20, 60, 100, 140)),
             options={"num_blocks": "5", "max_num_seqs": "2"},
         ),
@@ -388,7 +398,7 @@ FAULTS = [
         "another request wrote",
         "model.layers.1.k_cache",
         (3, BLOCK_SIZE),
-        setting=Setting(schedule="prefix-hit", prompts=_TWINS),
+        setting=FaultConfig(schedule="prefix-hit", prompts=_TWINS),
     ),
     _fault(
         "collision-taken-for-a-hit",
@@ -397,7 +407,7 @@ FAULTS = [
         "another request wrote",
         _K_CACHE,
         (1, 0),
-        setting=Setting(schedule="prefix-hit", prompts=(tuple(range(40, 60)), tuple(range(70, 90)))),
+        setting=FaultConfig(schedule="prefix-hit", prompts=(tuple(range(40, 60)), tuple(range(70, 90)))),
     ),
     _fault(
         "hash-of-partial-block",
@@ -415,7 +425,7 @@ FAULTS = [
         "another request wrote",
         _K_CACHE,
         (2, 0),
-        setting=Setting(
+        setting=FaultConfig(
             schedule="prefix-hit",
             prompts=(tuple(range(40, 60)), tuple(range(70, 95))),
             options={"num_blocks": "5"},
@@ -438,7 +448,7 @@ FAULTS = [
         "at least one row",
         None,
         None,
-        setting=Setting(schedule="prefix-hit", prompts=(tuple(range(40, 56)), tuple(range(70, 86)))),
+        setting=FaultConfig(schedule="prefix-hit", prompts=(tuple(range(40, 56)), tuple(range(70, 86)))),
     ),
     _fault(
         "copy-on-write-forgotten",
@@ -450,7 +460,7 @@ FAULTS = [
         "another request wrote",
         _K_CACHE,
         (0, 38),
-        setting=Setting(schedule="forked"),
+        setting=FaultConfig(schedule="forked"),
     ),
     _fault(
         "preempted-keeps-its-past",
@@ -459,7 +469,7 @@ FAULTS = [
         "another request wrote|the row itself was not written there",
         _K_CACHE,
         (2, 0),
-        setting=Setting(schedule="preempted"),
+        setting=FaultConfig(schedule="preempted"),
     ),
     _fault(
         "preempted-keeps-its-table",
@@ -468,7 +478,7 @@ FAULTS = [
         "another request wrote|belongs to two requests",
         _K_CACHE,
         _FIRST_GROWN,
-        setting=Setting(schedule="preempted"),
+        setting=FaultConfig(schedule="preempted"),
         instance="vllm#5349",
     ),
 ]

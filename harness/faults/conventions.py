@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 import reference_engine.attention.paged
 from harness.faults.cache import stored
-from harness.faults.fault import Setting, Variant
+from harness.faults.fault import FaultConfig, Variant
 from harness.faults.formats import quantised
 from harness.faults.norm import edited_layers
 from harness.faults.plant import replaced, replacing
@@ -278,6 +278,6 @@ def variants() -> Iterator[Variant]:
                 yield Variant(
                     id=f"{name}/{model}/{dtype}",
                     summary=name,
-                    setting=Setting(model=model, dtype=dtype, **fields),
+                    setting=FaultConfig(model=model, dtype=dtype, **fields),
                     plant=plant(dtype),
                 )

@@ -34,7 +34,7 @@ class Category(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class FaultConfig:
     """What a check must be like for a fault to show: its trigger, in the terms of a case."""
 
     model: str = "qwen3-tiny"
@@ -70,7 +70,7 @@ class Fault:
     """The first row of that tap, by request and position, that is wrong."""
     cause: str
     """Pattern that the explanation of the first divergence matches if it names the cause."""
-    setting: Setting = Setting()
+    setting: FaultConfig = FaultConfig()
     suite: Callable[[], None] | None = None
     """A property suite that is run in place of a check, for what no recording shows; it raises where a property is
     broken."""
@@ -86,7 +86,7 @@ class Variant:
 
     id: str
     summary: str
-    setting: Setting
+    setting: FaultConfig
     engine: str = "reference"
     plant: Callable[[], AbstractContextManager[Planted]] | None = None
 

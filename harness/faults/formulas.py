@@ -8,7 +8,7 @@ import torch
 
 import reference_engine.rotary
 from harness.faults.attention import everywhere
-from harness.faults.fault import FIRST, FIRST_SAMPLED, SECOND, Category, Fault, Row, Setting
+from harness.faults.fault import FIRST, FIRST_SAMPLED, SECOND, Category, Fault, FaultConfig, Row
 from harness.faults.norm import norm_scaled_by
 from harness.faults.plant import replacing
 from harness.faults.position import frequencies_changed
@@ -132,7 +132,14 @@ def _branch_scaled(factor: float) -> Any:
 def _fault(id: str, summary: str, plant: Any, cause: str, tap: str, row: Row = FIRST, **rest: Any) -> Fault:
     category = Category.POSITION if tap == _Q_ROPE else Category.ATTENTION if tap == _ATTENTION else Category.NORM
     return Fault(
-        id=id, category=category, summary=summary, plant=plant, cause=cause, tap=tap, row=row, setting=Setting(**rest)
+        id=id,
+        category=category,
+        summary=summary,
+        plant=plant,
+        cause=cause,
+        tap=tap,
+        row=row,
+        setting=FaultConfig(**rest),
     )
 
 

@@ -9,7 +9,7 @@ from torch.nn.functional import gelu, silu
 
 import reference_engine.layers
 import reference_engine.model
-from harness.faults.fault import FIRST, FIRST_DECODE, Category, Fault, Row, Setting
+from harness.faults.fault import FIRST, FIRST_DECODE, Category, Fault, FaultConfig, Row
 from harness.faults.plant import replacing
 from reference_engine.layers import MLP, RMSNorm
 from reference_engine.model import Attention, Decoder, DecoderLayer
@@ -181,7 +181,7 @@ FAULTS = [
         _with_eps(1e-6),
         "eps: 1e-06",
         _LAYER + "input_layernorm",
-        setting=Setting(model="llama-tiny"),
+        setting=FaultConfig(model="llama-tiny"),
         instance="llama.cpp#2373",
     ),
     _fault(
@@ -199,7 +199,7 @@ FAULTS = [
         "overflow",
         _LAYER + "input_layernorm",
         row=FIRST,
-        setting=Setting(dtype="float16", model="qwen2-tiny", scaled={"model.embed_tokens.weight": 256.0}),
+        setting=FaultConfig(dtype="float16", model="qwen2-tiny", scaled={"model.embed_tokens.weight": 256.0}),
     ),
     _fault(
         "norm-weight-skipped",

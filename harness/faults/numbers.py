@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from harness.faults.cache import stored
-from harness.faults.fault import FIRST, Category, Fault, Row, Setting
+from harness.faults.fault import FIRST, Category, Fault, FaultConfig, Row
 from harness.faults.norm import edited_layers
 from harness.faults.weights import Weights, loaded
 from reference_engine.layers import MLP, Linear
@@ -116,7 +116,7 @@ def _gained(cache: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -
 
 
 def _fault(id: str, summary: str, plant: Any, cause: str, tap: str, dtype: str, row: Row = FIRST, **rest: Any) -> Fault:
-    setting = Setting(dtype=dtype, **rest)
+    setting = FaultConfig(dtype=dtype, **rest)
     return Fault(
         id=id, category=Category.NUMBERS, summary=summary, plant=plant, cause=cause, tap=tap, row=row, setting=setting
     )

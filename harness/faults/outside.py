@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from harness.faults.conventions import coarse_cache, products, quantised_inputs, rounded_inputs
-from harness.faults.fault import FIRST, SECOND, Category, Fault, Row, Setting
+from harness.faults.fault import FIRST, SECOND, Category, Fault, FaultConfig, Row
 from harness.faults.position import frequencies_changed
 from harness.numerics import Numerics
 
@@ -16,7 +16,7 @@ _Q_PROJ, _Q_ROPE, _K_CACHE = (f"model.layers.0.{site}" for site in ("self_attn.q
 def _fault(id: str, summary: str, plant: Any, cause: str, tap: str = _Q_PROJ, row: Row = FIRST, **rest: Any) -> Fault:
     return Fault(
         id=id, category=Category.NUMBERS, summary=summary, plant=plant, cause=cause, tap=tap, row=row,
-        setting=Setting(**rest),
+        setting=FaultConfig(**rest),
     )  # fmt: skip
 
 

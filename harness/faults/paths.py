@@ -12,7 +12,7 @@ import reference_engine.attention.paged
 import reference_engine.model_runner
 from harness.faults.attention import WINDOWED, attend, causal, merge_exactly, tiled
 from harness.faults.cache import prefixes_changed
-from harness.faults.fault import BLOCK_SIZE, PROMPT_LENGTHS, Category, Fault, Row, Setting
+from harness.faults.fault import BLOCK_SIZE, PROMPT_LENGTHS, Category, Fault, FaultConfig, Row
 from harness.faults.plant import Planted, replaced, replacing
 from harness.faults.position import CHUNK, per_row, positions_changed
 from reference_engine.block_manager import BlockManager
@@ -303,7 +303,7 @@ def _fault(
     dtype: str = "float32",
     **rest: Any,
 ) -> Fault:
-    setting = rest.pop("setting", Setting())
+    setting = rest.pop("setting", FaultConfig())
     return Fault(
         id=id, category=Category.SCHEDULER, summary=summary, plant=plant, cause=cause, tap=tap, row=row,
         setting=replace(setting, schedule=schedule, dtype=dtype, **rest),

@@ -9,7 +9,7 @@ import torch
 import reference_engine.model
 import reference_engine.model_runner
 import reference_engine.rotary
-from harness.faults.fault import FIRST, FIRST_DECODE, SECOND, Category, Fault, Row, Setting
+from harness.faults.fault import FIRST, FIRST_DECODE, SECOND, Category, Fault, FaultConfig, Row
 from harness.faults.plant import replacing
 from reference_engine.rotary import RotaryEmbedding, rotate_half
 
@@ -157,7 +157,7 @@ FAULTS = [
         positions_changed(_without_chunk_offset),
         "chunk",
         row=(0, CHUNK),
-        setting=Setting(schedule=f"chunked:{CHUNK}"),
+        setting=FaultConfig(schedule=f"chunked:{CHUNK}"),
         instance="mlx-node#33",
     ),
     _fault(
@@ -179,7 +179,7 @@ FAULTS = [
         "The llama3 scaling of the frequencies is not applied.",
         frequencies_changed(_unscaled),
         "scaling.*ignored",
-        setting=Setting(model="llama-tiny"),
+        setting=FaultConfig(model="llama-tiny"),
         instance="vllm#1956, mlx-vlm#1710",
     ),
     _fault(

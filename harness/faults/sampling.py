@@ -12,7 +12,7 @@ import reference_engine.model
 import reference_engine.model_runner
 import reference_engine.sampler
 from harness.faults import suites
-from harness.faults.fault import FIRST, FIRST_SAMPLED, Category, Fault, Setting
+from harness.faults.fault import FIRST, FIRST_SAMPLED, Category, Fault, FaultConfig
 from harness.faults.norm import edited_layers
 from harness.faults.plant import replacing
 from reference_engine.layers import Linear
@@ -208,6 +208,6 @@ FAULTS = [
         tap="model.layers.0.mlp.down_proj",
         row=FIRST,
         cause="overflow of float16",
-        setting=Setting(scaled={"model.layers.0.mlp.up_proj.weight": 1e7}),
+        setting=FaultConfig(scaled={"model.layers.0.mlp.up_proj.weight": 1e7}),
     ),
 ]

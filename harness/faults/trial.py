@@ -14,11 +14,11 @@ from harness.case import RequestSpec
 from harness.checkpoint import embedded_cases
 from harness.engines import Workload, open_engine
 from harness.errors import Code, HarnessError
-from harness.faults.fault import BLOCK_SIZE, PROMPT_LENGTHS, Fault, Setting, Variant
+from harness.faults.fault import BLOCK_SIZE, PROMPT_LENGTHS, Fault, FaultConfig, Variant
 from harness.faults.formats import in_format
 from harness.faults.peers import PeerVerdict, judge_as_peers
 from harness.faults.plant import Planted
-from harness.jobs.check import run_check, with_copies
+from harness.jobs.check import run_check, with_duplicate_requests
 from harness.numerics import Numerics
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import cached_golden
@@ -76,7 +76,7 @@ def try_variant(variant: Variant, *, seed: int = 0) -> Trial:
         return _checked(folder, variant.setting, variant.engine, seed, planted)
 
 
-def plan_of(setting: Setting, folder: Path, *, engine: str = "reference", seed: int = 0) -> Plan:
+def plan_of(setting: FaultConfig, folder: Path, *, engine: str = "reference", seed: int = 0) -> Plan:
     """Return the check that a setting describes, of the checkpoint in `folder`."""
     return make_plan(
         model=str(folder),
@@ -91,7 +91,7 @@ def plan_of(setting: Setting, folder: Path, *, engine: str = "reference", seed: 
     )
 
 
-def _checked(folder: Path, setting: Setting, engine: str, seed: int, planted: Planted) -> Trial:
+def _checked(folder: Path, setting: FaultConfig, engine: str, seed: int, planted: Planted) -> Trial:
     plan = plan_of(setting, folder, engine=engine, seed=seed)
     if setting.numerics is not None:
         plan = replace(plan, subject=_Declaring(plan, setting.numerics))
@@ -124,11 +124,11 @@ class _Declaring:
 def _golden(plan: Plan) -> Golden:
     """Return the golden that the check was made against."""
     hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
-    golden, _ = with_copies(plan, cached_golden(hf, plan.prompts, truth=plan.truth), plan.schedules[0], hf)
+    golden, _ = with_duplicate_requests(plan, cached_golden(hf, plan.prompts, truth=plan.truth), plan.schedules[0], hf)
     return golden
 
 
-def _options(setting: Setting) -> dict[str, str]:
+def _options(setting: FaultConfig) -> dict[str, str]:
     return {"block_size": str(BLOCK_SIZE), **setting.options}
 
 
@@ -140,7 +140,7 @@ def random_prompts(seed: int) -> list[list[int]]:
 
 
 @contextmanager
-def checkpoint(setting: Setting) -> Iterator[Path]:
+def checkpoint(setting: FaultConfig) -> Iterator[Path]:
     """Yield the setting's checkpoint: an embedded one, or a copy of it with another config or other weights."""
     source = embedded_cases() / "checkpoints" / setting.model
     if not (setting.config or setting.scaled or setting.weights_in):
@@ -156,7 +156,7 @@ def checkpoint(setting: Setting) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _change_weights(folder: Path, setting: Setting) -> None:
+def _change_weights(folder: Path, setting: FaultConfig) -> None:
     """Scale and round weights of a checkpoint whose files are links, and put files in the place of the links."""
     for path in folder.glob("*.safetensors"):
         tensors = safetensors.torch.load_file(path)

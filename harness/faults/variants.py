@@ -10,7 +10,7 @@ from torch.nn.functional import linear, silu
 import reference_engine.attention.paged
 from harness.faults import conventions
 from harness.faults.attention import merge_exactly, split_decode
-from harness.faults.fault import Setting, Variant
+from harness.faults.fault import FaultConfig, Variant
 from harness.faults.plant import replacing
 from reference_engine.batch import Batch
 from reference_engine.block_pool import BlockPool
@@ -111,14 +111,14 @@ def variants() -> Iterator[Variant]:
     for model in MODELS:
         for dtype in DTYPES:
             for attention in ("eager", "sdpa"):
-                setting = Setting(
+                setting = FaultConfig(
                     model=model, dtype=dtype, options={"attention": attention}, schedule=_hf_schedule(attention, dtype)
                 )
                 yield _variant(f"hf-{attention}", setting, engine="hf")
             for name, fields in _SETTINGS.items():
-                yield _variant(name, Setting(model=model, dtype=dtype, **fields))
+                yield _variant(name, FaultConfig(model=model, dtype=dtype, **fields))
             for name, plant in _PLANTED.items():
-                yield _variant(name, Setting(model=model, dtype=dtype), plant=plant)
+                yield _variant(name, FaultConfig(model=model, dtype=dtype), plant=plant)
     yield from conventions.variants()
 
 
@@ -131,5 +131,5 @@ def _hf_schedule(attention: str, dtype: str) -> str:
     return "plain" if (attention, dtype) == ("eager", "float16") else "batched"
 
 
-def _variant(name: str, setting: Setting, **rest: Any) -> Variant:
+def _variant(name: str, setting: FaultConfig, **rest: Any) -> Variant:
     return Variant(id=f"{name}/{setting.model}/{setting.dtype}", summary=name, setting=setting, **rest)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import reference_engine.model_runner
-from harness.faults.fault import FIRST, FIRST_SAMPLED, Category, Fault, Row, Setting
+from harness.faults.fault import FIRST, FIRST_SAMPLED, Category, Fault, FaultConfig, Row
 from harness.faults.plant import replacing
 
 _LAYER = "model.layers.0."
@@ -109,8 +109,8 @@ def _fault(id: str, summary: str, change: Any, cause: str, tap: str, *, row: Row
     )
 
 
-_QWEN2 = Setting(model="qwen2-tiny")
-_MANY_LOGITS = Setting(max_new_tokens=50)
+_QWEN2 = FaultConfig(model="qwen2-tiny")
+_MANY_LOGITS = FaultConfig(max_new_tokens=50)
 """150 rows of logits for a head of 96 inputs: with fewer than half as many again as inputs, any head would fit."""
 FAULTS = [
     _fault(

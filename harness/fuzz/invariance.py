@@ -23,14 +23,12 @@ from harness.oracle.model import HFModel
 from harness.plan import Plan
 from harness.progress import Progress
 from harness.recording import Recording, RequestInfo
-from harness.results import Verdict
 
 NUM_SUBJECTS = 3
 NUM_NEW = 4
 """Tokens that each request makes."""
 _SHORT = 6
 """Tokens of a request that is short."""
-_BEYOND = (Verdict.BUG, Verdict.SYSTEMATIC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +136,7 @@ class Comparer:
             return error
         recording = Recording.open(path, verify=False).with_names(self.hf.graph.aliases)  # written by ourselves
         judged = compare_planned(self.plan, self.engine.offer, recording, self.golden, self.hf)
-        wrong = frozenset(tap.name for tap in judged.result.taps if tap.verdict in _BEYOND)
+        wrong = frozenset(tap.name for tap in judged.result.taps if tap.verdict.is_wrong)
         return _Recorded(recording, wrong)
 
     def _compare(self, found: _Found, before: _Recorded | HarnessError, after: _Recorded | HarnessError) -> None:

@@ -25,7 +25,7 @@ from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel, load_model
 from harness.plan import Plan
 from harness.progress import Progress
-from harness.threads import suitable_threads
+from harness.threads import limit_threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +235,7 @@ class _Subject:
 
     def threads(self) -> AbstractContextManager[None]:
         """Use as many threads as suit the model."""
-        return suitable_threads(int(getattr(self.hf.config, "hidden_size", 0)))
+        return limit_threads(int(getattr(self.hf.config, "hidden_size", 0)))
 
     def elapsed_s(self) -> float:
         """Return the seconds since the engine was opened."""

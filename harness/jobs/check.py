@@ -32,7 +32,7 @@ from harness.results import CheckResult, RunResult
 from harness.schedule import Schedule
 from harness.scratch import scratch_folder
 from harness.taps import Graph, Kind
-from harness.threads import suitable_threads
+from harness.threads import limit_threads
 
 
 def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None = None) -> CheckResult:
@@ -46,7 +46,7 @@ def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None 
     Raises:
         HarnessError: the input cannot be used. Findings are results, not errors.
     """
-    with nullcontext() if out is None else claimed(out):
+    with nullcontext() if out is None else new_output_dir(out):
         return _run_plan(plan, out, progress or (lambda _label, _done, _total: None))
 
 
@@ -65,7 +65,7 @@ def _check_engine(plan: Plan, engine: Engine | IsolatedEngine, out: Path | None,
     report("oracle", 0, 1)
     hf = load_adapted(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device, lora=plan.lora)
     runs = []
-    with suitable_threads(int(getattr(hf.config, "hidden_size", 0))):
+    with limit_threads(int(getattr(hf.config, "hidden_size", 0))):
         match_taps(plan, engine, hf.graph)
         plan = followed_schedules(plan, engine)
         golden = cached_golden(hf, plan.prompts, truth=plan.truth, progress=report)
@@ -124,7 +124,7 @@ def _run_schedule(
     out: Path | None,
     report: Progress,
 ) -> RunResult:
-    golden, copies = with_copies(plan, golden, schedule, hf)
+    golden, copies = with_duplicate_requests(plan, golden, schedule, hf)
     with _recording_folder(out, str(schedule).replace(":", "-")) as folder:
         begin = time.perf_counter()
         record_run(plan, engine, schedule, golden.requests[: len(plan.prompts)], folder, copies=copies)
@@ -201,7 +201,7 @@ def _what_was_judged(plan: Plan, runs: Sequence[RunResult], graph: Graph) -> Ite
         yield f"{code}: no tap was recorded, so not one operation was judged; --taps tokens compares the tokens alone"
 
 
-def with_copies(
+def with_duplicate_requests(
     plan: Plan, golden: Golden, schedule: Schedule, hf: HFModel
 ) -> tuple[Golden, Sequence[RequestInfo] | None]:
     """Return the golden that serves the schedule, and the copies of its requests.
@@ -300,7 +300,7 @@ def _recording_folder(out: Path | None, name: str) -> Iterator[Path]:
 
 
 @contextmanager
-def claimed(out: Path) -> Iterator[None]:
+def new_output_dir(out: Path) -> Iterator[None]:
     """Make an output folder before the work that fills it; remove it again if the work fails and left nothing in it.
 
     Raises:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from harness.jobs.check import claimed
+from harness.jobs.check import new_output_dir
 from harness.oracle.golden import Golden
 from harness.oracle.lora import load_adapted
 from harness.oracle.make_golden import cached_golden, make_golden
@@ -24,7 +24,7 @@ def run_golden(plan: Plan, *, out: Path | None = None, progress: Progress | None
     Raises:
         HarnessError: the input cannot be used, or `out` cannot be written.
     """
-    with nullcontext() if out is None else claimed(out):
+    with nullcontext() if out is None else new_output_dir(out):
         hf = load_adapted(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device, lora=plan.lora)
         if out is None:
             return cached_golden(hf, plan.prompts, truth=plan.truth, progress=progress)

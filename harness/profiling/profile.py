@@ -29,7 +29,7 @@ from harness.profiling.passes.tracing import trace
 from harness.profiling.passes.workload import ProfileWorkload
 from harness.profiling.trace.nodes import read_events
 from harness.progress import Progress, no_progress
-from harness.threads import suitable_threads
+from harness.threads import limit_threads
 
 MIN_ATTRIBUTED_SHARE = 0.95
 """Less than this of a trace inside of named operations means that the system took the thread away between two."""
@@ -83,7 +83,7 @@ def run_profile(spec: ProfileSpec, out: Path, progress: Progress | None = None) 
     """
     report = progress or no_progress
     report("loading", 0, 1)
-    with suitable_threads(int(read_config(spec.folder).get("hidden_size", 0))):
+    with limit_threads(int(read_config(spec.folder).get("hidden_size", 0))):
         engine = spec.subject or open_engine(
             spec.engine, spec.folder, dtype=spec.dtype, device=spec.device, options=spec.engine_options
         )

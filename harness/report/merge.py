@@ -8,11 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from harness.results import Coverage, RunResult, TapResult, TokenResult, Verdict
-
-SEVERITY = (Verdict.EXACT, Verdict.NOISE, Verdict.CONVENTION, Verdict.UNJUDGED, Verdict.SYSTEMATIC,
-            Verdict.MISSING, Verdict.BUG)  # fmt: skip
-"""Verdicts from the best to the worst."""
+from harness.results import Coverage, RunResult, TapResult, TokenResult
 
 
 def merge_taps(runs: Iterable[RunResult]) -> tuple[TapResult, ...]:
@@ -54,7 +50,7 @@ def merge(taps: Sequence[TapResult]) -> TapResult:
 def severity(tap: TapResult) -> tuple[int, float, float]:
     """Return a key that sorts taps from the best to the worst."""
     share, ratio = tap.local_bound_share_max, tap.propagated_ratio_max
-    return SEVERITY.index(tap.verdict), _nan_last(share or 0.0), _nan_last(ratio or 0.0)
+    return tap.verdict.severity, _nan_last(share or 0.0), _nan_last(ratio or 0.0)
 
 
 def sum_tokens(runs: Sequence[RunResult]) -> TokenResult:

@@ -11,15 +11,13 @@ from itertools import groupby
 from math import isnan
 
 from harness.report.merge import merge, merge_taps, severity
-from harness.results import CheckResult, Divergence, Outcome, RunResult, TapResult, Verdict
+from harness.results import CheckResult, Divergence, Outcome, RunResult, TapResult
 
 CONSEQUENCE_RATIO = 3.0
 """Propagated error, over HF's own, from which a sound operation behind the culprit is called downstream."""
 
 MAX_FOLDED_ROWS = 6
 """Wrong operations that are listed one by one for the layers that are folded."""
-
-_FAILURES = (Verdict.BUG, Verdict.SYSTEMATIC, Verdict.MISSING)
 
 
 class Role(StrEnum):
@@ -55,7 +53,7 @@ class Row:
         return f"{self.tap.verdict}{self._extent()}"
 
     def _extent(self) -> str:
-        if self.tap.verdict not in _FAILURES:
+        if not self.tap.verdict.failure:
             return ""
         if self.num_taps > 1:
             return f" in {count(self.num_failed, 'tap')}"
@@ -97,7 +95,7 @@ def sections(result: CheckResult) -> list[Section]:
     groups: dict[object, list[RunResult]] = {}
     for run in result.runs:
         culprit = run.first_divergence.tap if run.first_divergence else None
-        failed = frozenset((tap.name, tap.verdict) for tap in run.taps if tap.verdict in _FAILURES)
+        failed = frozenset((tap.name, tap.verdict) for tap in run.taps if tap.verdict.failure)
         groups.setdefault((run.outcome, culprit, failed), []).append(run)
     return [Section(tuple(runs)) for runs in groups.values()]
 
@@ -128,10 +126,8 @@ def _part(tap: TapResult, layer: int | None) -> str:
 
 
 def _role(tap: TapResult, is_behind: bool) -> Role:
-    if tap.verdict in (Verdict.BUG, Verdict.SYSTEMATIC):
-        return Role.WRONG
-    if tap.verdict is Verdict.MISSING:
-        return Role.MISSING
+    if tap.verdict.failure:
+        return Role(tap.verdict.failure)
     ratio = tap.propagated_ratio_max
     is_off = ratio is not None and (isnan(ratio) or ratio > CONSEQUENCE_RATIO)
     return Role.DOWNSTREAM if is_behind and is_off else Role.SOUND
@@ -146,7 +142,7 @@ def _per_site(taps: Iterable[TapResult]) -> Iterator[Row]:
 
 def _folded(taps: Sequence[TapResult]) -> Iterator[Row]:
     """Yield one row per operation that failed, after one for all that did not."""
-    failed_sites = {tap.site for tap in taps if tap.verdict in _FAILURES}
+    failed_sites = {tap.site for tap in taps if tap.verdict.failure}
     worst = sorted(_per_site(tap for tap in taps if tap.site in failed_sites), key=lambda row: severity(row.tap))
     listed = {row.label for row in worst[-MAX_FOLDED_ROWS:]}
     sound = [tap for tap in taps if tap.site not in failed_sites]

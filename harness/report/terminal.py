@@ -22,7 +22,7 @@ from harness.report.sentences import (
     subject,
 )
 from harness.report.table import Role, Row, Section, sections
-from harness.results import CheckResult, Divergence, Outcome, RowId, Verdict
+from harness.results import CheckResult, Divergence, Outcome, RowId
 
 MIN_WIDTH = 80
 MIN_LABEL_WIDTH = 12
@@ -32,15 +32,6 @@ NO_BREAK = "\u00a0"
 
 _STYLES = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "cyan": 36}
 _OUTCOMES = {Outcome.PASS: "green", Outcome.MISMATCH: "red", Outcome.NOTHING: "yellow"}
-_VERDICTS = {
-    Verdict.EXACT: "green",
-    Verdict.NOISE: "green",
-    Verdict.CONVENTION: "cyan",
-    Verdict.SYSTEMATIC: "red",
-    Verdict.BUG: "red",
-    Verdict.MISSING: "yellow",
-    Verdict.UNJUDGED: "dim",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +170,7 @@ def _painted(row: Row, line: str, verdict_at: int, page: _Page) -> str:
         return page.paint(ARROW + line[1:], "bold", "red")
     if row.role is Role.DOWNSTREAM:
         return page.paint(line, "dim")
-    return line[:verdict_at] + page.paint(line[verdict_at:], _VERDICTS[row.tap.verdict])
+    return line[:verdict_at] + page.paint(line[verdict_at:], row.tap.verdict.color)
 
 
 def _bar(share: float | None) -> str:

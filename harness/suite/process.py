@@ -28,7 +28,7 @@ class CaseProcess(EngineProcess):
 
     module = "harness.suite.worker"
 
-    def __init__(self, setting: "Setting") -> None:
+    def __init__(self, setting: "WorkerConfig") -> None:
         """Start a process; see `warm_up`."""
         super().__init__("worker", python=setting.python or sys.executable, variables=dict(setting.variables))
 
@@ -60,14 +60,14 @@ class CaseProcess(EngineProcess):
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class WorkerConfig:
     """What a process is started with; tasks of another setting need another process."""
 
     python: str | None
     variables: tuple[tuple[str, str], ...]
 
     @classmethod
-    def of(cls, task: Task, more: Mapping[str, str]) -> "Setting":
+    def of(cls, task: Task, more: Mapping[str, str]) -> "WorkerConfig":
         """Return the setting of a task: its environment, as many threads as it has CPUs, and `more` variables."""
         threads = str(max(1, int(task.case.resources.cpus)))
         variables = {"OMP_NUM_THREADS": threads, **more, **task.environment.variables}
@@ -79,14 +79,14 @@ class ProcessShelf:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._idle: list[tuple[Setting, CaseProcess]] = []
+        self._idle: list[tuple[WorkerConfig, CaseProcess]] = []
         self._busy: list[CaseProcess] = []
         self._lock = Lock()
         self._is_closed = False
 
     def run(self, task: Task, more: Mapping[str, str]) -> Answer | Loss:
         """Do a task in a process of its setting: one that waits, or a new one."""
-        setting = Setting.of(task, more)
+        setting = WorkerConfig.of(task, more)
         try:
             process = self._take(setting)
         except (HarnessError, OSError) as error:
@@ -112,7 +112,7 @@ class ProcessShelf:
                 process.kill()
             self._idle.clear()
 
-    def _take(self, setting: Setting) -> CaseProcess:
+    def _take(self, setting: WorkerConfig) -> CaseProcess:
         waiting, surplus = self._waiting(setting)
         if surplus is not None:  # its memory is needed by the process that is started now
             surplus.kill()
@@ -130,7 +130,7 @@ class ProcessShelf:
             raise
         return process
 
-    def _waiting(self, setting: Setting) -> tuple[CaseProcess | None, CaseProcess | None]:
+    def _waiting(self, setting: WorkerConfig) -> tuple[CaseProcess | None, CaseProcess | None]:
         """Take a process of that setting from the shelf, or else one that has to make room."""
         with self._lock:
             for at, (own, process) in enumerate(self._idle):
@@ -141,7 +141,7 @@ class ProcessShelf:
             is_full = len(self._idle) + len(self._busy) >= self._size
             return None, self._idle.pop(0)[1] if self._idle and is_full else None
 
-    def _give_back(self, process: CaseProcess, setting: Setting | None) -> None:
+    def _give_back(self, process: CaseProcess, setting: WorkerConfig | None) -> None:
         """Put a process onto the shelf; without a setting it has ended."""
         with self._lock:
             self._busy.remove(process)

@@ -59,7 +59,7 @@ def run_task(task: Task) -> Answer | Loss:
 
 
 def _make_goldens(task: Task, store: Store | None) -> Answer:
-    from harness.jobs.check import with_copies
+    from harness.jobs.check import with_duplicate_requests
     from harness.jobs.golden import run_golden
     from harness.plan import plan_case
     from harness.schedule import SCHEDULES
@@ -73,7 +73,7 @@ def _make_goldens(task: Task, store: Store | None) -> Answer:
         from harness.oracle.model import load_model
 
         hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
-        larger, _ = with_copies(plan, golden, SCHEDULES["forked"], hf)
+        larger, _ = with_duplicate_requests(plan, golden, SCHEDULES["forked"], hf)
         folders.append(larger.recording.path)
     shared = () if store is None else tuple(share_golden(folder, store) for folder in folders)
     return Answer(verdict="pass", goldens=shared)

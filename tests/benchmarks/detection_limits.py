@@ -24,7 +24,7 @@ from torch.nn.functional import linear, silu
 import reference_engine.attention.paged
 import reference_engine.model
 from harness.environment import describe_machine
-from harness.faults.fault import Setting
+from harness.faults.fault import FaultConfig
 from harness.faults.trial import checkpoint, plan_of
 from harness.jobs.check import run_check
 from harness.metrics import rounding_unit
@@ -92,7 +92,7 @@ def gain(kind: str, size: float) -> Iterator[None]:
         yield
 
 
-def is_found(setting: Setting, kind: str, size: float, *, bounds_only: bool) -> bool:
+def is_found(setting: FaultConfig, kind: str, size: float, *, bounds_only: bool) -> bool:
     with checkpoint(setting) as folder, gain(kind, size):
         result = run_check(plan_of(setting, folder))
     if bounds_only:
@@ -118,7 +118,7 @@ def limits(model: str, num_rows: int) -> list[list[str]]:
     prompts = tuple(tuple(torch.randint(3, 256, (n,), generator=generator).tolist()) for n in lengths)
     table = []
     for dtype in DTYPES:
-        setting = Setting(model=model, dtype=dtype, prompts=prompts)
+        setting = FaultConfig(model=model, dtype=dtype, prompts=prompts)
         unit = rounding_unit(getattr(torch, dtype))
         for kind in SITES:
             sound = is_found(setting, kind, 0.0, bounds_only=False)

@@ -35,8 +35,8 @@ def wrong_peer(monkeypatch):
 def test_the_options_are_those_that_were_promised():
     command = typer.main.get_command(build_app()).commands["bench"].commands["engine"]
     assert [parameter.opts[0] for parameter in command.params] == [
-        "--shape", "--dtype", "--device", "--repeats", "--requests", "--peer", "--seed", "--engine-option", "--out",
-        "--format",
+        "--shape", "--dtype", "--device", "--repeats", "--requests", "--engine", "--peer", "--seed", "--engine-option",
+        "--out", "--format",
     ]  # fmt: skip
     assert all(parameter.help for parameter in command.params)
 
@@ -79,10 +79,88 @@ def test_a_peer_with_other_tokens_ends_it_before_anything_is_timed(harness, wron
     assert ran.err.startswith(f"{Code.PEER_TOKENS_DIFFER}: hf-generate and the reference engine generate different")
 
 
+ENGINE = """
+from harness.engines import Offer, open_engine as open_any
+
+class Engine:
+    name, offer = "mine", Offer(schedules=("plain",))
+
+    def __init__(self, folder, dtype, device):
+        self.inner = open_any("reference", folder, dtype=dtype, device=device)
+
+    def run(self, workload, writer):
+        raise AssertionError
+    {method}
+
+def open_engine(folder, *, dtype, device, options):
+    return Engine(folder, dtype, device)
+"""
+STEPS = """
+    def open_session(self, **limits):
+        return self.inner.open_session(**limits)
+"""
+GENERATE = """
+    def generate(self, prompts, max_new_tokens):
+        session = self.inner.open_session(max_num_tokens=512, max_num_seqs=16)
+        numbers = [session.add(prompt, count) for prompt, count in zip(prompts, max_new_tokens)]
+        tokens = {number: [] for number in numbers}
+        while any(len(tokens[number]) < count for number, count in zip(numbers, max_new_tokens)):
+            for number, token in session.step().items():
+                tokens[number].append(token)
+        session.close()
+        return [tokens[number] for number in numbers]
+"""
+
+
+def test_any_installed_engine_is_timed_step_by_step(harness, install):
+    name = install(ENGINE.format(method=STEPS))
+    ran = harness(*TINY, "--engine", name, "--peer", "reference", "--requests", "3", "--format", "json")
+    assert (ran.status, ran.err) == (0, "")
+    assert ran.json["engine"] == name
+    assert all(set(measure["samples"]) == {name, "reference"} for measure in ran.json["measures"])
+    assert ran.json["agreements"] == [
+        {"peer": "reference", "num_requests": 20, "num_ties": 0, "worst_tie_stds": 0.0},
+    ]
+
+
+def test_an_engine_that_only_generates_is_timed_as_a_whole(harness, install):
+    name = install(ENGINE.format(method=GENERATE))
+    ran = harness(*TINY, "--peer", name, "--requests", "3", "--format", "json")
+    assert (ran.status, ran.err) == (0, "")
+    *even, uneven = ran.json["measures"]
+    assert all(set(measure["samples"]) == {"reference"} for measure in even)
+    assert set(uneven["samples"]) == {"reference", name}
+    assert [(own["peer"], own["num_requests"]) for own in ran.json["agreements"]] == [(name, 20)]
+
+
+def test_an_engine_that_cannot_continue_a_prompt_is_told_what_it_lacks(harness, install):
+    ran = harness(*TINY, "--engine", install(ENGINE.format(method="")))
+    assert (ran.status, ran.err.split(":")[0]) == (2, Code.ENGINE_LACKS_METHOD)
+    assert "expected: open_session or generate" in ran.err
+
+
+def test_what_an_engine_does_not_serve_is_said_and_the_rest_is_timed(harness):
+    ran = harness(*TINY, "--engine", "hf", "--peer", "reference", "--requests", "3", "--format", "json")
+    assert (ran.status, ran.err) == (0, "")
+    assert list(ran.json["absent"]) == ["hf, uneven"]
+    assert "equally long prompts" in ran.json["absent"]["hf, uneven"]
+    assert [sorted(measure["samples"]) for measure in ran.json["measures"]] == [["hf", "reference"]] * 3 + [
+        ["reference"]
+    ]
+    assert ran.json["agreements"][0]["num_requests"] == 17
+
+
+def test_options_of_a_peer_that_reads_none_are_refused(harness):
+    ran = harness(*TINY, "--engine", "hf-generate", "--engine-option", "block_size=4")
+    assert (ran.status, ran.err.split(":")[0]) == (2, Code.BAD_OPTION)
+    assert "block_size" in ran.err
+
+
 @pytest.mark.parametrize(("options", "words"), [
     (["--shape", "huge"], "tiny, 142m"),
-    (["--peer", "vllm"], "hf-generate, hf-continuous, llamacpp"),
+    (["--peer", "nobody"], "hf-generate, hf-continuous, llamacpp"),
     (["--repeats", "0"], "--repeats"),
+    (["--engine", "hf-generate", "--peer", "nobody"], "nobody"),
     (["--dtype", "int8"], "float32, bfloat16, float16"),
     (["--device", "tpu"], "cpu or cuda"),
 ])  # fmt: skip

@@ -55,6 +55,17 @@ def test_the_engine_of_the_page(check, install):
     assert len(judged) == 3 + 3 * 9
 
 
+def test_the_session_of_the_page_serves_bench_and_generate(harness, checkpoints, install):
+    (session,) = re.findall(r"^```python title=session.py\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
+    name = install(f"{block('python')}\n\n{session}", name="mine")
+    tiny = ("--shape", "tiny", "--repeats", "1", "--requests", "2")
+    ran = harness("bench", "engine", *tiny, "--engine", name, "--peer", "reference", "--format", "json")
+    assert (ran.status, ran.err) == (0, "")
+    assert [set(measure["samples"]) for measure in ran.json["measures"]] == [{name, "reference"}] * 4
+    options = ("--prompt", "hu rin pun | hu", "--max-new-tokens", "3", "--model", checkpoints / "qwen3-tiny")
+    assert harness("generate", *options, "--engine", name).out == harness("generate", *options).out
+
+
 def test_the_page_of_the_adapter_fits_a_qwen(harness, checkpoints, workload, install):
     model = checkpoints / "qwen3-tiny"  # its q_norm and k_norm are recorded by the same hooks
     install(block("python"), name="mine")

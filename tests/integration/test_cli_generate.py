@@ -173,6 +173,54 @@ def test_no_tokenizer(generate, changed):
     assert (ran.status, ran.err.split(":")[0]) == (2, Code.NO_TOKENIZER)
 
 
+def test_another_engine_continues_the_prompt_with_the_same_tokens(generate):
+    ours = generate("--max-new-tokens", 6, "--format", "json").json
+    ran = generate("--engine", "hf", "--max-new-tokens", 6, "--format", "json")
+    assert (ran.status, ran.err) == (0, "")
+    same = ("text", "token_ids", "finish_reason", "prompt_tokens", "device", "dtype")
+    assert {name: ran.json[name] for name in same} == {name: ours[name] for name in same}
+
+
+@pytest.mark.parametrize("file", ["generation_config", "config"])
+def test_another_engine_ends_at_the_checkpoints_end_of_sequence_too(generate, changed, file):
+    first = generate("--max-new-tokens", 3, "--format", "json").json["token_ids"]
+    folder = changed("qwen3-tiny", generation_config={"eos_token_id": None}, config={"eos_token_id": None})
+    path = folder / f"{file}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [255, first[2]]}))
+    document = generate("--engine", "hf", "--model", folder, "--format", "json").json
+    assert (document["token_ids"], document["finish_reason"]) == (first, "eos")
+
+
+@pytest.mark.parametrize(("options", "code", "words"), [
+    (["--temperature", "1"], Code.BAD_OPTION, "likeliest tokens"),
+    (["--lora", "somewhere"], Code.BAD_OPTION, "likeliest tokens"),
+    (["--max-new-tokens", "0"], Code.BAD_OPTION, "--max-new-tokens"),
+    (["--dtype", "int8"], Code.BAD_OPTION, "unknown dtype"),
+    (["--engine-option", "block_size=4"], Code.BAD_OPTION, "has no option 'block_size'"),
+])  # fmt: skip
+def test_what_another_engine_cannot_do_is_refused(generate, options, code, words):
+    ran = generate("--engine", "hf", *options)
+    assert (ran.status, ran.out, ran.err.split(":")[0]) == (2, "", code)
+    assert words in ran.err
+
+
+def test_an_engine_without_steps_or_generate_is_told_what_it_lacks(generate, install):
+    source = """
+from harness.engines import Offer
+
+class Engine:
+    name, offer = "mine", Offer(schedules=("plain",))
+
+    def run(self, workload, writer):
+        raise AssertionError
+
+def open_engine(folder, *, dtype, device, options):
+    return Engine()
+"""
+    ran = generate("--engine", install(source))
+    assert (ran.status, ran.out, ran.err.split(":")[0]) == (2, "", Code.ENGINE_LACKS_METHOD)
+
+
 def test_ctrl_c_amid_a_stream():
     command = [sys.executable, "-c", "from harness.cli import main; main()", "generate", "--prompt", PROMPT, "--stream"]
     # So hot that what is drawn is no text that ends soon.

@@ -3,7 +3,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from harness.threads import SMALL_HIDDEN_SIZE, suitable_threads
+from harness.threads import SMALL_HIDDEN_SIZE, limit_threads
 
 
 @pytest.fixture(autouse=True)
@@ -16,18 +16,18 @@ def two_threads(monkeypatch):
 
 
 def test_a_small_model_runs_on_one_thread_and_the_number_is_put_back():
-    with suppress(ZeroDivisionError), suitable_threads(SMALL_HIDDEN_SIZE - 1):
+    with suppress(ZeroDivisionError), limit_threads(SMALL_HIDDEN_SIZE - 1):
         assert torch.get_num_threads() == 1
         raise ZeroDivisionError
     assert torch.get_num_threads() == 2
 
 
 def test_a_large_model_keeps_its_threads():
-    with suitable_threads(SMALL_HIDDEN_SIZE):
+    with limit_threads(SMALL_HIDDEN_SIZE):
         assert torch.get_num_threads() == 2
 
 
 def test_the_users_own_number_rules(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    with suitable_threads(1):
+    with limit_threads(1):
         assert torch.get_num_threads() == 2

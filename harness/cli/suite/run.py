@@ -134,14 +134,14 @@ def _preflight(cases: "list[SuiteCase]", matrix: "Matrix", *, is_local: bool, lo
 @contextmanager
 def _folder(out: Path | None, resume: bool) -> Iterator[Path]:
     """Yield the suite's folder: a new one, the one that is resumed, or one that is gone afterwards."""
-    from harness.jobs.check import claimed
+    from harness.jobs.check import new_output_dir
     from harness.scratch import scratch_folder
 
     if out is None:
         with scratch_folder("harness-") as folder:
             yield folder
         return
-    with nullcontext() if resume else claimed(out):
+    with nullcontext() if resume else new_output_dir(out):
         yield out
 
 

@@ -55,20 +55,20 @@ class VllmSession:
             self._resources = stack.pop_all()
 
     def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
-        """See `Session.add`."""
+        """See `TokenSession.add`."""
         key, self._num_added = self._num_added, self._num_added + 1
         params = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, ignore_eos=True, detokenize=False)
         self._engine.add_request(str(key), {"prompt_token_ids": list(prompt)}, params)
         self._live.add(key)
         return key
 
-    def step(self) -> Sequence[int]:
-        """See `Session.step`."""
+    def step(self) -> Mapping[int, int]:
+        """See `TokenSession.step`."""
         outputs = self._engine.step()
         if self._watcher is not None:
             self._watcher.reached(COMMIT)
         self._live -= {int(output.request_id) for output in outputs if output.finished}
-        return [int(output.request_id) for output in outputs]
+        return {int(output.request_id): output.outputs[0].token_ids[-1] for output in outputs}
 
     @contextmanager
     def watching(self, watcher: Watcher) -> Iterator[None]:
@@ -89,7 +89,7 @@ class VllmSession:
             yield
 
     def stop(self) -> None:
-        """See `Session.stop`."""
+        """See `TokenSession.stop`."""
         self._engine.abort_request([str(key) for key in sorted(self._live)])
         self._live.clear()
 

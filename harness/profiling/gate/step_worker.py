@@ -22,17 +22,20 @@ from typing import Any
 
 import torch
 
+from harness import threads
 from harness.checkpoint import read_config
 from harness.engines import open_engine
 from harness.engines.stepping import open_session
-from harness.threads import suitable_threads
+
+# An older version has it under its older name.
+limit_threads = getattr(threads, "limit_threads" if hasattr(threads, "limit_threads") else "suitable_threads")
 
 
 def serve(spec: dict[str, Any]) -> None:
     """Answer each line of standard input until it ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries that print must not do so into the answers
-    with suitable_threads(int(read_config(Path(spec["folder"])).get("hidden_size", 0))):
+    with limit_threads(int(read_config(Path(spec["folder"])).get("hidden_size", 0))):
         run = Run(spec)
         _tell(answers, {"sources": sources(spec["packages"]), "threads": torch.get_num_threads()})
         for line in sys.stdin:

@@ -23,7 +23,7 @@ from harness.profile_results import Category, Frame, MemoryTimeline, StepShape
 from harness.profiling.cost.storage import storages
 from harness.profiling.memory.allocations import Allocation, categorize, match
 from harness.profiling.memory.cuda_history import read_cuda_blocks, read_cuda_history
-from harness.profiling.memory.snapshot import Held, build_snapshot, write_snapshot
+from harness.profiling.memory.snapshot import PersistentBlock, build_snapshot, write_snapshot
 from harness.profiling.memory.timeline import build_timeline
 from harness.profiling.passes.load import Window, drive
 from harness.profiling.passes.recorders import activities, profiling, recording_cuda_memory
@@ -101,15 +101,15 @@ class _Run:
         profiler.export_chrome_trace(str(path))
 
 
-def _held(session: Session) -> list[Held]:
+def _held(session: Session) -> list[PersistentBlock]:
     """Return what was allocated before any request: the weights, and a cache that is there from the beginning."""
     held = [
-        Held(address=address, num_bytes=num_bytes, category=Category.WEIGHTS, name=name)
+        PersistentBlock(address=address, num_bytes=num_bytes, category=Category.WEIGHTS, name=name)
         for name, tensor in session.weights().items()
         for address, num_bytes in storages([tensor]).items()
     ]
     held += [
-        Held(address=address, num_bytes=num_bytes, category=Category.KV_CACHE, name="KV cache")
+        PersistentBlock(address=address, num_bytes=num_bytes, category=Category.KV_CACHE, name="KV cache")
         for address, num_bytes in storages(session.cache_tensors()).items()
     ]
     return list({block.address: block for block in reversed(held)}.values())[::-1]
@@ -140,7 +140,9 @@ class _Unheard:
         """See `Watcher`."""
 
 
-def _capture_cuda(session: Session, window: Window, path: Path, device: str, held: list[Held]) -> MemoryCapture:
+def _capture_cuda(
+    session: Session, window: Window, path: Path, device: str, held: list[PersistentBlock]
+) -> MemoryCapture:
     """Record the allocator's own history of the captured steps; its snapshot is written as it is."""
     stopwatch, index = Stopwatch(window, device), torch.device(device).index or 0
     earlier: list[Allocation] = []

@@ -19,7 +19,7 @@ PICKLE_PROTOCOL = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class PersistentBlock:
     """A block that was there before the capture began, and stays."""
 
     address: int
@@ -30,7 +30,7 @@ class Held:
 
 
 def build_snapshot(
-    allocations: Sequence[Allocation], held: Sequence[Held], *, begin: float, end: float
+    allocations: Sequence[Allocation], held: Sequence[PersistentBlock], *, begin: float, end: float
 ) -> dict[str, Any]:
     """Build the snapshot of the time from `begin` to `end`, microseconds on the allocations' own clock."""
     builder = _Builder()

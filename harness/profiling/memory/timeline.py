@@ -6,14 +6,19 @@ from collections.abc import Iterator, Sequence
 
 from harness.profile_results import Category, Frame, MemoryPoint, MemoryTimeline
 from harness.profiling.memory.allocations import Allocation
-from harness.profiling.memory.snapshot import Held
+from harness.profiling.memory.snapshot import PersistentBlock
 
 MAX_POINTS = 2000
 _CATEGORIES = tuple(Category)
 
 
 def build_timeline(
-    allocations: Sequence[Allocation], held: Sequence[Held], *, begin: float, end: float, max_points: int = MAX_POINTS
+    allocations: Sequence[Allocation],
+    held: Sequence[PersistentBlock],
+    *,
+    begin: float,
+    end: float,
+    max_points: int = MAX_POINTS,
 ) -> MemoryTimeline:
     """Add up allocations and frees from `begin` to `end` on top of what was there before.
 
@@ -40,7 +45,7 @@ def build_timeline(
 
 def _points(
     allocations: Sequence[Allocation],
-    held: Sequence[Held],
+    held: Sequence[PersistentBlock],
     begin: float,
     end: float,
     stacks: dict[tuple[Frame, ...], int],

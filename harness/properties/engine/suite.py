@@ -65,6 +65,9 @@ def refusal(factory: Any, relation: str) -> str | None:
     """Return why a relation cannot be checked of an engine; None where it can."""
     adapter = Adapter.of(factory)
     missing = [option for option in RELATIONS[relation].options if not adapter.takes(option)]
+    reasons: Mapping[str, str] = adapter.declares("refusals", {})
+    if missing and missing[0] in reasons:
+        return reasons[missing[0]]
     if missing and adapter.hides_parameters:
         return f"the constructor takes **kwargs; keywords does not name {missing[0]}"
     return f"the constructor has no parameter {missing[0]}" if missing else None

@@ -58,6 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             metavar="MODULE:NAME",
             help=f"Adapter of the {name.replace('_', ' ')} under test (default: {default}).",
         )
+    group.addoption("--engine-model", metavar="PATH", help="Checkpoint of --engine NAME (default: qwen3-tiny).")
     group.addoption(
         "--properties-profile",
         choices=PROFILE_NAMES,
@@ -85,6 +86,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in ADAPTERS:
         if config.getoption(name) == "":
             raise pytest.UsageError(f"{option_of(name)} names no adapter")
+    if config.getoption("engine_model") == "":
+        raise pytest.UsageError("--engine-model names no checkpoint")
     path = config.getoption("properties_json")
     if path is not None and not hasattr(config, "workerinput"):
         if not path:

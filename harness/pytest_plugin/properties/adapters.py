@@ -73,9 +73,23 @@ def _adapter(request: pytest.FixtureRequest) -> Iterator[Any]:
 
     name = str(request.fixturename)
     path = request.config.getoption(name) or ADAPTERS[name]
+    if name == "engine" and ":" not in path:
+        yield _installed(path, request.config.getoption("engine_model"))
+        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(request.config.invocation_params.dir), *sys.path])
         yield Adapter.at(path, load_adapter(path, option=option_of(name)))
+
+
+def _installed(name: str, model: str | None) -> Any:
+    """Return the adapter of an engine that is installed for every command of the harness."""
+    from harness.properties.core.adapter import Adapter
+    from harness.properties.engine.installed import installed_engine
+
+    arguments = repr(name) if model is None else f"{name!r}, {model!r}"
+    module = "harness.properties.engine.installed"
+    imports = (f"from {module} import installed_engine",)
+    return Adapter(installed_engine(name, model), imports, f"installed_engine({arguments})")
 
 
 def load_adapter(path: str, *, option: str) -> Any:

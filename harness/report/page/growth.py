@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from harness.report.page.heat_map import WRONG
 from harness.report.page.plot import Dot, Line, Plot, polyline
 from harness.report.page.scale import Scale, Tick, linear_scale, log_scale
 from harness.report.sentences import number, printable
@@ -31,12 +30,12 @@ def growth_along_depth(run: RunResult) -> Plot | None:
         Dot(
             x=at,
             y=height,
-            style="culprit" if tap.name == culprit else "wrong" if tap.verdict in WRONG else "",
+            style="culprit" if tap.name == culprit else "wrong" if tap.verdict.is_wrong else "",
             title=printable(f"{tap.name} · {number(ratio)} times HF's own" if ratio else f"{tap.name} · exact"),
             label=printable(tap.site) if tap.name == culprit else "",
         )
         for (at, height), (tap, ratio) in zip(points, taps, strict=True)
-        if len(taps) <= _MAX_DOTS or tap.verdict in WRONG or tap.name == culprit
+        if len(taps) <= _MAX_DOTS or tap.verdict.is_wrong or tap.name == culprit
     )
     return Plot(
         x_ticks=_layer_ticks([tap for tap, _ in taps]),

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 from harness.report.sentences import number, printable
 from harness.report.table import CONSEQUENCE_RATIO
-from harness.results import TapResult, Verdict
+from harness.results import TapResult
 
 LEVELS = (1.0, 2.0, 4.0, 8.0, 16.0, 100.0, 1e4)
 """Roundings from which the next darker colour begins."""
-WRONG = (Verdict.BUG, Verdict.SYSTEMATIC)
-"""What is marked as the operation's own fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +83,8 @@ def _names_behind(taps: Sequence[TapResult], culprit: str | None) -> set[str]:
 
 def _cell(tap: TapResult, culprit: str | None, behind: set[str]) -> Cell:
     styles = [f"level-{level(tap.local_roundings_max)}"]
-    if tap.verdict in WRONG:
-        styles.append("wrong")
-    if tap.verdict is Verdict.MISSING:
-        styles.append("missing")
+    if tap.verdict.failure:
+        styles.append(tap.verdict.failure)
     if tap.name == culprit:
         styles.append("culprit")
     ratio = tap.propagated_ratio_max

@@ -228,6 +228,13 @@ def test_an_adapter_may_stand_inside_a_class() -> None:
     assert load_adapter("json:JSONDecoder.decode", option="--engine") is json.JSONDecoder.decode
 
 
+def test_an_engine_that_is_not_installed_is_an_error_with_the_names_there_are(project: pytest.Pytester) -> None:
+    suite = ("--pyargs", "harness.properties.engine.test_engine", "-k", "order")
+    result = project.runpytest_subprocess(*suite, "--engine", "nobody")
+    result.assert_outcomes(errors=1, deselected=10)
+    result.stdout.fnmatch_lines(["*H014: no engine is called 'nobody'*"])
+
+
 def test_an_unknown_profile_is_refused(project: pytest.Pytester) -> None:
     result = run(project, "--properties-profile", "endless")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -252,7 +259,7 @@ def test_other_sessions_keep_the_names_of_the_options(project: pytest.Pytester) 
     project.runpytest_subprocess("--engine", "mine", "-p", "no:hypothesispytest").assert_outcomes(passed=1)
 
 
-@pytest.mark.parametrize("option", ["--engine", "--block-manager", "--ops", "--captures"])
+@pytest.mark.parametrize("option", ["--engine", "--engine-model", "--block-manager", "--ops", "--captures"])
 def test_an_option_given_empty_is_an_error(pytester, option):
     """The reference engine's adapter would be tested in its place."""
     result = pytester.runpytest_inprocess("--pyargs", "harness.properties.ops", option, "")

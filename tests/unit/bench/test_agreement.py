@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness.bench.agreement import Parting, find_partings, judge_partings
+from harness.bench.agreement import TokenDivergence, find_divergences, judge_divergences
 from harness.bench.workload import Workload
 from harness.errors import Code, HarnessError
 
@@ -27,29 +27,29 @@ class FakeModel:
         return SimpleNamespace(logits=self.logits[None, None])
 
 
-def partings(theirs):
-    return find_partings(WORKLOAD, {"reference": OURS, "other": theirs})
+def divergences(theirs):
+    return find_divergences(WORKLOAD, {"reference": OURS, "other": theirs})
 
 
 def test_equal_tokens_do_not_part():
-    assert partings(OURS) == []
+    assert divergences(OURS) == []
 
 
 def test_each_request_parts_once_where_it_differs_first():
-    found = [(own.peer, own.request, own.token, own.ours, own.theirs) for own in partings([[4, 9, 9], [0, 8]])]
+    found = [(own.peer, own.request, own.token, own.ours, own.theirs) for own in divergences([[4, 9, 9], [0, 8]])]
     assert found == [("other", 0, 1, 5, 9), ("other", 1, 0, 7, 0)]
 
 
 def test_too_few_tokens_are_refused():
     with pytest.raises(HarnessError, match="another number of tokens") as caught:
-        partings([[4, 5], [7, 8]])
+        divergences([[4, 5], [7, 8]])
     assert caught.value.code is Code.PEER_TOKENS_DIFFER
 
 
 def judge(logits, dtype):
     model = FakeModel(logits)
-    parting = Parting(peer="other", workload="batch 2", request=0, token=1, ours=5, theirs=0)
-    return judge_partings([parting], WORKLOAD, OURS, model, dtype=dtype), model
+    divergence = TokenDivergence(peer="other", workload="batch 2", request=0, token=1, ours=5, theirs=0)
+    return judge_divergences([divergence], WORKLOAD, OURS, model, dtype=dtype), model
 
 
 def test_a_near_tie_in_bfloat16_is_a_tie_after_our_own_past():

@@ -3,7 +3,7 @@
 import pytest
 
 from harness.bench import measure, peer
-from harness.bench.peer import OURS, Generation, PeerMissingError, Setting, open_peers, peer_groups
+from harness.bench.peer import OURS, BenchConfig, Generation, PeerMissingError, open_peers, peer_groups
 from harness.bench.workload import Workload
 from harness.errors import Code, HarnessError
 
@@ -50,9 +50,11 @@ def setting(tmp_path, log, monkeypatch):
     monkeypatch.setattr(peer, "_release", lambda device: log.append("release"))
     monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(measure, "load_hf_model", lambda *_: log.append("judge") or "a model")
-    monkeypatch.setattr(measure, "judge_partings", lambda partings, *_, **__: {own.peer: [0.1] for own in partings})
-    return Setting(folder=tmp_path, dtype="float32", device="cuda", num_threads=1, max_request_len=3, max_total_len=3,
-                   max_requests=1, engine_options={})  # fmt: skip
+    monkeypatch.setattr(
+        measure, "judge_divergences", lambda divergences, *_, **__: {own.peer: [0.1] for own in divergences}
+    )
+    return BenchConfig(folder=tmp_path, dtype="float32", device="cuda", num_threads=1, max_request_len=3,
+                       max_total_len=3, max_requests=1, engine_options={})  # fmt: skip
 
 
 def run(setting, names, device):

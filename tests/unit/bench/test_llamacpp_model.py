@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from harness.bench.llamacpp import write_model
-from harness.bench.peer import PeerMissingError, Setting
+from harness.bench.peer import BenchConfig, PeerMissingError
 from harness.bench.shape import SHAPES, build_checkpoint
 
 
-def setting(folder: Path, dtype: str) -> Setting:
-    return Setting(
+def setting(folder: Path, dtype: str) -> BenchConfig:
+    return BenchConfig(
         folder=folder, dtype=dtype, device="cpu", num_threads=1, max_request_len=8, max_total_len=8, max_requests=1,
         engine_options={},
     )  # fmt: skip

@@ -84,11 +84,15 @@ def test_scales(bench):
         f"taken from the hidden size: {hidden**-0.5:.4g} instead of {own:.4g}": hidden**-0.5,
         f"in base 2 without log2(e): {own * math.log(2):.4g} instead of {own:.4g}": own * math.log(2),
         f"applied twice: {own * own:.4g} instead of {own:.4g}": own * own,
+        f"with log2(e) though the base is e: {own / math.log(2):.4g} instead of {own:.4g}": own / math.log(2),
+        f"taken from the number of heads: {6**-0.5:.4g} instead of {own:.4g}": 6**-0.5,
     }
     for name, scale in scales.items():
         assert bench.explain(TAP, attended(bench, scale=scale)).cause == f"the softmax scale is {name}"
-    fitted = bench.explain(TAP, attended(bench, scale=0.2)).cause
-    assert fitted == f"the softmax scale is 0.2 instead of {own:.6g}"
+    for scale in (0.2, 0.011, 4.3):
+        fitted = bench.explain(TAP, attended(bench, scale=scale))
+        assert fitted.cause == f"the softmax scale is {scale:g} instead of {own:.6g}"
+        assert fitted.num_fitted == 1
 
 
 def test_kv_heads(bench):
@@ -98,7 +102,9 @@ def test_kv_heads(bench):
     assert found.cause == "KV heads are tiled instead of repeated"
     assert found.detail.endswith("[0, 1, 0, 1, 0, 1]")
     other = torch.tensor([1, 1, 1, 0, 0, 0])
-    assert bench.explain(TAP, attended(bench, heads=other)).cause == "query heads read the wrong KV heads"
+    found = bench.explain(TAP, attended(bench, heads=other))
+    assert found.cause == "query heads read the wrong KV heads"
+    assert found.detail == "KV head of each query head: [1, 1, 1, 0, 0, 0]"
 
 
 def test_padding(bench):

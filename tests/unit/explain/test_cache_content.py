@@ -1,9 +1,12 @@
 """Content of the cache that is not what was written, and no other row's."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from harness.errors import Code
+from harness.explain.cache_content import single_bits
 
 TAP = "model.layers.1.k_cache"
 
@@ -63,6 +66,39 @@ def test_one_bit(bench):
     found = explain(bench, wrong)
     assert found.cause == "one bit is flipped: bit 3 of the mantissa"
     assert found.detail == "element 5 of KV head 0, in every wrong row"
+
+
+@pytest.mark.parametrize(("bit", "name"), [
+    (0, "bit 0 of the mantissa"), (6, "bit 6 of the mantissa"), (7, "bit 0 of the exponent"),
+    (9, "bit 2 of the exponent"), (15, "the sign"),
+])  # fmt: skip
+def test_a_flipped_bit_is_named_by_what_it_is_in_the_number(bench, bit, name):
+    bench = bench(dtype=torch.bfloat16)
+    wrong = bench.tap(TAP).bfloat16().view(torch.int16)
+    wrong[:, 5] = wrong[:, 5] ^ (1 << bit if bit < 15 else -(1 << 15))
+    found = explain(bench, wrong.view(torch.bfloat16).double())
+    assert found.cause == f"one bit is flipped: {name}"
+
+
+def flipped(*places, bit=4):
+    """The hypotheses on bits of three rows of zeros and ones, where one bit differs at some places."""
+    written = torch.ones(3, 8).bfloat16().view(torch.int16)
+    actual = written.clone()
+    for row, element in places:
+        actual[row, element] ^= 1 << bit
+    actual, written = (x.view(torch.bfloat16).double() for x in (actual, written))
+    hf = SimpleNamespace(head_dim=4)
+    return list(
+        single_bits(SimpleNamespace(dtype=torch.bfloat16, actual=actual, expected=written, hf=hf, rows=range(3)))
+    )
+
+
+def test_bits_of_one_element_and_of_several():
+    (one,) = flipped((0, 6), (1, 6), (2, 6))
+    assert (one.detail, one.freedom) == ("element 2 of KV head 1, in every wrong row", 1)
+    (several,) = flipped((0, 6), (1, 5))
+    assert (several.detail, several.freedom) == ("in 2 elements of 3 rows", 4)
+    assert flipped() == []
 
 
 def test_noise_has_no_cause(bench):

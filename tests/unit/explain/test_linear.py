@@ -1,7 +1,12 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from harness.errors import Code
+from harness.explain import linear
+from harness.numerics import Numerics
+from harness.taps import Kind, Operation
 
 TAP, SOURCE = "model.layers.1.self_attn.k_proj", "model.layers.1.input_layernorm"
 GATE, UP, NORMED = (
@@ -16,6 +21,8 @@ def test_bias_dropped(bench):
     found = bench.explain(TAP, bench.tap(SOURCE) @ bench.weight(TAP).T)
     assert (found.cause, found.scope) == ("the bias is dropped", "every row")
     assert found.residual_after < 20
+    bias = bench.hf.module(TAP).bias.detach().double()
+    assert bench.explain(TAP, bench.tap(TAP) + bias).cause == "the bias is added twice"
 
 
 def test_weights_of_another_module(bench):
@@ -43,6 +50,48 @@ def test_weights_of_nobody(bench):
     found = bench.explain(TAP, bench.tap(SOURCE) @ weight.T)
     assert found.residual_after is None  # fewer rows than inputs: any output could be fitted
     assert "unrelated to what it should be" in found.detail
+
+
+def scene_of(x, weight, wrong, numerics):
+    """What explanations of a product look at, where they need no recording."""
+    return SimpleNamespace(
+        operation=Operation(tap=TAP, kind=Kind.LINEAR), inputs=[x], actual=x @ wrong.T, expected=x @ weight.T,
+        weight=lambda _tap, name="weight": weight if name == "weight" else None, num_elements=float(len(weight)),
+        recording=SimpleNamespace(manifest=SimpleNamespace(numerics=numerics)),
+        hf=SimpleNamespace(config=SimpleNamespace()), graph=(), siblings=list,
+    )  # fmt: skip
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_scales_of_blocks_of_a_quantised_weight():
+    x, weight = random(12, 128), random(5, 128, seed=1)
+    factors = torch.tensor([1.0, 1.5, 1.0, 0.25], dtype=torch.float64)
+    wrong = weight.clone()
+    wrong[3] = (weight[3].unflatten(0, (4, 32)) * factors[:, None]).flatten()
+    (found,) = linear.scales_of_blocks(scene_of(x, weight, wrong, Numerics(weights="int8")))
+    assert found.cause == "the scales of blocks in row 3 of the quantised weight are others"
+    assert found.detail == "factors 1, 1.5, 1, 0.25"
+    assert found.freedom == 5
+    assert torch.allclose(found.output, x @ wrong.T)
+
+
+@pytest.mark.parametrize(("rows", "width", "numerics"), [
+    (12, 128, None), (12, 128, Numerics()), (12, 120, Numerics(weights="int8")), (4, 128, Numerics(weights="int8")),
+])  # fmt: skip
+def test_scales_are_fitted_only_where_blocks_and_rows_are_there(rows, width, numerics):
+    x, weight = random(rows, width), random(5, width, seed=1)
+    assert list(linear.scales_of_blocks(scene_of(x, weight, weight * 2, numerics))) == []
+
+
+@pytest.mark.parametrize(("rows", "is_fitted"), [(13, False), (14, True)])
+def test_weights_are_fitted_from_more_rows_than_inputs(rows, is_fitted):
+    x, weight, wrong = random(rows, 8), random(20, 8, seed=1), random(20, 8, seed=2)
+    found = list(linear.nobodys_weights(scene_of(x, weight, wrong, None)))
+    assert bool(found) == is_fitted, "one and a half rows for each input and the bias"
+    assert all(torch.allclose(each.output, x @ wrong.T) for each in found)
 
 
 def test_one_element_of_the_weight(bench):

@@ -22,6 +22,7 @@ def test_choices(bench):
     found = explained(bench, lambda logits: logits.topk(2).indices[:, 1])
     assert found.cause == "the second largest logit is chosen"
     assert "has rank 2" in found.detail
+    assert found.scope == "10 choices: request 0 position 36, request 1 position 10, request 0 position 37"
     assert explained(bench, lambda logits: logits.argmin(1)).cause == "the smallest logit is chosen"
     assert explained(bench, lambda logits: logits.topk(9).indices[:, 7]).cause.endswith("not greedy")
 
@@ -56,6 +57,20 @@ def test_rounded_logits(bench):
         tied[step.index]["sampled"] = sampled
     found = bench.explained(bench.replaced(tied), "lm_head", Code.TOKENS_DIFFER, request=1, position=12)
     assert found is None or found.cause == "the logits are rounded to bfloat16 before the argmax"
+
+
+def test_one_wrong_choice_is_named_by_its_place(bench):
+    bench = bench()
+    here = lambda step: (step.request == 1) & (step.position == 12)  # noqa: E731
+    step = next(each for each in bench.steps("lm_head") if bool(here(each).any()))
+    row, covered = int(here(step).nonzero()[0, 0]), step.rows_of("lm_head")
+    at = row if covered is None else covered.tolist().index(row)
+    sampled = step.sampled.clone()
+    sampled[row] = step.tap("lm_head")[at].argmin()
+    found = bench.explained(
+        bench.replaced({step.index: {"sampled": sampled}}), "lm_head", Code.TOKENS_DIFFER, request=1, position=12
+    )
+    assert (found.scope, found.num_rows) == ("request 1 position 12", 1)
 
 
 def test_a_choice_that_follows_from_the_logits_is_no_mistake_of_choosing(bench):

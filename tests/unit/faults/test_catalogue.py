@@ -12,7 +12,7 @@ import reference_engine.model_runner
 import reference_engine.sampler
 from harness.errors import Code, HarnessError
 from harness.faults.catalogue import FAULTS, choose
-from harness.faults.fault import Category, Fault, Setting
+from harness.faults.fault import Category, Fault, FaultConfig
 from harness.faults.plant import replacing
 from harness.faults.scoreboard import score_fault
 from harness.faults.trial import Trial, try_fault, try_variant
@@ -74,7 +74,7 @@ def test_a_fault_is_found_where_it_is_and_named(name):
 def test_a_fault_that_is_never_reached_is_no_score():
     unreached = Fault(
         id="unreached", category=Category.CACHE, summary="Never runs.", tap="lm_head", row=(0, 0), cause="x",
-        plant=replacing((BlockPool, "reset_prefix_cache", lambda original: original)), setting=Setting(),
+        plant=replacing((BlockPool, "reset_prefix_cache", lambda original: original)), setting=FaultConfig(),
     )  # fmt: skip
     with pytest.raises(HarnessError) as caught:
         score_fault(unreached, try_fault(unreached))

@@ -14,7 +14,7 @@ from harness.profiling.cost.formulas import kv_bytes
 from harness.profiling.memory.allocations import Allocation
 from harness.profiling.memory.capture import capture_memory
 from harness.profiling.memory.cuda_history import read_cuda_history
-from harness.profiling.memory.snapshot import Held, build_snapshot
+from harness.profiling.memory.snapshot import PersistentBlock, build_snapshot
 from harness.profiling.memory.timeline import build_timeline
 
 CATEGORIES = list(Category)
@@ -123,7 +123,7 @@ def allocation(time_us, num_bytes, freed_us=None, category=Category.ACTIVATIONS)
     )
 
 
-HELD = [Held(address=9000, num_bytes=50, category=Category.WEIGHTS, name="w")]
+HELD = [PersistentBlock(address=9000, num_bytes=50, category=Category.WEIGHTS, name="w")]
 
 
 def test_a_timeline_begins_with_what_was_there():

@@ -71,8 +71,8 @@ def test_the_parts_of_all_ranks_are_the_whole(name: str) -> None:
 @pytest.fixture
 def _adding(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a rank adds up is taken as it is."""
-    monkeypatch.setattr(Ranks, "add_up", lambda self, x: x)
-    monkeypatch.setattr(Ranks, "join_up", lambda self, x, dim: torch.cat([x, x], dim=dim))
+    monkeypatch.setattr(Ranks, "all_reduce", lambda self, x: x)
+    monkeypatch.setattr(Ranks, "all_gather", lambda self, x, dim: torch.cat([x, x], dim=dim))
 
 
 @pytest.mark.usefixtures("_adding")
@@ -184,7 +184,7 @@ def test_ranks_take_the_gpus_in_turn(
 def test_ranks_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(parallel.dist, "all_reduce", lambda x, group=None: seen.append(x.dtype))
-    total = Ranks(rank=0, size=2, device=CPU).add_up(torch.ones(2, dtype=torch.bfloat16))
+    total = Ranks(rank=0, size=2, device=CPU).all_reduce(torch.ones(2, dtype=torch.bfloat16))
     assert (seen, total.dtype) == ([torch.float32], torch.bfloat16)
 
 

@@ -1,0 +1,58 @@
+"""One prompt continued by an installed engine, through what its adapter offers."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from harness.checkpoint import read_config
+from harness.errors import Code, HarnessError
+
+
+def continue_prompt(
+    name: str,
+    folder: Path,
+    prompt: Sequence[int],
+    *,
+    dtype: str,
+    device: str,
+    options: dict[str, str],
+    max_new_tokens: int,
+) -> Iterator[tuple[int, str | None]]:
+    """Open the engine now, and return an iterator over the new tokens, each with why it is the last one, if it is.
+
+    The tokens are the likeliest ones; an end-of-sequence token of the checkpoint is the last one.
+
+    Raises:
+        HarnessError: as `open_engine`; BAD_OPTION; ENGINE_LACKS_METHOD.
+    """
+    from harness.engines import open_engine
+    from harness.engines.continuation import Continuation
+
+    if max_new_tokens < 1:
+        raise HarnessError(
+            Code.BAD_OPTION, "no token is asked for", where="--max-new-tokens", expected="at least 1",
+            actual=max_new_tokens,
+        )  # fmt: skip
+    engine = open_engine(name, folder, dtype=dtype, device=device, options=options)
+    continuation = Continuation(engine, max_num_tokens=len(prompt) + max_new_tokens, max_num_seqs=1)
+    return _tokens(continuation.steps([prompt], [max_new_tokens]), max_new_tokens, _end_tokens(folder))
+
+
+def _tokens(
+    steps: Iterator[Sequence[tuple[int, int]]], num_wanted: int, ends: frozenset[int]
+) -> Iterator[tuple[int, str | None]]:
+    tokens = (token for step in steps for _, token in step)
+    for number, token in enumerate(tokens, start=1):
+        if token in ends:
+            yield token, "eos"
+            return
+        yield token, "length" if number == num_wanted else None
+
+
+def _end_tokens(folder: Path) -> frozenset[int]:
+    """Return the end-of-sequence tokens that generation_config.json names, or else config.json."""
+    path = folder / "generation_config.json"
+    configs = [json.loads(path.read_text(encoding="utf-8"))] if path.is_file() else []
+    named = (config.get("eos_token_id") for config in (*configs, read_config(folder)))
+    ends = next((ids for ids in named if ids is not None), ())
+    return frozenset([ends] if isinstance(ends, int) else ends)

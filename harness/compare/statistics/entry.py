@@ -1,0 +1,22 @@
+"""What a statistic of an operation says where no single row is out of bounds."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from harness.compare.local_judge import LocalErrors
+from harness.errors import Code
+from harness.results import Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """What rounding does not do, seen in an operation's rows together."""
+
+    verdict: Verdict
+    code: Code
+    message: str
+    """A sentence without its subject, which is the operation: `has a gain of ...`."""
+
+
+Statistic = Callable[[LocalErrors], Departure | None]
+"""Looks at an operation whose rows are all within bounds, and returns None where they are as rounding leaves them."""
