@@ -3,11 +3,20 @@
 `Entry` is a line of the table, `Split`, `PackedHeads` and `Fields` say how a tensor is cut, `ModuleRecorder` hooks the
 modules and records steps, `CacheLayout` learns where a paged cache keeps its elements. docs/check-your-torch-engine.md
 puts a small engine with fused modules under test.
+
+For an engine that runs its own loop, `StepWatcher` records each forward and the sampling behind it, and `find_table`
+finds the table of engines with vLLM's kinds of modules.
 """
 
 from harness.engines.torch_modules.cache_layout import CacheLayout
+from harness.engines.torch_modules.paged_cache import PagedCache
+from harness.engines.torch_modules.parallel_layers import find_table
 from harness.engines.torch_modules.recorder import ModuleRecorder, StepRows
+from harness.engines.torch_modules.step_watcher import Batch, StepWatcher
 from harness.engines.torch_modules.table import Entry
 from harness.engines.torch_modules.values import Fields, PackedHeads, Split
 
-__all__ = ["CacheLayout", "Entry", "Fields", "ModuleRecorder", "PackedHeads", "Split", "StepRows"]
+__all__ = [
+    "Batch", "CacheLayout", "Entry", "Fields", "ModuleRecorder", "PackedHeads", "PagedCache", "Split", "StepRows",
+    "StepWatcher", "find_table",
+]  # fmt: skip

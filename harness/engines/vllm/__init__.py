@@ -15,7 +15,10 @@ _ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_NO_USAGE_STATS": "1", "VL
 
 
 def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, str]) -> Engine:
-    """Open vLLM on a checkpoint; options are the fields of its `EngineArgs`.
+    """Open vLLM on a checkpoint.
+
+    Options are the fields of its `EngineArgs`, and two of ours: `allow_version`, and `multiprocessing=true` to give
+    vLLM's engine core a process of its own.
 
     Raises:
         HarnessError: ENGINE_NOT_INSTALLED, ENGINE_VERSION, BAD_OPTION, ENGINE_CANNOT_SERVE.
@@ -27,9 +30,10 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
         os.environ.setdefault(name, value)
     _import_vllm()
     from harness.engines.vllm.engine import VllmEngine
-    from harness.engines.vllm.options import parse_options
+    from harness.engines.vllm.options import parse_flag, parse_options
 
-    return VllmEngine(folder=folder, dtype=dtype, options=parse_options(options))
+    is_in_process = not parse_flag("multiprocessing", options.pop("multiprocessing", "false"))
+    return VllmEngine(folder=folder, dtype=dtype, options=parse_options(options), is_in_process=is_in_process)
 
 
 def check_version(allowed: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""vLLM on several ranks: each worker process records its own part, and the parts are merged."""
+"""vLLM's worker processes, one for each rank: each records its own part, and the parts are merged."""
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness.engines.vllm.steps import StepWatcher
+from harness.engines.vllm.steps import VllmWatcher
 from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
 from harness.recording.merge import merge_ranks
 from harness.taps import Graph
@@ -18,7 +18,9 @@ class RankRecorder:
     rank: int
     model_runner: Any
 
-    def harness_begin(self, folder: str, graph: Mapping[str, Any], requests: Sequence[Mapping[str, Any]]) -> list[str]:
+    def harness_begin(
+        self, folder: str, graph: Mapping[str, Any], requests: Sequence[Mapping[str, Any]], reads_back: bool
+    ) -> list[str]:
         """Begin to record into `folder/rank-N`; return what the modules do not show."""
         own = [RequestInfo(**request) for request in requests]
         self.harness_resources = ExitStack()
@@ -32,9 +34,11 @@ class RankRecorder:
             requests=own,
         )
         self.harness_resources.enter_context(writer)
-        watcher = StepWatcher(self.model_runner, Graph.from_json(graph), own, writer)
-        self.harness_resources.enter_context(watcher)
-        return list(watcher.lacking)
+        known = Graph.from_json(graph)
+        watcher = self.harness_resources.enter_context(
+            VllmWatcher(self.model_runner, known, own, writer, reads_back=reads_back)
+        )
+        return list(watcher.lacking(known))
 
     def harness_end(self) -> None:
         """Finish the recording."""
@@ -45,13 +49,13 @@ EXTENSION = f"{RankRecorder.__module__}.{RankRecorder.__name__}"
 
 
 @contextmanager
-def recorded_ranks(
-    engine: Any, graph: Graph, requests: Sequence[RequestInfo], writer: RecordingWriter
+def recorded_workers(
+    engine: Any, graph: Graph, requests: Sequence[RequestInfo], writer: RecordingWriter, *, reads_back: bool
 ) -> Iterator[tuple[str, ...]]:
     """Record what the block does on every rank, merge it into `writer`, and yield what the modules do not show."""
     plain = [request.model_dump() for request in requests]
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=writer.path.parent) as folder:
-        lacking = engine.collective_rpc("harness_begin", args=(folder, graph.to_json(), plain))
+        lacking = engine.collective_rpc("harness_begin", args=(folder, graph.to_json(), plain, reads_back))
         yield tuple(lacking[0])
         engine.collective_rpc("harness_end")
         with ExitStack() as stack:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from vllm import SamplingParams
 from vllm.forward_context import get_forward_context
 
 from harness.engines.stepping import COMMIT, PREPARE, SAMPLE, ModelShape, Watcher
+from harness.engines.vllm.opening import add_request, model_runner
 from harness.errors import Code, HarnessError
 from harness.profile_results import StepShape
 
@@ -44,21 +44,20 @@ class VllmSession:
         "vLLM's own operators say neither their FLOP nor what they read of the cache: GFLOP and KV are aten's alone",
     )
 
-    def __init__(self, opened: Any, runner: Callable[[Any], Any]) -> None:
-        """Enter `opened`, a block that opens an engine; `runner` finds the model runner in it."""
+    def __init__(self, opened: AbstractContextManager[Any]) -> None:
+        """Enter `opened`, a block that opens an engine in this process."""
         self._num_added, self._live = 0, set[int]()
         self._watcher: Watcher | None = None
         with ExitStack() as stack:
             self._engine = stack.enter_context(opened)
-            self._runner = runner(self._engine)
+            self._runner = model_runner(self._engine)
             self.model = _model_shape(self._engine.vllm_config.model_config)
             self._resources = stack.pop_all()
 
     def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
         """See `TokenSession.add`."""
         key, self._num_added = self._num_added, self._num_added + 1
-        params = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, ignore_eos=True, detokenize=False)
-        self._engine.add_request(str(key), {"prompt_token_ids": list(prompt)}, params)
+        add_request(self._engine, key, prompt, max_new_tokens)
         self._live.add(key)
         return key
 

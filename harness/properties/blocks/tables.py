@@ -120,8 +120,11 @@ class Tables:
                 if source != target and target != self._null_block:
                     self.oracle.copy(source, target)
 
-    def write(self, request: Request, stop: int) -> None:
+    def write(self, request: Request, stop: int, *, found: Mapping[int, int] | None = None) -> None:
         """Compute a request up to `stop`: write the slots of its new positions in every group.
+
+        `found` are the tokens that requests which start in the same step find in the cache. They may be what the step
+        computes for another request, since every layer writes K and V before it reads them.
 
         Raises:
             Violation: one of them is not the request's own.
@@ -131,19 +134,26 @@ class Tables:
         for group, table in enumerate(request.tables):
             for position in range(request.num_computed, stop):
                 index, offset = divmod(position, self._block_size)
-                self._check_written(request, group, index, position, owners)
+                self._check_written(request, group, index, position, owners, found or {})
                 self.oracle.write(table[index], offset, (group, request.prefixes[position]))
         request.num_computed = stop
 
     def _check_written(
-        self, request: Request, group: int, index: int, position: int, owners: Mapping[int, Sequence[Owner]]
+        self,
+        request: Request,
+        group: int,
+        index: int,
+        position: int,
+        owners: Mapping[int, Sequence[Owner]],
+        found: Mapping[int, int],
     ) -> None:
         block, source = request.tables[group][index], self.source(request, group)
         doing = f"request {request.request_id} writes position {position} into"
         if block == self._null_block:
             raise Violation(5, f"{doing} the null block", f"assert {source}[{index}] != {block}")
         for owner in owners[block]:
-            if owner.request is not request:
+            is_found = position < found.get(owner.request.request_id, 0)
+            if owner.request is not request and not is_found:
                 raise Violation(
                     5,
                     f"{doing} block {block}, which request {owner.request.request_id} owns too",
@@ -271,8 +281,10 @@ class Tables:
                     f"assert {self._subject.name}.num_owners({block}) == {len(places)}",
                 )
 
-    def check_content(self, request: Request, invariant: int) -> None:
+    def check_content(self, request: Request, invariant: int, *, first_query: int | None = None) -> None:
         """Verify that what counts as computed is there, as far back as each group attends to.
+
+        `first_query` is the first position that attends to it; None: the next one that is computed.
 
         Raises:
             Violation: of `invariant`: a slot holds something else.
@@ -280,7 +292,8 @@ class Tables:
         self.oracle.extend(request.prefixes, request.token_ids, request.salt)
         for group, table in enumerate(request.tables):
             window = self._pool.windows[group]
-            first = 0 if window is None else max(0, request.num_computed - window + 1)
+            query = request.num_computed if first_query is None else first_query
+            first = 0 if window is None else max(0, query - window + 1)
             positions = range(first, request.num_computed)
             position = self.oracle.first_wrong(table, request.prefixes, group, positions)
             if position is not None:

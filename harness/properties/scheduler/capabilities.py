@@ -31,6 +31,8 @@ class SchedulerCapabilities(PoolCapabilities):
     """Whether `add` refuses a request that can never be served; if not, none is queued: somebody else refuses it."""
     reuses_prefixes: bool = False
     """Whether a request that is queued again finds what was computed for it before (17)."""
+    shares_within_step: bool = False
+    """Whether a request may find blocks in the cache that the same step fills for another request."""
     max_steps_in_flight: int = 1
     """Steps that are planned before the first of them is reported: 2 where the next is planned while one runs."""
     max_draft_tokens: int = 0
@@ -74,5 +76,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "max_num_seqs_limits": ("running", "step"),
     "refuses_impossible": (True, False),
     "reuses_prefixes": (False, True),
+    "shares_within_step": (False, True),
 }
 """By attribute: its values, the default first."""

@@ -1,5 +1,7 @@
 """The suite passes a scheduler that is unlike ours, and finds the bugs that public ones had."""
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
 
@@ -8,6 +10,7 @@ from harness.properties.core.profiles import PROFILES
 from harness.properties.reference.scheduler import Scheduler
 from harness.properties.scheduler.adapter import OPTIONAL
 from harness.properties.scheduler.suite import check_scheduler, not_checked, search_scheduler
+from reference_engine.sequence import Chunk, Sequence
 
 from ..programs import assert_fails_in_its_last_line
 from . import two_phase
@@ -31,6 +34,28 @@ def test_the_reference_scheduler_passes_without_any_optional_part(missing: tuple
     lesser = type("Lesser", (Scheduler,), dict.fromkeys(missing))
     check_scheduler(lesser, FEW)
     assert {line.split()[2] for line in not_checked(lesser) if line.startswith("scheduler: no ")} >= set(missing)
+
+
+class SharesWithinAStep(Scheduler):
+    """Lets requests find blocks as soon as they are given out, as vLLM does: the step itself fills them."""
+
+    shares_within_step = True
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        grow = self.manager.grow
+
+        def grow_and_publish(sequence: Sequence, num_tokens: int) -> bool:
+            has_grown = grow(sequence, num_tokens)
+            if has_grown:
+                self.manager.publish([Chunk(sequence, sequence.num_computed_tokens, num_tokens)])
+            return has_grown
+
+        self.manager.grow = grow_and_publish  # type: ignore[method-assign]
+
+
+def test_blocks_may_be_shared_in_the_step_that_fills_them() -> None:
+    check_scheduler(SharesWithinAStep, FEW)
 
 
 def test_a_correct_scheduler_passes() -> None:

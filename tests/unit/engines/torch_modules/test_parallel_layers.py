@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from harness.engines.torch_modules import ModuleRecorder
-from harness.engines.vllm.table import find_table
+from harness.engines.torch_modules import find_table as find_fused_table
 from harness.oracle.model import load_model
 
 
@@ -59,6 +59,10 @@ def fake_model(num_layers, *, has_norm=True):
     model.lm_head = ParallelLMHead()
     model.logits_processor = LogitsProcessor()
     return model
+
+
+def find_table(model, graph):
+    return find_fused_table(model, graph, fused_sizes=lambda module: module.output_partition_sizes)
 
 
 @pytest.fixture(scope="module")

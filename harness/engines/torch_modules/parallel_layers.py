@@ -1,31 +1,35 @@
-"""Which of HF's values the modules of a vLLM model show: found from vLLM's kinds of modules and the model's graph.
+"""Which of HF's values the modules of vLLM, nano-vllm and SGLang show: found from their kinds and the model's graph.
 
-vLLM names its modules after the checkpoint, as HF does, and says itself which of them are fused
-(`packed_modules_mapping`). So no table is written for any family: every module is asked for the names that its kind can
-show, and those that HF's graph knows are recorded.
+These engines share names: of modules, which they name after the checkpoint as HF does, and of the classes of their
+layers (`QKVParallelLinear`, `RMSNorm`, `VocabParallelEmbedding`, ...). So no table is written for any family: every
+module is asked for the names that its kind can show, and those that HF's graph knows are recorded.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from harness.engines.torch_modules import Entry, Fields, Split
-from harness.engines.torch_modules.values import Value
+from harness.engines.torch_modules.table import Entry
+from harness.engines.torch_modules.values import Fields, Split, Value
 from harness.taps import Graph
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Where a model does not say it."""
 
 
-def find_table(model: nn.Module, graph: Graph) -> list[Entry]:
-    """Return a line for every module that shows a tap of the graph; a tap that several show is taken from the first."""
-    return list(_Table(model, graph).entries())
+def find_table(model: nn.Module, graph: Graph, *, fused_sizes: Callable[[nn.Module], Sequence[int]]) -> list[Entry]:
+    """Return a line for every module that shows a tap of the graph; a tap that several show is taken from the first.
+
+    `fused_sizes` returns the sizes of a fused linear's parts.
+    """
+    return list(_Table(model, graph, fused_sizes).entries())
 
 
 class _Table:
-    def __init__(self, model: nn.Module, graph: Graph) -> None:
-        self._modules, self._graph = dict(model.named_modules()), graph
+    def __init__(self, model: nn.Module, graph: Graph, fused_sizes: Callable[[nn.Module], Sequence[int]]) -> None:
+        self._modules, self._graph, self._fused_sizes = dict(model.named_modules()), graph, fused_sizes
+        self._has_processor = any("LogitsProcessor" in _kinds(module) for module in self._modules.values())
         self._fused: Mapping[str, Any] = {**_FUSED, **getattr(model, "packed_modules_mapping", {})}
         self._taken: set[str] = set()
 
@@ -36,22 +40,22 @@ class _Table:
             if path == first:  # the residual stream begins here, whatever is done to the embedding before
                 yield Entry(module=path, inputs=self._named("hidden_states", f"{path}.input"))
                 continue
-            entry = self._entry(path, module, {each.__name__ for each in type(module).__mro__})
+            entry = self._entry(path, module, _kinds(module))
             if entry is not None and (entry.taps or entry.token_ids is not None):
                 yield entry
 
     def _entry(self, path: str, module: nn.Module, kinds: set[str]) -> Entry | None:
+        if "LogitsProcessor" in kinds or ("ParallelLMHead" in kinds and not self._has_processor):
+            return Entry(module=path, output=self._tap(self._graph.logits), is_sampled_only=True)
         if "ParallelLMHead" in kinds:
             return None  # it is the logits processor that applies it
         if "VocabParallelEmbedding" in kinds:
             return Entry(module=path, token_ids=0)
-        if "LogitsProcessor" in kinds:
-            return Entry(module=path, output=self._tap(self._graph.logits), is_sampled_only=True)
         if any(kind.endswith("Norm") for kind in kinds):
             return Entry(module=path, output=self._norm(path))
         if "LinearBase" in kinds:
             return Entry(module=path, inputs=self._named(0, f"{path}.input"), output=self._linear(path, module))
-        if "Attention" in kinds:
+        if kinds & {"Attention", "RadixAttention"}:
             return self._attention(path)
         if path.endswith(".experts"):
             return Entry(module=path, output=self._tap(path))
@@ -66,9 +70,9 @@ class _Table:
         parent, _, name = path.rpartition(".")
         if name not in self._fused or path in self._graph:
             return self._tap(path)
-        sizes: list[int] = module.output_partition_sizes  # type: ignore[assignment]
         names = (f"{parent}.{part}" for part in self._fused[name])
-        return Split({self._tap(each) or each: size for each, size in zip(names, sizes, strict=True)})
+        sizes = zip(names, self._fused_sizes(module), strict=True)
+        return Split({self._tap(each) or each: size for each, size in sizes})
 
     def _attention(self, path: str) -> Entry:
         parent = path.rpartition(".")[0]
@@ -88,3 +92,8 @@ class _Table:
             return None
         self._taken.add(tap)
         return tap
+
+
+def _kinds(module: nn.Module) -> set[str]:
+    """Return the names of a module's class and of those that it is made of."""
+    return {each.__name__ for each in type(module).__mro__}

@@ -1,0 +1,184 @@
+"""Watches the steps of a live engine: a forward of its model, then the sampling behind it.
+
+An engine's adapter says what a step computes (`Batch`), from the metadata that its scheduler has made. The rest is the
+same for all engines: rows and phases, the tokens that are forced, what the cache holds at a request's end.
+"""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from harness.engines.torch_modules.paged_cache import BlockTables, CacheReader, PagedCache
+from harness.engines.torch_modules.recorder import ModuleRecorder, StepRecorder, StepRows
+from harness.engines.torch_modules.table import Entry
+from harness.recording import RecordingWriter, RequestInfo
+from harness.taps import Graph, site_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one forward of an engine's model computes."""
+
+    requests: Sequence[int]
+    """Ids, in the order of their rows."""
+    starts: Sequence[int]
+    """First row of each request, and behind them the number of rows: `query_start_loc`, `cu_seqlens_q`."""
+    positions: Sequence[int]
+    """Of each row."""
+    num_padded_rows: int
+    """Rows of the tensors: more than there are positions, where the engine pads them."""
+    slot_mapping: torch.Tensor
+    """[rows]"""
+    block_tables: BlockTables = field(default_factory=dict)
+
+    @property
+    def last_rows(self) -> list[int]:
+        """Last row of each request: engines sample from all of them."""
+        return [stop - 1 for stop in self.starts[1:]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """What is between a forward of the model and the sampling behind it."""
+
+    batch: Batch
+    rows: StepRows
+    resources: ExitStack = field(default_factory=ExitStack)
+
+
+class StepWatcher(ABC):
+    """Records the steps of an engine while the block runs, and feeds the requests' own tokens.
+
+    A step begins with the model's forward and ends with the sampler, whose choice is replaced.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sampler: nn.Module,
+        table: Sequence[Entry],
+        requests: Sequence[RequestInfo],
+        writer: RecordingWriter,
+        *,
+        caches: Sequence[PagedCache] = (),
+    ) -> None:
+        """Watch a model and the sampler behind it.
+
+        Args:
+            model: whose forward computes all but the logits, or all.
+            sampler: called once behind each forward.
+            table: which of HF's values the modules show.
+            requests: that the engine will be given.
+            writer: gets the steps.
+            caches: to be read at the end of a request.
+        """
+        self._model, self._sampler, self._writer = model, sampler, writer
+        self._requests = {request.id: request for request in requests}
+        self._recorder, self._caches = ModuleRecorder(model, table), CacheReader(caches)
+        self._step: _Step | None = None
+        self._stack = ExitStack()
+
+    @abstractmethod
+    def read_batch(self, given: Mapping[str, Any]) -> Batch:
+        """Return what a forward computes; `given` are the model's arguments, those by place under their names."""
+
+    @abstractmethod
+    def sampled_tokens(self, output: Any) -> torch.Tensor:
+        """Return the sampler's choice for each request of the batch, [requests], as a view: it is written into."""
+
+    def taps_by_function(self) -> Mapping[str, Callable[[Callable[[torch.Tensor], None] | None], None]]:
+        """Return, by tap that no module shows, what is given a function that takes it in each step, then None."""
+        return {}
+
+    def lacking(self, graph: Graph) -> tuple[str, ...]:
+        """Return the sites of a model that are not shown, for `Offer.lacking`."""
+        shown = {site_of(tap) for tap in self.taps_by_function()}
+        return tuple(site for site in self._recorder.lacking(graph) if site not in shown)
+
+    def __enter__(self) -> Self:
+        self._stack.callback(self._model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+        self._stack.callback(self._sampler.register_forward_hook(self._end).remove)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if self._step is not None:
+            self._step.resources.close()
+        self._stack.close()
+
+    def _begin(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        batch = self.read_batch({**_named(model, args), **kwargs})
+        self._step = step = _Step(batch=batch, rows=self._rows(batch))
+        recorder: StepRecorder = step.resources.enter_context(self._recorder.step(self._writer, step.rows))
+        for tap, show_to in self.taps_by_function().items():
+            show_to(partial(recorder.tap, tap))
+            step.resources.callback(show_to, None)
+
+    def _rows(self, batch: Batch) -> StepRows:
+        position = batch.positions
+        spans = zip(batch.requests, pairwise(batch.starts), strict=True)
+        request = [key for key, (start, stop) in spans for _ in range(start, stop)]
+        last = batch.last_rows
+        sampled = [row for row in last if position[row] >= self._requests[request[row]].prompt_length - 1]
+        tables = next(iter(batch.block_tables.values()), None)
+        return StepRows(
+            phase=self._phase(request, position),
+            request=request,
+            position=position,
+            token_ids=[self._requests[key].token_ids[at] for key, at in zip(request, position, strict=True)],
+            sampled_rows=sampled,
+            sampled_kept=None if sampled == last else [last.index(row) for row in sampled],
+            kept=None if batch.num_padded_rows == len(position) else range(len(position)),
+            paging={"slot_mapping": batch.slot_mapping, "block_tables": tables},
+        )
+
+    def _phase(self, request: Sequence[int], position: Sequence[int]) -> str:
+        """Return the step's phase; a lone row behind a prompt is decode, several (computed again) are prefill."""
+        phases = {
+            "decode" if request.count(key) == 1 and at >= self._requests[key].prompt_length else "prefill"
+            for key, at in zip(request, position, strict=True)
+        }
+        return phases.pop() if len(phases) == 1 else "mixed"
+
+    def _end(self, _sampler: Any, _args: Any, output: Any) -> None:
+        step, self._step = self._step, None
+        assert step is not None
+        step.resources.close()
+        tokens, rows = self.sampled_tokens(output), step.rows
+        chosen = dict(zip(step.batch.last_rows, tokens.tolist(), strict=True))
+        self._writer.end_step([chosen[row] for row in rows.sampled_rows])
+        for place, row in enumerate(step.batch.last_rows):
+            request, behind = self._requests[rows.request[row]], rows.position[row] + 1
+            if behind < len(request.token_ids):
+                tokens[place] = request.token_ids[behind]
+            else:
+                self._read_back(request, step.batch.block_tables)
+
+    def _read_back(self, request: RequestInfo, block_tables: BlockTables) -> None:
+        """Record what the cache holds of a request that ends; its blocks are free after this step."""
+        num_rows = len(request.token_ids)
+        taps = self._caches.read(request.id, num_rows, block_tables)
+        if not taps:
+            return
+        partial_rows = {tap: kept for tap, (kept, _rows) in taps.items() if len(kept) < num_rows}
+        self._writer.begin_step(
+            phase="readback",
+            request=[request.id] * num_rows,
+            position=range(num_rows),
+            partial_rows=partial_rows or None,
+        )
+        for tap, (_kept, rows) in taps.items():
+            self._writer.tap(tap, rows)
+        self._writer.end_step()
+
+
+def _named(model: nn.Module, args: Sequence[Any]) -> dict[str, Any]:
+    """Return what a module is given by place, under the names of its forward."""
+    return dict(zip(inspect.signature(model.forward).parameters, args, strict=False))

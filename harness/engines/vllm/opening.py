@@ -1,0 +1,60 @@
+"""vLLM's engine, opened for a block and given requests: what checks, profiles and benchmarks share."""
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from vllm import EngineArgs, SamplingParams
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from harness.errors import Code, HarnessError
+
+
+@contextmanager
+def opened_engine(arguments: Mapping[str, Any], *, is_in_process: bool = True) -> Iterator[Any]:
+    """Open an `LLMEngine` for the block, with its engine core in this process or in one of its own.
+
+    Raises:
+        HarnessError: ENGINE_CANNOT_SERVE, with what vLLM says.
+    """
+    engine = None
+    try:
+        with refusing(arguments["model"]):
+            engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=not is_in_process)
+        yield engine
+    finally:
+        if engine is not None:
+            engine.engine_core.shutdown()
+            del engine
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def model_runner(engine: Any) -> Any:
+    """Return the model runner of an engine whose core is in this process."""
+    return engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def add_request(engine: Any, key: int, prompt: Sequence[int], num_new: int) -> None:
+    """Add a request that is continued greedily, and past every end-of-sequence token."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True, detokenize=False)
+    engine.add_request(str(key), {"prompt_token_ids": list(prompt)}, params)
+
+
+@contextmanager
+def refusing(folder: Path | str) -> Iterator[None]:
+    """Say of what vLLM refuses that the engine cannot serve it."""
+    try:
+        yield
+    except Exception as error:  # ValueError, pydantic's, RuntimeError, OSError, ...: vLLM has no error of its own
+        said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error) or type(error).__name__
+        raise HarnessError(
+            Code.ENGINE_CANNOT_SERVE,
+            f"vLLM cannot run the model: {' '.join(said.split()[:60])}",
+            where=folder,
+            hint="give vLLM what it asks for as --engine-option NAME=VALUE, or another model",
+        ) from error
