@@ -3,6 +3,8 @@
 import importlib.util
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness.checkpoint.gguf.types import PLAIN
 from harness.checkpoint.gguf.writer import write_gguf
@@ -105,6 +107,40 @@ def test_types_pass_with_the_cache_that_llamacpp_has_by_default(check, type_name
     assert "float16" in found["attention"]
     wanted = {"F16": "rounded to float16", "BF16": "rounded to bfloat16", "Q8_0": "to Q8_0", "Q4_0": "to Q8_0"}
     assert type_name == "F32" or wanted[type_name] in found["self_attn.q_proj"]
+
+
+CACHES = [("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q8_0", "F16"), ("F16", "Q4_0")]
+
+
+@needs_llamacpp
+@pytest.mark.parametrize(("keys", "values"), CACHES)
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_quantised_caches_pass(check, keys, values, head_dim, small_llama):
+    cache = ["--engine-option", f"cache_type_k={keys}", "--engine-option", f"cache_type_v={values}"]
+    flash = ["--engine-option", "flash_attention=on", "--schedule", "plain,batched", *LONGER]
+    ran = check(small_llama(head_dim), *cache, *flash, "--format", "json")
+    assert ran.status == 0, ran.out
+    found = {tap["site"]: tap["convention"] for run in ran.json["runs"] for tap in run["taps"]}
+    names = {"F16": "float16"}
+    assert found["k_cache"] == f"kept in {names.get(keys, keys)}, as declared"
+    assert found["v_cache"] == f"kept in {names.get(values, values)}, as declared"
+    assert f"keys kept in {names.get(keys, keys)}, values in {names.get(values, values)}" in found["attention"]
+
+
+@pytest.fixture
+def small_llama(tmp_path):
+    """Write a Llama of random weights with heads of a size; those of 64 turn before they are quantised."""
+
+    def small_llama(head_dim):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=128, initializer_range=0.2,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+        return tmp_path / "llama"
+
+    return small_llama
 
 
 SOUND_TYPES = ["F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0"]
