@@ -7,16 +7,17 @@ from dataclasses import dataclass
 import torch
 
 from harness.compare.align import Locator, Rows, is_readback, step_rows
-from harness.compare.conventions.entry import dtype_name
+from harness.compare.cache_format import CacheFormat
 from harness.compare.local_judge import LocalErrors
 from harness.compare.prefixes import Prefixes
 from harness.compare.propagated import RATIO_BOUND
-from harness.compare.shapes import cache_dtype, engine_dtype
+from harness.compare.shapes import cache_format, engine_dtype
 from harness.metrics import rounding_unit, row_metrics
 from harness.recording import Step
 from harness.taps import Graph, Kind, Operation
 
 KEPT_AS_DECLARED = "kept in {}, as declared"
+_KEYS = "k_cache"
 
 
 def cache_errors(
@@ -47,7 +48,7 @@ def cache_errors(
             if expected is not None:
                 parts += _found_there(operation, writes, expected, _Noise.of(locator, graph, operation, noise or {}))
             if parts:
-                yield operation, _joined(parts, writes.declared)
+                yield operation, _joined(parts, writes.declared(operation))
 
 
 class _Writes:
@@ -55,17 +56,32 @@ class _Writes:
 
     def __init__(self, locator: Locator) -> None:
         self.locator = locator
-        self.declared = cache_dtype(locator.recording)
+        self._formats = {"k": cache_format(locator.recording, "k"), "v": cache_format(locator.recording, "v")}
         self.prefixes = Prefixes(locator.recording.manifest.requests)
         self._found: dict[tuple[str, ...], dict[int, torch.Tensor]] = {}
 
-    def stored(self, written: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
-        """Return what was written in the dtype in which a cache of this engine holds it.
+    def declared(self, operation: Operation) -> CacheFormat | None:
+        """Return the declared format of the keys or the values."""
+        return self._formats["k" if operation.site == _KEYS else "v"]
 
-        That is the declared one, or the engine's; a cache whose content is in neither keeps what it is given.
+    def differs(self, read: torch.Tensor, written: torch.Tensor, operation: Operation) -> torch.Tensor:
+        """[rows] bool: what was read is not what a cache of this engine makes of what was written."""
+        declared = self.declared(operation)
+        if declared is not None and declared.dtype is None:
+            return declared.differs(read, written)
+        return _differs(read, self.stored(read, written, operation))
+
+    def stored(self, read: torch.Tensor, written: torch.Tensor, operation: Operation) -> torch.Tensor:
+        """Return what was written as a cache of this engine holds it.
+
+        That is in the declared format, or in the engine's dtype; a cache whose content is in neither keeps what it is
+        given.
         """
-        dtype = self.declared or engine_dtype(self.locator.recording)
-        if self.declared is None and bool(_differs(read, read.to(dtype).to(read.dtype)).any()):
+        declared = self.declared(operation)
+        if declared is not None and declared.dtype is None:
+            return declared.unturned(declared.stored(written).values).to(read.dtype)
+        dtype = engine_dtype(self.locator.recording) if declared is None else declared.dtype or read.dtype
+        if declared is None and bool(_differs(read, read.to(dtype).to(read.dtype)).any()):
             return written
         return written.to(dtype) if written.dtype.itemsize > dtype.itemsize else written
 
@@ -89,15 +105,16 @@ class _Writes:
                 unchanged = None
         return tables
 
-    def is_kept(self, step: Step, rows: Rows, read: torch.Tensor, tap: str) -> torch.Tensor:
+    def is_kept(self, step: Step, rows: Rows, read: torch.Tensor, operation: Operation) -> torch.Tensor:
         """Return [rows] bool: any write before `step` of the same tokens holds the bits that were read."""
+        tap = operation.inputs[0]
         wanted, kept = self.prefixes.of(rows), torch.zeros(len(rows), dtype=torch.bool)
         for writer in self.locator.recording.steps[: step.index]:
             if not is_readback(writer) and writer.has(tap):
                 written = self.prefixes.of(step_rows(writer, tap))
                 here, there = (wanted[:, None] == written).nonzero().unbind(1)
-                written = self.stored(writer.tap(tap)[there].flatten(1), read)
-                kept[here[~_differs(read[here], written)]] = True
+                content = writer.tap(tap)[there].flatten(1)
+                kept[here[~self.differs(read[here], content, operation)]] = True
         return kept
 
 
@@ -120,11 +137,11 @@ def _read_back(operation: Operation, writes: _Writes) -> Iterator[_Part]:
         if not bool(present.any()):
             continue
         own, read = own.select(present), read[present]
-        written = writes.stored(writes.locator.gather(source, found[present]).flatten(1), read)
-        bad = _differs(read, written)
+        written = writes.locator.gather(source, found[present]).flatten(1)
+        bad = writes.differs(read, written, operation)
         if bool(bad.any()):  # of several who computed the same tokens, the cache may keep any
-            bad[bad.clone()] = ~writes.is_kept(step, own.select(bad), read[bad], source)
-        errors = row_metrics(read, written).relative_l2 / rounding_unit(read.dtype)
+            bad[bad.clone()] = ~writes.is_kept(step, own.select(bad), read[bad], operation)
+        errors = row_metrics(read, writes.stored(read, written, operation)).relative_l2 / rounding_unit(read.dtype)
         roundings = torch.where(bad, torch.where(errors > 0, errors, torch.inf), 0.0)
         yield _Part(own, roundings, torch.zeros_like(roundings), bad)
 
@@ -174,7 +191,7 @@ def _read(operation: Operation, writes: _Writes) -> Iterator[tuple[Step, Rows, t
             yield step, step_rows(step, operation.tap), step.tap(operation.tap).flatten(1)
 
 
-def _joined(parts: Sequence[_Part], declared: torch.dtype | None) -> LocalErrors:
+def _joined(parts: Sequence[_Part], declared: CacheFormat | None) -> LocalErrors:
     bad, roundings = torch.cat([part.bad for part in parts]), torch.cat([part.roundings for part in parts])
     return LocalErrors(
         rows=Rows.concat([part.rows for part in parts]),
@@ -182,7 +199,7 @@ def _joined(parts: Sequence[_Part], declared: torch.dtype | None) -> LocalErrors
         bound=torch.cat([part.bound for part in parts]),
         bad=bad,
         exact=declared is None and not bool((roundings != 0).any()),
-        convention=None if declared is None else KEPT_AS_DECLARED.format(dtype_name(declared)),
+        convention=None if declared is None else KEPT_AS_DECLARED.format(declared.name),
     )
 
 

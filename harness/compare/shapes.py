@@ -1,11 +1,14 @@
 """Shapes and dtypes, looked at before any value."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
+from harness.compare.cache_format import FORMATS, CacheFormat
 from harness.errors import Code, HarnessError
 from harness.metrics import rounding_unit
+from harness.numerics import Numerics
 from harness.recording import Recording, Replicated, TapEntry
 from harness.recording.tensors import TORCH_DTYPES
 from harness.results import Finding
@@ -30,24 +33,21 @@ def engine_dtype(recording: Recording) -> torch.dtype:
     )
 
 
-def cache_dtype(recording: Recording) -> torch.dtype | None:
-    """Return the dtype in which the engine declares to keep keys and values; None where it declares none.
+def cache_format(recording: Recording, part: Literal["k", "v"]) -> CacheFormat | None:
+    """Return how the engine declares to keep keys or values; None where it declares nothing.
 
     Raises:
-        HarnessError: BAD_MANIFEST: the manifest names no floating-point dtype of torch.
+        HarnessError: BAD_MANIFEST: the manifest names no floating-point dtype of torch and no format that is known.
     """
-    declared = recording.manifest.numerics
-    if declared is None or declared.cache is None:
-        return None
-    dtype = getattr(torch, declared.cache, None)
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        return dtype
+    declared = CacheFormat.declared(recording.manifest.numerics or Numerics(), part)
+    if declared is None or declared.is_known:
+        return declared
     raise HarnessError(
         Code.BAD_MANIFEST,
         "the declared dtype of the cache is none that this harness can round to",
         where=f"{recording.path}: numerics.cache",
-        expected="float16, bfloat16, float8_e4m3fn, ...",
-        actual=declared.cache,
+        expected=f"float16, bfloat16, float8_e4m3fn, ..., {', '.join(FORMATS)}",
+        actual=declared.name,
         hint="declare none, and declare k_cache and v_cache as lacking",
     )
 

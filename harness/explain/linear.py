@@ -19,8 +19,6 @@ _MANTISSA_BITS_OF_TF32 = 10
 _PIECES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _MAX_PIECES, _MAX_SUMMED = 512, 8192
 """Additions that are replayed, and inputs of a product whose sum is."""
-_BLOCK = 32
-"""Weights that share a scale in most quantised formats."""
 _ALIKE = 0.7
 """Cosine from which fitted weights are a changed version of the right ones."""
 
@@ -168,40 +166,6 @@ def one_weight(scene: Scene) -> Iterator[Hypothesis]:
     )
 
 
-def scales_of_blocks(scene: Scene) -> Iterator[Hypothesis]:
-    """One row of a quantised weight has other scales: a factor for each block of it, fitted."""
-    weight, x = scene.weight(scene.operation.tap), _x(scene)
-    declared = scene.recording.manifest.numerics
-    if weight is None or declared is None or not declared.weights or weight.shape[1] % _BLOCK:
-        return
-    error = scene.actual - scene.expected
-    row = int(error.norm(dim=0).argmax())
-    parts = (x * weight[row]).unflatten(1, (-1, _BLOCK)).sum(dim=2)  # [R, blocks]
-    if len(parts) <= parts.shape[1]:
-        return
-    change = torch.linalg.lstsq(parts, error[:, row : row + 1]).solution[:, 0]
-    output = scene.expected.clone()
-    output[:, row] += parts @ change
-    yield Hypothesis(
-        cause=f"the scales of blocks in row {row} of the quantised weight are others",
-        output=output,
-        detail=_factors(1 + change, weight[row].unflatten(0, (-1, _BLOCK)).abs().amax(dim=1)),
-        freedom=1 + len(change),
-    )
-
-
-def _factors(factors: torch.Tensor, largest: torch.Tensor) -> str:
-    """Say by what the blocks are scaled, and whether they have their neighbours' scales: [blocks] each."""
-    is_changed = (factors - 1).abs() > 0.01
-    inner = len(factors) - 1  # beyond the row's end its neighbour's scales are not known
-    for shift, own, neighbour in ((-1, slice(0, inner), "next"), (1, slice(1, None), "one before it")):
-        wanted = largest.roll(shift) / largest
-        near = (factors.abs() - wanted).abs() <= 0.05 * wanted
-        if bool(is_changed[own].any()) and bool(near[own][is_changed[own]].all()):
-            return f"{int(is_changed.sum())} of {len(factors)} blocks have the scale of the {neighbour}"
-    return "factors " + ", ".join(f"{factor:.3g}" for factor in factors[:6].tolist())
-
-
 def coarse_product(scene: Scene) -> Iterator[Hypothesis]:
     """The weight was rounded, cut off or quantised before the product, or weight and input were."""
     weight, bias, x = scene.weight(scene.operation.tap), _bias(scene, scene.operation.tap), _x(scene)
@@ -306,7 +270,6 @@ EXPLANATIONS = (
     outputs_in_another_order,
     coarse_product,
     sums_in_16_bits,
-    scales_of_blocks,
     one_weight,
     nobodys_weights,
 )

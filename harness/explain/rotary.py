@@ -276,29 +276,49 @@ def _best_of(grid: list[float], fit: Callable[[float], float]) -> float:
 
 @_with_rotation
 def wrong_theta(scene: Scene, own: Rotation) -> _Causes:
-    """The base of the frequencies is another: one that models use, or one fitted to the rows."""
+    """The base of the frequencies is another: one that models use, or one fitted to the rows.
+
+    Scaled frequencies are scaled anew for the base, or keep the factors of the right one, as those in a file do.
+    """
     parameters = _parameters(scene)
     if "rope_theta" not in parameters:
         return
     meant = float(parameters["rope_theta"])
-    fitted = _fitted_thetas(scene, own)
-    for theta in dict.fromkeys((*_THETAS, *fitted)):
-        other = _with_parameters(scene, own, {**parameters, "rope_theta": theta}) if theta != meant else None
-        if other is not None:
-            yield Hypothesis(
-                cause=f"wrong rope theta: {theta:g} instead of {meant:g}",
-                output=other.turn(scene.inputs[0], scene.positions),
-                freedom=0 if theta in _THETAS else 1,
-                is_vague=theta == fitted[-1],  # that of two digits fits as well, or better
-            )
+    for based_on, kept in ((_with_theta, ""), (_with_theta_and_factors, "the factors of the rope scaling are kept")):
+        if kept and parameters.get("rope_type", "default") == "default":
+            continue
+        fitted = _fitted_thetas(scene, own, based_on)
+        for theta in dict.fromkeys((*_THETAS, *fitted)):
+            other = based_on(scene, own, theta) if theta != meant else None
+            if other is not None:
+                yield Hypothesis(
+                    cause=f"wrong rope theta: {theta:g} instead of {meant:g}",
+                    output=other.turn(scene.inputs[0], scene.positions),
+                    detail=kept,
+                    freedom=0 if theta in _THETAS else 1,
+                    is_vague=theta == fitted[-1],  # that of two digits fits as well, or better
+                )
 
 
-def _fitted_thetas(scene: Scene, own: Rotation) -> list[float]:
+def _with_theta(scene: Scene, own: Rotation, theta: float) -> Rotation | None:
+    return _with_parameters(scene, own, {**_parameters(scene), "rope_theta": theta})
+
+
+def _with_theta_and_factors(scene: Scene, own: Rotation, theta: float) -> Rotation | None:
+    """Return the rotation of another base whose frequencies are scaled by the factors of the right one."""
+    meant = float(_parameters(scene)["rope_theta"])
+    exponents = torch.arange(len(own.frequencies), dtype=torch.float64) / len(own.frequencies)
+    return replace(own, frequencies=(own.frequencies * (meant / theta) ** exponents).to(torch.float32))
+
+
+def _fitted_thetas(
+    scene: Scene, own: Rotation, based_on: Callable[[Scene, Rotation, float], Rotation | None]
+) -> list[float]:
     """Return the base under which the pairs turn most nearly as they did, rounded to two digits and to six."""
-    turned, parameters = _turned_by(scene, own), _parameters(scene)
+    turned = _turned_by(scene, own)
 
     def fit(ln_theta: float) -> float:
-        other = _with_parameters(scene, own, {**parameters, "rope_theta": math.exp(ln_theta)})
+        other = based_on(scene, own, math.exp(ln_theta))
         if other is None:
             return 0.0
         phases = scene.positions[:, None] * other.frequencies.to(torch.float64)

@@ -173,8 +173,8 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """q [N, H], keys and values [C, N, H] of one row, in float32, to its context [N, H]."""
 
 
-def attending(attend: Attend, dtype: torch.dtype) -> Any:
-    """Attend row by row from a cache of that dtype."""
+def attending(attend: Attend, kept: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Attend row by row from a cache; `kept` gives what it makes of keys and values."""
 
     def row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         group = q.shape[0] // k.shape[1]
@@ -192,20 +192,35 @@ def attending(attend: Attend, dtype: torch.dtype) -> Any:
         return replaced(
             (reference_engine.attention.paged, "attend_chunk", lambda original: chunk),
             (reference_engine.attention.paged, "attend_single", lambda original: single),
-            (KVCache, "store", _rounding(dtype)),
+            (KVCache, "store", _keeping(kept)),
         )
 
     return planted
 
 
-def _rounding(dtype: torch.dtype) -> Callable[..., Any]:
+def _keeping(kept: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     def make(store: Callable[..., None]) -> Callable[..., None]:
         def stored(self: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-            store(self, layer, k.to(dtype).to(k.dtype), v.to(dtype).to(v.dtype), slots)
+            store(self, layer, kept(k), kept(v), slots)
 
         return stored
 
     return make
+
+
+def _in_float16(x: torch.Tensor) -> torch.Tensor:
+    return x.half().to(x.dtype)
+
+
+def _in_q8(x: torch.Tensor) -> torch.Tensor:
+    integers, scale = quantised(x.float())
+    return (integers * scale).flatten(-2).to(x.dtype)
+
+
+def _products_with_q8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Quantise the queries, too, as a product with quantised keys does; the values are added up in float32."""
+    scores = torch.einsum("nh,cnh->nc", _in_q8(q), k) * q.shape[-1] ** -0.5
+    return torch.einsum("nc,cnh->nh", scores.softmax(dim=-1), v)
 
 
 def products_in(dtype: torch.dtype) -> Attend:
@@ -261,10 +276,13 @@ _CONVENTIONS: dict[str, tuple[tuple[str, ...], Callable[[str], Any], Mapping[str
     "cache-float16": (_FLOAT32, lambda dtype: coarse_cache(torch.float16), {"numerics": _F16}),
     "cache-bfloat16": (_FLOAT32, lambda dtype: coarse_cache(torch.bfloat16), {"numerics": Numerics(cache="bfloat16")}),
     "cache-float16-products": (
-        _FLOAT32, lambda dtype: attending(products_in(torch.float16), torch.float16), {"numerics": _F16},
+        _FLOAT32, lambda dtype: attending(products_in(torch.float16), _in_float16), {"numerics": _F16},
     ),
     "cache-float16-flash": (
-        _FLOAT32, lambda dtype: attending(flash_in(torch.float16), torch.float16), {"numerics": _F16},
+        _FLOAT32, lambda dtype: attending(flash_in(torch.float16), _in_float16), {"numerics": _F16},
+    ),
+    "cache-q8": (
+        _FLOAT32, lambda dtype: attending(_products_with_q8, _in_q8), {"numerics": Numerics(cache="Q8_0")},
     ),
 }  # fmt: skip
 """By name: dtypes, what plants it, and fields of the setting."""

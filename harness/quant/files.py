@@ -51,7 +51,20 @@ def make_file(checkpoint: Path, name: str, folder: Path) -> Path:
     path = folder / f"{name}.gguf"
     if name in PLAIN:
         return path if path.exists() else write_gguf(checkpoint, path, name)
-    source = make_file(checkpoint, "F32", folder)
+    return quantise(make_file(checkpoint, "F32", folder), path, name)
+
+
+def quantise(source: Path, path: Path, name: str) -> Path:
+    """Write a GGUF file in a type, by llama.cpp's own quantiser.
+
+    Args:
+        source: the file, in float32.
+        path: of the file to write.
+        name: a type that is not plain.
+
+    Raises:
+        HarnessError: PACKAGE_MISSING, or ENGINE_FAILED: the quantiser refuses.
+    """
     library = llama()
     params = library.llama_model_quantize_default_params()
     params.ftype, params.nthread = _FILE_TYPES[name], 1

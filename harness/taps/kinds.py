@@ -62,7 +62,9 @@ KINDS: Mapping[Kind, KindTraits] = {
     Kind.EMBEDDING: KindTraits(error_model=ErrorModel(roundings=0), causes=("embedding", "generic")),
     Kind.COPY: KindTraits(error_model=ErrorModel(roundings=0)),
     Kind.NORM: KindTraits(error_model=ErrorModel(roundings=2, accumulation=8), causes=("norm", "generic")),
-    Kind.LINEAR: KindTraits(error_model=ErrorModel(roundings=1, accumulation=25), causes=("linear", "generic")),
+    Kind.LINEAR: KindTraits(
+        error_model=ErrorModel(roundings=1, accumulation=25), causes=("linear", "block_scales", "generic")
+    ),
     Kind.ROTARY: KindTraits(
         error_model=ErrorModel(roundings=3),
         causes=("rotary", "generic"),

@@ -3,10 +3,15 @@
 import importlib.util
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from harness.checkpoint.gguf import open_gguf
+from harness.checkpoint.gguf.types import PLAIN
 from harness.checkpoint.gguf.writer import write_gguf
 from harness.errors import Code
+from harness.quant.padding import pad_checkpoint
+
+from ..faulty_gguf import OTHERS, OTHERS_FROM, write_faulty, write_typed
 
 needs_llamacpp = pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None or importlib.util.find_spec("gguf") is None,
@@ -104,55 +109,77 @@ def test_types_pass_with_the_cache_that_llamacpp_has_by_default(check, type_name
     assert type_name == "F32" or wanted[type_name] in found["self_attn.q_proj"]
 
 
-def other_layer(checkpoints):
-    from safetensors.torch import load_file
-
-    tensors = load_file(checkpoints / "llama-tiny" / "model.safetensors")
-    other = tensors["model.layers.2.mlp.up_proj.weight"]
-    return lambda name, x: other if name == "model.layers.1.mlp.up_proj.weight" else x
-
-
-def not_reordered(_checkpoints):
-    from harness.checkpoint.gguf.weights import rows_of_hf
-
-    return lambda name, x: rows_of_hf(x, 6) if name == "model.layers.0.self_attn.q_proj.weight" else x
+CACHES = [("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q8_0", "F16"), ("F16", "Q4_0")]
 
 
 @needs_llamacpp
-@pytest.mark.parametrize("type_name", ["F32", "F16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize(("keys", "values"), CACHES)
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_quantised_caches_pass(check, keys, values, head_dim, small_llama):
+    cache = ["--engine-option", f"cache_type_k={keys}", "--engine-option", f"cache_type_v={values}"]
+    flash = ["--engine-option", "flash_attention=on", "--schedule", "plain,batched", *LONGER]
+    ran = check(small_llama(head_dim), *cache, *flash, "--format", "json")
+    assert ran.status == 0, ran.out
+    found = {tap["site"]: tap["convention"] for run in ran.json["runs"] for tap in run["taps"]}
+    names = {"F16": "float16"}
+    assert found["k_cache"] == f"kept in {names.get(keys, keys)}, as declared"
+    assert found["v_cache"] == f"kept in {names.get(values, values)}, as declared"
+    assert f"keys kept in {names.get(keys, keys)}, values in {names.get(values, values)}" in found["attention"]
+
+
+@pytest.fixture
+def small_llama(tmp_path):
+    """Write a Llama of random weights with heads of a size; those of 64 turn before they are quantised."""
+
+    def small_llama(head_dim):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=128, initializer_range=0.2,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+        return tmp_path / "llama"
+
+    return small_llama
+
+
+SOUND_TYPES = ["F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0"]
+NAMED = {
+    "another layer's tensor": (OTHERS, f"the weights are those of {OTHERS_FROM}"),
+    "rows not reordered": ("model.layers.0.self_attn.q_proj", "the rows of the weight are in another order"),
+    "rotary base doubled": ("model.layers.0.q_rope", "wrong rope theta: 20000 instead of 10000"),
+    "scales shifted by a block": (
+        "model.layers.1.mlp.down_proj",
+        "the scales of blocks in row 0 of the quantised weight are others",
+    ),
+}
+"""First divergence and cause of each fault."""
+LONGER = ["--token-ids", ",".join(str(3 + at * 37 % 240) for at in range(40))]
+
+
+@pytest.fixture(scope="module")
+def padded(checkpoints, tmp_path_factory):
+    """llama-tiny with rows of 256, which K-quants need."""
+    return pad_checkpoint(checkpoints / "llama-tiny", tmp_path_factory.mktemp("padded") / "llama-tiny")
+
+
+@needs_llamacpp
 @pytest.mark.parametrize(
-    ("fault", "tap", "cause"),
-    [
-        (other_layer, "model.layers.1.mlp.up_proj", "the weights are those of model.layers.2.mlp.up_proj"),
-        (not_reordered, "model.layers.0.self_attn.q_proj", "the rows of the weight are in another order"),
-    ],
+    ("type_name", "fault"),
+    [(each, fault) for each in SOUND_TYPES for fault in NAMED if each not in PLAIN or "scales" not in fault],
 )
-def test_a_fault_of_the_engines_file_is_found_and_named(check, fault, tap, cause, type_name, checkpoints, tmp_path):
-    sound = write_gguf(checkpoints / "llama-tiny", tmp_path / "sound.gguf", type_name)
-    faulty = write_gguf(checkpoints / "llama-tiny", tmp_path / "faulty.gguf", type_name, change=fault(checkpoints))
-    ran = check(sound, *NO_REPACK, "--engine-option", f"gguf={faulty}", "--schedule", "plain", "--format", "json")
+def test_a_fault_of_the_engines_file_is_found_and_named(check, fault, type_name, padded, tmp_path):
+    tap, cause = NAMED[fault]
+    sound = write_typed(padded, tmp_path / "sound.gguf", type_name)
+    faulty = write_faulty(padded, tmp_path / "faulty.gguf", type_name, fault)
+    options = [*NO_REPACK, "--engine-option", f"gguf={faulty}", "--schedule", "plain", *LONGER]
+    ran = check(sound, *options, "--format", "json")
     assert ran.status == 1
     first = ran.json["runs"][0]["first_divergence"]
     assert first["tap"] == tap
     assert first["explanation"]["cause"] == cause
-
-
-@needs_llamacpp
-@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_0"])
-def test_scales_of_the_neighbouring_blocks_are_found_and_named(check, type_name, checkpoints, tmp_path):
-    sound = write_gguf(checkpoints / "llama-tiny", tmp_path / "sound.gguf", type_name)
-    tensor, _ = open_gguf(sound).tensors["blk.1.ffn_down.weight"]
-    content, size = bytearray(sound.read_bytes()), tensor.type.block_bytes
-    scales = [content[tensor.begin + size * at : tensor.begin + size * at + 2] for at in range(7)]
-    for at in range(6):  # all blocks of the first row
-        content[tensor.begin + size * at : tensor.begin + size * at + 2] = scales[at + 1]
-    faulty = tmp_path / "faulty.gguf"
-    faulty.write_bytes(content)
-    ran = check(sound, *NO_REPACK, "--engine-option", f"gguf={faulty}", "--schedule", "plain", "--format", "json")
-    first = ran.json["runs"][0]["first_divergence"]
-    assert first["tap"] == "model.layers.1.mlp.down_proj"
-    assert first["explanation"]["cause"] == "the scales of blocks in row 0 of the quantised weight are others"
-    assert "have the scale of the next" in first["explanation"]["detail"]
+    if "scales" in fault and type_name in ("Q8_0", "Q4_0"):
+        assert "have the scale of the next" in first["explanation"]["detail"]
 
 
 @needs_llamacpp

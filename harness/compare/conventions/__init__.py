@@ -7,11 +7,12 @@ of operation, here in this folder (docs/how-verdicts-work.md).
 
 from collections.abc import Iterator
 
-from harness.compare.conventions import attention, linear, norm, quantised, rotary
+from harness.compare.conventions import attention, linear, norm, quantised, quantised_cache, rotary
 from harness.compare.conventions.entry import Convention, Rounding, Subject
 
 CONVENTIONS: tuple[Convention, ...] = (
     *attention.CONVENTIONS,
+    *quantised_cache.CONVENTIONS,
     *linear.CONVENTIONS,
     *quantised.CONVENTIONS,
     *rotary.CONVENTIONS,

@@ -21,7 +21,7 @@ CACHE_FLASH = "keys and values kept in {}, the sum of the values too (flash atte
 _EAGER_MODEL = ErrorModel(roundings=1, accumulation=25, products=8)
 """Attention against HF's eager code in the engine's dtype: a product of another shape lets a few scores round the other
 way, each by a whole rounding."""
-_MODEL = KINDS[Kind.ATTENTION].error_model or _EAGER_MODEL
+MODEL = KINDS[Kind.ATTENTION].error_model or _EAGER_MODEL
 _SCORE_BYTES = 64 << 20
 """Scores held at a time."""
 Round = Callable[[torch.Tensor], torch.Tensor]
@@ -58,6 +58,8 @@ def _coarse_cache(subject: Subject) -> Iterator[Rounding]:
     dtype = getattr(torch, name or "", None)
     if call is None or not isinstance(dtype, torch.dtype) or dtype.itemsize >= subject.dtype.itemsize:
         return
+    if subject.declared.cache_values not in (None, name):
+        return
     found = attention_sensitivity(call)
     amplification = found.amplification.flatten()[subject.rows].to("cpu", torch.float64)
     coarse = rounding_unit(dtype) / rounding_unit(subject.dtype)
@@ -66,20 +68,20 @@ def _coarse_cache(subject: Subject) -> Iterator[Rounding]:
     def rounded(x: torch.Tensor) -> torch.Tensor:
         return x.to(dtype).to(torch.float64)
 
-    yield Rounding(name=CACHE.format(name), model=_MODEL, expected=lambda: _attend(subject, call, rounded, None))
+    yield Rounding(name=CACHE.format(name), model=MODEL, expected=lambda: _attend(subject, call, rounded, None))
     if dtype not in (torch.float16, torch.bfloat16):
         return
     # A score that is computed in another order lets its probability round the other way.
     yield Rounding(
         name=CACHE_PRODUCTS.format(name),
-        model=_MODEL,
+        model=MODEL,
         expected=lambda: _attend(subject, call, rounded, rounded),
         room=2 * coarse * amplification,
     )
     num_seen = (subject.positions + 1).to(torch.float64)
     yield Rounding(
         name=CACHE_FLASH.format(name),
-        model=_MODEL,
+        model=MODEL,
         expected=lambda: _attend(subject, call, rounded, rounded),
         room=2 * coarse * (amplification + num_seen.sqrt()),
     )
@@ -96,15 +98,20 @@ def _attend(subject: Subject, call: AttentionCall, stored: Round, used: Round | 
     """
     query, key, value = (x.to(torch.float64) for x in (call.query, stored(call.key), stored(call.value)))
     query, used = (query, _as_it_is) if used is None else (used(query), used)
+    context = torch.cat([used(p) @ v for p, v in probabilities(call, query, key, value)], dim=2)
+    return context.transpose(1, 2).flatten(2).flatten(0, 1)[subject.rows]
+
+
+def probabilities(
+    call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield probabilities [B, N, t, S] of some queries at a time, and the values [B, N, S, H] that they weigh."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     visible, per_query = visible_keys(call), 8 * query.shape[0] * query.shape[1] * max(1, key.shape[2])
     step = max(1, _SCORE_BYTES // per_query)
-    parts = [
-        used(_probabilities(call, query[:, :, at : at + step], key, visible[:, :, at : at + step])) @ value
-        for at in range(0, query.shape[2], step)
-    ]
-    return torch.cat(parts, dim=2).transpose(1, 2).flatten(2).flatten(0, 1)[subject.rows]
+    for at in range(0, query.shape[2], step):
+        yield _probabilities(call, query[:, :, at : at + step], key, visible[:, :, at : at + step]), value
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from harness.engines.llamacpp.nodes import has_interleaved_heads, tap_of
+from harness.engines.llamacpp.nodes import has_interleaved_heads, tap_of, turned_context
 from harness.engines.llamacpp.tensor import Tensor, llama
 from harness.errors import Code, HarnessError
 from harness.taps import EMBEDDING
@@ -30,14 +30,18 @@ class UBatch:
 class Capture:
     """Keeps the taps of the batches that are computed; give `callback` to a context."""
 
-    def __init__(self, weights: Collection[str], *, head_dim: int, interleaves: bool) -> None:
+    def __init__(
+        self, weights: Collection[str], *, head_dim: int, interleaves: bool, turns_values: bool = False
+    ) -> None:
         """Prepare to capture.
 
         Args:
             weights: names of the tensors in the model's file.
             head_dim: size of a head.
             interleaves: whether rows of q and k stand as interleaved rotary pairs.
+            turns_values: whether values turn before they are stored.
         """
+        self._turns_values = turns_values
         self._weights, self._head_dim, self._interleaves = weights, head_dim, interleaves
         self._ubatches: list[UBatch] = []
         self._error: BaseException | None = None
@@ -63,7 +67,7 @@ class Capture:
             if not self._is_checked:
                 node.check_layout()
                 self._is_checked = True
-            tap = tap_of(node, self._weights)
+            tap = tap_of(node, self._weights, turns_values=self._turns_values)
             if not is_asked and tap is not None:
                 self._keep(tap, node)
             return not is_asked or tap is not None
@@ -78,7 +82,9 @@ class Capture:
         if tap in ubatch.taps:
             what = f"two nodes of llama.cpp's graph are taken for {tap}"
             raise HarnessError(Code.ENGINE_CANNOT_SERVE, what, where=node.name, hint="report the model's architecture")
-        ubatch.taps[tap] = self._rows(tap, node.values())
+        turned = turned_context(node)
+        values = node.values() if turned is None else node.values().reshape(turned.shape)
+        ubatch.taps[tap] = self._rows(tap, values)
         if tap.endswith("q_rope") and ubatch.positions is None and (positions := node.source(1)) is not None:
             ubatch.positions = positions.values().flatten()
         if tap.endswith("attn_residual"):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +13,8 @@ from harness.engines.llamacpp.cache import CachedRows
 from harness.engines.llamacpp.capture import Capture, UBatch, halves_of_pairs
 from harness.engines.llamacpp.context import Context, Model
 from harness.engines.llamacpp.nodes import pruned_taps
-from harness.engines.llamacpp.options import LlamaCppOptions, parse_llamacpp_options
+from harness.engines.llamacpp.options import CACHE_DTYPES, LlamaCppOptions, parse_llamacpp_options
+from harness.engines.llamacpp.rotation import rotations, turned_back
 from harness.engines.llamacpp.sequence import LlamaSequence, Piece, next_batch
 from harness.engines.llamacpp.tensor import llama
 from harness.errors import Code, HarnessError
@@ -21,7 +23,6 @@ from harness.recording import RecordingWriter, RequestInfo
 from harness.scratch import scratch_folder
 from harness.taps import layer_prefix
 
-_CACHE_DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 _SCHEDULES = ("plain", "chunked", "batched", "mixed", "prefix-hit", "forked")
 
 
@@ -64,18 +65,36 @@ class LlamaCppEngine:
             "attention.key_length", metadata.count("embedding_length") // metadata.count("attention.head_count")
         )
         self._model = Model(path, repack=options.repack)
+        self._rotations = rotations(options, self._head_dim)
         formats = sorted({tensor.type.name for tensor, _ in file.tensors.values()} - {"F32"})
         self.offer = Offer(
             schedules=_SCHEDULES,
             sampled_only=pruned_taps(metadata.count("block_count")),
-            numerics=Numerics(weights=tuple(formats), cache=_CACHE_DTYPES.get(options.cache_type_k)),
+            numerics=Numerics(weights=tuple(formats), **self._declared_cache()),
         )
+
+    def _declared_cache(self) -> dict[str, Any]:
+        """Return what the cache does to keys and values, as `Numerics` says it."""
+        names = [CACHE_DTYPES.get(name, name) for name in self._options.cache_names]
+        if names == ["float32", "float32"]:
+            return {}
+        return {
+            "cache": names[0],
+            "cache_values": names[1],
+            "cache_rotations": self._rotations,
+            "interleaved_heads": self._head_dim if self._interleaves else 0,
+        }
 
     @torch.no_grad()
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """Run the workload in a fresh context; see `Engine.run`."""
         requests = [*workload.requests, *workload.copies]
-        capture = Capture(self._weights, head_dim=self._head_dim, interleaves=self._interleaves)
+        capture = Capture(
+            self._weights,
+            head_dim=self._head_dim,
+            interleaves=self._interleaves,
+            turns_values=self._rotations[1] > 0,
+        )
         num_cells = sum(len(request.token_ids) for request in requests)
         with Context(self._model, self._options, capture, num_seqs=len(requests), num_cells=num_cells) as context:
             _Run(self, context, capture, workload, writer).run()
@@ -84,6 +103,7 @@ class LlamaCppEngine:
         """Return the taps of what was read back."""
         taps = {}
         for layer, (keys, values) in enumerate(zip(rows.keys, rows.values, strict=True)):
+            keys, values = (turned_back(x, size) for x, size in zip((keys, values), self._rotations, strict=True))
             ordered = halves_of_pairs(keys, self._head_dim) if self._interleaves else keys
             taps[f"{layer_prefix(layer)}k_cache"], taps[f"{layer_prefix(layer)}v_cache"] = ordered, values
         return taps

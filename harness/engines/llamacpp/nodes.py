@@ -19,22 +19,24 @@ _NAMED = {
     ("ADD", "l_out"): "output",
 }
 _ATTENTION = "kqv_out"
+_VALUE_ROTATION = "attn_inp_v_rot"
 _IN_LAYER = re.compile(r"(?P<name>[A-Za-z_]+)-(?P<layer>\d+)", re.ASCII)
 _AFTER_ATTENTION = ("attn_residual", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.act",
                     "mlp.down_proj", "output")  # fmt: skip
 _HEADS = ("q_proj", "k_proj", "q_rope", "k_rope")
 
 
-def tap_of(node: Tensor, weights: Collection[str]) -> str | None:
+def tap_of(node: Tensor, weights: Collection[str], *, turns_values: bool = False) -> str | None:
     """Return the tap that a node computes; None for all others.
 
     Args:
         node: of the graph.
         weights: names of the tensors in the model's file.
+        turns_values: whether what attention gives is in the basis of a quantised cache, and is turned back behind it.
     """
     operation = node.op
     if operation == "MUL_MAT":
-        return _product(node, weights)
+        return _turned_back(node) if _name(node.source(0)) == _VALUE_ROTATION else _product(node, weights)
     if operation in ("MUL", "ADD") and (found := _of_weight(node.source(1))) is not None:
         return found  # a norm times its weight, a product and its bias
     if operation == "GET_ROWS" and _name(node.source(0)) == "token_embd.weight":
@@ -44,7 +46,7 @@ def tap_of(node: Tensor, weights: Collection[str]) -> str | None:
         return None
     layer = layer_prefix(int(found_name["layer"]))
     if found_name["name"] == _ATTENTION:
-        return f"{layer}attention"
+        return None if turns_values else f"{layer}attention"
     site = _NAMED.get((operation, found_name["name"]))
     return f"{layer}{site}" if site else None
 
@@ -61,6 +63,19 @@ def pruned_taps(num_layers: int) -> tuple[str, ...]:
     """
     last = layer_prefix(num_layers - 1)
     return (*(f"{last}{site}" for site in _AFTER_ATTENTION), FINAL_NORM, LOGITS)
+
+
+def turned_context(node: Tensor) -> Tensor | None:
+    """Return the context that a node turns back from the basis of the cache; None for any other node."""
+    operand = node.source(1) if _name(node.source(0)) == _VALUE_ROTATION else None
+    return None if operand is None else operand.source(0)
+
+
+def _turned_back(node: Tensor) -> str | None:
+    """Return the tap of a product with the matrix that turns values: of attention's context, not of the values."""
+    found = _IN_LAYER.fullmatch(_name(turned_context(node)))
+    is_context = found is not None and found["name"] == _ATTENTION
+    return f"{layer_prefix(int(found['layer']))}attention" if found is not None and is_context else None
 
 
 def _product(node: Tensor, weights: Collection[str]) -> str | None:

@@ -10,6 +10,7 @@ from harness.engines.llamacpp.cache import parse_state
 from harness.engines.llamacpp.capture import halves_of_pairs
 from harness.engines.llamacpp.nodes import pruned_taps, tap_of
 from harness.engines.llamacpp.options import parse_llamacpp_options
+from harness.engines.llamacpp.rotation import rotations, turned_back
 from harness.engines.llamacpp.sequence import LlamaSequence, next_batch
 from harness.errors import Code, HarnessError
 from harness.recording import RequestInfo
@@ -78,6 +79,34 @@ def weight(name):
 )
 def test_nodes_are_told_by_the_weight_that_they_use(node, tap):
     assert tap_of(node, {"blk.3.attn_q.weight", "blk.3.attn_q.bias", "blk.3.attn_output.weight"}) == tap
+
+
+def test_attention_is_where_its_context_is_turned_back_from_the_basis_of_a_quantised_cache():
+    context = Node("FLASH_ATTN_EXT", "kqv_out-3")
+    back = Node("MUL_MAT", "node_9", [weight("attn_inp_v_rot"), Node("RESHAPE", "kqv_out-3 (reshaped)", [context])])
+    values = Node("MUL_MAT", "node_8", [weight("attn_inp_v_rot"), Node("RESHAPE", "", [Node("MUL_MAT", "Vcur-3")])])
+    assert tap_of(back, set(), turns_values=True) == "model.layers.3.attention"
+    assert tap_of(context, set(), turns_values=True) is None
+    assert tap_of(values, set(), turns_values=True) is None
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "cache", "sizes"),
+    [(32, "Q8_0", (0, 0)), (64, "Q8_0", (64, 64)), (96, "Q8_0", (0, 0)), (128, "Q8_0", (128, 64)), (128, "F16", (0, 0)),
+     (192, "Q4_0", (64, 64))],
+)  # fmt: skip
+def test_heads_of_a_quantised_cache_turn(head_dim, cache, sizes):
+    assert rotations(parse_llamacpp_options({"cache_type": cache}), head_dim) == sizes
+
+
+def test_rows_are_turned_back():
+    matrix = torch.ones(1, 1)
+    while len(matrix) < 64:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    rows = torch.randn(3, 128)
+    turned = (rows.unflatten(1, (-1, 64)) @ matrix / 8).flatten(1)
+    assert torch.allclose(turned_back(turned, 64), rows, atol=1e-5)
+    assert turned_back(turned, 0) is turned
 
 
 def test_the_last_layer_is_pruned_behind_attention():

@@ -81,6 +81,21 @@ def test_wrong_theta(bench, theta):
     assert found.cause == f"wrong rope theta: {theta:g} instead of 1e+06"
 
 
+@pytest.mark.parametrize("theta", [20000.0, 31000.0])
+def test_wrong_theta_with_the_factors_of_the_right_one(bench, theta):
+    bench = bench("llama-tiny")
+    x = bench.tap("model.layers.1.self_attn.k_proj").unflatten(1, (-1, bench.head_dim))
+    meant = bench.config.rope_parameters["rope_theta"]
+    exponents = torch.arange(bench.head_dim // 2).double() / (bench.head_dim // 2)
+    frequencies = (bench.hf.model.model.rotary_emb.inv_freq * (meant / theta) ** exponents).float()
+    angles = (bench.rows().position[:, None].float() * frequencies)[:, None].double()
+    a, b = x.chunk(2, dim=-1)
+    turned = torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1).flatten(1)
+    found = bench.explain(TAP, turned)
+    assert found.cause == f"wrong rope theta: {theta:g} instead of 10000"
+    assert found.detail == "the factors of the rope scaling are kept"
+
+
 def test_scaling_ignored(bench):
     bench = bench("llama-tiny")
     unscaled = rotated(bench, bench.rows().position, source="model.layers.1.self_attn.k_proj")

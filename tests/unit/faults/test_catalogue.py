@@ -122,7 +122,7 @@ BENIGN = ("blocks-permuted", "norm-weight-before-cast", "projections-unfused", "
 
 
 @pytest.mark.parametrize(
-    "name", ["inputs-q8", "cache-float16-products", "cache-float16-flash", "rotary-one-from-another"]
+    "name", ["inputs-q8", "cache-float16-products", "cache-float16-flash", "cache-q8", "rotary-one-from-another"]
 )
 def test_an_engine_of_another_convention_does_not_alarm(name):
     (variant,) = [each for each in variants() if each.id == f"{name}/qwen3-tiny/float32"]

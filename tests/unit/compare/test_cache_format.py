@@ -1,0 +1,80 @@
+"""What a KV cache makes of keys and values, against the package gguf; and what is no rounding of them."""
+
+import numpy as np
+import pytest
+import torch
+
+from harness.compare.cache_format import CacheFormat, quantised
+from harness.numerics import Numerics
+
+ROWS = torch.randn(40, 128, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q5_0", "Q4_0"])
+def test_blocks_are_those_of_ggml(name):
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (extra test or llamacpp)")
+    kind = gguf.GGMLQuantizationType[name]
+    expected = gguf.quants.dequantize(gguf.quants.quantize(ROWS.numpy(), kind), kind)
+    held = quantised(ROWS, name)
+    is_sure = (held.slack == 0).numpy()
+    assert is_sure.mean() > 0.99
+    np.testing.assert_array_equal(held.values.float().numpy()[is_sure], expected[is_sure])
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0"])
+def test_a_block_of_zeros_stays_one(name):
+    held = quantised(torch.zeros(1, 32), name)
+    assert not held.values.any()
+    assert not held.slack.any()
+
+
+@pytest.mark.parametrize(("interleaved_heads", "rotation"), [(0, 0), (32, 0), (64, 64), (0, 128)])
+def test_the_order_of_the_cache_leaves_scores_alone(interleaved_heads, rotation):
+    kept = CacheFormat(name="Q8_0", interleaved_heads=interleaved_heads, rotation=rotation)
+    rows = ROWS.double()
+    turned = kept.turned(rows)
+    assert torch.allclose(turned @ turned.T, rows @ rows.T)
+    assert torch.allclose(kept.unturned(turned), rows)
+    assert interleaved_heads or rotation or torch.equal(turned, rows)
+
+
+def test_interleaved_pairs_are_halves_of_a_head():
+    kept = CacheFormat(name="Q8_0", interleaved_heads=4)
+    assert kept.turned(torch.tensor([[0.0, 1, 10, 11, 2, 3, 12, 13]])).tolist() == [[0, 10, 1, 11, 2, 12, 3, 13]]
+
+
+@pytest.mark.parametrize("rotation", [0, 64])
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0"])
+def test_what_is_no_rounding_of_what_was_written_differs(name, rotation):
+    kept = CacheFormat(name=name, interleaved_heads=32, rotation=rotation)
+    read = kept.unturned(kept.stored(ROWS).values).float()
+    assert not kept.differs(read, ROWS).any()
+    other = kept.turned(read.double())
+    step = (other[3, :32] - other[3, :32].roll(1)).abs()
+    other[3, 5] += step[step > 1e-6].min()
+    assert kept.differs(kept.unturned(other).float(), ROWS).tolist() == [row == 3 for row in range(40)]
+    assert kept.differs(CacheFormat(name="Q5_0").stored(ROWS).values.float(), ROWS).all()
+    assert kept.differs(ROWS, ROWS).all()
+
+
+def test_a_value_on_a_tie_may_be_rounded_either_way():
+    row = torch.linspace(-1, 1, 32)[None].clone()
+    row[0, 0], row[0, 5] = 127.0, 2.5
+    kept = CacheFormat(name="Q8_0")
+    for value in (2.0, 3.0):
+        read = kept.stored(row).values
+        read[0, 5] = value
+        assert not kept.differs(read, row).any()
+    read[0, 6] += 1
+    assert kept.differs(read, row).all()
+
+
+def test_what_is_declared():
+    numerics = Numerics(cache="Q8_0", cache_values="float16", cache_rotations=(64, 0), interleaved_heads=64)
+    keys, values = (CacheFormat.declared(numerics, part) for part in ("k", "v"))
+    assert keys == CacheFormat(name="Q8_0", interleaved_heads=64, rotation=64)
+    assert values == CacheFormat(name="float16")
+    assert values.dtype is torch.float16
+    assert CacheFormat.declared(Numerics(cache="Q4_0"), "v") == CacheFormat(name="Q4_0")
+    assert CacheFormat.declared(Numerics(), "k") is None
+    assert not CacheFormat(name="Q9").is_known
