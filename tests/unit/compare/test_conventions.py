@@ -12,7 +12,7 @@ from harness.compare.conventions.linear import PARTIAL_SUMS, ROUNDED_INPUTS, SUM
 from harness.compare.conventions.norm import UNROUNDED_SUM
 from harness.compare.conventions.quantised import QUANTISED_INPUTS
 from harness.errors import Code, HarnessError
-from harness.faults.fault import Setting
+from harness.faults.fault import FaultConfig
 from harness.faults.trial import checkpoint
 from harness.metrics import rounding_unit
 from harness.numerics import Numerics
@@ -399,7 +399,7 @@ def test_a_cache_of_no_dtype_is_refused(bench, tmp_path):
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
     """An engine with weights in bfloat16 and everything else in float32, judged by HF in bfloat16."""
-    setting = Setting(model="qwen3-tiny", weights_in="bfloat16")
+    setting = FaultConfig(model="qwen3-tiny", weights_in="bfloat16")
     with checkpoint(setting) as folder:
         runs = tmp_path_factory.mktemp("mixed")
         judge, engine = (Bench(folder, dtype, runs) for dtype in (torch.bfloat16, torch.float32))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.errors import Code
-from harness.explain import linear
+from harness.explain import block_scales, linear
 from harness.numerics import Numerics
 from harness.taps import Kind, Operation
 
@@ -71,7 +71,7 @@ def test_scales_of_blocks_of_a_quantised_weight():
     factors = torch.tensor([1.0, 1.5, 1.0, 0.25], dtype=torch.float64)
     wrong = weight.clone()
     wrong[3] = (weight[3].unflatten(0, (4, 32)) * factors[:, None]).flatten()
-    (found,) = linear.scales_of_blocks(scene_of(x, weight, wrong, Numerics(weights="int8")))
+    (found,) = block_scales.scales_of_blocks(scene_of(x, weight, wrong, Numerics(weights=("int8",))))
     assert found.cause == "the scales of blocks in row 3 of the quantised weight are others"
     assert found.detail == "factors 1, 1.5, 1, 0.25"
     assert found.freedom == 5
@@ -79,11 +79,11 @@ def test_scales_of_blocks_of_a_quantised_weight():
 
 
 @pytest.mark.parametrize(("rows", "width", "numerics"), [
-    (12, 128, None), (12, 128, Numerics()), (12, 120, Numerics(weights="int8")), (4, 128, Numerics(weights="int8")),
+    (12, 128, None), (12, 128, Numerics()), (12, 120, Numerics(weights=("int8",))), (4, 128, Numerics(weights=("int8",))),
 ])  # fmt: skip
 def test_scales_are_fitted_only_where_blocks_and_rows_are_there(rows, width, numerics):
     x, weight = random(rows, width), random(5, width, seed=1)
-    assert list(linear.scales_of_blocks(scene_of(x, weight, weight * 2, numerics))) == []
+    assert list(block_scales.scales_of_blocks(scene_of(x, weight, weight * 2, numerics))) == []
 
 
 @pytest.mark.parametrize(("rows", "is_fitted"), [(13, False), (14, True)])
