@@ -79,7 +79,8 @@ def test_scales_of_blocks_of_a_quantised_weight():
 
 
 @pytest.mark.parametrize(("rows", "width", "numerics"), [
-    (12, 128, None), (12, 128, Numerics()), (12, 120, Numerics(weights=("int8",))), (4, 128, Numerics(weights=("int8",))),
+    (12, 128, None), (12, 128, Numerics()),
+    (12, 120, Numerics(weights=("int8",))), (4, 128, Numerics(weights=("int8",))),
 ])  # fmt: skip
 def test_scales_are_fitted_only_where_blocks_and_rows_are_there(rows, width, numerics):
     x, weight = random(rows, width), random(5, width, seed=1)
