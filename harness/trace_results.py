@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,17 @@ class TraceModule:
     """Operators that run in it and in no inner module."""
     device_us: float
     """Of the kernels that were launched in it and in no inner module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleKernel:
+    """All launches of one kernel by the modules of one place in the model."""
+
+    path: str
+    """Of the innermost module that launched it, by classes."""
+    name: str
+    count: int
+    total_us: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,11 +183,63 @@ class TraceSummary:
     """In order of their first appearance; empty for a trace without spans of ours."""
     modules: tuple[TraceModule, ...] = ()
     """In order of their first call; empty where the trace has no `nn.Module` events."""
+    module_kernels: tuple[ModuleKernel, ...] = ()
+    """Those that take longest first; empty where the trace has no `nn.Module` events, or no kernels."""
     products: tuple[TraceProduct, ...] = ()
     """Those that take longest first; empty where the trace has no shapes."""
     devices: tuple[DeviceActivity, ...] = ()
     rank: int | None = None
     """Of the process in a distributed run, where the trace says it."""
+
+
+class LinkKind(StrEnum):
+    """What a link of a critical path is."""
+
+    KERNEL = "kernel"
+    COPY = "copy"
+    """Or a fill, on the device."""
+    COMMUNICATION = "communication"
+    LAUNCH = "launch"
+    """From the begin of the launching call to the begin of the kernel."""
+    QUEUE = "queue"
+    """Between two kernels of a stream, the second of which was launched before the first had ended."""
+    OTHER_STREAM = "other stream"
+    """Between a kernel of another stream and the one that waited for it."""
+    OPERATOR = "operator"
+    """On the CPU, without the operators and calls in it."""
+    RUNTIME = "runtime"
+    """A call of the device's runtime."""
+    HOST = "host"
+    """A thread of the CPU in no operator and no call: Python, mostly."""
+    UNKNOWN = "unknown"
+    """The trace shows nothing that this time follows from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathLink:
+    """All links of a critical path that are of one kind and name."""
+
+    kind: LinkKind
+    name: str
+    """Of the operator, call or kernel; of what comes before a kernel, the kernel's; empty where there is none."""
+    count: int
+    total_us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticalPath:
+    """The chain of events that the duration of a trace, or of one of its steps, is made of."""
+
+    path: str
+    rank: int | None
+    total_us: float
+    """Of all links: the duration."""
+    links: tuple[PathLink, ...]
+    """The longest first."""
+
+    def time_us(self, kind: LinkKind) -> float:
+        """Return the time of all links of a kind."""
+        return sum(link.total_us for link in self.links if link.kind is kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ def gate(
         list[str] | None,
         typer.Option(metavar="NAME", help="Package that changed. Repeatable. [default: those of the adapter]"),
     ] = None,
-    blocks: Annotated[int, typer.Option(metavar="N", min=5, help="Most blocks old, new, new, old to be timed.")] = 300,
+    blocks: Annotated[int, typer.Option(metavar="N", min=5, help="Most blocks old, new, new, old to be timed.")] = 400,
     seconds: Annotated[
         float, typer.Option(metavar="S", min=1, help="Most time for them; less where the ratio is sure before.")
     ] = 240,

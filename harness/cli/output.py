@@ -68,9 +68,10 @@ def _print_texts(result: "CheckResult", profile: "ProfileResult | None", form: R
             write(f"```text\n{profile_text(profile)}\n```")
         return
     has_color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    write(check_text(result, width=shutil.get_terminal_size((100, 24)).columns, color=has_color))
+    width = shutil.get_terminal_size((100, 24)).columns
+    write(check_text(result, width=width, color=has_color))
     if profile:
-        write("\n" + profile_text(profile))
+        write("\n" + profile_text(profile, width=width))
 
 
 def write_json(document: Mapping[str, Any]) -> None:

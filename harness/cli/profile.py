@@ -1,5 +1,6 @@
 """`harness profile`: what prefill and decode cost, and where."""
 
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -72,5 +73,5 @@ def profile(
     if format is opt.Format.JSON:
         write_json(profile_json(result))
     else:
-        write(profile_text(result))
+        write(profile_text(result, width=shutil.get_terminal_size((100, 24)).columns))
     return ExitStatus.PASS

@@ -25,12 +25,12 @@ PhasePattern = Annotated[
 ]
 
 
-def _compiled(pattern: str | None) -> re.Pattern[str] | None:
+def _compiled(pattern: str | None, option: str = "--phase-pattern") -> re.Pattern[str] | None:
     try:
         return None if pattern is None else re.compile(pattern)
     except re.error as error:
         what = f"the pattern is no regular expression: {error}"
-        raise HarnessError(Code.BAD_OPTION, what, where="--phase-pattern", actual=pattern) from error
+        raise HarnessError(Code.BAD_OPTION, what, where=option, actual=pattern) from error
 
 
 @app.command(cls=Command)
@@ -85,6 +85,34 @@ def diff(
         write_json(document)
     else:
         write(diff_text(found))
+    return ExitStatus.PASS
+
+
+@app.command("critical-path", cls=Command)
+def critical_path(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=f"Traces: {_METAVAR} Of a folder, all in it.")],
+    within: Annotated[
+        str | None,
+        typer.Option(metavar="REGEX", help="A step, by the name of its event. [default: the whole trace]"),
+    ] = None,
+    instance: Annotated[int, typer.Option(metavar="N", help="Which of the steps that match; -1 is the last one.")] = 0,
+    format: opt.OutFormat = opt.Format.HUMAN,
+) -> int:
+    """Show what a duration is made of: the chain of operators, launches and kernels that its end has waited for."""
+    from harness.profiling.trace.critical_path import critical_path
+    from harness.profiling.trace.file import collecting_no_garbage, read_trace
+    from harness.profiling.trace.folder import trace_files
+    from harness.report.trace_text import critical_path_text
+
+    pattern = _compiled(within, "--within")
+    with collecting_no_garbage():
+        found = [
+            critical_path(read_trace(file), str(file), within=pattern, instance=instance) for file in trace_files(files)
+        ]
+    if format is opt.Format.JSON:
+        write_json({"schema_version": 1, "files": [asdict(path) for path in found]})
+    else:
+        write("\n\n".join(map(critical_path_text, found)))
     return ExitStatus.PASS
 
 

@@ -93,12 +93,17 @@ class Comparer:
         """Compare round after round until the time is over; return whether it was interrupted."""
         began = time.perf_counter()
         try:
-            while not self.num_rounds or time.perf_counter() - began < seconds:
+            while not self.num_rounds or (self._has_compared and time.perf_counter() - began < seconds):
                 self._round(self._drawn(random.Random(f"{seed}:{self.num_rounds}")))
                 self.num_rounds += 1
         except KeyboardInterrupt:
             return True
         return False
+
+    @property
+    def _has_compared(self) -> bool:
+        """Whether some change did not end in an error: where all have, another round says nothing more."""
+        return any(found.error is None for found in self._found.values())
 
     def _is_offered(self, change: Change) -> bool:
         return all(run.parsed().name in self.engine.offer.schedules for run in change.runs)

@@ -20,6 +20,7 @@ from harness.fuzz.strategies import SEARCHED, searched_schedules
 from harness.fuzz.workload import Translator
 from harness.fuzz_results import FuzzFinding, FuzzResult, SentWorkload
 from harness.invariance_results import InvarianceResult
+from harness.jobs.check import match_taps
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel, load_model
@@ -242,9 +243,10 @@ class _Subject:
         return time.perf_counter() - self.began
 
     def golden(self, pool: Pool) -> Golden:
-        """Make the pool's golden, or find it in the cache."""
+        """Make the pool's golden, or find it in the cache, and let the engine match its taps to the model's."""
         golden = cached_golden(self.hf, pool.prompts(), truth=self.plan.truth, progress=self.report)
         golden.is_pool = True
+        match_taps(self.plan, self.engine, self.hf.graph)
         return golden
 
     def judge(self, pool: Pool) -> Judge:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tabulate import tabulate
-
 from harness.profile_results import Frame, Percentiles, PhaseProfile, ProfileResult, TableRow
+from harness.report.fitted_table import fitted_table
 
 MAX_OPERATORS = 12
 """Rows of the table by operator."""
+_DISPENSABLE_FIGURES = ("KV MiB", "steps", "CPU ms", "GFLOP", "peak MiB", "MBU", "MFU")
+_DISPENSABLE_TIMES = ("of one", "calls", "self us", "GPU us", "us")
+"""Columns that go on a narrow terminal, the first one first."""
 
 
-def profile_text(result: ProfileResult) -> str:
-    """Return the whole text."""
-    parts = [_head(result), _phases(result.phases), _overhead(result), *result.notes]
-    parts += [_phase(phase) for phase in result.phases]
+def profile_text(result: ProfileResult, *, width: int | None = None) -> str:
+    """Return the whole text, for a terminal of `width` columns; None: any width."""
+    parts = [_head(result), _phases(result.phases, width), _overhead(result), *result.notes]
+    parts += [_phase(phase, width) for phase in result.phases]
     return "\n\n".join(parts)
 
 
@@ -31,18 +33,19 @@ def _head(result: ProfileResult) -> str:
             ("TTFT ms", result.ttft_ms), ("TPOT ms", result.tpot_ms), ("inter-token ms", result.inter_token_ms)
         )
     ]  # fmt: skip
-    return "\n".join([what, load, "", _table(rows, ["", "median", "p90", "p99"])])
+    return "\n".join([what, load, "", fitted_table(rows, ["", "median", "p90", "p99"])])
 
 
 def _percentiles(found: Percentiles | None) -> list[str]:
     return ["-"] * 3 if found is None else [f"{value:.3f}" for value in (found.median, found.p90, found.p99)]
 
 
-def _phases(phases: Sequence[PhaseProfile]) -> str:
+def _phases(phases: Sequence[PhaseProfile], width: int | None) -> str:
     """Return a row for each phase; a formula has a column only where some count differs from it."""
     figures = [_figures(phase) for phase in phases]
     shown = [name for name in figures[0] if any(own[name] for own in figures)]
-    table = _table([[own[name] for name in shown] for own in figures], [name.strip() for name in shown])
+    rows, header = [[own[name] for name in shown] for own in figures], [name.strip() for name in shown]
+    table = fitted_table(rows, header, width=width, dispensable=_DISPENSABLE_FIGURES)
     equal = [what for what, name in (("FLOPs", "formula"), ("K and V", "formula ")) if name not in shown]
     return f"{table}\n\ncounts that are equal to their formulas: {', '.join(equal)}" if equal else table
 
@@ -86,15 +89,15 @@ def _overhead(result: ProfileResult) -> str:
     )
 
 
-def _phase(phase: PhaseProfile) -> str:
+def _phase(phase: PhaseProfile, width: int | None) -> str:
     title = f"{phase.name}: {phase.trace_wall_ms:.2f} ms in the trace, {phase.attributed_share:.1%} attributed"
-    operators = _rows("operator", phase.operators[:MAX_OPERATORS])
-    parts = [title, _rows("layer", phase.layers), _rows("operation", phase.operations), operators]
+    tables = (("layer", phase.layers), ("operation", phase.operations), ("operator", phase.operators[:MAX_OPERATORS]))
+    parts = [title, *(_rows(head, rows, width) for head, rows in tables)]
     parts += [_peak(phase), *phase.notes]
     return "\n\n".join(part for part in parts if part)
 
 
-def _rows(head: str, rows: Sequence[TableRow]) -> str:
+def _rows(head: str, rows: Sequence[TableRow], width: int | None) -> str:
     """Return a table with a title; without the columns that say nothing more than another one."""
     has_own = any(row.self_us != row.total_us for row in rows)
     has_spread = any(row.num_collapsed > 1 for row in rows)
@@ -113,7 +116,7 @@ def _rows(head: str, rows: Sequence[TableRow]) -> str:
     ]
     optional = (("self us", has_own), ("share", True), ("of one", has_spread), ("GPU us", has_device))
     header = [head, "calls", "us", *(name for name, is_shown in optional if is_shown)]
-    return f"by {head}\n\n{_table(lines, header)}"
+    return f"by {head}\n\n{fitted_table(lines, header, width=width, dispensable=_DISPENSABLE_TIMES)}"
 
 
 def _spread(row: TableRow) -> str:
@@ -135,9 +138,3 @@ def _frame(frame: Frame) -> str:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.2f}"
-
-
-def _table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
-    return tabulate(
-        rows, header, tablefmt="simple", disable_numparse=True, colalign=("left", *["right"] * (len(header) - 1))
-    )

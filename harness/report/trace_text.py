@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from harness.trace_results import TraceDiff, TraceSummary
+from harness.trace_results import CriticalPath, LinkKind, TraceDiff, TraceSummary
 
 _IDLE = ("host_late_us", "queued_us", "other_us")
 MAX_ROWS = 20
@@ -37,6 +37,19 @@ def _modules(summary: TraceSummary) -> str:
     ]
     header = ["module", "calls", "operators", "self us", "us", *(["GPU us"] if summary.devices else [])]
     return _limited(rows, header, num_names=1)
+
+
+def _module_kernels(summary: TraceSummary) -> str:
+    rows = [
+        [_shown(_innermost(kernel.path), 40), _shown(kernel.name), f"{kernel.count:,}", f"{kernel.total_us:,.0f}"]
+        for kernel in summary.module_kernels
+    ]
+    return _limited(rows, ["module", "kernel", "count", "GPU us"])
+
+
+def _innermost(path: str) -> str:
+    """Return the last two modules of a path, which tell a projection of attention from one of the MLP."""
+    return "/".join(path.split("/")[-2:])
 
 
 def _products(summary: TraceSummary, peak_flops_per_s: float | None) -> str:
@@ -92,12 +105,39 @@ def _summary(summary: TraceSummary, peak_flops_per_s: float | None) -> str:
             for row in summary.operations
         ]
         parts.append(_table(operations, ["phase", "operation", "count", "operators", "us"]))
-    parts += [_modules(summary), _products(summary, peak_flops_per_s)]
+    parts += [_modules(summary), _module_kernels(summary), _products(summary, peak_flops_per_s)]
     operators = [
         [_shown(row.phase), _shown(row.name), f"{row.count:,}", f"{row.self_us:,.0f}", f"{row.total_us:,.0f}"]
         for row in summary.operators
     ]
     parts.append(_limited(operators, ["phase", "operator", "count", "self us", "us"]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def critical_path_text(found: CriticalPath) -> str:
+    """Return what the duration is made of: by kind, then by name."""
+    total_us = found.total_us or 1.0
+    kinds = sorted(LinkKind, key=found.time_us, reverse=True)
+    by_kind = [
+        [kind.value, f"{found.time_us(kind):,.0f}", f"{found.time_us(kind) / total_us:.1%}"]
+        for kind in kinds
+        if found.time_us(kind)
+    ]
+    by_name = [
+        [
+            link.kind.value,
+            _shown(link.name),
+            f"{link.count:,}",
+            f"{link.total_us:,.0f}",
+            f"{link.total_us / total_us:.1%}",
+        ]
+        for link in found.links
+    ]
+    parts = [
+        f"{_shown(found.path, 200)}: the critical path of {found.total_us / 1e3:,.2f} ms",
+        _table(by_kind, ["kind", "us", "share"], num_names=1),
+        _limited(by_name, ["kind", "name", "count", "us", "share"]),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 

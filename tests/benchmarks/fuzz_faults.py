@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -23,12 +24,14 @@ from tabulate import tabulate
 from harness.faults.catalogue import FAULTS, choose
 
 HEADERS = (
-    "fault", "seed", "found", "seconds", "workloads", "shrunk (s)", "requests", "rows", "limits", "operation", "named"
+    "fault", "seed", "found", "seconds", "CPU s", "workloads", "shrunk (s)", "requests", "rows", "limits",
+    "operation", "named",
 )  # fmt: skip
 
 EXPLANATION = """Each fault is searched from a cold start. `seconds`: from the start of the process, imports and golden
-included, until a workload failed; `workloads`: judged until then, each from beginning to end; then what shrinking made
-of it. `named`: the cause is the catalogue's; `raised`: the engine itself ended, which is the finding.
+included, until a workload failed; `CPU s`: that part of the process's CPU time, in proportion; `workloads`: judged
+until then, each from beginning to end; then what shrinking made of it. `named`: the cause is the catalogue's; `raised`:
+the engine itself ended, which is the finding.
 """
 
 
@@ -60,23 +63,29 @@ def searched(fault: str, seed: int, seconds: int) -> list[object]:
         "fuzz", "--fault", fault, "--first", "--seconds", str(seconds), "--seed", str(seed), "--format", "json",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as cache:
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), _cpu_of_children()
         done = subprocess.run(
             command, check=False, capture_output=True, text=True, env={**os.environ, "HARNESS_CACHE": cache}
         )
-        wall = time.perf_counter() - begin
+        wall, cpu = time.perf_counter() - begin, _cpu_of_children() - cpu_begin
     result = json.loads(done.stdout)
     if not result["findings"]:
-        return [fault, seed, "no", "-", result["num_workloads"], "-", "-", "-", "-", "-", "-"]
+        return [fault, seed, "no", "-", f"{cpu:.0f}", result["num_workloads"], "-", "-", "-", "-", "-", "-"]
     (finding,) = result["findings"]
     before = wall - result["timings_s"]["all"]
+    found = before + finding["found_s"]
     requests = finding["workload"]["requests"]
     limits = ", ".join(f"{name}={value}" for name, value in finding["workload"]["limits"].items())
     return [
-        fault, seed, "yes", f"{before + finding['found_s']:.0f}", result["num_workloads"], f"{finding['shrunk_s']:.0f}",
-        len(requests), sum(len(request["token_ids"]) for request in requests), limits or "-", finding["signature"][:60],
-        named(fault, finding),
+        fault, seed, "yes", f"{found:.0f}", f"{cpu * found / wall:.0f}", result["num_workloads"],
+        f"{finding['shrunk_s']:.0f}", len(requests), sum(len(request["token_ids"]) for request in requests),
+        limits or "-", finding["signature"][:60], named(fault, finding),
     ]  # fmt: skip
+
+
+def _cpu_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def named(fault: str, finding: dict[str, object]) -> str:

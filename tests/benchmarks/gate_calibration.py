@@ -3,7 +3,7 @@
     python tests/benchmarks/gate_calibration.py [--rounds 60] [--slowdown 0.05] [--out reports/cpu/gate.md]
 
 Times the reference engine against itself, and against a copy whose steps take longer by a known share of their CPU
-time, each in so many rounds (engines that were loaded anew). A gate has the rounds that fit into its time, so gates are
+time, each in so many rounds (pairs of processes). A gate has the rounds that fit into its time, so gates are
 drawn from the measured rounds, and what each would say is counted.
 """
 
@@ -75,13 +75,17 @@ def measure(before: Version, after: Version, num_rounds: int) -> tuple[list[list
     return timing._rounds, (time.perf_counter() - begin) / num_rounds
 
 
+def _seconds(block: against._Block, phase: str, clock: Clock) -> tuple[float, ...]:
+    return tuple(run[phase][clock.value] for run in block)
+
+
 def verdicts(rounds: list[list[against._Block]], phase: str, clock: Clock, num_rounds: int) -> Counter[str]:
     """Draw gates from the rounds and count what they say."""
     draw = np.random.default_rng(0)
     said: Counter[str] = Counter()
     for _ in range(NUM_GATES):
         own = [rounds[index] for index in draw.integers(0, len(rounds), num_rounds)]
-        blocks = [tuple(run[phase][clock.value] for run in block) for one in own for block in one]
+        blocks = [_seconds(block, phase, clock) for one in own for block in one]
         groups = [index for index, one in enumerate(own) for _ in one]
         said[paired_ratio(blocks, tolerance=TOLERANCE, groups=groups).verdict.value] += 1
     return said
@@ -91,13 +95,13 @@ def table(rounds: list[list[against._Block]], num_rounds: int) -> str:
     rows = []
     for phase in rounds[0][0][0]:
         for clock in Clock:
-            blocks = [tuple(run[phase][clock.value] for run in block) for own in rounds for block in own]
+            blocks = [_seconds(block, phase, clock) for own in rounds for block in own]
             groups = [index for index, own in enumerate(rounds) for _ in own]
             whole = paired_ratio(blocks, tolerance=TOLERANCE, groups=groups).ratio
             said = verdicts(rounds, phase, clock, num_rounds)
             medians = [
-                np.median([(b + c) / (a + d) for a, b, c, d in blocks[at : at + BLOCKS_OF_A_ROUND]])
-                for at in range(0, len(blocks), BLOCKS_OF_A_ROUND)
+                np.median([(b + c) / (a + d) for a, b, c, d in (_seconds(block, phase, clock) for block in own)])
+                for own in rounds
             ]
             rows.append(
                 [phase, clock.value, f"{whole.median:.4f} ({whole.low:.4f} to {whole.high:.4f})",
@@ -127,19 +131,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         same, same_s = measure(now, now, options.rounds)
         slower, slower_s = measure(now, slowed(now, Path(folder), options.slowdown), options.rounds)
-    num_rounds = int(TimingLength().seconds / max(same_s, slower_s))
+    length, cores = TimingLength(), len(os.sched_getaffinity(0))
+    num_rounds = min(int(length.seconds / max(same_s, slower_s)), length.num_blocks // BLOCKS_OF_A_ROUND)
     machine = describe_machine("cpu")
     loads = ", ".join(f"{load:.0f}" for load in (load_before[0], os.getloadavg()[0]))
     options.out.write_text(
         f"""# Calibration of the gate's time
 
 `python tests/benchmarks/gate_calibration.py --rounds {options.rounds} --slowdown {options.slowdown}`, \
-{datetime.date.today()}. {machine.hardware}, {os.cpu_count()} cores, shared: load average {loads} (before, after); \
-{machine.software}.
+{datetime.date.today()}. {machine.hardware}, {cores} of {os.cpu_count()} cores, shared: load average {loads} \
+(before, after); {machine.software}.
 
 {options.rounds} rounds of {BLOCKS_OF_A_ROUND} blocks A B B A of qwen3-tiny, 4 requests of 64 tokens, 16 new ones \
-each. A round took {same_s:.1f} and {slower_s:.1f} s, loading both engines again included, so that a gate of \
-{TimingLength().seconds:.0f} s has {num_rounds} of them. {NUM_GATES} gates were drawn from the rounds, with \
+each. A round took {same_s:.1f} and {slower_s:.1f} s, a new pair of processes included, so that a gate of \
+{length.seconds:.0f} s has {num_rounds} of them. {NUM_GATES} gates were drawn from the rounds, with \
 replacement; the tolerance is {TOLERANCE:.0%}.
 
 ## The engine against itself

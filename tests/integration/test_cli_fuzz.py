@@ -2,6 +2,8 @@
 
 import pytest
 
+from harness.engines import hf
+from harness.errors import Code, HarnessError
 from harness.fuzz import changes, invariance, search
 
 from .conftest import ENGINE
@@ -154,6 +156,31 @@ def test_changes_of_schedule_that_change_bits(harness, monkeypatch):
     assert sum(operation["num_rows"] for operation in repetition["operations"]) > 1000
     assert chunk["state"] in ("same", "noise")
     assert (ranks["is_offered"], ranks["state"]) == (False, "unknown")
+
+
+@pytest.mark.parametrize("options", [["--invariance"], []])
+def test_an_engine_is_told_the_taps_of_the_model(harness, monkeypatch, options):
+    only(monkeypatch, "repetition")
+    told = []
+    monkeypatch.setattr(hf.HFEngine, "match_taps", lambda _engine, graph: told.append(graph))
+    assert harness("fuzz", *options, "--engine", "hf", "--seconds", "0.1").status == 0
+    (graph,) = told
+    assert "model.layers.0.attention" in graph
+
+
+def test_where_every_run_fails_one_round_is_enough(harness, monkeypatch):
+    only(monkeypatch, "repetition", "chunk")
+    began = []
+
+    def fail(_engine, _workload, _writer):
+        began.append(1)
+        raise HarnessError(Code.ENGINE_FAILED, "no such kernel")
+
+    monkeypatch.setattr(hf.HFEngine, "run", fail)
+    ran = harness("fuzz", "--invariance", "--engine", "hf", "--seconds", "600", "--format", "json")
+    assert ran.status == 1
+    assert {change["error"] for change in ran.json["changes"]} == {"no such kernel"}
+    assert len(began) == 3
 
 
 def test_a_change_that_goes_beyond_rounding(harness, monkeypatch):

@@ -128,3 +128,21 @@ def test_a_pattern_that_is_none_and_a_folder_without_traces_are_refused(harness,
     empty = harness("trace", "summary", tmp_path)
     assert (empty.status, empty.err[:4]) == (2, "H070")
     assert "the folder holds no trace" in empty.err
+
+
+def test_the_critical_path_adds_up_and_says_of_what(harness, tmp_path):
+    path = trace(tmp_path / "t.json", 2)
+    shown = harness("trace", "critical-path", path, "--within", "^prefill", "--format", "json").json
+    (found,) = shown["files"]
+    assert found["total_us"] == 100
+    links = {(link["kind"], link["name"]): link["total_us"] for link in found["links"]}
+    assert links == {
+        ("operator", "aten::mm"): 40, ("operator", "aten::copy_"): 20, ("operator", "aten::add"): 10,
+        ("host", ""): 20, ("unknown", ""): 10,
+    }  # fmt: skip
+    told = harness("trace", "critical-path", path)
+    assert told.status == 0
+    assert "aten::copy_" in told.out
+    refused = harness("trace", "critical-path", path, "--within", "nothing")
+    assert refused.status == 2
+    assert "0 events match the step" in refused.err

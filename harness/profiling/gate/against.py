@@ -1,8 +1,9 @@
-"""An engine of now against another version of it: two warm processes, timed in turn.
+"""An engine of now against another version of it: two warm processes, timed in turn, and pair after pair of them.
 
-Two processes that run the same code differ by up to some percent for as long as they live, because their memory lies
-elsewhere (Mytkowicz et al. 2009; 4 % in the prefill of a tiny model). More blocks do not average that out. So both load
-the engine again after a few blocks, and are started again after some rounds of these.
+Two processes that run the same code differ by some percent for as long as they live, because their memory lies
+elsewhere (Mytkowicz et al. 2009; 2 % in the prefill of a tiny model). More blocks do not average that out, so each
+round has a new pair of processes. Both are forked from one that has imported torch: they share what differs between
+processes, and start quickly.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ import torch
 from harness.checkpoint import resolve
 from harness.errors import Code, HarnessError
 from harness.gate_results import Clock, PhaseTime
-from harness.profiling.gate.paired_timing import paired_ratio
+from harness.profiling.gate.paired_timing import MIN_BLOCKS, paired_ratio
 from harness.profiling.gate.versions import Version, engine_packages, installed_version, stored_version
-from harness.profiling.gate.worker import PhaseSeconds, Worker
+from harness.profiling.gate.worker import ForkServer, PhaseSeconds, Worker
 from harness.progress import Progress, no_progress
 
 _Block = tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds, PhaseSeconds]
 """Then, now, now, then."""
-BLOCKS_OF_A_ROUND = 3
-"""Blocks until both engines are loaded again."""
-ROUNDS_OF_A_PROCESS = 10
-"""Rounds until both processes are started again."""
-MIN_BLOCKS = 30
-"""Blocks until a ratio may be taken as sure."""
+BLOCKS_OF_A_ROUND = 8
+"""Blocks of a pair of processes."""
+ROUNDS_OF_A_SERVER = 4
+"""Rounds until the process that both are forked from is started again."""
+MIN_ROUNDS = 8
+"""Rounds until a ratio may be taken as sure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingLength:
     """When to stop: the blocks are there, the time is up, or the interval is no wider than the tolerance."""
 
-    num_blocks: int = 300
+    num_blocks: int = 400
     """Most blocks A B B A; at least 5."""
     seconds: float = 240.0
 
@@ -94,7 +95,7 @@ def time_versions(
 
 
 class _Timing:
-    """Blocks in rounds, and rounds in pairs of processes, until enough is known or the time is up."""
+    """Rounds of blocks, each in a pair of processes, until enough is known or the time is up."""
 
     def __init__(
         self,
@@ -114,33 +115,31 @@ class _Timing:
 
     def run(self) -> None:
         while not self._is_done():
-            with Worker(self._before, self._spec) as old, Worker(self._after, self._spec) as new:
-                for worker in (old, new):
-                    worker.wait_until_loaded()
-                if not self._may_be_same:
-                    _refuse_same(old, new)
-                is_cuda = torch.device(self._spec["device"]).type == "cuda"
-                self._clock = Clock.WALL if is_cuda or new.num_threads > 1 else Clock.CPU
-                self._run_rounds(old, new)
+            with ForkServer() as server:
+                for _ in range(ROUNDS_OF_A_SERVER):
+                    if not self._is_done():
+                        self._run_round(server)
 
     def times(self) -> dict[str, PhaseTime]:
         """Return the ratio of each phase."""
         return {phase: self._phase_time(phase) for phase in self._rounds[0][0][0]}
 
-    def _run_rounds(self, old: Worker, new: Worker) -> None:
-        for index in range(ROUNDS_OF_A_PROCESS):
-            if index:
-                for worker in (old, new):
-                    worker.begin_reopening()
-                for worker in (old, new):
-                    worker.wait_until_reopened()
-            blocks: list[_Block] = []
-            self._rounds.append(blocks)
+    def _run_round(self, server: ForkServer) -> None:
+        spec = {**self._spec, "placement": len(self._rounds)}
+        with Worker(server, self._before, spec) as old, Worker(server, self._after, spec) as new:
+            for worker in (old, new):
+                worker.wait_until_loaded()
+            if not self._may_be_same:
+                _refuse_same(old, new)
+            is_cuda = torch.device(self._spec["device"]).type == "cuda"
+            self._clock = Clock.WALL if is_cuda or new.num_threads > 1 else Clock.CPU
+            self._rounds.append([])
+            end = time.perf_counter() + self._length.seconds / MIN_ROUNDS
             for _ in range(min(BLOCKS_OF_A_ROUND, self._length.num_blocks - self._num_blocks)):
                 self._progress("timing in pairs", self._num_blocks, self._length.num_blocks)
-                blocks.append((old.run(), new.run(), new.run(), old.run()))
-            if self._is_done():
-                return
+                self._rounds[-1].append((old.run(), new.run(), new.run(), old.run()))
+                if time.perf_counter() > end:  # a slow engine: rather more rounds than more blocks
+                    return
 
     @property
     def _num_blocks(self) -> int:
@@ -148,12 +147,14 @@ class _Timing:
 
     def _is_done(self) -> bool:
         """Whether all blocks are there, or enough of them: by how sure the ratio is, never by what it says."""
-        if self._num_blocks < min(MIN_BLOCKS, self._length.num_blocks):
-            return False
         if self._num_blocks >= self._length.num_blocks:
             return True
+        if self._num_blocks < MIN_BLOCKS:
+            return False
         if time.perf_counter() - self._begin > self._length.seconds:
             return True
+        if len(self._rounds) < MIN_ROUNDS:
+            return False
         decisive = [found.decisive.ratio for found in self.times().values()]
         return all(ratio.high - ratio.low <= self._tolerance for ratio in decisive)
 

@@ -69,18 +69,19 @@ def paired_ratio(
 def _interval(ratios: NDArray[np.float64], group: NDArray[np.int64]) -> Interval:
     """Return the median with its bootstrap interval (Efron 1979, percentiles); the same ratios give the same one.
 
-    Of several groups, groups are drawn first and ratios within each of them then.
+    Of several groups it is the geometric mean of their medians, which needs two thirds of the groups that a median of
+    them would need. Groups are drawn first, and ratios within each of them then.
     """
     draw = np.random.default_rng(_SEED)
     names, sizes = np.unique(group, return_counts=True)
     members = np.full((len(names), sizes.max()), np.nan)  # what a smaller group lacks is left out
     for row, name in zip(members, names, strict=True):
-        row[: np.count_nonzero(group == name)] = ratios[group == name]
+        row[: np.count_nonzero(group == name)] = np.log(ratios[group == name])
     drawn = draw.integers(0, len(names), (_NUM_RESAMPLES, len(names), 1))
     within = draw.random((_NUM_RESAMPLES, len(names), sizes.max()))
     resampled = np.where(
         np.arange(sizes.max()) < sizes[drawn], members[drawn, (within * sizes[drawn]).astype(np.int64)], np.nan
     )
-    medians = np.nanmedian(resampled.reshape(_NUM_RESAMPLES, -1), axis=1)
-    low, high = np.quantile(medians, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
-    return Interval(median=float(np.median(ratios)), low=float(low), high=float(high))
+    means = np.nanmedian(resampled, axis=2).mean(axis=1)
+    low, high = np.exp(np.quantile(means, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)))
+    return Interval(median=float(np.exp(np.nanmedian(members, axis=1).mean())), low=float(low), high=float(high))

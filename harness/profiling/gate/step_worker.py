@@ -1,9 +1,8 @@
 """A process that keeps one version of an engine warm and runs its load whenever it is told to.
 
-Started as a file, with another version's packages ahead on the path: of `harness` it uses nothing but the engine's
-protocol, which an older version has too. It says first which sources it runs. Then it answers each line `run` with the
-CPU and wall seconds of each phase, as JSON, and each line `reopen` when it has loaded the engine again, elsewhere in
-memory.
+Run as a file by the fork server, with another version's packages ahead on the path: of `harness` it uses nothing but
+the engine's protocol, which an older version has too. It says first which sources it runs. Then it answers each line
+with the CPU and wall seconds of each phase, as JSON.
 """
 
 from __future__ import annotations
@@ -30,25 +29,30 @@ from harness.engines.stepping import open_session
 # An older version has it under its older name.
 limit_threads = getattr(threads, "limit_threads" if hasattr(threads, "limit_threads") else "suitable_threads")
 
+_WARM_RUNS = 3
+"""The first ones after the engine is loaded take up to twice as long."""
+
 
 def serve(spec: dict[str, Any]) -> None:
     """Answer each line of standard input until it ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries that print must not do so into the answers
     with limit_threads(int(read_config(Path(spec["folder"])).get("hidden_size", 0))):
+        held = _shift_memory(spec["placement"])
         run = Run(spec)
+        gc.collect()
+        gc.freeze()  # a collection of all that is imported takes four times as long as a run of a tiny model
         _tell(answers, {"sources": sources(spec["packages"]), "threads": torch.get_num_threads()})
-        for line in sys.stdin:
+        for _ in sys.stdin:
             gc.collect()
-            if line.strip() == "reopen":
-                run.close()
-                # What is freed is not all given out again at the same addresses.
-                held = [bytearray(random.randrange(1 << 20)) for _ in range(4)]
-                run = Run(spec, run.phases)
-                del held
-                _tell(answers, {})
-            else:
-                _tell(answers, run.time_phases())
+            _tell(answers, run.time_phases())
+        del held
+
+
+def _shift_memory(placement: int) -> list[bytearray]:
+    """Take memory, so that the engine's own lies elsewhere: alike in both processes of a pair, not in the next pair."""
+    draw = random.Random(placement)
+    return [bytearray(draw.randrange(1 << 20)) for _ in range(4)]
 
 
 def _tell(answers: Any, found: dict[str, Any]) -> None:
@@ -76,7 +80,7 @@ def sources(packages: Sequence[str]) -> dict[str, tuple[str, str]]:
 class Run:
     """An engine that is loaded, and a load whose steps are known by phase, to be run again and again."""
 
-    def __init__(self, spec: dict[str, Any], phases: Sequence[str] = ()) -> None:
+    def __init__(self, spec: dict[str, Any]) -> None:
         draw, load, device = random.Random(0), spec["load"], spec["device"]
         engine = open_engine(
             spec["engine"], Path(spec["folder"]), dtype=spec["dtype"], device=device, options=spec["options"]
@@ -90,17 +94,12 @@ class Run:
         ]
         is_cuda = torch.device(device).type == "cuda"
         self._synchronize: Callable[[], Any] = (lambda: torch.cuda.synchronize(device)) if is_cuda else lambda: None
-        self.phases = list(phases)
-        """Of each step; found by a run, where they are not known."""
-        self._drive(lambda _index: session.step())
-        if not phases:
-            with session.watching(self):
-                self._drive(lambda _index: session.step())
-
-    def close(self) -> None:
-        """Give the engine's memory back."""
-        self._session.close()
-        del self._session
+        self.phases: list[str] = []
+        """Of each step."""
+        with session.watching(self):
+            self._drive(lambda _index: session.step())
+        for _ in range(_WARM_RUNS):
+            self._drive(lambda _index: session.step())
 
     def begin_step(self, shape: Any) -> None:
         """See `Watcher`."""

@@ -19,9 +19,9 @@ KERNEL_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "
 """Capitals are of older versions of torch."""
 LAUNCH_CATEGORY = re.compile(r"\w+_(?:runtime|driver)$|Runtime$")
 """Of any kind of device: `cuda_runtime`, `xpu_runtime`, ..."""
-_COMMUNICATION = re.compile(r"nccl|rccl|oneccl|all_?reduce|all_?gather|reduce_?scatter", re.IGNORECASE)
-_COPIES = KERNEL_CATEGORIES - {"kernel", "Kernel"}
-_QUEUED_NS = 30
+COMMUNICATION = re.compile(r"nccl|rccl|oneccl|all_?reduce|all_?gather|reduce_?scatter", re.IGNORECASE)
+COPIES = KERNEL_CATEGORIES - {"kernel", "Kernel"}
+QUEUED_NS = 30
 """Two kernels less than this apart ran back to back."""
 
 
@@ -72,7 +72,7 @@ def _idle(trace: Trace, kernels: NDArray[np.int64], launch: NDArray[np.int64]) -
         caller = launch[own][1:]
         is_gap = gap > 0
         is_late = is_gap & (caller >= 0) & (trace.start_ns[caller] > before)
-        is_queue = is_gap & ~is_late & (gap < _QUEUED_NS)
+        is_queue = is_gap & ~is_late & (gap < QUEUED_NS)
         sums = [float(gap[chosen].sum()) / 1e3 for chosen in (is_late, is_queue, is_gap & ~is_late & ~is_queue)]
         yield IdleTime(stream=int(stream), host_late_us=sums[0], queued_us=sums[1], other_us=sums[2])
 
@@ -96,8 +96,8 @@ def _launches(trace: Trace, kernels: NDArray[np.int64], launch: NDArray[np.int64
 def _communication(trace: Trace, kernels: NDArray[np.int64]) -> Communication | None:
     """Return how much of the collectives' time some other kernel computes in; None without collectives."""
     label = trace.label[kernels]
-    is_collective = np.array([bool(_COMMUNICATION.search(name)) for _, name in trace.labels], bool)[label]
-    is_copy = np.array([category in _COPIES for category, _ in trace.labels], bool)[label]
+    is_collective = np.array([bool(COMMUNICATION.search(name)) for _, name in trace.labels], bool)[label]
+    is_copy = np.array([category in COPIES for category, _ in trace.labels], bool)[label]
     if not is_collective.any():
         return None
     start, end = trace.start_ns[kernels], trace.start_ns[kernels] + trace.duration_ns[kernels]

@@ -14,18 +14,21 @@ from numpy.typing import NDArray
 from harness.profiling.trace.device import KERNEL_CATEGORIES, launch_of
 from harness.profiling.trace.file import Trace
 from harness.profiling.trace.nesting import NOT_NESTED, innermost, nest
-from harness.trace_results import TraceModule
+from harness.trace_results import ModuleKernel, TraceModule
 
 _MODULE = re.compile(r"nn\.Module: (.+?)(?:_\d+)?$")
 _OPERATORS = {"cpu_op", "Operator"}
 
 
-def module_times(trace: Trace) -> tuple[TraceModule, ...]:
-    """Return the modules by their path of classes, in order of their first call; empty where the trace has none."""
+def module_times(trace: Trace) -> tuple[tuple[TraceModule, ...], tuple[ModuleKernel, ...]]:
+    """Return the modules by their path of classes, in order of their first call, and the kernels of each.
+
+    Both are empty where the trace has no modules.
+    """
     names = [_MODULE.match(name) for _, name in trace.labels]
     is_module = np.array([match is not None for match in names], bool)[trace.label]
     if not is_module.any():
-        return ()
+        return (), ()
     is_operator = np.array([category in _OPERATORS for category, _ in trace.labels], bool)[trace.label]
     around = _enclosing(trace, is_module)
     paths: dict[int, str] = {}
@@ -35,7 +38,7 @@ def module_times(trace: Trace) -> tuple[TraceModule, ...]:
         assert match is not None
         outer = int(around[event])
         paths[event] = f"{paths[outer]}/{match[1]}" if outer in paths else match[1]
-    return _summed(trace, paths, around, is_operator)
+    return _summed(trace, paths, around, is_operator), _kernels(trace, paths, around)
 
 
 def _enclosing(trace: Trace, is_module: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -79,3 +82,18 @@ def _summed(
         )
         for path, row in number.items()
     )
+
+
+def _kernels(trace: Trace, paths: dict[int, str], around: NDArray[np.int64]) -> tuple[ModuleKernel, ...]:
+    """Return the kernels by the innermost module that launched them, those that take longest first."""
+    is_kernel = np.array([category in KERNEL_CATEGORIES for category, _ in trace.labels], bool)[trace.label]
+    sums: dict[tuple[str, str], list[int]] = {}
+    for event in np.flatnonzero(is_kernel & (around != NOT_NESTED)).tolist():
+        own = sums.setdefault((paths[int(around[event])], trace.labels[trace.label[event]][1]), [0, 0])
+        own[0] += 1
+        own[1] += int(trace.duration_ns[event])
+    found = [
+        ModuleKernel(path=path, name=name, count=count, total_us=total / 1e3)
+        for (path, name), (count, total) in sums.items()
+    ]
+    return tuple(sorted(found, key=lambda kernel: kernel.total_us, reverse=True))

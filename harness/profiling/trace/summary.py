@@ -44,6 +44,7 @@ def summarize(path: Path, phase_pattern: re.Pattern[str] | None = None) -> Trace
 def summarize_trace(trace: Trace, path: str, phase_pattern: re.Pattern[str] | None = None) -> TraceSummary:
     """Sum up a trace that has been read."""
     columns = _Columns(trace, phase_pattern)
+    modules, module_kernels = module_times(trace)
     return TraceSummary(
         path=path,
         num_events=trace.num_events,
@@ -51,7 +52,8 @@ def summarize_trace(trace: Trace, path: str, phase_pattern: re.Pattern[str] | No
         phases=tuple(columns.phases()),
         operators=tuple(sorted(columns.operators(), key=lambda operator: operator.self_us, reverse=True)),
         operations=tuple(columns.operations()),
-        modules=module_times(trace),
+        modules=modules,
+        module_kernels=module_kernels,
         products=matrix_products(trace),
         devices=device_activity(trace),
         rank=trace.rank,

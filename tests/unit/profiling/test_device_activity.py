@@ -69,6 +69,16 @@ def test_modules_are_rolled_up_by_class_with_their_kernels(ranks):
     assert outer.device_us == 0
 
 
+def test_kernels_are_summed_up_by_the_module_that_launched_them(ranks):
+    found = summarize(ranks[0]).module_kernels
+    assert {kernel.path for kernel in found} == {"Model/Linear"}
+    assert [(kernel.name.partition("_")[0], kernel.count, kernel.total_us) for kernel in found] == [
+        ("ampere", 2, 150.0),
+        ("ncclDevKernel", 1, 60.0),
+        ("elementwise", 2, 54.0),
+    ]
+
+
 def test_the_ranks_of_a_folder_stand_side_by_side(ranks):
     files = trace_files([ranks[0].parent])
     assert files == ranks

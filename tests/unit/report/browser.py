@@ -49,9 +49,7 @@ class Browser:
 
     def open(self, path: Path, *, width: int, dark: bool = False) -> None:
         """Load a file at a width in CSS pixels."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
-        )
+        self.resize(width, 900)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.events.clear()
@@ -59,9 +57,16 @@ class Browser:
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self.events.append(self._read())
 
-    def evaluate(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression."""
-        return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+    def resize(self, width: int, height: int) -> None:
+        """Give the page's window this size in CSS pixels."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
+
+    def evaluate(self, expression: str, *, awaits: bool = False) -> Any:
+        """Return the value of a JavaScript expression, or of the promise that it is."""
+        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=awaits)
+        return found["result"].get("value")
 
     def point_at(self, x: float, y: float) -> None:
         """Move the pointer."""

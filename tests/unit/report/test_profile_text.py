@@ -1,0 +1,54 @@
+"""A profile on a terminal: on a narrow one number columns go, and names stay whole."""
+
+from dataclasses import replace
+
+import pytest
+
+from harness.profile_results import ProfileResult, TableRow
+from harness.report.profile_text import profile_text
+
+from .profile_examples import phase, profile
+
+LONG = "self_attn.an_operation_with_a_name_of_some_sixty_characters__"
+
+
+@pytest.fixture
+def crowded() -> ProfileResult:
+    """Return a profile in which every column of every table is shown."""
+    row = TableRow(
+        name=LONG,
+        calls=123_456,
+        total_us=9e6,
+        self_us=8e6,
+        share=0.5,
+        num_collapsed=28,
+        spread=(1e4, 2e5),
+        device_us=1e6,
+    )
+    own = replace(
+        phase(), operations=(row,), layers=(row,), operators=(row,), cpu_ms=1234.5, wall_ms=12_345.6,
+        flops_formula=1, kv_bytes_formula=1, peak_bytes=123 << 30,
+    )  # fmt: skip
+    return profile(own, replace(own, name="decode"))
+
+
+def tables(text: str) -> list[str]:
+    """Return header, rule and rows of each table."""
+    lines = text.splitlines()
+    rules = [at for at, line in enumerate(lines) if line.startswith("---")]
+    return [line for at in rules for line in (lines[at - 1], lines[at], lines[at + 1])]
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_names_stay_whole_and_number_columns_go(crowded: ProfileResult, width: int) -> None:
+    text = profile_text(crowded, width=width)
+    assert max(map(len, tables(text))) <= width
+    assert text.count(LONG) == 6, "three tables in each of two phases"
+    assert text.count("share") >= 6
+    assert "bound by" in text
+
+
+def test_a_wide_terminal_loses_no_column(crowded: ProfileResult) -> None:
+    assert profile_text(crowded, width=300) == profile_text(crowded)
+    assert all(name in profile_text(crowded) for name in ("calls", "self us", "of one", "GPU us", "KV MiB", "steps"))
+    assert "of one" not in profile_text(crowded, width=80)
