@@ -115,9 +115,9 @@ def _pool_rows(scene: Scene) -> Rows:
 
 def heads_in_another_order(scene: Scene) -> Iterator[Hypothesis]:
     """Each head is what another head should be."""
-    head_dim = scene.hf.head_dim
-    if not KINDS[scene.operation.kind].has_heads or scene.expected.shape[1] % head_dim:
+    if not KINDS[scene.operation.kind].has_heads or scene.expected.shape[1] % scene.hf.head_dim:
         return
+    head_dim = scene.hf.head_dim
     actual, expected = (
         x.unflatten(1, (-1, head_dim)).transpose(0, 1).flatten(1) for x in (scene.actual, scene.expected)
     )
