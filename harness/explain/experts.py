@@ -27,6 +27,8 @@ _MAX_ORDERED = 4
 """Experts of a row up to which every order of their weights is tried."""
 _ABSENT = 0.5
 """Share of its weight below which an expert was left out of a row."""
+_NEAR = 0.1
+"""Share of its weights' energy up to which an expert's weights may be off and still be its own."""
 _NOTHING = 1e-2
 """Factor below which an output counts as left out."""
 _CHANCE = 1e-4
@@ -99,17 +101,24 @@ def _choices_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
 def _other_experts(mixture: Mixture, used: torch.Tensor) -> Iterator[Hypothesis]:
     """The outputs of an expert stand where those of another should."""
     meant = mixture.table
-    source = torch.tensor([_source(meant[:, at], used, at) for at in range(mixture.num_experts)])
-    moved = {at: to for at, to in enumerate(source.tolist()) if at != to}
-    if moved:
-        table = torch.zeros_like(meant).index_add_(1, source, meant)
-        yield Hypothesis(cause=_moved(moved, mixture.num_experts), output=mixture.mixed(table), freedom=len(moved))
+    found = ((at, _source(meant[:, at], used, at)) for at in range(mixture.num_experts))
+    moved = {at: to for at, to in found if at != to}
+    exchanged = {at: to for at, to in moved.items() if moved.get(to) == at}
+    for each in (moved, exchanged if exchanged != moved else {}):
+        if each:
+            source = torch.tensor([each.get(at, at) for at in range(mixture.num_experts)])
+            table = torch.zeros_like(meant).index_add_(1, source, meant)
+            yield Hypothesis(cause=_moved(each, mixture.num_experts), output=mixture.mixed(table), freedom=len(each))
 
 
 def _source(meant: torch.Tensor, used: torch.Tensor, expert: int) -> int:
     """Return the expert whose weights in the rows that chose `expert` are nearest to those that it should have."""
     rows = meant > 0
-    return int((used[rows] - meant[rows, None]).square().sum(dim=0).argmin()) if bool(rows.any()) else expert
+    if not bool(rows.any()):
+        return expert
+    distance = (used[rows] - meant[rows, None]).square().sum(dim=0)
+    is_own = bool(distance[expert] < _NEAR * meant[rows].square().sum())
+    return expert if is_own else int(distance.argmin())
 
 
 def _moved(moved: Mapping[int, int], count: int) -> str:
