@@ -236,7 +236,7 @@ BUGS: dict[str, Bug] = {
     "cos-and-sin-exchanged": Bug(plant=rotary(lambda x, cos, sin: x * sin + half_turned(x) * cos), truth=NOTHING),
     "sine-missing": Bug(plant=rotary(lambda x, cos, sin: x * cos), truth=NOTHING),
     "key-not-rotated": Bug(plant=keys_unrotated(), truth="rotary is not applied"),
-    "positions-doubled": Bug(plant=positions_changed(lambda p, chunks: p * 2), truth="factor of 2|2 instead|positions"),
+    "positions-doubled": Bug(plant=positions_changed(lambda p, chunks: p * 2), truth="factor of 2|factor 0.5|at .*pos"),
     "positions-capped": Bug(plant=positions_changed(lambda p, chunks: p.clamp(max=15)), truth=NOTHING),
     "positions-modulo": Bug(plant=positions_changed(lambda p, chunks: p % 16), truth=NOTHING),
     "second-half-of-the-frequencies-zero": Bug(plant=frequencies_changed(
