@@ -18,7 +18,7 @@ from harness.compare.systematic import Effects, beyond_control
 from harness.numerics import Numerics
 from harness.oracle.model import HFModel
 from harness.results import Effect
-from harness.taps import Kind
+from harness.taps import Kind, Operation
 from harness.workers import Workers
 
 
@@ -118,6 +118,8 @@ class LocalJudge:
             part.rows.append(rows.rows)
             part.roundings.append(distances)
             part.bound.append(torch.ones_like(distances))
+            if bool((distances > 1).any()):
+                self._keep_choices(rows, part, distances)
             return
         self._workers.submit(partial(self._measure, rows, through, part))
 
@@ -186,9 +188,8 @@ class LocalJudge:
 
     def _keep_evidence(self, rows: TapRows, part: _Parts, errors: RowErrors, bad: torch.Tensor) -> None:
         operation = rows.operation
-        if not part.evidence and self._num_kept[operation.site] == MAX_LAYERS:
+        if not self._is_kept(operation, part):
             return
-        self._num_kept[operation.site] += not part.evidence
         if operation.kind is Kind.ATTENTION and rows.value.call is not None:
             found, kept = histories(rows.batch, rows.value.call, rows.places[bad])
             where = {place: at for at, place in enumerate(rows.places.tolist())}
@@ -210,6 +211,32 @@ class LocalJudge:
                 histories=found,
             )
         )
+
+    def _keep_choices(self, rows: TapRows, part: _Parts, distances: torch.Tensor) -> None:
+        """Keep wrong choices, with the scores that they were to be made by in the place of their inputs."""
+        if not self._is_kept(rows.operation, part):
+            return
+        wrong = (distances > 1).nonzero()[:, 0]
+        chosen = wrong[torch.tensor(spread(range(len(wrong)), MAX_ROWS))]
+        assert rows.value.scores is not None
+        part.evidence.append(
+            Evidence(
+                operation=rows.operation,
+                rows=rows.batch.rows(rows.places[chosen]),
+                expected=rows.expected[chosen.to(rows.expected.device)].to("cpu", torch.float64).flatten(1),
+                inputs=[_kept_input(rows.value.scores[rows.places[chosen].to(rows.value.scores.device)])],
+                roundings=distances[chosen],
+                bound=torch.ones(len(chosen), dtype=torch.float64),
+                dtype=torch.float32,
+            )
+        )
+
+    def _is_kept(self, operation: Operation, part: _Parts) -> bool:
+        """Whether evidence of an operation is kept still: of a site, that of the first layers."""
+        if not part.evidence and self._num_kept[operation.site] == MAX_LAYERS:
+            return False
+        self._num_kept[operation.site] += not part.evidence
+        return True
 
     def judgement(self) -> LocalJudgement:
         """Sum up what was judged, in the order of the run."""

@@ -1,14 +1,14 @@
 """What can be said of any operation: a gain, rows or heads in another order, another input, a coarser dtype."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from harness.compare.align import Rows, is_readback, step_rows
 from harness.explain.formats import HALF_DTYPES, cut_off, name_of, rounded
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.scene import Scene, row_inputs
+from harness.explain.scene import Scene, gathered, row_inputs
 from harness.metrics import largest_rounding, rounding_unit
 from harness.taps import KINDS, Kind, Operation
 
@@ -17,6 +17,8 @@ _MAX_POOL_ROWS = 4096
 _COARSE_DTYPES = (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 _MANY, _FEW = 32, 0.05
 """Elements that show whether they were cut off, and the share of them that may be otherwise."""
+_FEW_ROWS = 4
+"""Right rows that can contradict a cause, at least."""
 _ROW_WISE = (Kind.NORM, Kind.LINEAR, Kind.ROTARY)
 
 
@@ -31,7 +33,12 @@ def constant_gain(scene: Scene) -> Iterator[Hypothesis]:
     energy = scene.expected.square().sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     gains = (scene.actual * scene.expected).sum(dim=1, keepdim=True) / energy
     if _is_one(scene, scene.expected * gain, scene.expected * gains):
-        yield Hypothesis(cause=f"a constant gain of {gain:.6g}", output=scene.expected * gain, freedom=1)
+        yield Hypothesis(
+            cause=f"a constant gain of {gain:.6g}",
+            output=scene.expected * gain,
+            freedom=1,
+            is_cause=not _is_contradicted(scene, lambda expected: expected * gain),
+        )
     else:
         yield Hypothesis(
             cause="each row is scaled by a factor of its own",
@@ -60,7 +67,38 @@ def offset_per_channel(scene: Scene) -> Iterator[Hypothesis]:
             cause=f"a constant offset per channel, norm {norm:.3g}",
             output=scene.expected + offset,
             freedom=round(scene.num_elements),
+            is_cause=not _is_contradicted(scene, lambda expected: expected + offset),
         )
+
+
+def _is_contradicted(scene: Scene, change: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Whether a change that spares no row would make the right rows worse, of the same requests and steps.
+
+    Rows are wrong where an error that grows, with the position for one, has left its bound: of these alone, any error
+    that lasts looks constant.
+    """
+    rows = _right_rows(scene)
+    if len(rows) < _FEW_ROWS:
+        return False
+    inputs = row_inputs(scene.locator, scene.operation, rows)
+    expected = None if inputs is None else scene.replay([x.flatten(1) for x in inputs], rows.position)
+    actual = gathered(scene.locator, scene.operation.tap, rows)
+    if expected is None or actual is None or actual.shape != expected.shape:
+        return False
+    before, after = ((actual - each).norm(dim=1) for each in (expected, change(expected)))
+    return float((after > before).double().mean()) > 1 / 2
+
+
+def _right_rows(scene: Scene) -> Rows:
+    """Return the rows of the wrong rows' requests and steps that are not among them."""
+    if not scene.operation.inputs:
+        return scene.rows.select(torch.arange(0))
+    rows = _pool_rows(scene)
+    ids = zip(scene.rows.request.tolist(), scene.rows.position.tolist(), strict=True)
+    wrong, near = set(ids), set(zip(scene.rows.request.tolist(), scene.rows.step.tolist(), strict=True))
+    places = zip(rows.request.tolist(), rows.position.tolist(), rows.step.tolist(), strict=True)
+    keep = [(request, step) in near and (request, position) not in wrong for request, position, step in places]
+    return rows.select(torch.tensor(keep, dtype=torch.bool).nonzero()[:, 0])
 
 
 def row_of_another(scene: Scene) -> Iterator[Hypothesis]:
@@ -115,9 +153,9 @@ def _pool_rows(scene: Scene) -> Rows:
 
 def heads_in_another_order(scene: Scene) -> Iterator[Hypothesis]:
     """Each head is what another head should be."""
-    head_dim = scene.hf.head_dim
-    if not KINDS[scene.operation.kind].has_heads or scene.expected.shape[1] % head_dim:
+    if not KINDS[scene.operation.kind].has_heads or scene.expected.shape[1] % scene.hf.head_dim:
         return
+    head_dim = scene.hf.head_dim
     actual, expected = (
         x.unflatten(1, (-1, head_dim)).transpose(0, 1).flatten(1) for x in (scene.actual, scene.expected)
     )

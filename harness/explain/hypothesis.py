@@ -25,6 +25,8 @@ class Hypothesis:
     itself, content that nothing recorded has."""
     is_vague: bool = False
     """Whether it only points elsewhere: what fits as well and says more comes first."""
+    is_fallback: bool = False
+    """Whether it says where and not what: it is asserted where no other cause fits."""
     unknown: torch.Tensor | None = None
     """[rows] bool: rows that would have read memory nobody wrote, so that `output` cannot be known there."""
     provenance: Callable[[], Provenance | None] | None = None

@@ -30,8 +30,8 @@ def _size(scene: Scene) -> str:
 def _blocks(scene: Scene) -> str:
     """Name the heads that carry the error, or the run of elements, where that is not all of them."""
     error = (scene.actual - scene.expected).norm(dim=0)
-    head_dim = scene.hf.head_dim
-    if KINDS[scene.operation.kind].has_heads and len(error) > head_dim and not len(error) % head_dim:
+    head_dim = scene.hf.head_dim if KINDS[scene.operation.kind].has_heads else 0
+    if head_dim and len(error) > head_dim and not len(error) % head_dim:
         per_head = error.view(-1, head_dim).norm(dim=1)
         heads = (per_head > 0.01 * per_head.max()).nonzero()[:, 0].tolist()
         if len(heads) < len(per_head):

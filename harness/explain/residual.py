@@ -13,19 +13,28 @@ from harness.taps import Kind, Operation
 def side_missing(scene: Scene) -> Iterator[Hypothesis]:
     """Only one of the two is there."""
     stream, branch = scene.inputs
-    yield Hypothesis(cause="the residual is not added", output=branch)
-    yield Hypothesis(cause="the branch is not added to the residual", output=stream)
-    yield Hypothesis(cause="the branch is added twice", output=stream + 2 * branch)
-    yield Hypothesis(cause="the residual is added twice", output=2 * stream + branch)
-    yield Hypothesis(cause="the branch is subtracted", output=stream - branch)
+    first, second = _names(scene)
+    yield Hypothesis(cause=f"{first} is not added", output=branch)
+    yield Hypothesis(cause=f"{second} is not added to {first}", output=stream)
+    yield Hypothesis(cause=f"{second} is added twice", output=stream + 2 * branch)
+    yield Hypothesis(cause=f"{first} is added twice", output=2 * stream + branch)
+    yield Hypothesis(cause=f"{second} is subtracted", output=stream - branch)
 
 
 def scaled_branch(scene: Scene) -> Iterator[Hypothesis]:
     """The branch is added with a factor, which is fitted."""
     stream, branch = scene.inputs
     factor = float(((scene.actual - stream) * branch).sum() / branch.square().sum())
-    cause = f"the branch is added with a factor of {factor:.4g}"
+    cause = f"{_names(scene)[1]} is added with a factor of {factor:.4g}"
     yield Hypothesis(cause=cause, output=stream + factor * branch, freedom=1)
+
+
+def _names(scene: Scene) -> tuple[str, str]:
+    """Return what the two sides are called: a layer adds a branch to its residual stream, and experts to each other."""
+    sites = [scene.graph[tap].site for tap in scene.operation.inputs]
+    if any("expert" in site for site in sites) and scene.operation.site in {site.rpartition(".")[0] for site in sites}:
+        return "the output of " + sites[0], "the output of " + sites[1]
+    return "the residual", "the branch"
 
 
 def residual_behind_the_norm(scene: Scene) -> Iterator[Hypothesis]:

@@ -13,6 +13,7 @@ from harness.compare.run import Comparison
 from harness.compare.shapes import engine_dtype
 from harness.compare.slot_history import SlotHistory
 from harness.errors import Code, HarnessError
+from harness.explain.choice import explain_count
 from harness.explain.declared import declared_scenes
 from harness.explain.direction import explain_direction
 from harness.explain.layers import layers_that_did_not_run
@@ -45,7 +46,7 @@ def explain_run(found: Comparison, recording: Recording, expected: Golden, hf: H
         return run
     explainer = _Explainer(found, recording, expected, hf)
     findings = tuple(explainer.explained(finding) for finding in run.findings)
-    by_tap = {finding.tap: finding.explanation for finding in findings if finding.code in _EXPLAINED}
+    by_tap = {finding.tap: finding.explanation for finding in findings if finding.explanation is not None}
     first = run.first_divergence
     if first is not None and first.tap in by_tap:
         first = replace(first, explanation=by_tap[first.tap])
@@ -97,6 +98,8 @@ class _Explainer:
                 finding, explanation=explain_token(self.recording, logits, finding.request, finding.position)
             )
         tap = finding.tap or ""
+        if finding.code is Code.TAP_MISMATCH and tap in self.hf.graph:
+            return replace(finding, explanation=explain_count(self.hf.graph[tap], self.recording))
         if finding.code not in _EXPLAINED or tap not in self.hf.graph:
             return finding
         try:

@@ -70,22 +70,24 @@ def _best(evidence: Evidence) -> tuple[Trial | None, list[Trial], Trial | None]:
     """Return the best cause, those that are as good, and the best of what fits and may not be asserted."""
     best: Trial | None = None
     other: Trial | None = None
+    fallback: Trial | None = None
     group: list[Trial] = []
     for name in KINDS[evidence.scene.operation.kind].causes:
         if best is not None and name == _GENERIC and _is_perfect(best, evidence):
             break  # what can be said of any operation says less
         trials = list(_trials(name, evidence))
-        asserted = [trial for trial in trials if trial.is_cause]
+        asserted = [trial for trial in trials if trial.is_cause and not trial.hypothesis.is_fallback]
+        fallback = fallback or next((t for t in trials if t.is_cause and t.hypothesis.is_fallback), None)
         leader = best
         for trial in asserted:
             if best is None or trial.is_better_than(best):
                 best = trial
         group = asserted if name == _GENERIC and best is not leader else [*group, *asserted]
-        for trial in trials:
+        for trial in (trial for trial in trials if not trial.hypothesis.is_fallback):
             if bool(trial.holds.any()) and (other is None or _says_more(trial, other)):
                 other = trial
     if best is None or _is_beaten(best, other):
-        return None, [], other
+        return fallback, [], other
     causes: dict[str, Trial] = {}
     for trial in group:
         if trial.hypothesis.cause != best.hypothesis.cause and trial.is_as_good_as(best):

@@ -3,11 +3,23 @@
 from collections.abc import Mapping
 
 from harness.errors import Code, HarnessError
-from harness.faults import attention, cache, formulas, norm, numbers, outside, paths, position, sampling, weights
+from harness.faults import (
+    attention,
+    cache,
+    experts,
+    formulas,
+    norm,
+    numbers,
+    outside,
+    paths,
+    position,
+    sampling,
+    weights,
+)
 from harness.faults.fault import Category, Fault
 from harness.faults.half import in_16_bits
 
-_MODULES = (position, norm, weights, attention, cache, sampling, formulas, numbers, outside, paths)
+_MODULES = (position, norm, weights, attention, cache, sampling, formulas, numbers, outside, paths, experts)
 _FAULTS = [fault for module in _MODULES for fault in module.FAULTS]
 FAULTS: Mapping[str, Fault] = {fault.id: fault for fault in [*_FAULTS, *in_16_bits(_FAULTS)]}
 

@@ -31,6 +31,7 @@ class Category(StrEnum):
     SCHEDULER = "scheduler"
     SAMPLING = "sampling"
     NUMBERS = "numbers"
+    EXPERTS = "experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

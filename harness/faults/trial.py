@@ -76,6 +76,17 @@ def try_variant(variant: Variant, *, seed: int = 0) -> Trial:
         return _checked(folder, variant.setting, variant.engine, seed, planted)
 
 
+def check_variant(variant: Variant, *, seed: int, out: Path) -> CheckResult:
+    """Check an engine that is legitimately different, and leave the recordings in the empty folder `out`.
+
+    Raises:
+        HarnessError: The engine raised, or the check could not be made.
+    """
+    plant = variant.plant() if variant.plant else nullcontext(Planted())
+    with checkpoint(variant.setting) as folder, plant:
+        return run_check(_declared_plan(variant.setting, folder, variant.engine, seed), out=out)
+
+
 def plan_of(setting: FaultConfig, folder: Path, *, engine: str = "reference", seed: int = 0) -> Plan:
     """Return the check that a setting describes, of the checkpoint in `folder`."""
     return make_plan(
@@ -92,9 +103,7 @@ def plan_of(setting: FaultConfig, folder: Path, *, engine: str = "reference", se
 
 
 def _checked(folder: Path, setting: FaultConfig, engine: str, seed: int, planted: Planted) -> Trial:
-    plan = plan_of(setting, folder, engine=engine, seed=seed)
-    if setting.numerics is not None:
-        plan = replace(plan, subject=_Declaring(plan, setting.numerics))
+    plan = _declared_plan(setting, folder, engine, seed)
     with tempfile.TemporaryDirectory(prefix="harness-") as out:
         try:
             result = run_check(plan, out=Path(out))
@@ -104,6 +113,11 @@ def _checked(folder: Path, setting: FaultConfig, engine: str, seed: int, planted
         with Recording.open(recording, verify=False) as actual:
             peers = judge_as_peers(actual, _golden(plan), result.runs[0])
     return Trial(result=result, error=None, num_calls=planted.num_calls, peers=peers)
+
+
+def _declared_plan(setting: FaultConfig, folder: Path, engine: str, seed: int) -> Plan:
+    plan = plan_of(setting, folder, engine=engine, seed=seed)
+    return plan if setting.numerics is None else replace(plan, subject=_Declaring(plan, setting.numerics))
 
 
 class _Declaring:

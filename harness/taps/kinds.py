@@ -81,6 +81,7 @@ KINDS: Mapping[Kind, KindTraits] = {
         has_heads=True,
     ),
     Kind.CACHE: KindTraits(error_model=ErrorModel(roundings=0), causes=("cache", "cache_content")),
-    Kind.CHOICE: KindTraits(error_model=None, causes=()),
-    Kind.OTHER: KindTraits(error_model=None, causes=("lora", "generic")),  # a linear layer with an adapter is one
+    Kind.CHOICE: KindTraits(error_model=None, causes=("choice",)),
+    # A linear layer with an adapter is one; the experts of a layer are, and scans.
+    Kind.OTHER: KindTraits(error_model=None, causes=("lora", "router", "experts", "shared_expert", "state", "generic")),
 }

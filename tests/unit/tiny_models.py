@@ -60,6 +60,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 8},
     "mixtral": _EXPERTS,
     "phi3": {},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+        "decoder_sparse_step": 1,
+    },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1},
 }
 """Model types and what they need besides the sizes."""

@@ -21,7 +21,7 @@ from reference_engine import LLMEngine
 from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
 from reference_engine.kv_cache import KVCache
-from reference_engine.layers import MLP, Embedding, Linear, RMSNorm
+from reference_engine.layers import MLP, Embedding, Experts, Linear, RMSNorm
 from reference_engine.model import Attention, Decoder, DecoderLayer
 from reference_engine.prefix_cache import Prefix, PrefixCache
 from reference_engine.rotary import RotaryEmbedding
@@ -29,13 +29,16 @@ from reference_engine.rotary import RotaryEmbedding
 OWNERS = (
     reference_engine.attention.paged, reference_engine.attention.paged.PagedAttention, reference_engine.config,
     reference_engine.model, reference_engine.model_runner, reference_engine.sampler, Attention, BlockManager, BlockPool,
-    Decoder, DecoderLayer, Embedding, KVCache, LLMEngine, Linear, MLP, Prefix, PrefixCache, RMSNorm, RotaryEmbedding,
+    Decoder, DecoderLayer, Embedding, Experts, KVCache, LLMEngine, Linear, MLP, Prefix, PrefixCache, RMSNorm,
+    RotaryEmbedding,
 )  # fmt: skip
 ONE_OF_EACH = (
     "position-decode-plus-one", "norm-eps-too-large", "qkv-k-and-v-swapped", "window-one-more", "hash-without-parent",
     "copy-on-write-forgotten", "preempted-keeps-its-table", "second-best-token", "logits-bf16", "hit-of-everything",
     "norm-overflow-fp16", "one-weight-flipped", "tied-head-not-loaded", "inputs-q8-undeclared",
     "inputs-bf16-of-fp32-weights", "rope-frequencies-off-by-1e-6", "cache-bf16-declared-fp16",
+    "router-lowest", "router-one-expert", "router-not-normalised", "experts-swapped", "experts-rank-missing",
+    "experts-weighted-input", "expert-stale",
 )  # fmt: skip
 
 

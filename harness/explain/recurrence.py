@@ -1,0 +1,167 @@
+"""HF's own mixer of one layer, run again over recorded rows: for operations that carry a state from row to row.
+
+A state-space or linear-attention layer reads its inputs at all earlier rows. So the rows of a request are run through
+HF's module once more, with what was recorded put in the place of its inner values, and with one thing changed.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.compare.align import Rows
+from harness.explain.mixture import exactly
+from harness.explain.scene import Scene, gathered
+from harness.taps import KINDS, Kind, Operation
+
+_SAME = 1e-4
+"""Relative distance within which the module, run again, gives what it should."""
+Sequences = Sequence[Rows]
+
+
+class _SeenError(Exception):
+    """Ends a run where the operation was seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recurrence:
+    """A mixer and the rows of the requests that it is run over."""
+
+    scene: Scene
+    path: str
+    """Of the mixer."""
+    entry: str
+    """Tap that the mixer reads."""
+    histories: tuple[Rows, ...]
+    """Every request's rows from its first to its last wrong one."""
+
+    @property
+    def module(self) -> nn.Module:
+        """HF's mixer."""
+        return self.scene.hf.module(self.path)
+
+    def run(self, sequences: Sequences | None = None) -> torch.Tensor | None:
+        """Return what the operation gives at the scene's rows, [R, W] float64, if rows follow each other as given.
+
+        Args:
+            sequences: of rows, each begun with an empty state; those of every request in order by default. A row that
+                is there twice counts where it is last. None is returned where a row was not recorded.
+        """
+        found: dict[tuple[int, int], torch.Tensor] = {}
+        for rows in self.histories if sequences is None else sequences:
+            values = self._values(rows)
+            if values is None:
+                return None
+            with exactly(self.scene):
+                output = self._run_one(values)
+            found |= dict(zip(zip(rows.request.tolist(), rows.position.tolist(), strict=True), output, strict=True))
+        wanted = list(zip(self.scene.rows.request.tolist(), self.scene.rows.position.tolist(), strict=True))
+        return torch.stack([found[row] for row in wanted]) if found.keys() >= set(wanted) else None
+
+    def _values(self, rows: Rows) -> dict[str, torch.Tensor] | None:
+        """Return what was recorded of the mixer's input and of the operation's inputs at some rows, by tap."""
+        taps = (self.entry, *self.scene.operation.inputs)
+        found = {tap: gathered(self.scene.locator, tap, rows) for tap in taps}
+        complete = {tap: value for tap, value in found.items() if value is not None}
+        return complete if len(complete) == len(found) else None
+
+    def _run_one(self, values: dict[str, torch.Tensor]) -> torch.Tensor:
+        hf, graph, seen = self.scene.hf, self.scene.graph, list[torch.Tensor]()
+        with ExitStack() as stack:
+            for tap in self.scene.operation.inputs:
+                source = graph[tap].source
+                stack.enter_context(_forced(hf.module(graph[tap].module), source, values[tap].to(hf.device)))
+            stack.enter_context(_shown(self.scene.module, self.scene.operation.source, seen))
+            with suppress(_SeenError):
+                self.module(values[self.entry][None].to(hf.device))
+        return seen[0].to("cpu", torch.float64).reshape(len(values[self.entry]), -1)
+
+
+def recurrence_of(scene: Scene) -> Recurrence | None:
+    """Return the mixer behind an operation; None where it has none that gives what it should on the recorded rows."""
+    path = _mixer_of(scene)
+    if path is None:
+        return None
+    first = _first_of(scene, path)
+    if first is None:
+        return None
+    last: dict[int, int] = {}
+    for request, position in zip(scene.rows.request.tolist(), scene.rows.position.tolist(), strict=True):
+        last[request] = max(position, last.get(request, 0))
+    histories = tuple(history(scene, request, count + 1) for request, count in last.items())
+    found = Recurrence(scene=scene, path=path, entry=first.inputs[0], histories=histories)
+    output = found.run()
+    if output is None or bool(((output - scene.expected).norm(dim=1) > _SAME * scene.expected.norm(dim=1)).any()):
+        return None
+    return found
+
+
+def history(scene: Scene, request: int, count: int) -> Rows:
+    """Return the first rows of a request, each in the step that computed it last."""
+    position = torch.arange(count)
+    rows = Rows(request=torch.full_like(position, request), position=position, step=torch.zeros_like(position))
+    found = scene.locator.find(scene.operation.inputs[0], rows)
+    return Rows(request=rows.request, position=position, step=found[:, 0])
+
+
+def _mixer_of(scene: Scene) -> str | None:
+    """Return the innermost module around the operation that has parameters of its own beside those of its children."""
+    path = scene.operation.module
+    while path:
+        module = scene.hf.module(path)
+        if not isinstance(module, nn.Linear) and len(list(module.children())) > 1:
+            own = dict(module.named_parameters(recurse=False))
+            return path if own and not any(KINDS[op.kind].has_heads for op in _inside(scene, path)) else None
+        path = path.rpartition(".")[0]
+    return None
+
+
+def _inside(scene: Scene, path: str) -> list[Operation]:
+    return [op for op in scene.graph if op.source and f"{op.module}.".startswith(f"{path}.")]
+
+
+def _first_of(scene: Scene, path: str) -> Operation | None:
+    """Return the first operation of a mixer: a product of what the mixer reads."""
+    inside = _inside(scene, path)
+    return inside[0] if inside and inside[0].kind is Kind.LINEAR and len(inside[0].inputs) == 1 else None
+
+
+@contextmanager
+def _forced(module: nn.Module, source: str, value: torch.Tensor) -> Iterator[None]:
+    """Put recorded rows [T, W] in the place of a module's output, or of its input, for all that hold the tensor."""
+    if source.endswith(":input"):
+        handle = module.register_forward_pre_hook(lambda _module, args: partial(_put, value)(args[0]))
+    else:
+        handle = module.register_forward_hook(lambda _module, _args, output: partial(_put, value)(output))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _put(value: torch.Tensor, own: Any) -> None:
+    own.copy_(value.reshape(own.shape))
+
+
+@contextmanager
+def _shown(module: nn.Module, source: str, seen: list[torch.Tensor]) -> Iterator[None]:
+    """Keep what the operation gives, and end the run there."""
+
+    def before(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        seen.append(args[0].clone())
+        raise _SeenError
+
+    def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        seen.append((output[0] if isinstance(output, tuple) else output).clone())
+        raise _SeenError
+
+    is_input = source.endswith(":input")
+    handle = module.register_forward_pre_hook(before) if is_input else module.register_forward_hook(after)
+    try:
+        yield
+    finally:
+        handle.remove()
