@@ -15,8 +15,15 @@ from pathlib import Path
 from harness.version import __version__
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
-SWITCHES = ("TORCH_CUDNN_SDPA_DEPRIORITIZED", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables of the environment that change what torch runs on a GPU."""
+SWITCHES = (
+    "TORCH_CUDNN_SDPA_DEPRIORITIZED",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",
+)
+"""Variables of the environment that change what torch runs: on a GPU, and on a CPU as if it had fewer instructions."""
 PACKAGES = ("torch", "transformers", "triton", "llama-cpp-python")
 
 

@@ -48,6 +48,9 @@ class Plan:
     """Longest time for opening the engine, and for each schedule."""
     engine_python: Path | None = None
     """Interpreter of the environment that the engine is installed in; None for this one."""
+    stops_early: bool = False
+    """Whether the check ends at the first operation that is wrong: what is behind it is not judged, no further schedule
+    is run, and no cause is looked for."""
     lora: Path | None = None
     """Folder of a LoRA adapter that truth and engine add to the model; the engine finds it as its option `lora`."""
 

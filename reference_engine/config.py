@@ -167,6 +167,10 @@ class EngineConfig:
     fused_kernels: bool = True
     """With the backend `triton`, norms with residuals, norms of heads with rotary, and SiLU with its product are one
     kernel each; layers that are compiled are not fused by hand as well."""
+    widen_weights: bool | None = None
+    """On a CPU without instructions for the dtype, keep a second copy of large weights in float32, three times the
+    memory in all, in which products of several rows take a fraction of the time. None: where the copies fit into half
+    of the available memory."""
     compile_layers: bool = False
     """Let torch.compile fuse what a layer does between its matrix products. The first steps then take a minute or so; a
     step that somebody observes runs as it is written. Meant for a GPU: on the CPU the compiler cannot read packed
@@ -188,6 +192,8 @@ class EngineConfig:
         self._check_boolean("enable_prefix_caching")
         self._check_boolean("cuda_graphs")
         self._check_boolean("fused_kernels")
+        if self.widen_weights is not None:
+            self._check_boolean("widen_weights")
         self._check_boolean("compile_layers")
         self._check_boolean("debug_checks")
 

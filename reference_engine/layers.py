@@ -21,7 +21,7 @@ from torch.nn.functional import embedding, gelu, linear, silu
 from reference_engine.batch import Batch
 from reference_engine.config import ModelConfig
 from reference_engine.experts import ExpertsShape
-from reference_engine.packing import packed_linear
+from reference_engine.packing import packed_linear, widened_linear
 
 __all__ = [
     "ACTIVATIONS",
@@ -51,9 +51,14 @@ class Linear:
     weight_OI: torch.Tensor
     """Plain, or packed for the CPU (see `packing`)."""
     bias_O: torch.Tensor | None = None
+    widened_OI: torch.Tensor | None = None
+    """A second copy for products of several rows, on a CPU without instructions for the dtype (see `packing.widen`).
+    One row is read from `weight_OI`, which is half as large."""
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Return [T, O]."""
+        if self.widened_OI is not None and len(x_TI) > 1:
+            return widened_linear(x_TI, self.widened_OI, self.bias_O)
         if self.weight_OI.is_mkldnn:
             return packed_linear(x_TI, self.weight_OI, self.bias_O)
         return linear(x_TI, self.weight_OI, self.bias_O)

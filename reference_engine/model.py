@@ -5,6 +5,7 @@ Shapes: T tokens, N query heads, K KV heads, H head dim, D hidden, V vocab, R sa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -22,7 +23,7 @@ from reference_engine.layers import (
     ZeroCentredRMSNorm,
     build_mlp,
 )
-from reference_engine.packing import pack
+from reference_engine.packing import pack, widen
 from reference_engine.parallel import Ranks, RowParallel, VocabParallelEmbedding, VocabParallelHead
 from reference_engine.rotary import RotaryEmbedding, apply_rotary
 from reference_engine.weights import LM_HEAD, TOKEN_EMBEDDING
@@ -166,18 +167,24 @@ class Decoder:
         *,
         local_rotary: RotaryEmbedding | None = None,
         packs_weights: bool = True,
+        widens_weights: bool = False,
     ) -> Decoder:
         """Assemble the decoder from the parameters that `load_weights` returns.
 
         Those of matrix products are taken out of `weights`, so that a packed one replaces the plain one in memory. A
         compiler cannot read packed ones.
         """
-        table, head = weights[TOKEN_EMBEDDING], Linear(pack(weights[LM_HEAD]) if packs_weights else weights[LM_HEAD])
-        layers = range(config.num_hidden_layers)
+        table, layers = weights[TOKEN_EMBEDDING], range(config.num_hidden_layers)
+
+        def product(weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> Linear:
+            widened_OI = widen(weight_OI) if packs_weights and widens_weights else None
+            return Linear(pack(weight_OI) if packs_weights else weight_OI, bias_O, widened_OI)
+
+        head = product(weights[LM_HEAD])
         return cls(
             embed_tokens=_build_embedding(config, table, ranks),
             rotary=rotary,
-            layers=tuple(_build_layer(config, weights, backend, layer, ranks, packs_weights) for layer in layers),
+            layers=tuple(_build_layer(config, weights, backend, layer, ranks, product) for layer in layers),
             norm=_norm_class(config)(weights["model.norm.weight"], config.rms_norm_eps),
             lm_head=head if ranks is None else VocabParallelHead(head, ranks),
             local_rotary=local_rotary,
@@ -233,7 +240,7 @@ def _build_layer(
     backend: AttentionBackend,
     layer: int,
     ranks: Ranks | None,
-    packs_weights: bool,
+    product: Callable[[torch.Tensor, torch.Tensor | None], Linear],
 ) -> DecoderLayer | SandwichLayer:
     prefix = f"model.layers.{layer}."
 
@@ -241,8 +248,7 @@ def _build_layer(
         return _norm_class(config)(weights[f"{prefix}{name}.weight"], config.rms_norm_eps)
 
     def linear(name: str) -> Linear:
-        weight_OI = weights.pop(f"{prefix}{name}.weight")
-        return Linear(pack(weight_OI) if packs_weights else weight_OI, weights.get(f"{prefix}{name}.bias"))
+        return product(weights.pop(f"{prefix}{name}.weight"), weights.get(f"{prefix}{name}.bias"))
 
     def row_parallel(name: str) -> Linear | RowParallel:
         own = linear(name)

@@ -23,11 +23,13 @@ from reference_engine.messages import Command, encode_chunks
 from reference_engine.model import Decoder
 from reference_engine.numerics import step_numerics
 from reference_engine.observer import Observer
+from reference_engine.packing import can_widen
 from reference_engine.parallel import Ranks, ShardedTaps, shard_config
 from reference_engine.rotary import RotaryEmbedding
 from reference_engine.sampler import Sampled, sample
 from reference_engine.sequence import Chunk, Sequence
 from reference_engine.steps import describe, show_cache
+from reference_engine.weights import TOKEN_EMBEDDING
 
 __all__ = ["ModelRunner"]
 
@@ -72,6 +74,7 @@ class ModelRunner:
         self.model = Decoder.build(
             self.model_config, weights, rotary, self.backend, ranks,
             local_rotary=local_rotary, packs_weights=not config.compile_layers,
+            widens_weights=self._widens_weights(config, weights),
         )  # fmt: skip
         is_fusable = model_config.family.is_fusable and self.backend.uses_triton and not config.compile_layers
         self.adapters = {
@@ -190,6 +193,12 @@ class ModelRunner:
             device=self.device,
             capture=capture,
         )
+
+    def _widens_weights(self, config: EngineConfig, weights: Mapping[str, torch.Tensor]) -> bool:
+        if config.widen_weights is not None:
+            return config.widen_weights
+        products = [weight for name, weight in weights.items() if name != TOKEN_EMBEDDING]
+        return can_widen(products, num_engines=1 if self._ranks is None else self._ranks.size)
 
     def _cache_budget_bytes(self) -> int:
         if self._ranks is None:

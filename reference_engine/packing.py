@@ -4,19 +4,31 @@ A product of few rows is bound by how fast its weights come from memory. oneDNN 
 from a plain matrix it is packed anew in every call (bfloat16), or another library's kernel runs that is made for
 many rows (float32). Torch has the blocked layout for its own compiler; these are the compiler's operators.
 
+A CPU without instructions for 16 bits has no such product for them, and torch's own takes two to five times as long as
+the one in float32. There a second copy of the weight is packed in float32 (see `widen`).
+
 Shapes: T tokens, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-__all__ = ["pack", "packed_linear"]
+from reference_engine.host_memory import available_bytes
+
+__all__ = ["can_widen", "is_widened", "pack", "packed_linear", "widen", "widened_linear"]
 
 MIN_ELEMENTS = 1 << 18
 """Below it a weight stays in the cache, and the operator's own overhead (10 us more than a plain product's) counts."""
 EXPECTED_ROWS = 16
 """What the layout is chosen for. One chosen for 16 rows was the best, or close to it, from 1 row to 2048."""
+EXPECTED_ROWS_AVX2 = 1
+"""The same where vectors have 256 bits: a quarter faster than the layout for 16 at one row, as fast from 16 rows on."""
+MAX_MEMORY_SHARE = 0.5
+"""Of the memory that is available, what second copies may take."""
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def pack(weight_OI: torch.Tensor) -> torch.Tensor:
@@ -24,16 +36,49 @@ def pack(weight_OI: torch.Tensor) -> torch.Tensor:
 
     A packed tensor has the same shape and dtype; only `packed_linear` can read it.
     """
-    if weight_OI.device.type != "cpu" or weight_OI.numel() < MIN_ELEMENTS or not _is_served(weight_OI.dtype):
+    if not _is_large(weight_OI) or not _is_served(weight_OI.dtype):
         return weight_OI
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, EXPECTED_ROWS)
-    return packed
+    return _reordered(weight_OI)
 
 
 def packed_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
     """Return x W^T + bias, [T, O], for a packed weight."""
     product_TO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, weight_OI, bias_O, "none", [], "")
     return product_TO
+
+
+def widen(weight_OI: torch.Tensor) -> torch.Tensor | None:
+    """Return a second copy of a weight, packed in float32; None where `is_widened` says that it brings nothing."""
+    return _reordered(weight_OI.to(torch.float32)) if is_widened(weight_OI) else None
+
+
+def widened_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    """Return x W^T + bias, [T, O] in x's dtype, for a widened weight: all in float32, rounded once at the end."""
+    bias32_O = None if bias_O is None else bias_O.to(torch.float32)
+    return packed_linear(x_TI.to(torch.float32), weight_OI, bias32_O).to(x_TI.dtype)
+
+
+def is_widened(weight_OI: torch.Tensor) -> bool:
+    """Whether products of several rows with this weight are faster in float32."""
+    is_wanted = weight_OI.dtype in SIXTEEN_BITS and _is_large(weight_OI)
+    return is_wanted and _is_served(torch.float32) and not _is_served(weight_OI.dtype)
+
+
+def can_widen(weights: Iterable[torch.Tensor], *, num_engines: int = 1) -> bool:
+    """Whether memory holds the second copies, for each of `num_engines` that are opened on this machine together."""
+    num_bytes = sum(weight.numel() for weight in weights if is_widened(weight)) * torch.float32.itemsize
+    return num_bytes * num_engines <= MAX_MEMORY_SHARE * available_bytes()
+
+
+def _is_large(weight_OI: torch.Tensor) -> bool:
+    return weight_OI.device.type == "cpu" and weight_OI.dim() == 2 and weight_OI.numel() >= MIN_ELEMENTS
+
+
+def _reordered(weight_OI: torch.Tensor) -> torch.Tensor:
+    is_avx2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
+    num_rows = EXPECTED_ROWS_AVX2 if is_avx2 else EXPECTED_ROWS
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, num_rows)
+    return packed
 
 
 def _is_served(dtype: torch.dtype) -> bool:

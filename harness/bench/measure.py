@@ -11,7 +11,17 @@ import torch
 from harness.bench.agreement import Agreement, find_divergences, judge_divergences
 from harness.bench.bandwidth import copy_bandwidth
 from harness.bench.hf_generate import load_hf_model
-from harness.bench.peer import OURS, PEERS, BenchConfig, Generation, Peer, check_peer_names, open_peers, peer_groups
+from harness.bench.peer import (
+    OURS,
+    PEERS,
+    BenchConfig,
+    Generation,
+    OpenPeers,
+    Peer,
+    check_peer_names,
+    open_peers,
+    peer_groups,
+)
 from harness.bench.quiet import quiet_peers
 from harness.bench.results import BandwidthShare, BenchResult, Measure
 from harness.bench.shape import Shape, build_checkpoint, find_shape
@@ -46,6 +56,8 @@ class Found:
     """Copy bandwidths, bytes a second."""
     agreements: list[Agreement] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
+    grown_bytes: dict[str, int] = field(default_factory=dict)
+    """Resident memory, by engine."""
 
 
 def run_bench(
@@ -97,6 +109,7 @@ def run_bench(
         agreements=found.agreements,
         absent=found.absent,
         engine=engine,
+        resident_bytes=found.grown_bytes,
     )
 
 
@@ -163,7 +176,8 @@ def _run_groups(
     for group in groups:
         with open_peers(group, setting, required=required) as opened:
             found.absent |= opened.absent
-            found.absent |= _run_once(opened.peers, workloads, found.tokens, progress)
+            found.absent |= _run_once(opened, workloads, found.tokens, progress)
+            found.grown_bytes |= opened.memory.grown_bytes
             if len(groups) == 1:  # nothing is timed in vain
                 found.agreements = _agree(found.tokens, workloads, setting, progress)
             found.copies += _time(opened.peers, found.timed, found.tokens, setting.device, repeats, progress)
@@ -173,7 +187,7 @@ def _run_groups(
 
 
 def _run_once(
-    peers: Sequence[Peer], workloads: Sequence[Workload], tokens: Sequence[Tokens], progress: Progress
+    opened: OpenPeers, workloads: Sequence[Workload], tokens: Sequence[Tokens], progress: Progress
 ) -> dict[str, str]:
     """Run everything once, which also warms everything up, and keep the tokens of each workload.
 
@@ -182,9 +196,10 @@ def _run_once(
     not_served = {}
     for index, (workload, own) in enumerate(zip(workloads, tokens, strict=True)):
         progress("comparing tokens", index, len(workloads))
-        for peer in peers:
+        for peer in opened.peers:
             try:
-                own[peer.name] = peer.generate(workload).token_ids
+                with opened.memory.of(peer.name):
+                    own[peer.name] = peer.generate(workload).token_ids
             except HarnessError as error:
                 if error.code is not Code.ENGINE_CANNOT_SERVE:
                     raise

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from harness.bench.memory import ResidentMemory
 from harness.bench.workload import Workload
 from harness.engines import engine_names
 from harness.errors import Code, HarnessError
@@ -153,6 +154,7 @@ class OpenPeers:
     """The peers of a group that are installed, and why the others are not there."""
 
     peers: list[Peer] = field(default_factory=list)
+    memory: ResidentMemory = field(default_factory=ResidentMemory)
     absent: dict[str, str] = field(default_factory=dict)
 
 
@@ -167,7 +169,8 @@ def open_peers(group: Sequence[str], setting: BenchConfig, *, required: Sequence
     try:
         for name in group:
             try:
-                opened.peers.append(PEERS.get(name, partial(_engine, name))(setting))
+                with opened.memory.of(name):
+                    opened.peers.append(PEERS.get(name, partial(_engine, name))(setting))
             except PeerMissingError as error:
                 if name in required:
                     raise _not_installed(name, error) from error

@@ -1,7 +1,7 @@
 """What a benchmark found: plain data, from which every form is written."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
@@ -79,6 +79,8 @@ class BenchResult:
     """Peers that are not installed, and what an engine could not run; and why."""
     engine: str = OURS
     """The one that is compared with the others."""
+    resident_bytes: Mapping[str, int] = field(default_factory=dict)
+    """By engine: what the process grew by on the host when it was opened and had run every workload once."""
 
     def json(self) -> dict[str, Any]:
         """Return everything as JSON-able data."""

@@ -50,6 +50,9 @@ def _bandwidth(result: BenchResult) -> str:
         shares = ", ".join(f"{name} {value:.0%}" for name, value in share.shares.items())
         megabytes = share.bytes_per_step / 1e6
         lines.append(f"share of it, decode at batch {share.batch_size} ({megabytes:.0f} MB a step): {shares}")
+    if result.resident_bytes:
+        sizes = ", ".join(f"{name} {num_bytes / 1e6:.0f} MB" for name, num_bytes in result.resident_bytes.items())
+        lines.append(f"resident memory: {sizes}")
     return "\n".join(lines)
 
 

@@ -50,6 +50,10 @@ def check(
     profile: Annotated[
         bool, typer.Option("--profile", help="Profile the engine as well, into --out: see `harness profile`.")
     ] = False,
+    stop_early: Annotated[
+        bool,
+        typer.Option("--stop-early", help="End at the first operation that is wrong, without looking for its cause."),
+    ] = False,
     endpoint: opt.Endpoint = None,
     served_model: opt.ServedModel = None,
     concurrency: opt.Concurrency = None,
@@ -96,7 +100,9 @@ def check(
             lora=lora,
         )
         if server.is_given:
-            return server.check(given, [out, fault, profile or None], local_files_only, format, report)
+            return server.check(
+                given, [out, fault, profile or None, stop_early or None], local_files_only, format, report
+            )
         with (
             nullcontext(given.plan(local_files_only=local_files_only))
             if fault is None
@@ -105,7 +111,7 @@ def check(
             dtypes = list(dict.fromkeys(resolve_dtype(name, plan.folder) for name in dtype or []))
             plans = [replace(plan, dtype=name) for name in dtypes] if len(dtypes) > 1 else [plan]
             results, profiles = [], []
-            for each in plans:
+            for each in (replace(plan, stops_early=stop_early) for plan in plans):
                 folder = out / each.dtype if out and len(plans) > 1 else out
                 results.append(run_check(each, out=folder, progress=report))
                 if folder is not None:

@@ -5,13 +5,14 @@ with the engine's row. So a wrong operation is wrong once, and what follows is j
 recorded flows through HF's code, in the truth and in the control alike.
 """
 
+from contextlib import suppress
 from functools import partial
 
 import torch
 
 from harness.compare.batch import make_batches
 from harness.compare.local_judge import LocalJudge, LocalJudgement, Measured
-from harness.compare.replay import Replay
+from harness.compare.replay import DecidedError, Replay
 from harness.compare.sequences import sequences
 from harness.compare.shapes import engine_dtype
 from harness.oracle.batching import batch_tokens
@@ -29,6 +30,7 @@ def local_errors(
     usable: set[str],
     *,
     truth: str = "auto",
+    stops_early: bool = False,
     progress: Progress | None = None,
 ) -> LocalJudgement:
     """Run the model once over all that the engine computed, every recorded value put back, and judge each operation.
@@ -38,6 +40,7 @@ def local_errors(
         hf: the model in the engine's dtype.
         usable: recorded taps whose shape and dtype fit.
         truth: `float64`, `float32` or `auto`.
+        stops_early: go no further than the first part of the model with an operation that is out of bounds.
         progress: told what is being done.
     """
     batches = make_batches(recording, sequences(recording), batch_tokens(hf))
@@ -49,19 +52,21 @@ def local_errors(
             usable,
             is_alone=len(batches) == 1,
             declared=declared,
+            stops_early=stops_early,
             workers=workers,
         )
-        for index, batch in enumerate(batches):
-            watcher = Replay(judge, batch)
-            report = None if progress is None else partial(progress, f"replay {index + 1}/{len(batches)}")
-            run_pair(
-                hf,
-                batch.token_ids,
-                watcher,
-                truth_dtype=precision,
-                logit_positions=watcher.logit_positions,
-                progress=report,
-            )
+        with suppress(DecidedError):
+            for index, batch in enumerate(batches):
+                watcher = Replay(judge, batch)
+                report = None if progress is None else partial(progress, f"replay {index + 1}/{len(batches)}")
+                run_pair(
+                    hf,
+                    batch.token_ids,
+                    watcher,
+                    truth_dtype=precision,
+                    logit_positions=watcher.logit_positions,
+                    progress=report,
+                )
     return judge.judgement()
 
 

@@ -55,6 +55,8 @@ class LocalJudgement:
     """By tap, in the order of the run."""
     evidence: Mapping[str, Evidence]
     """Of taps with wrong rows."""
+    is_partial: bool = False
+    """Whether the model was left at the first part with a wrong operation: what lies behind it was not judged."""
 
 
 @dataclass(slots=True)
@@ -99,6 +101,7 @@ class LocalJudge:
         *,
         is_alone: bool,
         declared: Numerics | None = None,
+        stops_early: bool = False,
         workers: Workers[Measured] | None = None,
     ) -> None:
         self.graph, self.usable = hf.graph, usable
@@ -109,6 +112,7 @@ class LocalJudge:
         self._workers = Workers[Measured]() if workers is None else workers
         self._parts: dict[str, _Parts] = {}
         self._num_kept = Counter[str]()
+        self._stops_early, self._has_bad = stops_early, False
 
     def add(self, rows: TapRows, through: tuple[str, ...]) -> None:
         """See `Judge.add`."""
@@ -127,6 +131,11 @@ class LocalJudge:
         """See `Judge.settle`."""
         for measured in self._workers.finished():
             self._take(measured, self._parts[measured.rows.operation.tap])
+
+    @property
+    def is_decided(self) -> bool:
+        """See `Judge.is_decided`: where it stops early, whether an operation that was judged by itself is wrong."""
+        return self._stops_early and self._has_bad
 
     def _measure(self, rows: TapRows, through: tuple[str, ...], part: _Parts) -> Measured:
         """Measure some rows: their errors, their bounds, and what direction the errors have."""
@@ -160,6 +169,7 @@ class LocalJudge:
         if measured.through:
             return
         if bool(errors.bad.any()):
+            self._has_bad = True
             self._keep_evidence(rows, part, errors, errors.bad)
         elif measured.has_direction:  # of which any row is as good as another
             self._keep_evidence(rows, part, errors, errors.roundings.isfinite())
@@ -244,6 +254,7 @@ class LocalJudge:
         return LocalJudgement(
             errors={tap: self._errors(tap, self._parts[tap]) for tap in in_order},
             evidence={tap: merged(self._parts[tap].evidence) for tap in in_order if self._parts[tap].evidence},
+            is_partial=self.is_decided,
         )
 
     def _errors(self, tap: str, part: _Parts) -> LocalErrors:

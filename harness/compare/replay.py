@@ -73,6 +73,14 @@ class Judge(Protocol):
     def settle(self) -> None:
         """Finish with all rows that were added: the weights go."""
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether nothing further is to be judged."""
+
+
+class DecidedError(Exception):
+    """Ends a replay whose judge has seen enough; whoever runs the replay catches it."""
+
 
 class Replay:
     """Puts an engine's rows back into both forwards of one batch, and hands them to the judge."""
@@ -123,8 +131,10 @@ class Replay:
         return replaced
 
     def part_done(self) -> None:
-        """See `PairObserver.part_done`."""
+        """See `PairObserver.part_done`; raises DecidedError once nothing further is to be judged."""
         self._judge.settle()
+        if self._judge.is_decided:
+            raise DecidedError
 
     def _judge_rows(self, value: Value, recorded: RecordedRows, at: torch.Tensor) -> None:
         through = self._judge.ways.get(value.operation.tap, ())

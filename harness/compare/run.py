@@ -57,6 +57,7 @@ def compare_run(
     accepts_tokens: bool = False,
     require: Sequence[str] = ("decode",),
     truth: str = "auto",
+    stops_early: bool = False,
     engine_s: float | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
@@ -72,6 +73,7 @@ def compare_run(
         accepts_tokens: whether equal tokens are enough to pass where not one operation could be judged.
         require: triggers the workload must have reached.
         truth: precision in which operations are judged, `float64`, `float32` or `auto`.
+        stops_early: judge no further than the first operation that is wrong.
         engine_s: seconds the engine took, for the report.
         progress: told what is being done.
 
@@ -92,10 +94,12 @@ def compare_run(
     with Workers[Propagation](min(1, torch.get_num_threads() - 1)) as beside:
         beside.submit(lambda: propagated_errors(actual, theirs, noise, graph, usable))
         if hf is not None:
-            local = local_errors(actual, hf, usable, truth=truth, progress=progress)
+            local = local_errors(actual, hf, usable, truth=truth, stops_early=stops_early, progress=progress)
         (propagation,) = beside.finished()
     caches = {op.tap: errors for op, errors in cache_errors(ours, graph, usable, theirs, noise)}
     judged = judge(graph, local.errors, caches, propagation)
+    if local.is_partial:  # of the others it is not known whether they are wrong or were computed from wrong input
+        judged = [each for each in judged if each.errors is not None]
     sound = ours if _follows_conventions(judged, graph.logits) else None
     tokens, differences = compare_tokens(actual, theirs, graph.logits, noise.get(LOGIT_NOISE), sound=sound)
     coverage, gaps = check_coverage(

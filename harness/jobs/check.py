@@ -28,7 +28,7 @@ from harness.progress import Progress
 from harness.recording import ModelInfo, Recording, RequestInfo
 from harness.recording.writer import is_unfinished
 from harness.report.html import REPORT_NAME, report_html
-from harness.results import CheckResult, RunResult
+from harness.results import CheckResult, Outcome, RunResult
 from harness.schedule import Schedule
 from harness.scratch import scratch_folder
 from harness.taps import Graph, Kind
@@ -73,6 +73,8 @@ def _check_engine(plan: Plan, engine: Engine | IsolatedEngine, out: Path | None,
         for index, schedule in enumerate(plan.schedules):
             report(f"{plan.engine}, {schedule}", index, len(plan.schedules))
             runs.append(_run_schedule(plan, engine, schedule, golden, hf, out, report))
+            if plan.stops_early and runs[-1].outcome is Outcome.MISMATCH:
+                break
     report("done", len(plan.schedules), len(plan.schedules))
     return CheckResult(
         engine=plan.engine,
@@ -134,7 +136,7 @@ def _run_schedule(
             found = compare_planned(
                 plan, engine.offer, actual, golden, hf, require=require, engine_s=engine_s, progress=report
             )
-            return explain_run(found, actual, golden, hf)
+            return found.result if plan.stops_early else explain_run(found, actual, golden, hf)
 
 
 def compare_planned(
@@ -170,6 +172,7 @@ def compare_planned(
         accepts_tokens=plan.only == "tokens",
         require=require,
         truth=plan.truth,
+        stops_early=plan.stops_early,
         engine_s=engine_s,
         progress=progress,
     )
@@ -187,6 +190,8 @@ def _wanted(plan: Plan, offer: Offer, graph: Graph) -> list[str]:
 def _what_was_judged(plan: Plan, runs: Sequence[RunResult], graph: Graph) -> Iterator[str]:
     """Say it where that is less than a reader of `pass` takes it for."""
     judged = {tap.name for run in runs for tap in run.taps if tap.judged_by != "none"}
+    if plan.stops_early and any(run.outcome is Outcome.MISMATCH for run in runs):
+        yield "stopped at the first operation that is wrong, as asked: what is behind it was not judged"
     if plan.only == "cache" and 0 < len(judged) < len(graph):
         yield (
             f"{len(judged)} of {len(graph)} taps were judged, as asked: what is wrong elsewhere is seen only as far as "

@@ -1,7 +1,8 @@
 """Which commit broke an engine: git bisect, with a check of one case as the judge.
 
 The harness that judges is the one that runs, at every revision, and so is the golden, which is made once. Of the case's
-schedules only the one is run that failed first at the bad revision.
+schedules only the one is run that failed first at the bad revision, and a check ends at the first operation that is
+wrong.
 """
 
 import json
@@ -104,7 +105,7 @@ class Bisector:
 
     def _check(self) -> dict[str, Any]:
         path = os.pathsep.join([str(self._checkout.importable(self.import_from)), *filter(None, sys.path)])
-        command = [*_CHECK, "--case", str(self.case.absolute())]
+        command = [*_CHECK, "--case", str(self.case.absolute()), "--stop-early"]
         command += ["--schedule", self._schedule] if self._schedule else []
         try:
             done = subprocess.run(

@@ -83,6 +83,17 @@ def test_the_keys_of_a_check_that_does_not(check, install):
     assert Code.LOCAL_ERROR in {finding["code"] for finding in document["findings"]}
 
 
+def test_who_stops_early_judges_up_to_the_first_wrong_operation_and_runs_no_further_schedule(check, install):
+    engine = install(PERTURBED)
+    whole = check("--engine", engine, "--schedule", "plain,batched", "--format", "json").json
+    ran = check("--engine", engine, "--schedule", "plain,batched", "--stop-early", "--format", "json")
+    assert ran.status == 1
+    assert ran.json["first_divergence"]["tap"] == whole["first_divergence"]["tap"] == "model.layers.1.mlp.up_proj"
+    assert {each["schedule"] for each in ran.json["findings"]} == {"plain"}
+    assert "lm_head" not in {tap["name"] for tap in ran.json["taps"]}
+    assert any(note.startswith("stopped at the first operation that is wrong") for note in ran.json["notes"])
+
+
 def test_a_mismatch_for_people(check, install):
     ran = check("--engine", install(PERTURBED))
     assert ran.status == 1

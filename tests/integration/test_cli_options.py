@@ -11,9 +11,9 @@ from harness.cli.main import build_app, wants_json
 WORKLOAD = ["--dtype", "--device", "--truth", "--prompt", "--prompt-file", "--token-ids", "--max-new-tokens"]
 OPTIONS = {
     "check": ["--model", "--hf", "--engine", "--engine-option", "--isolate", "--engine-timeout", "--engine-python",
-              *WORKLOAD, "--schedule", "--taps", "--case", "--out", "--fault", "--profile", "--endpoint",
-              "--served-model", "--concurrency", "--request-timeout", "--again", "--lora", "--local-files-only",
-              "--format"],
+              *WORKLOAD, "--schedule", "--taps", "--case", "--out", "--fault", "--profile", "--stop-early",
+              "--endpoint", "--served-model", "--concurrency", "--request-timeout", "--again", "--lora",
+              "--local-files-only", "--format"],
     "golden": ["--model", "--hf", *WORKLOAD, "--continuation", "--case", "--out", "--lora", "--local-files-only",
                "--format"],
     "run": ["--out", "--golden", "--model", "--engine", "--engine-option", "--isolate", "--engine-timeout",

@@ -80,6 +80,11 @@ def test_a_switch_of_the_environment_is_named(monkeypatch):
     assert "TORCH" not in describe_machine("cpu").software
 
 
+def test_a_cpu_that_plays_an_older_one_is_named(monkeypatch):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert "ONEDNN_MAX_CPU_ISA=AVX2" in describe_machine("cpu").software
+
+
 def test_a_peer_that_was_timed_less_often_is_an_error():
     uneven = Measure(name="x", unit="ms", is_higher_better=False, samples={"reference": [1.0, 2.0], "good": [1.0]})
     with pytest.raises(ValueError, match="zip"):

@@ -106,6 +106,24 @@ def test_the_first_divergence_is_the_first_in_graph_order_then_in_row_order(one,
     assert (first.tap, first.request, first.position) == ("model.layers.0.mlp.up_proj", 1, 5)
 
 
+def test_who_stops_early_finds_the_same_first_divergence_and_judges_nothing_behind_its_layer(one, tmp_path):
+    actual = one.recorded()
+    actual.at("model.layers.1.self_attn.q_proj", 1, 5).mul_(2)
+    recording = actual.write(tmp_path / "r")
+    whole, early = (one.compare(recording, stops_early=stops_early) for stops_early in (False, True))
+    assert early.first_divergence == whole.first_divergence
+    assert early.first_divergence.tap == "model.layers.1.self_attn.q_proj"
+    order = [op.tap for op in one.hf.graph if op.kind != "cache"]
+    last = max(order.index(each.name) for each in early.taps if each.judged_by == "local")
+    assert order[last].startswith("model.layers.1.")
+    assert {each.verdict for each in early.taps} <= {*SOUND, Verdict.BUG}
+
+
+def test_who_stops_early_judges_all_of_a_sound_run(one, tmp_path):
+    result = one.compare(one.recorded().write(tmp_path / "r"), stops_early=True)
+    assert len(result.taps) == len(one.hf.graph)
+
+
 def test_independent_faults_are_all_found(one, tmp_path):
     faults = {"model.layers.0.self_attn.o_proj": (0, 3), "model.layers.1.mlp.gate_proj": (1, 4), "lm_head": (2, 6)}
     actual = one.recorded()

@@ -224,6 +224,20 @@ def test_auto_is_the_checkpoint_s_dtype(checkpoint: Any) -> None:
     assert LLMEngine(checkpoint.folder).runner.dtype is torch.float32
 
 
+@pytest.mark.parametrize("wanted", [None, True, False])
+def test_weights_are_widened_where_that_is_wanted_or_memory_allows(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch, wanted: bool | None
+) -> None:
+    monkeypatch.setattr(packing, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(packing, "_is_served", lambda dtype: dtype == torch.float32)
+    config = EngineConfig(dtype="bfloat16", max_model_len=32, widen_weights=wanted)
+    for num_bytes, is_expected in ((1 << 40, wanted is not False), (0, wanted is True)):
+        monkeypatch.setattr(packing, "available_bytes", lambda num_bytes=num_bytes: num_bytes)
+        with LLMEngine(checkpoint.folder, config) as engine:
+            assert (engine.runner.model.lm_head.widened_OI is not None) is is_expected
+            engine.generate([[4, 5, 6]], SamplingParams(max_new_tokens=2))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("backend", ["paged", "contiguous", "recompute"])
