@@ -351,7 +351,7 @@ def report(rows: list[list[str]], given: argparse.Namespace) -> str:
     return (
         "# Bugs that are in no catalogue\n\n"
         f"`python tests/benchmarks/out_of_sample.py --seed {given.seed} --draws {given.draws}`, "
-        f"{time.strftime('%Y-%m-%d')}, {describe_machine()}.\n\n"
+        f"{time.strftime('%Y-%m-%d')}, {describe_machine('cpu')}.\n\n"
         f"{len(rows)} trials: {count['named']} named, {count['unnamed']} with no cause asserted, "
         f"{count['WRONG']} named wrongly, {count['not detected']} not detected.\n\n{table}\n"
     )

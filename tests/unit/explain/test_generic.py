@@ -13,6 +13,18 @@ def test_gain_and_offset(bench):
     assert bench.explain(TAP, right + offset).cause.startswith("a constant offset per channel, norm ")
 
 
+@pytest.mark.parametrize(("power", "is_cause"), [(0, True), (2, False)])
+def test_an_offset_must_hold_for_the_right_rows_of_the_same_steps(bench, power, is_cause):
+    """An error that grows leaves its bound in the last rows only, and of these alone it looks constant."""
+    bench = bench(dtype=torch.bfloat16)
+    right, position = bench.tap(TAP), bench.rows(TAP).position.double()
+    channels = torch.zeros(right.shape[1], dtype=torch.float64)
+    channels[::5] = 0.0035 * right.norm(dim=1).mean()
+    found = bench.explain(TAP, right + (position / position.max())[:, None] ** power * channels)
+    assert found.is_cause == is_cause, found
+    assert not is_cause or found.cause.startswith("a constant offset")
+
+
 def test_rows_of_other_tokens(bench):
     bench = bench()
     right, rows = bench.tap(TAP), bench.rows(TAP)
