@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from harness.profiling.passes.load import Load, Window
+from harness.profiling.passes.load import ProfileRequests, Window
 from harness.progress import Progress
 
 _TRACE, _MEMORY, _COUNTERS = 1.5, 2.0, 4.0
@@ -40,7 +40,7 @@ class Estimate:
         self.report(f"profile: {self.label}", int(done * _MS), max(1, int(self.total_s * _MS)))
 
 
-def plan_parts(windows: Iterable[Window], seconds: Mapping[Load, float], num_runs: int) -> dict[str, float]:
+def plan_parts(windows: Iterable[Window], seconds: Mapping[ProfileRequests, float], num_runs: int) -> dict[str, float]:
     """Return the seconds that each part will take.
 
     Args:

@@ -22,7 +22,7 @@ from harness.profiling.cost.roofline import bound_by, fold, point
 from harness.profiling.estimate import Estimate, plan_parts
 from harness.profiling.memory.capture import MemoryCapture, capture_memory
 from harness.profiling.passes.counters import PhaseCounts, count
-from harness.profiling.passes.load import CaptureSchedule, Load, PlannedStep, Window, rehearse, window
+from harness.profiling.passes.load import CaptureSchedule, PlannedStep, ProfileRequests, Window, dry_run, window
 from harness.profiling.passes.tables import PhaseTables, tables
 from harness.profiling.passes.timing import Latencies, measure, percentiles_ms
 from harness.profiling.passes.tracing import trace
@@ -110,7 +110,7 @@ class _Profile:
 
     def __init__(self, spec: ProfileSpec, session: ClosableSession, out: Path, report: Progress) -> None:
         self._spec, self._session, self._out, self._report = spec, session, out, report
-        self._seconds: dict[Load, float] = {}
+        self._seconds: dict[ProfileRequests, float] = {}
         """Of one plain run of each load."""
         self._estimate = Estimate(report)
         self._about = describe_environment() | {
@@ -151,7 +151,7 @@ class _Profile:
             raise ProfileInterrupted(replace(result, notes=(*result.notes, f"interrupted: without {left_out}")))
         return result
 
-    def _latencies(self, seconds: Mapping[Load, float]) -> dict[Load, Latencies]:
+    def _latencies(self, seconds: Mapping[ProfileRequests, float]) -> dict[ProfileRequests, Latencies]:
         """Run each load with nothing attached."""
         found = {}
         for number, load in enumerate(seconds):
@@ -165,7 +165,7 @@ class _Profile:
             )
         return found
 
-    def _main_load(self) -> Load:
+    def _main_load(self) -> ProfileRequests:
         return self._spec.workload.load(self._session.model.vocab_size)
 
     def _windows(self) -> list[Window]:
@@ -181,14 +181,14 @@ class _Profile:
                     actual=phase,
                 )
         main = self._main_load()
-        steps: dict[Load, tuple[PlannedStep, ...]] = {}
+        steps: dict[ProfileRequests, tuple[PlannedStep, ...]] = {}
         windows = []
         for phase in phases:
             load = self._spec.workload.mixed_load(self._session.model.vocab_size) if phase == "mixed" else main
             self._report(f"warming up for {phase}", 0, len(phases))
             if load not in steps:
                 begin = time.perf_counter()
-                steps[load] = rehearse(self._session, load)
+                steps[load] = dry_run(self._session, load)
                 self._seconds[load] = (time.perf_counter() - begin) / 2  # it runs the load twice
             windows.append(window(phase, load, steps[load], self._spec.schedule))
         return windows

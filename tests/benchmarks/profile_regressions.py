@@ -27,7 +27,7 @@ from harness.engines import open_engine
 from harness.engines.stepping import Session, open_session
 from harness.profile_results import StepShape
 from harness.profiling.passes.counters import PhaseCounts, count
-from harness.profiling.passes.load import CaptureSchedule, Load, rehearse, window
+from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_run, window
 from harness.profiling.span_names import site_of
 from reference_engine.kv_cache import KVCache
 from reference_engine.layers import MLP, Linear
@@ -92,8 +92,8 @@ def synchronizing(original: Any) -> Any:
 
 
 def counts_of(session: Session) -> dict[str, PhaseCounts]:
-    load = Load(prompts=(PROMPT,), max_new_tokens=8)
-    steps = rehearse(session, load)
+    load = ProfileRequests(prompts=(PROMPT,), max_new_tokens=8)
+    steps = dry_run(session, load)
     return {phase: count(session, window(phase, load, steps, CaptureSchedule())) for phase in ("prefill", "decode")}
 
 

@@ -25,7 +25,7 @@ from harness.profiling.memory.allocations import Allocation, categorize, match
 from harness.profiling.memory.cuda_history import read_cuda_blocks, read_cuda_history
 from harness.profiling.memory.snapshot import PersistentBlock, build_snapshot, write_snapshot
 from harness.profiling.memory.timeline import build_timeline
-from harness.profiling.passes.load import Window, drive
+from harness.profiling.passes.load import Window, run_steps
 from harness.profiling.passes.recorders import activities, profiling, recording_cuda_memory
 from harness.profiling.passes.spans import SpanEmitter
 from harness.profiling.passes.timing import Stopwatch
@@ -96,7 +96,7 @@ class _Run:
         gc.collect()
         with profiling(profiler), session.watching(emitter):
             profiler.start()
-            drive(session, window.load, take, num_steps=window.num_steps)
+            run_steps(session, window.load, take, num_steps=window.num_steps)
             gc.collect()  # or what the requests held stays until some later collection
         profiler.export_chrome_trace(str(path))
 
@@ -162,7 +162,7 @@ def _capture_cuda(
             return requests
 
         with session.watching(_Unheard()):
-            drive(session, window.load, take, num_steps=window.num_steps)
+            run_steps(session, window.load, take, num_steps=window.num_steps)
         gc.collect()
         final = torch.cuda.memory._snapshot()
     write_snapshot(taken[0], path)

@@ -28,7 +28,7 @@ from harness.profiling.cost.operator_cost import (
     written_bytes,
 )
 from harness.profiling.cost.storage import storages
-from harness.profiling.passes.load import Window, drive
+from harness.profiling.passes.load import Window, run_steps
 from harness.profiling.passes.tables import UNATTRIBUTED
 from harness.profiling.passes.timing import Stopwatch
 from harness.profiling.span_names import site_of
@@ -192,7 +192,7 @@ def count(session: Session, window: Window, *, device: str = "cpu") -> PhaseCoun
 
     before = _bytes(session.cache_tensors())
     with session.watching(tally):
-        drive(session, window.load, take, num_steps=window.num_steps)
+        run_steps(session, window.load, take, num_steps=window.num_steps)
     return PhaseCounts(
         counts=tuple(_rows(tally.charged)),
         kv_bytes=tally.kv_bytes_written + held[-1] - before,
@@ -229,7 +229,7 @@ def _count_python_calls(session: Session, window: Window) -> int:
         with _calls_counted(calls):
             return session.step()
 
-    drive(session, window.load, take, num_steps=window.num_steps)
+    run_steps(session, window.load, take, num_steps=window.num_steps)
     return calls["call"]
 
 

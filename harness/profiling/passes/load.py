@@ -18,7 +18,7 @@ Take = Callable[[int], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class ProfileRequests:
     """Requests that arrive together, and perhaps one that arrives while these are being decoded."""
 
     prompts: tuple[tuple[int, ...], ...]
@@ -67,7 +67,7 @@ class Window:
     """The steps of one phase that every pass captures."""
 
     phase: str
-    load: Load
+    load: ProfileRequests
     steps: tuple[PlannedStep, ...]
     """Consecutive."""
     before: tuple[PlannedStep, ...]
@@ -92,7 +92,7 @@ class Window:
         return (*(step.shape for step in self.before), *self.shapes)
 
 
-def drive(session: Session, load: Load, take: Take, *, num_steps: int | None = None) -> None:
+def run_steps(session: Session, load: ProfileRequests, take: Take, *, num_steps: int | None = None) -> None:
     """Run a load, or its first `num_steps` steps, taking each step by `take`; the requests are dropped afterwards."""
     num_tokens: Counter[int] = Counter()
     try:
@@ -110,7 +110,7 @@ def drive(session: Session, load: Load, take: Take, *, num_steps: int | None = N
         session.stop()
 
 
-def _is_done(load: Load, num_tokens: list[int], num_late_tokens: int | None) -> bool:
+def _is_done(load: ProfileRequests, num_tokens: list[int], num_late_tokens: int | None) -> bool:
     if load.late is not None:
         return bool(num_late_tokens)
     return min(num_tokens) >= load.max_new_tokens
@@ -136,9 +136,9 @@ class _Rehearsal:
         self._shape, self._names = None, []
 
 
-def rehearse(session: Session, load: Load) -> tuple[PlannedStep, ...]:
+def dry_run(session: Session, load: ProfileRequests) -> tuple[PlannedStep, ...]:
     """Run a load twice, the first time to warm everything up, and return its steps."""
-    drive(session, load, lambda _index: session.step())
+    run_steps(session, load, lambda _index: session.step())
     rehearsal = _Rehearsal()
 
     def take(_index: int) -> Sequence[int]:
@@ -147,11 +147,11 @@ def rehearse(session: Session, load: Load) -> tuple[PlannedStep, ...]:
         return requests
 
     with session.watching(rehearsal):
-        drive(session, load, take)
+        run_steps(session, load, take)
     return tuple(rehearsal.steps)
 
 
-def window(phase: str, load: Load, steps: Sequence[PlannedStep], schedule: CaptureSchedule) -> Window:
+def window(phase: str, load: ProfileRequests, steps: Sequence[PlannedStep], schedule: CaptureSchedule) -> Window:
     """Choose the steps of a phase that are captured.
 
     Raises:

@@ -14,7 +14,7 @@ import torch
 
 from harness.engines.stepping import Session
 from harness.profile_results import Percentiles
-from harness.profiling.passes.load import Load, Window, drive
+from harness.profiling.passes.load import ProfileRequests, Window, run_steps
 
 
 def synchronize(device: str) -> None:
@@ -89,7 +89,12 @@ def _sums(runs: Sequence[Sequence[float]], window: Window) -> list[float]:
 
 
 def measure(
-    session: Session, load: Load, *, num_runs: int, device: str, ran: Callable[[int], None] = lambda _done: None
+    session: Session,
+    load: ProfileRequests,
+    *,
+    num_runs: int,
+    device: str,
+    ran: Callable[[int], None] = lambda _done: None,
 ) -> Latencies:
     """Run a load several times with nothing attached; `ran` is told how many runs are done."""
     latencies = Latencies()
@@ -112,7 +117,7 @@ class _Used:
         return cls(time.process_time(), usage.ru_nivcsw)
 
 
-def _measure_once(session: Session, load: Load, device: str, latencies: Latencies) -> None:
+def _measure_once(session: Session, load: ProfileRequests, device: str, latencies: Latencies) -> None:
     ends: list[float] = []
     used: list[_Used] = []
     arrivals: dict[int, list[float]] = {}
@@ -129,7 +134,7 @@ def _measure_once(session: Session, load: Load, device: str, latencies: Latencie
     synchronize(device)
     used.append(_Used.now())
     begin = time.perf_counter()
-    drive(session, load, take)
+    run_steps(session, load, take)
     latencies.step_s.append([end - start for start, end in zip([begin, *ends], ends, strict=False)])
     latencies.cpu_s.append([later.cpu_s - earlier.cpu_s for earlier, later in pairwise(used)])
     latencies.switches.append([later.num_switches - earlier.num_switches for earlier, later in pairwise(used)])

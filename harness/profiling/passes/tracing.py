@@ -13,7 +13,7 @@ from torch.profiler import ProfilerAction, profile, record_function
 
 from harness.engines.stepping import Session
 from harness.profiling.passes.annotate import annotate
-from harness.profiling.passes.load import Window, drive
+from harness.profiling.passes.load import Window, run_steps
 from harness.profiling.passes.recorders import activities, profiling
 from harness.profiling.passes.spans import SpanEmitter
 
@@ -79,7 +79,7 @@ class _Cycle:
                 profiler.step()
             return requests
 
-        drive(self.session, self.window.load, take, num_steps=self.window.num_steps)
+        run_steps(self.session, self.window.load, take, num_steps=self.window.num_steps)
 
 
 def _metadata(about: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from harness.errors import Code, HarnessError
-from harness.profiling.passes.load import Load
+from harness.profiling.passes.load import ProfileRequests
 
 _SEED = 0
 
@@ -34,14 +34,14 @@ class ProfileWorkload:
                     Code.BAD_OPTION, "the number must be positive", where=option, expected="at least 1", actual=value
                 )
 
-    def load(self, vocab_size: int) -> Load:
+    def load(self, vocab_size: int) -> ProfileRequests:
         """Return requests of random tokens, the same ones every time, that all arrive at once."""
-        return Load(prompts=self._prompts(vocab_size)[:-1], max_new_tokens=self.max_new_tokens)
+        return ProfileRequests(prompts=self._prompts(vocab_size)[:-1], max_new_tokens=self.max_new_tokens)
 
-    def mixed_load(self, vocab_size: int) -> Load:
+    def mixed_load(self, vocab_size: int) -> ProfileRequests:
         """Return the same with one more request, which arrives while the others are being decoded."""
         *prompts, late = self._prompts(vocab_size)
-        return Load(prompts=tuple(prompts), max_new_tokens=self.max_new_tokens, late=late)
+        return ProfileRequests(prompts=tuple(prompts), max_new_tokens=self.max_new_tokens, late=late)
 
     def _prompts(self, vocab_size: int) -> tuple[tuple[int, ...], ...]:
         draw = random.Random(_SEED)

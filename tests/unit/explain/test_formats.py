@@ -75,6 +75,8 @@ def test_a_scale_in_float16_is_rounded_itself():
     factor = (scale.float().half().double() / scale).expand(6, 4, 16).flatten(1)
     assert torch.allclose(kept, plain * factor, rtol=1e-12)
     assert not torch.equal(kept, plain)
+    zeros = torch.zeros(2, 64, dtype=torch.float64)
+    assert all(torch.equal(change(zeros), zeros) for _, change in of_inputs_alone(64))
 
 
 def test_inputs_go_with_the_weights_of_their_own_format():

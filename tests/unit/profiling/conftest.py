@@ -7,15 +7,15 @@ import pytest
 
 from harness.engines import open_engine
 from harness.engines.stepping import Session, open_session
-from harness.profiling.passes.load import CaptureSchedule, Load, Window, rehearse, window
+from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, Window, dry_run, window
 
 PROMPTS = (tuple(range(10, 34)), tuple(range(30, 54)))
 
 
 @pytest.fixture(scope="session")
-def load() -> Load:
+def load() -> ProfileRequests:
     """Two requests of 24 tokens and 6 new ones each."""
-    return Load(prompts=PROMPTS, max_new_tokens=6)
+    return ProfileRequests(prompts=PROMPTS, max_new_tokens=6)
 
 
 @pytest.fixture(scope="session")
@@ -43,10 +43,10 @@ def reference(open_on: Callable[..., Session]) -> Session:
 
 
 @pytest.fixture(scope="session")
-def find_window(load: Load) -> Callable[..., Window]:
+def find_window(load: ProfileRequests) -> Callable[..., Window]:
     """Rehearse the load and return the window of a phase."""
 
-    def found(session: Session, phase: str, own: Load = load, **schedule: int) -> Window:
-        return window(phase, own, rehearse(session, own), CaptureSchedule(**schedule))
+    def found(session: Session, phase: str, own: ProfileRequests = load, **schedule: int) -> Window:
+        return window(phase, own, dry_run(session, own), CaptureSchedule(**schedule))
 
     return found

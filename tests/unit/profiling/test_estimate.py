@@ -6,7 +6,7 @@ import pytest
 
 from harness.cli import progress
 from harness.profiling.estimate import Estimate, plan_parts
-from harness.profiling.passes.load import CaptureSchedule, rehearse, window
+from harness.profiling.passes.load import CaptureSchedule, dry_run, window
 
 
 def test_the_parts_of_a_profile_go_on_from_one_to_the_next():
@@ -22,7 +22,7 @@ def test_the_parts_of_a_profile_go_on_from_one_to_the_next():
 
 
 def test_each_pass_of_each_phase_is_a_part(reference, load):
-    steps = rehearse(reference, load)
+    steps = dry_run(reference, load)
     windows = [window(phase, load, steps, CaptureSchedule()) for phase in ("prefill", "decode")]
     parts = plan_parts(windows, {load: 10.0}, 5)
     assert parts["timing 0"] == 50

@@ -8,7 +8,7 @@ from harness.engines.hf_session import HFSession
 from harness.profiling.cost.formulas import kv_bytes, operation_costs
 from harness.profiling.cost.roofline import fold
 from harness.profiling.passes.counters import PhaseCounts, count
-from harness.profiling.passes.load import CaptureSchedule, Load, rehearse, window
+from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_run, window
 
 EVERYTHING = CaptureSchedule(wait=0, warmup=0, active=100)
 LINEARS = ("self_attn.o_proj", "mlp.down_proj")
@@ -23,7 +23,7 @@ def by_operation(counts: PhaseCounts, field: str) -> Counter[str]:
 
 
 def windows(session, load):
-    steps = rehearse(session, load)
+    steps = dry_run(session, load)
     return [window(phase, load, steps, EVERYTHING) for phase in sorted({step.shape.phase for step in steps})]
 
 
@@ -69,7 +69,9 @@ def test_counters_equal_formulas_under_other_options(open_on, load, options):
 
 
 def test_counters_equal_formulas_where_prompts_mix_with_decoded_tokens(reference):
-    late = Load(prompts=(tuple(range(10, 34)), tuple(range(20, 40))), max_new_tokens=6, late=tuple(range(5, 20)))
+    late = ProfileRequests(
+        prompts=(tuple(range(10, 34)), tuple(range(20, 40))), max_new_tokens=6, late=tuple(range(5, 20))
+    )
     assert "mixed" in {found.phase for found in windows(reference, late)}
     assert_counters_equal_formulas(reference, late)
 
@@ -88,6 +90,6 @@ def test_pointwise_work_equals_its_formula(open_on, load):
 def test_formulas_know_the_window_that_the_config_gives_all_layers(tiny):
     session = HFSession(tiny("mistral"), "sdpa")
     assert session.model.windows == (5, 5)
-    for found in windows(session, Load(prompts=(tuple(range(10, 22)),), max_new_tokens=4)):
+    for found in windows(session, ProfileRequests(prompts=(tuple(range(10, 22)),), max_new_tokens=4)):
         costs = operation_costs(session.model, found.shapes)
         assert count(session, found).flops == sum(cost.flops for cost in costs.values())

@@ -10,7 +10,7 @@ import pytest
 
 from harness.profiling.cost.formulas import operation_costs
 from harness.profiling.passes.counters import count
-from harness.profiling.passes.load import CaptureSchedule, Load, rehearse, window
+from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_run, window
 
 PROMPTS = (tuple(range(10, 27)), tuple(range(30, 47)))
 NUM_PROMPT, NUM_NEW = 17, 5
@@ -64,8 +64,8 @@ def model(request):
 def test_flops_and_stored_bytes_follow_from_the_files(open_on, checkpoints, engine, model):
     disk = OnDisk(checkpoints / model)
     session = open_on(engine, model=model)
-    load = Load(prompts=PROMPTS, max_new_tokens=NUM_NEW)
-    steps = rehearse(session, load)
+    load = ProfileRequests(prompts=PROMPTS, max_new_tokens=NUM_NEW)
+    steps = dry_run(session, load)
     everything = CaptureSchedule(wait=0, warmup=0, active=100)
 
     prefill = count(session, window("prefill", load, steps, everything))
@@ -82,8 +82,8 @@ def test_flops_and_stored_bytes_follow_from_the_files(open_on, checkpoints, engi
 def test_bytes_of_the_products_follow_from_the_files(open_on, checkpoints, model):
     disk = OnDisk(checkpoints / model)
     session = open_on("hf", model=model)
-    load = Load(prompts=PROMPTS, max_new_tokens=NUM_NEW)
-    found = window("prefill", load, rehearse(session, load), CaptureSchedule())
+    load = ProfileRequests(prompts=PROMPTS, max_new_tokens=NUM_NEW)
+    found = window("prefill", load, dry_run(session, load), CaptureSchedule())
     costs = operation_costs(session.model, found.shapes)
     products = sum(cost.bytes_moved for name, cost in costs.items() if name.endswith("_proj") or name == "lm_head")
     assert products == disk.product_bytes(2 * NUM_PROMPT, 2)

@@ -8,7 +8,7 @@ from harness.profiling.cost.kernel_cost import KERNELS
 from harness.profiling.cost.operator_cost import written_bytes
 from harness.profiling.passes import counters
 from harness.profiling.passes.counters import count
-from harness.profiling.passes.load import Load
+from harness.profiling.passes.load import ProfileRequests
 
 from ..reference_engine.kernels.launching import IGNORE_NUMPY, launch_on
 
@@ -54,7 +54,7 @@ def test_an_engine_of_kernels_counts_what_the_formulas_say(open_on, find_window,
     launch_on("cpu", monkeypatch)
     monkeypatch.setattr(counters, "_count_python_calls", lambda *_: 0)  # the interpreter makes very many
     session = open_on("reference", attention_backend="triton")
-    window = find_window(session, phase, Load(prompts=((1, 2, 3),), max_new_tokens=2), wait=0, warmup=0)
+    window = find_window(session, phase, ProfileRequests(prompts=((1, 2, 3),), max_new_tokens=2), wait=0, warmup=0)
     counts = count(session, window)
     costs = operation_costs(session.model, window.shapes)
     assert counts.flops == sum(cost.flops for cost in costs.values())

@@ -3,7 +3,7 @@
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.profiling.passes.load import CaptureSchedule, Load, drive, rehearse, window
+from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_run, run_steps, window
 from harness.profiling.passes.workload import ProfileWorkload
 
 
@@ -12,15 +12,15 @@ def labels(steps):
 
 
 def test_a_rehearsal_notes_every_step(session, load):
-    steps = rehearse(session, load)
+    steps = dry_run(session, load)
     assert labels(steps) == ["prefill[bs=2 toks=48 kv=0]", *(f"decode[bs=2 toks=2 kv={48 + 2 * i}]" for i in range(5))]
     assert steps[1].names == steps[2].names
     assert {"model.layers.2.attention", "model.layers.0.mlp.act", "lm_head"} <= set(steps[0].names)
 
 
 def test_a_late_request_mixes_with_those_that_are_decoded(reference, load):
-    late = Load(prompts=load.prompts, max_new_tokens=6, late=tuple(range(7)))
-    assert labels(rehearse(reference, late)) == ["prefill[bs=2 toks=48 kv=0]", "mixed[bs=3 toks=9 kv=48]"]
+    late = ProfileRequests(prompts=load.prompts, max_new_tokens=6, late=tuple(range(7)))
+    assert labels(dry_run(reference, late)) == ["prefill[bs=2 toks=48 kv=0]", "mixed[bs=3 toks=9 kv=48]"]
 
 
 def test_decode_begins_after_what_is_waited_for(reference, find_window):
@@ -41,9 +41,9 @@ def test_prefill_is_waited_for_by_whole_runs(reference, find_window):
 
 
 def test_a_phase_without_a_step_is_refused(reference):
-    once = Load(prompts=((1, 2, 3),), max_new_tokens=1)
+    once = ProfileRequests(prompts=((1, 2, 3),), max_new_tokens=1)
     with pytest.raises(HarnessError, match="the phase 'decode' ran no step") as caught:
-        window("decode", once, rehearse(reference, once), CaptureSchedule())
+        window("decode", once, dry_run(reference, once), CaptureSchedule())
     assert caught.value.code is Code.PHASE_WITHOUT_STEP
     assert caught.value.actual == "1 step: prefill"
 
@@ -75,5 +75,5 @@ def test_requests_are_dropped_where_a_step_fails(session, load):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        drive(session, load, fail)
-    assert labels(rehearse(session, load))[0] == "prefill[bs=2 toks=48 kv=0]"
+        run_steps(session, load, fail)
+    assert labels(dry_run(session, load))[0] == "prefill[bs=2 toks=48 kv=0]"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.profiling.passes.load import CaptureSchedule, Load, rehearse, window
+from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_run, window
 from harness.profiling.passes.timing import measure, percentiles_ms
 
 
@@ -17,14 +17,14 @@ def test_each_request_and_each_gap_is_a_sample(session, load):
 
 def test_phases_share_out_the_time(reference, load):
     found = measure(reference, load, num_runs=1, device="cpu")
-    steps = rehearse(reference, load)
+    steps = dry_run(reference, load)
     everything = CaptureSchedule(wait=0, warmup=0, active=100)
     walls = [found.wall_s(window(phase, load, steps, everything)) for phase in ("prefill", "decode")]
     assert sum(walls) == pytest.approx(sum(found.run_s))
 
 
 def test_one_token_has_no_time_per_output_token(reference):
-    found = measure(reference, Load(prompts=((1, 2),), max_new_tokens=1), num_runs=2, device="cpu")
+    found = measure(reference, ProfileRequests(prompts=((1, 2),), max_new_tokens=1), num_runs=2, device="cpu")
     assert (len(found.ttft_s), found.tpot_s, found.inter_token_s) == (2, [], [])
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from harness.errors import Code, HarnessError
-from harness.profiling.passes.load import drive, rehearse
+from harness.profiling.passes.load import dry_run, run_steps
 from harness.profiling.passes.tables import tables
 from harness.profiling.passes.tracing import trace
 from harness.profiling.trace.nodes import read_events
@@ -104,7 +104,7 @@ def test_a_profiler_that_fails_leaves_everything_as_it_was(session, find_window,
     monkeypatch.undo()
     assert caught.value.code is Code.PROFILER_FAILED
     assert not is_profiling()
-    assert rehearse(session, window.load)[: window.num_steps] == (*window.before, *window.steps)
+    assert dry_run(session, window.load)[: window.num_steps] == (*window.before, *window.steps)
     run(session, window, tmp_path)
 
 
@@ -122,7 +122,7 @@ def test_an_engine_that_fails_ends_the_profiler(reference, find_window, tmp_path
         with pytest.raises(BrokenError):
             run(reference, window, tmp_path)
     assert not is_profiling()
-    drive(reference, window.load, lambda _index: reference.step())
+    run_steps(reference, window.load, lambda _index: reference.step())
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"traceEvents": []}', b"[]"])
