@@ -300,7 +300,8 @@ class TestContents:
 
     def test_rows_of_a_tap_that_is_absent_are_ignored(self, folder):
         write(folder, manifest_table(), save(step_tensors() | {"rows.of.y": torch.tensor([0])}))
-        Recording.open(folder).close()
+        with Recording.open(folder) as recording:
+            assert not recording.steps[0].has("y")
 
     @pytest.mark.parametrize("length", [2**63, 2**64 - 1, 10**9])
     def test_a_header_length_that_is_a_lie(self, folder, length):

@@ -73,3 +73,4 @@ def test_what_somebody_else_made_stays(tmp_path):
 
 def test_a_place_that_is_not_there(tmp_path):
     sweep(tmp_path / "nowhere", ".making-")
+    assert not (tmp_path / "nowhere").exists()

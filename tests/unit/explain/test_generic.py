@@ -1,5 +1,10 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
+
+from harness.explain import generic
+from harness.explain.formats import cut_off
 
 TAP = "model.layers.1.mlp.down_proj"
 
@@ -151,3 +156,14 @@ def test_a_factor_that_differs_from_row_to_row_is_no_cause(bench):
     assert found.cause == "each row is scaled by a factor of its own"
     assert not found.is_cause
     assert bench.explain(TAP, right * 1.04).cause.startswith("a constant gain of 1.0")
+
+
+@pytest.mark.parametrize(("numel", "cause"), [
+    (31, "the output is rounded to bfloat16"), (32, "the output is cut off to bfloat16 instead of rounded"),
+    (256, "the output is cut off to bfloat16 instead of rounded"),
+])  # fmt: skip
+def test_cutting_off_is_told_from_rounding_only_by_many_elements(numel, cause):
+    expected = torch.randn(1, numel, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    actual = cut_off(expected, torch.bfloat16)
+    (found,) = generic.rounded_output(SimpleNamespace(dtype=torch.float32, actual=actual, expected=expected))
+    assert found.cause == cause

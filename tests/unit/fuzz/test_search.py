@@ -1,5 +1,6 @@
 """The search itself, with a judge that decides by the workload alone."""
 
+import signal
 import time
 from dataclasses import dataclass, field
 from itertools import count
@@ -205,8 +206,11 @@ def test_a_deadline_ends_what_waits_for_ever():
 
 
 def test_a_deadline_that_is_kept_leaves_nothing_behind():
+    handler = signal.getsignal(signal.SIGALRM)
     with deadline(0.05):
-        pass
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) is handler
     time.sleep(0.1)
 
 

@@ -490,6 +490,8 @@ def test_prompts_that_cannot_be_served(load, tmp_path, prompt, code, said):
 
 def test_the_longest_prompt_that_can_be_served(load, tmp_path):
     make_golden(load("llama-tiny"), [Prompt(token_ids=(5,) * 511, max_new_tokens=1)], tmp_path / "golden")
+    with Recording.open(tmp_path / "golden") as golden:
+        assert sum(step.entry.num_rows for step in golden.steps) == 511
 
 
 def test_progress_is_told(load, tmp_path):

@@ -37,9 +37,9 @@ def test_a_file_arrives_as_it_was_sent(store, file, tmp_path):
 
 
 def test_what_is_there_is_not_written_again(store, file, monkeypatch):
-    store.put(file)
+    digest = store.put(file)
     monkeypatch.setattr(store._files, "put_file", None)
-    store.put(file)
+    assert store.put(file) == digest
 
 
 @pytest.mark.parametrize("content", [b"", b"content", b"c0ntent" * 1000])
@@ -76,6 +76,7 @@ def test_a_store_that_fails_for_a_while_is_asked_again(store, file, monkeypatch,
     failing(store, monkeypatch, 3)
     store._patience_s = 30.0
     store.get(store.put(file), tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == file.read_bytes()
 
 
 def test_patience_has_an_end(store, file, monkeypatch):
