@@ -53,6 +53,8 @@ class Plan:
     is run, and no cause is looked for."""
     lora: Path | None = None
     """Folder of a LoRA adapter that truth and engine add to the model; the engine finds it as its option `lora`."""
+    other_loras: tuple[Path, ...] = ()
+    """Folders of adapters that the engine serves to other requests: a row that was given one of them is told so."""
 
     @property
     def isolates_engine(self) -> bool:
@@ -89,6 +91,7 @@ def plan_request(
     engine_timeout_s: float | None = None,
     engine_python: Path | None = None,
     lora: Path | None = None,
+    other_loras: Sequence[Path] = (),
     local_files_only: bool = True,
 ) -> Plan:
     """Resolve a case, or the embedded default, with what is given in the place of its own.
@@ -111,6 +114,7 @@ def plan_request(
         engine_timeout_s: longest time for opening the engine, and for each schedule.
         engine_python: interpreter of the environment that the engine is installed in.
         lora: folder of a LoRA adapter in PEFT's format.
+        other_loras: folders of adapters that the engine serves to other requests.
         local_files_only: never ask the hub.
 
     Raises:
@@ -146,7 +150,11 @@ def plan_request(
     plan = plan_case(chosen, local_files_only=local_files_only)
     plan = replace(plan, subject=subject, engine_python=engine_python)
     if lora is not None:
-        plan = replace(plan, lora=lora, engine_options={**plan.engine_options, "lora": str(lora)})
+        options = {**plan.engine_options, "lora": str(lora)}
+        plan = replace(plan, lora=lora, other_loras=tuple(other_loras), engine_options=options)
+    elif other_loras:
+        what = "there are other adapters, and none that is checked"
+        raise HarnessError(Code.BAD_OPTION, what, where="--other-lora", hint="--lora FOLDER")
     dropped = [trigger for trigger in base.require if trigger not in chosen.require]
     if not dropped:
         return plan

@@ -60,6 +60,7 @@ def check(
     request_timeout: opt.RequestTimeout = None,
     again: opt.Again = None,
     lora: opt.Lora = None,
+    other_lora: opt.OtherLora = None,
     local_files_only: opt.LocalFilesOnly = False,
     format: opt.OutReportFormat = opt.ReportFormat.HUMAN,
 ) -> int:
@@ -98,6 +99,7 @@ def check(
             engine_timeout_s=engine_timeout,
             engine_python=engine_python,
             lora=lora,
+            other_loras=other_lora or (),
         )
         if server.is_given:
             return server.check(

@@ -1,6 +1,7 @@
 """Options that several commands share, and how they become a plan."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -174,6 +175,13 @@ Lora = Annotated[
     Path | None,
     typer.Option("--lora", metavar="FOLDER", help="LoRA adapter in PEFT's format, beside the model's own weights."),
 ]
+OtherLora = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--other-lora", metavar="FOLDER",
+        help="Adapter that the engine serves to other requests: rows that got it are told so. Repeatable.",
+    ),
+]  # fmt: skip
 Concurrency = Annotated[int | None, typer.Option(metavar="N", help="Most requests at a time. [default: 8]")]
 RequestTimeout = Annotated[
     float | None, typer.Option(metavar="SECONDS", help="Longest silence of the server in a request. [default: 60]")
@@ -212,6 +220,7 @@ class CliOptions:
     engine_timeout_s: float | None = None
     engine_python: Path | None = None
     lora: Path | None = None
+    other_loras: Sequence[Path] = ()
 
     def plan(self, *, local_files_only: bool) -> "Plan":
         """Return the plan: the case, or the embedded default, with what was given in place of its own.
@@ -239,6 +248,7 @@ class CliOptions:
             engine_timeout_s=self._positive_timeout(),
             engine_python=self.engine_python,
             lora=self.lora,
+            other_loras=self.other_loras,
         )
 
     def requests(self) -> list[RequestSpec]:

@@ -19,10 +19,14 @@ from harness.taps import Kind
 def declared_scenes(scene: Scene) -> Iterator[Scene]:
     """Yield the scene of a product under each order of rounding its inputs that the engine declares."""
     declared = scene.recording.manifest.numerics or Numerics()
-    weight = scene.weight(scene.operation.tap) if scene.operation.kind is Kind.LINEAR else None
+    is_adapted = scene.operation.kind is Kind.OTHER and hasattr(scene.module, "lora_a")
+    weight = scene.weight(scene.operation.tap) if is_adapted or scene.operation.kind is Kind.LINEAR else None
     if weight is None or scene.dtype != torch.float32 or not declared.weights:
         return
     bias, x = scene.weight(scene.operation.tap, "bias"), scene.inputs[0].flatten(1)
     for inputs in (*rounded_inputs(x, declared.weights), *quantised_inputs(x, declared.weights)):
+        if is_adapted:  # the adapter's own products take the inputs as they are
+            yield replace(scene, expected=scene.expected + (inputs - x) @ weight.T)
+            continue
         product = inputs @ weight.T
         yield replace(scene, inputs=[inputs], expected=product if bias is None else product + bias)

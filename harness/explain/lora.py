@@ -11,6 +11,8 @@ import torch
 from harness.explain.hypothesis import Hypothesis
 from harness.explain.scene import Scene
 
+_LEAST_ROWS, _MAX_MATCHED = 2, 4096
+"""Rows from which outputs are told apart, and outputs among which they are looked for."""
 _SAME_SCALE = 1e-2
 """Distance up to which a fitted scale is one that has a name."""
 
@@ -48,6 +50,28 @@ def adapter_transposed(scene: Scene) -> Iterator[Hypothesis]:
     yield Hypothesis(cause=cause, output=scene.expected - update + swapped)
 
 
+def adapter_of_another(scene: Scene) -> Iterator[Hypothesis]:
+    """The rows were given another of the adapters that the engine serves."""
+    update, x = _update(scene), scene.inputs[0].flatten(1)
+    if update is None:
+        return
+    for name, other in scene.module.others.items():
+        theirs = x @ other.a.to(x).T @ other.b.to(x).T * other.scaling
+        yield Hypothesis(cause=f"the adapter is another one: {name}", output=scene.expected - update + theirs)
+
+
+def outputs_of_adapter_in_another_order(scene: Scene) -> Iterator[Hypothesis]:
+    """The rows of B are in another order than the weight's: those of heads that were not reordered with it."""
+    update = _update(scene)
+    if update is None or len(update) < _LEAST_ROWS or update.shape[1] > _MAX_MATCHED:
+        return
+    base = scene.expected - update
+    # Each output's own update is the column that is nearest to what was added to it.
+    source = torch.cdist((scene.actual - base).T.contiguous(), update.T.contiguous()).argmin(dim=1)
+    if not torch.equal(source, torch.arange(len(source))):
+        yield Hypothesis(cause="the rows of the adapter's B are in another order", output=base + update[:, source])
+
+
 def _update(scene: Scene) -> torch.Tensor | None:
     """Return what the adapter adds, [R, O]; None where there is none."""
     if not hasattr(scene.module, "lora_a"):
@@ -59,4 +83,10 @@ def _update(scene: Scene) -> torch.Tensor | None:
     return scene.inputs[0].flatten(1) @ a.T @ b.T * float(scene.module.scaling)
 
 
-EXPLANATIONS = (adapter_left_out, adapter_scaled, adapter_transposed)
+EXPLANATIONS = (
+    adapter_left_out,
+    adapter_scaled,
+    adapter_transposed,
+    adapter_of_another,
+    outputs_of_adapter_in_another_order,
+)

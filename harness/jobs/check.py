@@ -63,7 +63,8 @@ def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
 def _check_engine(plan: Plan, engine: Engine | IsolatedEngine, out: Path | None, report: Progress) -> CheckResult:
     begin = time.perf_counter()
     report("oracle", 0, 1)
-    hf = load_adapted(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device, lora=plan.lora)
+    dtype = getattr(torch, plan.dtype)
+    hf = load_adapted(plan.folder, dtype=dtype, device=plan.device, lora=plan.lora, others=plan.other_loras)
     runs = []
     with limit_threads(int(getattr(hf.config, "hidden_size", 0))):
         match_taps(plan, engine, hf.graph)

@@ -7,7 +7,8 @@ merged weights' product; in the engine's dtype it is what an engine computes tha
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ class LoraLinear(nn.Linear):
         self.lora_a = nn.Parameter(lora_a, requires_grad=False)
         self.lora_b = nn.Parameter(lora_b, requires_grad=False)
         self.scaling = scaling
+        self.others: dict[str, Update] = {}
+        """What other adapters, which the engine serves as well, would add here, by their folders."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return W x + b + scaling * B (A x)."""
@@ -43,8 +46,17 @@ class LoraLinear(nn.Linear):
         return super().forward(input) + update * self.scaling
 
 
-def load_adapted(folder: Path, *, dtype: torch.dtype, device: str = "cpu", lora: Path | None = None) -> HFModel:
+def load_adapted(
+    folder: Path, *, dtype: torch.dtype, device: str = "cpu", lora: Path | None = None, others: Sequence[Path] = ()
+) -> HFModel:
     """Load the HF model of a checkpoint, with an adapter where one is given.
+
+    Args:
+        folder: the checkpoint.
+        dtype: of the model.
+        device: where it is.
+        lora: the adapter's folder.
+        others: adapters that are not applied: rows that were given one of them have that for their cause.
 
     Raises:
         HarnessError: as `load_model`, and BAD_LORA as `add_adapter`.
@@ -52,7 +64,19 @@ def load_adapted(folder: Path, *, dtype: torch.dtype, device: str = "cpu", lora:
     hf = load_model(folder, dtype=dtype, device=device, stays=lora is not None)
     if lora is not None:
         add_adapter(hf, lora)
+        for other in others:
+            _know_adapter(hf, other)
     return hf
+
+
+def _know_adapter(hf: HFModel, folder: Path) -> None:
+    """Keep what another adapter would add, at the modules that have one."""
+    modules = dict(hf.model.named_modules())
+    for path, update in read_adapter(folder).items():
+        module = modules.get(path)
+        if isinstance(module, LoraLinear):
+            _check_shapes(update.a, update.b, module, path)
+            module.others[str(folder)] = update
 
 
 def add_adapter(hf: HFModel, folder: Path) -> None:
@@ -62,25 +86,60 @@ def add_adapter(hf: HFModel, folder: Path) -> None:
         HarnessError: BAD_LORA: the folder holds no LoRA, or one whose names, shapes or ranks do not fit the model.
     """
     settings, tensors = _read_settings(folder), _read_tensors(folder)
+    for path in _modules(tensors, folder):
+        base = _linear(hf, path, folder)
+        update = _update(settings, tensors, path)
+        _check_shapes(update.a, update.b, base, path)
+        _check_rank(update, path)
+        parent, _, name = path.rpartition(".")
+        a, b = update.a.to(hf.device, hf.dtype), update.b.to(hf.device, hf.dtype)
+        setattr(hf.module(parent), name, LoraLinear(base, a, b, update.scaling).eval())
+    files = [(folder / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)]
+    hf.lora_hash = hashlib.sha256(b"".join(files)).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What an adapter adds to one module: scaling * B (A x)."""
+
+    a: torch.Tensor
+    """[rank, inputs]"""
+    b: torch.Tensor
+    """[outputs, rank]"""
+    scaling: float
+    rank: int
+    """As the config states it."""
+
+
+def read_adapter(folder: Path) -> dict[str, Update]:
+    """Read an adapter in PEFT's format, by the paths of the modules that it changes.
+
+    Raises:
+        HarnessError: BAD_LORA.
+    """
+    settings, tensors = _read_settings(folder), _read_tensors(folder)
+    return {path: _update(settings, tensors, path) for path in _modules(tensors, folder)}
+
+
+def _modules(tensors: Mapping[str, torch.Tensor], folder: Path) -> list[str]:
     modules = sorted({key.removesuffix(_A).removesuffix(_B) for key in tensors})
     if not modules:
         raise _bad("the adapter has no weights", where=folder / WEIGHTS_FILE)
-    for path in modules:
-        a, b = tensors.get(path + _A), tensors.get(path + _B)
-        base = _linear(hf, path, folder)
-        if a is None or b is None:
-            raise _bad("the adapter has one of two tensors", where=path, expected=path + (_A if a is None else _B))
-        _check_shapes(a, b, base, path)
-        rank = _own(settings, "rank_pattern", path, settings["r"])
-        if len(a) != rank:
-            what = "the adapter's rank is not the one that its config states"
-            raise _bad(what, where=path, expected=rank, actual=len(a))
-        parent, _, name = path.rpartition(".")
-        a, b = a.to(hf.device, hf.dtype), b.to(hf.device, hf.dtype)
-        new = LoraLinear(base, a, b, _scaling(settings, path, len(a)))
-        setattr(hf.module(parent), name, new.eval())
-    files = [(folder / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)]
-    hf.lora_hash = hashlib.sha256(b"".join(files)).hexdigest()
+    return modules
+
+
+def _update(settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], path: str) -> Update:
+    a, b = tensors.get(path + _A), tensors.get(path + _B)
+    if a is None or b is None:
+        raise _bad("the adapter has one of two tensors", where=path, expected=path + (_A if a is None else _B))
+    rank = _own(settings, "rank_pattern", path, settings["r"])
+    return Update(a=a, b=b, scaling=_scaling(settings, path, len(a)), rank=rank)
+
+
+def _check_rank(update: Update, path: str) -> None:
+    if len(update.a) != update.rank:
+        what = "the adapter's rank is not the one that its config states"
+        raise _bad(what, where=path, expected=update.rank, actual=len(update.a))
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:

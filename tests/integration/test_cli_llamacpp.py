@@ -1,17 +1,23 @@
 """`harness check --engine llamacpp`: every tap of llama.cpp under every schedule that it follows."""
 
 import importlib.util
+import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from harness.checkpoint.gguf import open_gguf
 from harness.checkpoint.gguf.types import PLAIN
+from harness.checkpoint.gguf.weights import rows_of_hf
 from harness.checkpoint.gguf.writer import write_gguf
+from harness.engines.llamacpp.adapter_file import write_adapter_file
 from harness.errors import Code
 from harness.quant.padding import pad_checkpoint
 
 from ..faulty_gguf import OTHERS, OTHERS_FROM, write_faulty, write_typed
+from ..unit.lora_adapter import write_adapter
 
 needs_llamacpp = pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None or importlib.util.find_spec("gguf") is None,
@@ -180,6 +186,69 @@ def test_a_fault_of_the_engines_file_is_found_and_named(check, fault, type_name,
     assert first["explanation"]["cause"] == cause
     if "scales" in fault and type_name in ("Q8_0", "Q4_0"):
         assert "have the scale of the next" in first["explanation"]["detail"]
+
+
+@needs_llamacpp
+@pytest.mark.parametrize(
+    ("name", "type_name"), [("llama-tiny", "F32"), ("llama-tiny", "F16"), ("qwen2-tiny", "F32"), ("qwen3-tiny", "Q8_0")]
+)
+def test_an_adapter_passes(check, name, type_name, checkpoints, tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", seed=1, base=checkpoints / name)
+    path = write_gguf(checkpoints / name, tmp_path / "model.gguf", type_name)
+    ran = check(path, *NO_REPACK, "--lora", adapter, "--schedule", "plain,batched", "--format", "json")
+    assert ran.status == 0, ran.out
+    assert all(run["coverage"]["missing"] == 0 for run in ran.json["runs"])
+
+
+def not_applied(folder, update):
+    update.update({key: x * 0 for key, x in update.items() if key.endswith("lora_B.weight")})
+
+
+def scaled(folder, update):
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 4.0}))
+
+
+def not_reordered(folder, update):
+    for key, x in update.items():
+        if "lora_B" in key and ("q_proj" in key or "k_proj" in key):
+            update[key] = rows_of_hf(x, 6 if "q_proj" in key else 2).contiguous()
+
+
+@needs_llamacpp
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        (not_applied, "the adapter is not applied"),
+        (scaled, "the adapter's scale is 0.5 times what it should be"),
+        (not_reordered, "the rows of the adapter's B are in another order"),
+    ],
+)
+@pytest.mark.parametrize("type_name", ["F32", "Q8_0"])
+def test_a_fault_of_the_engines_adapter_is_named(check, fault, cause, type_name, checkpoints, tmp_path):
+    base = checkpoints / "llama-tiny"
+    sound, wrong = (write_adapter(tmp_path / name, seed=1, base=base) for name in ("sound", "wrong"))
+    tensors = load_file(wrong / "adapter_model.safetensors")
+    fault(wrong, tensors)
+    save_file(tensors, wrong / "adapter_model.safetensors")
+    path = write_gguf(base, tmp_path / "model.gguf", type_name)
+    file = write_adapter_file(wrong, open_gguf(path).metadata, tmp_path / "adapter.gguf")
+    options = ["--lora", sound, "--engine-option", f"lora_gguf={file}", "--schedule", "plain", *LONGER]
+    ran = check(path, *NO_REPACK, *options, "--format", "json")
+    assert ran.status == 1
+    first = ran.json["runs"][0]["first_divergence"]
+    assert first["tap"] == "model.layers.0.self_attn.q_proj"
+    assert first["explanation"]["cause"] == cause
+
+
+@needs_llamacpp
+def test_an_adapter_of_another_model_is_refused(check, checkpoints, tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", seed=1, base=checkpoints / "qwen2-tiny")
+    path = write_gguf(checkpoints / "qwen2-tiny", tmp_path / "model.gguf")
+    file = write_adapter_file(adapter, open_gguf(path).metadata, tmp_path / "adapter.gguf")
+    ran = check("llama-tiny", "--engine-option", f"lora_gguf={file}", "--schedule", "plain")
+    assert ran.status == 2
+    assert "llama.cpp does not load the adapter" in ran.err
 
 
 @needs_llamacpp

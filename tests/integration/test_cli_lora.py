@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from reference_engine import lora
+from reference_engine.config import ModelConfig
 
 from ..unit.lora_adapter import FOLDER, write_adapter
 
@@ -80,6 +81,49 @@ def test_rows_that_get_no_adapter_in_a_batch_are_named(check, monkeypatch):
     ran = check("--schedule", "batched")
     assert ran.status == 1
     assert ran.json["first_divergence"]["explanation"]["cause"] == "the adapter is not applied"
+
+
+def test_the_neighbours_adapter_in_a_mixed_batch_is_named(check, harness, adapter, monkeypatch, tmp_path):
+    """The second half of the rows of a step are given the adapter that another request asked for."""
+    other = write_adapter(tmp_path / "neighbour", seed=2)
+    config = ModelConfig.from_folder(FOLDER)
+    neighbour = lora.read_adapter("neighbour", other, config, torch.float32, torch.device("cpu"))
+    add = lora.Adapter.add
+
+    def mixed(self, product, rows_T, x_TI, y_TO):
+        half = len(rows_T) // 2
+        add(self, product, rows_T[:half], x_TI, y_TO)
+        add(neighbour, product, rows_T[half:], x_TI, y_TO)
+
+    monkeypatch.setattr(lora.Adapter, "add", mixed)
+    ran = check("--schedule", "batched", "--other-lora", other)
+    assert ran.status == 1
+    assert ran.json["first_divergence"]["explanation"]["cause"] == f"the adapter is another one: {other}"
+
+
+def test_another_adapter_without_one_is_refused(harness, adapter):
+    ran = harness("check", *WORKLOAD, "--other-lora", adapter)
+    assert (ran.status, ran.err.splitlines()[0]) == (2, "H013: there are other adapters, and none that is checked")
+
+
+def test_rows_of_b_in_another_order_are_named(check, monkeypatch):
+    call = lora.LowRank.__call__
+    monkeypatch.setattr(lora.LowRank, "__call__", lambda self, x: call(self, x).roll(1, dims=-1))
+    ran = check("--schedule", "batched")
+    assert ran.json["first_divergence"]["explanation"]["cause"] == "the rows of the adapter's B are in another order"
+
+
+def test_a_and_b_swapped_on_a_square_layer_are_named(harness, monkeypatch, tmp_path):
+    """The o_proj of qwen2-tiny is square: nothing refuses the swapped tensors."""
+    base = FOLDER.parent / "qwen2-tiny"
+    folder = write_adapter(tmp_path / "square", seed=1, base=base, modules=("o_proj",))
+    monkeypatch.setattr(lora.LowRank, "__call__", lambda self, x: x @ self.b_OR @ self.a_RI * self.scaling)
+    options = ["--dtype", "float32", "--schedule", "batched", "--format", "json"]
+    ran = harness("check", "--model", base, *WORKLOAD[2:], "--lora", folder, *options)
+    divergence = ran.json["first_divergence"]
+    assert divergence["tap"] == "model.layers.0.self_attn.o_proj"
+    cause = "A and B of the adapter are swapped, or their product is transposed"
+    assert divergence["explanation"]["cause"] == cause
 
 
 def test_the_golden_of_an_adapter_is_another_one(harness, adapter, tmp_path):

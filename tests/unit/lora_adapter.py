@@ -13,14 +13,22 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def write_adapter(
-    folder: Path, *, seed: int, rank: int = 4, alpha: float = 8.0, modules: tuple[str, ...] = ALL, **settings: Any
+    folder: Path,
+    *,
+    seed: int,
+    rank: int = 4,
+    alpha: float = 8.0,
+    modules: tuple[str, ...] = ALL,
+    base: Path = FOLDER,
+    **settings: Any,
 ) -> Path:
-    """Write random adapter weights in PEFT's format."""
+    """Write random adapter weights in PEFT's format, for the checkpoint in `base`."""
     draw = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, weight in load_file(FOLDER / "model.safetensors").items():
+    weights = {name: weight for file in sorted(base.glob("*.safetensors")) for name, weight in load_file(file).items()}
+    for name, weight in weights.items():
         module = name.removesuffix(".weight")
-        if module.endswith(modules):
+        if module.endswith(modules) and weight.dim() == 2:
             outputs, inputs = weight.shape
             prefix = f"base_model.model.{module}"
             tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, inputs, generator=draw) * 0.2

@@ -33,6 +33,17 @@ def weight_and_bias(subject: Subject) -> tuple[torch.Tensor, torch.Tensor | None
     return weight.to(torch.float64), None if bias is None else bias.to(torch.float64)
 
 
+def adapter_update(subject: Subject) -> torch.Tensor | None:
+    """Return what a LoRA adapter adds, [R, O] float64; None of an operation without one."""
+    module = subject.hf.module(subject.operation.module)
+    a, b = getattr(module, "lora_a", None), getattr(module, "lora_b", None)
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or len(subject.inputs) != 1:
+        return None
+    x = subject.inputs[0].flatten(1).to(torch.float64)
+    update: torch.Tensor = x @ a.to(torch.float64).T @ b.to(torch.float64).T * float(module.scaling)  # type: ignore[arg-type]
+    return update
+
+
 def product(x_RI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
     """Return [R, O] float64."""
     y = x_RI.to(torch.float64) @ weight_OI.T
@@ -81,7 +92,7 @@ def _room_of_sums(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
     return room.nan_to_num(nan=0.0, posinf=0.0).cpu()
 
 
-def _rounded_inputs(subject: Subject) -> Iterator[Rounding]:
+def rounded_products(subject: Subject) -> Iterator[Rounding]:
     """Round the inputs to the dtype of a 16-bit weight; all else is float32, as in llama.cpp."""
     if subject.dtype != torch.float32 or len(subject.inputs) != 1:
         return
@@ -103,7 +114,7 @@ def rounded_inputs(x: torch.Tensor, formats: Collection[str]) -> Iterator[torch.
 
 CONVENTIONS = (
     Convention(
-        name="inputs of a product rounded to the weight's dtype", kinds=(Kind.LINEAR,), roundings=_rounded_inputs
+        name="inputs of a product rounded to the weight's dtype", kinds=(Kind.LINEAR,), roundings=rounded_products
     ),
     Convention(name="partial sums of ranks, each rounded", kinds=(Kind.LINEAR,), roundings=_partial_sums),
 )

@@ -4,12 +4,13 @@
 """
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from harness.compare.conventions.entry import Convention, Rounding, Subject
-from harness.compare.conventions.linear import MODEL, product, weight_and_bias
+from harness.compare.conventions.linear import MODEL, adapter_update, product, rounded_products, weight_and_bias
 from harness.taps import Kind
 
 QUANTISED_INPUTS = "inputs quantised to {}"
@@ -70,12 +71,24 @@ def _expected(subject: Subject, size: int, blocks: Blocks) -> torch.Tensor:
 def _ties_resolved(
     expected: torch.Tensor, actual: torch.Tensor, change: torch.Tensor, is_tie: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
-    """Round each value on a tie the other way where the row is nearer to that."""
-    ties = is_tie.nonzero().tolist()
-    for row, at in ties if len(ties) <= _MAX_TIES else ():
-        step = change[row, at] * weight[:, at]
-        if float((actual[row] - expected[row]) @ step) > 0.5 * float(step @ step):
-            expected[row] += step
+    """Round each value on a tie the other way where the row is nearer to that.
+
+    A row may have many: what a quantised embedding gives is on a grid, some of whose steps are ties. So all values of a
+    row are told at once, by least squares, and each is then one of its two integers.
+    """
+    if int(is_tie.sum()) > _MAX_TIES:
+        return expected
+    for row in is_tie.any(dim=1).nonzero()[:, 0].tolist():
+        ties = is_tie[row].nonzero()[:, 0]
+        steps = weight[:, ties] * change[row, ties]
+        residual = actual[row] - expected[row]
+        if 2 * len(ties) <= len(weight):
+            share = torch.linalg.lstsq(steps, residual[:, None]).solution[:, 0]
+            expected[row] += steps[:, share > 0.5].sum(dim=1)
+            continue
+        for step in steps.T:  # too many to be told at once
+            if float((actual[row] - expected[row]) @ step) > 0.5 * float(step @ step):
+                expected[row] += step
     return expected
 
 
@@ -87,7 +100,24 @@ def quantised_inputs(x: torch.Tensor, formats: Collection[str]) -> Iterator[torc
             yield (scaled.round() * scale).flatten(1)
 
 
+def _adapted(subject: Subject) -> Iterator[Rounding]:
+    """Hold a product with an adapter beside it to the conventions of products; the adapter's part is float32."""
+    update = adapter_update(subject)
+    if update is None or subject.dtype != torch.float32:
+        return
+    alone = replace(subject, actual=subject.actual - update, expected=subject.expected - update)
+    for rounding in (*rounded_products(alone), *_quantised_inputs(alone)):
+        yield replace(rounding, expected=partial(_sum, rounding.expected, update))
+
+
+def _sum(product: Callable[[], torch.Tensor], update: torch.Tensor) -> torch.Tensor:
+    return product() + update
+
+
 CONVENTIONS = (
+    Convention(
+        name="a quantised product with an adapter beside it", kinds=(Kind.OTHER,), roundings=_adapted, is_declared=True
+    ),
     Convention(
         name="activations quantised before a quantised product",
         kinds=(Kind.LINEAR,),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from harness.engines.llamacpp.nodes import has_interleaved_heads, tap_of, turned_context
+from harness.engines.llamacpp.nodes import adds_adapter, has_interleaved_heads, tap_of, turned_context
 from harness.engines.llamacpp.tensor import Tensor, llama
 from harness.errors import Code, HarnessError
 from harness.taps import EMBEDDING
@@ -79,7 +79,7 @@ class Capture:
         if tap == EMBEDDING or not self._ubatches:
             self._ubatches.append(UBatch())
         ubatch = self._ubatches[-1]
-        if tap in ubatch.taps:
+        if tap in ubatch.taps and not adds_adapter(node):
             what = f"two nodes of llama.cpp's graph are taken for {tap}"
             raise HarnessError(Code.ENGINE_CANNOT_SERVE, what, where=node.name, hint="report the model's architecture")
         turned = turned_context(node)

@@ -22,6 +22,8 @@ class Model:
 
     def __init__(self, path: Path, *, repack: bool = True) -> None:
         self._llama = llama()
+        self.adapters: list[Any] = []
+        """LoRA adapters that contexts apply, at their own scale."""
         params = self._llama.llama_model_default_params()
         params.n_gpu_layers = 0
         params.use_extra_bufts = repack
@@ -33,6 +35,18 @@ class Model:
                 where=path,
                 hint=f"harness inspect {path}",
             )
+
+    def load_adapter(self, path: Path) -> None:
+        """Load a LoRA adapter, which every context then applies; it is freed with the model.
+
+        Raises:
+            HarnessError: ENGINE_CANNOT_SERVE.
+        """
+        adapter = self._llama.llama_adapter_lora_init(self.pointer, str(path).encode())
+        if not adapter:
+            what, hint = "llama.cpp does not load the adapter", "is it an adapter of this model?"
+            raise HarnessError(Code.ENGINE_CANNOT_SERVE, what, where=path, hint=hint)
+        self.adapters.append(adapter)
 
     def __del__(self) -> None:
         if getattr(self, "pointer", None):
@@ -76,6 +90,7 @@ class Context:
                 actual=", ".join((*options.cache_names, f"flash attention {options.flash_attention}")),
                 hint="a quantised cache of values needs flash attention and rows of whole blocks",
             )
+        self._apply_adapters()
         self.num_batch, self.num_ubatch = int(params.n_batch), int(params.n_ubatch)
         self._batch = self._llama.llama_batch_init(self.num_batch, 0, 1)
         self.vocab_size = self._llama.llama_vocab_n_tokens(self._llama.llama_model_get_vocab(model.pointer))
@@ -88,6 +103,17 @@ class Context:
     ) -> None:
         self._llama.llama_batch_free(self._batch)
         self._llama.llama_free(self.pointer)
+
+    def _apply_adapters(self) -> None:
+        library, adapters = self._llama, self._model.adapters
+        if not adapters:
+            return
+        pointers = (library.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
+        scales = (library.ctypes.c_float * len(adapters))(*[1.0] * len(adapters))
+        status = library.llama_set_adapters_lora(self.pointer, pointers, len(adapters), scales)
+        if status != 0:
+            what = "llama_set_adapters_lora fails"
+            raise HarnessError(Code.ENGINE_FAILED, what, where="llamacpp", actual=f"status {status}")
 
     @property
     def _memory(self) -> Any:

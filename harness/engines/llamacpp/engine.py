@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from harness.checkpoint.gguf import open_gguf, read_source
+from harness.checkpoint.gguf.architecture import Metadata
 from harness.checkpoint.gguf.writer import write_gguf
 from harness.engines.adapter import Engine, Offer, Workload
+from harness.engines.llamacpp.adapter_file import write_adapter_file
 from harness.engines.llamacpp.cache import CachedRows
 from harness.engines.llamacpp.capture import Capture, UBatch, halves_of_pairs
 from harness.engines.llamacpp.context import Context, Model
@@ -66,12 +68,22 @@ class LlamaCppEngine:
         )
         self._model = Model(path, repack=options.repack)
         self._rotations = rotations(options, self._head_dim)
+        if options.lora is not None or options.lora_gguf is not None:
+            self._load_adapter(options, metadata)
         formats = sorted({tensor.type.name for tensor, _ in file.tensors.values()} - {"F32"})
         self.offer = Offer(
             schedules=_SCHEDULES,
             sampled_only=pruned_taps(metadata.count("block_count")),
             numerics=Numerics(weights=tuple(formats), **self._declared_cache()),
         )
+
+    def _load_adapter(self, options: LlamaCppOptions, metadata: Metadata) -> None:
+        with scratch_folder("harness-") as made:
+            path = options.lora_gguf
+            if path is None and options.lora is not None:
+                path = write_adapter_file(options.lora, metadata, made / "adapter.gguf")
+            if path is not None:
+                self._model.load_adapter(path)
 
     def _declared_cache(self) -> dict[str, Any]:
         """Return what the cache does to keys and values, as `Numerics` says it."""

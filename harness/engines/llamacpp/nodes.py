@@ -39,6 +39,9 @@ def tap_of(node: Tensor, weights: Collection[str], *, turns_values: bool = False
         return _turned_back(node) if _name(node.source(0)) == _VALUE_ROTATION else _product(node, weights)
     if operation in ("MUL", "ADD") and (found := _of_weight(node.source(1))) is not None:
         return found  # a norm times its weight, a product and its bias
+    if adds_adapter(node):
+        product = node.source(0)
+        return None if product is None else _product(product, weights)
     if operation == "GET_ROWS" and _name(node.source(0)) == "token_embd.weight":
         return EMBEDDING
     found_name = _IN_LAYER.fullmatch(node.name)
@@ -49,6 +52,13 @@ def tap_of(node: Tensor, weights: Collection[str], *, turns_values: bool = False
         return None if turns_values else f"{layer}attention"
     site = _NAMED.get((operation, found_name["name"]))
     return f"{layer}{site}" if site else None
+
+
+def adds_adapter(node: Tensor) -> bool:
+    """Whether a node adds what an adapter makes of a product's input: it follows the product, and is its tap."""
+    product, update = node.source(0), node.source(1)
+    is_sum = node.op == "ADD" and product is not None and update is not None
+    return is_sum and (product.op, update.op) == ("MUL_MAT", "SCALE")  # type: ignore[union-attr]
 
 
 def has_interleaved_heads(tap: str) -> bool:

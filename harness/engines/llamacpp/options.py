@@ -15,7 +15,7 @@ CACHE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 _KNOWN = (
     "cache_type", "cache_type_k", "cache_type_v", "flash_attention", "threads", "batch_size", "ubatch_size",
-    "rope_freq_base", "repack", "gguf", "type",
+    "rope_freq_base", "repack", "gguf", "type", "lora", "lora_gguf",
 )  # fmt: skip
 
 
@@ -37,6 +37,10 @@ class LlamaCppOptions:
     """Whether llama.cpp may put weights in another order for faster kernels (AMX among them)."""
     gguf: Path | None = None
     """File that the engine loads in the place of the model's: a fault of it is then the engine's."""
+    lora: Path | None = None
+    """Folder of an adapter in PEFT's format."""
+    lora_gguf: Path | None = None
+    """File of an adapter that the engine loads in the place of the one that is made of the folder."""
     type: str = "F32"
     """Type of the GGUF file that is made of a checkpoint that is none."""
 
@@ -71,6 +75,8 @@ def parse_llamacpp_options(options: Mapping[str, str]) -> LlamaCppOptions:
         rope_freq_base=_real("rope_freq_base", options),
         repack=_choice("repack", options.get("repack", "on"), ("on", "off")) == "on",
         gguf=None if path is None else _file("gguf", path),
+        lora=Path(options["lora"]) if "lora" in options else None,
+        lora_gguf=_file("lora_gguf", options["lora_gguf"]) if "lora_gguf" in options else None,
         type=_choice("type", options.get("type", defaults.type), ("F32", "F16", "BF16", "Q8_0", "Q4_0")),
     )
 

@@ -303,6 +303,20 @@ def test_a_value_on_a_tie_is_rounded_either_way_and_no_other_value_is(is_up):
     assert held(*linear(weight), integers @ weight.T, x, weights=("Q8_0",)) == []
 
 
+def test_many_values_of_a_row_on_ties_are_told_at_once():
+    """A quantised embedding behind a norm of ones: a whole level of its grid is on ties."""
+    generator = torch.Generator().manual_seed(6)
+    weight = torch.randn(256, 96, generator=generator)
+    x = torch.randint(-60, 60, (3, 96), generator=generator).float()
+    x[:, ::32] = 127.0  # the scale is 1
+    x[:, 1:64:2] += 0.5
+    integers = x.trunc() + (torch.rand(3, 96, generator=generator) < 0.5) * (x != x.trunc()) * x.sign()
+    name = QUANTISED_INPUTS.format("Q8_0")
+    assert held(*linear(weight), integers @ weight.T, x, weights=("Q8_0",)) == [name]
+    integers[:, 40] += 1
+    assert held(*linear(weight), integers @ weight.T, x, weights=("Q8_0",)) == []
+
+
 # Rotary angles.
 
 

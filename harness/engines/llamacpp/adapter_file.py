@@ -1,0 +1,45 @@
+"""A LoRA adapter as the file that llama.cpp takes: what its convert_lora_to_gguf.py makes of PEFT's folder."""
+
+from pathlib import Path
+
+import torch
+
+from harness.checkpoint.gguf.architecture import Metadata
+from harness.checkpoint.gguf.names import gguf_name, is_query_or_key
+from harness.checkpoint.gguf.weights import gguf_package, rows_of_gguf
+from harness.errors import Code, HarnessError
+from harness.oracle.lora import read_adapter
+
+
+def write_adapter_file(lora: Path, metadata: Metadata, path: Path) -> Path:
+    """Write an adapter in PEFT's format as a GGUF file, in float32.
+
+    Args:
+        lora: the adapter's folder.
+        metadata: of the base model's file.
+        path: of the file to write.
+
+    Raises:
+        HarnessError: PACKAGE_MISSING, BAD_LORA, or ENGINE_CANNOT_SERVE: it changes a module that GGUF has no name for.
+    """
+    gguf = gguf_package()
+    writer = gguf.GGUFWriter(path, metadata.architecture)
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    # llama.cpp scales by alpha over the rank of each tensor: all scales are in B, and alpha is left out.
+    for module, update in read_adapter(lora).items():
+        name = gguf_name(f"{module}.weight")
+        if name is None:
+            what = "the adapter changes a module that llama.cpp has no name for"
+            raise HarnessError(Code.ENGINE_CANNOT_SERVE, what, where=lora, actual=module)
+        b = update.b.float() * update.scaling
+        if metadata.family.permutes_heads and is_query_or_key(f"{module}.weight"):
+            is_key = module.endswith("k_proj")
+            b = rows_of_gguf(b, metadata.count("attention.head_count_kv" if is_key else "attention.head_count"))
+        writer.add_tensor(f"{name}.lora_a", update.a.float().contiguous().numpy())
+        writer.add_tensor(f"{name}.lora_b", torch.as_tensor(b).contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
