@@ -58,6 +58,8 @@ class ScheduleChange:
     first: FirstChange | None = None
     error: str | None = None
     """What ended it."""
+    refusal: str | None = None
+    """Why the engine cannot serve it here: no finding."""
 
     @property
     def state(self) -> Invariance:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from harness.compare.bits import ComparedRows, compare_bits, first_changed
 from harness.engines import Engine
-from harness.errors import HarnessError
+from harness.errors import Code, HarnessError
 from harness.fuzz.changes import CHANGES, Change, Prompts, Run
 from harness.fuzz.pool import Pool
 from harness.invariance_results import ChangedOperation, FirstChange, Invariance, ScheduleChange
@@ -72,6 +72,7 @@ class _Found:
     """By site."""
     first: ComparedRows | None = None
     error: str | None = None
+    refusal: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -103,7 +104,7 @@ class Comparer:
     @property
     def _has_compared(self) -> bool:
         """Whether some change did not end in an error: where all have, another round says nothing more."""
-        return any(found.error is None for found in self._found.values())
+        return any(found.error is None and found.refusal is None for found in self._found.values())
 
     def _is_offered(self, change: Change) -> bool:
         return all(run.parsed().name in self.engine.offer.schedules for run in change.runs)
@@ -146,8 +147,11 @@ class Comparer:
 
     def _compare(self, found: _Found, before: _Recorded | HarnessError, after: _Recorded | HarnessError) -> None:
         failed = next((each for each in (before, after) if isinstance(each, HarnessError)), None)
-        if failed is not None:
+        if failed is not None and failed.code is Code.ENGINE_CANNOT_SERVE:
+            found.refusal = failed.what
+        elif failed is not None:
             found.error = found.error or failed.what
+        if failed is not None:
             return
         assert isinstance(before, _Recorded)
         assert isinstance(after, _Recorded)
@@ -172,6 +176,7 @@ class Comparer:
             operations=() if found is None else tuple(_operation(site, found) for site in sites),
             first=None if found is None or found.first is None else _first(found.first),
             error=None if found is None else found.error,
+            refusal=None if found is None else found.refusal,
         )
 
 

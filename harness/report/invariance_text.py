@@ -1,5 +1,6 @@
 """Which changes of schedule change bits, for people at a terminal: operations against changes."""
 
+import textwrap
 from collections.abc import Iterator
 from pathlib import PurePath
 
@@ -38,16 +39,25 @@ def _changes(result: InvarianceResult) -> list[str]:
 def _first(change: ScheduleChange) -> tuple[str, str]:
     if not change.is_offered:
         return "(the engine does not follow it)", ""
+    if change.refusal is not None:
+        return printable(f"(not served: {_shortened(change.refusal)})"), ""
     if change.error is not None:
-        return printable(f"(the run failed: {change.error.splitlines()[0]})"), ""
+        return printable(f"(the run failed: {_shortened(change.error)})"), ""
     if change.first is None:
         return ("none" if change.state is Invariance.SAME else "(nothing could be compared)"), ""
     first = change.first
     return f"{printable(first.tap)}, request {first.request}, position {first.position}", number(first.roundings)
 
 
+def _shortened(message: str) -> str:
+    """Return the first line of a message, cut to the width of the column."""
+    return textwrap.shorten(message.splitlines()[0], 60, placeholder=" ...")
+
+
 def _operations(result: InvarianceResult) -> list[str]:
-    offered = [change for change in result.changes if change.is_offered and change.error is None]
+    offered = [
+        change for change in result.changes if change.is_offered and change.error is None and change.refusal is None
+    ]
     table = result.by_site
     if not offered or not table:
         return []

@@ -51,6 +51,11 @@ def test_the_table_has_a_row_for_each_operation_and_a_column_for_each_change():
             "BEYOND ROUNDING",
         ),
         (replace(SAME, operations=(), error="the engine raised"), Outcome.MISMATCH, "BEYOND ROUNDING"),
+        (
+            replace(SAME, operations=(), refusal="one NUMA node only"),
+            Outcome.NOTHING,
+            "NOTHING CHECKED",
+        ),
         (RANKS, Outcome.NOTHING, "NOTHING CHECKED"),
     ],
 )
@@ -58,6 +63,14 @@ def test_the_verdict_is_that_of_the_worst_change(change, outcome, headline):
     result = replace(RESULT, changes=(change,))
     assert result.outcome is outcome
     assert invariance_text(result).startswith(headline)
+
+
+def test_what_the_engine_cannot_serve_here_is_no_finding():
+    refused = replace(SAME, operations=(), refusal="one NUMA node only\nand more")
+    result = replace(RESULT, changes=(SAME, refused))
+    assert result.outcome is Outcome.PASS
+    assert "(not served: one NUMA node only)" in invariance_text(result)
+    assert invariance_json(result)["changes"][1]["refusal"] == "one NUMA node only\nand more"
 
 
 def test_json_has_the_state_of_every_change():
