@@ -347,11 +347,12 @@ def tried(fault: Fault, seed: int) -> list[str]:
 def report(rows: list[list[str]], given: argparse.Namespace) -> str:
     """Return the report."""
     count = {word: sum(row[3] == word for row in rows) for word in ("named", "unnamed", "WRONG", "not detected")}
+    machine = describe_machine("cpu")
     table = tabulate(rows, ["bug", "setting", "found first", "verdict", "said"], tablefmt="github")
     return (
         "# Bugs that are in no catalogue\n\n"
         f"`python tests/benchmarks/out_of_sample.py --seed {given.seed} --draws {given.draws}`, "
-        f"{time.strftime('%Y-%m-%d')}, {describe_machine('cpu')}.\n\n"
+        f"{time.strftime('%Y-%m-%d')}, {machine.hardware}; {machine.software}.\n\n"
         f"{len(rows)} trials: {count['named']} named, {count['unnamed']} with no cause asserted, "
         f"{count['WRONG']} named wrongly, {count['not detected']} not detected.\n\n{table}\n"
     )
