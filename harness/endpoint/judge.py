@@ -180,8 +180,7 @@ class _Errors:
         worst = max(range(len(self.own)), key=lambda at: abs(self.own[at]))
         rms, rms_noise = _rms(self.own), _rms(self.noise)
         largest, largest_noise = abs(self.own[worst]), max(self.noise)
-        rms_bound = _RMS_BOUND + _RMS_BOUND_PER_ROOT / math.sqrt(num_rows)
-        max_bound = _MAX_BOUND + _MAX_BOUND_PER_ROOT / math.sqrt(num_rows)
+        rms_bound, max_bound = bounds(num_rows)
         return LogprobResult(
             kind=self.kind,
             num_rows=num_rows,
@@ -196,6 +195,12 @@ class _Errors:
             worst_position=self.places[worst][1],
             is_sound=rms <= rms_bound * rms_noise and largest <= max_bound * largest_noise,
         )
+
+
+def bounds(num_rows: int) -> tuple[float, float]:
+    """Return the bounds of the root mean square and of the maximum, over so many rows, in units of HF's own noise."""
+    root = math.sqrt(num_rows)
+    return _RMS_BOUND + _RMS_BOUND_PER_ROOT / root, _MAX_BOUND + _MAX_BOUND_PER_ROOT / root
 
 
 def _rms(values: Sequence[float]) -> float:

@@ -3,6 +3,9 @@
 The bounds of `harness.endpoint.judge` were chosen from this table. Engines run in this process, without HTTP.
 
     python tests/benchmarks/endpoint_floors.py [--stories ../shared/models/stories260k] [--out FILE]
+
+With --model, other models, and --seed, other prompts, the bounds are tried on what they were not chosen from: the last
+columns count the groups of rows that are beyond them, false alarms of sound engines and detections of wrong ones.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import torch
 from tabulate import tabulate
 from transformers import AutoModelForCausalLM
 
+from harness.endpoint.judge import bounds
 from harness.endpoint.truth import TruthRow, Walk, walk_truth
 from harness.oracle.model import load_model
 from harness.threads import one_thread
@@ -86,7 +90,9 @@ def with_rope(folder: Path, dtype: str, prompts: Sequence[list[int]], factor: fl
         other = shutil.copytree(folder, Path(scratch) / "model")
         config = json.loads((other / "config.json").read_text())
         place = config.get("rope_parameters") or config
-        place["rope_theta"] = place.get("rope_theta", 10_000.0) * factor
+        by_layer = [each for each in place.values() if isinstance(each, dict) and "rope_theta" in each]
+        for each in by_layer or [place]:  # Gemma 3 has one for each type of layer
+            each["rope_theta"] = each.get("rope_theta", 10_000.0) * factor
         (other / "config.json").write_text(json.dumps(config))
         return by_reference(other, dtype, prompts)
 
@@ -107,11 +113,18 @@ def figures(folder: Path, dtype: str, prompts: Sequence[list[int]], served: Serv
         for walk, (prompt, (_, logprobs)) in enumerate(zip(prompts, served, strict=True))
         for at, own in enumerate(logprobs)
     ]
-    cells = [f"{rms(pairs):.2f}", f"{largest(pairs):.2f}"]
+    cells, beyond = [f"{rms(pairs):.2f}", f"{largest(pairs):.2f}"], [is_beyond(pairs)]
     for size in ROWS:
         groups = [pairs[at : at + size] for at in range(0, len(pairs) - size + 1, size)]
         cells += [f"{max(map(rms, groups)):.2f}", f"{max(map(largest, groups)):.2f}"]
-    return cells
+        beyond += [f"{sum(map(is_beyond, groups))} of {len(groups)}"]
+    return [*cells, *map(str, beyond)]
+
+
+def is_beyond(pairs: Sequence[tuple[list[float], list[float]]]) -> bool:
+    """Whether a check of so many rows would end in a finding."""
+    rms_bound, max_bound = bounds(len(pairs))
+    return rms(pairs) > rms_bound or largest(pairs) > max_bound
 
 
 def errors(row: TruthRow, own: dict[int, float]) -> tuple[list[float], list[float]]:
@@ -135,11 +148,13 @@ def largest(pairs: Sequence[tuple[list[float], list[float]]]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stories", type=Path)
+    parser.add_argument("--model", type=Path, action="append")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     folders = [ROOT / "cases" / "checkpoints" / name for name in ("qwen3-tiny", "llama-tiny", "qwen2-tiny")]
-    folders += [options.stories] if options.stories else []
-    draw, rows = random.Random(0), []
+    folders = options.model or [*folders, *([options.stories] if options.stories else [])]
+    draw, rows = random.Random(options.seed), []
     for folder in folders:
         vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
         prompts = [[draw.randrange(4, vocabulary) for _ in range(draw.randrange(4, 40))] for _ in range(NUM_PROMPTS)]
@@ -149,6 +164,7 @@ def main() -> None:
                 print(*rows[-1], flush=True)
     headers = ["model", "dtype", "engine", "rms", "max"]
     headers += [f"{kind}, {size} rows" for size in ROWS for kind in ("rms", "max")]
+    headers += ["beyond, all", *(f"beyond, {size} rows" for size in ROWS)]
     table = tabulate(rows, headers, tablefmt="github", disable_numparse=True)
     print(table) if options.out is None else options.out.write_text(table + "\n")
 

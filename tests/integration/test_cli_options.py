@@ -13,7 +13,7 @@ OPTIONS = {
     "check": ["--model", "--hf", "--engine", "--engine-option", "--isolate", "--engine-timeout", "--engine-python",
               *WORKLOAD, "--schedule", "--taps", "--case", "--out", "--fault", "--profile", "--stop-early",
               "--endpoint", "--served-model", "--concurrency", "--request-timeout", "--again", "--lora",
-              "--local-files-only", "--format"],
+              "--other-lora", "--local-files-only", "--format"],
     "golden": ["--model", "--hf", *WORKLOAD, "--continuation", "--case", "--out", "--lora", "--local-files-only",
                "--format"],
     "run": ["--out", "--golden", "--model", "--engine", "--engine-option", "--isolate", "--engine-timeout",
