@@ -22,7 +22,11 @@ LISTED: tuple[Mutant, ...] = (
     replaced(f"{_COMPARE}/systematic.py", "_variance(rows) + _variance(channels)", "_variance(rows)"),
     replaced(f"{_COMPARE}/systematic.py", "_variance(rows) + _variance(channels)", "_variance(channels)"),
     # the cache's read-back check switched off
-    replaced(f"{_COMPARE}/cache.py", "bad = _differs(read, written)", "bad = torch.zeros(len(read), dtype=torch.bool)"),
+    replaced(
+        f"{_COMPARE}/cache.py",
+        "bad = writes.differs(read, written, operation)",
+        "bad = torch.zeros(len(read), dtype=torch.bool)",
+    ),
     # the clamps at the typical row's error off (the composite's clamp has gone with it)
     replaced(f"{_COMPARE}/bounds.py", ".clamp(min=typical)", ""),
     replaced(f"{_COMPARE}/propagated.py", ".clamp(min=floors[tap])", ""),
