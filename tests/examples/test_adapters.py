@@ -17,14 +17,14 @@ ENGINES = {"nano_vllm": "nanovllm", "mini_sglang": "minisgl", "vllm": "vllm"}
 PROTOCOLS = {"blocks": block_manager, "scheduler": scheduler}
 FILES = [(engine, name) for engine in ENGINES for name in PROTOCOLS]
 MOST_LINES = {"nano_vllm": 60, "mini_sglang": 60, "vllm": 85}
-SHARED = {Path("vllm", "pool.py")}
-"""What the adapters of an engine import."""
+OTHERS = {Path("vllm", "pool.py"), Path("nano_vllm", "engine.py"), Path("nano_vllm", "cpu_attention.py")}
+"""What adapters of the suites import, and adapters of whole engines."""
 
 
 def test_every_adapter_is_tested_here() -> None:
     assert {path.relative_to(FOLDER) for path in FOLDER.rglob("*.py")} == {
         Path(engine, f"{name}.py") for engine, name in FILES
-    } | SHARED
+    } | OTHERS
 
 
 @pytest.mark.parametrize(("engine", "name"), FILES)
@@ -49,3 +49,22 @@ def test_an_adapter_runs_where_its_engine_is_installed(engine: str, name: str, t
     # The engine may have bugs; the adapter may not be what raises.
     assert "1 passed" in done.stdout or "H092: " in done.stdout, done.stdout
     assert "raised" not in done.stdout, done.stdout
+
+
+def test_nano_vllm_passes_with_every_tap(checkpoints: Path, tmp_path: Path) -> None:
+    if importlib.util.find_spec("nanovllm") is None:
+        pytest.skip("nanovllm is not installed")
+    program = f"""
+from pathlib import Path
+import harness
+from engine import open_engine
+
+folder = Path({str(checkpoints / "qwen3-tiny")!r})
+engine = open_engine(folder, dtype="bfloat16", device="cpu", options={{}})
+result = harness.check(engine, model=str(folder), prompts=[list(range(3, 40)), list(range(60, 70))], max_new_tokens=8,
+                       schedules=["plain", "batched"], dtype="bfloat16")
+print([(str(run.outcome), run.coverage.missing, run.coverage.not_offered) for run in result.runs])
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=FOLDER / "nano_vllm", capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "[('pass', 0, ()), ('pass', 0, ())]", done.stdout + done.stderr

@@ -24,16 +24,28 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
         HarnessError: ENGINE_NOT_INSTALLED, ENGINE_VERSION, BAD_OPTION, ENGINE_CANNOT_SERVE.
     """
     options = dict(options)
-    check_version(options.pop("allow_version", None))
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model is in this process, where hooks reach it
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    _import_vllm()
+    prepare_vllm(options.pop("allow_version", None))
     from harness.engines.vllm.engine import VllmEngine
     from harness.engines.vllm.options import parse_flag, parse_options
 
     is_in_process = not parse_flag("multiprocessing", options.pop("multiprocessing", "false"))
     return VllmEngine(folder=folder, dtype=dtype, options=parse_options(options), is_in_process=is_in_process)
+
+
+def prepare_vllm(allowed: str | None = None) -> None:
+    """Set vLLM's environment variables and import it.
+
+    Args:
+        allowed: as `check_version` takes it.
+
+    Raises:
+        HarnessError: ENGINE_NOT_INSTALLED, ENGINE_VERSION.
+    """
+    check_version(allowed)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker is beside its engine core, where hooks reach it
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    _import_vllm()
 
 
 def check_version(allowed: str | None = None) -> None:

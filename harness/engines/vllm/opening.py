@@ -3,12 +3,15 @@
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from pydantic import ValidationError
 from vllm import EngineArgs, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from harness.errors import Code, HarnessError
@@ -25,6 +28,8 @@ def opened_engine(arguments: Mapping[str, Any], *, is_in_process: bool = True) -
     try:
         with refusing(arguments["model"]):
             engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=not is_in_process)
+        if not is_in_process:
+            _raise_where_it_dies(engine.engine_core)
         yield engine
     finally:
         if engine is not None:
@@ -32,6 +37,19 @@ def opened_engine(arguments: Mapping[str, Any], *, is_in_process: bool = True) -
             del engine
         gc.collect()
         cleanup_dist_env_and_memory()
+
+
+def _raise_where_it_dies(client: Any) -> None:
+    """Let a client raise when its engine core ends: vLLM's own waits without end (reports/cpu/vllm_dead_core.py)."""
+    processes = client.resources.engine_manager.processes
+
+    def watch() -> None:
+        wait([process.sentinel for process in processes])
+        client.outputs_queue.put(EngineDeadError())
+        for answer in list(client.utility_results.values()):
+            answer.set_exception(EngineDeadError())
+
+    Thread(target=watch, daemon=True).start()
 
 
 def model_runner(engine: Any) -> Any:
