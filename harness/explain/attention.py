@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from harness.explain.attention_context import AttentionContext
+from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.scene import Scene
-from harness.explain.view import View
 
 _MAX_SPLIT_SIZES = 24
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -20,37 +20,37 @@ _MULTIPLES = (4, 8, 16, 32, 64, 128, 256)
 _PADDED_HEADS = (64, 128, 256)
 
 
-def _joined(scene: Scene, attend: Callable[[View], torch.Tensor]) -> torch.Tensor:
+def _joined(failure: Failure, attend: Callable[[AttentionContext], torch.Tensor]) -> torch.Tensor:
     """[R, N*H] over all views."""
-    return torch.cat([attend(view) for view in scene.views])
+    return torch.cat([attend(view) for view in failure.views])
 
 
-def causal_mask_off(scene: Scene) -> Iterator[Hypothesis]:
+def causal_mask_off(failure: Failure) -> Iterator[Hypothesis]:
     """The diagonal is on the wrong side, or there is no causal mask."""
-    masks: dict[str, Callable[[View], torch.Tensor]] = {
+    masks: dict[str, Callable[[AttentionContext], torch.Tensor]] = {
         "causal mask off by one: a row does not see itself": lambda view: view.visible() & (view.distance > 0),
         "causal mask off by one: a row sees the next token": lambda view: (view.distance >= -1) & view.is_computed,
         "no causal mask: a row sees all tokens of its step": lambda view: view.is_computed,
     }
-    yield from _masked(scene, masks)
+    yield from _masked(failure, masks)
 
 
-def _masked(scene: Scene, masks: dict[str, Callable[[View], torch.Tensor]]) -> Iterator[Hypothesis]:
+def _masked(failure: Failure, masks: dict[str, Callable[[AttentionContext], torch.Tensor]]) -> Iterator[Hypothesis]:
     for cause, mask in masks.items():
-        yield Hypothesis(cause=cause, output=_joined(scene, lambda view, mask=mask: view.attend(visible=mask(view))))  # type: ignore[misc]
+        yield Hypothesis(cause=cause, output=_joined(failure, lambda view, mask=mask: view.attend(visible=mask(view))))  # type: ignore[misc]
 
 
-def mask_misaligned(scene: Scene) -> Iterator[Hypothesis]:
+def mask_misaligned(failure: Failure) -> Iterator[Hypothesis]:
     """The mask is aligned at the top left, or a row sees its own step only, or all but it."""
 
-    def own_step(view: View) -> torch.Tensor:
+    def own_step(view: AttentionContext) -> torch.Tensor:
         return view.visible() & (view.key_step == view.rows.step[:, None])
 
-    def top_left(view: View) -> torch.Tensor:
+    def top_left(view: AttentionContext) -> torch.Tensor:
         index = view.rows.position - view.first_of_step
         return torch.arange(len(view.key)) <= index[:, None]
 
-    masks: dict[str, Callable[[View], torch.Tensor]] = {
+    masks: dict[str, Callable[[AttentionContext], torch.Tensor]] = {
         "causal mask aligned top-left instead of bottom-right": top_left,
         "a row sees only the tokens of its own step: the cache is not read": own_step,
         "a row does not see the last token of the step before": lambda view: (
@@ -60,15 +60,15 @@ def mask_misaligned(scene: Scene) -> Iterator[Hypothesis]:
             view.visible() & (view.key_step != view.rows.step[:, None])
         ),
     }
-    yield from _masked(scene, masks)
+    yield from _masked(failure, masks)
 
 
-def wrong_window(scene: Scene) -> Iterator[Hypothesis]:
+def wrong_window(failure: Failure) -> Iterator[Hypothesis]:
     """The sliding window is off by one, ignored, or one where there should be none."""
-    window = scene.views[0].window
+    window = failure.views[0].window
     if window is not None:
         sizes = {window - 1: "off by one (too narrow)", window + 1: "off by one (too wide)"}
-        masks: dict[str, Callable[[View], torch.Tensor]] = {
+        masks: dict[str, Callable[[AttentionContext], torch.Tensor]] = {
             f"sliding window {name}: {size} instead of {window}": lambda view, size=size: (  # type: ignore[misc]
                 (view.distance >= 0) & (view.distance < size)
             )
@@ -78,17 +78,17 @@ def wrong_window(scene: Scene) -> Iterator[Hypothesis]:
             (view.distance >= 0) & (torch.arange(len(view.key)) > view.first_of_step[:, None] - window)
         )
         masks["the sliding window is ignored"] = lambda view: view.distance >= 0
-        yield from _masked(scene, masks)
-    yield from _fitted_spans(scene)
+        yield from _masked(failure, masks)
+    yield from _fitted_spans(failure)
 
 
-def _fitted_spans(scene: Scene) -> Iterator[Hypothesis]:
+def _fitted_spans(failure: Failure) -> Iterator[Hypothesis]:
     """A row sees only its last n tokens, or only the first n, or all but the last n: n fitted to the last row."""
-    view = max(scene.views, key=lambda each: int(each.rows.position.max()))
+    view = max(failure.views, key=lambda each: int(each.rows.position.max()))
     at = int(view.rows.position.argmax())
     length = int(view.rows.position[at]) + 1
-    probe, actual = view.select(torch.tensor([at])), _actual_of(scene, view)[at]
-    spans: dict[str, Callable[[View, int], torch.Tensor]] = {
+    probe, actual = view.select(torch.tensor([at])), _actual_of(failure, view)[at]
+    spans: dict[str, Callable[[AttentionContext, int], torch.Tensor]] = {
         "a row sees only the last {n} tokens": lambda each, n: (each.distance >= 0) & (each.distance < n),
         "a row sees only the first {n} tokens": lambda each, n: each.visible() & (torch.arange(len(each.key)) < n),
         "the first {n} tokens are not seen": lambda each, n: each.visible() & (torch.arange(len(each.key)) >= n),
@@ -99,31 +99,31 @@ def _fitted_spans(scene: Scene) -> Iterator[Hypothesis]:
         errors = [float((probe.attend(visible=span(probe, n)) - actual).norm()) for n in numbers]
         if errors:
             n = numbers[min(range(len(errors)), key=errors.__getitem__)]
-            output = _joined(scene, lambda each, n=n, span=span: each.attend(visible=span(each, n)))  # type: ignore[misc]
+            output = _joined(failure, lambda each, n=n, span=span: each.attend(visible=span(each, n)))  # type: ignore[misc]
             yield Hypothesis(cause=cause.format(n=n), output=output, freedom=1, is_vague=view.window is not None)
 
 
-def _actual_of(scene: Scene, view: View) -> torch.Tensor:
+def _actual_of(failure: Failure, view: AttentionContext) -> torch.Tensor:
     """The recorded context of a view's rows."""
     begin = 0
-    for each in scene.views:
+    for each in failure.views:
         if each is view:
-            return scene.actual[begin : begin + len(each.rows)]
+            return failure.actual[begin : begin + len(each.rows)]
         begin += len(each.rows)
-    raise ValueError("the view is not of this scene")
+    raise ValueError("the view is not of this failure")
 
 
-def padding_attended(scene: Scene) -> Iterator[Hypothesis]:
+def padding_attended(failure: Failure) -> Iterator[Hypothesis]:
     """Keys of zeros take part: each adds one to the sum of the exponentials. Their number is fitted to every row."""
-    scores = [view.scores().masked_fill(~view.visible(), -torch.inf) for view in scene.views]
+    scores = [view.scores().masked_fill(~view.visible(), -torch.inf) for view in failure.views]
     log_total = torch.cat([each.logsumexp(dim=-1).T for each in scores])  # [R, N]
     heads = log_total.shape[1]
-    actual, expected = (x.unflatten(1, (heads, -1)) for x in (scene.actual, scene.expected))
+    actual, expected = (x.unflatten(1, (heads, -1)) for x in (failure.actual, failure.expected))
     gain = (actual * expected).sum(-1) / expected.square().sum(-1)
     if not bool((gain > 0).all()):
         return
     number = (log_total.exp() * (1 / gain - 1)).median(dim=1).values.round().clamp(min=0)
-    how = _how_many_keys(scene, number.to(torch.int64))
+    how = _how_many_keys(failure, number.to(torch.int64))
     share = 1 / (1 + number[:, None] * (-log_total).exp())
     shown = ", ".join(str(int(n)) for n in number[:6].tolist())
     yield Hypothesis(
@@ -135,11 +135,11 @@ def padding_attended(scene: Scene) -> Iterator[Hypothesis]:
     )
 
 
-def _how_many_keys(scene: Scene, number: torch.Tensor) -> str | None:
+def _how_many_keys(failure: Failure, number: torch.Tensor) -> str | None:
     """Say what the numbers of keys of padding [R] follow; None where each row has another."""
     longest, own = [], []
-    for request, index in zip(scene.rows.request.tolist(), scene.rows.step.tolist(), strict=True):
-        step = scene.recording.steps[index]
+    for request, index in zip(failure.rows.request.tolist(), failure.rows.step.tolist(), strict=True):
+        step = failure.recording.steps[index]
         longest.append(int(step.position.max()) + 1)
         own.append(int(step.position[step.request == request].max()) + 1)
     context = torch.tensor(own)
@@ -151,21 +151,21 @@ def _how_many_keys(scene: Scene, number: torch.Tensor) -> str | None:
     return _PADDING if len(number) > 1 and len(number.unique()) == 1 else None
 
 
-def left_out(scene: Scene) -> Iterator[Hypothesis]:
+def left_out(failure: Failure) -> Iterator[Hypothesis]:
     """The soft cap of the scores is left out, or the sinks are."""
-    if scene.views[0].softcap is not None:
-        output = _joined(scene, lambda view: replace(view, softcap=None).attend())
+    if failure.views[0].softcap is not None:
+        output = _joined(failure, lambda view: replace(view, softcap=None).attend())
         yield Hypothesis(cause="the soft cap of the scores is left out", output=output)
-    if scene.views[0].sinks is not None:
-        output = _joined(scene, lambda view: replace(view, sinks=None).attend())
+    if failure.views[0].sinks is not None:
+        output = _joined(failure, lambda view: replace(view, sinks=None).attend())
         yield Hypothesis(cause="the attention sinks are left out", output=output)
 
 
-def wrong_scale(scene: Scene) -> Iterator[Hypothesis]:
+def wrong_scale(failure: Failure) -> Iterator[Hypothesis]:
     """The scores are scaled by another factor: a known one, or one that is fitted."""
-    view = scene.views[0]
+    view = failure.views[0]
     own, head_dim = view.scale, view.query.shape[-1]
-    hidden = int(scene.hf.config.hidden_size)
+    hidden = int(failure.hf.config.hidden_size)
     known = {
         "missing": 1.0,
         "taken from the hidden size": hidden**-0.5,
@@ -181,21 +181,21 @@ def wrong_scale(scene: Scene) -> Iterator[Hypothesis]:
     if math.isclose(known["applied twice"], 1 / head_dim):
         del known["the head size without its root"]  # the same, by another name
     for name, scale in known.items():
-        output = _joined(scene, lambda each, scale=scale: each.attend(scale=scale))  # type: ignore[misc]
+        output = _joined(failure, lambda each, scale=scale: each.attend(scale=scale))  # type: ignore[misc]
         yield Hypothesis(cause=f"the softmax scale is {name}: {scale:.4g} instead of {own:.4g}", output=output)
-    fitted = _fitted_scale(scene)
+    fitted = _fitted_scale(failure)
     yield Hypothesis(
         cause=f"the softmax scale is {fitted:.6g} instead of {own:.6g}",
-        output=_joined(scene, lambda each: each.attend(scale=fitted)),
+        output=_joined(failure, lambda each: each.attend(scale=fitted)),
         freedom=1,
     )
 
 
-def _fitted_scale(scene: Scene) -> float:
+def _fitted_scale(failure: Failure) -> float:
     """Return the factor under which the first rows come out nearest, by a search over its logarithm."""
-    view = scene.views[0]
+    view = failure.views[0]
     probe = view.select(torch.arange(min(len(view.rows), 4)))
-    actual = _actual_of(scene, view)[: len(probe.rows)]
+    actual = _actual_of(failure, view)[: len(probe.rows)]
 
     def error(log_scale: float) -> float:
         return float((probe.attend(scale=math.exp(log_scale)) - actual).norm())
@@ -208,22 +208,22 @@ def _fitted_scale(scene: Scene) -> float:
     return math.exp(at)
 
 
-def other_kv_heads(scene: Scene) -> Iterator[Hypothesis]:
+def other_kv_heads(failure: Failure) -> Iterator[Hypothesis]:
     """Each query head reads another KV head: tiled instead of repeated, or any map that fits."""
-    view = scene.views[0]
+    view = failure.views[0]
     num_heads, num_kv = view.query.shape[1], view.key.shape[1]
     if num_kv == 1:
         return
     candidates = torch.stack(
-        [_joined(scene, lambda each, k=k: each.attend(heads=torch.full((num_heads,), k))) for k in range(num_kv)]  # type: ignore[misc]
+        [_joined(failure, lambda each, k=k: each.attend(heads=torch.full((num_heads,), k))) for k in range(num_kv)]  # type: ignore[misc]
     ).unflatten(2, (num_heads, -1))  # [K, R, N, H]
-    actual = scene.actual.unflatten(1, (num_heads, -1))
+    actual = failure.actual.unflatten(1, (num_heads, -1))
     heads = (candidates - actual).norm(dim=-1).norm(dim=1).argmin(dim=0)
     repeated = torch.arange(num_heads) // view.num_groups
     if torch.equal(heads, repeated):
         return
     tiled = torch.equal(heads, torch.arange(num_heads) % num_kv)
-    output = _joined(scene, lambda each: each.attend(heads=heads))
+    output = _joined(failure, lambda each: each.attend(heads=heads))
     cause = "KV heads are tiled instead of repeated" if tiled else "query heads read the wrong KV heads"
     yield Hypothesis(
         cause=cause,
@@ -233,7 +233,7 @@ def other_kv_heads(scene: Scene) -> Iterator[Hypothesis]:
     )
 
 
-def coarse_softmax(scene: Scene) -> Iterator[Hypothesis]:
+def coarse_softmax(failure: Failure) -> Iterator[Hypothesis]:
     """Scores, probabilities, or the recorded q, k and v are rounded to a 16-bit dtype."""
     for dtype in _HALF_DTYPES:
         name = str(dtype).removeprefix("torch.")
@@ -248,15 +248,17 @@ def coarse_softmax(scene: Scene) -> Iterator[Hypothesis]:
             "all of it": lambda s, dtype=dtype: s.to(dtype).softmax(dim=-1).to(torch.float64),  # type: ignore[misc]
         }
         for part, softmax in softmaxes.items():
-            output = _joined(scene, lambda each, softmax=softmax: each.attend(softmax=softmax))  # type: ignore[misc]
+            output = _joined(failure, lambda each, softmax=softmax: each.attend(softmax=softmax))  # type: ignore[misc]
             yield Hypothesis(cause=f"the softmax is in {name}", output=output, detail=part)
 
 
-def splits_merged_wrongly(scene: Scene) -> Iterator[Hypothesis]:
+def splits_merged_wrongly(failure: Failure) -> Iterator[Hypothesis]:
     """The history is attended to in pieces whose results are put together without the right weights."""
-    splits = {f"pieces of {size} tokens": [_pieces(view, size) for view in scene.views] for size in _split_sizes(scene)}
-    splits |= {f"{count} pieces": _even_pieces(scene, count) for count in range(2, 9)}
-    splits["keys of earlier steps, and those of the step itself"] = whole = _old_and_own(scene)
+    splits = {
+        f"pieces of {size} tokens": [_pieces(view, size) for view in failure.views] for size in _split_sizes(failure)
+    }
+    splits |= {f"{count} pieces": _even_pieces(failure, count) for count in range(2, 9)}
+    splits["keys of earlier steps, and those of the step itself"] = whole = _old_and_own(failure)
     for detail, views in splits.items():
         for cause, weigh in _MERGES.items():
             if views is whole and weigh is _last_only:
@@ -281,7 +283,7 @@ class _Pieces:
         return (weights[..., None] * self.outputs).sum(dim=0).transpose(0, 1).flatten(1)
 
 
-def _pieces(view: View, size: int, count: int | None = None) -> _Pieces:
+def _pieces(view: AttentionContext, size: int, count: int | None = None) -> _Pieces:
     """Pieces of one size; with a count, the last of so many holds all that is left."""
     scores = view.scores().masked_fill(~view.visible(), -torch.inf)
     values = view.spread(view.value)
@@ -295,27 +297,27 @@ def _pieces(view: View, size: int, count: int | None = None) -> _Pieces:
     )
 
 
-def _even_pieces(scene: Scene, count: int) -> list[_Pieces]:
+def _even_pieces(failure: Failure, count: int) -> list[_Pieces]:
     """Each row's own history in a number of pieces of one size."""
     return [
         _pieces(view.select(torch.tensor([at])), -(-(position + 1) // count))
-        for view in scene.views
+        for view in failure.views
         for at, position in enumerate(view.rows.position.tolist())
     ]
 
 
-def _old_and_own(scene: Scene) -> list[_Pieces]:
+def _old_and_own(failure: Failure) -> list[_Pieces]:
     """Each row's history in what earlier steps wrote and what its own step did."""
     return [
         _pieces(view.select(torch.tensor([at])), max(1, first), count=2)
-        for view in scene.views
+        for view in failure.views
         for at, first in enumerate(view.first_of_step.tolist())
     ]
 
 
-def _split_sizes(scene: Scene) -> list[int]:
-    longest = max(len(view.key) for view in scene.views)
-    block = scene.memory.block_size or 16
+def _split_sizes(failure: Failure) -> list[int]:
+    longest = max(len(view.key) for view in failure.views)
+    block = failure.slot_history.block_size or 16
     sizes = {1 << power for power in range(1, 13)} | {block * number for number in range(1, 9)}
     return sorted(size for size in sizes if size < longest)[:_MAX_SPLIT_SIZES]
 

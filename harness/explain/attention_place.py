@@ -7,30 +7,32 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from harness.explain.contents import KEY, VALUE, Contents
+from harness.explain.attention_context import AttentionContext
+from harness.explain.cache_replay import contents_of, provenance_of, row_keys
+from harness.explain.content_index import KEY, VALUE, ContentIndex
+from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.playback import contents_of, provenance_of, row_keys
-from harness.explain.scene import Scene
-from harness.explain.view import View
 
 _MAX_PRODUCT = 1 << 31
 """Multiplications spent on the search for one replaced position."""
 _ZERO, _OMITTED = -1, -2
 
 
-def wrong_place(scene: Scene) -> Iterator[Hypothesis]:
+def wrong_place(failure: Failure) -> Iterator[Hypothesis]:
     """One position of the history is read from where another row was written, or is zero, or is left out.
 
     The row's sums are linear in every position's share: with e the exponentials, Z their sum, o what should be and a
     what is, replacing position j by row m gives a where Z (a - o) + e_j (v_j - a) = e_m (v_m - a). The nearest pair of
     both sides, over all j and m, is found by one product of matrices.
     """
-    contents = contents_of(scene)
+    contents = contents_of(failure)
     if KEY not in contents.tensors or VALUE not in contents.tensors:
         return
     outputs, found = [], []
-    for view in scene.views:
-        actual = scene.actual[torch.isin(row_keys(scene.rows), row_keys(view.rows))].unflatten(1, view.query.shape[1:])
+    for view in failure.views:
+        actual = failure.actual[torch.isin(row_keys(failure.rows), row_keys(view.rows))].unflatten(
+            1, view.query.shape[1:]
+        )
         for at in range(len(view.rows)):
             if len(view.key) * len(contents.tensors[KEY]) * view.query[0].numel() > _MAX_PRODUCT:
                 return
@@ -45,13 +47,13 @@ def wrong_place(scene: Scene) -> Iterator[Hypothesis]:
         cause=kinds.pop() if is_one else "one position of its history, in each row another, would explain each row",
         output=torch.stack(outputs),
         detail="; ".join(_place_text(*each, contents) for each in found[:3]),
-        freedom=2 * (len(scene.views) if is_one else len(found)),
+        freedom=2 * (len(failure.views) if is_one else len(found)),
         is_cause=is_one,
-        provenance=lambda: provenance_of(scene, step, request, position, _content_of(contents, source)),
+        provenance=lambda: provenance_of(failure, step, request, position, _content_of(contents, source)),
     )
 
 
-def _is_one_place(found: Sequence[tuple[View, int, int, int]]) -> bool:
+def _is_one_place(found: Sequence[tuple[AttentionContext, int, int, int]]) -> bool:
     """Whether all rows of a request read the same position from the same place, or all of them their own."""
     if all(position == int(view.rows.position[at]) for view, at, position, _ in found):
         return True
@@ -60,7 +62,7 @@ def _is_one_place(found: Sequence[tuple[View, int, int, int]]) -> bool:
 
 
 def _best_replacement(
-    view: View, at: int, actual_NH: torch.Tensor, contents: Contents
+    view: AttentionContext, at: int, actual_NH: torch.Tensor, contents: ContentIndex
 ) -> tuple[torch.Tensor, tuple[int, int]]:
     """Return the row [N*H] under the best replacement, and (position replaced, known row in its place)."""
     head_dim, heads = view.query.shape[-1], view.query.shape[1]
@@ -99,7 +101,7 @@ def _best_replacement(
     return output.flatten(), (j, m if m < count else _ZERO if m == count else _OMITTED)
 
 
-def _kind_of(view: View, at: int, position: int, source: int, contents: Contents) -> str:
+def _kind_of(view: AttentionContext, at: int, position: int, source: int, contents: ContentIndex) -> str:
     newest = "the newest token" if position == int(view.rows.position[at]) else "one position of its history"
     if source == _OMITTED:
         return f"does not see {newest}"
@@ -110,7 +112,7 @@ def _kind_of(view: View, at: int, position: int, source: int, contents: Contents
     return f"reads {newest} from a slot that holds another position of the same request"
 
 
-def _place_text(view: View, at: int, position: int, source: int, contents: Contents) -> str:
+def _place_text(view: AttentionContext, at: int, position: int, source: int, contents: ContentIndex) -> str:
     where = f"request {int(view.rows.request[at])}, position {int(view.rows.position[at])} reads"
     if source < 0:
         return f"{where} position {position} as {'zeros' if source == _ZERO else 'absent'}"
@@ -118,6 +120,6 @@ def _place_text(view: View, at: int, position: int, source: int, contents: Conte
     return f"{where} position {position} as request {int(rows.request[source])}, position {int(rows.position[source])}"
 
 
-def _content_of(contents: Contents, source: int) -> torch.Tensor:
+def _content_of(contents: ContentIndex, source: int) -> torch.Tensor:
     key = contents.tensors[KEY]
     return torch.zeros_like(key[0]) if source < 0 else key[source]

@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 
 from harness.compare.prefixes import Prefixes
-from harness.explain.contents import describe_writes
+from harness.explain.cache_replay import CacheRead, history, in_order, provenance_of, replayed_reads, row_keys
+from harness.explain.content_index import describe_writes
+from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.playback import Read, history, in_order, played_back, provenance_of, row_keys
-from harness.explain.scene import Scene
 from harness.results import Provenance
 from harness.taps import prefix_of
 
@@ -22,39 +22,41 @@ _NOWHERE = -1
 _Extent = Callable[[int, int, int], int]
 
 
-def cache_played_back(scene: Scene) -> Iterator[Hypothesis]:
+def cache_played_back(failure: Failure) -> Iterator[Hypothesis]:
     """Attention is right: the engine's own block table leads to slots that something else was written to."""
-    memory = scene.memory
-    reads = played_back(scene, lambda step, r, n: memory.slots(memory.table(step, r), n)) if memory.is_known else None
-    wrong = _wrong_places(scene, reads or [])
+    memory = failure.slot_history
+    reads = (
+        replayed_reads(failure, lambda step, r, n: memory.slots(memory.table(step, r), n)) if memory.is_known else None
+    )
+    wrong = _wrong_places(failure, reads or [])
     if not reads or not wrong:
         return
     read, position = wrong[0]
-    played = _filled(scene, reads)
+    played = _filled(failure, reads)
     places = [(at, each.writes[at]) for each, at in wrong if each is read]
     yield Hypothesis(
-        cause=_cause_of_content(scene, wrong),
-        output=in_order(scene, played, lambda each: each.view.attend()),
+        cause=_cause_of_content(failure, wrong),
+        output=in_order(failure, played, lambda each: each.view.attend()),
         detail=f"request {read.request} in step {read.step}; {describe_writes(places)}",
-        provenance=lambda: provenance_of(scene, read.step, read.request, position, read.view.key[position].flatten()),
+        provenance=lambda: provenance_of(failure, read.step, read.request, position, read.view.key[position].flatten()),
     )
 
 
-def _reading_nothing(scene: Scene, reads: Sequence[Read]) -> torch.Tensor:
+def _reading_nothing(failure: Failure, reads: Sequence[CacheRead]) -> torch.Tensor:
     """[R] bool: rows that read a slot nobody wrote."""
-    unknown, keys = torch.zeros(len(scene.rows), dtype=torch.bool), row_keys(scene.rows)
+    unknown, keys = torch.zeros(len(failure.rows), dtype=torch.bool), row_keys(failure.rows)
     for read in reads:
         first = next((at for at, write in enumerate(read.writes) if write is None), len(read.writes))
-        unknown |= torch.isin(keys, row_keys(read.view.rows)) & (scene.positions >= first)
+        unknown |= torch.isin(keys, row_keys(read.view.rows)) & (failure.positions >= first)
     return unknown
 
 
-def _filled(scene: Scene, reads: Sequence[Read]) -> list[Read]:
+def _filled(failure: Failure, reads: Sequence[CacheRead]) -> list[CacheRead]:
     """Put what the cache gives back in the places that nobody wrote, where that was recorded."""
-    prefix, filled = prefix_of(scene.operation.tap), []
+    prefix, filled = prefix_of(failure.operation.tap), []
     for read in reads:
         empty = torch.tensor([write is None for write in read.writes])
-        key, value = (history(scene, read.view, f"{prefix}{tap}") for tap in ("k_cache", "v_cache"))
+        key, value = (history(failure, read.view, f"{prefix}{tap}") for tap in ("k_cache", "v_cache"))
         view = read.view
         if bool(empty.any()) and key is not None and value is not None:
             where = empty[:, None, None]
@@ -63,26 +65,26 @@ def _filled(scene: Scene, reads: Sequence[Read]) -> list[Read]:
     return filled
 
 
-def _wrong_places(scene: Scene, reads: Sequence[Read]) -> list[tuple[Read, int]]:
+def _wrong_places(failure: Failure, reads: Sequence[CacheRead]) -> list[tuple[CacheRead, int]]:
     """Places of the cache whose last writer had other tokens before it than the reader has."""
-    prefixes = Prefixes(scene.recording.manifest.requests)
+    prefixes = Prefixes(failure.recording.manifest.requests)
     wrong = []
     for read in reads:
         own = prefixes.up_to(read.request, len(read.writes)).tolist()
         for at, write in enumerate(read.writes):
-            if write is None or int(prefixes.table[_row_of(scene, write.request), write.position]) != own[at]:
+            if write is None or int(prefixes.table[_row_of(failure, write.request), write.position]) != own[at]:
                 wrong.append((read, at))
     return wrong
 
 
-def _row_of(scene: Scene, request: int) -> int:
-    return sorted(each.id for each in scene.recording.manifest.requests).index(request)
+def _row_of(failure: Failure, request: int) -> int:
+    return sorted(each.id for each in failure.recording.manifest.requests).index(request)
 
 
-def _cause_of_content(scene: Scene, wrong: Sequence[tuple[Read, int]]) -> str:
+def _cause_of_content(failure: Failure, wrong: Sequence[tuple[CacheRead, int]]) -> str:
     """Say how the slots came to hold what they hold."""
     read, position = wrong[0]
-    memory, write = scene.memory, read.writes[position]
+    memory, write = failure.slot_history, read.writes[position]
     misplaced = [each for step in range(read.step + 1) for each in memory.misplaced(step)]
     if any(request == read.request and at == position for request, at, _, _ in misplaced) or (
         write is not None and any((request, at) == (write.request, write.position) for request, at, _, _ in misplaced)
@@ -96,7 +98,7 @@ def _cause_of_content(scene: Scene, wrong: Sequence[tuple[Read, int]]) -> str:
     block = memory.slots(memory.table(read.step, read.request), position + 1)[position] // size
     others = [
         request
-        for request, table in (scene.recording.steps[read.step].block_tables or {}).items()
+        for request, table in (failure.recording.steps[read.step].block_tables or {}).items()
         if block in table and request != read.request
     ]
     if others:
@@ -104,39 +106,43 @@ def _cause_of_content(scene: Scene, wrong: Sequence[tuple[Read, int]]) -> str:
     return "a block holds what another request left there: stale block taken as a hit, or not written"
 
 
-def other_block_table(scene: Scene) -> Iterator[Hypothesis]:
+def other_block_table(failure: Failure) -> Iterator[Hypothesis]:
     """The history of another request of the step is read."""
-    memory = scene.memory
+    memory = failure.slot_history
     if not memory.is_known:
         return
     for shift, name in ((1, "next"), (-1, "previous")):
-        reads = played_back(scene, lambda step, r, n, shift=shift: memory.slots(_neighbour(scene, step, r, shift), n))  # type: ignore[misc]
+
+        def slots(step: int, request: int, count: int, shift: int = shift) -> list[int]:
+            return memory.slots(_neighbour(failure, step, request, shift), count)
+
+        reads = replayed_reads(failure, slots)
         if reads:
             read = reads[0]
             yield Hypothesis(
                 cause="reads the block table of another request",
-                output=in_order(scene, reads, lambda each: each.view.attend()),
+                output=in_order(failure, reads, lambda each: each.view.attend()),
                 detail=f"of the {name} one in the batch",
-                unknown=_reading_nothing(scene, reads),
-                provenance=lambda read=read: _foreign(scene, read),  # type: ignore[misc]
+                unknown=_reading_nothing(failure, reads),
+                provenance=lambda read=read: _foreign(failure, read),  # type: ignore[misc]
             )
-    reads = played_back(scene, lambda step, r, n: _padded(memory.slots(_table_before(scene, step, r), n), n))
+    reads = replayed_reads(failure, lambda step, r, n: _padded(memory.slots(_table_before(failure, step, r), n), n))
     if reads:
         yield Hypothesis(
             cause="reads through the block table of the step before: its own step's new blocks are read as zeros",
-            output=in_order(scene, reads, lambda each: each.view.attend()),
+            output=in_order(failure, reads, lambda each: each.view.attend()),
         )
-    reads = played_back(scene, lambda step, r, n: memory.slots(memory.table(step, r)[::-1], n))
+    reads = replayed_reads(failure, lambda step, r, n: memory.slots(memory.table(step, r)[::-1], n))
     if reads:
         yield Hypothesis(
             cause="reads the blocks of its table in the reverse order",
-            output=in_order(scene, reads, lambda each: each.view.attend()),
+            output=in_order(failure, reads, lambda each: each.view.attend()),
         )
 
 
-def _table_before(scene: Scene, step: int, request: int) -> list[int]:
+def _table_before(failure: Failure, step: int, request: int) -> list[int]:
     """Return a request's block table as it was in its last step before this one; empty where there is none."""
-    steps = [each for each in scene.recording.steps[:step] if request in (each.block_tables or {})]
+    steps = [each for each in failure.recording.steps[:step] if request in (each.block_tables or {})]
     return (steps[-1].block_tables or {})[request] if steps else []
 
 
@@ -144,19 +150,19 @@ def _padded(slots: Sequence[int], length: int) -> list[int]:
     return [*slots, *([_NOWHERE] * (length - len(slots)))]
 
 
-def _neighbour(scene: Scene, step: int, request: int, shift: int) -> list[int]:
-    tables = scene.recording.steps[step].block_tables or {}
-    order = [each for each in dict.fromkeys(scene.recording.steps[step].request.tolist()) if each in tables]
+def _neighbour(failure: Failure, step: int, request: int, shift: int) -> list[int]:
+    tables = failure.recording.steps[step].block_tables or {}
+    order = [each for each in dict.fromkeys(failure.recording.steps[step].request.tolist()) if each in tables]
     return tables[order[(order.index(request) + shift) % len(order)]] if request in order else []
 
 
-def _foreign(scene: Scene, read: Read) -> Provenance:
-    return provenance_of(scene, read.step, read.request, 0, read.view.key[0].flatten())
+def _foreign(failure: Failure, read: CacheRead) -> Provenance:
+    return provenance_of(failure, read.step, read.request, 0, read.view.key[0].flatten())
 
 
-def past_the_context(scene: Scene) -> Iterator[Hypothesis]:
+def past_the_context(failure: Failure) -> Iterator[Hypothesis]:
     """Slots behind the request's last token are read as well."""
-    memory, size = scene.memory, scene.memory.block_size or 1
+    memory, size = failure.slot_history, failure.slot_history.block_size or 1
     if not memory.is_known:
         return
 
@@ -164,7 +170,7 @@ def past_the_context(scene: Scene) -> Iterator[Hypothesis]:
         return -(-length // size) * size
 
     def to_longest(step: int, _request: int, _length: int) -> int:
-        return int(scene.recording.steps[step].position.max()) + 1
+        return int(failure.recording.steps[step].position.max()) + 1
 
     def one_more(_step: int, _request: int, length: int) -> int:
         return length + 1
@@ -184,52 +190,52 @@ def past_the_context(scene: Scene) -> Iterator[Hypothesis]:
             own = memory.slots(memory.table(step, request), end if reaches else length)
             return [*own, *([_NOWHERE] * (end - len(own)))]
 
-        reads = played_back(scene, slots)
+        reads = replayed_reads(failure, slots)
         if reads and any(len(read.writes) > int(read.view.rows.position.max()) + 1 for read in reads):
             yield Hypothesis(
                 cause=cause,
-                output=in_order(scene, reads, lambda each: each.view.attend(visible=_all_but_later(each))),
+                output=in_order(failure, reads, lambda each: each.view.attend(visible=_all_but_later(each))),
                 detail=name,
             )
 
 
-def _all_but_later(read: Read) -> torch.Tensor:
+def _all_but_later(read: CacheRead) -> torch.Tensor:
     """[T, S] bool: the causal mask for what the request has, and everything behind it for all rows."""
     last = int(read.view.rows.position.max())
     return read.view.visible() | (torch.arange(len(read.view.key)) > last)
 
 
-def wrong_block(scene: Scene) -> Iterator[Hypothesis]:
+def wrong_block(failure: Failure) -> Iterator[Hypothesis]:
     """One block of the history is read from where another one is; which, is fitted to the first row and held to."""
-    memory = scene.memory
+    memory = failure.slot_history
     if not memory.is_known or memory.block_size is None:
         return
-    view = scene.views[0]
+    view = failure.views[0]
     request, step = int(view.rows.request[0]), int(view.rows.step[0])
     table = memory.table(step, request)
     known = sorted({slot // memory.block_size for slot in memory.written_slots(step)} | set(table) | {0})
     used = -(-(int(view.rows.position[0]) + 1) // memory.block_size)
     if used * len(known) > 4096:
         return
-    probe = replace(scene, views=(view.select(torch.tensor([0])),), rows=view.rows.select(torch.tensor([0])),
-                    expected=scene.expected[:1], actual=scene.actual[:1])  # fmt: skip
+    probe = replace(failure, views=(view.select(torch.tensor([0])),), rows=view.rows.select(torch.tensor([0])),
+                    expected=failure.expected[:1], actual=failure.actual[:1])  # fmt: skip
     best: tuple[float, int, int] | None = None
     for at in range(min(used, len(table))):
         for block in known:
             if block == table[at]:
                 continue
             replaced = [*table[:at], block, *table[at + 1 :]]
-            reads = played_back(probe, lambda _step, _request, n, replaced=replaced: memory.slots(replaced, n))  # type: ignore[misc]
+            reads = replayed_reads(probe, lambda _step, _request, n, replaced=replaced: memory.slots(replaced, n))  # type: ignore[misc]
             if reads:
                 error = float((reads[0].view.attend() - probe.actual).norm())
                 best = min(best or (torch.inf, 0, 0), (error, at, block))
     if best is not None:
         _, at, block = best
-        yield from _block_replaced(scene, at, block, table, request)
+        yield from _block_replaced(failure, at, block, table, request)
 
 
-def _block_replaced(scene: Scene, at: int, block: int, table: Sequence[int], request: int) -> Iterator[Hypothesis]:
-    memory = scene.memory
+def _block_replaced(failure: Failure, at: int, block: int, table: Sequence[int], request: int) -> Iterator[Hypothesis]:
+    memory = failure.slot_history
     source = table.index(block) if block in table else None
 
     def slots(step: int, each: int, count: int) -> list[int]:
@@ -238,7 +244,7 @@ def _block_replaced(scene: Scene, at: int, block: int, table: Sequence[int], req
             own[at] = own[source] if source is not None and source < len(own) else block
         return memory.slots(own, count)
 
-    reads = played_back(scene, slots)
+    reads = replayed_reads(failure, slots)
     if not reads:
         return
     position = at * (memory.block_size or 1)
@@ -246,8 +252,8 @@ def _block_replaced(scene: Scene, at: int, block: int, table: Sequence[int], req
     whose = f"its own block {source}" if source is not None else f"physical block {block}"
     yield Hypothesis(
         cause="reads one block of its history from a wrong place",
-        output=in_order(scene, reads, lambda each: each.view.attend()),
+        output=in_order(failure, reads, lambda each: each.view.attend()),
         detail=f"block {at} of the table is read from {whose}",
         freedom=2,  # which block, and what is read in its place
-        provenance=lambda: provenance_of(scene, read.step, request, position, read.view.key[position].flatten()),
+        provenance=lambda: provenance_of(failure, read.step, request, position, read.view.key[position].flatten()),
     )

@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from harness.explain.contents import RAW_KEY
+from harness.explain.attention_context import AttentionContext
+from harness.explain.cache_replay import contents_of, history
+from harness.explain.content_index import RAW_KEY
+from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.playback import contents_of, history
-from harness.explain.scene import Scene
-from harness.explain.view import View
 from harness.taps import prefix_of
 
 _COARSE_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def other_tensors(scene: Scene) -> Iterator[Hypothesis]:
+def other_tensors(failure: Failure) -> Iterator[Hypothesis]:
     """The cache holds other tensors: keys for values, keys before rotary, those of another layer."""
-    for cause, change in _tensor_changes(scene):
+    for cause, change in _tensor_changes(failure):
         for name, is_read in (("of every step", _all), ("of earlier steps", _earlier)):
             parts = []
-            for view in scene.views:
+            for view in failure.views:
                 changed = change(view)
                 if changed is None:
                     break
@@ -32,37 +32,37 @@ def other_tensors(scene: Scene) -> Iterator[Hypothesis]:
 
 
 def _tensor_changes(
-    scene: Scene,
-) -> Iterator[tuple[str, Callable[[View], tuple[torch.Tensor, torch.Tensor] | None]]]:
+    failure: Failure,
+) -> Iterator[tuple[str, Callable[[AttentionContext], tuple[torch.Tensor, torch.Tensor] | None]]]:
     yield "K and V are swapped in the cache", lambda view: (view.value, view.key)
     yield "values are read from the K cache", lambda view: (view.key, view.key)
     yield "keys are read from the V cache", lambda view: (view.value, view.value)
-    raw = contents_of(scene).taps.get(RAW_KEY, "")
+    raw = contents_of(failure).taps.get(RAW_KEY, "")
 
-    def unrotated(view: View) -> tuple[torch.Tensor, torch.Tensor] | None:
-        key = history(scene, view, raw)
+    def unrotated(view: AttentionContext) -> tuple[torch.Tensor, torch.Tensor] | None:
+        key = history(failure, view, raw)
         return None if key is None else (key, view.value)
 
     yield "keys are cached before rotary", unrotated
 
-    for layer in scene.graph.layers:
-        other = scene.graph.attention_of(layer)
-        if other is not None and layer != scene.operation.layer:
+    for layer in failure.graph.layers:
+        other = failure.graph.attention_of(layer)
+        if other is not None and layer != failure.operation.layer:
 
             def of_layer(
-                view: View, taps: tuple[str, ...] = other.inputs[1:]
+                view: AttentionContext, taps: tuple[str, ...] = other.inputs[1:]
             ) -> tuple[torch.Tensor, torch.Tensor] | None:
-                key, value = (history(scene, view, tap) for tap in taps)
+                key, value = (history(failure, view, tap) for tap in taps)
                 return None if key is None or value is None else (key, value)
 
             yield f"reads the cache of layer {layer}", of_layer
 
 
-def read_back(scene: Scene) -> Iterator[Hypothesis]:
+def read_back(failure: Failure) -> Iterator[Hypothesis]:
     """Attention is right: what it reads is what the cache gives back at the end, which is not what was written."""
-    prefix, parts = prefix_of(scene.operation.tap), []
-    for view in scene.views:
-        key, value = history(scene, view, f"{prefix}k_cache"), history(scene, view, f"{prefix}v_cache")
+    prefix, parts = prefix_of(failure.operation.tap), []
+    for view in failure.views:
+        key, value = history(failure, view, f"{prefix}k_cache"), history(failure, view, f"{prefix}v_cache")
         if key is None or value is None:
             return
         parts.append(view.attend(key=key, value=value))
@@ -73,7 +73,7 @@ def read_back(scene: Scene) -> Iterator[Hypothesis]:
     )
 
 
-def coarse_cache(scene: Scene) -> Iterator[Hypothesis]:
+def coarse_cache(failure: Failure) -> Iterator[Hypothesis]:
     """Keys and values, or one of them, are stored in a coarser dtype."""
     for dtype in _COARSE_DTYPES:
         name = str(dtype).removeprefix("torch.")
@@ -89,22 +89,22 @@ def coarse_cache(scene: Scene) -> Iterator[Hypothesis]:
             ):
                 changed = [
                     (view, rounded(view.key) if is_key else view.key, rounded(view.value) if is_value else view.value)
-                    for view in scene.views
+                    for view in failure.views
                 ]
                 output = torch.cat([_with_history(view, key, value, is_read) for view, key, value in changed])
                 yield Hypothesis(cause=f"{part} in a lower dtype: {name}", output=output)
 
 
-def _all(view: View) -> torch.Tensor:
+def _all(view: AttentionContext) -> torch.Tensor:
     return torch.ones(len(view.rows), len(view.key), dtype=torch.bool)
 
 
-def _earlier(view: View) -> torch.Tensor:
+def _earlier(view: AttentionContext) -> torch.Tensor:
     return view.key_step < view.rows.step[:, None]
 
 
 def _with_history(
-    view: View, key: torch.Tensor, value: torch.Tensor, is_read: Callable[[View], torch.Tensor]
+    view: AttentionContext, key: torch.Tensor, value: torch.Tensor, is_read: Callable[[AttentionContext], torch.Tensor]
 ) -> torch.Tensor:
     """[T, N*H]: with other keys and values where `is_read` holds for the row and the position."""
     parts = []

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.scene import Scene
 
 _SMALL_BLOCKS = {"Q2_K": 16, "Q3_K": 16, "Q6_K": 16}
 """Weights that share a scale, of the formats in which they are not 32."""
@@ -17,20 +17,20 @@ _WITH_MINIMA = {"Q2_K", "Q4_1", "Q4_K", "Q5_1", "Q5_K"}
 _CHANGED, _ALIKE = 0.01, 0.05
 
 
-def scales_of_blocks(scene: Scene) -> Iterator[Hypothesis]:
+def scales_of_blocks(failure: Failure) -> Iterator[Hypothesis]:
     """One row of the weight has other scales: a factor for each block of it, fitted; where there are minima, two."""
-    weight, x = scene.weight(scene.operation.tap), scene.inputs[0].flatten(1)
-    declared = scene.recording.manifest.numerics
+    weight, x = failure.weight(failure.operation.tap), failure.inputs[0].flatten(1)
+    declared = failure.recording.manifest.numerics
     if weight is None or declared is None:
         return
     formats = dict.fromkeys((_SMALL_BLOCKS.get(name, 32), name in _WITH_MINIMA) for name in declared.weights)
     for size, has_minima in formats:
         if weight.shape[1] % size == 0:
-            yield from _fitted(scene, x.unflatten(1, (-1, size)), weight.unflatten(1, (-1, size)), has_minima)
+            yield from _fitted(failure, x.unflatten(1, (-1, size)), weight.unflatten(1, (-1, size)), has_minima)
 
 
-def _fitted(scene: Scene, x_RBS: torch.Tensor, weight_OBS: torch.Tensor, has_minima: bool) -> Iterator[Hypothesis]:
-    error = scene.actual - scene.expected
+def _fitted(failure: Failure, x_RBS: torch.Tensor, weight_OBS: torch.Tensor, has_minima: bool) -> Iterator[Hypothesis]:
+    error = failure.actual - failure.expected
     row = int(error.norm(dim=0).argmax())
     parts = (x_RBS * weight_OBS[row]).sum(dim=2)
     columns = torch.cat((parts, x_RBS.sum(dim=2)), dim=1) if has_minima else parts
@@ -38,7 +38,7 @@ def _fitted(scene: Scene, x_RBS: torch.Tensor, weight_OBS: torch.Tensor, has_min
     if len(columns) <= columns.shape[1]:
         return
     change = torch.linalg.lstsq(columns, error[:, row : row + 1]).solution[:, 0]
-    output = scene.expected.clone()
+    output = failure.expected.clone()
     output[:, row] += columns @ change
     factors = torch.ones(parts.shape[1], dtype=torch.float64)
     is_used = parts.any(dim=0)

@@ -7,9 +7,9 @@ import torch
 from harness.compare.align import is_readback
 from harness.compare.prefixes import Prefixes
 from harness.compare.slot_history import Write
-from harness.explain.contents import KEY, RAW_KEY, VALUE, Contents, describe_writes
+from harness.explain.content_index import KEY, RAW_KEY, VALUE, ContentIndex, describe_writes
+from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.scene import Scene
 from harness.metrics import rounding_unit
 from harness.results import Provenance
 
@@ -19,101 +19,101 @@ _MOST = 0.85
 """Share of the rows that say what the cause is; what nobody wrote may hold what an earlier run left in its memory."""
 
 
-def never_written(scene: Scene) -> Iterator[Hypothesis]:
+def never_written(failure: Failure) -> Iterator[Hypothesis]:
     """Zeros come back."""
-    boundary = at_boundary(scene)
-    is_certain = bool(boundary) or is_unwritten(scene) or _are_all_wrong(scene)
+    boundary = at_boundary(failure)
+    is_certain = bool(boundary) or is_unwritten(failure) or _are_all_wrong(failure)
     certain, uncertain = "never written: zeros come back", "zeros come back: never written, or written over with zeros"
     yield Hypothesis(
         cause=f"{certain if is_certain else uncertain}{boundary}",
-        output=torch.zeros_like(scene.expected),
-        provenance=lambda: provenance_of(scene, 0),
+        output=torch.zeros_like(failure.expected),
+        provenance=lambda: provenance_of(failure, 0),
     )
 
 
-def is_unwritten(scene: Scene) -> bool:
+def is_unwritten(failure: Failure) -> bool:
     """Whether the engine's own record has nobody who wrote the slots."""
-    return scene.memory.is_known and all(write is None for _, write in _writers(scene))
+    return failure.slot_history.is_known and all(write is None for _, write in _writers(failure))
 
 
-def _are_all_wrong(scene: Scene) -> bool:
+def _are_all_wrong(failure: Failure) -> bool:
     """Whether every row is wrong of the requests that have wrong rows."""
-    wrong = set(zip(scene.rows.request.tolist(), scene.rows.position.tolist(), strict=True))
-    steps = [step for step in scene.recording.steps if is_readback(step) and step.has(scene.operation.tap)]
+    wrong = set(zip(failure.rows.request.tolist(), failure.rows.position.tolist(), strict=True))
+    steps = [step for step in failure.recording.steps if is_readback(step) and step.has(failure.operation.tap)]
     requests = {request for request, _ in wrong}
     rows = (zip(step.request.tolist(), step.position.tolist(), strict=True) for step in steps)
     return all(row in wrong for step in rows for row in step if row[0] in requests)
 
 
-def other_tensor(scene: Scene) -> Iterator[Hypothesis]:
+def other_tensor(failure: Failure) -> Iterator[Hypothesis]:
     """The same row of another tensor: the value for the key, the key before rotary, another layer's."""
-    is_key = scene.operation.site == "k_cache"
-    contents = _contents(scene)
+    is_key = failure.operation.site == "k_cache"
+    contents = _contents(failure)
     other = {contents.taps[VALUE if is_key else KEY]: "K and V are written to each other's cache"}
     if is_key and RAW_KEY in contents.taps:
         other[contents.taps[RAW_KEY]] = "keys are cached before rotary"
-    for layer in scene.graph.layers:
-        attention = scene.graph.attention_of(layer)
-        if attention is not None and layer != scene.operation.layer:
+    for layer in failure.graph.layers:
+        attention = failure.graph.attention_of(layer)
+        if attention is not None and layer != failure.operation.layer:
             other[attention.inputs[1 if is_key else 2]] = f"the cache holds what layer {layer} wrote"
     for tap, cause in other.items():
-        tensor = _written(scene, tap)
-        if tensor is not None and tensor.shape == scene.actual.shape:
-            yield Hypothesis(cause=cause, output=tensor, provenance=lambda: provenance_of(scene, 0))
+        tensor = _written(failure, tap)
+        if tensor is not None and tensor.shape == failure.actual.shape:
+            yield Hypothesis(cause=cause, output=tensor, provenance=lambda: provenance_of(failure, 0))
 
 
-def _written(scene: Scene, tap: str) -> torch.Tensor | None:
+def _written(failure: Failure, tap: str) -> torch.Tensor | None:
     """Return a tap at the rows that were read back, from the steps that computed them."""
-    found = scene.locator.find(tap, scene.rows) if tap in scene.locator.taps() else None
+    found = failure.locator.find(tap, failure.rows) if tap in failure.locator.taps() else None
     if found is None or bool((found[:, 0] < 0).any()):
         return None
-    return scene.locator.gather(tap, found).to(torch.float64).flatten(1)
+    return failure.locator.gather(tap, found).to(torch.float64).flatten(1)
 
 
-def played_back(scene: Scene) -> Iterator[Hypothesis]:
+def replayed_reads(failure: Failure) -> Iterator[Hypothesis]:
     """The engine's own block table leads to slots that something else was written to."""
-    memory, own = scene.memory, scene.operation.inputs[0]
+    memory, own = failure.slot_history, failure.operation.inputs[0]
     if not memory.is_known:
         return
-    places = _writers(scene)
+    places = _writers(failure)
     content = memory.content([write for _, write in places], own)
     unwritten = torch.tensor([write is None for _, write in places])
     if content is None or bool(unwritten.all()):
         return
     yield Hypothesis(
-        cause=_cause(scene, places, is_recorded=True),
-        output=torch.where(unwritten[:, None], scene.actual, content),  # what nobody wrote may be anything
+        cause=_cause(failure, places, is_recorded=True),
+        output=torch.where(unwritten[:, None], failure.actual, content),  # what nobody wrote may be anything
         detail=describe_writes(places),
         unknown=unwritten if bool(unwritten.any()) else None,
-        provenance=lambda: provenance_of(scene, 0),
+        provenance=lambda: provenance_of(failure, 0),
     )
 
 
-def _writers(scene: Scene) -> list[tuple[int, Write | None]]:
+def _writers(failure: Failure) -> list[tuple[int, Write | None]]:
     """Return position and last writer of the slot that each row was read from, by the engine's own record."""
-    memory, places = scene.memory, list[tuple[int, Write | None]]()
+    memory, places = failure.slot_history, list[tuple[int, Write | None]]()
     for request, position, step in zip(
-        scene.rows.request.tolist(), scene.positions.tolist(), scene.rows.step.tolist(), strict=True
+        failure.rows.request.tolist(), failure.positions.tolist(), failure.rows.step.tolist(), strict=True
     ):
         slots = memory.slots(memory.table(step, request), position + 1)
         places.append((position, memory.writer(slots[position], step) if position < len(slots) else None))
     return places
 
 
-def other_row(scene: Scene) -> Iterator[Hypothesis]:
+def other_row(failure: Failure) -> Iterator[Hypothesis]:
     """Each row is matched with all that was ever written to this cache; how they came there is the cause."""
-    contents = _contents(scene)
-    kind = KEY if scene.operation.site == "k_cache" else VALUE
+    contents = _contents(failure)
+    kind = KEY if failure.operation.site == "k_cache" else VALUE
     if kind not in contents.tensors:
         return
-    index, distance = contents.nearest(scene.actual, kind)
-    is_zero = scene.actual.norm(dim=1) < distance  # nearer to nothing than to any row
-    is_known = ~is_zero & (distance <= _NEAR * rounding_unit(scene.dtype) * scene.actual.norm(dim=1))
+    index, distance = contents.nearest(failure.actual, kind)
+    is_zero = failure.actual.norm(dim=1) < distance  # nearer to nothing than to any row
+    is_known = ~is_zero & (distance <= _NEAR * rounding_unit(failure.dtype) * failure.actual.norm(dim=1))
     output = torch.where(is_zero[:, None], 0.0, contents.tensors[kind][index])
     found = contents.rows[kind].select(index)
     places = [
         (
-            int(scene.positions[at]),
+            int(failure.positions[at]),
             _write(found.step[at], found.request[at], found.position[at]) if is_known[at] else None,
         )
         for at in range(len(index))
@@ -121,18 +121,18 @@ def other_row(scene: Scene) -> Iterator[Hypothesis]:
     if all(write is None for _, write in places):
         return
     yield Hypothesis(
-        cause=_cause(scene, places, is_recorded=False),
+        cause=_cause(failure, places, is_recorded=False),
         output=output,
         detail=describe_writes(places),
         freedom=len(index),
-        provenance=lambda: provenance_of(scene, 0),
+        provenance=lambda: provenance_of(failure, 0),
     )
 
 
-def at_boundary(scene: Scene) -> str:
+def at_boundary(failure: Failure) -> str:
     """Say so where only the first positions of blocks are wrong, which is where a slot mapping goes wrong."""
-    size = scene.memory.block_size or 1
-    is_boundary = size > 1 and bool((scene.positions % size == 0).all()) and bool((scene.positions > 0).all())
+    size = failure.slot_history.block_size or 1
+    is_boundary = size > 1 and bool((failure.positions % size == 0).all()) and bool((failure.positions > 0).all())
     return ", at a block boundary (slot mapping)" if is_boundary else ""
 
 
@@ -140,14 +140,14 @@ def _write(step: torch.Tensor, request: torch.Tensor, position: torch.Tensor) ->
     return Write(step=int(step), row=0, request=int(request), position=int(position))
 
 
-def _cause(scene: Scene, places: list[tuple[int, Write | None]], *, is_recorded: bool) -> str:
+def _cause(failure: Failure, places: list[tuple[int, Write | None]], *, is_recorded: bool) -> str:
     """Say how the slots came to hold what they hold: by the engine's own record, or going by their content."""
-    if _is_misplaced(scene):
+    if _is_misplaced(failure):
         return "K and V are written to a wrong slot: the slot mapping does not follow the block table"
-    prefixes = Prefixes(scene.recording.manifest.requests)
+    prefixes = Prefixes(failure.recording.manifest.requests)
     found = [
         (_own_position(prefixes, request, write), position)
-        for request, (position, write) in zip(scene.rows.request.tolist(), places, strict=True)
+        for request, (position, write) in zip(failure.rows.request.tolist(), places, strict=True)
         if write is not None
     ]
     share = sum(at is None for at, _ in found) / len(found)
@@ -160,8 +160,8 @@ def _cause(scene: Scene, places: list[tuple[int, Write | None]], *, is_recorded:
     shifts = {at - position for at, position in found if at is not None}
     if len(shifts) == 1 and len(found) > 1:
         shift = f"the slot holds the token {shifts.pop():+d} positions away: written to a wrong slot"
-        return shift + at_boundary(scene)
-    return f"the slot holds another position: written to a wrong slot, or read from one{at_boundary(scene)}"
+        return shift + at_boundary(failure)
+    return f"the slot holds another position: written to a wrong slot, or read from one{at_boundary(failure)}"
 
 
 def _own_position(prefixes: Prefixes, request: int, write: Write) -> int | None:
@@ -170,30 +170,30 @@ def _own_position(prefixes: Prefixes, request: int, write: Write) -> int | None:
     return write.position if len(own) == len(other) and own[-1] == other[-1] else None
 
 
-def _is_misplaced(scene: Scene) -> bool:
-    memory = scene.memory
-    places = set(zip(scene.rows.request.tolist(), scene.rows.position.tolist(), strict=True))
-    steps = range(int(scene.rows.step.max()) + 1)
+def _is_misplaced(failure: Failure) -> bool:
+    memory = failure.slot_history
+    places = set(zip(failure.rows.request.tolist(), failure.rows.position.tolist(), strict=True))
+    steps = range(int(failure.rows.step.max()) + 1)
     return memory.is_known and any(
         (request, position) in places for step in steps for request, position, _, _ in memory.misplaced(step)
     )
 
 
-def _contents(scene: Scene) -> Contents:
-    return Contents(scene.recording, scene.graph, scene.operation.layer or 0, scene.dtype)
+def _contents(failure: Failure) -> ContentIndex:
+    return ContentIndex(failure.recording, failure.graph, failure.operation.layer or 0, failure.dtype)
 
 
-def provenance_of(scene: Scene, at: int) -> Provenance:
+def provenance_of(failure: Failure, at: int) -> Provenance:
     """Trace the place of the cache that a wrong row was read from."""
-    return _contents(scene).provenance(
-        scene.memory,
-        step=int(scene.rows.step[at]),
-        request=int(scene.rows.request[at]),
-        position=int(scene.positions[at]),
-        content=scene.actual[at],
-        meant=scene.expected[at],
-        head_dim=scene.hf.head_dim,
+    return _contents(failure).provenance(
+        failure.slot_history,
+        step=int(failure.rows.step[at]),
+        request=int(failure.rows.request[at]),
+        position=int(failure.positions[at]),
+        content=failure.actual[at],
+        meant=failure.expected[at],
+        head_dim=failure.hf.head_dim,
     )
 
 
-EXPLANATIONS = (played_back, never_written, other_tensor, other_row)
+EXPLANATIONS = (replayed_reads, never_written, other_tensor, other_row)

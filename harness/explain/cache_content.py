@@ -6,9 +6,9 @@ from functools import partial
 import torch
 
 from harness.explain.cache import at_boundary, provenance_of
+from harness.explain.failure import Failure
 from harness.explain.formats import FLOAT8_DTYPES, HALF_DTYPES, cut_off, float8, int8, name_of, rounded
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.scene import Scene
 from harness.metrics import rounding_unit
 
 _LEVELS = 127
@@ -22,10 +22,10 @@ _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16:
 _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 
 
-def coarser_dtype(scene: Scene) -> Iterator[Hypothesis]:
+def coarser_dtype(failure: Failure) -> Iterator[Hypothesis]:
     """What was written comes back rounded, cut off, or in 8 bits with a scale that its own numbers give."""
     lower = "the cache is in a lower dtype"
-    written, heads = scene.expected, scene.expected.unflatten(1, (-1, scene.hf.head_dim))
+    written, heads = failure.expected, failure.expected.unflatten(1, (-1, failure.hf.head_dim))
     for dtype in (*HALF_DTYPES, *FLOAT8_DTYPES):
         yield Hypothesis(cause=f"{lower}: {name_of(dtype)}", output=rounded(written, dtype))
     for dtype in HALF_DTYPES:
@@ -39,33 +39,35 @@ def coarser_dtype(scene: Scene) -> Iterator[Hypothesis]:
             yield Hypothesis(cause=f"{lower}: {name_of(dtype)}", output=output, detail=detail)
 
 
-def grid(scene: Scene) -> Iterator[Hypothesis]:
+def grid(failure: Failure) -> Iterator[Hypothesis]:
     """All that comes back lies on one grid, whose scale is fitted: 8 bits with a scale of their own."""
-    lower, largest = "the cache is in a lower dtype", float(scene.actual.abs().max())
+    lower, largest = "the cache is in a lower dtype", float(failure.actual.abs().max())
     if largest == 0:
         return
     for dtype, steps in _MANTISSA_STEPS.items():
         nearest = partial(_on_mantissas, steps=steps)
-        scale = _scale(scene, nearest, [largest / (1 + at / steps) for at in range(steps)])
+        scale = _scale(failure, nearest, [largest / (1 + at / steps) for at in range(steps)])
         if scale is not None:
             detail = f"with a scale of {scale:.4g} times a power of two"
-            output = nearest(scene.expected / scale) * scale
+            output = nearest(failure.expected / scale) * scale
             yield Hypothesis(cause=f"{lower}: {name_of(dtype)}", output=output, detail=detail, freedom=1)
-    scale = _scale(scene, torch.round, [largest / level for level in range(2, _LEVELS + 1)])
+    scale = _scale(failure, torch.round, [largest / level for level in range(2, _LEVELS + 1)])
     if scale is not None:
-        lowest, highest = (float((each / scale).round()) for each in (scene.actual.min(), scene.actual.max()))
-        output = (scene.expected / scale).round().clamp(lowest, highest) * scale
+        lowest, highest = (float((each / scale).round()) for each in (failure.actual.min(), failure.actual.max()))
+        output = (failure.expected / scale).round().clamp(lowest, highest) * scale
         yield Hypothesis(cause=f"{lower}: int8", output=output, detail=f"with one scale, {scale:.4g}", freedom=1)
 
 
-def _scale(scene: Scene, nearest: Callable[[torch.Tensor], torch.Tensor], candidates: Sequence[float]) -> float | None:
+def _scale(
+    failure: Failure, nearest: Callable[[torch.Tensor], torch.Tensor], candidates: Sequence[float]
+) -> float | None:
     """Return the coarsest scale under which next to all elements lie on a grid, as near to it as under any."""
-    values = scene.actual.abs().unique()
-    room, found = _ROOM * rounding_unit(scene.dtype), list[tuple[float, float]]()
+    values = failure.actual.abs().unique()
+    room, found = _ROOM * rounding_unit(failure.dtype), list[tuple[float, float]]()
     for candidate in candidates:
         on_grid = nearest(values / candidate)
         scale = float((values / on_grid)[on_grid != 0].mean())  # each value once: what is saturated is there often
-        x = scene.actual / scale
+        x = failure.actual / scale
         error = (x - nearest(x)).abs() / (room * x.abs() + _TINY)
         if float((error <= 1).float().mean()) >= _ON_GRID:
             found.append((float(error.mean()), scale))
@@ -78,14 +80,14 @@ def _on_mantissas(x: torch.Tensor, steps: int) -> torch.Tensor:
     return torch.ldexp((mantissa * 2 * steps).round() / (2 * steps), exponent)
 
 
-def gain(scene: Scene) -> Iterator[Hypothesis]:
+def gain(failure: Failure) -> Iterator[Hypothesis]:
     """All of it comes back with one factor, or each head with its own."""
-    factor = float((scene.actual * scene.expected).sum() / scene.expected.square().sum())
+    factor = float((failure.actual * failure.expected).sum() / failure.expected.square().sum())
     if abs(factor) < _LEAST_GAIN:
         return
     cause = f"what comes back is that with a gain of {factor:.6g}"
-    yield Hypothesis(cause=cause, output=scene.expected * factor, freedom=1)
-    actual, written = (x.unflatten(1, (-1, scene.hf.head_dim)) for x in (scene.actual, scene.expected))
+    yield Hypothesis(cause=cause, output=failure.expected * factor, freedom=1)
+    actual, written = (x.unflatten(1, (-1, failure.hf.head_dim)) for x in (failure.actual, failure.expected))
     factors = (actual * written).sum(dim=(0, 2)) / written.square().sum(dim=(0, 2))
     shown = ", ".join(f"{float(each):.4g}" for each in factors[:8])
     yield Hypothesis(
@@ -97,9 +99,9 @@ def gain(scene: Scene) -> Iterator[Hypothesis]:
     )
 
 
-def heads_in_another_order(scene: Scene) -> Iterator[Hypothesis]:
+def heads_in_another_order(failure: Failure) -> Iterator[Hypothesis]:
     """Each head is what another should be; or heads and their elements are exchanged."""
-    actual, written = (x.unflatten(1, (-1, scene.hf.head_dim)) for x in (scene.actual, scene.expected))
+    actual, written = (x.unflatten(1, (-1, failure.hf.head_dim)) for x in (failure.actual, failure.expected))
     by_head = (x.transpose(0, 1).flatten(1) for x in (actual, written))
     source = torch.cdist(*by_head).argmin(dim=1)
     if not torch.equal(source, torch.arange(len(source))):
@@ -110,13 +112,13 @@ def heads_in_another_order(scene: Scene) -> Iterator[Hypothesis]:
         yield Hypothesis(cause=cause, output=written.transpose(1, 2).flatten(1))
 
 
-def single_bits(scene: Scene) -> Iterator[Hypothesis]:
+def single_bits(failure: Failure) -> Iterator[Hypothesis]:
     """One bit of an element differs: of the same element in every row, or here and there."""
-    dtype = scene.dtype
+    dtype = failure.dtype
     if dtype not in _BITS:
         return
     actual, written = (
-        x.to(dtype).contiguous().view(_BITS[dtype]).to(torch.int64) for x in (scene.actual, scene.expected)
+        x.to(dtype).contiguous().view(_BITS[dtype]).to(torch.int64) for x in (failure.actual, failure.expected)
     )
     differs = (actual ^ written) & ((1 << (8 * dtype.itemsize)) - 1)
     places = differs.nonzero()
@@ -125,13 +127,12 @@ def single_bits(scene: Scene) -> Iterator[Hypothesis]:
         return
     bit, elements = int(bits).bit_length() - 1, places[:, 1].unique().tolist()
     is_one = len(elements) == 1
-    where = (
-        f"element {elements[0] % scene.hf.head_dim} of KV head {elements[0] // scene.hf.head_dim}, in every wrong row"
-    )
+    head, element = divmod(elements[0], failure.hf.head_dim)
+    where = f"element {element} of KV head {head}, in every wrong row"
     yield Hypothesis(
         cause=f"one bit is flipped: {_bit_name(bit, dtype)}",
-        output=scene.actual,
-        detail=where if is_one else f"in {len(places)} elements of {len(scene.rows)} rows",
+        output=failure.actual,
+        detail=where if is_one else f"in {len(places)} elements of {len(failure.rows)} rows",
         freedom=1 if is_one else 2 * len(places),
     )
 
@@ -143,13 +144,13 @@ def _bit_name(bit: int, dtype: torch.dtype) -> str:
     return f"bit {bit} of the mantissa" if bit < mantissa else f"bit {bit - mantissa} of the exponent"
 
 
-def unknown_content(scene: Scene) -> Iterator[Hypothesis]:
+def unknown_content(failure: Failure) -> Iterator[Hypothesis]:
     """What comes back is nothing that any row has. That is what was seen, and no cause."""
     yield Hypothesis(
-        cause=f"the slot holds what no recorded row has{at_boundary(scene)}",
-        output=scene.actual,
+        cause=f"the slot holds what no recorded row has{at_boundary(failure)}",
+        output=failure.actual,
         is_cause=False,
-        provenance=lambda: provenance_of(scene, 0),
+        provenance=lambda: provenance_of(failure, 0),
     )
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from harness.explain.failure import Failure, gathered
 from harness.explain.formats import rounded
 from harness.explain.hypothesis import Hypothesis
 from harness.explain.router import SCORES, logits_of
-from harness.explain.scene import Scene, gathered
 from harness.recording import Recording
 from harness.results import Explanation
 from harness.taps import Kind, Operation
@@ -35,63 +35,67 @@ def explain_count(operation: Operation, recording: Recording) -> Explanation | N
     )
 
 
-def other_choice(scene: Scene) -> Iterator[Hypothesis]:
+def other_choice(failure: Failure) -> Iterator[Hypothesis]:
     """The indices are those of other scores, or not of the best ones."""
-    scores, count = scene.inputs[0].flatten(1), scene.expected.shape[1]
+    scores, count = failure.inputs[0].flatten(1), failure.expected.shape[1]
     order = scores.argsort(dim=1, descending=True)
-    yield _choice(scene, "the experts with the lowest scores are chosen", order.flip(1)[:, :count])
+    yield _choice(failure, "the experts with the lowest scores are chosen", order.flip(1)[:, :count])
     if order.shape[1] > count:
-        yield _choice(scene, "the best expert is passed over: the choice begins at the second", order[:, 1 : count + 1])
-    yield _choice(scene, "the best expert is chosen for every place", order[:, :1].expand(-1, count))
-    yield _choice(scene, "every row is sent to the same experts", scene.actual[:1].long().expand(len(scores), -1))
-    yield _choice(scene, "the numbers of the experts are one too high", order[:, :count] + 1)
-    yield _choice(scene, "the numbers of the experts are one too low", order[:, :count] - 1)
+        yield _choice(
+            failure, "the best expert is passed over: the choice begins at the second", order[:, 1 : count + 1]
+        )
+    yield _choice(failure, "the best expert is chosen for every place", order[:, :1].expand(-1, count))
+    yield _choice(failure, "every row is sent to the same experts", failure.actual[:1].long().expand(len(scores), -1))
+    yield _choice(failure, "the numbers of the experts are one too high", order[:, :count] + 1)
+    yield _choice(failure, "the numbers of the experts are one too low", order[:, :count] - 1)
     for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         coarse = rounded(scores, dtype).argsort(dim=1, descending=True, stable=True)[:, :count]
-        yield _choice(scene, f"the experts are chosen by scores in {name}", coarse)
+        yield _choice(failure, f"the experts are chosen by scores in {name}", coarse)
 
 
-def choice_by_other_scores(scene: Scene) -> Iterator[Hypothesis]:
+def choice_by_other_scores(failure: Failure) -> Iterator[Hypothesis]:
     """The choice forgets what the model adds to the scores, or the groups that it is made in."""
-    logits = logits_of(scene)
+    logits = logits_of(failure)
     if logits is None:
         return
-    count = scene.expected.shape[1]
-    bias = _bias(scene)
+    count = failure.expected.shape[1]
+    bias = _bias(failure)
     for name, score in list(SCORES.items())[:2]:
         plain = score(logits)
         if bias is not None:
             cause = "the router's bias is left out of the choice, or its groups are"
-            yield _choice(scene, cause, plain.topk(count).indices)
+            yield _choice(failure, cause, plain.topk(count).indices)
             for sign, which in ((1, "without its groups"), (-1, "with the sign of its bias turned")):
                 biased = plain + sign * bias
-                yield _choice(scene, f"the router chooses by {name} {which}", biased.topk(count).indices)
+                yield _choice(failure, f"the router chooses by {name} {which}", biased.topk(count).indices)
 
 
-def choice_of_another_row(scene: Scene) -> Iterator[Hypothesis]:
+def choice_of_another_row(failure: Failure) -> Iterator[Hypothesis]:
     """The indices are those of the row before or after."""
-    if not scene.operation.inputs:
+    if not failure.operation.inputs:
         return
-    tap, count = scene.operation.inputs[0], scene.expected.shape[1]
+    tap, count = failure.operation.inputs[0], failure.expected.shape[1]
     for shift in (-1, 1):
-        at = (scene.positions + shift).clamp(min=0)
-        logits = gathered(scene.locator, tap, replace(scene.rows, position=at))
+        at = (failure.positions + shift).clamp(min=0)
+        logits = gathered(failure.locator, tap, replace(failure.rows, position=at))
         if logits is not None:
             cause = f"the experts are those of another row, {shift:+d} positions away"
-            yield _choice(scene, cause, logits.topk(count).indices)
+            yield _choice(failure, cause, logits.topk(count).indices)
 
 
-def _choice(scene: Scene, cause: str, chosen: torch.Tensor) -> Hypothesis:
+def _choice(failure: Failure, cause: str, chosen: torch.Tensor) -> Hypothesis:
     """Return a hypothesis about indices [R, C], whose order is free."""
-    is_same = (chosen.sort(dim=1).values == scene.actual.sort(dim=1).values).all(dim=1, keepdim=True)
-    return Hypothesis(cause=cause, output=torch.where(is_same, scene.actual, scene.actual + 1 + scene.actual.abs()))
+    is_same = (chosen.sort(dim=1).values == failure.actual.sort(dim=1).values).all(dim=1, keepdim=True)
+    return Hypothesis(
+        cause=cause, output=torch.where(is_same, failure.actual, failure.actual + 1 + failure.actual.abs())
+    )
 
 
-def _bias(scene: Scene) -> torch.Tensor | None:
+def _bias(failure: Failure) -> torch.Tensor | None:
     """Return what a router adds to its scores for the choice alone, [E] float64; None where it adds nothing."""
-    parent: Any = scene.hf.module(scene.operation.module.rpartition(".")[0])
+    parent: Any = failure.hf.module(failure.operation.module.rpartition(".")[0])
     tensor: torch.Tensor
-    for holder in (scene.module, parent):
+    for holder in (failure.module, parent):
         for name, tensor in (*holder.named_parameters(recurse=False), *holder.named_buffers(recurse=False)):
             if "bias" in name and name != "bias" and tensor.dim() == 1:
                 return tensor.detach().to("cpu", torch.float64)

@@ -11,22 +11,22 @@ import torch
 
 from harness.compare.conventions.linear import rounded_inputs
 from harness.compare.conventions.quantised import quantised_inputs
-from harness.explain.scene import Scene
+from harness.explain.failure import Failure
 from harness.numerics import Numerics
 from harness.taps import Kind
 
 
-def declared_scenes(scene: Scene) -> Iterator[Scene]:
-    """Yield the scene of a product under each order of rounding its inputs that the engine declares."""
-    declared = scene.recording.manifest.numerics or Numerics()
-    is_adapted = scene.operation.kind is Kind.OTHER and hasattr(scene.module, "lora_a")
-    weight = scene.weight(scene.operation.tap) if is_adapted or scene.operation.kind is Kind.LINEAR else None
-    if weight is None or scene.dtype != torch.float32 or not declared.weights:
+def declared_scenes(failure: Failure) -> Iterator[Failure]:
+    """Yield the failure of a product under each order of rounding its inputs that the engine declares."""
+    declared = failure.recording.manifest.numerics or Numerics()
+    is_adapted = failure.operation.kind is Kind.OTHER and hasattr(failure.module, "lora_a")
+    weight = failure.weight(failure.operation.tap) if is_adapted or failure.operation.kind is Kind.LINEAR else None
+    if weight is None or failure.dtype != torch.float32 or not declared.weights:
         return
-    bias, x = scene.weight(scene.operation.tap, "bias"), scene.inputs[0].flatten(1)
+    bias, x = failure.weight(failure.operation.tap, "bias"), failure.inputs[0].flatten(1)
     for inputs in (*rounded_inputs(x, declared.weights), *quantised_inputs(x, declared.weights)):
         if is_adapted:  # the adapter's own products take the inputs as they are
-            yield replace(scene, expected=scene.expected + (inputs - x) @ weight.T)
+            yield replace(failure, expected=failure.expected + (inputs - x) @ weight.T)
             continue
         product = inputs @ weight.T
-        yield replace(scene, inputs=[inputs], expected=product if bias is None else product + bias)
+        yield replace(failure, inputs=[inputs], expected=product if bias is None else product + bias)

@@ -12,10 +12,10 @@ from typing import cast
 import torch
 
 from harness.compare.systematic import Effects
+from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.scene import Scene
+from harness.explain.ranking import NO_CAUSE, causes_of
 from harness.explain.trial import CLEARLY, DEPENDENT
-from harness.explain.try_all import NO_CAUSE, causes_of
 from harness.metrics import rounding_unit
 from harness.results import Effect, Explanation
 
@@ -37,30 +37,30 @@ class _Fit:
     """[R] what is left."""
 
 
-def explain_direction(scene: Scene, effect: Effect) -> Explanation:
+def explain_direction(failure: Failure, effect: Effect) -> Explanation:
     """Return the cause under which the rows are likeliest; one that says so where none takes the direction away.
 
     Args:
-        scene: rows of an operation, none of them out of bounds.
+        failure: rows of an operation, none of them out of bounds.
         effect: their direction.
     """
-    before = _roundings(scene, scene.expected)
-    fits = sorted(_fits(scene, effect, before), key=lambda fit: -fit.odds)
+    before = _roundings(failure, failure.expected)
+    fits = sorted(_fits(failure, effect, before), key=lambda fit: -fit.odds)
     if not fits:
-        return _explanation(scene, before, None, (), NO_CAUSE)
+        return _explanation(failure, before, None, (), NO_CAUSE)
     best = fits[0]
     equal = {fit.hypothesis.cause: fit for fit in fits if fit.odds > best.odds - CLEARLY}
     shown = ", or ".join(list(equal)[:_MAX_EQUAL])
     more = f", or {len(equal) - _MAX_EQUAL} others" if len(equal) > _MAX_EQUAL else ""
-    return _explanation(scene, before, best, list(equal.values()), shown + more)
+    return _explanation(failure, before, best, list(equal.values()), shown + more)
 
 
-def _fits(scene: Scene, effect: Effect, before: torch.Tensor) -> list[_Fit]:
+def _fits(failure: Failure, effect: Effect, before: torch.Tensor) -> list[_Fit]:
     found = []
-    for explain in causes_of(scene.operation.kind):
+    for explain in causes_of(failure.operation.kind):
         try:
-            for hypothesis in explain(scene):
-                fit = _fit(scene, effect, before, hypothesis)
+            for hypothesis in explain(failure):
+                fit = _fit(failure, effect, before, hypothesis)
                 if fit is not None:
                     found.append(fit)
         except (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
@@ -68,36 +68,36 @@ def _fits(scene: Scene, effect: Effect, before: torch.Tensor) -> list[_Fit]:
     return found
 
 
-def _fit(scene: Scene, effect: Effect, before: torch.Tensor, hypothesis: Hypothesis) -> _Fit | None:
+def _fit(failure: Failure, effect: Effect, before: torch.Tensor, hypothesis: Hypothesis) -> _Fit | None:
     """Return how well a hypothesis does; None where the direction stays, or the rows are not clearly likelier."""
-    if hypothesis.output.shape != scene.actual.shape or not bool(hypothesis.output.isfinite().all()):
+    if hypothesis.output.shape != failure.actual.shape or not bool(hypothesis.output.isfinite().all()):
         return None
-    after = _roundings(scene, hypothesis.output)
-    num_values = scene.actual.numel() / DEPENDENT
+    after = _roundings(failure, hypothesis.output)
+    num_values = failure.actual.numel() / DEPENDENT
     least = torch.finfo(torch.float64).tiny
     ratio = float(before.square().sum().clamp(min=least) / after.square().sum().clamp(min=least))
     odds = num_values / 2 * math.log(ratio) - hypothesis.freedom / 2 * math.log(num_values)
-    if odds < _LEAST_ODDS or _is_left(scene, effect, hypothesis.output):
+    if odds < _LEAST_ODDS or _is_left(failure, effect, hypothesis.output):
         return None
     return _Fit(hypothesis, odds, after)
 
 
-def _is_left(scene: Scene, effect: Effect, output: torch.Tensor) -> bool:
+def _is_left(failure: Failure, effect: Effect, output: torch.Tensor) -> bool:
     """Whether the errors against what a cause gives have the direction still."""
-    shape = scene.operation.shape
-    effects = Effects(scene.operation.kind, scene.dtype, num_heads=shape[0] if len(shape) == 2 else 1)
-    effects.add(scene.positions, scene.actual, output, torch.ones(len(output), dtype=torch.bool))
+    shape = failure.operation.shape
+    effects = Effects(failure.operation.kind, failure.dtype, num_heads=shape[0] if len(shape) == 2 else 1)
+    effects.add(failure.positions, failure.actual, output, torch.ones(len(output), dtype=torch.bool))
     left = effects.like(effect)
     return left is not None and abs(left.size) > _LEFT * abs(effect.size)
 
 
-def _roundings(scene: Scene, output: torch.Tensor) -> torch.Tensor:
-    norm = scene.expected.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
-    return cast(torch.Tensor, (scene.actual - output).norm(dim=1) / norm / rounding_unit(scene.dtype))
+def _roundings(failure: Failure, output: torch.Tensor) -> torch.Tensor:
+    norm = failure.expected.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
+    return cast(torch.Tensor, (failure.actual - output).norm(dim=1) / norm / rounding_unit(failure.dtype))
 
 
 def _explanation(
-    scene: Scene, before: torch.Tensor, best: _Fit | None, equal: list[_Fit] | tuple[()], cause: str
+    failure: Failure, before: torch.Tensor, best: _Fit | None, equal: list[_Fit] | tuple[()], cause: str
 ) -> Explanation:
     if best is None:
         detail = "none of them takes the direction away; a run in float32 shows more"

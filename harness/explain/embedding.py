@@ -4,35 +4,35 @@ from collections.abc import Iterator
 
 import torch
 
+from harness.explain.failure import Failure, token_ids
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.scene import Scene, token_ids
 
 _BLOCK_ROWS = 1 << 14
 
 
-def another_token(scene: Scene) -> Iterator[Hypothesis]:
+def another_token(failure: Failure) -> Iterator[Hypothesis]:
     """Each row is matched with all rows of the table; what the tokens found have in common is the cause."""
-    table = scene.weight(scene.operation.tap)
-    if table is None or not bool(scene.actual.isfinite().all()):
+    table = failure.weight(failure.operation.tap)
+    if table is None or not bool(failure.actual.isfinite().all()):
         return
-    nearest = torch.cat([_distances(scene.actual, part) for part in table.split(_BLOCK_ROWS)], dim=1).argmin(dim=1)
-    own = token_ids(scene.recording, scene.rows)
+    nearest = torch.cat([_distances(failure.actual, part) for part in table.split(_BLOCK_ROWS)], dim=1).argmin(dim=1)
+    own = token_ids(failure.recording, failure.rows)
     pairs = ", ".join(f"{at} for {token}" for token, at in list(zip(own.tolist(), nearest.tolist(), strict=True))[:6])
-    yield Hypothesis(cause=_named(scene, own, nearest), output=table[nearest], detail=f"rows of the table: {pairs}")
+    yield Hypothesis(cause=_named(failure, own, nearest), output=table[nearest], detail=f"rows of the table: {pairs}")
 
 
 def _distances(actual: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return torch.cdist(actual, table)
 
 
-def _named(scene: Scene, own: torch.Tensor, found: torch.Tensor) -> str:
-    tokens = {request.id: request.token_ids for request in scene.recording.manifest.requests}
-    places = list(zip(scene.rows.request.tolist(), scene.rows.position.tolist(), strict=True))
+def _named(failure: Failure, own: torch.Tensor, found: torch.Tensor) -> str:
+    tokens = {request.id: request.token_ids for request in failure.recording.manifest.requests}
+    places = list(zip(failure.rows.request.tolist(), failure.rows.position.tolist(), strict=True))
     for shift, name in ((-1, "before"), (1, "behind")):
         there = [tokens[r][p + shift] if 0 <= p + shift < len(tokens[r]) else -1 for r, p in places]
         if there == found.tolist():
             return f"the embedding is that of the token {name} it"
-    if _rows_before(scene) == found.tolist():
+    if _rows_before(failure) == found.tolist():
         return "the embedding is that of the token before it in the step"
     difference = (found - own).unique()
     if len(difference) == 1:
@@ -40,24 +40,24 @@ def _named(scene: Scene, own: torch.Tensor, found: torch.Tensor) -> str:
     return "the embedding is that of another token"
 
 
-def _rows_before(scene: Scene) -> list[int]:
+def _rows_before(failure: Failure) -> list[int]:
     """Return the token of the row before each row in its step; -1 where there is none."""
-    tokens = {request.id: request.token_ids for request in scene.recording.manifest.requests}
+    tokens = {request.id: request.token_ids for request in failure.recording.manifest.requests}
     before = []
     for request, position, index in zip(
-        scene.rows.request.tolist(), scene.rows.position.tolist(), scene.rows.step.tolist(), strict=True
+        failure.rows.request.tolist(), failure.rows.position.tolist(), failure.rows.step.tolist(), strict=True
     ):
-        step = scene.recording.steps[index]
+        step = failure.recording.steps[index]
         at = int(((step.request == request) & (step.position == position)).nonzero()[-1, 0]) - 1
         before.append(tokens[int(step.request[at])][int(step.position[at])] if at >= 0 else -1)
     return before
 
 
-def scaled(scene: Scene) -> Iterator[Hypothesis]:
+def scaled(failure: Failure) -> Iterator[Hypothesis]:
     """The embedding is scaled by the root of the hidden size, as Gemma does."""
-    factor = scene.expected.shape[1] ** 0.5
-    for each in (factor, float(torch.tensor(factor, dtype=scene.dtype))):  # as it is, or in the engine's dtype
-        yield Hypothesis(cause="the embedding is scaled by the root of the hidden size", output=scene.expected * each)
+    factor = failure.expected.shape[1] ** 0.5
+    for each in (factor, float(torch.tensor(factor, dtype=failure.dtype))):  # as it is, or in the engine's dtype
+        yield Hypothesis(cause="the embedding is scaled by the root of the hidden size", output=failure.expected * each)
 
 
 EXPLANATIONS = (scaled, another_token)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from harness.compare.evidence import MAX_ROWS
+from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
 from harness.explain.mixture import (
     Mixture,
@@ -21,7 +22,6 @@ from harness.explain.mixture import (
     recorded_choices,
     run_experts,
 )
-from harness.explain.scene import Scene
 
 _MAX_ORDERED = 4
 """Experts of a row up to which every order of their weights is tried."""
@@ -44,9 +44,9 @@ _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def wrong_experts(scene: Scene) -> Iterator[Hypothesis]:
+def wrong_experts(failure: Failure) -> Iterator[Hypothesis]:
     """Each expert is right, and others were mixed, or with other weights; or the experts are wrong, or one of them."""
-    mixture = mixture_of(scene)
+    mixture = mixture_of(failure)
     if mixture is None:
         return
     expert = _only_expert(mixture)
@@ -77,7 +77,7 @@ def _weights_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
             tried[f"the experts of a row are given each other's weights, in the order {list(order)}"] = own[:, order]
     for cause, weights in tried.items():
         yield Hypothesis(cause=cause, output=mixture.mixed(mixture.spread(weights)))
-    with exactly(mixture.scene):
+    with exactly(mixture.failure):
         parts = [
             run_experts(mixture.module, mixture.x * own[:, at, None], mixture.chosen[:, [at]], torch.ones_like(total))
             for at in range(count)
@@ -157,10 +157,10 @@ def _left_out(mixture: Mixture, used: torch.Tensor) -> Iterator[Hypothesis]:
 
 def _all_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
     """The experts are those of another layer, or all compute something else with their weights."""
-    scene = mixture.scene
-    for operation in others_like(scene):
-        with exactly(scene, operation.module):
-            output = mixture.run(scene.hf.module(operation.module))
+    failure = mixture.failure
+    for operation in others_like(failure):
+        with exactly(failure, operation.module):
+            output = mixture.run(failure.hf.module(operation.module))
         yield Hypothesis(cause=f"the experts are those of {operation.tap}", output=output)
     for cause, output in _computed_otherwise(mixture, mixture.run):
         yield Hypothesis(cause=cause, output=output)
@@ -168,10 +168,10 @@ def _all_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
 
 def _one_otherwise(mixture: Mixture, expert: int) -> Iterator[Hypothesis]:
     """One expert is that of another layer, or computes something else with its weights, or its weights are others."""
-    scene, own = mixture.scene, mixture.table[:, expert, None]
-    for operation in others_like(scene):
-        with exactly(scene, operation.module):
-            part = one_expert(scene.hf.module(operation.module), mixture.x, expert)
+    failure, own = mixture.failure, mixture.table[:, expert, None]
+    for operation in others_like(failure):
+        with exactly(failure, operation.module):
+            part = one_expert(failure.hf.module(operation.module), mixture.x, expert)
         cause = f"the weights of expert {expert} are those of expert {expert} of {operation.tap}"
         yield Hypothesis(cause=cause, output=mixture.with_part_of(expert, part))
     for other in range(mixture.num_experts):
@@ -181,15 +181,15 @@ def _one_otherwise(mixture: Mixture, expert: int) -> Iterator[Hypothesis]:
     for cause, part in _computed_otherwise(mixture, lambda: mixture.part_of(expert)):
         yield Hypothesis(cause=f"in expert {expert}, {cause}", output=mixture.with_part_of(expert, part))
     part = own * mixture.outputs[expert]
-    factor = 1 + float(((scene.actual - scene.expected) * part).sum() / part.square().sum())
+    factor = 1 + float(((failure.actual - failure.expected) * part).sum() / part.square().sum())
     if abs(factor) > _NOTHING:
         cause = f"the output of expert {expert} is scaled by {factor:.4g}"
-        yield Hypothesis(cause=cause, output=scene.expected + (factor - 1) * part, freedom=1)
+        yield Hypothesis(cause=cause, output=failure.expected + (factor - 1) * part, freedom=1)
     count = int(mixture.rows_of(expert).sum())
     yield Hypothesis(
         cause=f"expert {expert} is another than that of the checkpoint: other weights, or not all of them",
         detail=f"each of the {count} wrong rows that were looked at chose it",
-        output=scene.actual,
+        output=failure.actual,
         is_fallback=True,
     )
 
@@ -197,7 +197,7 @@ def _one_otherwise(mixture: Mixture, expert: int) -> Iterator[Hypothesis]:
 def _computed_otherwise(mixture: Mixture, run: Callable[[], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield causes, and what comes of the experts under them."""
     module = mixture.module
-    with exactly(mixture.scene):
+    with exactly(mixture.failure):
         if (exchange := _gate_and_up_exchanged(module)) is not None:
             with changed(module, exchange):
                 yield "gate and up are swapped", run()
@@ -253,9 +253,9 @@ def _only_expert(mixture: Mixture) -> int | None:
 
     Rows of other experts are right, so its own computation is at fault, whatever that is.
     """
-    tap = choice_of(mixture.scene)
+    tap = choice_of(mixture.failure)
     assert tap is not None
-    recorded = recorded_choices(mixture.scene, tap)
+    recorded = recorded_choices(mixture.failure, tap)
     num_wrong, suspects = len(mixture.chosen), list[int]()
     for expert in mixture.chosen[0].tolist():
         num_rows = int((recorded == expert).any(dim=1).sum())

@@ -4,8 +4,8 @@ import torch
 
 from harness.compare.align import Locator
 from harness.compare.local_judge import LocalErrors
+from harness.explain.failure import gathered
 from harness.explain.operations import replay
-from harness.explain.scene import gathered
 from harness.metrics import rounding_unit
 from harness.oracle.model import HFModel
 from harness.results import Explanation

@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
+from harness.explain.failure import Failure
 from harness.explain.formats import HALF_DTYPES, Change, name_of, of_inputs, of_inputs_alone, of_weights, rounded
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.scene import Scene
 from harness.taps import LOGITS, Kind
 
 _MAX_MATCHED = 4096
@@ -23,69 +23,69 @@ _ALIKE = 0.7
 """Cosine from which fitted weights are a changed version of the right ones."""
 
 
-def bias_dropped(scene: Scene) -> Iterator[Hypothesis]:
+def bias_dropped(failure: Failure) -> Iterator[Hypothesis]:
     """The bias is not added."""
-    bias = _bias(scene, scene.operation.tap)
+    bias = _bias(failure, failure.operation.tap)
     if bias is not None:
-        yield Hypothesis(cause="the bias is dropped", output=scene.expected - bias)
-        yield Hypothesis(cause="the bias is added twice", output=scene.expected + bias)
+        yield Hypothesis(cause="the bias is dropped", output=failure.expected - bias)
+        yield Hypothesis(cause="the bias is added twice", output=failure.expected + bias)
 
 
-def zero_weights(scene: Scene) -> Iterator[Hypothesis]:
+def zero_weights(failure: Failure) -> Iterator[Hypothesis]:
     """The product is zero: nothing was loaded into the weight."""
-    bias = _bias(scene, scene.operation.tap)
-    zero = torch.zeros_like(scene.expected)
+    bias = _bias(failure, failure.operation.tap)
+    zero = torch.zeros_like(failure.expected)
     yield Hypothesis(cause="the weights are zero: not loaded", output=zero if bias is None else zero + bias)
     if bias is not None:
         yield Hypothesis(cause="weights and bias are zero: not loaded", output=zero)
 
 
-def other_weights(scene: Scene) -> Iterator[Hypothesis]:
+def other_weights(failure: Failure) -> Iterator[Hypothesis]:
     """The weights are those of another module of the same shape: of this layer, or the same of another layer."""
-    own = scene.weight(scene.operation.tap)
+    own = failure.weight(failure.operation.tap)
     if own is None:
         return
-    x = _x(scene)
-    for operation in scene.graph:
+    x = _x(failure)
+    for operation in failure.graph:
         tap = operation.tap
-        is_near = operation.layer == scene.operation.layer or operation.site == scene.operation.site
-        if operation.kind is not scene.operation.kind or tap == scene.operation.tap or not is_near:
+        is_near = operation.layer == failure.operation.layer or operation.site == failure.operation.site
+        if operation.kind is not failure.operation.kind or tap == failure.operation.tap or not is_near:
             continue
-        weight = scene.weight(tap)
+        weight = failure.weight(tap)
         if weight is not None and weight.shape == own.shape:
-            yield Hypothesis(cause=f"the weights are those of {tap}", output=_product(x, weight, _bias(scene, tap)))
-            if (bias := _bias(scene, scene.operation.tap)) is not None:
+            yield Hypothesis(cause=f"the weights are those of {tap}", output=_product(x, weight, _bias(failure, tap)))
+            if (bias := _bias(failure, failure.operation.tap)) is not None:
                 yield Hypothesis(
                     cause=f"the weight, without its bias, is that of {tap}", output=_product(x, weight, bias)
                 )
 
 
-def tied_head(scene: Scene) -> Iterator[Hypothesis]:
+def tied_head(failure: Failure) -> Iterator[Hypothesis]:
     """The head's weights are those of the embedding though they are not tied."""
-    if scene.operation.tap == LOGITS:
-        table = next((scene.weight(op.tap) for op in scene.graph if op.kind is Kind.EMBEDDING), None)
-        if table is not None and table.shape == scene.module.weight.shape:
+    if failure.operation.tap == LOGITS:
+        table = next((failure.weight(op.tap) for op in failure.graph if op.kind is Kind.EMBEDDING), None)
+        if table is not None and table.shape == failure.module.weight.shape:
             yield Hypothesis(
                 cause="the head is tied to the embedding though it has weights of its own",
-                output=_product(_x(scene), table),
+                output=_product(_x(failure), table),
             )
 
 
-def transposed(scene: Scene) -> Iterator[Hypothesis]:
+def transposed(failure: Failure) -> Iterator[Hypothesis]:
     """A square weight is used the wrong way round."""
-    weight = scene.weight(scene.operation.tap)
+    weight = failure.weight(failure.operation.tap)
     if weight is not None and weight.shape[0] == weight.shape[1]:
-        output = _product(_x(scene), weight.T, _bias(scene, scene.operation.tap))
+        output = _product(_x(failure), weight.T, _bias(failure, failure.operation.tap))
         yield Hypothesis(cause="the weight is transposed", output=output)
 
 
-def outputs_in_another_order(scene: Scene) -> Iterator[Hypothesis]:
+def outputs_in_another_order(failure: Failure) -> Iterator[Hypothesis]:
     """Each output is matched with the outputs of this module and of those that read the same input.
 
     Modules that are stacked into one product (q, k and v; gate and up) are split again by rows of the weight.
     """
-    pool, names = _pool(scene)
-    actual = scene.actual
+    pool, names = _pool(failure)
+    actual = failure.actual
     if max(pool.shape[1], actual.shape[1]) > _MAX_MATCHED or len(actual) < 2:
         return
     # One row alone could be matched by chance; over several, only the true source is near in all of them.
@@ -94,29 +94,29 @@ def outputs_in_another_order(scene: Scene) -> Iterator[Hypothesis]:
     if torch.equal(source, torch.arange(len(source))):
         return
     yield Hypothesis(
-        cause=_order(source, names, scene),
+        cause=_order(source, names, failure),
         output=pool[:, source],
         detail=_sources(source, names),
         freedom=len(_runs(source, names)),
     )
 
 
-def _pool(scene: Scene) -> tuple[torch.Tensor, list[tuple[str, int]]]:
+def _pool(failure: Failure) -> tuple[torch.Tensor, list[tuple[str, int]]]:
     """What every output of this module and its siblings should be, [R, O of all], and each one's module and index."""
-    columns, names = [scene.expected], [(scene.operation.site, i) for i in range(scene.expected.shape[1])]
-    for operation in scene.siblings():
-        weight = scene.weight(operation.tap)
+    columns, names = [failure.expected], [(failure.operation.site, i) for i in range(failure.expected.shape[1])]
+    for operation in failure.siblings():
+        weight = failure.weight(operation.tap)
         if weight is not None:
-            columns.append(_product(_x(scene), weight, _bias(scene, operation.tap)))
+            columns.append(_product(_x(failure), weight, _bias(failure, operation.tap)))
             names += [(operation.site, i) for i in range(len(weight))]
     return torch.cat(columns, dim=1), names
 
 
-def _order(source: torch.Tensor, names: Sequence[tuple[str, int]], scene: Scene) -> str:
+def _order(source: torch.Tensor, names: Sequence[tuple[str, int]], failure: Failure) -> str:
     modules = {names[at][0] for at in source.tolist()}
-    if modules == {scene.operation.site}:
+    if modules == {failure.operation.site}:
         return "the rows of the weight are in another order"
-    others = sorted(module for module in modules if module != scene.operation.site)
+    others = sorted(module for module in modules if module != failure.operation.site)
     if len(modules) == 1:
         return f"the outputs are those of {others[0]}"
     return f"the rows of the stacked weight are in the wrong order: outputs of {', '.join(others)} among its own"
@@ -143,10 +143,10 @@ def _sources(source: torch.Tensor, names: Sequence[tuple[str, int]]) -> str:
     return "outputs " + ", ".join(shown) + (f" and {len(runs) - 4} more runs" if len(runs) > 4 else "")
 
 
-def one_weight(scene: Scene) -> Iterator[Hypothesis]:
+def one_weight(failure: Failure) -> Iterator[Hypothesis]:
     """One output is off by a multiple of one input: one element of the weight is another."""
-    weight, x = scene.weight(scene.operation.tap), _x(scene)
-    error = scene.actual - scene.expected
+    weight, x = failure.weight(failure.operation.tap), _x(failure)
+    error = failure.actual - failure.expected
     if weight is None or len(x) < 3:
         return
     row = int(error.norm(dim=0).argmax())
@@ -155,7 +155,7 @@ def one_weight(scene: Scene) -> Iterator[Hypothesis]:
     change = float(
         error[:, row] @ x[:, column] / x[:, column].square().sum().clamp(min=torch.finfo(torch.float64).tiny)
     )
-    output = scene.expected.clone()
+    output = failure.expected.clone()
     output[:, row] += change * x[:, column]
     own = float(weight[row, column])
     yield Hypothesis(
@@ -166,9 +166,9 @@ def one_weight(scene: Scene) -> Iterator[Hypothesis]:
     )
 
 
-def coarse_product(scene: Scene) -> Iterator[Hypothesis]:
+def coarse_product(failure: Failure) -> Iterator[Hypothesis]:
     """The weight was rounded, cut off or quantised before the product, or weight and input were."""
-    weight, bias, x = scene.weight(scene.operation.tap), _bias(scene, scene.operation.tap), _x(scene)
+    weight, bias, x = failure.weight(failure.operation.tap), _bias(failure, failure.operation.tap), _x(failure)
     if weight is None or weight.shape[1] != x.shape[1]:
         return
     for name, change in of_weights(weight.shape[1]):
@@ -181,7 +181,7 @@ def coarse_product(scene: Scene) -> Iterator[Hypothesis]:
                 cause = f"the weight is {name}, and the input in {what}"
                 yield Hypothesis(cause=cause, output=_product(quantised(x), coarse, bias))
     roundings: dict[str, Change] = {name_of(dtype): partial(rounded, dtype=dtype) for dtype in HALF_DTYPES}
-    if scene.recording.manifest.device != "cpu":  # which has no TF32, and on these bits float16 is the same
+    if failure.recording.manifest.device != "cpu":  # which has no TF32, and on these bits float16 is the same
         roundings["TF32"] = _to_tf32
     for name, change in roundings.items():
         both = change(x), change(weight)
@@ -194,16 +194,16 @@ def coarse_product(scene: Scene) -> Iterator[Hypothesis]:
         yield Hypothesis(cause=f"the input of the product is in {name}", output=_product(quantised(x), weight, bias))
 
 
-def sums_in_16_bits(scene: Scene) -> Iterator[Hypothesis]:
+def sums_in_16_bits(failure: Failure) -> Iterator[Hypothesis]:
     """The sum is kept in a 16-bit dtype, and the products of some inputs at a time are added to it."""
-    weight, bias, x = scene.weight(scene.operation.tap), _bias(scene, scene.operation.tap), _x(scene)
+    weight, bias, x = failure.weight(failure.operation.tap), _bias(failure, failure.operation.tap), _x(failure)
     if weight is None or weight.shape[1] != x.shape[1] or weight.shape[1] > _MAX_SUMMED:
         return
     for dtype in HALF_DTYPES:
         for size in _PIECES:
             if size >= x.shape[1] or x.shape[1] / size > _MAX_PIECES:
                 continue
-            total = torch.zeros_like(scene.expected)
+            total = torch.zeros_like(failure.expected)
             for at in range(0, x.shape[1], size):
                 total = rounded(total + rounded(x[:, at : at + size] @ weight[:, at : at + size].T, dtype), dtype)
             yield Hypothesis(
@@ -219,24 +219,24 @@ def _to_tf32(x: torch.Tensor) -> torch.Tensor:
     return torch.ldexp((mantissa * step).round() / step, exponent)
 
 
-def nobodys_weights(scene: Scene) -> Iterator[Hypothesis]:
+def nobodys_weights(failure: Failure) -> Iterator[Hypothesis]:
     """The outputs are linear in the inputs, under a weight that is nobody's: fitted where there are rows enough."""
-    x = _x(scene)
+    x = _x(failure)
     if len(x) > 1.5 * (x.shape[1] + 1):
         ones = torch.cat((x, torch.ones(len(x), 1, dtype=torch.float64)), dim=1)
-        weight = torch.linalg.lstsq(ones, scene.actual).solution
+        weight = torch.linalg.lstsq(ones, failure.actual).solution
         yield Hypothesis(
-            cause=_whose_weights(scene, weight[:-1].T),
+            cause=_whose_weights(failure, weight[:-1].T),
             output=ones @ weight,
-            freedom=round(len(weight) * scene.num_elements),
+            freedom=round(len(weight) * failure.num_elements),
         )
 
 
-def _whose_weights(scene: Scene, fitted: torch.Tensor) -> str:
+def _whose_weights(failure: Failure, fitted: torch.Tensor) -> str:
     """Say what is to be thought of fitted weights [O, I] that are no known module's."""
-    own = scene.weight(scene.operation.tap)
+    own = failure.weight(failure.operation.tap)
     is_like_own = own is not None and own.shape == fitted.shape and _cosine(own, fitted) > _ALIKE
-    if scene.operation.tap == LOGITS and getattr(scene.hf.config, "tie_word_embeddings", False):
+    if failure.operation.tap == LOGITS and getattr(failure.hf.config, "tie_word_embeddings", False):
         why = "stale" if is_like_own else "not loaded, or another checkpoint's"
         return f"the weights of the tied head are not those of the embedding: {why}"
     if is_like_own:
@@ -248,12 +248,12 @@ def _cosine(first: torch.Tensor, second: torch.Tensor) -> float:
     return float((first * second).sum() / (first.norm() * second.norm()))
 
 
-def _x(scene: Scene) -> torch.Tensor:
-    return scene.inputs[0].flatten(1)
+def _x(failure: Failure) -> torch.Tensor:
+    return failure.inputs[0].flatten(1)
 
 
-def _bias(scene: Scene, module: str) -> torch.Tensor | None:
-    return scene.weight(module, "bias")
+def _bias(failure: Failure, module: str) -> torch.Tensor | None:
+    return failure.weight(module, "bias")
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
+from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.scene import Scene
 
 _LEAST_ROWS, _MAX_MATCHED = 2, 4096
 """Rows from which outputs are told apart, and outputs among which they are looked for."""
@@ -17,70 +17,70 @@ _SAME_SCALE = 1e-2
 """Distance up to which a fitted scale is one that has a name."""
 
 
-def adapter_left_out(scene: Scene) -> Iterator[Hypothesis]:
+def adapter_left_out(failure: Failure) -> Iterator[Hypothesis]:
     """The base model's product alone, or the adapter's twice."""
-    update = _update(scene)
+    update = _update(failure)
     if update is not None:
-        yield Hypothesis(cause="the adapter is not applied", output=scene.expected - update)
-        yield Hypothesis(cause="the adapter is applied twice", output=scene.expected + update)
+        yield Hypothesis(cause="the adapter is not applied", output=failure.expected - update)
+        yield Hypothesis(cause="the adapter is applied twice", output=failure.expected + update)
 
 
-def adapter_scaled(scene: Scene) -> Iterator[Hypothesis]:
+def adapter_scaled(failure: Failure) -> Iterator[Hypothesis]:
     """The adapter's product is scaled by something else than alpha / r."""
-    update = _update(scene)
+    update = _update(failure)
     if update is None or not bool(update.any()):
         return
-    base, rank = scene.expected - update, len(scene.module.lora_a)
+    base, rank = failure.expected - update, len(failure.module.lora_a)
     for factor, what in ((rank, "alpha, not divided by the rank"), (math.sqrt(rank), "alpha / sqrt(rank)")):
         yield Hypothesis(cause=f"the adapter's scale is {what}", output=base + factor * update)
-    factor = float(((scene.actual - base) * update).sum() / update.square().sum())
+    factor = float(((failure.actual - base) * update).sum() / update.square().sum())
     if min(abs(factor - named) for named in (0, 2, rank, math.sqrt(rank))) > _SAME_SCALE:
         cause = f"the adapter's scale is {factor:.4g} times what it should be"
         yield Hypothesis(cause=cause, output=base + factor * update, freedom=1)
 
 
-def adapter_transposed(scene: Scene) -> Iterator[Hypothesis]:
+def adapter_transposed(failure: Failure) -> Iterator[Hypothesis]:
     """A and B are swapped, which only a square layer lets through: the update is the transposed one."""
-    update, tap = _update(scene), scene.operation.tap
-    a, b = scene.weight(tap, "lora_a"), scene.weight(tap, "lora_b")
+    update, tap = _update(failure), failure.operation.tap
+    a, b = failure.weight(tap, "lora_a"), failure.weight(tap, "lora_b")
     if update is None or a is None or b is None or a.shape[1] != b.shape[0]:
         return
-    swapped = scene.inputs[0].flatten(1) @ b @ a * scene.module.scaling
+    swapped = failure.inputs[0].flatten(1) @ b @ a * failure.module.scaling
     cause = "A and B of the adapter are swapped, or their product is transposed"
-    yield Hypothesis(cause=cause, output=scene.expected - update + swapped)
+    yield Hypothesis(cause=cause, output=failure.expected - update + swapped)
 
 
-def adapter_of_another(scene: Scene) -> Iterator[Hypothesis]:
+def adapter_of_another(failure: Failure) -> Iterator[Hypothesis]:
     """The rows were given another of the adapters that the engine serves."""
-    update, x = _update(scene), scene.inputs[0].flatten(1)
+    update, x = _update(failure), failure.inputs[0].flatten(1)
     if update is None:
         return
-    for name, other in scene.module.others.items():
+    for name, other in failure.module.others.items():
         theirs = x @ other.a.to(x).T @ other.b.to(x).T * other.scaling
-        yield Hypothesis(cause=f"the adapter is another one: {name}", output=scene.expected - update + theirs)
+        yield Hypothesis(cause=f"the adapter is another one: {name}", output=failure.expected - update + theirs)
 
 
-def outputs_of_adapter_in_another_order(scene: Scene) -> Iterator[Hypothesis]:
+def outputs_of_adapter_in_another_order(failure: Failure) -> Iterator[Hypothesis]:
     """The rows of B are in another order than the weight's: those of heads that were not reordered with it."""
-    update = _update(scene)
+    update = _update(failure)
     if update is None or len(update) < _LEAST_ROWS or update.shape[1] > _MAX_MATCHED:
         return
-    base = scene.expected - update
+    base = failure.expected - update
     # Each output's own update is the column that is nearest to what was added to it.
-    source = torch.cdist((scene.actual - base).T.contiguous(), update.T.contiguous()).argmin(dim=1)
+    source = torch.cdist((failure.actual - base).T.contiguous(), update.T.contiguous()).argmin(dim=1)
     if not torch.equal(source, torch.arange(len(source))):
         yield Hypothesis(cause="the rows of the adapter's B are in another order", output=base + update[:, source])
 
 
-def _update(scene: Scene) -> torch.Tensor | None:
+def _update(failure: Failure) -> torch.Tensor | None:
     """Return what the adapter adds, [R, O]; None where there is none."""
-    if not hasattr(scene.module, "lora_a"):
+    if not hasattr(failure.module, "lora_a"):
         return None
-    tap = scene.operation.tap
-    a, b = scene.weight(tap, "lora_a"), scene.weight(tap, "lora_b")
+    tap = failure.operation.tap
+    a, b = failure.weight(tap, "lora_a"), failure.weight(tap, "lora_b")
     if a is None or b is None:
         return None
-    return scene.inputs[0].flatten(1) @ a.T @ b.T * float(scene.module.scaling)
+    return failure.inputs[0].flatten(1) @ a.T @ b.T * float(failure.module.scaling)
 
 
 EXPLANATIONS = (

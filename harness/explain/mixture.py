@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from harness.compare.align import is_readback
-from harness.explain.scene import Scene
+from harness.explain.failure import Failure
 from harness.oracle.precision import eager_experts, preserve_precision, upcast
 from harness.taps import Kind, Operation
 
@@ -26,7 +26,7 @@ _SAME = 1e-5
 class Mixture:
     """What each expert gives for each row, and how the rows are to be mixed from that."""
 
-    scene: Scene
+    failure: Failure
     module: nn.Module
     x: torch.Tensor
     """[R, D] float64."""
@@ -58,7 +58,7 @@ class Mixture:
 
     def with_part_of(self, expert: int, other: torch.Tensor) -> torch.Tensor:
         """Return [R, D] where one expert gives `other` [R, D]."""
-        return self.scene.expected + self.table[:, expert, None] * (other - self.outputs[expert])
+        return self.failure.expected + self.table[:, expert, None] * (other - self.outputs[expert])
 
     def part_of(self, expert: int, x: torch.Tensor | None = None) -> torch.Tensor:
         """Return what the module gives now if a row of `x` [R, D] goes to one expert, with weight 1: [R, D]."""
@@ -76,7 +76,7 @@ class Mixture:
         if self.num_experts * 2 > self.x.shape[1]:
             return None
         columns = self.outputs.permute(1, 2, 0)  # [R, D, E]
-        solution: torch.Tensor = torch.linalg.lstsq(columns, self.scene.actual[..., None]).solution
+        solution: torch.Tensor = torch.linalg.lstsq(columns, self.failure.actual[..., None]).solution
         return solution[..., 0]
 
     def rows_of(self, expert: int) -> torch.Tensor:
@@ -84,28 +84,28 @@ class Mixture:
         return (self.chosen == expert).any(dim=1)
 
 
-def mixture_of(scene: Scene) -> Mixture | None:
+def mixture_of(failure: Failure) -> Mixture | None:
     """Return the experts behind the rows; None where the operation is no mixture that HF's module gives apart."""
-    tap = choice_of(scene)
-    if tap is None or len(scene.operation.inputs) != len(scene.inputs) or len(scene.inputs) != 3:
+    tap = choice_of(failure)
+    if tap is None or len(failure.operation.inputs) != len(failure.inputs) or len(failure.inputs) != 3:
         return None
-    named = dict(zip(scene.operation.inputs, scene.inputs, strict=True))
+    named = dict(zip(failure.operation.inputs, failure.inputs, strict=True))
     chosen = named.pop(tap).to(torch.int64).flatten(1)
     x, weights = sorted((each.flatten(1) for each in named.values()), key=lambda each: -each.shape[1])
-    module, count = scene.module, num_experts(scene.module)
+    module, count = failure.module, num_experts(failure.module)
     if count is None or weights.shape != chosen.shape or count * x.numel() > _MAX_ELEMENTS:
         return None
-    with exactly(scene):
+    with exactly(failure):
         expected = run_experts(module, x, chosen, weights)
-        if bool(((expected - scene.expected).norm(dim=1) > _SAME * scene.expected.norm(dim=1)).any()):
+        if bool(((expected - failure.expected).norm(dim=1) > _SAME * failure.expected.norm(dim=1)).any()):
             return None
         outputs = torch.stack([one_expert(module, x, expert) for expert in range(count)])
-    return Mixture(scene=scene, module=module, x=x, chosen=chosen, weights=weights, outputs=outputs)
+    return Mixture(failure=failure, module=module, x=x, chosen=chosen, weights=weights, outputs=outputs)
 
 
-def choice_of(scene: Scene) -> str | None:
+def choice_of(failure: Failure) -> str | None:
     """Return the tap of the choice that an operation reads."""
-    found = [tap for tap in scene.operation.inputs if scene.graph[tap].kind is Kind.CHOICE]
+    found = [tap for tap in failure.operation.inputs if failure.graph[tap].kind is Kind.CHOICE]
     return found[0] if len(found) == 1 else None
 
 
@@ -130,13 +130,13 @@ def one_expert(module: nn.Module, x: torch.Tensor, expert: int) -> torch.Tensor:
 
 
 @contextmanager
-def exactly(scene: Scene, path: str | None = None) -> Iterator[None]:
-    """Run experts in float64: those of the scene, which are held in it, or those at another path."""
+def exactly(failure: Failure, path: str | None = None) -> Iterator[None]:
+    """Run experts in float64: those of the failure, which are held in it, or those at another path."""
     with ExitStack() as stack:
-        stack.enter_context(eager_experts(scene.hf.config))
+        stack.enter_context(eager_experts(failure.hf.config))
         if path is not None:
-            stack.enter_context(scene.hf.weights.held(scene.hf.part_of(path)))
-            stack.enter_context(upcast(torch.float64, scene.hf.module(path)))
+            stack.enter_context(failure.hf.weights.held(failure.hf.part_of(path)))
+            stack.enter_context(upcast(torch.float64, failure.hf.module(path)))
         stack.enter_context(preserve_precision(torch.float64))
         yield
 
@@ -154,13 +154,13 @@ def changed(module: nn.Module, change: Callable[[str, torch.Tensor], torch.Tenso
             parameter.data = own[name]
 
 
-def others_like(scene: Scene) -> list[Operation]:
+def others_like(failure: Failure) -> list[Operation]:
     """Return the operations of the same site in the other layers."""
-    own = scene.operation
-    return [op for op in scene.graph if op.site == own.site and op.kind is own.kind and op.tap != own.tap]
+    own = failure.operation
+    return [op for op in failure.graph if op.site == own.site and op.kind is own.kind and op.tap != own.tap]
 
 
-def recorded_choices(scene: Scene, tap: str) -> torch.Tensor:
+def recorded_choices(failure: Failure, tap: str) -> torch.Tensor:
     """Return the experts of every row that was recorded, right or wrong: [rows, C] int64."""
-    steps = [step for step in scene.recording.steps if not is_readback(step) and step.has(tap)]
+    steps = [step for step in failure.recording.steps if not is_readback(step) and step.has(tap)]
     return torch.cat([step.tap(tap).to(torch.int64).flatten(1) for step in steps])

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
 from harness.explain.operations import activation_of, factors_of
-from harness.explain.scene import Scene
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "SiLU": functional.silu,
@@ -22,18 +22,18 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def gate_and_up_swapped(scene: Scene) -> Iterator[Hypothesis]:
+def gate_and_up_swapped(failure: Failure) -> Iterator[Hypothesis]:
     """The activation is applied to the other half."""
-    gate, up = factors_of(scene.operation, scene.inputs)
+    gate, up = factors_of(failure.operation, failure.inputs)
     if up is None:
         return
-    yield Hypothesis(cause="gate and up are swapped: the activation is applied to up", output=_act(scene)(up) * gate)
+    yield Hypothesis(cause="gate and up are swapped: the activation is applied to up", output=_act(failure)(up) * gate)
 
 
-def other_activation(scene: Scene) -> Iterator[Hypothesis]:
+def other_activation(failure: Failure) -> Iterator[Hypothesis]:
     """Another activation function, or none."""
-    gate, up = factors_of(scene.operation, scene.inputs)
-    own, factor = _act(scene)(gate), 1 if up is None else up
+    gate, up = factors_of(failure.operation, failure.inputs)
+    own, factor = _act(failure)(gate), 1 if up is None else up
     for name, function in _ACTIVATIONS.items():
         if torch.equal(function(gate), own):
             continue
@@ -43,34 +43,34 @@ def other_activation(scene: Scene) -> Iterator[Hypothesis]:
     yield Hypothesis(cause="no activation is applied", output=gate * factor)
 
 
-def factor_missing(scene: Scene) -> Iterator[Hypothesis]:
+def factor_missing(failure: Failure) -> Iterator[Hypothesis]:
     """One of the two factors is left out."""
-    gate, up = factors_of(scene.operation, scene.inputs)
+    gate, up = factors_of(failure.operation, failure.inputs)
     if up is None:
         return
-    yield Hypothesis(cause="the product with up is missing", output=_act(scene)(gate))
+    yield Hypothesis(cause="the product with up is missing", output=_act(failure)(gate))
     yield Hypothesis(cause="the gate is missing", output=up)
 
 
-def activation_of_product(scene: Scene) -> Iterator[Hypothesis]:
+def activation_of_product(failure: Failure) -> Iterator[Hypothesis]:
     """The activation comes after the product."""
-    gate, up = factors_of(scene.operation, scene.inputs)
+    gate, up = factors_of(failure.operation, failure.inputs)
     if up is None:
         return
-    yield Hypothesis(cause="the activation is applied to the product", output=_act(scene)(gate * up))
+    yield Hypothesis(cause="the activation is applied to the product", output=_act(failure)(gate * up))
 
 
-def coarse_activation(scene: Scene) -> Iterator[Hypothesis]:
+def coarse_activation(failure: Failure) -> Iterator[Hypothesis]:
     """The activation is computed in a 16-bit dtype."""
-    gate, up = factors_of(scene.operation, scene.inputs)
+    gate, up = factors_of(failure.operation, failure.inputs)
     for dtype in (torch.bfloat16, torch.float16):
-        activated = _act(scene)(gate.to(dtype)).to(torch.float64)
+        activated = _act(failure)(gate.to(dtype)).to(torch.float64)
         output = activated if up is None else activated * up
         yield Hypothesis(cause=f"the activation is computed in {str(dtype).removeprefix('torch.')}", output=output)
 
 
-def _act(scene: Scene) -> Any:
-    return activation_of(scene.hf, scene.operation)
+def _act(failure: Failure) -> Any:
+    return activation_of(failure.hf, failure.operation)
 
 
 EXPLANATIONS = (gate_and_up_swapped, other_activation, factor_missing, activation_of_product, coarse_activation)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
+from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
 from harness.explain.norm_form import NormForm, with_form
-from harness.explain.scene import Scene
 
 _EPSILONS = (1e-6, 1e-5, 1e-8, 1e-7, 1e-12, 0.0, 1e-4, 1e-3, 1e-2)
 _COARSE = 2.0**-6
@@ -25,14 +25,14 @@ ranks with the mean of the squares, of those that do not."""
 
 
 @with_form
-def weight_skipped(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
+def weight_skipped(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
     """The rows are normalised and not scaled."""
     x, _, eps = norm.parts
     yield Hypothesis(cause="the norm's weight is not applied", output=_normed(x, eps))
 
 
 @with_form
-def weight_plus_one(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
+def weight_plus_one(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
     """The weight is taken as an offset from one, as Gemma stores it."""
     x, weight, eps = norm.parts
     if norm.is_offset:
@@ -43,26 +43,26 @@ def weight_plus_one(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
 
 
 @with_form
-def weight_twice(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
+def weight_twice(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
     """The weight is applied twice."""
     x, weight, eps = norm.parts
     yield Hypothesis(cause="the norm's weight is applied twice", output=_normed(x, eps, weight * weight))
 
 
-def norm_skipped(scene: Scene) -> Iterator[Hypothesis]:
+def norm_skipped(failure: Failure) -> Iterator[Hypothesis]:
     """The input comes out as it went in."""
-    yield Hypothesis(cause="the norm is skipped", output=scene.inputs[0].flatten(1))
+    yield Hypothesis(cause="the norm is skipped", output=failure.inputs[0].flatten(1))
 
 
 @with_form
-def only_weight(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
+def only_weight(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
     """The input is scaled and not normalised."""
     x, weight, _ = norm.parts
     yield Hypothesis(cause="the norm only applies its weight", output=(x * weight).flatten(1))
 
 
 @with_form
-def wrong_eps(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
+def wrong_eps(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
     """Another eps: one that models use, or the one that fits; or it is added elsewhere."""
     x, weight, own = norm.parts
     for eps in dict.fromkeys((*_EPSILONS, *_fitted_eps(norm))):
@@ -80,7 +80,7 @@ def wrong_eps(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
 
 
 @with_form
-def wrong_divisor(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
+def wrong_divisor(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
     """The sum of the squares is divided by another number than that of the elements."""
     x, weight, eps = norm.parts
     dim = x.shape[-1]
@@ -113,7 +113,7 @@ def _fitted_outside(norm: NormForm) -> list[float]:
 
 
 @with_form
-def mean_subtracted(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
+def mean_subtracted(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
     """A layer norm: the mean is subtracted first."""
     x, weight, eps = norm.parts
     if norm.is_centred:
@@ -124,7 +124,7 @@ def mean_subtracted(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
 
 
 @with_form
-def over_all_heads(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
+def over_all_heads(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
     """The heads are normalised together instead of each by itself."""
     x, weight, eps = norm.parts
     if x.shape[1] > 1:
@@ -135,15 +135,15 @@ def over_all_heads(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
 
 
 @with_form
-def other_weight(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
+def other_weight(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
     """The weight is that of another norm of the checkpoint."""
     x, _, eps = norm.parts
-    own = scene.weight(scene.operation.tap)
+    own = failure.weight(failure.operation.tap)
     if own is None:
         return
-    for operation in scene.graph:
-        if operation.kind is scene.operation.kind and operation.tap != scene.operation.tap:
-            weight = scene.weight(operation.tap)
+    for operation in failure.graph:
+        if operation.kind is failure.operation.kind and operation.tap != failure.operation.tap:
+            weight = failure.weight(operation.tap)
             if weight is not None and weight.shape == own.shape and not torch.equal(weight, own):
                 yield Hypothesis(
                     cause=f"the weight is that of {operation.tap}", output=_normed(x, eps, norm.of_weight(weight))
@@ -151,7 +151,7 @@ def other_weight(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
 
 
 @with_form
-def statistic_overflows(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
+def statistic_overflows(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
     """The squares are infinite in the dtype that they are taken in, and the row comes out as zeros."""
     x, weight, eps = norm.parts
     is_first = True
@@ -170,7 +170,7 @@ def statistic_overflows(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
 
 
 @with_form
-def coarse_statistic(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
+def coarse_statistic(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
     """The variance is computed in a 16-bit dtype."""
     x, weight, eps = norm.parts
     for dtype in (torch.bfloat16, torch.float16):
@@ -188,7 +188,7 @@ def coarse_statistic(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
 
 
 @with_form
-def changed_weights(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
+def changed_weights(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
     """Some of the weights are others: each is fitted to all rows."""
     x, weight, eps = norm.parts
     normed = x * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
@@ -228,7 +228,7 @@ def _changes(own: torch.Tensor, fitted: torch.Tensor, is_changed: torch.Tensor) 
 
 
 @with_form
-def own_statistic(norm: NormForm, scene: Scene) -> Iterator[Hypothesis]:
+def own_statistic(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
     """Each row is scaled by a factor of its own: only its statistic is wrong. How wrong tells what it was."""
     x, weight, eps = norm.parts
     mean, implied = _statistics(norm)

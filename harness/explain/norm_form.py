@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.scene import Scene
 
 _SAME = 1e-5
 """Relative distance within which a form gives what HF's module does."""
@@ -54,26 +54,26 @@ class NormForm:
         return (normed if self.bias is None else normed + self.bias).flatten(1)
 
 
-def form_of(scene: Scene) -> NormForm | None:
+def form_of(failure: Failure) -> NormForm | None:
     """Return the form under which a norm's inputs give what they should; None where it is none that is known."""
-    module: Any = scene.module
+    module: Any = failure.module
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if not isinstance(weight, torch.Tensor):
-        widths = dict.fromkeys((scene.inputs[0].flatten(1).shape[1], scene.hf.head_dim))
-        forms = (_form(scene, torch.ones(width, dtype=torch.float64), None) for width in widths)
+        widths = dict.fromkeys((failure.inputs[0].flatten(1).shape[1], failure.hf.head_dim))
+        forms = (_form(failure, torch.ones(width, dtype=torch.float64), None) for width in widths)
         return next((form for form in forms if form is not None), None)
     weight = weight.detach().to("cpu", torch.float64)
-    return _form(scene, weight, bias.detach().to("cpu", torch.float64) if isinstance(bias, torch.Tensor) else None)
+    return _form(failure, weight, bias.detach().to("cpu", torch.float64) if isinstance(bias, torch.Tensor) else None)
 
 
-def _form(scene: Scene, weight: torch.Tensor, bias: torch.Tensor | None) -> NormForm | None:
+def _form(failure: Failure, weight: torch.Tensor, bias: torch.Tensor | None) -> NormForm | None:
     """Return the form of a norm with this weight [D]; None where it gives something else."""
-    module: Any = scene.module
-    x = scene.inputs[0].flatten(1)
+    module: Any = failure.module
+    x = failure.inputs[0].flatten(1)
     if weight.dim() != 1 or x.shape[1] % len(weight):
         return None
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    raw, actual = (each.unflatten(-1, (-1, len(weight))) for each in (x, scene.actual))
+    raw, actual = (each.unflatten(-1, (-1, len(weight))) for each in (x, failure.actual))
     own = NormForm(
         x=raw,
         raw=raw,
@@ -87,25 +87,25 @@ def _form(scene: Scene, weight: torch.Tensor, bias: torch.Tensor | None) -> Norm
         replace(own, weight=weight + 1, is_offset=True),
         replace(own, x=raw - raw.mean(dim=-1, keepdim=True)),
     )
-    return next((form for form in forms if _is_same(form.output(), scene.expected)), None)
+    return next((form for form in forms if _is_same(form.output(), failure.expected)), None)
 
 
 def _is_same(given: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool(((given - expected).norm(dim=1) <= _SAME * expected.norm(dim=1)).all())
 
 
-Explanation = Callable[[NormForm, Scene], Iterator[Hypothesis]]
+Explanation = Callable[[NormForm, Failure], Iterator[Hypothesis]]
 
 
-def with_form(explain: Explanation) -> Callable[[Scene], Iterator[Hypothesis]]:
+def with_form(explain: Explanation) -> Callable[[Failure], Iterator[Hypothesis]]:
     """Give an explanation the norm's form, and add the bias to what it yields; without a form it yields nothing."""
 
     @wraps(explain)
-    def given(scene: Scene) -> Iterator[Hypothesis]:
-        form = form_of(scene)
+    def given(failure: Failure) -> Iterator[Hypothesis]:
+        form = form_of(failure)
         if form is None:
             return
-        for hypothesis in explain(form, scene):
+        for hypothesis in explain(form, failure):
             if form.bias is None:
                 yield hypothesis
             else:

@@ -11,9 +11,9 @@ import torch
 
 from harness.explain.attention_table import cache_played_back
 from harness.explain.cache import at_boundary, is_unwritten, provenance_of
+from harness.explain.cache_replay import history
+from harness.explain.failure import Failure
 from harness.explain.formats import FLOAT8_DTYPES, name_of
-from harness.explain.playback import history
-from harness.explain.scene import Scene
 from harness.results import Explanation, Provenance
 from harness.taps import Kind, prefix_of
 
@@ -31,15 +31,15 @@ class _Reason:
     provenance: Provenance | None = None
 
 
-def not_finite(scene: Scene, roundings: torch.Tensor, scope: str) -> Explanation:
+def not_finite(failure: Failure, roundings: torch.Tensor, scope: str) -> Explanation:
     """Return what overflows in the operation, or what it may have read.
 
     Args:
-        scene: the wrong rows.
+        failure: the wrong rows.
         roundings: [R] their errors.
         scope: which rows are wrong, in words.
     """
-    reason = next(_reasons(scene))
+    reason = next(_reasons(failure))
     return Explanation(
         cause=reason.cause,
         scope=scope,
@@ -53,33 +53,33 @@ def not_finite(scene: Scene, roundings: torch.Tensor, scope: str) -> Explanation
     )
 
 
-def _reasons(scene: Scene) -> Iterator[_Reason]:
+def _reasons(failure: Failure) -> Iterator[_Reason]:
     """Yield what can be said, what is certain first."""
-    yield from _overflows(scene)
-    if scene.operation.kind is Kind.CACHE:
-        yield from _of_cache(scene)
-    if scene.operation.kind is Kind.ATTENTION:
-        yield from _of_attention(scene)
-    largest = float(scene.expected.abs().max())
+    yield from _overflows(failure)
+    if failure.operation.kind is Kind.CACHE:
+        yield from _of_cache(failure)
+    if failure.operation.kind is Kind.ATTENTION:
+        yield from _of_attention(failure)
+    largest = float(failure.expected.abs().max())
     seen = f"its largest element should be {largest:.3g}"
     yield _Reason(cause="not finite though nothing in it can overflow", detail=seen, is_cause=False)
 
 
-def _overflows(scene: Scene) -> Iterator[_Reason]:
+def _overflows(failure: Failure) -> Iterator[_Reason]:
     """Yield the dtypes that overflow exactly where the engine's numbers are not finite, its own first."""
-    dtypes = (scene.dtype, torch.float16, *(FLOAT8_DTYPES if scene.operation.kind is Kind.CACHE else ()))
-    magnitudes = list(_magnitudes(scene))
+    dtypes = (failure.dtype, torch.float16, *(FLOAT8_DTYPES if failure.operation.kind is Kind.CACHE else ()))
+    magnitudes = list(_magnitudes(failure))
     for dtype in dict.fromkeys(dtypes):
         limit = torch.finfo(dtype).max
         for what, magnitude in magnitudes:
-            if _is_overflow(scene, magnitude > limit, is_sum="sum" in what):
+            if _is_overflow(failure, magnitude > limit, is_sum="sum" in what):
                 detail = f"{what} reaches {float(magnitude.max()):.3g}, the limit is {limit:.3g}"
                 yield _Reason(cause=f"overflow of {name_of(dtype)}", detail=detail)
 
 
-def _is_overflow(scene: Scene, predicted: torch.Tensor, *, is_sum: bool) -> bool:
+def _is_overflow(failure: Failure, predicted: torch.Tensor, *, is_sum: bool) -> bool:
     """Whether what is predicted to overflow, by element, head or row, is what is not finite."""
-    is_broken = ~scene.actual.isfinite()
+    is_broken = ~failure.actual.isfinite()
     if predicted.shape != is_broken.shape:
         is_broken = is_broken.view(*predicted.shape, -1).any(dim=-1)
     if float(predicted[is_broken].float().mean()) < _MATCHED:
@@ -88,48 +88,48 @@ def _is_overflow(scene: Scene, predicted: torch.Tensor, *, is_sum: bool) -> bool
     return is_sum or float(is_broken[predicted].float().mean()) >= _MATCHED
 
 
-def _magnitudes(scene: Scene) -> Iterator[tuple[str, torch.Tensor]]:
+def _magnitudes(failure: Failure) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what may overflow, in words, and its magnitudes: [R, W] of elements, [R, N] of heads, or [R] of rows."""
-    yield "what should come out", scene.expected.abs()
-    if scene.operation.kind is Kind.LINEAR:
-        weight = scene.weight(scene.operation.tap)
-        if weight is not None and weight.shape[1] == scene.inputs[0].flatten(1).shape[1]:
-            yield "a sum of terms", scene.inputs[0].flatten(1).abs() @ weight.abs().T
-    elif scene.operation.kind is Kind.NORM:
-        yield "the sum of the squares", scene.inputs[0].flatten(1).square().sum(dim=1)
-    elif scene.operation.kind is Kind.ATTENTION:
-        scores = [view.scores().masked_fill(~view.visible(), 0).abs().amax(dim=-1).T for view in scene.views]
+    yield "what should come out", failure.expected.abs()
+    if failure.operation.kind is Kind.LINEAR:
+        weight = failure.weight(failure.operation.tap)
+        if weight is not None and weight.shape[1] == failure.inputs[0].flatten(1).shape[1]:
+            yield "a sum of terms", failure.inputs[0].flatten(1).abs() @ weight.abs().T
+    elif failure.operation.kind is Kind.NORM:
+        yield "the sum of the squares", failure.inputs[0].flatten(1).square().sum(dim=1)
+    elif failure.operation.kind is Kind.ATTENTION:
+        scores = [view.scores().masked_fill(~view.visible(), 0).abs().amax(dim=-1).T for view in failure.views]
         yield "a score", torch.cat(scores)
-        unscaled = [each / view.scale for each, view in zip(scores, scene.views, strict=True)]
+        unscaled = [each / view.scale for each, view in zip(scores, failure.views, strict=True)]
         yield "a score before it is scaled", torch.cat(unscaled)
 
 
-def _of_cache(scene: Scene) -> Iterator[_Reason]:
-    provenance = provenance_of(scene, 0)
-    if is_unwritten(scene):
+def _of_cache(failure: Failure) -> Iterator[_Reason]:
+    provenance = provenance_of(failure, 0)
+    if is_unwritten(failure):
         yield _Reason(
-            cause=f"never written: no recorded step wrote the slot{at_boundary(scene)}", provenance=provenance
+            cause=f"never written: no recorded step wrote the slot{at_boundary(failure)}", provenance=provenance
         )
-    is_nan = bool(scene.actual.isnan().all(dim=1).all())
+    is_nan = bool(failure.actual.isnan().all(dim=1).all())
     yield _Reason(
-        cause=f"the slot holds what no recorded row has{at_boundary(scene)}",
+        cause=f"the slot holds what no recorded row has{at_boundary(failure)}",
         detail="NaN throughout, as memory that was never written may" if is_nan else "some of it is not finite",
         is_cause=False,
         provenance=provenance,
     )
 
 
-def _of_attention(scene: Scene) -> Iterator[_Reason]:
-    played = next(iter(cache_played_back(scene)), None)
+def _of_attention(failure: Failure) -> Iterator[_Reason]:
+    played = next(iter(cache_played_back(failure)), None)
     if played is not None:
         provenance = played.provenance() if played.provenance else None
         yield _Reason(cause=played.cause, detail=played.detail, provenance=provenance)
-    for view in scene.views:
-        key = history(scene, view, f"{prefix_of(scene.operation.tap)}k_cache")
+    for view in failure.views:
+        key = history(failure, view, f"{prefix_of(failure.operation.tap)}k_cache")
         if key is not None and not bool(key.isfinite().all()):
             yield _Reason(cause="reads slots of its own history that are not finite when read back: see k_cache")
     finite = "keys, values and scores of the request are finite"
-    if _are_rows_with_room(scene):
+    if _are_rows_with_room(failure):
         rows = "the rows whose next slot exists and is not written yet, and no others"
         yield _Reason(cause="reads past the context length: slots that nobody wrote", detail=f"{finite}; {rows}")
     yield _Reason(
@@ -139,35 +139,35 @@ def _of_attention(scene: Scene) -> Iterator[_Reason]:
     )
 
 
-def _are_rows_with_room(scene: Scene) -> bool:
+def _are_rows_with_room(failure: Failure) -> bool:
     """Whether the rows that are not finite are those of their kind behind whose last token a slot is free.
 
     Of their kind: decode rows, where all of the wrong ones are. Only where some row has no such slot does that say
     anything.
     """
-    memory, size = scene.memory, scene.memory.block_size
+    memory, size = failure.slot_history, failure.slot_history.block_size
     if not memory.is_known or size is None:
         return False
-    wrong = _places(scene.rows.step, scene.rows.request, scene.rows.position)
+    wrong = _places(failure.rows.step, failure.rows.request, failure.rows.position)
     with_room, without = set[tuple[int, int, int]](), set[tuple[int, int, int]]()
-    for step in scene.recording.steps:
-        if not step.has(scene.operation.tap) or step.block_tables is None:
+    for step in failure.recording.steps:
+        if not step.has(failure.operation.tap) or step.block_tables is None:
             continue
         for request in step.request.unique().tolist():
             last = int(step.position[step.request == request].max())
             slots = memory.slots(memory.table(step.index, request), last + 2)
             is_free = len(slots) > last + 1 and memory.writer(slots[last + 1], step.index) is None
             own = (step.request == request).nonzero()[:, 0]
-            if len(own) == 1 or not _are_single(scene):
+            if len(own) == 1 or not _are_single(failure):
                 places = _places(torch.full_like(own, step.index), step.request[own], step.position[own])
                 (with_room if is_free else without).update(places)
     return wrong == with_room and bool(without)
 
 
-def _are_single(scene: Scene) -> bool:
+def _are_single(failure: Failure) -> bool:
     """Whether each wrong row is its request's only one in its step, as in decode."""
-    for step, request in zip(scene.rows.step.tolist(), scene.rows.request.tolist(), strict=True):
-        if int((scene.recording.steps[step].request == request).sum()) > 1:
+    for step, request in zip(failure.rows.step.tolist(), failure.rows.request.tolist(), strict=True):
+        if int((failure.recording.steps[step].request == request).sum()) > 1:
             return False
     return True
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from harness.explain.scene import Scene
+from harness.explain.failure import Failure
 from harness.taps import KINDS
 
 _UNRELATED = 0.3
@@ -11,14 +11,14 @@ _TREND = 0.8
 """Correlation of ranks from which an error is said to grow with the position."""
 
 
-def pattern(scene: Scene) -> str:
+def pattern(failure: Failure) -> str:
     """Describe the difference between what is and what should be."""
-    parts = [_size(scene), _blocks(scene), _growth(scene)]
+    parts = [_size(failure), _blocks(failure), _growth(failure)]
     return "; ".join(part for part in parts if part)
 
 
-def _size(scene: Scene) -> str:
-    actual, expected = scene.actual, scene.expected
+def _size(failure: Failure) -> str:
+    actual, expected = failure.actual, failure.expected
     cosine = float(torch.nn.functional.cosine_similarity(actual, expected, dim=1).median())
     ratio = float((actual.norm(dim=1) / expected.norm(dim=1)).median())
     if abs(cosine) < _UNRELATED:
@@ -27,10 +27,10 @@ def _size(scene: Scene) -> str:
     return f"off by {error:.2g} of the row's norm (cosine {cosine:.6g}, norm {ratio:.6g} times)"
 
 
-def _blocks(scene: Scene) -> str:
+def _blocks(failure: Failure) -> str:
     """Name the heads that carry the error, or the run of elements, where that is not all of them."""
-    error = (scene.actual - scene.expected).norm(dim=0)
-    head_dim = scene.hf.head_dim if KINDS[scene.operation.kind].has_heads else 0
+    error = (failure.actual - failure.expected).norm(dim=0)
+    head_dim = failure.hf.head_dim if KINDS[failure.operation.kind].has_heads else 0
     if head_dim and len(error) > head_dim and not len(error) % head_dim:
         per_head = error.view(-1, head_dim).norm(dim=1)
         heads = (per_head > 0.01 * per_head.max()).nonzero()[:, 0].tolist()
@@ -43,11 +43,11 @@ def _blocks(scene: Scene) -> str:
     return f"only in {len(wrong)} of {len(error)} elements" if len(wrong) < len(error) else ""
 
 
-def _growth(scene: Scene) -> str:
-    error = (scene.actual - scene.expected).norm(dim=1) / scene.expected.norm(dim=1)
-    if len(error) < 8 or len(scene.positions.unique()) < 8:
+def _growth(failure: Failure) -> str:
+    error = (failure.actual - failure.expected).norm(dim=1) / failure.expected.norm(dim=1)
+    if len(error) < 8 or len(failure.positions.unique()) < 8:
         return ""
-    ranks = [x.argsort().argsort().double() for x in (scene.positions, error)]
+    ranks = [x.argsort().argsort().double() for x in (failure.positions, error)]
     correlation = float(torch.corrcoef(torch.stack(ranks))[0, 1])
     if abs(correlation) < _TREND:
         return ""

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from harness.compare.align import Rows
+from harness.explain.failure import Failure, gathered
 from harness.explain.mixture import exactly
-from harness.explain.scene import Scene, gathered
 from harness.taps import KINDS, Kind, Operation
 
 _SAME = 1e-4
@@ -31,7 +31,7 @@ class _SeenError(Exception):
 class Recurrence:
     """A mixer and the rows of the requests that it is run over."""
 
-    scene: Scene
+    failure: Failure
     path: str
     """Of the mixer."""
     entry: str
@@ -42,10 +42,10 @@ class Recurrence:
     @property
     def module(self) -> nn.Module:
         """HF's mixer."""
-        return self.scene.hf.module(self.path)
+        return self.failure.hf.module(self.path)
 
     def run(self, sequences: Sequences | None = None) -> torch.Tensor | None:
-        """Return what the operation gives at the scene's rows, [R, W] float64, if rows follow each other as given.
+        """Return what the operation gives at the failure's rows, [R, W] float64, if rows follow each other as given.
 
         Args:
             sequences: of rows, each begun with an empty state; those of every request in order by default. A row that
@@ -56,77 +56,77 @@ class Recurrence:
             values = self._values(rows)
             if values is None:
                 return None
-            with exactly(self.scene):
+            with exactly(self.failure):
                 output = self._run_one(values)
             found |= dict(zip(zip(rows.request.tolist(), rows.position.tolist(), strict=True), output, strict=True))
-        wanted = list(zip(self.scene.rows.request.tolist(), self.scene.rows.position.tolist(), strict=True))
+        wanted = list(zip(self.failure.rows.request.tolist(), self.failure.rows.position.tolist(), strict=True))
         return torch.stack([found[row] for row in wanted]) if found.keys() >= set(wanted) else None
 
     def _values(self, rows: Rows) -> dict[str, torch.Tensor] | None:
         """Return what was recorded of the mixer's input and of the operation's inputs at some rows, by tap."""
-        taps = (self.entry, *self.scene.operation.inputs)
-        found = {tap: gathered(self.scene.locator, tap, rows) for tap in taps}
+        taps = (self.entry, *self.failure.operation.inputs)
+        found = {tap: gathered(self.failure.locator, tap, rows) for tap in taps}
         complete = {tap: value for tap, value in found.items() if value is not None}
         return complete if len(complete) == len(found) else None
 
     def _run_one(self, values: dict[str, torch.Tensor]) -> torch.Tensor:
-        hf, graph, seen = self.scene.hf, self.scene.graph, list[torch.Tensor]()
+        hf, graph, seen = self.failure.hf, self.failure.graph, list[torch.Tensor]()
         with ExitStack() as stack:
-            for tap in self.scene.operation.inputs:
+            for tap in self.failure.operation.inputs:
                 source = graph[tap].source
                 stack.enter_context(_forced(hf.module(graph[tap].module), source, values[tap].to(hf.device)))
-            stack.enter_context(_shown(self.scene.module, self.scene.operation.source, seen))
+            stack.enter_context(_shown(self.failure.module, self.failure.operation.source, seen))
             with suppress(_SeenError):
                 self.module(values[self.entry][None].to(hf.device))
         return seen[0].to("cpu", torch.float64).reshape(len(values[self.entry]), -1)
 
 
-def recurrence_of(scene: Scene) -> Recurrence | None:
+def recurrence_of(failure: Failure) -> Recurrence | None:
     """Return the mixer behind an operation; None where it has none that gives what it should on the recorded rows."""
-    path = _mixer_of(scene)
+    path = _mixer_of(failure)
     if path is None:
         return None
-    first = _first_of(scene, path)
+    first = _first_of(failure, path)
     if first is None:
         return None
     last: dict[int, int] = {}
-    for request, position in zip(scene.rows.request.tolist(), scene.rows.position.tolist(), strict=True):
+    for request, position in zip(failure.rows.request.tolist(), failure.rows.position.tolist(), strict=True):
         last[request] = max(position, last.get(request, 0))
-    histories = tuple(history(scene, request, count + 1) for request, count in last.items())
-    found = Recurrence(scene=scene, path=path, entry=first.inputs[0], histories=histories)
+    histories = tuple(history(failure, request, count + 1) for request, count in last.items())
+    found = Recurrence(failure=failure, path=path, entry=first.inputs[0], histories=histories)
     output = found.run()
-    if output is None or bool(((output - scene.expected).norm(dim=1) > _SAME * scene.expected.norm(dim=1)).any()):
+    if output is None or bool(((output - failure.expected).norm(dim=1) > _SAME * failure.expected.norm(dim=1)).any()):
         return None
     return found
 
 
-def history(scene: Scene, request: int, count: int) -> Rows:
+def history(failure: Failure, request: int, count: int) -> Rows:
     """Return the first rows of a request, each in the step that computed it last."""
     position = torch.arange(count)
     rows = Rows(request=torch.full_like(position, request), position=position, step=torch.zeros_like(position))
-    found = scene.locator.find(scene.operation.inputs[0], rows)
+    found = failure.locator.find(failure.operation.inputs[0], rows)
     return Rows(request=rows.request, position=position, step=found[:, 0])
 
 
-def _mixer_of(scene: Scene) -> str | None:
+def _mixer_of(failure: Failure) -> str | None:
     """Return the innermost module around the operation that has parameters of its own beside those of its children."""
-    path = scene.operation.module
+    path = failure.operation.module
     while path:
-        module = scene.hf.module(path)
+        module = failure.hf.module(path)
         if not isinstance(module, nn.Linear) and len(list(module.children())) > 1:
             own = dict(module.named_parameters(recurse=False))
-            return path if own and not any(KINDS[op.kind].has_heads for op in _inside(scene, path)) else None
+            return path if own and not any(KINDS[op.kind].has_heads for op in _inside(failure, path)) else None
         path = path.rpartition(".")[0]
     return None
 
 
-def _inside(scene: Scene, path: str) -> list[Operation]:
-    return [op for op in scene.graph if op.source and f"{op.module}.".startswith(f"{path}.")]
+def _inside(failure: Failure, path: str) -> list[Operation]:
+    return [op for op in failure.graph if op.source and f"{op.module}.".startswith(f"{path}.")]
 
 
-def _first_of(scene: Scene, path: str) -> Operation | None:
+def _first_of(failure: Failure, path: str) -> Operation | None:
     """Return the first operation of a mixer: a product of what the mixer reads."""
-    inside = _inside(scene, path)
+    inside = _inside(failure, path)
     return inside[0] if inside and inside[0].kind is Kind.LINEAR and len(inside[0].inputs) == 1 else None
 
 

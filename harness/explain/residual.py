@@ -4,16 +4,16 @@ from collections.abc import Iterator
 
 import torch
 
+from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
 from harness.explain.operations import replay
-from harness.explain.scene import Scene
 from harness.taps import Kind, Operation
 
 
-def side_missing(scene: Scene) -> Iterator[Hypothesis]:
+def side_missing(failure: Failure) -> Iterator[Hypothesis]:
     """Only one of the two is there."""
-    stream, branch = scene.inputs
-    first, second = _names(scene)
+    stream, branch = failure.inputs
+    first, second = _names(failure)
     yield Hypothesis(cause=f"{first} is not added", output=branch)
     yield Hypothesis(cause=f"{second} is not added to {first}", output=stream)
     yield Hypothesis(cause=f"{second} is added twice", output=stream + 2 * branch)
@@ -21,63 +21,65 @@ def side_missing(scene: Scene) -> Iterator[Hypothesis]:
     yield Hypothesis(cause=f"{second} is subtracted", output=stream - branch)
 
 
-def scaled_branch(scene: Scene) -> Iterator[Hypothesis]:
+def scaled_branch(failure: Failure) -> Iterator[Hypothesis]:
     """The branch is added with a factor, which is fitted."""
-    stream, branch = scene.inputs
-    factor = float(((scene.actual - stream) * branch).sum() / branch.square().sum())
-    cause = f"{_names(scene)[1]} is added with a factor of {factor:.4g}"
+    stream, branch = failure.inputs
+    factor = float(((failure.actual - stream) * branch).sum() / branch.square().sum())
+    cause = f"{_names(failure)[1]} is added with a factor of {factor:.4g}"
     yield Hypothesis(cause=cause, output=stream + factor * branch, freedom=1)
 
 
-def _names(scene: Scene) -> tuple[str, str]:
+def _names(failure: Failure) -> tuple[str, str]:
     """Return what the two sides are called: a layer adds a branch to its residual stream, and experts to each other."""
-    sites = [scene.graph[tap].site for tap in scene.operation.inputs]
-    if any("expert" in site for site in sites) and scene.operation.site in {site.rpartition(".")[0] for site in sites}:
+    sites = [failure.graph[tap].site for tap in failure.operation.inputs]
+    if any("expert" in site for site in sites) and failure.operation.site in {
+        site.rpartition(".")[0] for site in sites
+    }:
         return "the output of " + sites[0], "the output of " + sites[1]
     return "the residual", "the branch"
 
 
-def residual_behind_the_norm(scene: Scene) -> Iterator[Hypothesis]:
+def residual_behind_the_norm(failure: Failure) -> Iterator[Hypothesis]:
     """The residual is the norm's output: taken after it, or overwritten by a norm that works in place."""
-    stream, branch = scene.inputs
+    stream, branch = failure.inputs
     cause = "the residual is taken after the norm, or the norm overwrites it in place"
-    for operation in _norms_of(scene, scene.operation.inputs[0]):
-        normed, recorded = replay(scene.hf, operation, [stream]), scene.tap(operation.tap)
+    for operation in _norms_of(failure, failure.operation.inputs[0]):
+        normed, recorded = replay(failure.hf, operation, [stream]), failure.tap(operation.tap)
         if normed is None:
             continue
         yield Hypothesis(cause=cause, output=branch + (normed if recorded is None else recorded))
-        weight = scene.weight(operation.tap)
+        weight = failure.weight(operation.tap)
         if weight is not None:
             yield Hypothesis(cause=f"{cause}, before its weight", output=normed / weight + branch)
 
 
-def _norms_of(scene: Scene, tap: str) -> list[Operation]:
+def _norms_of(failure: Failure, tap: str) -> list[Operation]:
     """Return the norms of this layer that read a tap."""
-    layer = scene.graph.of_layer(scene.operation.layer)
+    layer = failure.graph.of_layer(failure.operation.layer)
     return [operation for operation in layer if operation.kind is Kind.NORM and operation.inputs == (tap,)]
 
 
-def another_tensor(scene: Scene) -> Iterator[Hypothesis]:
+def another_tensor(failure: Failure) -> Iterator[Hypothesis]:
     """One of the two is another tensor of the layer, or of the one before."""
-    first = (scene.operation.layer or 0) - 1
-    layers = [op for op in scene.graph if op.layer is None or first <= op.layer <= (scene.operation.layer or 0)]
+    first = (failure.operation.layer or 0) - 1
+    layers = [op for op in failure.graph if op.layer is None or first <= op.layer <= (failure.operation.layer or 0)]
     for operation in layers:
-        other = scene.tap(operation.tap)
-        if other is None or other.shape != scene.actual.shape or operation.tap in scene.operation.inputs:
+        other = failure.tap(operation.tap)
+        if other is None or other.shape != failure.actual.shape or operation.tap in failure.operation.inputs:
             continue
         for kept, replaced in ((0, 1), (1, 0)):
-            name = operation.site if operation.layer == scene.operation.layer else operation.tap
-            cause = f"{name} is added in the place of {_site(scene, replaced)}"
-            yield Hypothesis(cause=cause, output=scene.inputs[kept] + other, is_vague=True)
+            name = operation.site if operation.layer == failure.operation.layer else operation.tap
+            cause = f"{name} is added in the place of {_site(failure, replaced)}"
+            yield Hypothesis(cause=cause, output=failure.inputs[kept] + other, is_vague=True)
 
 
-def _site(scene: Scene, index: int) -> str:
-    return scene.graph[scene.operation.inputs[index]].site
+def _site(failure: Failure, index: int) -> str:
+    return failure.graph[failure.operation.inputs[index]].site
 
 
-def coarse_addition(scene: Scene) -> Iterator[Hypothesis]:
+def coarse_addition(failure: Failure) -> Iterator[Hypothesis]:
     """One of the two was rounded to a 16-bit dtype before the addition."""
-    stream, branch = scene.inputs
+    stream, branch = failure.inputs
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         low = [x.to(dtype).to(x.dtype) for x in (stream, branch)]

@@ -1,7 +1,7 @@
 """Ways to get the rotary embedding wrong: other pairs, other positions, other frequencies, a coarser table.
 
 `R` rows, `N` heads, `H` head size, `P` candidate positions. The pair i of a head turns by position * frequency_i. Where
-the model's own rotation is none that is known (`Scene.rotation`), nothing is said.
+the model's own rotation is none that is known (`Failure.rotation`), nothing is said.
 """
 
 import copy
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from harness.compare.align import Rows, is_readback
+from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.scene import Scene
 from harness.oracle.rotation import Rotation
 
 _SMALL_SHARE = 1e-2
@@ -43,56 +43,56 @@ _MIN_ROWS_OF_REQUEST = 2
 _Causes = Iterator[Hypothesis]
 
 
-def _with_rotation(causes: Callable[[Scene, Rotation], _Causes]) -> Callable[[Scene], _Causes]:
+def _with_rotation(causes: Callable[[Failure, Rotation], _Causes]) -> Callable[[Failure], _Causes]:
     """Give a function the model's own rotation; without one it yields nothing."""
 
     @wraps(causes)
-    def given(scene: Scene) -> _Causes:
-        if scene.rotation is not None:
-            yield from causes(scene, scene.rotation)
+    def given(failure: Failure) -> _Causes:
+        if failure.rotation is not None:
+            yield from causes(failure, failure.rotation)
 
     return given
 
 
 @_with_rotation
-def other_pairs(scene: Scene, own: Rotation) -> _Causes:
+def other_pairs(failure: Failure, own: Rotation) -> _Causes:
     """Neighbours 2i and 2i + 1 form a pair where HF pairs i with i + H/2, or the reverse."""
     other = replace(own, is_interleaved=not own.is_interleaved)
     names = ("half-split ones", "neighbouring pairs (interleaved)")
     meant, done = names[own.is_interleaved], names[other.is_interleaved]
     done = done if other.is_interleaved else "half-split pairs"
     yield Hypothesis(
-        cause=f"rotary over {done} instead of {meant}", output=other.turn(scene.inputs[0], scene.positions)
+        cause=f"rotary over {done} instead of {meant}", output=other.turn(failure.inputs[0], failure.positions)
     )
 
 
-def not_rotated(scene: Scene) -> _Causes:
+def not_rotated(failure: Failure) -> _Causes:
     """The input comes out as it went in."""
-    yield Hypothesis(cause="rotary is not applied", output=scene.inputs[0].flatten(1))
+    yield Hypothesis(cause="rotary is not applied", output=failure.inputs[0].flatten(1))
 
 
 @_with_rotation
-def backwards(scene: Scene, own: Rotation) -> _Causes:
+def backwards(failure: Failure, own: Rotation) -> _Causes:
     """The sine has the wrong sign."""
     yield Hypothesis(
-        cause="rotary turns backwards (sign of the sine)", output=own.turn(scene.inputs[0], -scene.positions)
+        cause="rotary turns backwards (sign of the sine)", output=own.turn(failure.inputs[0], -failure.positions)
     )
 
 
 @_with_rotation
-def other_positions(scene: Scene, own: Rotation) -> _Causes:
+def other_positions(failure: Failure, own: Rotation) -> _Causes:
     """Each row is rotated for the position that fits it best; what those positions have in common is the cause."""
     # As far as positions get that run on through the largest step, or one too far.
-    highest = int(scene.positions.max()) + 2 + max(len(step.position) for step in scene.recording.steps)
+    highest = int(failure.positions.max()) + 2 + max(len(step.position) for step in failure.recording.steps)
     if highest > _MAX_POSITIONS:
         return
-    best = _best_positions(scene, own, highest)
-    pairs = sorted(set(zip(scene.positions.tolist(), best.tolist(), strict=True)))
+    best = _best_positions(failure, own, highest)
+    pairs = sorted(set(zip(failure.positions.tolist(), best.tolist(), strict=True)))
     shown = ", ".join(f"{position} as {fitted}" for position, fitted in pairs[:6])
-    named = _named_positions(scene, best)
+    named = _named_positions(failure, best)
     yield Hypothesis(
         cause=named or "rotary at wrong positions",
-        output=own.turn(scene.inputs[0], best),
+        output=own.turn(failure.inputs[0], best),
         detail=f"positions: {shown}",
         freedom=0 if named else len(best),
         is_cause=named is not None,
@@ -100,23 +100,23 @@ def other_positions(scene: Scene, own: Rotation) -> _Causes:
     )
 
 
-def _best_positions(scene: Scene, own: Rotation, highest: int) -> torch.Tensor:
+def _best_positions(failure: Failure, own: Rotation, highest: int) -> torch.Tensor:
     """[R] int64: the position whose rotation takes each row's input nearest to its output; it may be negative."""
-    turned, positions = _turned_by(scene, own), torch.arange(-highest, highest)
+    turned, positions = _turned_by(failure, own), torch.arange(-highest, highest)
     phases = own.phases(positions)
     table = torch.polar(torch.ones_like(phases), phases)
     return positions[(turned @ table.conj().T).real.argmax(dim=1)]
 
 
-def _turned_by(scene: Scene, own: Rotation) -> torch.Tensor:
+def _turned_by(failure: Failure, own: Rotation) -> torch.Tensor:
     """[R, P] complex: how far each pair was turned, weighted by its size."""
-    before, after = (torch.view_as_complex(own.pairs(own.heads(x))) for x in (scene.inputs[0], scene.actual))
+    before, after = (torch.view_as_complex(own.pairs(own.heads(x))) for x in (failure.inputs[0], failure.actual))
     return (before.conj() * after).sum(dim=1)
 
 
-def _named_positions(scene: Scene, best: torch.Tensor) -> str | None:
+def _named_positions(failure: Failure, best: torch.Tensor) -> str | None:
     """Say what the positions that were used have in common."""
-    own, places = scene.positions, _places(scene)
+    own, places = failure.positions, _places(failure)
     offsets = (best - own).unique().tolist()
     if offsets in ([1], [-1]):
         return f"rotary at a position off by one ({offsets[0]:+d})"
@@ -133,14 +133,14 @@ def _named_positions(scene: Scene, best: torch.Tensor) -> str | None:
             return name
     if len(offsets) == 1:
         return f"rotary at a position off by {offsets[0]:+d}"
-    return _offsets_by_request(scene, best - own)
+    return _offsets_by_request(failure, best - own)
 
 
-def _offsets_by_request(scene: Scene, offsets: torch.Tensor) -> str | None:
+def _offsets_by_request(failure: Failure, offsets: torch.Tensor) -> str | None:
     """Say by how much the positions of each request are off, where that is the same in all rows of it."""
     found = {}
-    for request in scene.rows.request.unique().tolist():
-        own = offsets[scene.rows.request == request]
+    for request in failure.rows.request.unique().tolist():
+        own = offsets[failure.rows.request == request]
         if len(own) < _MIN_ROWS_OF_REQUEST or len(own.unique()) > 1:
             return None
         found[request] = int(own[0])
@@ -148,12 +148,12 @@ def _offsets_by_request(scene: Scene, offsets: torch.Tensor) -> str | None:
     return f"rotary at positions off by a number that each request has for itself: {shown}"
 
 
-def _places(scene: Scene) -> dict[str, torch.Tensor]:
+def _places(failure: Failure) -> dict[str, torch.Tensor]:
     """Each row's index among its request's rows of the step, among all rows of it, and its prompt's length."""
-    lengths = {request.id: request.prompt_length for request in scene.recording.manifest.requests}
+    lengths = {request.id: request.prompt_length for request in failure.recording.manifest.requests}
     chunk, batch, prompt, others = [], [], [], []
-    for request, position, step in _identities(scene.rows):
-        rows = scene.recording.steps[step]
+    for request, position, step in _identities(failure.rows):
+        rows = failure.recording.steps[step]
         here = ((rows.request == request) & (rows.position == position)).nonzero()[:, 0]
         at = int(here[-1])
         chunk.append(int((rows.request[:at] == request).sum()))
@@ -168,46 +168,46 @@ def _identities(rows: Rows) -> Iterator[tuple[int, int, int]]:
     return zip(rows.request.tolist(), rows.position.tolist(), rows.step.tolist(), strict=True)
 
 
-def positions_of_batch_mate(scene: Scene) -> _Causes:
+def positions_of_batch_mate(failure: Failure) -> _Causes:
     """Each row is rotated for the position of the row that stands elsewhere in its step."""
     positions = []
-    for request, position, index in _identities(scene.rows):
-        step = scene.recording.steps[index]
+    for request, position, index in _identities(failure.rows):
+        step = failure.recording.steps[index]
         if is_readback(step):
             return
         here = ((step.request == request) & (step.position == position)).nonzero()[:, 0]
         positions.append(int(step.position[(int(here[-1]) - 1) % len(step.position)]))
-    output = scene.replay(scene.inputs, torch.tensor(positions))
+    output = failure.replay(failure.inputs, torch.tensor(positions))
     if output is not None:
         yield Hypothesis(cause="rotary at the position of the row before it in the batch", output=output)
 
 
 @_with_rotation
-def scaling_ignored(scene: Scene, own: Rotation) -> _Causes:
+def scaling_ignored(failure: Failure, own: Rotation) -> _Causes:
     """The frequencies are those of a model without rope scaling."""
-    parameters = _parameters(scene)
+    parameters = _parameters(failure)
     if parameters.get("rope_type", "default") == "default" or "rope_theta" not in parameters:
         return
-    plain = _with_parameters(scene, own, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
+    plain = _with_parameters(failure, own, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
     if plain is not None:
         yield Hypothesis(
             cause=f"rope scaling ({parameters['rope_type']}) is ignored",
-            output=plain.turn(scene.inputs[0], scene.positions),
+            output=plain.turn(failure.inputs[0], failure.positions),
         )
 
 
 @_with_rotation
-def other_scaling(scene: Scene, own: Rotation) -> _Causes:
+def other_scaling(failure: Failure, own: Rotation) -> _Causes:
     """The frequencies are scaled in another way than config.json says, or by another factor."""
-    parameters = _parameters(scene)
+    parameters = _parameters(failure)
     if "rope_theta" not in parameters:
         return
     meant = str(parameters.get("rope_type", "default"))
-    plain = _with_parameters(scene, own, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
-    for cause, changed, freedom in (*_other_values(parameters), *_other_types(scene, own, parameters, meant)):
-        other = _with_parameters(scene, own, changed)
+    plain = _with_parameters(failure, own, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
+    for cause, changed, freedom in (*_other_values(parameters), *_other_types(failure, own, parameters, meant)):
+        other = _with_parameters(failure, own, changed)
         if other is not None and not _is_same(other, plain):  # no scaling at all has a name of its own
-            yield Hypothesis(cause=cause, output=other.turn(scene.inputs[0], scene.positions), freedom=freedom)
+            yield Hypothesis(cause=cause, output=other.turn(failure.inputs[0], failure.positions), freedom=freedom)
 
 
 def _is_same(one: Rotation, other: Rotation | None) -> bool:
@@ -230,34 +230,34 @@ def _other_values(parameters: dict[str, Any]) -> Iterator[tuple[str, dict[str, A
 
 
 def _other_types(
-    scene: Scene, own: Rotation, parameters: dict[str, Any], meant: str
+    failure: Failure, own: Rotation, parameters: dict[str, Any], meant: str
 ) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Scalings that config.json does not ask for."""
-    length = getattr(scene.hf.config, "max_position_embeddings", None)
+    length = getattr(failure.hf.config, "max_position_embeddings", None)
     base = {"rope_theta": parameters["rope_theta"], "original_max_position_embeddings": length}
     instead = "which config.json does not ask for" if meant == "default" else f"instead of {meant}"
     for name in ("linear", "yarn"):
         for factor in _FACTORS if name != meant else ():
             cause = f"rope scaling: {name} with factor {factor:g}, {instead}"
             yield cause, {**base, "rope_type": name, "factor": factor}, 0
-    fitted = _fitted_stretch(scene, own)
+    fitted = _fitted_stretch(failure, own)
     if fitted is not None:
         cause = f"rope scaling: linear with factor {fitted:g}, {instead}"
         yield cause, {**base, "rope_type": "linear", "factor": fitted}, 1
 
 
-def _fitted_stretch(scene: Scene, own: Rotation) -> float | None:
+def _fitted_stretch(failure: Failure, own: Rotation) -> float | None:
     """Return the factor under which the unscaled pairs turn most nearly as they did, to three digits."""
-    parameters = _parameters(scene)
-    plain = _with_parameters(scene, own, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
+    parameters = _parameters(failure)
+    plain = _with_parameters(failure, own, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
     if plain is None:
         return None
-    turned, frequencies = _turned_by(scene, own), plain.frequencies.to(torch.float64)
+    turned, frequencies = _turned_by(failure, own), plain.frequencies.to(torch.float64)
     if turned.shape[1] != len(frequencies):
         return None
 
     def fit(ln_factor: float) -> float:
-        phases = scene.positions[:, None] * frequencies / math.exp(ln_factor)
+        phases = failure.positions[:, None] * frequencies / math.exp(ln_factor)
         return float((turned * torch.polar(torch.ones_like(phases), -phases)).real.sum())
 
     factor = math.exp(_best_of(_LN_FACTORS, fit))
@@ -275,53 +275,53 @@ def _best_of(grid: list[float], fit: Callable[[float], float]) -> float:
 
 
 @_with_rotation
-def wrong_theta(scene: Scene, own: Rotation) -> _Causes:
+def wrong_theta(failure: Failure, own: Rotation) -> _Causes:
     """The base of the frequencies is another: one that models use, or one fitted to the rows.
 
     Scaled frequencies are scaled anew for the base, or keep the factors of the right one, as those in a file do.
     """
-    parameters = _parameters(scene)
+    parameters = _parameters(failure)
     if "rope_theta" not in parameters:
         return
     meant = float(parameters["rope_theta"])
     for based_on, kept in ((_with_theta, ""), (_with_theta_and_factors, "the factors of the rope scaling are kept")):
         if kept and parameters.get("rope_type", "default") == "default":
             continue
-        fitted = _fitted_thetas(scene, own, based_on)
+        fitted = _fitted_thetas(failure, own, based_on)
         for theta in dict.fromkeys((*_THETAS, *fitted)):
-            other = based_on(scene, own, theta) if theta != meant else None
+            other = based_on(failure, own, theta) if theta != meant else None
             if other is not None:
                 yield Hypothesis(
                     cause=f"wrong rope theta: {theta:g} instead of {meant:g}",
-                    output=other.turn(scene.inputs[0], scene.positions),
+                    output=other.turn(failure.inputs[0], failure.positions),
                     detail=kept,
                     freedom=0 if theta in _THETAS else 1,
                     is_vague=theta == fitted[-1],  # that of two digits fits as well, or better
                 )
 
 
-def _with_theta(scene: Scene, own: Rotation, theta: float) -> Rotation | None:
-    return _with_parameters(scene, own, {**_parameters(scene), "rope_theta": theta})
+def _with_theta(failure: Failure, own: Rotation, theta: float) -> Rotation | None:
+    return _with_parameters(failure, own, {**_parameters(failure), "rope_theta": theta})
 
 
-def _with_theta_and_factors(scene: Scene, own: Rotation, theta: float) -> Rotation | None:
+def _with_theta_and_factors(failure: Failure, own: Rotation, theta: float) -> Rotation | None:
     """Return the rotation of another base whose frequencies are scaled by the factors of the right one."""
-    meant = float(_parameters(scene)["rope_theta"])
+    meant = float(_parameters(failure)["rope_theta"])
     exponents = torch.arange(len(own.frequencies), dtype=torch.float64) / len(own.frequencies)
     return replace(own, frequencies=(own.frequencies * (meant / theta) ** exponents).to(torch.float32))
 
 
 def _fitted_thetas(
-    scene: Scene, own: Rotation, based_on: Callable[[Scene, Rotation, float], Rotation | None]
+    failure: Failure, own: Rotation, based_on: Callable[[Failure, Rotation, float], Rotation | None]
 ) -> list[float]:
     """Return the base under which the pairs turn most nearly as they did, rounded to two digits and to six."""
-    turned = _turned_by(scene, own)
+    turned = _turned_by(failure, own)
 
     def fit(ln_theta: float) -> float:
-        other = based_on(scene, own, math.exp(ln_theta))
+        other = based_on(failure, own, math.exp(ln_theta))
         if other is None:
             return 0.0
-        phases = scene.positions[:, None] * other.frequencies.to(torch.float64)
+        phases = failure.positions[:, None] * other.frequencies.to(torch.float64)
         return float((turned * torch.polar(torch.ones_like(phases), -phases)).real.sum())
 
     theta = math.exp(_best_of(_LN_THETAS, fit))
@@ -329,9 +329,9 @@ def _fitted_thetas(
 
 
 @_with_rotation
-def stretched(scene: Scene, own: Rotation) -> _Causes:
+def stretched(failure: Failure, own: Rotation) -> _Causes:
     """Every angle is too large or too small by the same small share of it, fitted to the rows."""
-    turned, phases = _turned_by(scene, own), own.phases(scene.positions)
+    turned, phases = _turned_by(failure, own), own.phases(failure.positions)
     left = (turned * torch.polar(torch.ones_like(phases), -phases)).angle()
     weights = phases * turned.abs()
     size = float((weights * phases).sum())
@@ -339,15 +339,15 @@ def stretched(scene: Scene, own: Rotation) -> _Causes:
     if 0 < abs(share) < _SMALL_SHARE:
         yield Hypothesis(
             cause=f"rotary frequencies are off by a factor of {1 + share:.7g}",
-            output=own.turned(own.heads(scene.inputs[0]), *own.table(phases * (1 + share))),
+            output=own.turned(own.heads(failure.inputs[0]), *own.table(phases * (1 + share))),
             freedom=1,
         )
 
 
 @_with_rotation
-def partial_rotary(scene: Scene, own: Rotation) -> _Causes:
+def partial_rotary(failure: Failure, own: Rotation) -> _Causes:
     """Only the first elements of a head are rotated, or all of them where only some should be."""
-    theta = _parameters(scene).get("rope_theta")
+    theta = _parameters(failure).get("rope_theta")
     for share in (0.25, 0.5, 0.75, 1.0):
         dim = int(own.head_dim * share) // 2 * 2
         if not dim:
@@ -360,37 +360,37 @@ def partial_rotary(scene: Scene, own: Rotation) -> _Causes:
                 other = replace(own, frequencies=frequencies)
                 yield Hypothesis(
                     cause=f"partial rotary: the first {dim} of {own.head_dim} elements turn",
-                    output=other.turn(scene.inputs[0], scene.positions),
+                    output=other.turn(failure.inputs[0], failure.positions),
                 )
 
 
 @_with_rotation
-def coarse_table(scene: Scene, own: Rotation) -> _Causes:
+def coarse_table(failure: Failure, own: Rotation) -> _Causes:
     """Cosine and sine, or the positions and frequencies behind them, were held in a 16-bit dtype."""
-    heads = own.heads(scene.inputs[0])
+    heads = own.heads(failure.inputs[0])
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
-        for first in (torch.float64, scene.dtype):  # straight from the angles, or behind the engine's own rounding
-            cos, sin = (x.to(first).to(dtype).to(torch.float64) for x in own.angles(scene.positions))
+        for first in (torch.float64, failure.dtype):  # straight from the angles, or behind the engine's own rounding
+            cos, sin = (x.to(first).to(dtype).to(torch.float64) for x in own.angles(failure.positions))
             yield Hypothesis(cause=f"cos/sin table in {name}", output=own.turned(heads, cos, sin))
         low = own.frequencies.to(dtype).to(torch.float32)
-        output = own.turned(heads, *own.angles(scene.positions, low))
+        output = own.turned(heads, *own.angles(failure.positions, low))
         yield Hypothesis(cause=f"rotary frequencies in {name}", output=output)
-        phases = (scene.positions.to(dtype)[:, None] * own.frequencies.to(dtype)).to(torch.float64)
+        phases = (failure.positions.to(dtype)[:, None] * own.frequencies.to(dtype)).to(torch.float64)
         for table, cause in ((dtype, f"cos/sin table in {name}, its angles too"), (None, f"rotary angles in {name}")):
             cos, sin = ((x.to(table).to(torch.float64) if table else x)[:, None] for x in (phases.cos(), phases.sin()))
             yield Hypothesis(cause=cause, output=own.turned(heads, cos, sin))
 
 
-def _parameters(scene: Scene) -> dict[str, Any]:
+def _parameters(failure: Failure) -> dict[str, Any]:
     """Return the rope parameters of the config; empty where it has them otherwise, by type of layer for one."""
-    parameters = getattr(scene.hf.config, "rope_parameters", None)
+    parameters = getattr(failure.hf.config, "rope_parameters", None)
     return dict(parameters) if isinstance(parameters, dict) else {}
 
 
-def _with_parameters(scene: Scene, own: Rotation, parameters: dict[str, Any]) -> Rotation | None:
+def _with_parameters(failure: Failure, own: Rotation, parameters: dict[str, Any]) -> Rotation | None:
     """Return the rotation that HF's own code makes of other rope parameters; None where it makes none."""
-    config = copy.deepcopy(scene.hf.config)
+    config = copy.deepcopy(failure.hf.config)
     config.rope_parameters = parameters
     try:
         module = type(own.module)(config)

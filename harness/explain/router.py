@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from harness.explain.failure import Failure
 from harness.explain.formats import rounded
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.scene import Scene
 from harness.taps import Kind
 
 _SAME = 1e-5
@@ -37,23 +37,23 @@ class _Form:
     """[R, C] float64."""
 
 
-def other_routing_weights(scene: Scene) -> Iterator[Hypothesis]:
+def other_routing_weights(failure: Failure) -> Iterator[Hypothesis]:
     """The weights are made in another way than the model's: not normalised, or once too often, by other scores."""
-    logits, chosen = logits_of(scene), _chosen(scene)
+    logits, chosen = logits_of(failure), _chosen(failure)
     if logits is None or chosen is None:
         return
-    forms = list(_forms(scene, logits, chosen))
-    own = next((form for form in forms if _is_same(form.weights, scene.expected)), None)
+    forms = list(_forms(failure, logits, chosen))
+    own = next((form for form in forms if _is_same(form.weights, failure.expected)), None)
     if own is None:
         return
     for form in forms:
         if form is not own and not _is_same(form.weights, own.weights):
             yield Hypothesis(cause=_difference(form, own), output=form.weights)
-    yield from _used_otherwise(scene, own, logits, chosen)
+    yield from _used_otherwise(failure, own, logits, chosen)
 
 
-def _forms(scene: Scene, logits: torch.Tensor, chosen: torch.Tensor) -> Iterator[_Form]:
-    factor = _factor(scene)
+def _forms(failure: Failure, logits: torch.Tensor, chosen: torch.Tensor) -> Iterator[_Form]:
+    factor = _factor(failure)
     for name, score in SCORES.items():
         picked = score(logits).gather(1, chosen)
         for is_normalised in (False, True):
@@ -76,7 +76,7 @@ def _difference(form: _Form, own: _Form) -> str:
     return ", and ".join(parts)
 
 
-def _used_otherwise(scene: Scene, own: _Form, logits: torch.Tensor, chosen: torch.Tensor) -> Iterator[Hypothesis]:
+def _used_otherwise(failure: Failure, own: _Form, logits: torch.Tensor, chosen: torch.Tensor) -> Iterator[Hypothesis]:
     weights, count = own.weights, chosen.shape[1]
     again = weights / weights.sum(dim=1, keepdim=True)
     tried = {
@@ -97,29 +97,29 @@ def _used_otherwise(scene: Scene, own: _Form, logits: torch.Tensor, chosen: torc
             yield Hypothesis(cause=cause, output=output)
 
 
-def _chosen(scene: Scene) -> torch.Tensor | None:
+def _chosen(failure: Failure) -> torch.Tensor | None:
     """Return the experts [R, C] that the weights are those of; None where the operation makes no weights."""
-    own = scene.operation
-    for operation in reversed(scene.graph.of_layer(own.layer)):
+    own = failure.operation
+    for operation in reversed(failure.graph.of_layer(own.layer)):
         if operation.kind is Kind.CHOICE and operation.module == own.module:
-            chosen = scene.tap(operation.tap)
-            if chosen is not None and chosen.shape == scene.expected.shape:
+            chosen = failure.tap(operation.tap)
+            if chosen is not None and chosen.shape == failure.expected.shape:
                 return chosen.to(torch.int64)
     return None
 
 
-def logits_of(scene: Scene) -> torch.Tensor | None:
+def logits_of(failure: Failure) -> torch.Tensor | None:
     """Return the router's product [R, E] at the rows; None where it was not recorded."""
-    for tap in scene.operation.inputs:
-        if scene.graph[tap].kind is Kind.LINEAR:
-            return scene.tap(tap)
+    for tap in failure.operation.inputs:
+        if failure.graph[tap].kind is Kind.LINEAR:
+            return failure.tap(tap)
     return None
 
 
-def _factor(scene: Scene) -> float:
+def _factor(failure: Failure) -> float:
     """Return the factor of the weights, 1 where the model has none."""
-    parent = scene.hf.module(scene.operation.module.rpartition(".")[0])
-    for holder in (scene.module, parent, scene.hf.config):
+    parent = failure.hf.module(failure.operation.module.rpartition(".")[0])
+    for holder in (failure.module, parent, failure.hf.config):
         for name in _FACTORS:
             value = getattr(holder, name, None)
             if isinstance(value, int | float) and value:

@@ -13,15 +13,15 @@ from harness.compare.run import Comparison
 from harness.compare.shapes import engine_dtype
 from harness.compare.slot_history import SlotHistory
 from harness.errors import Code, HarnessError
+from harness.explain.attention_context import AttentionContext
 from harness.explain.choice import explain_count
 from harness.explain.declared import declared_scenes
 from harness.explain.direction import explain_direction
+from harness.explain.failure import Failure, gathered
 from harness.explain.layers import layers_that_did_not_run
-from harness.explain.scene import Scene, gathered
+from harness.explain.ranking import rank_hypotheses
 from harness.explain.scope import scope
 from harness.explain.tokens import explain_token
-from harness.explain.try_all import try_all
-from harness.explain.view import View
 from harness.oracle.golden import Golden
 from harness.oracle.model import HFModel
 from harness.oracle.precision import upcast
@@ -67,13 +67,13 @@ def _failed(error: Exception) -> Explanation:
     )
 
 
-def _explained(scene: Scene, evidence: Evidence, where: str) -> Explanation:
+def _explained(failure: Failure, evidence: Evidence, where: str) -> Explanation:
     """Return what fits the rows as they are, or under the conventions that the engine declares."""
-    found = try_all(scene, evidence.roundings, evidence.bound, where)
+    found = rank_hypotheses(failure, evidence.roundings, evidence.bound, where)
     if found.is_cause:
         return found
-    for declared in declared_scenes(scene):
-        other = try_all(declared, evidence.roundings, evidence.bound, where)
+    for declared in declared_scenes(failure):
+        other = rank_hypotheses(declared, evidence.roundings, evidence.bound, where)
         if other.is_cause:
             return other
     return found
@@ -86,7 +86,7 @@ class _Explainer:
         self.found, self.recording, self.hf = found, recording, hf
         aliases = match_requests(expected.recording, recording, is_pool=expected.is_pool)
         self.expected = Locator(expected.recording, aliases)
-        self.locator, self.memory = Locator(recording), SlotHistory(recording)
+        self.locator, self.slot_history = Locator(recording), SlotHistory(recording)
         self.dtype = engine_dtype(recording)
         self.modules = {path for path, _ in hf.model.named_modules()}
 
@@ -133,10 +133,10 @@ class _Explainer:
                 return None
             if evidence is None:
                 return layers_that_did_not_run(operation, errors, self.hf, self.locator, self.dtype, where)
-            scene = self._scene(evidence)
-            if scene is not None and errors.effect is not None and not is_bad:
-                return explain_direction(scene, errors.effect)
-            return None if scene is None else _explained(scene, evidence, where)
+            failure = self._scene(evidence)
+            if failure is not None and errors.effect is not None and not is_bad:
+                return explain_direction(failure, errors.effect)
+            return None if failure is None else _explained(failure, evidence, where)
 
     def _behind(self, cache: Operation) -> Explanation | None:
         """Explain a cache by what stands behind its layer, where that says that the layer did not run."""
@@ -146,11 +146,11 @@ class _Explainer:
                 return explanation if explanation is not None and explanation.is_cause else None
         return None
 
-    def _scene(self, evidence: Evidence) -> Scene | None:
+    def _scene(self, evidence: Evidence) -> Failure | None:
         actual = gathered(self.locator, evidence.operation.tap, evidence.rows)
         if actual is None or actual.shape != evidence.expected.shape:
             return None
-        return Scene(
+        return Failure(
             operation=evidence.operation,
             hf=self.hf,
             recording=self.recording,
@@ -160,8 +160,8 @@ class _Explainer:
             expected=evidence.expected,
             inputs=list(evidence.inputs),
             dtype=evidence.dtype,
-            views=tuple(View.of(history) for history in evidence.histories),
-            memory=self.memory,
+            views=tuple(AttentionContext.of(history) for history in evidence.histories),
+            slot_history=self.slot_history,
         )
 
     def _cache_evidence(self, operation: Operation, errors: LocalErrors) -> Evidence | None:

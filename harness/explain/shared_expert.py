@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
+from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.scene import Scene
 
 _SAME = 1e-5
 """Relative distance within which the sum is the model's own."""
@@ -14,9 +14,9 @@ _NAMED = 1e-2
 """Distance up to which a fitted factor is one that has a name."""
 
 
-def other_sum(scene: Scene) -> Iterator[Hypothesis]:
+def other_sum(failure: Failure) -> Iterator[Hypothesis]:
     """The routed experts' output and the gated one of the shared expert, added otherwise."""
-    found = _parts(scene)
+    found = _parts(failure)
     if found is None:
         return
     routed, shared, gate = found
@@ -34,22 +34,22 @@ def other_sum(scene: Scene) -> Iterator[Hypothesis]:
     for cause, output in tried.items():
         yield Hypothesis(cause=cause, output=output)
     for what, part in (("shared expert", gated), ("routed experts", routed)):
-        factor = 1 + float(((scene.actual - scene.expected) * part).sum() / part.square().sum())
+        factor = 1 + float(((failure.actual - failure.expected) * part).sum() / part.square().sum())
         if min(abs(factor - named) for named in (-1, 0, 2)) > _NAMED:
-            output = scene.expected + (factor - 1) * part
+            output = failure.expected + (factor - 1) * part
             yield Hypothesis(cause=f"the output of the {what} is scaled by {factor:.4g}", output=output, freedom=1)
 
 
-def _parts(scene: Scene) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+def _parts(failure: Failure) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Return routed and shared experts' outputs [R, D] and the gate [R, 1]; None where something else is summed."""
-    width = scene.expected.shape[1]
-    flat = [x.flatten(1) for x in scene.inputs]
+    width = failure.expected.shape[1]
+    flat = [x.flatten(1) for x in failure.inputs]
     wide, gates = [x for x in flat if x.shape[1] == width], [x for x in flat if x.shape[1] == 1]
     if len(wide) != 2 or len(gates) != 1 or width == 1:
         return None
     for routed, shared in (wide, wide[::-1]):
-        error = (routed + shared * gates[0].sigmoid() - scene.expected).norm(dim=1)
-        if bool((error <= _SAME * scene.expected.norm(dim=1)).all()):
+        error = (routed + shared * gates[0].sigmoid() - failure.expected).norm(dim=1)
+        if bool((error <= _SAME * failure.expected.norm(dim=1)).all()):
             return routed, shared, gates[0]
     return None
 

@@ -10,11 +10,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from harness.compare.align import Rows
+from harness.explain.failure import Failure
 from harness.explain.formats import HALF_DTYPES, name_of, rounded
 from harness.explain.hypothesis import Hypothesis
 from harness.explain.mixture import exactly
 from harness.explain.recurrence import Recurrence, history, recurrence_of
-from harness.explain.scene import Scene
 from harness.taps import Kind
 
 _LOGARITHMS = ("A_log",)
@@ -26,9 +26,9 @@ _SMALL = 1e-4
 """Step by which a derivative is taken."""
 
 
-def wrong_state(scene: Scene) -> Iterator[Hypothesis]:
+def wrong_state(failure: Failure) -> Iterator[Hypothesis]:
     """The scan, or the convolution before it, begins elsewhere or computes with other numbers."""
-    recurrence = recurrence_of(scene)
+    recurrence = recurrence_of(failure)
     if recurrence is None:
         return
     yield from _begun_elsewhere(recurrence)
@@ -39,17 +39,17 @@ def wrong_state(scene: Scene) -> Iterator[Hypothesis]:
 
 def _begun_elsewhere(recurrence: Recurrence) -> Iterator[Hypothesis]:
     """The state is not carried on, or it is what another request left."""
-    scene = recurrence.scene
+    failure = recurrence.failure
     steps = [piece for rows in recurrence.histories for piece in _by_step(rows)]
     yield from _of_sequences(recurrence, steps, "the state is not carried from one step to the next")
     phases = [piece for rows in recurrence.histories for piece in _prefill_and_decode(rows)]
     yield from _of_sequences(recurrence, phases, "the state of the prefill is not carried into decode")
     alone = [_pick(rows, [at]) for rows in recurrence.histories for at in range(len(rows))]
     yield from _of_sequences(recurrence, alone, "no state is carried from row to row")
-    for request in scene.recording.manifest.requests:
+    for request in failure.recording.manifest.requests:
         others = [rows for rows in recurrence.histories if int(rows.request[0]) != request.id]
         if others:
-            left = history(scene, request.id, len(request.token_ids) - 1)
+            left = history(failure, request.id, len(request.token_ids) - 1)
             if bool((left.step >= 0).all()):
                 joined = [Rows.concat([left, rows]) for rows in others]
                 own = [rows for rows in recurrence.histories if int(rows.request[0]) == request.id]
@@ -59,7 +59,7 @@ def _begun_elsewhere(recurrence: Recurrence) -> Iterator[Hypothesis]:
 
 def _of_sequences(recurrence: Recurrence, sequences: list[Rows], cause: str) -> Iterator[Hypothesis]:
     output = recurrence.run(sequences)
-    if output is not None and not torch.equal(output, recurrence.scene.expected):
+    if output is not None and not torch.equal(output, recurrence.failure.expected):
         yield Hypothesis(cause=cause, output=output)
 
 
@@ -80,8 +80,8 @@ def _pick(rows: Rows, places: list[int]) -> Rows:
 
 def _parameters(recurrence: Recurrence) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
     """Yield path, name and values of what the mixer computes with by itself: what no other operation shows."""
-    scene = recurrence.scene
-    shown = {op.module for op in scene.graph if op.kind in (Kind.LINEAR, Kind.NORM)}
+    failure = recurrence.failure
+    shown = {op.module for op in failure.graph if op.kind in (Kind.LINEAR, Kind.NORM)}
     for inner, module in recurrence.module.named_modules():
         path = f"{recurrence.path}.{inner}" if inner else recurrence.path
         if path not in shown:
@@ -92,7 +92,7 @@ def _parameters(recurrence: Recurrence) -> Iterator[tuple[str, str, torch.nn.Par
 def _other_values(recurrence: Recurrence, path: str, name: str, parameter: torch.nn.Parameter) -> Iterator[Hypothesis]:
     own, label = parameter.data, f"{path.removeprefix(recurrence.path).lstrip('.')}.{name}".lstrip(".")
     tried = {f"{label} is zero: left out, or not loaded": torch.zeros_like(own), f"the sign of {label} is wrong": -own}
-    if recurrence.scene.dtype not in HALF_DTYPES:
+    if recurrence.failure.dtype not in HALF_DTYPES:
         tried |= {f"{label} is rounded to {name_of(dtype)}": rounded(own, dtype) for dtype in HALF_DTYPES}
     tried |= {f"{label} is that of layer {layer}": other for layer, other in _of_other_layers(recurrence, path, name)}
     for cause, values in tried.items():
@@ -119,7 +119,7 @@ def _fitted(recurrence: Recurrence, parameter: torch.nn.Parameter, label: str) -
 
 def _best(recurrence: Recurrence, parameter: torch.nn.Parameter, change: Any) -> tuple[float, torch.Tensor | None]:
     """Return the size of a change under which the output is nearest, and the output (Gauss-Newton, one number)."""
-    size, actual = 0.0, recurrence.scene.actual
+    size, actual = 0.0, recurrence.failure.actual
     for _ in range(_MAX_NEWTON_STEPS):
         outputs = []
         for each in (size, size + _SMALL):
@@ -141,13 +141,13 @@ def _best(recurrence: Recurrence, parameter: torch.nn.Parameter, change: Any) ->
 
 
 def _of_other_layers(recurrence: Recurrence, path: str, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-    scene = recurrence.scene
-    part = scene.hf.part_of(path)
-    for operation in scene.graph:
-        if operation.site == scene.operation.site and operation.layer not in (None, scene.operation.layer):
-            other = scene.hf.part_of(operation.module)
-            with scene.hf.weights.held(other):
-                module = scene.hf.module(other + path.removeprefix(part))
+    failure = recurrence.failure
+    part = failure.hf.part_of(path)
+    for operation in failure.graph:
+        if operation.site == failure.operation.site and operation.layer not in (None, failure.operation.layer):
+            other = failure.hf.part_of(operation.module)
+            with failure.hf.weights.held(other):
+                module = failure.hf.module(other + path.removeprefix(part))
                 yield int(operation.layer or 0), getattr(module, name).detach().to(torch.float64)
 
 
@@ -156,7 +156,7 @@ def _sign_of_decay(recurrence: Recurrence) -> Iterator[Hypothesis]:
     for name in _LOGARITHMS:
         parameter = getattr(recurrence.module, name, None)
         if parameter is not None:
-            with exactly(recurrence.scene), _TurnedExponential(parameter):
+            with exactly(recurrence.failure), _TurnedExponential(parameter):
                 output = recurrence.run()
             if output is not None and bool(output.isfinite().all()):
                 yield Hypothesis(cause="the sign of the state's decay is wrong: the state grows", output=output)

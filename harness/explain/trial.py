@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.scene import Scene
 from harness.metrics import rounding_unit
 
 _FLOOR = 2.0
@@ -34,7 +34,7 @@ _SAME_RESIDUAL = 0.02
 class Evidence:
     """The wrong rows, as far as every hypothesis is held against them."""
 
-    scene: Scene
+    failure: Failure
     roundings: torch.Tensor
     """[R] their errors against what they should be."""
     bound: torch.Tensor
@@ -44,7 +44,7 @@ class Evidence:
 
     def distinct(self, rows: torch.Tensor) -> int:
         """Count the rows, of a mask [R], that are not copies of each other."""
-        return len(self.scene.actual[rows].unique(dim=0)) if bool(rows.any()) else 0
+        return len(self.failure.actual[rows].unique(dim=0)) if bool(rows.any()) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +64,13 @@ class Trial:
     @classmethod
     def of(cls, hypothesis: Hypothesis, evidence: Evidence) -> "Trial":
         """Hold a hypothesis against the wrong rows."""
-        scene, bound = evidence.scene, evidence.bound.clamp(min=1)
-        error = (scene.actual - hypothesis.output).norm(dim=1)
+        failure, bound = evidence.failure, evidence.bound.clamp(min=1)
+        error = (failure.actual - hypothesis.output).norm(dim=1)
         relative = torch.where(error == 0, 0.0, error / hypothesis.output.norm(dim=1))
-        residual = (relative / rounding_unit(scene.dtype)).nan_to_num(nan=torch.inf)
+        residual = (relative / rounding_unit(failure.dtype)).nan_to_num(nan=torch.inf)
         holds = (residual <= _FLOOR * bound) & (residual <= _FALL * evidence.roundings)
         num_rows = evidence.distinct(holds)
-        num_values = num_rows * scene.num_elements
+        num_values = num_rows * failure.num_elements
         is_near = bool(holds.any()) and float((evidence.roundings / bound)[holds].median()) < _NEAR
         needed = hypothesis.freedom * (_VALUES_NEAR_THE_BOUND if is_near else _VALUES_PER_NUMBER)
         is_supported = needed <= num_values and not (is_near and num_rows < 2)

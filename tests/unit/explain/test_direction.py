@@ -4,7 +4,7 @@ import torch
 
 from harness.errors import Code
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.try_all import NO_CAUSE
+from harness.explain.ranking import NO_CAUSE
 
 TAP, SOURCE = "model.layers.0.input_layernorm", "model.embed_tokens"
 ACT, GATE, UP = (f"model.layers.1.mlp.{name}" for name in ("act", "gate_proj", "up_proj"))
@@ -53,9 +53,9 @@ def test_a_direction_that_nothing_known_takes_away(bench, monkeypatch):
     bench = bench("qwen3-tiny", torch.bfloat16)
     exact = torch.nn.functional.silu(bench.tap(GATE)) * bench.tap(UP)
 
-    def tried(scene):
+    def tried(failure):
         for share in (0, 0.5, 2):
-            yield Hypothesis(cause="not this", output=scene.expected * (1 + 0.004 * share))
+            yield Hypothesis(cause="not this", output=failure.expected * (1 + 0.004 * share))
 
     monkeypatch.setattr("harness.explain.direction.causes_of", lambda _kind: [tried])
     found = explained(bench, ACT, exact * 1.004)

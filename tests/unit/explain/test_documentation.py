@@ -1,7 +1,7 @@
 import re
 from pathlib import Path
 
-from harness.explain.try_all import causes_of
+from harness.explain.ranking import causes_of
 from harness.taps import KINDS
 
 PAGE = Path(__file__).parents[3] / "docs" / "explanations.md"

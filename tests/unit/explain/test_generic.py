@@ -121,7 +121,7 @@ def test_the_last_row_of_the_step(bench):
 
 
 def test_an_explanation_that_raises_costs_no_other(bench, monkeypatch):
-    def broken(scene):
+    def broken(failure):
         raise ValueError("of this shape I know nothing")
         yield
 

@@ -33,18 +33,18 @@ def layer_norm():
     return norm
 
 
-def scene(module, actual=None):
+def failure(module, actual=None):
     x = random(7, WIDTH)
     expected = module(x).detach()
     return SimpleNamespace(module=module, inputs=[x], expected=expected, actual=expected if actual is None else actual)
 
 
-def outputs(explain, scene):
-    return {hypothesis.cause: hypothesis.output for hypothesis in explain(scene)}
+def outputs(explain, failure):
+    return {hypothesis.cause: hypothesis.output for hypothesis in explain(failure)}
 
 
 def test_the_form_is_found():
-    one_plus, layered = form_of(scene(OnePlus(random(WIDTH, seed=1)))), form_of(scene(layer_norm()))
+    one_plus, layered = form_of(failure(OnePlus(random(WIDTH, seed=1)))), form_of(failure(layer_norm()))
     assert (one_plus.is_offset, one_plus.is_centred, one_plus.bias) == (True, False, None)
     assert (layered.is_offset, layered.is_centred) == (False, True)
     assert torch.equal(layered.of_weight(layered.weight), layered.weight)
@@ -57,27 +57,27 @@ def test_a_module_that_does_something_else_has_none():
         def forward(self, x):
             return x.tanh()
 
-    assert form_of(scene(Other())) is None
-    assert outputs(wrong_eps, scene(Other())) == {}
+    assert form_of(failure(Other())) is None
+    assert outputs(wrong_eps, failure(Other())) == {}
 
 
 @pytest.mark.parametrize("make", [lambda: OnePlus(random(WIDTH, seed=1)), layer_norm])
 def test_explanations_hold_for_it(make):
-    module, right = make(), scene(make())
+    module, right = make(), failure(make())
     module.eps = 1e-3
     wrong = module(right.inputs[0]).detach()
-    found = outputs(wrong_eps, scene(make(), wrong))
+    found = outputs(wrong_eps, failure(make(), wrong))
     assert torch.allclose(found["wrong eps: 0.001 instead of 1e-05"], wrong)
     module = make()
     module.weight.data[5] *= 3
     wrong = module(right.inputs[0]).detach()
-    found = outputs(changed_weights, scene(make(), wrong))
+    found = outputs(changed_weights, failure(make(), wrong))
     assert torch.allclose(found["one weight of the norm is another: [5]"], wrong)
     assert torch.equal(outputs(norm_skipped, right)["the norm is skipped"], right.inputs[0])
 
 
 def test_what_only_one_form_gets_wrong():
-    one_plus, layered = scene(OnePlus(random(WIDTH, seed=1))), scene(layer_norm())
+    one_plus, layered = failure(OnePlus(random(WIDTH, seed=1))), failure(layer_norm())
     x, normed = one_plus.inputs[0], one_plus.expected / (1 + random(WIDTH, seed=1))
     plain = outputs(weight_plus_one, one_plus)["the norm's weight is applied as it is, without adding 1"]
     assert torch.allclose(plain, normed * random(WIDTH, seed=1))
@@ -93,6 +93,6 @@ def test_a_norm_without_a_weight_over_heads():
             heads = x.unflatten(-1, (-1, 8))
             return (heads * (heads.square().mean(-1, keepdim=True) + self.eps).rsqrt()).flatten(1)
 
-    found = scene(Plain())
+    found = failure(Plain())
     found.hf = SimpleNamespace(head_dim=8)
     assert form_of(found).x.shape == (7, 3, 8)

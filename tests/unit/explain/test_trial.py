@@ -11,7 +11,7 @@ WIDTH = 64
 
 
 class Rows64:
-    """Rows that should be `expected` and are `actual`, as far as a trial looks at a scene."""
+    """Rows that should be `expected` and are `actual`, as far as a trial looks at a failure."""
 
     def __init__(self, expected, actual, dtype):
         self.expected, self.actual, self.dtype = expected, actual, dtype

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.compare.slot_history import SlotHistory, Write
-from harness.explain.contents import KEY, RAW_KEY, VALUE, Contents, describe_writes
+from harness.explain.content_index import KEY, RAW_KEY, VALUE, ContentIndex, describe_writes
 from harness.metrics import rounding_unit
 
 LAYER = 1
@@ -18,7 +18,7 @@ TAPS = {
 @pytest.fixture(scope="module")
 def held(bench):
     bench = bench()
-    return bench, Contents(bench.recording, bench.hf.graph, LAYER, torch.float32)
+    return bench, ContentIndex(bench.recording, bench.hf.graph, LAYER, torch.float32)
 
 
 def test_every_kind_has_the_rows_that_were_computed(held):

@@ -14,11 +14,11 @@ Elementwise = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class View(AttentionHistory):
+class AttentionContext(AttentionHistory):
     """Rows of one request, and the history that each of them was to read."""
 
     @classmethod
-    def of(cls, history: AttentionHistory) -> "View":
+    def of(cls, history: AttentionHistory) -> "AttentionContext":
         """Return a view of a history."""
         return cls(**{field.name: getattr(history, field.name) for field in fields(AttentionHistory)})
 
@@ -97,7 +97,7 @@ class View(AttentionHistory):
         v_NSH = self.spread(self.value if value is None else value, heads)
         return (p_NTS.nan_to_num(0.0) @ v_NSH).transpose(0, 1).flatten(1)
 
-    def select(self, keep: torch.Tensor) -> "View":
+    def select(self, keep: torch.Tensor) -> "AttentionContext":
         """Return the view of some of its rows."""
         return replace(self, rows=self.rows.select(keep), query=self.query[keep])
 

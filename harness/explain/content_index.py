@@ -32,7 +32,7 @@ class Match:
         return f"the {self.kind} of request {self.request}, position {self.position}"
 
 
-class Contents:
+class ContentIndex:
     """Keys, keys before rotary and values of one layer, at every row that computed them."""
 
     def __init__(self, recording: Recording, graph: Graph, layer: int, dtype: torch.dtype) -> None:

@@ -12,9 +12,9 @@ from importlib import import_module
 import torch
 
 from harness.errors import HarnessError
+from harness.explain.failure import Explain, Failure
 from harness.explain.not_finite import not_finite
 from harness.explain.pattern import pattern
-from harness.explain.scene import Explain, Scene
 from harness.explain.trial import Evidence, Trial, distance
 from harness.metrics import rounding_unit
 from harness.results import Explanation
@@ -31,23 +31,23 @@ _EXACT_ROOM = 2.0
 """Roundings that the right cause may leave where none is allowed: a factor may be rounded, too."""
 
 
-def try_all(scene: Scene, roundings: torch.Tensor, bound: torch.Tensor, scope: str) -> Explanation:
-    """Return the explanation that fits the scene best; one that says so where none does.
+def rank_hypotheses(failure: Failure, roundings: torch.Tensor, bound: torch.Tensor, scope: str) -> Explanation:
+    """Return the explanation that fits the failure best; one that says so where none does.
 
     Args:
-        scene: the wrong rows.
+        failure: the wrong rows.
         roundings: [R] their errors against what they should be.
         bound: [R] the errors that rounding explains.
         scope: which rows are wrong, in words.
     """
-    finite = scene.actual.isfinite().all(dim=1)
+    finite = failure.actual.isfinite().all(dim=1)
     if not bool(finite.all()):
         if bool(finite.any()):
-            explanation = try_all(scene.select(finite), roundings[finite], bound[finite], scope)
+            explanation = rank_hypotheses(failure.select(finite), roundings[finite], bound[finite], scope)
             if explanation.residual_after is not None:
                 return explanation
-        return not_finite(scene, roundings, scope)
-    evidence = Evidence(scene, roundings, bound)
+        return not_finite(failure, roundings, scope)
+    evidence = Evidence(failure, roundings, bound)
     best, equal, other = _best(evidence)
     if best is None and other is not None and other.fits:
         return _explanation(other, (), evidence, scope)
@@ -72,7 +72,7 @@ def _best(evidence: Evidence) -> tuple[Trial | None, list[Trial], Trial | None]:
     other: Trial | None = None
     fallback: Trial | None = None
     group: list[Trial] = []
-    for name in KINDS[evidence.scene.operation.kind].causes:
+    for name in KINDS[evidence.failure.operation.kind].causes:
         if best is not None and name == _GENERIC and _is_perfect(best, evidence):
             break  # what can be said of any operation says less
         trials = list(_trials(name, evidence))
@@ -110,8 +110,8 @@ def _says_more(trial: Trial, other: Trial) -> bool:
 def _trials(name: str, evidence: Evidence) -> Iterator[Trial]:
     for explain in _explanations(name):
         try:
-            for hypothesis in explain(evidence.scene):
-                if hypothesis.output.shape == evidence.scene.actual.shape:
+            for hypothesis in explain(evidence.failure):
+                if hypothesis.output.shape == evidence.failure.actual.shape:
                     yield Trial.of(hypothesis, evidence)
         except HarnessError:
             raise
@@ -127,7 +127,7 @@ def _is_perfect(trial: Trial, evidence: Evidence) -> bool:
 
 
 def _no_cause(evidence: Evidence, weak: Trial | None, scope: str) -> Explanation:
-    seen = pattern(evidence.scene)
+    seen = pattern(evidence.failure)
     if evidence.failures:
         seen += f"; could not be tried: {', '.join(evidence.failures)}"
     if weak is not None:
@@ -171,7 +171,7 @@ def _what_would_tell(best: Trial, equal: Sequence[Trial], evidence: Evidence) ->
     """Say what would tell causes apart that fit alike."""
     apart = min(distance(best, each) for each in equal)
     fine = rounding_unit(torch.float32)
-    if evidence.scene.dtype in (torch.bfloat16, torch.float16) and apart > _TOLD_IN_FLOAT32 * fine:
+    if evidence.failure.dtype in (torch.bfloat16, torch.float16) and apart > _TOLD_IN_FLOAT32 * fine:
         return "these rows cannot tell them apart: a run in float32 would"
     if apart > fine:
         return "these rows cannot tell them apart: more of them would"

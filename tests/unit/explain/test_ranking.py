@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.explain import try_all as subject
+from harness.explain import ranking as subject
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.try_all import NO_CAUSE, try_all
+from harness.explain.ranking import NO_CAUSE, rank_hypotheses
 from harness.metrics import rounding_unit
 from harness.taps import Kind, Operation
 
@@ -40,9 +40,9 @@ def explained(monkeypatch, *hypotheses, actual=WRONG, bound=3.0, dtype=torch.flo
         return [lambda _scene: iter({"linear": hypotheses, "generic": generic}.get(name, ()))]
 
     monkeypatch.setattr(subject, "_explanations", explanations)
-    scene = Wrong(actual, dtype)
+    failure = Wrong(actual, dtype)
     error = (actual - EXPECTED).norm(dim=1) / EXPECTED.norm(dim=1) / rounding_unit(dtype)
-    return try_all(scene, error, torch.full((ROWS,), bound, dtype=torch.float64), "every row")
+    return rank_hypotheses(failure, error, torch.full((ROWS,), bound, dtype=torch.float64), "every row")
 
 
 def test_the_cause_under_which_the_error_goes_is_said_with_what_is_left(monkeypatch):
@@ -123,11 +123,11 @@ def test_an_explanation_that_raises_is_named_and_the_others_are_tried(monkeypatc
         raise HarnessError(Code.STEP_ALTERED, "the file was altered")
 
     monkeypatch.setattr(subject, "_explanations", lambda name: [fails] if name == "linear" else [])
-    scene, ones = Wrong(WRONG), torch.ones(ROWS, dtype=torch.float64)
-    assert "could not be tried: fails: IndexError" in try_all(scene, 1e6 * ones, ones, "").detail
+    failure, ones = Wrong(WRONG), torch.ones(ROWS, dtype=torch.float64)
+    assert "could not be tried: fails: IndexError" in rank_hypotheses(failure, 1e6 * ones, ones, "").detail
     monkeypatch.setattr(subject, "_explanations", lambda name: [refuses])
     with pytest.raises(HarnessError, match="was altered"):
-        try_all(scene, 1e6 * ones, ones, "")
+        rank_hypotheses(failure, 1e6 * ones, ones, "")
 
 
 def test_outputs_of_another_shape_are_no_explanation(monkeypatch):

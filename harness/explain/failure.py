@@ -10,9 +10,9 @@ import torch
 
 from harness.compare.align import Locator, Rows, step_rows
 from harness.compare.slot_history import SlotHistory
+from harness.explain.attention_context import AttentionContext
 from harness.explain.hypothesis import Hypothesis
 from harness.explain.operations import replay
-from harness.explain.view import View
 from harness.oracle.model import HFModel
 from harness.oracle.rotation import Rotation, rotations
 from harness.recording import Recording, Step
@@ -24,7 +24,7 @@ _SAME = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scene:
+class Failure:
     """Some rows of one operation that is wrong; explanations only read it.
 
     `R` rows, `W` elements of a row.
@@ -45,9 +45,9 @@ class Scene:
     """[R, ...] float64 each, flat; token ids [R] for the embedding."""
     dtype: torch.dtype
     """What the operation's tensors are rounded to: the unit of its errors."""
-    views: tuple[View, ...] = ()
+    views: tuple[AttentionContext, ...] = ()
     """Attention only: the rows of each request with the history they read, in the order of `rows`."""
-    memory: SlotHistory
+    slot_history: SlotHistory
     """Who wrote what into the KV cache."""
 
     @property
@@ -65,8 +65,8 @@ class Scene:
         total = float(energy.sum())
         return total**2 / float(energy.square().sum()) if total else 1.0
 
-    def select(self, keep: torch.Tensor) -> "Scene":
-        """Return the scene of the rows where the mask [R] holds."""
+    def select(self, keep: torch.Tensor) -> "Failure":
+        """Return the failure of the rows where the mask [R] holds."""
         views, begin = [], 0
         for view in self.views:
             own = keep[begin : begin + len(view.rows)]
@@ -195,5 +195,5 @@ def token_ids(recording: Recording, rows: Rows) -> torch.Tensor:
     return torch.tensor([tokens[request][position] for request, position in pairs], dtype=torch.int64)
 
 
-Explain = Callable[[Scene], Iterable[Hypothesis]]
+Explain = Callable[[Failure], Iterable[Hypothesis]]
 """One explanation: yields what might have been done, likelier first."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.compare.align import Rows
-from harness.explain.view import View
+from harness.explain.attention_context import AttentionContext
 
 GENERATOR = torch.Generator().manual_seed(5)
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 6, 4, 2, 8
@@ -21,7 +21,7 @@ def view(step=None, key_step=None, **parts):
     given = {"window": None, "scale": HEAD_DIM**-0.5, **parts}
     zeros = torch.zeros(LENGTH, dtype=torch.int64)
     rows = Rows(request=zeros, position=torch.arange(LENGTH), step=zeros if step is None else torch.tensor(step))
-    return View(
+    return AttentionContext(
         rows=rows,
         query=QUERY,
         key=KEY,
