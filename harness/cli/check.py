@@ -140,5 +140,5 @@ def _broken(fault: str, given: opt.CliOptions) -> "Iterator[Plan]":
         what = "a fault comes with the model, the prompts and the schedule that show it"
         raise HarnessError(Code.BAD_OPTION, what, where="--fault", hint="leave the other options out")
     (chosen,) = choose([fault])
-    with checkpoint(chosen.setting) as folder, chosen.plant():
+    with checkpoint(chosen.setting) as folder, chosen.inject():
         yield replace(plan_of(chosen.setting, folder), notes=(f"planted: {chosen.summary}",))

@@ -131,7 +131,7 @@ def _opened(target: _Target, options: "FuzzOptions", local_files_only: bool) -> 
     with checkpoint(chosen.setting) as folder:
         plan = _plan(_Target(model=str(folder), dtype=chosen.setting.dtype), local_files_only)
         plan = replace(plan, notes=(f"planted: {chosen.summary}",))
-        yield plan, replace(options, planted=chosen.plant, fault=chosen.id)
+        yield plan, replace(options, planted=chosen.inject, fault=chosen.id)
 
 
 def _plan(target: _Target, local_files_only: bool) -> "Plan":

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from harness.compare.align import step_rows
-from harness.compare.judged import Judged
+from harness.compare.judged import TapJudgement
 from harness.errors import Code
 from harness.recording import Recording
 from harness.results import Divergence, Verdict
@@ -13,7 +13,7 @@ from harness.taps import Graph
 
 
 def first_divergence(
-    judged: Sequence[Judged], misshapen: Collection[str], graph: Graph, actual: Recording
+    judged: Sequence[TapJudgement], misshapen: Collection[str], graph: Graph, actual: Recording
 ) -> Divergence | None:
     """Describe the first operation that is wrong: by its values, or by a shape that cannot be judged.
 
@@ -31,7 +31,7 @@ def first_divergence(
     return None if wrong is None else _of_values(wrong, actual)
 
 
-def _of_values(judged: Judged, actual: Recording) -> Divergence:
+def _of_values(judged: TapJudgement, actual: Recording) -> Divergence:
     """Describe the first bad row of a wrong tap, or the first row of all where none is bad by itself."""
     errors = judged.errors
     at = judged.first_bad if judged.is_bad else judged.rows.first(torch.ones(len(judged.rows), dtype=torch.bool))

@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 
-from harness.compare.judged import Judged
+from harness.compare.judged import TapJudgement
 from harness.compare.local_judge import LocalErrors
 from harness.compare.propagated import PropagatedErrors
 from harness.results import RowId, TapResult
 
 
-def tap_result(judged: Judged) -> TapResult:
+def tap_result(judged: TapJudgement) -> TapResult:
     """Sum a tap up."""
     errors, propagated = judged.errors, judged.propagated
     by_propagation = "propagated" if judged.is_in_graph else "none"
@@ -37,7 +37,7 @@ def tap_result(judged: Judged) -> TapResult:
     )
 
 
-def _row_id(judged: Judged, at: int) -> RowId:
+def _row_id(judged: TapJudgement, at: int) -> RowId:
     """Name a row, and within it the element that is furthest off where that was measured."""
     request, position = int(judged.rows.request[at]), int(judged.rows.position[at])
     index = -1

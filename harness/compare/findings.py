@@ -4,14 +4,14 @@ import math
 
 import torch
 
-from harness.compare.judged import Judged
+from harness.compare.judged import TapJudgement
 from harness.compare.propagated import Propagation
 from harness.errors import Code
 from harness.results import Finding
 from harness.taps import Kind
 
 
-def bad_finding(judged: Judged) -> Finding:
+def bad_finding(judged: TapJudgement) -> Finding:
     """Say in words how a bad tap is bad."""
     at, tap, code = judged.first_bad, judged.operation.tap, judged.code
     request, position = int(judged.rows.request[at]), int(judged.rows.position[at])
@@ -33,7 +33,7 @@ def bad_finding(judged: Judged) -> Finding:
     return Finding(code=code, message=message, tap=tap, request=request, position=position)
 
 
-def _distance(judged: Judged) -> str:
+def _distance(judged: TapJudgement) -> str:
     assert judged.errors is not None
     distance = float(judged.errors.roundings[judged.first_bad])
     if math.isfinite(distance):
@@ -41,7 +41,7 @@ def _distance(judged: Judged) -> str:
     return "an index does not exist, or is there twice"
 
 
-def departure_finding(judged: Judged) -> Finding:
+def departure_finding(judged: TapJudgement) -> Finding:
     """Say in words what the rows of a tap show together."""
     assert judged.departure is not None
     tap = judged.operation.tap

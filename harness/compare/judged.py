@@ -16,7 +16,7 @@ from harness.taps import Graph, Kind, Operation
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class TapJudgement:
     """All that is known of one tap."""
 
     operation: Operation
@@ -115,12 +115,12 @@ class Judged:
 
 def judge(
     graph: Graph, local: Mapping[str, LocalErrors], caches: Mapping[str, LocalErrors], propagation: Propagation
-) -> list[Judged]:
+) -> list[TapJudgement]:
     """Put the judgements of each tap together, in graph order; taps outside of the graph come last, unjudged."""
     known = graph.by_tap
     others = [Operation(tap=tap, kind=Kind.OTHER) for tap in propagation.errors if tap not in known]
     return [
-        Judged(
+        TapJudgement(
             operation=operation,
             local=local.get(operation.tap),
             cache=caches.get(operation.tap),

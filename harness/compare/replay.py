@@ -15,7 +15,7 @@ from harness.taps import Graph, Kind, Operation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TapRows:
-    """Judged rows of one tap in one batch; tensors [rows, W]."""
+    """TapJudgement rows of one tap in one batch; tensors [rows, W]."""
 
     operation: Operation
     batch: Batch

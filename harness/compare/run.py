@@ -13,7 +13,7 @@ from harness.compare.divergence import first_divergence
 from harness.compare.evidence import Evidence
 from harness.compare.figures import tap_result
 from harness.compare.findings import bad_finding, departure_finding, oracle_finding
-from harness.compare.judged import Judged, judge
+from harness.compare.judged import TapJudgement, judge
 from harness.compare.local import local_errors
 from harness.compare.local_judge import LocalErrors, LocalJudgement
 from harness.compare.positions import position_errors
@@ -136,7 +136,7 @@ def compare_run(
     return Comparison(result=result, errors=local.errors, caches=caches, evidence=local.evidence)
 
 
-def _follows_conventions(judged: Sequence[Judged], logits: str) -> bool:
+def _follows_conventions(judged: Sequence[TapJudgement], logits: str) -> bool:
     """Whether the engine follows other conventions than HF, its logits were judged by themselves, and all is sound."""
     is_sound = not any(each.is_wrong for each in judged)
     has_logits = any(each.operation.tap == logits and each.local is not None for each in judged)
@@ -150,7 +150,7 @@ def _ties(logits: LogitResult | None, noise: torch.Tensor | None) -> tuple[str, 
     return ("near_tie",) if logits.margin_min <= 2 * float(noise.max()) else ()
 
 
-def _outcome(judged: Sequence[Judged], num_tokens: int, findings: Sequence[Finding]) -> Outcome:
+def _outcome(judged: Sequence[TapJudgement], num_tokens: int, findings: Sequence[Finding]) -> Outcome:
     if findings:
         return Outcome.MISMATCH
     compared = any(len(each.rows) for each in judged if each.is_in_graph)

@@ -177,7 +177,7 @@ def open_engine(
             or what the engine's own opening raises.
     """
     opener = _load(_entry(name) if adapter is None else EntryPoint(name, adapter, GROUP))
-    with blaming(name):
+    with engine_errors(name):
         engine = opener(folder, dtype=dtype, device=device, options=dict(options or {}))
         check_engine(name, engine)
     return engine
@@ -233,7 +233,7 @@ def _no_engine(name: str, what: str, expected: str, actual: type | str) -> Harne
 
 
 @contextmanager
-def blaming(engine: str) -> Iterator[None]:
+def engine_errors(engine: str) -> Iterator[None]:
     """Turn whatever an engine raises, an attempt to end the process included, into an error that names it.
 
     An error of the harness passes if it says that the input cannot be served: no engine ends a command in another way.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from harness.engines.adapter import Engine, PromptContinuer, blaming
+from harness.engines.adapter import Engine, PromptContinuer, engine_errors
 from harness.engines.stepping import Steppable, open_token_session
 from harness.errors import Code, HarnessError
 
@@ -40,7 +40,7 @@ class Continuation:
         if self.shows_steps:
             yield from self._stepped(prompts, max_new_tokens)
             return
-        with blaming(self._engine.name):
+        with engine_errors(self._engine.name):
             continued = self._engine.generate(prompts, max_new_tokens)  # type: ignore[attr-defined]
         yield [(prompt, int(token)) for prompt, tokens in enumerate(continued) for token in tokens]
 

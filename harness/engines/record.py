@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.engines.adapter import Engine, Workload, blaming
+from harness.engines.adapter import Engine, Workload, engine_errors
 from harness.environment import environment
 from harness.numerics import Numerics
 from harness.recording.arguments import validated
@@ -65,7 +65,7 @@ def record(engine: Engine, run: RunDescription) -> None:
     Raises:
         HarnessError: ENGINE_FAILED, or what the engine or the recorder raises.
     """
-    with open_writer(engine, run) as writer, blaming(f"{run.engine}, schedule {run.schedule}"):
+    with open_writer(engine, run) as writer, engine_errors(f"{run.engine}, schedule {run.schedule}"):
         engine.run(run.workload, writer)
 
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from harness.engines.adapter import Engine, blaming
+from harness.engines.adapter import Engine, engine_errors
 from harness.errors import Code, HarnessError
 from harness.profile_results import StepShape
 
@@ -188,7 +188,7 @@ def _opened(engine: Engine, max_num_tokens: int, max_num_seqs: int) -> TokenSess
             actual=type(engine).__name__,
             hint="harness profile --engine reference",
         )
-    with blaming(engine.name):
+    with engine_errors(engine.name):
         return engine.open_session(max_num_tokens=max_num_tokens, max_num_seqs=max_num_seqs)
 
 
@@ -199,19 +199,19 @@ class _BlamedTokenSession:
         self._engine, self._session = engine, session
 
     def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
-        with blaming(self._engine):
+        with engine_errors(self._engine):
             return self._session.add(prompt, max_new_tokens)
 
     def step(self) -> Mapping[int, int] | Sequence[int]:
-        with blaming(self._engine):
+        with engine_errors(self._engine):
             return self._session.step()
 
     def stop(self) -> None:
-        with blaming(self._engine):
+        with engine_errors(self._engine):
             self._session.stop()
 
     def close(self) -> None:
-        with blaming(self._engine):
+        with engine_errors(self._engine):
             getattr(self._session, "close", lambda: None)()
 
 

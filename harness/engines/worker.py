@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness.engines.adapter import Engine, TapMatcher, blaming, open_engine
+from harness.engines.adapter import Engine, TapMatcher, engine_errors, open_engine
 from harness.errors import HarnessError
 from harness.taps import Graph
 
@@ -57,7 +57,7 @@ class _Worker:
     def answer(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """Do a job; return what came of it."""
         try:
-            with blaming(job["engine"]):
+            with engine_errors(job["engine"]):
                 self._do(job)
         except HarnessError as error:
             if os.environ.get("HARNESS_TRACEBACK"):

@@ -8,7 +8,7 @@ import torch
 
 import reference_engine.attention.paged
 from harness.faults.fault import FIRST, FIRST_DECODE, PROMPT_LENGTHS, SECOND, Category, Fault, FaultConfig, Row
-from harness.faults.plant import replacing
+from harness.faults.injection import replacing
 from harness.faults.position import CHUNK
 from reference_engine.attention.paged import PagedAttention
 
@@ -149,9 +149,9 @@ def _merge_without_rescale(outs: list[torch.Tensor], sums: list[torch.Tensor]) -
     return torch.stack(outs).mean(dim=0)
 
 
-def _fault(id: str, summary: str, plant: Any, cause: str, *, row: Row = SECOND, **rest: Any) -> Fault:
+def _fault(id: str, summary: str, inject: Any, cause: str, *, row: Row = SECOND, **rest: Any) -> Fault:
     return Fault(
-        id=id, category=Category.ATTENTION, summary=summary, plant=plant, cause=cause, row=row, tap=_ATTENTION, **rest
+        id=id, category=Category.ATTENTION, summary=summary, inject=inject, cause=cause, row=row, tap=_ATTENTION, **rest
     )
 
 

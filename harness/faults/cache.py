@@ -20,7 +20,7 @@ from harness.faults.fault import (
     FaultConfig,
     Row,
 )
-from harness.faults.plant import Planted, replaced, replacing
+from harness.faults.injection import InjectedFault, replaced, replacing
 from reference_engine.attention.paged import PagedAttention
 from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
@@ -67,7 +67,7 @@ def _with_padding_row(cache: KVCache, k: torch.Tensor, v: torch.Tensor, slots: t
     )
 
 
-def _keys_before_rotary() -> AbstractContextManager[Planted]:
+def _keys_before_rotary() -> AbstractContextManager[InjectedFault]:
     """What is stored is what the projection gave, not what rotary made of it."""
     unrotated: list[torch.Tensor] = []
 
@@ -270,8 +270,8 @@ def _resumes_with_its_table(release: Callable[..., None]) -> Callable[..., None]
     return released
 
 
-def _fault(id: str, summary: str, plant: Any, cause: str, tap: str | None, row: Row | None, **rest: Any) -> Fault:
-    return Fault(id=id, category=Category.CACHE, summary=summary, plant=plant, cause=cause, tap=tap, row=row, **rest)
+def _fault(id: str, summary: str, inject: Any, cause: str, tap: str | None, row: Row | None, **rest: Any) -> Fault:
+    return Fault(id=id, category=Category.CACHE, summary=summary, inject=inject, cause=cause, tap=tap, row=row, **rest)
 
 
 _UNCHECKED = (BlockPool, "_check_owned", lambda original: lambda self, blocks, verb: None)

@@ -12,8 +12,8 @@ import reference_engine.attention.paged
 from harness.faults.cache import stored
 from harness.faults.fault import FaultConfig, Variant
 from harness.faults.formats import quantised
+from harness.faults.injection import replaced, replacing
 from harness.faults.norm import edited_layers
-from harness.faults.plant import replaced, replacing
 from harness.numerics import Numerics
 from reference_engine.kv_cache import KVCache
 from reference_engine.layers import Linear
@@ -173,7 +173,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """q [N, H], keys and values [C, N, H] of one row, in float32, to its context [N, H]."""
 
 
-def attending(attend: Attend, kept: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def patched_attention(attend: Attend, kept: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Attend row by row from a cache; `kept` gives what it makes of keys and values."""
 
     def row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -276,13 +276,13 @@ _CONVENTIONS: dict[str, tuple[tuple[str, ...], Callable[[str], Any], Mapping[str
     "cache-float16": (_FLOAT32, lambda dtype: coarse_cache(torch.float16), {"numerics": _F16}),
     "cache-bfloat16": (_FLOAT32, lambda dtype: coarse_cache(torch.bfloat16), {"numerics": Numerics(cache="bfloat16")}),
     "cache-float16-products": (
-        _FLOAT32, lambda dtype: attending(products_in(torch.float16), _in_float16), {"numerics": _F16},
+        _FLOAT32, lambda dtype: patched_attention(products_in(torch.float16), _in_float16), {"numerics": _F16},
     ),
     "cache-float16-flash": (
-        _FLOAT32, lambda dtype: attending(flash_in(torch.float16), _in_float16), {"numerics": _F16},
+        _FLOAT32, lambda dtype: patched_attention(flash_in(torch.float16), _in_float16), {"numerics": _F16},
     ),
     "cache-q8": (
-        _FLOAT32, lambda dtype: attending(_products_with_q8, _in_q8), {"numerics": Numerics(cache="Q8_0")},
+        _FLOAT32, lambda dtype: patched_attention(_products_with_q8, _in_q8), {"numerics": Numerics(cache="Q8_0")},
     ),
 }  # fmt: skip
 """By name: dtypes, what plants it, and fields of the setting."""
@@ -291,11 +291,11 @@ _CONVENTIONS: dict[str, tuple[tuple[str, ...], Callable[[str], Any], Mapping[str
 def variants() -> Iterator[Variant]:
     """Yield an engine of every convention, of every model."""
     for model in MODELS:
-        for name, (dtypes, plant, fields) in _CONVENTIONS.items():
+        for name, (dtypes, inject, fields) in _CONVENTIONS.items():
             for dtype in dtypes:
                 yield Variant(
                     id=f"{name}/{model}/{dtype}",
                     summary=name,
                     setting=FaultConfig(model=model, dtype=dtype, **fields),
-                    plant=plant(dtype),
+                    inject=inject(dtype),
                 )

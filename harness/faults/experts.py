@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from harness.faults.fault import FIRST, Category, Fault, FaultConfig, Row
-from harness.faults.plant import replacing
+from harness.faults.injection import replacing
 from harness.faults.weights import Weights, loaded
 from reference_engine.batch import Batch
 from reference_engine.layers import Experts
@@ -181,10 +181,10 @@ def _gate_and_up(weights: Weights, config: Any) -> None:
         weights[name] = torch.cat((up, gate))
 
 
-def _fault(id: str, summary: str, plant: Any, cause: str, tap: str = _EXPERTS, row: Row = FIRST, **rest: Any) -> Fault:
+def _fault(id: str, summary: str, inject: Any, cause: str, tap: str = _EXPERTS, row: Row = FIRST, **rest: Any) -> Fault:
     setting = FaultConfig(model="qwen3-moe-tiny", **rest)
     return Fault(
-        id=id, category=Category.EXPERTS, summary=summary, plant=plant, cause=cause, tap=tap, row=row, setting=setting
+        id=id, category=Category.EXPERTS, summary=summary, inject=inject, cause=cause, tap=tap, row=row, setting=setting
     )
 
 

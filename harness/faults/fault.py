@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from harness.faults.plant import Planted
+from harness.faults.injection import InjectedFault
 from harness.numerics import Numerics
 
 PROMPT_LENGTHS = (37, 9, 21)
@@ -64,7 +64,7 @@ class Fault:
     category: Category
     summary: str
     """What is done wrong, in one sentence."""
-    plant: Callable[[], AbstractContextManager[Planted]]
+    inject: Callable[[], AbstractContextManager[InjectedFault]]
     tap: str | None
     """Where it first shows, in the order of the graph; None where the engine itself raises, or a property suite."""
     row: Row | None
@@ -89,7 +89,7 @@ class Variant:
     summary: str
     setting: FaultConfig
     engine: str = "reference"
-    plant: Callable[[], AbstractContextManager[Planted]] | None = None
+    inject: Callable[[], AbstractContextManager[InjectedFault]] | None = None
 
 
 def of(category: Category, faults: Sequence[Fault]) -> list[Fault]:

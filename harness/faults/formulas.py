@@ -9,8 +9,8 @@ import torch
 import reference_engine.rotary
 from harness.faults.attention import everywhere
 from harness.faults.fault import FIRST, FIRST_SAMPLED, SECOND, Category, Fault, FaultConfig, Row
+from harness.faults.injection import replacing
 from harness.faults.norm import norm_scaled_by
-from harness.faults.plant import replacing
 from harness.faults.position import frequencies_changed
 from harness.faults.weights import Weights, loaded
 from reference_engine.layers import MLP, Embedding, RMSNorm
@@ -129,13 +129,13 @@ def _branch_scaled(factor: float) -> Any:
     return replacing((MLP, "__call__", make))
 
 
-def _fault(id: str, summary: str, plant: Any, cause: str, tap: str, row: Row = FIRST, **rest: Any) -> Fault:
+def _fault(id: str, summary: str, inject: Any, cause: str, tap: str, row: Row = FIRST, **rest: Any) -> Fault:
     category = Category.POSITION if tap == _Q_ROPE else Category.ATTENTION if tap == _ATTENTION else Category.NORM
     return Fault(
         id=id,
         category=category,
         summary=summary,
-        plant=plant,
+        inject=inject,
         cause=cause,
         tap=tap,
         row=row,

@@ -10,7 +10,7 @@ from torch.nn.functional import gelu, silu
 import reference_engine.layers
 import reference_engine.model
 from harness.faults.fault import FIRST, FIRST_DECODE, Category, Fault, FaultConfig, Row
-from harness.faults.plant import replacing
+from harness.faults.injection import replacing
 from reference_engine.layers import MLP, RMSNorm
 from reference_engine.model import Attention, Decoder, DecoderLayer
 
@@ -145,8 +145,8 @@ def _without_final_norm(build: Callable[..., Decoder]) -> Callable[..., Decoder]
     return built
 
 
-def _fault(id: str, summary: str, plant: Any, cause: str, tap: str, *, row: Row = FIRST, **rest: Any) -> Fault:
-    return Fault(id=id, category=Category.NORM, summary=summary, plant=plant, cause=cause, tap=tap, row=row, **rest)
+def _fault(id: str, summary: str, inject: Any, cause: str, tap: str, *, row: Row = FIRST, **rest: Any) -> Fault:
+    return Fault(id=id, category=Category.NORM, summary=summary, inject=inject, cause=cause, tap=tap, row=row, **rest)
 
 
 FAULTS = [

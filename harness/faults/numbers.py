@@ -115,10 +115,12 @@ def _gained(cache: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -
     return k * 0.5, v, slots
 
 
-def _fault(id: str, summary: str, plant: Any, cause: str, tap: str, dtype: str, row: Row = FIRST, **rest: Any) -> Fault:
+def _fault(
+    id: str, summary: str, inject: Any, cause: str, tap: str, dtype: str, row: Row = FIRST, **rest: Any
+) -> Fault:
     setting = FaultConfig(dtype=dtype, **rest)
     return Fault(
-        id=id, category=Category.NUMBERS, summary=summary, plant=plant, cause=cause, tap=tap, row=row, setting=setting
+        id=id, category=Category.NUMBERS, summary=summary, inject=inject, cause=cause, tap=tap, row=row, setting=setting
     )
 
 

@@ -13,9 +13,9 @@ from harness.numerics import Numerics
 _Q_PROJ, _Q_ROPE, _K_CACHE = (f"model.layers.0.{site}" for site in ("self_attn.q_proj", "q_rope", "k_cache"))
 
 
-def _fault(id: str, summary: str, plant: Any, cause: str, tap: str = _Q_PROJ, row: Row = FIRST, **rest: Any) -> Fault:
+def _fault(id: str, summary: str, inject: Any, cause: str, tap: str = _Q_PROJ, row: Row = FIRST, **rest: Any) -> Fault:
     return Fault(
-        id=id, category=Category.NUMBERS, summary=summary, plant=plant, cause=cause, tap=tap, row=row,
+        id=id, category=Category.NUMBERS, summary=summary, inject=inject, cause=cause, tap=tap, row=row,
         setting=FaultConfig(**rest),
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ import reference_engine.model_runner
 from harness.faults.attention import WINDOWED, attend, causal, merge_exactly, tiled
 from harness.faults.cache import prefixes_changed
 from harness.faults.fault import BLOCK_SIZE, PROMPT_LENGTHS, Category, Fault, FaultConfig, Row
-from harness.faults.plant import Planted, replaced, replacing
+from harness.faults.injection import InjectedFault, replaced, replacing
 from harness.faults.position import CHUNK, per_row, positions_changed
 from reference_engine.block_manager import BlockManager
 from reference_engine.kv_cache import KVCache
@@ -218,7 +218,7 @@ def _zeroed(init: Callable[..., None]) -> Callable[..., None]:
     return made
 
 
-def _in_zeroed_memory(*changes: Any) -> Callable[[], AbstractContextManager[Planted]]:
+def _in_zeroed_memory(*changes: Any) -> Callable[[], AbstractContextManager[InjectedFault]]:
     return lambda: replaced((KVCache, "__init__", _zeroed), *changes)
 
 
@@ -295,7 +295,7 @@ def _first_token_taken_for_computed(release: Callable[..., None]) -> Callable[..
 def _fault(
     id: str,
     summary: str,
-    plant: Any,
+    inject: Any,
     cause: str,
     tap: str,
     row: Row,
@@ -305,7 +305,7 @@ def _fault(
 ) -> Fault:
     setting = rest.pop("setting", FaultConfig())
     return Fault(
-        id=id, category=Category.SCHEDULER, summary=summary, plant=plant, cause=cause, tap=tap, row=row,
+        id=id, category=Category.SCHEDULER, summary=summary, inject=inject, cause=cause, tap=tap, row=row,
         setting=replace(setting, schedule=schedule, dtype=dtype, **rest),
     )  # fmt: skip
 

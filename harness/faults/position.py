@@ -10,7 +10,7 @@ import reference_engine.model
 import reference_engine.model_runner
 import reference_engine.rotary
 from harness.faults.fault import FIRST, FIRST_DECODE, SECOND, Category, Fault, FaultConfig, Row
-from harness.faults.plant import replacing
+from harness.faults.injection import replacing
 from reference_engine.rotary import RotaryEmbedding, rotate_half
 
 CHUNK = 7
@@ -107,12 +107,12 @@ def _coarse_table(call: Callable[..., Any]) -> Callable[..., Any]:
     return rotated
 
 
-def _fault(id: str, summary: str, plant: Any, cause: str, *, row: Row = SECOND, **rest: Any) -> Fault:
+def _fault(id: str, summary: str, inject: Any, cause: str, *, row: Row = SECOND, **rest: Any) -> Fault:
     return Fault(
         id=id,
         category=Category.POSITION,
         summary=summary,
-        plant=plant,
+        inject=inject,
         cause=cause,
         row=row,
         **{"tap": _Q_ROPE, **rest},

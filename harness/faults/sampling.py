@@ -13,8 +13,8 @@ import reference_engine.model_runner
 import reference_engine.sampler
 from harness.faults import suites
 from harness.faults.fault import FIRST, FIRST_SAMPLED, Category, Fault, FaultConfig
+from harness.faults.injection import replacing
 from harness.faults.norm import edited_layers
-from harness.faults.plant import replacing
 from reference_engine.layers import Linear
 from reference_engine.model import Decoder
 
@@ -98,7 +98,7 @@ FAULTS = [
         id="logits-of-the-row-before",
         category=Category.SAMPLING,
         summary="The first token is sampled from the last row but one of the prompt.",
-        plant=_sampling_rows(lambda rows: (rows - 1).clamp(min=0)),
+        inject=_sampling_rows(lambda rows: (rows - 1).clamp(min=0)),
         tap="lm_head",
         row=FIRST_SAMPLED,
         cause="another token, -1 positions away",
@@ -107,7 +107,7 @@ FAULTS = [
         id="logits-of-the-last-row",
         category=Category.SAMPLING,
         summary="The first token of every request is sampled from the last row of the batch.",
-        plant=_sampling_rows(lambda rows: rows.max().expand_as(rows)),
+        inject=_sampling_rows(lambda rows: rows.max().expand_as(rows)),
         tap="lm_head",
         row=FIRST_SAMPLED,
         cause="another token",
@@ -116,7 +116,7 @@ FAULTS = [
         id="second-best-token",
         category=Category.SAMPLING,
         summary="Temperature 0 does not give the most likely token.",
-        plant=replacing((reference_engine.model_runner, "sample", _second_best)),
+        inject=replacing((reference_engine.model_runner, "sample", _second_best)),
         tap="lm_head",
         row=FIRST_SAMPLED,
         cause="second largest",
@@ -125,7 +125,7 @@ FAULTS = [
         id="eos-list-cut",
         category=Category.SAMPLING,
         summary="Of a list of end-of-sequence tokens only the first ends a request.",
-        plant=replacing((reference_engine.config, "_eos_token_ids", _first_of_the_list)),
+        inject=replacing((reference_engine.config, "_eos_token_ids", _first_of_the_list)),
         tap=None,
         row=None,
         cause="the end is",
@@ -137,14 +137,14 @@ FAULTS = [
             id=id,
             category=Category.SAMPLING,
             summary=summary,
-            plant=plant,
+            inject=inject,
             tap=None,
             row=None,
             cause=cause,
             suite=suites.sampling,
             instance=instance,
         )
-        for id, summary, plant, cause, instance in (
+        for id, summary, inject, cause, instance in (
             (
                 "top-k-off-by-one",
                 "One token more than top-k may be drawn.",
@@ -186,7 +186,7 @@ FAULTS = [
         id="logits-bf16",
         category=Category.NUMBERS,
         summary="Logits are rounded to bfloat16.",
-        plant=replacing((Decoder, "logits", _coarse_logits)),
+        inject=replacing((Decoder, "logits", _coarse_logits)),
         tap="lm_head",
         row=FIRST_SAMPLED,
         cause="rounded to bfloat16",
@@ -195,7 +195,7 @@ FAULTS = [
         id="product-fp16",
         category=Category.NUMBERS,
         summary="A matrix product takes and gives float16.",
-        plant=edited_layers(_half_accumulation),
+        inject=edited_layers(_half_accumulation),
         tap="model.layers.0.mlp.down_proj",
         row=FIRST,
         cause="float16",
@@ -204,7 +204,7 @@ FAULTS = [
         id="product-overflow-fp16",
         category=Category.NUMBERS,
         summary="A matrix product takes and gives float16, and what it takes is larger than float16 can hold.",
-        plant=edited_layers(_half_accumulation),
+        inject=edited_layers(_half_accumulation),
         tap="model.layers.0.mlp.down_proj",
         row=FIRST,
         cause="overflow of float16",

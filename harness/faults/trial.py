@@ -16,8 +16,8 @@ from harness.engines import Workload, open_engine
 from harness.errors import Code, HarnessError
 from harness.faults.fault import BLOCK_SIZE, PROMPT_LENGTHS, Fault, FaultConfig, Variant
 from harness.faults.formats import in_format
+from harness.faults.injection import InjectedFault
 from harness.faults.peers import PeerVerdict, judge_as_peers
-from harness.faults.plant import Planted
 from harness.jobs.check import run_check, with_duplicate_requests
 from harness.numerics import Numerics
 from harness.oracle.golden import Golden
@@ -51,13 +51,13 @@ class Trial:
 def try_fault(fault: Fault, *, seed: int = 0) -> Trial:
     """Check the reference engine with a fault in it, and take the fault out again."""
     if fault.suite is not None:
-        with fault.plant() as planted:
+        with fault.inject() as planted:
             return _tested(fault.suite, planted)
-    with checkpoint(fault.setting) as folder, fault.plant() as planted:
+    with checkpoint(fault.setting) as folder, fault.inject() as planted:
         return _checked(folder, fault.setting, "reference", seed, planted)
 
 
-def _tested(suite: Callable[[], None], planted: Planted) -> Trial:
+def _tested(suite: Callable[[], None], planted: InjectedFault) -> Trial:
     """Run a property suite; nobody else's rule says anything of it."""
     broken: HarnessError | None = None
     try:
@@ -71,8 +71,8 @@ def _tested(suite: Callable[[], None], planted: Planted) -> Trial:
 
 def try_variant(variant: Variant, *, seed: int = 0) -> Trial:
     """Check an engine that is legitimately different."""
-    plant = variant.plant() if variant.plant else nullcontext(Planted())
-    with checkpoint(variant.setting) as folder, plant as planted:
+    inject = variant.inject() if variant.inject else nullcontext(InjectedFault())
+    with checkpoint(variant.setting) as folder, inject as planted:
         return _checked(folder, variant.setting, variant.engine, seed, planted)
 
 
@@ -82,8 +82,8 @@ def check_variant(variant: Variant, *, seed: int, out: Path) -> CheckResult:
     Raises:
         HarnessError: The engine raised, or the check could not be made.
     """
-    plant = variant.plant() if variant.plant else nullcontext(Planted())
-    with checkpoint(variant.setting) as folder, plant:
+    inject = variant.inject() if variant.inject else nullcontext(InjectedFault())
+    with checkpoint(variant.setting) as folder, inject:
         return run_check(_declared_plan(variant.setting, folder, variant.engine, seed), out=out)
 
 
@@ -102,7 +102,7 @@ def plan_of(setting: FaultConfig, folder: Path, *, engine: str = "reference", se
     )
 
 
-def _checked(folder: Path, setting: FaultConfig, engine: str, seed: int, planted: Planted) -> Trial:
+def _checked(folder: Path, setting: FaultConfig, engine: str, seed: int, planted: InjectedFault) -> Trial:
     plan = _declared_plan(setting, folder, engine, seed)
     with tempfile.TemporaryDirectory(prefix="harness-") as out:
         try:

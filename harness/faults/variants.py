@@ -11,7 +11,7 @@ import reference_engine.attention.paged
 from harness.faults import conventions
 from harness.faults.attention import merge_exactly, split_decode
 from harness.faults.fault import FaultConfig, Variant
-from harness.faults.plant import replacing
+from harness.faults.injection import replacing
 from reference_engine.batch import Batch
 from reference_engine.block_pool import BlockPool
 from reference_engine.layers import MLP, Linear, RMSNorm
@@ -117,8 +117,8 @@ def variants() -> Iterator[Variant]:
                 yield _variant(f"hf-{attention}", setting, engine="hf")
             for name, fields in _SETTINGS.items():
                 yield _variant(name, FaultConfig(model=model, dtype=dtype, **fields))
-            for name, plant in _PLANTED.items():
-                yield _variant(name, FaultConfig(model=model, dtype=dtype), plant=plant)
+            for name, inject in _PLANTED.items():
+                yield _variant(name, FaultConfig(model=model, dtype=dtype), inject=inject)
     yield from conventions.variants()
 
 

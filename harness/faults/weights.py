@@ -7,7 +7,7 @@ import torch
 
 import reference_engine.model_runner
 from harness.faults.fault import FIRST, FIRST_SAMPLED, Category, Fault, FaultConfig, Row
-from harness.faults.plant import replacing
+from harness.faults.injection import replacing
 
 _LAYER = "model.layers.0."
 Weights = dict[str, torch.Tensor]
@@ -101,7 +101,7 @@ def _fault(id: str, summary: str, change: Any, cause: str, tap: str, *, row: Row
         id=id,
         category=Category.WEIGHTS,
         summary=summary,
-        plant=loaded(change),
+        inject=loaded(change),
         cause=cause,
         tap=tap,
         row=row,

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.engines import Engine, blaming
+from harness.engines import Engine, engine_errors
 from harness.engines.record import open_writer
 from harness.errors import Code, HarnessError
 from harness.explain import explain_run
@@ -94,7 +94,7 @@ class Judge:
         asked = engine_workload(workload)
         run = describe_run(self.plan, asked.schedule, asked.requests, path, copies=asked.copies)
         writer = open_writer(self.engine, run, schedule=workload.schedule or SCHEDULE)
-        with writer, blaming(self.plan.engine), _timed(self.plan.engine, limit_s), self.planted():
+        with writer, engine_errors(self.plan.engine), _timed(self.plan.engine, limit_s), self.planted():
             self.engine.run(asked, writer)
 
     def _compared(self, actual: Recording, *, explain: bool) -> Judged:

@@ -11,7 +11,7 @@ import torch
 
 from harness.checkpoint import config_hash, weights_hash
 from harness.compare import Comparison, compare_run
-from harness.engines import Engine, Offer, TapMatcher, blaming, open_engine
+from harness.engines import Engine, Offer, TapMatcher, engine_errors, open_engine
 from harness.engines.isolated import IsolatedEngine, isolated_engine
 from harness.engines.record import RunDescription, record
 from harness.errors import Code, HarnessError
@@ -92,7 +92,7 @@ def _check_engine(plan: Plan, engine: Engine | IsolatedEngine, out: Path | None,
 def match_taps(plan: Plan, engine: Engine | IsolatedEngine, graph: Graph) -> None:
     """Let an engine whose taps depend on the model find them."""
     if isinstance(engine, TapMatcher):
-        with blaming(plan.engine):
+        with engine_errors(plan.engine):
             engine.match_taps(graph)
 
 

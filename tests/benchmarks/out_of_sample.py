@@ -27,8 +27,8 @@ from harness.errors import HarnessError
 from harness.faults.attention import attend, causal
 from harness.faults.cache import stored
 from harness.faults.fault import Category, Fault, FaultConfig
+from harness.faults.injection import replacing
 from harness.faults.norm import edited_layers, norm_scaled_by
-from harness.faults.plant import replacing
 from harness.faults.position import frequencies_changed, positions_changed
 from harness.faults.scoreboard import score_fault
 from harness.faults.trial import try_fault
@@ -48,7 +48,7 @@ NOTHING = r"(?!)"
 class Bug:
     """One bug and what may be said of it."""
 
-    plant: Any
+    inject: Any
     truth: str
     """Pattern of every cause that would be true."""
     models: tuple[str, ...] = MODELS
@@ -230,65 +230,67 @@ def layer_norm(_: Any) -> Any:
 
 
 BUGS: dict[str, Bug] = {
-    "theta-halved": Bug(plant=frequencies_changed(
+    "theta-halved": Bug(inject=frequencies_changed(
         lambda c, f: 1 / ((c.rope.theta / 2) ** (torch.arange(0, len(f) * 2, 2).float() / (2 * len(f))))),
         truth="theta", models=("qwen2-tiny", "qwen3-tiny")),
-    "cos-and-sin-exchanged": Bug(plant=rotary(lambda x, cos, sin: x * sin + half_turned(x) * cos), truth=NOTHING),
-    "sine-missing": Bug(plant=rotary(lambda x, cos, sin: x * cos), truth=NOTHING),
-    "key-not-rotated": Bug(plant=keys_unrotated(), truth="rotary is not applied"),
-    "positions-doubled": Bug(plant=positions_changed(lambda p, chunks: p * 2), truth="factor of 2|factor 0.5|at .*pos"),
-    "positions-capped": Bug(plant=positions_changed(lambda p, chunks: p.clamp(max=15)), truth=NOTHING),
-    "positions-modulo": Bug(plant=positions_changed(lambda p, chunks: p % 16), truth=NOTHING),
-    "second-half-of-the-frequencies-zero": Bug(plant=frequencies_changed(
+    "cos-and-sin-exchanged": Bug(inject=rotary(lambda x, cos, sin: x * sin + half_turned(x) * cos), truth=NOTHING),
+    "sine-missing": Bug(inject=rotary(lambda x, cos, sin: x * cos), truth=NOTHING),
+    "key-not-rotated": Bug(inject=keys_unrotated(), truth="rotary is not applied"),
+    "positions-doubled": Bug(inject=positions_changed(lambda p, chunks: p * 2),
+                             truth="factor of 2|factor 0.5|at .*pos"),
+    "positions-capped": Bug(inject=positions_changed(lambda p, chunks: p.clamp(max=15)), truth=NOTHING),
+    "positions-modulo": Bug(inject=positions_changed(lambda p, chunks: p % 16), truth=NOTHING),
+    "second-half-of-the-frequencies-zero": Bug(inject=frequencies_changed(
         lambda c, f: torch.where(torch.arange(len(f)) < len(f) // 2, f, 0)), truth="partial"),
-    "q-and-k-norms-exchanged": Bug(plant=loaded(norms_of_q_and_k), truth="weight is that of", models=("qwen3-tiny",)),
-    "norm-of-mean-size": Bug(plant=norm_scaled_by(
+    "q-and-k-norms-exchanged": Bug(inject=loaded(norms_of_q_and_k), truth="weight is that of", models=("qwen3-tiny",)),
+    "norm-of-mean-size": Bug(inject=norm_scaled_by(
         lambda norm, x: 1 / (x.abs().mean(-1, keepdim=True) + norm.eps)), truth=NOTHING),
-    "norm-of-largest": Bug(plant=norm_scaled_by(
+    "norm-of-largest": Bug(inject=norm_scaled_by(
         lambda norm, x: 1 / x.abs().amax(-1, keepdim=True)), truth=NOTHING),
-    "norm-with-mean": Bug(plant=replacing((RMSNorm, "__call__", layer_norm)), truth="mean"),
-    "quick-gelu": Bug(plant=mlp(lambda g, u: g * torch.sigmoid(1.702 * g) * u), truth="quick GELU"),
-    "activation-clamped": Bug(plant=mlp(lambda g, u: silu(g).clamp(-0.5, 0.5) * u), truth=NOTHING),
-    "up-plus-one": Bug(plant=mlp(lambda g, u: silu(g) * (u + 1)), truth=NOTHING),
-    "mish": Bug(plant=mlp(lambda g, u: torch.nn.functional.mish(g) * u), truth=NOTHING),
-    "scale-of-seven-eighths": Bug(plant=attention(
+    "norm-with-mean": Bug(inject=replacing((RMSNorm, "__call__", layer_norm)), truth="mean"),
+    "quick-gelu": Bug(inject=mlp(lambda g, u: g * torch.sigmoid(1.702 * g) * u), truth="quick GELU"),
+    "activation-clamped": Bug(inject=mlp(lambda g, u: silu(g).clamp(-0.5, 0.5) * u), truth=NOTHING),
+    "up-plus-one": Bug(inject=mlp(lambda g, u: silu(g) * (u + 1)), truth=NOTHING),
+    "mish": Bug(inject=mlp(lambda g, u: torch.nn.functional.mish(g) * u), truth=NOTHING),
+    "scale-of-seven-eighths": Bug(inject=attention(
         lambda q, k, v, m: attend(q, k, v, m, scale=0.875 * q.shape[-1] ** -0.5)), truth="softmax scale is"),
-    "alibi-added": Bug(plant=attention(with_alibi), truth=NOTHING),
-    "soft-cap-added": Bug(plant=attention(capped), truth="soft ?cap"),
-    "even-keys-only": Bug(plant=without(lambda n: torch.arange(n) % 2 == 1), truth=NOTHING),
-    "third-key-unseen": Bug(plant=without(lambda n: torch.arange(n) == 2),
+    "alibi-added": Bug(inject=attention(with_alibi), truth=NOTHING),
+    "soft-cap-added": Bug(inject=attention(capped), truth="soft ?cap"),
+    "even-keys-only": Bug(inject=without(lambda n: torch.arange(n) % 2 == 1), truth=NOTHING),
+    "third-key-unseen": Bug(inject=without(lambda n: torch.arange(n) == 2),
                             truth="position 2|does not see|one position"),
-    "first-block-unseen": Bug(plant=without(lambda n: torch.arange(n) < 8), truth="block|first|does not see"),
-    "context-heads-rolled": Bug(plant=attention(lambda q, k, v, m: attend(q, k, v, m).roll(1, dims=1)),
+    "first-block-unseen": Bug(inject=without(lambda n: torch.arange(n) < 8), truth="block|first|does not see"),
+    "context-heads-rolled": Bug(inject=attention(lambda q, k, v, m: attend(q, k, v, m).roll(1, dims=1)),
                                 truth="heads"),
-    "context-of-other-values": Bug(plant=attention(lambda q, k, v, m: attend(q, k, v.flip(1), m)), truth="heads|value"),
-    "last-key-twice": Bug(plant=replacing((reference_engine.attention.paged.KVCache, "gather", last_key_twice)),
+    "context-of-other-values": Bug(inject=attention(lambda q, k, v, m: attend(q, k, v.flip(1), m)),
+                                   truth="heads|value"),
+    "last-key-twice": Bug(inject=replacing((reference_engine.attention.paged.KVCache, "gather", last_key_twice)),
                           truth="place|slot|block|position|newest|does not see"),
-    "value-heads-lost": Bug(plant=stored(first_head_only), truth="head|zeros?"),
-    "values-louder": Bug(plant=stored(lambda c, k, v, s: (k, v * 1.01, s)), truth="gain"),
-    "keys-noisy": Bug(plant=stored(lambda c, k, v, s: (noisy(k), v, s)), truth=NOTHING),
-    "keys-reversed": Bug(plant=stored(lambda c, k, v, s: (k, v, s.flip(0))), truth="slot"),
-    "keys-shifted-a-row": Bug(plant=stored(lambda c, k, v, s: (k.roll(1, 0), v, s)),
+    "value-heads-lost": Bug(inject=stored(first_head_only), truth="head|zeros?"),
+    "values-louder": Bug(inject=stored(lambda c, k, v, s: (k, v * 1.01, s)), truth="gain"),
+    "keys-noisy": Bug(inject=stored(lambda c, k, v, s: (noisy(k), v, s)), truth=NOTHING),
+    "keys-reversed": Bug(inject=stored(lambda c, k, v, s: (k, v, s.flip(0))), truth="slot"),
+    "keys-shifted-a-row": Bug(inject=stored(lambda c, k, v, s: (k.roll(1, 0), v, s)),
                               truth="slot|positions? away|another"),
-    "query-scaled": Bug(plant=projected(lambda q, k, v: (q * 1.02, k, v)), truth="gain|scaled"),
-    "values-in-other-heads": Bug(plant=projected(lambda q, k, v: (q, k, v.flip(1))),
+    "query-scaled": Bug(inject=projected(lambda q, k, v: (q * 1.02, k, v)), truth="gain|scaled"),
+    "values-in-other-heads": Bug(inject=projected(lambda q, k, v: (q, k, v.flip(1))),
                                  truth="heads|order|written|value|slot"),
-    "gate-rows-rolled": Bug(plant=weight("gate_up_proj.weight", lambda w: w.roll(1, 0)),
+    "gate-rows-rolled": Bug(inject=weight("gate_up_proj.weight", lambda w: w.roll(1, 0)),
                             truth="another order|wrong order"),
-    "down-rows-noisy": Bug(plant=weight("down_proj.weight", rows_noisy), truth="scale|weights are not quite|none of"),
-    "down-row-zero": Bug(plant=weight("down_proj.weight", lambda w: channel(w, 17, 0.0)), truth="17|row|not quite"),
-    "o-proj-noisy": Bug(plant=weight("o_proj.weight", noisy), truth="not quite|none of|other weights"),
-    "first-query-head-negated": Bug(plant=weight("qkv_proj.weight", head_negated), truth="not quite|none of|sign"),
-    "layers-exchanged": Bug(plant=loaded(layers_exchanged), truth="weights are those of|weight is that of|layers"),
-    "ids-clamped": Bug(plant=ids_changed(lambda ids: ids.clamp(max=200)), truth="token"),
-    "ids-reversed": Bug(plant=ids_changed(lambda ids: ids.flip(0)), truth="token"),
-    "branch-at-nine-tenths": Bug(plant=branches(lambda x, y: x + 0.9 * y), truth="factor of 0.9"),
-    "stream-halved": Bug(plant=branches(lambda x, y: 0.5 * x + y), truth="residual .*0.5|stream"),
-    "stream-clamped": Bug(plant=branches(lambda x, y: (x + y).clamp(-1, 1)), truth=NOTHING),
-    "branch-dropped-in-odd-rows": Bug(plant=branches(
+    "down-rows-noisy": Bug(inject=weight("down_proj.weight", rows_noisy), truth="scale|weights are not quite|none of"),
+    "down-row-zero": Bug(inject=weight("down_proj.weight", lambda w: channel(w, 17, 0.0)), truth="17|row|not quite"),
+    "o-proj-noisy": Bug(inject=weight("o_proj.weight", noisy), truth="not quite|none of|other weights"),
+    "first-query-head-negated": Bug(inject=weight("qkv_proj.weight", head_negated), truth="not quite|none of|sign"),
+    "layers-exchanged": Bug(inject=loaded(layers_exchanged), truth="weights are those of|weight is that of|layers"),
+    "ids-clamped": Bug(inject=ids_changed(lambda ids: ids.clamp(max=200)), truth="token"),
+    "ids-reversed": Bug(inject=ids_changed(lambda ids: ids.flip(0)), truth="token"),
+    "branch-at-nine-tenths": Bug(inject=branches(lambda x, y: x + 0.9 * y), truth="factor of 0.9"),
+    "stream-halved": Bug(inject=branches(lambda x, y: 0.5 * x + y), truth="residual .*0.5|stream"),
+    "stream-clamped": Bug(inject=branches(lambda x, y: (x + y).clamp(-1, 1)), truth=NOTHING),
+    "branch-dropped-in-odd-rows": Bug(inject=branches(
         lambda x, y: x + y * (torch.arange(len(y)) % 2 == 0)[:, None].to(y.dtype)),
         truth="branch is not added|output is that of attn_residual"),
-    "norm-two-heads": Bug(plant=edited_layers(lambda layer: replace(
+    "norm-two-heads": Bug(inject=edited_layers(lambda layer: replace(
         layer, input_layernorm=lambda x: layer.input_layernorm(x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)))),
         truth=NOTHING),
 }  # fmt: skip
@@ -301,7 +303,7 @@ def drawn(name: str, random: Random) -> Fault:
         model=random.choice(bug.models), dtype=random.choice(DTYPES), schedule=random.choice(SCHEDULES)
     )
     return Fault(
-        id=name, category=Category.NUMBERS, summary=".", plant=bug.plant, tap=None, row=None, cause=bug.truth,
+        id=name, category=Category.NUMBERS, summary=".", inject=bug.inject, tap=None, row=None, cause=bug.truth,
         setting=setting,
     )  # fmt: skip
 

@@ -95,7 +95,7 @@ class Subject:
         """Run the engine, with a fault in its copy of the model if one is given, and compare."""
         engine = HFEngine(self._load(), None)
         if fault is not None:
-            fault.plant(engine._hf.model)
+            fault.inject(engine._hf.model)
         return recorded_and_compared(self.plan, engine, self.golden, self.oracle)
 
 

@@ -54,7 +54,7 @@ def named(opened: Subject, fault: Fault) -> tuple[str, Explanation | None]:
     """Return where a fault was found first, and what was said of it."""
     engine = HFEngine(opened._load(), None)
     engine.match_taps(opened.oracle.graph)
-    fault.plant(engine._hf.model)
+    fault.inject(engine._hf.model)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
         record_run(opened.plan, engine, opened.plan.schedules[0], opened.golden.requests, path)

@@ -36,7 +36,7 @@ def main(names: list[str]) -> None:
 
 def where_shown(sound: list[Event], name: str, fault: Fault) -> Difference | None:
     faulty = build(name)
-    fault.plant(faulty)
+    fault.inject(faulty)
     return first_difference(sound, trace(faulty, tokens()))
 
 

@@ -63,7 +63,7 @@ def misplaced(name: str, faults: Iterable[Fault]) -> list[str]:
     sound, lines = trace(model, tokens()), []
     for fault in faults:
         faulty = build(name)
-        fault.plant(faulty)
+        fault.inject(faulty)
         first = first_difference(sound, trace(faulty, tokens()))
         wrong = wrong_by_themselves(model, faulty, tokens())
         if first is None or not wrong or not {first.path, *wrong} <= set(fault.sites):
@@ -204,7 +204,7 @@ def test_faults_can_be_planted_in_bfloat16(names: list[str], subtests: pytest.Su
         for fault in applicable(build(name)):
             with subtests.test(name, fault=fault.name):
                 model = load(tmp_path / name, dtype=torch.bfloat16)
-                fault.plant(model)
+                fault.inject(model)
                 assert logits(model, tokens()).isfinite().all()
 
 

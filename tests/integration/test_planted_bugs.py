@@ -80,7 +80,7 @@ def plant_wrong_slot_in_read_back(patch: pytest.MonkeyPatch) -> None:
 class Bug:
     """A bug, and where it must be found."""
 
-    plant: Callable[[pytest.MonkeyPatch], None]
+    inject: Callable[[pytest.MonkeyPatch], None]
     sites: tuple[str, ...]
     """Sites that are wrong, in every layer: all of them and no others."""
     code: Code
@@ -172,7 +172,7 @@ def test_without_a_bug_nothing_is_found(check, model, dtype):
 @pytest.mark.parametrize("name", BUGS)
 def test_the_bug_is_found_where_it_is(check, monkeypatch, name, model, dtype):
     bug = BUGS[name]
-    bug.plant(monkeypatch)
+    bug.inject(monkeypatch)
     checked = check(model, dtype)
     run = checked.run
     bad_rows = [row for row in checked.rows if bug.is_bad(*row)]
@@ -197,7 +197,7 @@ def test_the_bug_is_found_where_it_is(check, monkeypatch, name, model, dtype):
 @pytest.mark.parametrize("name", BUGS)
 def test_the_schedule_makes_no_difference(check, monkeypatch, name, schedule):
     bug = BUGS[name]
-    bug.plant(monkeypatch)
+    bug.inject(monkeypatch)
     checked = check("qwen3-tiny", "float32", schedule)
     first = checked.run.first_divergence
     assert first.tap == f"model.layers.0.{bug.sites[0]}"

@@ -15,7 +15,7 @@ class Fault:
     """A bug and where it must be found."""
 
     name: str
-    plant: Callable[..., None]
+    inject: Callable[..., None]
     """Puts it in, given pytest's monkeypatch."""
     tap: str
     """First tap that is wrong; `tokens` where none is."""
@@ -94,14 +94,14 @@ def token_choice(monkeypatch):
 
 L0 = "model.layers.0."
 FAULTS = (
-    Fault(name="rotary-position", plant=rotary_position, tap=L0 + "q_rope", cause="position off by one (+1)"),
-    Fault(name="eps", plant=eps, tap=L0 + "input_layernorm", cause="wrong eps: 1e-05 instead of 1e-06"),
-    Fault(name="softmax-scale", plant=softmax_scale, tap=L0 + "attention", cause="scale is 0.0721688 instead of"),
-    Fault(name="slot", plant=slot, tap=L0 + "k_cache", cause="written to a wrong slot"),
+    Fault(name="rotary-position", inject=rotary_position, tap=L0 + "q_rope", cause="position off by one (+1)"),
+    Fault(name="eps", inject=eps, tap=L0 + "input_layernorm", cause="wrong eps: 1e-05 instead of 1e-06"),
+    Fault(name="softmax-scale", inject=softmax_scale, tap=L0 + "attention", cause="scale is 0.0721688 instead of"),
+    Fault(name="slot", inject=slot, tap=L0 + "k_cache", cause="written to a wrong slot"),
     Fault(
-        name="block-table", plant=block_table, tap=L0 + "attention", cause="block table of another request",
+        name="block-table", inject=block_table, tap=L0 + "attention", cause="block table of another request",
         schedule="batched",
     ),
-    Fault(name="kv-heads", plant=kv_heads, tap=L0 + "attention", cause="wrong KV heads"),
-    Fault(name="token-choice", plant=token_choice, tap="tokens", cause="the second largest logit is chosen"),
+    Fault(name="kv-heads", inject=kv_heads, tap=L0 + "attention", cause="wrong KV heads"),
+    Fault(name="token-choice", inject=token_choice, tap="tokens", cause="the second largest logit is chosen"),
 )  # fmt: skip

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_bug_in_vllm_is_found_and_named(fault, monkeypatch):
-    fault.plant(monkeypatch)
+    fault.inject(monkeypatch)
     (run,) = check("qwen3-tiny", schedules=[fault.schedule], max_new_tokens=24).runs
     assert run.outcome is Outcome.MISMATCH
     first = run.first_divergence

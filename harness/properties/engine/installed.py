@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from harness.checkpoint import embedded_cases, read_config, resolve
-from harness.engines import Engine, Timeline, Workload, blaming, open_engine
+from harness.engines import Engine, Timeline, Workload, engine_errors, open_engine
 from harness.engines.adapter import TapMatcher
 from harness.engines.record import RunDescription, open_writer
 from harness.errors import Code, HarnessError
@@ -149,7 +149,7 @@ class _Installed:
                 engine=self.engine.name, folder=path, model=ModelInfo(id=str(self.folder)), dtype=self.dtype,
                 device="cpu", schedule=schedule, requests=requests,
             )  # fmt: skip
-            with open_writer(self.engine, run) as writer, blaming(self.engine.name):
+            with open_writer(self.engine, run) as writer, engine_errors(self.engine.name):
                 self.engine.run(Workload(requests=requests, schedule=schedule, timeline=timeline), writer)
             with Recording.open(path, verify=False) as recording:
                 return _Run.read(recording)

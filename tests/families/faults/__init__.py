@@ -2,7 +2,7 @@
 
 for fault in applicable(build("qwen3_moe")):
     faulty = build("qwen3_moe")  # or any other copy, in any dtype and on any device
-    fault.plant(faulty)
+    fault.inject(faulty)
     print(fault.name, fault.sites)  # the modules that may be blamed
 """
 
@@ -53,9 +53,9 @@ class Fault:
     sites: tuple[str, ...]
     """Paths of the modules that may be blamed, in the order of the run. The empty path is the model itself."""
 
-    def plant(self, model: nn.Module) -> None:
+    def inject(self, model: nn.Module) -> None:
         """Make a model of that architecture wrong, in place and for good."""
-        FAULTS[self.name](model)[self.index].plant()
+        FAULTS[self.name](model)[self.index].inject()
 
 
 def applicable(model: nn.Module) -> list[Fault]:
@@ -81,7 +81,7 @@ def first_felt(model: nn.Module, name: str, sound: torch.Tensor) -> int | None:
 def planted(model: nn.Module, name: str, index: int) -> nn.Module:
     """Return a copy of a model with a fault in it."""
     faulty = copy.deepcopy(model)
-    FAULTS[name](faulty)[index].plant()
+    FAULTS[name](faulty)[index].inject()
     return faulty
 
 

@@ -17,11 +17,11 @@ NO_CAP = 1e4
 def scale(model: nn.Module) -> list[Plan]:
     """The scale of the scores is multiplied by 1.05."""
 
-    def plant(module: nn.Module) -> None:
+    def inject(module: nn.Module) -> None:
         name = number_in(module, SCALES)
         set_number(module, name, getattr(module, name) * 1.05)
 
-    return places(model, lambda module: "Attention" in type(module).__name__ and number_in(module, SCALES), plant)
+    return places(model, lambda module: "Attention" in type(module).__name__ and number_in(module, SCALES), inject)
 
 
 def softcap(model: nn.Module) -> list[Plan]:
@@ -43,13 +43,13 @@ def sinks(model: nn.Module) -> list[Plan]:
 def heads(model: nn.Module) -> list[Plan]:
     """The first and the last head of the query are exchanged."""
 
-    def plant(module: nn.Module) -> None:
+    def inject(module: nn.Module) -> None:
         count = num_heads(module)
         order = [count - 1, *range(1, count - 1), 0]
         for name, parameter in list(module.q_proj.named_parameters()):  # [heads * head_dim, ...]
             set_parameter(module.q_proj, name, parameter.unflatten(0, (count, -1))[order].flatten(0, 1))
 
-    return places(model, lambda module: num_heads(module) > 1, plant, sites=lambda module: ("q_proj",))
+    return places(model, lambda module: num_heads(module) > 1, inject, sites=lambda module: ("q_proj",))
 
 
 def num_heads(attention: nn.Module) -> int:
@@ -100,11 +100,11 @@ def without_oldest(mask: torch.Tensor, width: int) -> torch.Tensor:
 def rope_theta(model: nn.Module) -> list[Plan]:
     """The frequencies of the rotation come from another base: 20,000 where it is 10,000."""
 
-    def plant(module: nn.Module) -> None:
+    def inject(module: nn.Module) -> None:
         for name in frequencies(module):
             setattr(module, name, getattr(module, name) ** (math.log(20_000) / math.log(10_000)))
 
-    return places(model, frequencies, plant, blames_user=True)
+    return places(model, frequencies, inject, blames_user=True)
 
 
 def frequencies(module: nn.Module) -> list[str]:

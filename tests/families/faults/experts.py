@@ -10,7 +10,7 @@ COUNTS = ("num_experts", "num_routed_experts")
 def swapped(model: nn.Module) -> list[Plan]:
     """The weights of two experts of one layer are exchanged."""
 
-    def plant(module: nn.Module, first: int) -> None:
+    def inject(module: nn.Module, first: int) -> None:
         for name, parameter in of_experts(module).items():
             order = list(range(len(parameter)))
             order[first : first + 2] = order[first : first + 2][::-1]
@@ -18,7 +18,7 @@ def swapped(model: nn.Module) -> list[Plan]:
 
     neighbours = (0, 2, 4)  # not every expert is chosen by some token of a short text
     return [
-        plan for first in neighbours for plan in places(model, of_experts, lambda module, at=first: plant(module, at))
+        plan for first in neighbours for plan in places(model, of_experts, lambda module, at=first: inject(module, at))
     ]
 
 

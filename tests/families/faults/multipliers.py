@@ -51,6 +51,6 @@ def in_config(model: nn.Module, names: tuple[str, ...], value: float, *, site: s
 
     def plan(name: str) -> Plan:
         holders = [holder for holder in (model.config, model) if vars(holder).get(name) is not None]
-        return Plan(sites=(site,), plant=lambda: [setattr(holder, name, value) for holder in holders])
+        return Plan(sites=(site,), inject=lambda: [setattr(holder, name, value) for holder in holders])
 
     return [plan(name) for name in names if vars(model.config).get(name) is not None]

@@ -14,7 +14,7 @@ class Plan:
 
     sites: tuple[str, ...]
     """Paths of the modules that may be blamed, in the order of the run. The empty path is the model itself."""
-    plant: Callable[[], None]
+    inject: Callable[[], None]
     """Makes the model wrong, in place."""
     blames_user: bool = False
     """The module's results are a table for others: the first one that is wrong because of it may be blamed, too."""
@@ -23,7 +23,7 @@ class Plan:
 def places(
     model: nn.Module,
     condition: Callable[[nn.Module], Any],
-    plant: Callable[[nn.Module], None],
+    inject: Callable[[nn.Module], None],
     *,
     sites: Callable[[nn.Module], Iterable[str]] = lambda module: ("",),
     blames_user: bool = False,
@@ -33,7 +33,7 @@ def places(
     Args:
         model: the model. Nothing of it is changed.
         condition: of a module; any true value counts.
-        plant: makes one module wrong.
+        inject: makes one module wrong.
         sites: the modules inside of it that may be blamed, by their paths in it; itself if not given.
         blames_user: see Plan.
     """
@@ -41,7 +41,7 @@ def places(
     return [
         Plan(
             sites=tuple(f"{path}.{site}".strip(".") for site in sites(module)),
-            plant=lambda module=module: plant(module),
+            inject=lambda module=module: inject(module),
             blames_user=blames_user,
         )
         for path, module in from_the_middle(found)

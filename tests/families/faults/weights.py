@@ -52,7 +52,7 @@ def linear_from_elsewhere(model: nn.Module) -> list[Plan]:
     """One linear module applies the weight of another layer."""
 
     def plan(path: str, module: nn.Module, twin: nn.Module) -> Plan:
-        return Plan(sites=(path,), plant=lambda: set_parameter(module, "weight", twin.weight))
+        return Plan(sites=(path,), inject=lambda: set_parameter(module, "weight", twin.weight))
 
     return [plan(*found) for found in from_the_middle(twins(model))]
 
@@ -85,12 +85,12 @@ def bias_dropped(model: nn.Module) -> list[Plan]:
 def gate_and_up(model: nn.Module) -> list[Plan]:
     """The gate and the other branch of one gated MLP are exchanged."""
 
-    def plant(module: nn.Module) -> None:
+    def inject(module: nn.Module) -> None:
         first, second = (getattr(module, name) for name in gates(module))
         first.weight, second.weight = second.weight, first.weight
         first.bias, second.bias = second.bias, first.bias
 
-    return places(model, gates, plant, sites=gates)
+    return places(model, gates, inject, sites=gates)
 
 
 def gates(module: nn.Module) -> tuple[str, ...]:
@@ -105,11 +105,11 @@ def gates(module: nn.Module) -> tuple[str, ...]:
 def state_decay(model: nn.Module) -> list[Plan]:
     """What the decay of one scan's state is computed from is multiplied by 1.1."""
 
-    def plant(module: nn.Module) -> None:
+    def inject(module: nn.Module) -> None:
         name = decay_of(module)
         set_parameter(module, name, getattr(module, name) * 1.1)
 
-    return places(model, decay_of, plant)
+    return places(model, decay_of, inject)
 
 
 def decay_of(module: nn.Module) -> str | None:

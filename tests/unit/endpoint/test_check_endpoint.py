@@ -87,7 +87,7 @@ def test_a_prefix_taken_for_another_is_found_where_prompts_are_repeated(folder, 
     (fault,) = choose(["collision-taken-for-a-hit"])
     prompts = [list(prompt) for prompt in fault.setting.prompts]
     plan = make_plan(folder, prompts=prompts)
-    with fault.plant() if is_planted else nullcontext(), served(folder, dtype="float32", block_size=8) as address:
+    with fault.inject() if is_planted else nullcontext(), served(folder, dtype="float32", block_size=8) as address:
         result = check_endpoint(plan, address)
     wrong = {run.schedule for run in result.runs if run.findings}
     assert ("repeated" in wrong) == is_planted

@@ -13,7 +13,7 @@ import reference_engine.sampler
 from harness.errors import Code, HarnessError
 from harness.faults.catalogue import FAULTS, choose
 from harness.faults.fault import Category, Fault, FaultConfig
-from harness.faults.plant import replacing
+from harness.faults.injection import replacing
 from harness.faults.scoreboard import score_fault
 from harness.faults.trial import Trial, try_fault, try_variant
 from harness.faults.variants import variants
@@ -54,7 +54,7 @@ def test_there_are_faults_of_every_kind():
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_is_put_in_is_taken_out(name):
     before = everything()
-    with FAULTS[name].plant():
+    with FAULTS[name].inject():
         assert everything() != before
     assert everything() == before
 
@@ -77,7 +77,7 @@ def test_a_fault_is_found_where_it_is_and_named(name):
 def test_a_fault_that_is_never_reached_is_no_score():
     unreached = Fault(
         id="unreached", category=Category.CACHE, summary="Never runs.", tap="lm_head", row=(0, 0), cause="x",
-        plant=replacing((BlockPool, "reset_prefix_cache", lambda original: original)), setting=FaultConfig(),
+        inject=replacing((BlockPool, "reset_prefix_cache", lambda original: original)), setting=FaultConfig(),
     )  # fmt: skip
     with pytest.raises(HarnessError) as caught:
         score_fault(unreached, try_fault(unreached))
@@ -87,7 +87,7 @@ def test_a_fault_that_is_never_reached_is_no_score():
 def test_a_fault_that_nothing_shows_is_not_detected():
     harmless = Fault(
         id="harmless", category=Category.NORM, summary="Changes nothing.", tap="model.norm", row=(0, 0), cause="norm",
-        plant=replacing((RMSNorm, "__call__", lambda original: original)),
+        inject=replacing((RMSNorm, "__call__", lambda original: original)),
     )  # fmt: skip
     score = score_fault(harmless, try_fault(harmless))
     assert (score.detected, score.localised, score.named) == (False, False, False)

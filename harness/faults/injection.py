@@ -9,32 +9,34 @@ from unittest.mock import patch
 
 
 @dataclass(slots=True)
-class Planted:
+class InjectedFault:
     """How often the changed code ran: a fault that was never reached proves nothing."""
 
     num_calls: int = 0
 
 
 @contextmanager
-def replaced(*changes: tuple[object, str, Callable[[Any], Any]]) -> Iterator[Planted]:
+def replaced(*changes: tuple[object, str, Callable[[Any], Any]]) -> Iterator[InjectedFault]:
     """Replace functions by what a callable makes of them, until the block ends.
 
     Args:
         changes: owner, name, and the callable that takes the original and returns its replacement.
     """
-    planted = Planted()
+    planted = InjectedFault()
     with ExitStack() as stack:
         for owner, name, change in changes:
             stack.enter_context(patch.object(owner, name, _counted(change(getattr(owner, name)), planted)))
         yield planted
 
 
-def replacing(*changes: tuple[object, str, Callable[[Any], Any]]) -> Callable[[], AbstractContextManager[Planted]]:
+def replacing(
+    *changes: tuple[object, str, Callable[[Any], Any]],
+) -> Callable[[], AbstractContextManager[InjectedFault]]:
     """Return what plants the changes when it is called."""
     return lambda: replaced(*changes)
 
 
-def _counted(function: Callable[..., Any], planted: Planted) -> Callable[..., Any]:
+def _counted(function: Callable[..., Any], planted: InjectedFault) -> Callable[..., Any]:
     @wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:
         planted.num_calls += 1
