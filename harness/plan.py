@@ -148,18 +148,23 @@ def plan_request(
         what = "an engine in another environment has a process of its own"
         raise HarnessError(Code.BAD_OPTION, what, where="--engine-python", hint="leave out --no-isolate")
     plan = plan_case(chosen, local_files_only=local_files_only)
-    plan = replace(plan, subject=subject, engine_python=engine_python)
-    if lora is not None:
-        options = {**plan.engine_options, "lora": str(lora)}
-        plan = replace(plan, lora=lora, other_loras=tuple(other_loras), engine_options=options)
-    elif other_loras:
-        what = "there are other adapters, and none that is checked"
-        raise HarnessError(Code.BAD_OPTION, what, where="--other-lora", hint="--lora FOLDER")
+    plan = _with_adapters(replace(plan, subject=subject, engine_python=engine_python), lora, other_loras)
     dropped = [trigger for trigger in base.require if trigger not in chosen.require]
     if not dropped:
         return plan
     note = f"the case's own requirements are left out, since options change what it runs: {', '.join(dropped)}"
     return replace(plan, notes=(*plan.notes, note))
+
+
+def _with_adapters(plan: Plan, lora: Path | None, others: Sequence[Path]) -> Plan:
+    """Give the plan the LoRA adapter that is checked, and those of other requests."""
+    if lora is not None:
+        options = {**plan.engine_options, "lora": str(lora)}
+        return replace(plan, lora=lora, other_loras=tuple(others), engine_options=options)
+    if others:
+        what = "there are other adapters, and none that is checked"
+        raise HarnessError(Code.BAD_OPTION, what, where="--other-lora", hint="--lora FOLDER")
+    return plan
 
 
 def _default_case(model: str | None, engine: str | None, requests: Sequence[RequestSpec]) -> Case:

@@ -27,6 +27,7 @@ from harness.oracle.model import HFModel
 from harness.progress import Progress
 from harness.recording import Recording
 from harness.results import Finding, LogitResult, Outcome, RunResult
+from harness.taps import Graph
 from harness.workers import Workers
 
 TOKENS = "tokens"
@@ -80,28 +81,12 @@ def compare_run(
     Raises:
         HarnessError: the recordings hold different prompts, or one of them is damaged.
     """
-    begin, noise = time.perf_counter(), expected.noise
-    for recording in (expected.recording, actual):
-        refuse_part(recording)
-    aliases = match_requests(expected.recording, actual, is_pool=expected.is_pool)
-    graph = expected.graph if hf is None else hf.graph
-    actual.with_names(graph.aliases)
-    expected.recording.with_names(graph.aliases)
-    findings, usable = check_taps(actual, expected.recording, graph)
-    misshapen = [finding.tap for finding in findings if finding.tap is not None]
-    ours, theirs = Locator(actual), Locator(expected.recording, aliases)
-    local = LocalJudgement(errors={}, evidence={})
-    with Workers[Propagation](min(1, torch.get_num_threads() - 1)) as beside:
-        beside.submit(lambda: propagated_errors(actual, theirs, noise, graph, usable))
-        if hf is not None:
-            local = local_errors(actual, hf, usable, truth=truth, stops_early=stops_early, progress=progress)
-        (propagation,) = beside.finished()
-    caches = {op.tap: errors for op, errors in cache_errors(ours, graph, usable, theirs, noise)}
-    judged = judge(graph, local.errors, caches, propagation)
-    if local.is_partial:  # of the others it is not known whether they are wrong or were computed from wrong input
-        judged = [each for each in judged if each.errors is not None]
+    begin, sides = time.perf_counter(), _sides(actual, expected, hf)
+    graph, ours, noise = sides.graph, sides.ours, expected.noise
+    found = _judge(sides, hf, truth=truth, stops_early=stops_early, progress=progress)
+    judged, propagation = found.judged, found.propagation
     sound = ours if _follows_conventions(judged, graph.logits) else None
-    tokens, differences = compare_tokens(actual, theirs, graph.logits, noise.get(LOGIT_NOISE), sound=sound)
+    tokens, differences = compare_tokens(actual, sides.theirs, graph.logits, noise.get(LOGIT_NOISE), sound=sound)
     coverage, gaps = check_coverage(
         ours,
         graph,
@@ -112,13 +97,11 @@ def compare_run(
         also=_ties(propagation.logits, noise.get(LOGIT_NOISE)),
         sampled_only=sampled_only,
     )
-    not_finite = oracle_finding(propagation)
-    findings += [bad_finding(each) for each in judged if each.is_bad] + ([not_finite] if not_finite else [])
-    findings += [departure_finding(each) for each in judged if each.departure]
-    findings += check_caches(ours, graph, usable, [each.operation.tap for each in judged]) + slot_conflicts(actual)
-    findings += differences + gaps + ([] if TOKENS in not_offered else check_tokens(ours, tokens.compared))
-    actual.verify_all()
-    expected.recording.verify_all()
+    findings = [*sides.findings, *_findings(sides, found), *differences, *gaps]
+    findings += [] if TOKENS in not_offered else check_tokens(ours, tokens.compared)
+    for recording in (actual, expected.recording):
+        recording.verify_all()
+    misshapen = [finding.tap for finding in sides.findings if finding.tap is not None]
     result = RunResult(
         schedule=actual.manifest.schedule or "recorded",
         outcome=_outcome(judged, tokens.compared if accepts_tokens else 0, findings),
@@ -133,7 +116,79 @@ def compare_run(
         compare_s=time.perf_counter() - begin,
         positions=position_errors(propagation, graph),
     )
-    return Comparison(result=result, errors=local.errors, caches=caches, evidence=local.evidence)
+    return Comparison(result=result, errors=found.local.errors, caches=found.caches, evidence=found.local.evidence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sides:
+    """Two recordings of the same requests, their taps named as in the graph."""
+
+    actual: Recording
+    graph: Graph
+    usable: set[str]
+    """Recorded taps whose shape and dtype fit."""
+    findings: Sequence[Finding]
+    """Taps whose shape or dtype does not fit."""
+    ours: Locator
+    theirs: Locator
+    noise: Mapping[str, torch.Tensor]
+
+
+def _sides(actual: Recording, expected: Golden, hf: HFModel | None) -> _Sides:
+    """Bring both recordings to the same requests and names."""
+    for recording in (expected.recording, actual):
+        refuse_part(recording)
+    aliases = match_requests(expected.recording, actual, is_pool=expected.is_pool)
+    graph = expected.graph if hf is None else hf.graph
+    for recording in (actual, expected.recording):
+        recording.with_names(graph.aliases)
+    findings, usable = check_taps(actual, expected.recording, graph)
+    return _Sides(
+        actual=actual,
+        graph=graph,
+        usable=usable,
+        findings=findings,
+        ours=Locator(actual),
+        theirs=Locator(expected.recording, aliases),
+        noise=expected.noise,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Judgements:
+    """Every judgement there is on the taps."""
+
+    local: LocalJudgement
+    caches: Mapping[str, LocalErrors]
+    propagation: Propagation
+    judged: Sequence[TapJudgement]
+
+
+def _judge(
+    sides: _Sides, hf: HFModel | None, *, truth: str, stops_early: bool, progress: Progress | None
+) -> _Judgements:
+    """Judge operations by themselves, the cache, and how errors propagate."""
+    actual, graph, usable = sides.actual, sides.graph, sides.usable
+    local = LocalJudgement(errors={}, evidence={})
+    with Workers[Propagation](min(1, torch.get_num_threads() - 1)) as beside:
+        beside.submit(lambda: propagated_errors(actual, sides.theirs, sides.noise, graph, usable))
+        if hf is not None:
+            local = local_errors(actual, hf, usable, truth=truth, stops_early=stops_early, progress=progress)
+        (propagation,) = beside.finished()
+    caches = {op.tap: errors for op, errors in cache_errors(sides.ours, graph, usable, sides.theirs, sides.noise)}
+    judged = judge(graph, local.errors, caches, propagation)
+    if local.is_partial:  # of the others it is not known whether they are wrong or were computed from wrong input
+        judged = [each for each in judged if each.errors is not None]
+    return _Judgements(local=local, caches=caches, propagation=propagation, judged=judged)
+
+
+def _findings(sides: _Sides, found: _Judgements) -> list[Finding]:
+    """Return what is wrong with operations, with the oracle, and with the cache and its slots."""
+    not_finite = oracle_finding(found.propagation)
+    findings = [bad_finding(each) for each in found.judged if each.is_bad] + ([not_finite] if not_finite else [])
+    findings += [departure_finding(each) for each in found.judged if each.departure]
+    findings += check_caches(sides.ours, sides.graph, sides.usable, [each.operation.tap for each in found.judged])
+    return findings + slot_conflicts(sides.actual)
 
 
 def _follows_conventions(judged: Sequence[TapJudgement], logits: str) -> bool:
