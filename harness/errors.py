@@ -135,6 +135,8 @@ class Code(StrEnum):
     CASE_LOST = "H137"
     BAD_SUITE_RESULT = "H138"
     BAD_BISECTION = "H139"
+    # Quantised forms
+    QUANTISER_REFUSED = "H170"
     # Ourselves
     INTERNAL = "H099"
 

@@ -24,7 +24,10 @@ PLOT_NAME, TABLE_NAME = "quant.svg", "quant.md"
 def quant(
     model: opt.Model = None,
     types: Annotated[
-        str, typer.Option(metavar="NAMES", help="Types to make with llama.cpp's quantiser; comma list.")
+        str,
+        typer.Option(
+            metavar="NAMES", help="Types to make: of GGUF, by llama.cpp's quantiser, and torchao-int8, ...; comma list."
+        ),
     ] = DEFAULT_TYPES,
     file: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="GGUF file of the model, measured as it is. Repeatable.")
@@ -49,7 +52,8 @@ def quant(
     """Measure what quantisation costs.
 
     For each type: perplexity, and KL to HuggingFace's original, split into what the format costs (the dequantised
-    weights) and what llama.cpp's arithmetic costs besides.
+    weights) and what the engine's arithmetic costs besides: llama.cpp's, or HuggingFace's for the forms of torchao
+    and compressed-tensors.
     """
     with progress_bar() as report:
         report("loading libraries", 0, 1)
@@ -60,22 +64,22 @@ def quant(
         from harness.engines.llamacpp.tensor import llama
         from harness.oracle.model import load_model
         from harness.quant.files import check_type
+        from harness.quant.hf.types import HF_TYPES, check_package
         from harness.quant.padding import pad_checkpoint
         from harness.quant.run import measure_types
         from harness.report.quant import quant_json, quant_svg, quant_text
 
-        wanted: list[str | Path] = [check_type(name) for name in types.split(",")]
+        wanted: list[str | Path] = [*(check_type(name) for name in types.split(",")), *(file or [])]
         options = parse_llamacpp_options(opt.parse_engine_options(engine_option))
-        llama()  # that it is missing is known before anything costs time
+        for each in wanted:  # what is missing is known before anything costs time
+            check_package(str(each)) if each in HF_TYPES else llama()
         folder = resolve(model or DEFAULT_MODEL, local_files_only=local_files_only)
         with scratch_folder("harness-") as made:
             original = pad_checkpoint(folder, made / "padded") if pad else folder
             hf = load_model(original, dtype=torch.float32, stays=True)
             given, text = _sequences(hf, text_file, sequences, tokens, seed)
             name = model or DEFAULT_MODEL
-            result = measure_types(
-                hf, [*wanted, *(file or [])], given, model=name, text=text, options=options, progress=report
-            )
+            result = measure_types(hf, wanted, given, model=name, text=text, options=options, progress=report)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             write_text(out / PLOT_NAME, quant_svg(result))

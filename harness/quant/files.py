@@ -6,6 +6,7 @@ from harness.checkpoint.gguf.types import PLAIN
 from harness.checkpoint.gguf.writer import write_gguf
 from harness.engines.llamacpp.tensor import llama
 from harness.errors import Code, HarnessError
+from harness.quant.hf.types import HF_TYPES
 
 _FILE_TYPES = {
     "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q3_K_S": 11, "Q3_K_M": 12,
@@ -15,7 +16,8 @@ _FILE_TYPES = {
 """Numbers of `llama_ftype` in llama.h."""
 _MIXED = ("_S", "_M", "_L")
 """Ends of the names of mixtures, which keep some tensors in finer types; all others are one type throughout."""
-NAMES = (*PLAIN, *_FILE_TYPES)
+NAMES = (*PLAIN, *_FILE_TYPES, *HF_TYPES)
+"""Of types of GGUF, which come first, and of HuggingFace's forms."""
 
 
 def check_type(name: str) -> str:
@@ -32,7 +34,7 @@ def check_type(name: str) -> str:
             where="--types",
             expected=", ".join(NAMES),
             actual=name,
-            hint="--types F16,Q8_0,Q4_K",
+            hint="--types F16,Q8_0,Q4_K,torchao-int8",
         )
     return found
 
@@ -42,7 +44,7 @@ def make_file(checkpoint: Path, name: str, folder: Path) -> Path:
 
     Args:
         checkpoint: in HF's layout.
-        name: one of `NAMES`.
+        name: a type of GGUF.
         folder: where to write; the float32 file is kept there for the next type.
 
     Raises:

@@ -11,8 +11,11 @@ from harness.engines.llamacpp.options import LlamaCppOptions
 from harness.oracle.model import HFModel, load_model
 from harness.quant.files import make_file
 from harness.quant.forward import hf_distributions, llamacpp_distributions
+from harness.quant.hf.run import run_hf_type
+from harness.quant.hf.types import HF_TYPES
 from harness.quant.measure import distance, perplexity
 from harness.quant.text import Sequences
+from harness.quant.type_run import TypeRun
 from harness.quant_results import QuantResult, QuantRow
 from harness.scratch import scratch_folder
 
@@ -33,7 +36,7 @@ def measure_types(
 
     Args:
         hf: the original, in float32.
-        types: names of types, whose files are made here, and GGUF files.
+        types: names of types, which are made here, and GGUF files.
         sequences: the tokens.
         model: how the user named it.
         text: where the tokens come from.
@@ -46,9 +49,7 @@ def measure_types(
     with scratch_folder("harness-quant-") as folder:
         for at, each in enumerate(types):
             progress(str(each), at, len(types))
-            path = each if isinstance(each, Path) else make_file(hf.folder, each, folder)
-            name = each.stem if isinstance(each, Path) else each
-            rows.append(_measured(name, path, hf, truth, sequences, options))
+            rows.append(_row(_run(each, hf, sequences, options, folder), truth, sequences))
     progress("done", len(types), len(types))
     return QuantResult(
         model=model,
@@ -59,29 +60,38 @@ def measure_types(
     )
 
 
-def _measured(
-    name: str,
-    path: Path,
-    hf: HFModel,
-    truth: Sequence[torch.Tensor],
-    sequences: Sequences,
-    options: LlamaCppOptions,
-) -> QuantRow:
+def _run(each: str | Path, hf: HFModel, sequences: Sequences, options: LlamaCppOptions, scratch: Path) -> TypeRun:
+    if isinstance(each, Path):
+        return _run_file(each.stem, each, hf, sequences, options)
+    if each in HF_TYPES:
+        return run_hf_type(each, hf, sequences, scratch)
+    return _run_file(each, make_file(hf.folder, each, scratch), hf, sequences, options)
+
+
+def _run_file(name: str, path: Path, hf: HFModel, sequences: Sequences, options: LlamaCppOptions) -> TypeRun:
     file = open_gguf(path)
     dequantised = load_model(checkpoint_of_gguf(path, cache_dir() / "gguf", hf=hf.folder), dtype=torch.float32)
-    by_format = hf_distributions(dequantised, sequences)
-    engine = llamacpp_distributions(path, sequences, options)
-    whole = distance(truth, engine)
-    return QuantRow(
+    return TypeRun(
         name=name,
         size_bytes=file.num_bytes,
         bits_per_weight=file.bits_per_weight,
-        perplexity=perplexity(engine, sequences),
+        dequantised=hf_distributions(dequantised, sequences),
+        engine=llamacpp_distributions(path, sequences, options),
+    )
+
+
+def _row(run: TypeRun, truth: Sequence[torch.Tensor], sequences: Sequences) -> QuantRow:
+    whole = distance(truth, run.engine)
+    return QuantRow(
+        name=run.name,
+        size_bytes=run.size_bytes,
+        bits_per_weight=run.bits_per_weight,
+        perplexity=perplexity(run.engine, sequences),
         kl_mean=whole.mean,
         kl_median=whole.median,
         kl_p99=whole.p99,
         kl_max=whole.max,
         same_top=whole.same_top,
-        kl_mean_format=distance(truth, by_format).mean,
-        kl_mean_arithmetic=distance(by_format, engine).mean,
+        kl_mean_format=distance(truth, run.dequantised).mean,
+        kl_mean_arithmetic=distance(run.dequantised, run.engine).mean,
     )

@@ -26,14 +26,18 @@ def gguf_package() -> Any:
     return gguf
 
 
-def missing_package(name: str, error: ImportError) -> HarnessError:
+def missing_package(
+    name: str,
+    error: ImportError,
+    hint: str = "pip install 'inference-harness[llamacpp]'; for gguf alone, pip install gguf",
+) -> HarnessError:
     """Return the error for an optional package that is not installed."""
     return HarnessError(
         Code.PACKAGE_MISSING,
         f"the package {name} is not installed",
         where=name,
         actual=str(error),
-        hint="pip install 'inference-harness[llamacpp]'; for gguf alone, pip install gguf",
+        hint=hint,
     )
 
 

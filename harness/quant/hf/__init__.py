@@ -1,0 +1,1 @@
+"""HuggingFace's own quantised forms that run on a CPU: torchao's and compressed-tensors'."""

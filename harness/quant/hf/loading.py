@@ -1,0 +1,51 @@
+"""Models that another package quantises, loaded by transformers without that package's bars and warnings."""
+
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.errors import Code, HarnessError
+from harness.oracle.quiet import quiet_transformers
+
+
+def load_quantised(folder: Path, **options: Any) -> Any:
+    """Return transformers' model of a checkpoint in float32, quantised as the options or the checkpoint say."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, **options
+    )
+    return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def quantising(name: str) -> Iterator[None]:
+    """Silence the quantisers, and turn what they raise into an error that names the type.
+
+    Raises:
+        HarnessError: QUANTISER_REFUSED.
+    """
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # torchao says at import which of its CUDA libraries are not there
+    try:
+        with quiet_transformers(), warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    except HarnessError:
+        raise
+    except Exception as error:  # of torchao, compressed-tensors or transformers: assertions, KeyError, RuntimeError
+        message = " ".join(str(error).split())[:300]
+        raise HarnessError(
+            Code.QUANTISER_REFUSED,
+            f"the model cannot be quantised or run in this type: {type(error).__name__}: {message}",
+            where=f"--types {name}",
+            hint="leave the type out; docs/quant.md names the versions that were tried",
+        ) from error
+    finally:
+        logging.disable(before)
