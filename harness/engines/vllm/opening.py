@@ -1,6 +1,7 @@
 """vLLM's engine, opened for a block and given requests: what checks, profiles and benchmarks share."""
 
 import gc
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
@@ -24,6 +25,9 @@ def opened_engine(arguments: Mapping[str, Any], *, is_in_process: bool = True) -
     Raises:
         HarnessError: ENGINE_CANNOT_SERVE, with what vLLM says.
     """
+    if arguments.get("tensor_parallel_size", 1) > 1:
+        # On a CPU vLLM binds each rank to a NUMA node of its own, and refuses where there are fewer nodes than ranks.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     engine = None
     try:
         with refusing(arguments["model"]):
