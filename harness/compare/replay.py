@@ -15,7 +15,7 @@ from harness.taps import Graph, Kind, Operation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TapRows:
-    """TapJudgement rows of one tap in one batch; tensors [rows, W]."""
+    """Judged rows of one tap in one batch; tensors [rows, W]."""
 
     operation: Operation
     batch: Batch
@@ -144,7 +144,7 @@ class Replay:
             return
         judged = self._batch.is_own[recorded.places]
         if not through:
-            judged = judged & self._inputs_finite(value.operation)[recorded.places]
+            judged = judged & self._inputs_recorded(value.operation)[recorded.places]
         if bool(judged.any()):
             self._judge.add(
                 TapRows(
@@ -161,7 +161,7 @@ class Replay:
                 through,
             )
 
-    def _inputs_finite(self, operation: Operation) -> torch.Tensor:
+    def _inputs_recorded(self, operation: Operation) -> torch.Tensor:
         """[places] bool: where all inputs were recorded, for attention with all of the history."""
         given = torch.ones(self._batch.num_places, dtype=torch.bool)
         for index, tap in enumerate(operation.inputs):

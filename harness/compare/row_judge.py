@@ -1,7 +1,6 @@
 """Judges rows of one operation: their errors, their bounds, and the convention that the engine follows in them."""
 
 from dataclasses import dataclass
-from threading import Lock
 
 import torch
 
@@ -72,7 +71,6 @@ class RowJudge:
         """
         self._hf, self._dtype, self._usable, self._declared = hf, dtype, usable, declared
         self._column_norms: dict[str, torch.Tensor] = {}
-        self._one_at_a_time = Lock()
 
     def judge(self, rows: TapRows, through: tuple[str, ...], *, dtype: torch.dtype | None = None) -> RowErrors:
         """Judge rows in the dtype of their operation's tensors.
@@ -170,8 +168,7 @@ class RowJudge:
         """
         subject, sensitivity = self._subject(rows, errors.dtype), self._sensitivity(rows)
         tried = (_under(rounding, rows, errors, sensitivity) for rounding in conventions(subject))
-        with self._one_at_a_time:  # an operation at a time: attention once more takes memory
-            return min(tried, key=lambda each: (each.num_bad, each.typical), default=None)
+        return min(tried, key=lambda each: (each.num_bad, each.typical), default=None)
 
     def _subject(self, rows: TapRows, dtype: torch.dtype) -> Subject:
         return Subject(
@@ -224,8 +221,8 @@ def _roundings(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype)
     if bool(odd.any()):
         at = odd.to(actual.device)
         error[odd] = torch.where(actual[at].isfinite().all(dim=1).cpu(), error[odd], torch.inf)
-        inputs_finite = expected[odd.to(expected.device)].isfinite().all(dim=1).cpu()
-        error[odd] = torch.where(inputs_finite, error[odd], torch.nan)
+        is_expected_finite = expected[odd.to(expected.device)].isfinite().all(dim=1).cpu()
+        error[odd] = torch.where(is_expected_finite, error[odd], torch.nan)
     return error
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,9 @@ from harness.oracle.lora import load_adapted
 from harness.oracle.model import HFModel
 from harness.oracle.requests import Prompt, check_prompt
 from harness.plan import Plan
+from harness.progress import Progress
 from harness.results import Finding, TokenResult
 from harness.threads import limit_threads
-
-Progress = Callable[[str, int, int], None]
 
 _PROBE_TOKENS = 16
 """Tokens of the first prompt that the probe sends."""

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from harness.recording import RecordingWriter, RequestInfo
 
 GROUP = "inference_harness.engines"
-_OURS = ("harness.engines.reference:", "harness.engines.hf:")
 LIMITS = ("max_num_batched_tokens", "max_num_seqs", "block_size", "num_blocks", "enable_prefix_caching")
 """Tokens of a step, requests that run at once, tokens of a KV block, KV blocks with those that no request can have, and
 whether requests find the beginnings of others in the cache."""

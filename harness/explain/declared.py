@@ -16,7 +16,7 @@ from harness.numerics import Numerics
 from harness.taps import Kind
 
 
-def declared_scenes(failure: Failure) -> Iterator[Failure]:
+def declared_failures(failure: Failure) -> Iterator[Failure]:
     """Yield the failure of a product under each order of rounding its inputs that the engine declares."""
     declared = failure.recording.manifest.numerics or Numerics()
     is_adapted = failure.operation.kind is Kind.OTHER and hasattr(failure.module, "lora_a")

@@ -15,7 +15,7 @@ from harness.compare.slot_history import SlotHistory
 from harness.errors import Code, HarnessError
 from harness.explain.attention_context import AttentionContext
 from harness.explain.choice import explain_count
-from harness.explain.declared import declared_scenes
+from harness.explain.declared import declared_failures
 from harness.explain.direction import explain_direction
 from harness.explain.failure import Failure, gathered
 from harness.explain.layers import layers_that_did_not_run
@@ -72,7 +72,7 @@ def _explained(failure: Failure, evidence: Evidence, where: str) -> Explanation:
     found = rank_hypotheses(failure, evidence.roundings, evidence.bound, where)
     if found.is_cause:
         return found
-    for declared in declared_scenes(failure):
+    for declared in declared_failures(failure):
         other = rank_hypotheses(declared, evidence.roundings, evidence.bound, where)
         if other.is_cause:
             return other

@@ -1,6 +1,6 @@
 """Types of one model, each split into what its format costs and what the engine's arithmetic costs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,6 +9,7 @@ from harness.checkpoint import cache_dir
 from harness.checkpoint.gguf import checkpoint_of_gguf, open_gguf
 from harness.engines.llamacpp.options import LlamaCppOptions
 from harness.oracle.model import HFModel, load_model
+from harness.progress import Progress
 from harness.quant.files import make_file
 from harness.quant.forward import hf_distributions, llamacpp_distributions
 from harness.quant.hf.run import run_hf_type
@@ -18,8 +19,6 @@ from harness.quant.text import Sequences
 from harness.quant.type_run import TypeRun
 from harness.quant_results import QuantResult, QuantRow
 from harness.scratch import scratch_folder
-
-Progress = Callable[[str, int, int], None]
 
 
 def measure_types(

@@ -8,8 +8,6 @@ from harness.errors import Code, HarnessError
 from harness.oracle.model import HFModel
 
 Sequences = list[list[int]]
-DEFAULT_SEQUENCES = 4
-DEFAULT_TOKENS = 256
 
 
 def split_text(token_ids: Sequence[int], hf: HFModel, num_tokens: int) -> Sequences:
