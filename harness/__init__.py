@@ -16,16 +16,16 @@ from harness.version import __version__
 
 if TYPE_CHECKING:
     from harness.api import CheckFailedError, CheckReport, ProfileReport, check, diff, golden, profile
-    from harness.engines import Engine, Offer, Workload
+    from harness.engines import Capabilities, Engine, Workload
     from harness.errors import Code, HarnessError
 
 __all__ = [
+    "Capabilities",
     "CheckFailedError",
     "CheckReport",
     "Code",
     "Engine",
     "HarnessError",
-    "Offer",
     "ProfileReport",
     "Workload",
     "__version__",
@@ -37,7 +37,7 @@ __all__ = [
 
 _MODULES = {
     "harness.api": ("CheckFailedError", "CheckReport", "ProfileReport", "check", "diff", "golden", "profile"),
-    "harness.engines": ("Engine", "Offer", "Workload"),
+    "harness.engines": ("Capabilities", "Engine", "Workload"),
     "harness.errors": ("Code", "HarnessError"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

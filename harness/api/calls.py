@@ -47,8 +47,8 @@ def check(
     """Check an engine against HuggingFace, operation by operation and row by row.
 
     Args:
-        engine: name of an installed engine; an engine (an object with `name`, `offer` and `run`); a model object of
-            HF's, patched or not; or any `nn.Module` whose forward takes token ids and returns logits.
+        engine: name of an installed engine; an engine (an object with `name`, `capabilities` and `run`); a model object
+            of HF's, patched or not; or any `nn.Module` whose forward takes token ids and returns logits.
         model: checkpoint that says what is right: a folder, an embedded one by its name (`qwen3-tiny`), a hub id, or a
             model object of HF's, whose weights are saved to a temporary folder. None: the embedded default; for a model
             object of HF's as engine its own weights in HF's own code.

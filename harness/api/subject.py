@@ -121,7 +121,7 @@ def _no_engine(engine: Any) -> HarnessError:
         Code.BAD_OPTION,
         what,
         where="the first argument",
-        expected="an nn.Module, an engine's name, or an object with name, offer and run",
+        expected="an nn.Module, an engine's name, or an object with name, capabilities and run",
         actual=repr(engine)[:80],
         hint=hint,
     )

@@ -1,10 +1,13 @@
 """Engines under test, each behind the same small Protocol."""
 
+from typing import Never
+
 from harness.engines.adapter import (
     LIMITS,
+    RENAMED,
+    Capabilities,
     Control,
     Engine,
-    Offer,
     TapMatcher,
     Timeline,
     Workload,
@@ -16,9 +19,9 @@ from harness.engines.adapter import (
 
 __all__ = [
     "LIMITS",
+    "Capabilities",
     "Control",
     "Engine",
-    "Offer",
     "TapMatcher",
     "Timeline",
     "Workload",
@@ -27,3 +30,9 @@ __all__ = [
     "is_foreign",
     "open_engine",
 ]
+
+
+def __getattr__(name: str) -> Never:
+    if name == "Offer":
+        raise ImportError(f"harness.engines.Offer is Capabilities now: {RENAMED}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

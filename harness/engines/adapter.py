@@ -54,7 +54,7 @@ class Workload:
     """Under a repeated schedule, the same requests in the same order, to be sent again (`prefix-hit`: when all have
     ended) or forked from the first ones (`forked`: as soon as these have made a token)."""
     timeline: Timeline | None = None
-    """Where it is given, it rules in the schedule's place; only engines with `Offer.control` are given one."""
+    """Where it is given, it rules in the schedule's place; only engines with `Capabilities.control` are given one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +70,14 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class Capabilities:
     """What an engine can do. The harness runs every check this allows, and says which it could not."""
 
     schedules: tuple[str, ...]
     """Names of the schedules it can follow."""
     keeps_cache: bool = True
     """Whether its KV cache can be read back."""
-    lacking: tuple[str, ...] = ()
+    unsupported_taps: tuple[str, ...] = ()
     """Sites (`self_attn.q_norm`, `mlp.act`) whose taps it cannot record; or single taps by their full name."""
     sampled_only: tuple[str, ...] = ()
     """Taps that it computes only for the rows it samples from: the others are not missing."""
@@ -87,14 +87,14 @@ class Offer:
     numerics: Numerics | None = None
     """Where its arithmetic is not all in its dtype: chooses the conventions that it is held to."""
 
-    def lacks(self) -> tuple[str, ...]:
+    def all_unsupported_taps(self) -> tuple[str, ...]:
         """Return all sites and taps it cannot record."""
-        return self.lacking if self.keeps_cache else (*self.lacking, "k_cache", "v_cache")
+        return self.unsupported_taps if self.keeps_cache else (*self.unsupported_taps, "k_cache", "v_cache")
 
     def wanted(self, graph: Graph) -> list[str]:
         """Return the taps of the graph that a recording of this engine must hold."""
-        lacking = set(self.lacks())
-        return [operation.tap for operation in graph if lacking.isdisjoint((operation.site, operation.tap))]
+        unsupported = set(self.all_unsupported_taps())
+        return [operation.tap for operation in graph if unsupported.isdisjoint((operation.site, operation.tap))]
 
 
 @runtime_checkable
@@ -102,7 +102,7 @@ class Engine(Protocol):
     """An engine under test."""
 
     name: str
-    offer: Offer
+    capabilities: Capabilities
 
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """Feed every request's tokens under the schedule and write each step's taps to `writer`.
@@ -119,7 +119,7 @@ class TapMatcher(Protocol):
     """An engine whose taps depend on the model; optional, beside `Engine`."""
 
     def match_taps(self, graph: Graph) -> None:
-        """Find the taps of a model's graph and set `offer`. Called before the first run.
+        """Find the taps of a model's graph and set `capabilities`. Called before the first run.
 
         Raises:
             HarnessError: what the engine was told of its taps does not fit the graph.
@@ -182,6 +182,8 @@ def open_engine(
     return engine
 
 
+RENAMED = "capabilities = Capabilities(unsupported_taps=...), which was offer = Offer(lacking=...)"
+"""What an adapter for an earlier version has to change."""
 _OURS = ("harness.engines.reference:", "harness.engines.hf:")
 
 
@@ -209,15 +211,19 @@ def check_engine(name: str, engine: object) -> None:
     Raises:
         HarnessError: ENGINE_FAILED.
     """
+    if hasattr(engine, "offer") and not hasattr(engine, "capabilities"):
+        raise _no_engine(name, "the engine has an offer", RENAMED, "offer")
     if not isinstance(engine, Engine):
-        raise _no_engine(name, "what is opened is no engine", "an object with name, offer and run", type(engine))
-    offer = engine.offer
-    if not isinstance(offer, Offer):
-        raise _no_engine(name, "the engine's offer is none", "a harness.engines.Offer", type(offer))
-    for part in ("schedules", "lacking"):
-        names = getattr(offer, part)
+        raise _no_engine(name, "what is opened is no engine", "an object with name, capabilities and run", type(engine))
+    capabilities = engine.capabilities
+    if not isinstance(capabilities, Capabilities):
+        raise _no_engine(
+            name, "the engine's capabilities are none", "a harness.engines.Capabilities", type(capabilities)
+        )
+    for part in ("schedules", "unsupported_taps"):
+        names = getattr(capabilities, part)
         if not isinstance(names, tuple | list) or not all(isinstance(each, str) for each in names):
-            raise _no_engine(name, f"the engine's offer has no list of {part}", "a tuple of names", repr(names))
+            raise _no_engine(name, f"the engine's capabilities have no list of {part}", "a tuple of names", repr(names))
 
 
 def _no_engine(name: str, what: str, expected: str, actual: type | str) -> HarnessError:

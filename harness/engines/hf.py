@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from harness.engines.adapter import Engine, Offer, Workload, refuse_unknown_options
+from harness.engines.adapter import Capabilities, Engine, Workload, refuse_unknown_options
 from harness.engines.hf_session import HFSession
 from harness.errors import Code, HarnessError
 from harness.oracle.decode import Decoder
@@ -91,7 +91,7 @@ class HFEngine:
 
     def __init__(self, hf: HFModel, attention: str | None) -> None:
         self._hf, self._attention = hf, attention
-        self.offer = Offer(schedules=("plain", "chunked", "batched"))
+        self.capabilities = Capabilities(schedules=("plain", "chunked", "batched"))
 
     @cached_property
     def sources(self) -> Mapping[str, ShownTap]:
@@ -114,8 +114,10 @@ class HFEngine:
         for group in groups:
             batch = _Batch(self._hf, self._attention, self.sources, group, writer)
             batch.run(workload.schedule.chunk_size)
-            lacking = {op.site for op in self._hf.graph if op.kind is Kind.CACHE and op.tap not in batch.read_back}
-            self.offer = replace(self.offer, lacking=tuple(sorted({*self.offer.lacking, *lacking})))
+            unread = {op.site for op in self._hf.graph if op.kind is Kind.CACHE and op.tap not in batch.read_back}
+            self.capabilities = replace(
+                self.capabilities, unsupported_taps=tuple(sorted({*self.capabilities.unsupported_taps, *unread}))
+            )
 
     def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> HFSession:
         """See `Steppable.open_session`; HF takes steps of any size."""

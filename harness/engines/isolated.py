@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from harness.engines.adapter import Offer, own_adapter
+from harness.engines.adapter import Capabilities, own_adapter
 from harness.engines.process import EngineProcess
 from harness.engines.record import RunDescription
 from harness.recording.writer import discard_unfinished
@@ -24,7 +24,7 @@ class IsolatedEngine:
     def __init__(self, process: EngineProcess, answer: Mapping[str, Any], name: str, timeout_s: float) -> None:
         """Use `isolated_engine`."""
         self._process, self._key, self._timeout_s = process, name, timeout_s
-        self.name, self.offer = str(answer["name"]), _offer(answer)
+        self.name, self.capabilities = str(answer["name"]), _capabilities(answer)
 
     def match_taps(self, graph: Graph) -> None:
         """Tell the engine the model's graph, where it wants to know; see `TapMatcher`.
@@ -34,7 +34,7 @@ class IsolatedEngine:
         """
         job = {"engine": self._key, "match": graph.to_json()}
         answer = self._process.ask(job, doing="matching taps", timeout_s=self._timeout_s)
-        self.offer = _offer(answer)
+        self.capabilities = _capabilities(answer)
 
     def record(self, run: RunDescription) -> None:
         """Run the engine and record it; nothing is left of a run that fails.
@@ -49,12 +49,12 @@ class IsolatedEngine:
         except BaseException:
             discard_unfinished(run.folder, keep_folder=existed)
             raise
-        self.offer = _offer(answer)
+        self.capabilities = _capabilities(answer)
 
 
-def _offer(answer: Mapping[str, Any]) -> Offer:
-    """Return the offer of the other side, with its parts as what they are."""
-    return TypeAdapter(Offer).validate_json(json.dumps(answer["offer"]))
+def _capabilities(answer: Mapping[str, Any]) -> Capabilities:
+    """Return the capabilities of the other side, with its parts as what they are."""
+    return TypeAdapter(Capabilities).validate_json(json.dumps(answer["capabilities"]))
 
 
 @contextmanager

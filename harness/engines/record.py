@@ -84,7 +84,7 @@ def open_writer(engine: Engine, run: RunDescription, *, schedule: str | None = N
         environment={**environment(), **getattr(engine, "environment", {})},
         requests=[*run.requests, *run.copies],
         schedule=schedule or str(run.schedule),
-        numerics=_numerics(engine.offer.numerics, run.schedule),
+        numerics=_numerics(engine.capabilities.numerics, run.schedule),
     )
 
 

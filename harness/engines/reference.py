@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from harness.engines.adapter import LIMITS, Control, Engine, Offer, Timeline, Workload
+from harness.engines.adapter import LIMITS, Capabilities, Control, Engine, Timeline, Workload
 from harness.engines.reference_errors import reference_errors
 from harness.engines.reference_options import parse_reference_options
 from harness.engines.reference_session import ReferenceSession
@@ -56,7 +56,9 @@ class ReferenceEngine:
         if self._adapters:
             unserved = (*unserved, "tensor-parallel")  # ranks have no adapters
         schedules = tuple(name for name in SCHEDULES if name not in unserved)
-        self.offer = Offer(schedules=schedules, keeps_cache=backend != "recompute", control=self._control(backend))
+        self.capabilities = Capabilities(
+            schedules=schedules, keeps_cache=backend != "recompute", control=self._control(backend)
+        )
 
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """Run the workload on a fresh engine; see `Engine.run`."""

@@ -64,7 +64,7 @@ class _Worker:
                 traceback.print_exc()
             return {"error": _as_json(error)}
         assert self._engine is not None
-        return {"name": self._engine.name, "offer": asdict(self._engine.offer)}
+        return {"name": self._engine.name, "capabilities": asdict(self._engine.capabilities)}
 
     def _do(self, job: Mapping[str, Any]) -> None:
         if "open" in job:

@@ -128,7 +128,7 @@ class _Declaring:
             plan.engine, plan.folder, dtype=plan.dtype, device=plan.device, options=plan.engine_options
         )
         self.name = self._engine.name
-        self.offer = replace(self._engine.offer, numerics=numerics)
+        self.capabilities = replace(self._engine.capabilities, numerics=numerics)
 
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """See `Engine.run`."""

@@ -107,7 +107,7 @@ class Comparer:
         return any(found.error is None and found.refusal is None for found in self._found.values())
 
     def _is_offered(self, change: Change) -> bool:
-        return all(run.parsed().name in self.engine.offer.schedules for run in change.runs)
+        return all(run.parsed().name in self.engine.capabilities.schedules for run in change.runs)
 
     def _drawn(self, generator: random.Random) -> Prompts:
         """Draw the requests of a round: subjects of three lengths, and the beginnings of others as their company."""
@@ -141,7 +141,7 @@ class Comparer:
         except HarnessError as error:
             return error
         recording = Recording.open(path, verify=False).with_names(self.hf.graph.aliases)  # written by ourselves
-        judged = compare_planned(self.plan, self.engine.offer, recording, self.golden, self.hf)
+        judged = compare_planned(self.plan, self.engine.capabilities, recording, self.golden, self.hf)
         wrong = frozenset(tap.name for tap in judged.result.taps if tap.verdict.is_wrong)
         return _Recorded(recording, wrong)
 

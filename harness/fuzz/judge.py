@@ -98,7 +98,7 @@ class Judge:
             self.engine.run(asked, writer)
 
     def _compared(self, actual: Recording, *, explain: bool) -> Judged:
-        found = compare_planned(self.plan, self.engine.offer, actual, self.golden, self.hf)
+        found = compare_planned(self.plan, self.engine.capabilities, actual, self.golden, self.hf)
         run = explain_run(found, actual, self.golden, self.hf) if explain else found.result
         return Judged(run=run, conditions=conditions(actual))
 

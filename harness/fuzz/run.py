@@ -69,7 +69,7 @@ def search_workloads(
         golden_s = subject.elapsed_s()
         search = Search(
             judge=judge,
-            translator=Translator(pool, judge.engine.offer.control, plan.engine_options),
+            translator=Translator(pool, judge.engine.capabilities.control, plan.engine_options),
             seconds=options.seconds,
             seed=options.seed,
             is_first_enough=options.is_first_enough,
@@ -177,22 +177,22 @@ def _refuse_nothing(plan: Plan, search: Search) -> None:
         f"the engine serves none of {search.rejected.total()} workloads",
         where=plan.engine,
         actual=search.rejected.most_common(1)[0][0],
-        hint="declare in Offer.control only what the engine leaves to a workload (docs/fuzz.md)",
+        hint="declare in Capabilities.control only what the engine leaves to a workload (docs/fuzz.md)",
     )
 
 
 def _check_served(plan: Plan, workload: SentWorkload, engine: Engine) -> None:
     """Refuse a workload that the engine does not claim to follow: it would run something else."""
-    control = engine.offer.control
+    control = engine.capabilities.control
     if workload.schedule is not None:
-        is_served, expected = workload.schedule.partition(":")[0] in engine.offer.schedules, "a schedule by name"
+        is_served, expected = workload.schedule.partition(":")[0] in engine.capabilities.schedules, "a schedule by name"
     else:
         is_served = (
             control is not None
             and (control.aborts or not any(request.is_aborted for request in workload.requests))
             and (control.forks or all(request.fork_of is None for request in workload.requests))
         )
-        expected = "arrivals, aborts and forks as in Offer.control"
+        expected = "arrivals, aborts and forks as in Capabilities.control"
     if not is_served:
         raise HarnessError(
             Code.ENGINE_CANNOT_SERVE, f"engine {plan.engine!r} cannot follow the workload", where="--replay",
@@ -224,11 +224,11 @@ class _Subject:
         engine = open_engine(
             plan.engine, plan.folder, dtype=plan.dtype, device=plan.device, options=plan.engine_options
         )
-        if engine.offer.control is None and not searched_schedules(engine.offer):
+        if engine.capabilities.control is None and not searched_schedules(engine.capabilities):
             raise HarnessError(
                 Code.ENGINE_CANNOT_SERVE, f"engine {plan.engine!r} follows no schedule that can be searched",
-                where="--engine", expected="Offer.control, or one of " + ", ".join(SEARCHED),
-                actual=", ".join(engine.offer.schedules) or "no schedule",
+                where="--engine", expected="Capabilities.control, or one of " + ", ".join(SEARCHED),
+                actual=", ".join(engine.capabilities.schedules) or "no schedule",
             )  # fmt: skip
         report("oracle", 0, 1)
         hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)

@@ -63,7 +63,7 @@ class Search:
     def run(self) -> None:
         """Search until the time is up, or Ctrl-C."""
         self._until = time.perf_counter() + self.seconds
-        strategies = Strategies(self.translator, self.judge.engine.offer)
+        strategies = Strategies(self.translator, self.judge.engine.capabilities)
         number = 0
         try:
             while not self._is_over():

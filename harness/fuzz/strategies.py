@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from harness.engines import Offer
+from harness.engines import Capabilities
 from harness.fuzz.pool import SEGMENT
 from harness.fuzz.workload import Request, Searched, Translator
 from harness.schedule import DEFAULT_CHUNK_SIZE, SCHEDULES
@@ -27,7 +27,7 @@ class Strategies:
     """Draws workloads that fit a pool and an engine."""
 
     translator: Translator
-    offer: Offer
+    capabilities: Capabilities
 
     def workloads(self, corpus: Sequence[Searched]) -> st.SearchStrategy[Searched]:
         """Draw a new workload, or a change to one of those that reached something new."""
@@ -81,7 +81,7 @@ class Strategies:
 
     def _base(self, draw: st.DrawFn) -> Searched:
         """Draw what holds for all requests, but for the number of blocks."""
-        control = self.offer.control
+        control = self.capabilities.control
         if control is None:
             return Searched(requests=(), schedule=self._schedule(draw))
         workload, size = Searched(requests=()), self.translator.block_size
@@ -100,7 +100,7 @@ class Strategies:
         return workload
 
     def _schedule(self, draw: st.DrawFn) -> str:
-        name = draw(st.sampled_from(searched_schedules(self.offer)))
+        name = draw(st.sampled_from(searched_schedules(self.capabilities)))
         size = self.translator.block_size
         if SCHEDULES[name].chunk_size is None:
             return name
@@ -113,7 +113,7 @@ class Strategies:
         return tuple(dict.fromkeys((size, SEGMENT, *(() if chunk is None else (chunk,)))))
 
     def _request(self, draw: st.DrawFn, sizes: Sequence[int], before: Sequence[Request]) -> Request:
-        control, pool = self.offer.control, self.translator.pool
+        control, pool = self.capabilities.control, self.translator.pool
         sequence = draw(st.integers(0, len(pool.sequences) - 1))
         if before and draw(st.integers(0, 2)) == 0:  # the same tokens again: a cache may have kept them, or lost them
             sequence = draw(st.sampled_from(before)).sequence
@@ -133,7 +133,7 @@ class Strategies:
 
     def _fork(self, draw: st.DrawFn, requests: list[Request]) -> None:
         """Make the last request a fork of one before it: one that soon goes another way."""
-        control, pool = self.offer.control, self.translator.pool
+        control, pool = self.capabilities.control, self.translator.pool
         if control is None or not control.forks or len(requests) < 2:
             return
         at = draw(st.integers(0, len(requests) - 2))
@@ -150,11 +150,11 @@ class Strategies:
             requests[-1] = replace(requests[-1], sequence=sequence, num_new=num_new, fork_of=at)
 
     def _arrival(self, draw: st.DrawFn) -> int:
-        return 0 if self.offer.control is None else draw(st.sampled_from(ARRIVALS))
+        return 0 if self.capabilities.control is None else draw(st.sampled_from(ARRIVALS))
 
     def _tightened(self, draw: st.DrawFn, workload: Searched) -> Searched:
         """Draw a number of blocks for these requests: as many as the engine likes, or few."""
-        control = self.offer.control
+        control = self.capabilities.control
         workload = self.translator.fitted(workload)
         if control is None or "num_blocks" not in control.limits or draw(st.integers(0, 2)) == 0:
             return workload
@@ -163,9 +163,9 @@ class Strategies:
         return workload.with_limit("num_blocks", max(self.translator.fewest(workload), number))
 
 
-def searched_schedules(offer: Offer) -> list[str]:
+def searched_schedules(capabilities: Capabilities) -> list[str]:
     """Return the schedules by name that are searched, of those that an engine follows."""
-    return [name for name in offer.schedules if name in SEARCHED]
+    return [name for name in capabilities.schedules if name in SEARCHED]
 
 
 def without_request(workload: Searched, at: int) -> Searched:

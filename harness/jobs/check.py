@@ -11,7 +11,7 @@ import torch
 
 from harness.checkpoint import config_hash, weights_hash
 from harness.compare import Comparison, compare_run
-from harness.engines import Engine, Offer, TapMatcher, engine_errors, open_engine
+from harness.engines import Capabilities, Engine, TapMatcher, engine_errors, open_engine
 from harness.engines.isolated import IsolatedEngine, isolated_engine
 from harness.engines.record import RunDescription, record
 from harness.errors import Code, HarnessError
@@ -102,7 +102,7 @@ def followed_schedules(plan: Plan, engine: Engine | IsolatedEngine) -> Plan:
     Raises:
         HarnessError: ENGINE_CANNOT_SERVE: it cannot follow one that was asked for.
     """
-    offered = engine.offer.schedules
+    offered = engine.capabilities.schedules
     others = [schedule for schedule in plan.schedules if schedule.name not in offered]
     if others and not plan.has_default_schedules:
         raise HarnessError(
@@ -135,14 +135,14 @@ def _run_schedule(
         with Recording.open(folder, verify=False) as actual:  # written a moment ago by ourselves
             require = sorted({*schedule.requires, *plan.require})
             found = compare_planned(
-                plan, engine.offer, actual, golden, hf, require=require, engine_s=engine_s, progress=report
+                plan, engine.capabilities, actual, golden, hf, require=require, engine_s=engine_s, progress=report
             )
             return found.result if plan.stops_early else explain_run(found, actual, golden, hf)
 
 
 def compare_planned(
     plan: Plan,
-    offer: Offer,
+    capabilities: Capabilities,
     actual: Recording,
     golden: Golden,
     hf: HFModel,
@@ -155,7 +155,7 @@ def compare_planned(
 
     Args:
         plan: what was asked for.
-        offer: of the engine, after its run.
+        capabilities: of the engine, after its run.
         actual: what it recorded.
         golden: of its requests.
         hf: the model that judges every operation by itself.
@@ -167,9 +167,9 @@ def compare_planned(
         actual,
         golden,
         hf=hf,
-        wanted=_wanted(plan, offer, hf.graph),
-        not_offered=offer.lacks(),
-        sampled_only=offer.sampled_only,
+        wanted=_wanted(plan, capabilities, hf.graph),
+        not_offered=capabilities.all_unsupported_taps(),
+        sampled_only=capabilities.sampled_only,
         accepts_tokens=plan.only == "tokens",
         require=require,
         truth=plan.truth,
@@ -179,10 +179,10 @@ def compare_planned(
     )
 
 
-def _wanted(plan: Plan, offer: Offer, graph: Graph) -> list[str]:
+def _wanted(plan: Plan, capabilities: Capabilities, graph: Graph) -> list[str]:
     """Return the taps that must have been recorded."""
     if plan.only in (None, "all"):
-        return offer.wanted(graph)
+        return capabilities.wanted(graph)
     if plan.only == "cache":
         return [*(op.tap for op in graph if op.kind is Kind.CACHE), graph.logits]
     return [graph.logits] if plan.only == "logits" else []

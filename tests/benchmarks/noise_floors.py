@@ -85,7 +85,11 @@ def measure(plan: Plan, floors: dict[tuple[str, str, str], Floor], alarms: list[
                     record_run(own, engine, schedule, golden.requests, Path(folder) / "run")
                     with Recording.open(Path(folder) / "run", verify=False) as recording:
                         found = compare_run(
-                            recording, golden, hf=hf, wanted=engine.offer.wanted(hf.graph), require=schedule.requires
+                            recording,
+                            golden,
+                            hf=hf,
+                            wanted=engine.capabilities.wanted(hf.graph),
+                            require=schedule.requires,
                         )
                 collect(found, plan.dtype, hf, floors, label)
                 result = found.result

@@ -34,7 +34,7 @@ class Engine:
     name = "sleepy"
 
     def __init__(self, inner):
-        self.inner, self.offer = inner, inner.offer
+        self.inner, self.capabilities = inner, inner.capabilities
 
     def run(self, workload, writer):
         time.sleep(float(os.environ["SLEEPY_SECONDS"]))

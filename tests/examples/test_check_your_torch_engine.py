@@ -62,7 +62,7 @@ class Checked:
         with writer:
             engine.run(Workload(requests=self.golden.requests, schedule=parse_schedule("plain")), writer)
         with Recording.open(self.path) as actual:
-            found = compare_run(actual, self.golden, hf=self.hf, wanted=engine.offer.wanted(self.hf.graph))
+            found = compare_run(actual, self.golden, hf=self.hf, wanted=engine.capabilities.wanted(self.hf.graph))
             return explain_run(found, actual, self.golden, self.hf)
 
 

@@ -33,7 +33,7 @@ class Engine:
     name = "foreign"
 
     def __init__(self, inner):
-        self.inner, self.offer = inner, inner.offer
+        self.inner, self.capabilities = inner, inner.capabilities
 
     def run(self, workload, writer):
         self.inner.run(workload, Between(writer))

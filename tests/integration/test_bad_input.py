@@ -516,7 +516,11 @@ FAILING = {
         "ZeroDivisionError: division by zero",
     ),
     "at opening": ("    return Engine(", "    raise OSError('no driver')\n    return Engine(", "OSError: no driver"),
-    "by being none": ("    return Engine(", "    return dict(a=", "expected: an object with name, offer and run"),
+    "by being none": (
+        "    return Engine(",
+        "    return dict(a=",
+        "expected: an object with name, capabilities and run",
+    ),
     "at import": ("class Between:", "raise ImportError('no libfoo.so')\nclass Between:", "no libfoo.so"),
 }
 

@@ -80,10 +80,10 @@ def test_a_peer_with_other_tokens_ends_it_before_anything_is_timed(harness, wron
 
 
 ENGINE = """
-from harness.engines import Offer, open_engine as open_any
+from harness.engines import Capabilities, open_engine as open_any
 
 class Engine:
-    name, offer = "mine", Offer(schedules=("plain",))
+    name, capabilities = "mine", Capabilities(schedules=("plain",))
 
     def __init__(self, folder, dtype, device):
         self.inner = open_any("reference", folder, dtype=dtype, device=device)

@@ -96,14 +96,19 @@ def test_half_of_the_taps_pass_where_the_others_are_declared(check, install):
     assert undeclared.status == 1
     assert codes(undeclared) == {Code.TAP_MISSING}
     assert len(undeclared.json["coverage"]["missing_taps"]) == 3 * len(HALF)
-    offer = f'inner.offer.__class__(schedules=("plain",), lacking={HALF})'
-    declared = check(install(keep(condition).replace("inner, inner.offer", f"inner, {offer}"), name="declared"))
+    capabilities = f'inner.capabilities.__class__(schedules=("plain",), unsupported_taps={HALF})'
+    declared = check(
+        install(keep(condition).replace("inner, inner.capabilities", f"inner, {capabilities}"), name="declared")
+    )
     assert declared.status == 0, declared.out
     assert declared.json["coverage"]["not_offered"] == list(HALF)
     assert declared.json["coverage"]["missing"] == 0
 
 
-LACKS = "inner.offer.__class__(schedules=('plain',), keeps_cache=False, lacking=tuple(op.site for op in GRAPH if {}))"
+LACKS = (
+    "inner.capabilities.__class__(schedules=('plain',), keeps_cache=False, "
+    "unsupported_taps=tuple(op.site for op in GRAPH if {}))"
+)
 GRAPH = """
 import torch
 from harness.oracle.model import load_model
@@ -119,8 +124,8 @@ def open_engine(folder, *, dtype, device, options):
 
 def lacking_all_but(shown: str) -> str:
     """Return the source of an engine that declares that it can show nothing but one site, and shows nothing else."""
-    offer = LACKS.format(f"op.site != {shown!r}")
-    source = keep(f"name == {shown!r}").replace("inner, inner.offer", f"inner, {offer}")
+    capabilities = LACKS.format(f"op.site != {shown!r}")
+    source = keep(f"name == {shown!r}").replace("inner, inner.capabilities", f"inner, {capabilities}")
     return source.replace("\ndef open_engine(folder, *, dtype, device, options):\n", GRAPH)
 
 

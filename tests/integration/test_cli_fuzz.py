@@ -98,12 +98,12 @@ def test_an_engine_that_hangs_is_a_finding(harness, install, monkeypatch):
 
 NO_CONTROL = """
         from dataclasses import replace
-        self.inner, self.offer = inner, replace(inner.offer, control=None, schedules={schedules})"""
+        self.inner, self.capabilities = inner, replace(inner.capabilities, control=None, schedules={schedules})"""
 
 
 def without_control(*schedules):
     return ENGINE.replace(
-        "\n        self.inner, self.offer = inner, inner.offer", NO_CONTROL.format(schedules=schedules)
+        "\n        self.inner, self.capabilities = inner, inner.capabilities", NO_CONTROL.format(schedules=schedules)
     )
 
 

@@ -206,10 +206,10 @@ def test_what_another_engine_cannot_do_is_refused(generate, options, code, words
 
 def test_an_engine_without_steps_or_generate_is_told_what_it_lacks(generate, install):
     source = """
-from harness.engines import Offer
+from harness.engines import Capabilities
 
 class Engine:
-    name, offer = "mine", Offer(schedules=("plain",))
+    name, capabilities = "mine", Capabilities(schedules=("plain",))
 
     def run(self, workload, writer):
         raise AssertionError

@@ -116,11 +116,11 @@ def test_what_cannot_be_profiled_is_an_error_and_leaves_nothing(harness, tmp_pat
 
 def test_an_engine_that_offers_no_steps_is_an_error(harness, tmp_path, install):
     name = install("""
-from harness.engines import Offer
+from harness.engines import Capabilities
 
 class Engine:
     name = "whole"
-    offer = Offer(schedules=("plain",))
+    capabilities = Capabilities(schedules=("plain",))
 
     def run(self, workload, writer):
         raise AssertionError
@@ -167,7 +167,7 @@ from harness.engines import open_engine as open_any
 
 class Engine:
     def __init__(self, inner):
-        self.inner, self.name, self.offer, self.run = inner, "failing", inner.offer, inner.run
+        self.inner, self.name, self.capabilities, self.run = inner, "failing", inner.capabilities, inner.run
 
     def open_session(self, **limits):
         session, steps = self.inner.open_session(**limits), []

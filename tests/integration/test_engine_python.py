@@ -16,10 +16,10 @@ from harness.recording import Recording
 ENGINE = """
 import sys
 import numpy as np
-from harness.engines import Offer
+from harness.engines import Capabilities
 
 class Engine:
-    name, offer = "elsewhere", Offer(schedules=("plain",))
+    name, capabilities = "elsewhere", Capabilities(schedules=("plain",))
     environment = {"elsewhere": "1.5", "prefix": sys.prefix}
 
     def run(self, workload, writer):

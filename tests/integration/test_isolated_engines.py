@@ -17,11 +17,11 @@ HARNESS = [sys.executable, "-c", "from harness.cli import main; main()"]
 RUN = "self.inner.run(workload, Between(writer))"
 OPEN = """
 import ctypes, os, signal, subprocess, sys, time
-from harness.engines import Offer
+from harness.engines import Capabilities
 from harness.errors import Code, HarnessError
 
 class Engine:
-    name, offer = "foreign", Offer(schedules=("plain",))
+    name, capabilities = "foreign", Capabilities(schedules=("plain",))
 
     def run(self, workload, writer):
         pass
@@ -51,10 +51,14 @@ ENDS = {
     "raise HarnessError(Code.NOTHING_CHECKED, 'all is well')": "raised HarnessError: H051: all is well",
     "raise HarnessError(Code.PERFORMANCE_REGRESSION, 'slow')": "raised HarnessError: H078: slow",
     "return None": "actual:   NoneType",
-    "Engine.offer = None": "the engine's offer is none",
-    "Engine.offer = Offer(schedules='plain')": "the engine's offer has no list of schedules",
-    "Engine.offer = Offer(schedules=('plain',), lacking='mlp.act')": "the engine's offer has no list of lacking",
-    "Engine.offer = property(lambda self: 1 / 0)": "raised ZeroDivisionError",
+    "Engine.capabilities = None": "the engine's capabilities are none",
+    "Engine.capabilities = Capabilities(schedules='plain')": "the engine's capabilities have no list of schedules",
+    "Engine.capabilities = Capabilities(schedules=('plain',), unsupported_taps='mlp.act')": (
+        "the engine's capabilities have no list of unsupported_taps"
+    ),
+    "Engine.offer = Engine.capabilities; del Engine.capabilities": "the engine has an offer",
+    "from harness.engines import Offer": "harness.engines.Offer is Capabilities now",
+    "Engine.capabilities = property(lambda self: 1 / 0)": "raised ZeroDivisionError",
     "os.write(1, b'{}')": "cannot follow the schedule 'batched'",  # what it prints is no answer
     "sys.stdin.read()": "cannot follow the schedule 'batched'",  # nor is it given our jobs
 }
@@ -73,7 +77,7 @@ def test_whatever_an_engine_does_is_an_error_that_names_it(harness, install, lla
     assert ran.out == ""
 
 
-IN_PROCESS = [does for does in ENDS if does.startswith(("sys.exit", "raise", "return", "Engine.offer"))]
+IN_PROCESS = [does for does in ENDS if does.startswith(("sys.exit", "raise", "return", "Engine.", "from"))]
 
 
 @pytest.mark.parametrize("does", [does for does in IN_PROCESS if "KeyboardInterrupt" not in does])

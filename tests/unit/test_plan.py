@@ -4,7 +4,7 @@ import pytest
 
 from harness.case import RequestSpec
 from harness.checkpoint import resolve
-from harness.engines import Offer
+from harness.engines import Capabilities
 from harness.errors import Code, HarnessError
 from harness.jobs.check import followed_schedules, match_taps, open_planned
 from harness.plan import plan_request
@@ -14,7 +14,7 @@ REQUESTS = [RequestSpec(token_ids=[1, 4, 5, 6, 7, 8, 9, 10, 11])]
 
 class Plain:
     name = "plain only"
-    offer = Offer(schedules=("plain",))
+    capabilities = Capabilities(schedules=("plain",))
 
     def run(self, workload, writer):
         raise NotImplementedError

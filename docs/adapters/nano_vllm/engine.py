@@ -17,7 +17,7 @@ from nanovllm.utils.loader import load_model
 from torch import distributed
 from transformers import AutoConfig
 
-from harness.engines import Offer
+from harness.engines import Capabilities
 from harness.engines.torch_modules import Batch, PagedCache, StepWatcher, find_table
 
 BLOCK = 16
@@ -43,7 +43,7 @@ class Watcher(StepWatcher):
 
 class Engine:
     name = "nano-vllm"
-    offer = Offer(schedules=("plain", "chunked", "batched", "prefix-hit", "preempted"))
+    capabilities = Capabilities(schedules=("plain", "chunked", "batched", "prefix-hit", "preempted"))
 
     def __init__(self, folder, dtype):
         self.config, self.dtype = AutoConfig.from_pretrained(folder), getattr(torch, dtype)

@@ -9,7 +9,7 @@ import torch
 from harness.checkpoint.gguf import open_gguf, read_source
 from harness.checkpoint.gguf.architecture import Metadata
 from harness.checkpoint.gguf.writer import write_gguf
-from harness.engines.adapter import Engine, Offer, Workload
+from harness.engines.adapter import Capabilities, Engine, Workload
 from harness.engines.llamacpp.adapter_file import write_adapter_file
 from harness.engines.llamacpp.cache import CachedRows
 from harness.engines.llamacpp.capture import Capture, UBatch, halves_of_pairs
@@ -71,7 +71,7 @@ class LlamaCppEngine:
         if options.lora is not None or options.lora_gguf is not None:
             self._load_adapter(options, metadata)
         formats = sorted({tensor.type.name for tensor, _ in file.tensors.values()} - {"F32"})
-        self.offer = Offer(
+        self.capabilities = Capabilities(
             schedules=_SCHEDULES,
             sampled_only=pruned_taps(metadata.count("block_count")),
             numerics=Numerics(weights=tuple(formats), **self._declared_cache()),
@@ -196,7 +196,7 @@ class _Run:
         kept = list(range(len(ids))) if ubatch.outputs is None else ubatch.outputs.tolist()
         if kept != sampled:
             raise _disagreement("rows kept for the head", expected=sampled[:8], actual=kept[:8])
-        pruned = set(self._engine.offer.sampled_only)
+        pruned = set(self._engine.capabilities.sampled_only)
         self._writer.begin_step(
             phase=self._phase(ids, positions),
             request=ids,

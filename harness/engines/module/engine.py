@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.engines.adapter import Offer, Workload
+from harness.engines.adapter import Capabilities, Workload
 from harness.engines.module.forward import Forward
 from harness.engines.module.names import ModuleNames
-from harness.engines.module.taps import Place, Places, lacking_taps, unmatched_hint, unmistakable_length
+from harness.engines.module.taps import Place, Places, unmatched_hint, unmistakable_length, unsupported_taps
 from harness.engines.module.values import evaluating, showing_values
 from harness.errors import Code, HarnessError
 from harness.recording import RecordingWriter, RequestInfo
@@ -44,7 +44,7 @@ class TorchEngine:
         self._heads: frozenset[str] = frozenset()
         self._logits = ""
         self._has_cache = self._forward.takes_cache
-        self.offer = self._offered(())
+        self.capabilities = self._capabilities(())
 
     def match_taps(self, graph: Graph) -> None:
         """See `TapMatcher.match_taps`.
@@ -67,7 +67,7 @@ class TorchEngine:
             self._places.setdefault(place.shown, []).append(place)
         self._heads, self._logits = graph.head, graph.logits
         self._has_cache = answer.cache is not None
-        self.offer = self._offered(lacking_taps(graph, {*places.by_tap, graph.logits}))
+        self.capabilities = self._capabilities(unsupported_taps(graph, {*places.by_tap, graph.logits}))
 
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """Feed the requests one after the other; see `Engine.run`."""
@@ -77,9 +77,9 @@ class TorchEngine:
                 for positions in _pieces(request, workload.schedule.chunk_size):
                     cache = self._step(request, positions, cache, writer)
 
-    def _offered(self, lacking: tuple[str, ...]) -> Offer:
+    def _capabilities(self, unsupported_taps: tuple[str, ...]) -> Capabilities:
         schedules = ("plain", "chunked") if self._has_cache else ("plain",)
-        return Offer(schedules=schedules, keeps_cache=False, lacking=lacking)
+        return Capabilities(schedules=schedules, keeps_cache=False, unsupported_taps=unsupported_taps)
 
     def _step(self, request: RequestInfo, positions: range, cache: Any, writer: RecordingWriter) -> Any:
         """Compute the rows at some positions, record them, and return the cache."""

@@ -78,7 +78,7 @@ class Places:
                 yield self.names.translate(f"{name}:{index}") + at + number, index
 
 
-def lacking_taps(graph: Graph, found: Collection[str]) -> tuple[str, ...]:
+def unsupported_taps(graph: Graph, found: Collection[str]) -> tuple[str, ...]:
     """Return what is not among the taps found: sites, or single taps where another layer has the site.
 
     Caches are left out: they are no values of a forward.

@@ -51,8 +51,8 @@ class ModuleRecorder:
         self._bindings, self._num_layers = bind(model, table)
         self._sampled_only = {tap for entry in table if entry.is_sampled_only for tap in entry.taps}
 
-    def lacking(self, graph: Graph) -> tuple[str, ...]:
-        """Return the sites of a model that the table does not show, for `Offer.lacking`; caches are left out."""
+    def unsupported_taps(self, graph: Graph) -> tuple[str, ...]:
+        """Return the sites of a model that the table does not show; caches are left out."""
         shown = {graph.canonical(name) for name in self._names(lambda _tap: True)}
         missing = (op.site for op in graph if op.tap not in shown and op.kind is not Kind.CACHE)
         return tuple(dict.fromkeys(missing))

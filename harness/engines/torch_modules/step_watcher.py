@@ -98,10 +98,10 @@ class StepWatcher(ABC):
         """Return, by tap that no module shows, what is given a function that takes it in each step, then None."""
         return {}
 
-    def lacking(self, graph: Graph) -> tuple[str, ...]:
-        """Return the sites of a model that are not shown, for `Offer.lacking`."""
+    def unsupported_taps(self, graph: Graph) -> tuple[str, ...]:
+        """Return the sites of a model that are not shown, for `Capabilities.unsupported_taps`."""
         shown = {site_of(tap) for tap in self.taps_by_function()}
-        return tuple(site for site in self._recorder.lacking(graph) if site not in shown)
+        return tuple(site for site in self._recorder.unsupported_taps(graph) if site not in shown)
 
     def __enter__(self) -> Self:
         self._stack.callback(self._model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)

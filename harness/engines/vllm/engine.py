@@ -8,7 +8,7 @@ from typing import Any
 
 import vllm
 
-from harness.engines.adapter import Offer, Workload
+from harness.engines.adapter import Capabilities, Workload
 from harness.engines.vllm.opening import add_request, model_runner, opened_engine, refusing
 from harness.engines.vllm.options import SCHEDULES, base_arguments, schedule_limits
 from harness.engines.vllm.ranks import recorded_workers
@@ -49,7 +49,7 @@ class VllmEngine:
             cache = engine.vllm_config.cache_config
             self._block_size = int(cache.block_size)
             self._num_groups = len(model_runner(engine).kv_cache_config.kv_cache_groups)
-        self.offer = Offer(schedules=SCHEDULES, keeps_cache=cache.cache_dtype in ("auto", dtype))
+        self.capabilities = Capabilities(schedules=SCHEDULES, keeps_cache=cache.cache_dtype in ("auto", dtype))
 
     def match_taps(self, graph: Graph) -> None:
         """See `TapMatcher`; which of them vLLM's modules show is found at each run, in the loaded model."""
@@ -64,9 +64,9 @@ class VllmEngine:
         groups = [requests] if workload.schedule.is_batched else [[request] for request in requests]
         with (
             self._opened(limits, is_in_process=self._is_in_process) as engine,
-            self._recorded(engine, workload, requests, writer) as lacking,
+            self._recorded(engine, workload, requests, writer) as unsupported,
         ):
-            self.offer = replace(self.offer, lacking=lacking)
+            self.capabilities = replace(self.capabilities, unsupported_taps=unsupported)
             for group in groups:
                 _drive(engine, group)
 
@@ -76,13 +76,13 @@ class VllmEngine:
     ) -> Iterator[tuple[str, ...]]:
         """Record what the block does, here or in vLLM's worker processes; yield what vLLM's modules do not show."""
         assert self._graph is not None
-        reads_back = self.offer.keeps_cache
+        reads_back = self.capabilities.keeps_cache
         if not self._is_in_process or workload.schedule.num_ranks > 1:
-            with recorded_workers(engine, self._graph, requests, writer, reads_back=reads_back) as lacking:
-                yield lacking
+            with recorded_workers(engine, self._graph, requests, writer, reads_back=reads_back) as unsupported:
+                yield unsupported
             return
         with VllmWatcher(model_runner(engine), self._graph, requests, writer, reads_back=reads_back) as watcher:
-            yield watcher.lacking(self._graph)
+            yield watcher.unsupported_taps(self._graph)
 
     def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> VllmSession:
         """See `Steppable.open_session`; explicit options win. No request finds another's tokens in the cache."""

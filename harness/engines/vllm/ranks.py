@@ -38,7 +38,7 @@ class RankRecorder:
         watcher = self.harness_resources.enter_context(
             VllmWatcher(self.model_runner, known, own, writer, reads_back=reads_back)
         )
-        return list(watcher.lacking(known))
+        return list(watcher.unsupported_taps(known))
 
     def harness_end(self) -> None:
         """Finish the recording."""
@@ -55,9 +55,11 @@ def recorded_workers(
     """Record what the block does on every rank, merge it into `writer`, and yield what the modules do not show."""
     plain = [request.model_dump() for request in requests]
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=writer.path.parent) as folder:
-        lacking = engine.collective_rpc("harness_begin", args=(folder, graph.to_json(), plain, reads_back))
-        yield tuple(lacking[0])
+        unsupported = engine.collective_rpc("harness_begin", args=(folder, graph.to_json(), plain, reads_back))
+        yield tuple(unsupported[0])
         engine.collective_rpc("harness_end")
         with ExitStack() as stack:
-            ranks = [stack.enter_context(Recording.open(Path(folder) / f"rank-{rank}")) for rank in range(len(lacking))]
+            ranks = [
+                stack.enter_context(Recording.open(Path(folder) / f"rank-{rank}")) for rank in range(len(unsupported))
+            ]
             merge_ranks(ranks, graph, writer)

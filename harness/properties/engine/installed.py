@@ -52,11 +52,11 @@ def installed_engine(name: str, model: str | None = None, dtype: str = "float32"
     """
     folder = resolve(model or str(embedded_cases() / "checkpoints" / "qwen3-tiny"), local_files_only=True)
     engine = open_engine(name, folder, dtype=dtype, device="cpu")
-    control = engine.offer.control
-    if control is None and "batched" not in engine.offer.schedules:
+    control = engine.capabilities.control
+    if control is None and "batched" not in engine.capabilities.schedules:
         raise HarnessError(
             Code.ENGINE_LACKS_METHOD, f"engine {name!r} cannot run requests together", where="--engine",
-            expected="Offer.control, or the schedule batched", actual=", ".join(engine.offer.schedules),
+            expected="Capabilities.control, or the schedule batched", actual=", ".join(engine.capabilities.schedules),
             hint="harness check takes it",
         )  # fmt: skip
     _match_taps(engine, folder, dtype)
@@ -75,7 +75,7 @@ def installed_engine(name: str, model: str | None = None, dtype: str = "float32"
 
 def _refusal(option: str) -> str:
     limit = _LIMITS.get(option)
-    return f"Offer.control does not name {limit}" if limit else f"no workload of the harness decides {option}"
+    return f"Capabilities.control does not name {limit}" if limit else f"no workload of the harness decides {option}"
 
 
 def _match_taps(engine: Engine, folder: Path, dtype: str) -> None:
@@ -140,7 +140,7 @@ class _Installed:
         return RequestInfo(id=number, token_ids=[*prompt, *drawn], prompt_length=len(prompt))
 
     def _record(self, requests: Sequence[RequestInfo], arrivals: Mapping[int, int]) -> "_Run":
-        has_control = self.engine.offer.control is not None
+        has_control = self.engine.capabilities.control is not None
         timeline = Timeline(limits=self._limits, arrivals=arrivals) if has_control else None
         schedule = SCHEDULES["batched"]
         with tempfile.TemporaryDirectory(prefix="harness-engine-") as folder:

@@ -60,7 +60,7 @@ def test_options_of_an_engine_have_pythons_types():
 
 def test_an_engine_object_without_an_entry_point(folder):
     inner = open_engine("reference", folder, dtype="float32", device="cpu")
-    engine = SimpleNamespace(name="mine", offer=inner.offer, run=inner.run)
+    engine = SimpleNamespace(name="mine", capabilities=inner.capabilities, run=inner.run)
     report = check(engine, schedules=["batched"])
     report.assert_ok()
     assert report.engine == "mine"
@@ -82,7 +82,7 @@ def test_a_bug_of_an_engine_object_is_found(folder):
             self.writer.tap(name, 2 * tensor if name == "model.layers.1.mlp.act" else tensor)
 
     engine = SimpleNamespace(
-        name="mine", offer=inner.offer, run=lambda workload, writer: inner.run(workload, Doubling(writer))
+        name="mine", capabilities=inner.capabilities, run=lambda workload, writer: inner.run(workload, Doubling(writer))
     )
     assert_wrong_at(check(engine, schedules=["plain"]), "model.layers.1.mlp.act")
 

@@ -31,7 +31,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed(code: str):
 
 
 def test_the_protocol_of_engines_needs_no_torch():
-    assert "torch" not in loaded_by("from harness import Engine, Offer, Workload")
+    assert "torch" not in loaded_by("from harness import Engine, Capabilities, Workload")
 
 
 @pytest.mark.parametrize("name", harness.__all__)

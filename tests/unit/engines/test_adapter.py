@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from harness.engines import Offer, engine_names, open_engine
+from harness.engines import Capabilities, engine_names, open_engine
 from harness.errors import Code, HarnessError
 
 from ..decoder_graph import decoder_graph
@@ -25,18 +25,18 @@ def test_an_unknown_engine_is_told_which_there_are(tmp_path):
 
 def test_what_is_wanted_is_the_graph_without_what_is_lacking():
     graph = decoder_graph(num_layers=2, has_qk_norm=False)
-    offer = Offer(schedules=("plain",), lacking=("mlp.act",), keeps_cache=False)
-    assert offer.lacks() == ("mlp.act", "k_cache", "v_cache")
-    left_out = {f"model.layers.{layer}.{site}" for layer in (0, 1) for site in offer.lacks()}
-    assert left_out.isdisjoint(offer.wanted(graph))
-    assert len(offer.wanted(graph)) == len(graph) - len(left_out)
-    assert Offer(schedules=()).wanted(graph) == [operation.tap for operation in graph]
+    capabilities = Capabilities(schedules=("plain",), unsupported_taps=("mlp.act",), keeps_cache=False)
+    assert capabilities.all_unsupported_taps() == ("mlp.act", "k_cache", "v_cache")
+    left_out = {f"model.layers.{layer}.{site}" for layer in (0, 1) for site in capabilities.all_unsupported_taps()}
+    assert left_out.isdisjoint(capabilities.wanted(graph))
+    assert len(capabilities.wanted(graph)) == len(graph) - len(left_out)
+    assert Capabilities(schedules=()).wanted(graph) == [operation.tap for operation in graph]
 
 
 def test_a_single_tap_may_be_lacking():
     graph = decoder_graph(num_layers=2, has_qk_norm=False)
-    offer = Offer(schedules=("plain",), lacking=("model.layers.1.mlp.act",))
-    assert set(graph.by_tap) - set(offer.wanted(graph)) == {"model.layers.1.mlp.act"}
+    capabilities = Capabilities(schedules=("plain",), unsupported_taps=("model.layers.1.mlp.act",))
+    assert set(graph.by_tap) - set(capabilities.wanted(graph)) == {"model.layers.1.mlp.act"}
 
 
 def test_naming_the_engines_imports_no_torch():

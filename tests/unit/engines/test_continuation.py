@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.engines import Offer
+from harness.engines import Capabilities
 from harness.engines.continuation import Continuation
 from harness.engines.stepping import open_session
 from harness.errors import Code, HarnessError
@@ -34,7 +34,7 @@ class Session:
 
 
 def engine(**methods):
-    return SimpleNamespace(name="mine", offer=Offer(schedules=("plain",)), run=None, **methods)
+    return SimpleNamespace(name="mine", capabilities=Capabilities(schedules=("plain",)), run=None, **methods)
 
 
 def stepped(session):

@@ -3,17 +3,17 @@
 import json
 from dataclasses import asdict
 
-from harness.engines import Control, Offer
+from harness.engines import Capabilities, Control
 from harness.engines.isolated import IsolatedEngine
 from harness.numerics import Numerics
 
 
 def test_an_offer_comes_over_as_it_was_made():
-    offer = Offer(
+    capabilities = Capabilities(
         schedules=("plain", "batched"),
-        lacking=("mlp.act",),
+        unsupported_taps=("mlp.act",),
         control=Control(limits=("num_blocks",), aborts=True),
         numerics=Numerics(weights=("Q8_0",), cache="float16"),
     )
-    answer = json.loads(json.dumps({"name": "mine", "offer": asdict(offer)}))
-    assert IsolatedEngine(None, answer, "mine", 1.0).offer == offer
+    answer = json.loads(json.dumps({"name": "mine", "capabilities": asdict(capabilities)}))
+    assert IsolatedEngine(None, answer, "mine", 1.0).capabilities == capabilities

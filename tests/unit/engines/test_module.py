@@ -48,21 +48,21 @@ def rows(step, tap):
 
 
 def test_all_taps_but_the_caches_are_found_by_names(engine, graph):
-    assert engine().offer.lacking == ()
-    assert engine().offer.lacks() == ("k_cache", "v_cache")
-    wanted = engine().offer.wanted(graph)
+    assert engine().capabilities.unsupported_taps == ()
+    assert engine().capabilities.all_unsupported_taps() == ("k_cache", "v_cache")
+    wanted = engine().capabilities.wanted(graph)
     assert set(wanted) == {operation.tap for operation in graph if operation.kind is not Kind.CACHE}
 
 
 def test_what_has_no_name_is_not_offered(engine):
     names = {theirs: ours for theirs, ours in NAMES.items() if "rope" not in theirs and "qn" not in theirs}
-    assert engine(names=names).offer.lacking == ("self_attn.q_norm", "q_rope", "k_rope")
+    assert engine(names=names).capabilities.unsupported_taps == ("self_attn.q_norm", "q_rope", "k_rope")
 
 
 def test_a_tap_that_one_layer_lacks_is_lacking_in_that_layer(engine):
     names = {theirs: ours for theirs, ours in NAMES.items() if theirs != "blocks.*.attn.qn"}
     one = {f"blocks.{layer}.attn.qn": f"model.layers.{layer}.self_attn.q_norm" for layer in (0, 2)}
-    assert engine(names=names | one).offer.lacking == ("model.layers.1.self_attn.q_norm",)
+    assert engine(names=names | one).capabilities.unsupported_taps == ("model.layers.1.self_attn.q_norm",)
 
 
 @pytest.mark.parametrize("kind", [OwnModel, CachedModel])
@@ -80,7 +80,7 @@ def test_every_position_is_recorded_once_with_its_own_values(engine, graph, reco
         logits = logits[0][0] if isinstance(logits, tuple) else logits[0]
         for at in range(len(request.token_ids)):
             expected[request.id, at] = seen["kn"][at], logits[at]
-    for schedule in subject.offer.schedules:
+    for schedule in subject.capabilities.schedules:
         with record(subject, schedule) as recording:
             seen, chosen = Counter(), {}
             for step in computed(recording):
@@ -110,7 +110,7 @@ def test_a_module_with_a_cache_is_fed_each_token_once(engine, record):
     subject._module.tok.register_forward_hook(lambda _module, args, _out: fed.append(args[0].numel()))
     with record(subject, "chunked:3", REQUESTS[:1]):
         assert fed == [3, 3, 2, 1, 1]
-    assert subject.offer.schedules == ("plain", "chunked")
+    assert subject.capabilities.schedules == ("plain", "chunked")
 
 
 def test_a_module_without_one_is_fed_the_whole_sequence(engine, record):
@@ -119,7 +119,7 @@ def test_a_module_without_one_is_fed_the_whole_sequence(engine, record):
     with record(subject, "plain", REQUESTS[:1]) as recording:
         assert fed == [8, 9, 10]
         assert [step.phase for step in recording.steps] == ["prefill", "decode", "decode"]
-    assert subject.offer.schedules == ("plain",)
+    assert subject.capabilities.schedules == ("plain",)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -147,7 +147,7 @@ def test_a_module_that_takes_a_cache_and_returns_none_is_fed_the_whole_sequence(
     subject._module.tok.register_forward_hook(lambda _module, args, _out: fed.append(args[0].numel()))
     with record(subject, "plain", REQUESTS[:1]):
         assert fed == [8, 9, 10]
-    assert subject.offer.schedules == ("plain",)
+    assert subject.capabilities.schedules == ("plain",)
 
 
 class Fused(nn.Module):
@@ -240,8 +240,8 @@ def hf_object(model, folder, graph):
 def test_an_hf_model_shows_all_taps_of_hfs_own(hf_model, folder, graph):
     engine = hf_object(hf_model, folder, graph)
     assert engine.name == "Qwen3ForCausalLM"
-    assert engine.offer.lacks() == ()
-    assert engine.offer.schedules == ("plain", "chunked", "batched")
+    assert engine.capabilities.all_unsupported_taps() == ()
+    assert engine.capabilities.schedules == ("plain", "chunked", "batched")
 
 
 def test_an_hf_model_with_names_is_run_as_anybodys(hf_model, folder):
@@ -281,7 +281,10 @@ def test_a_module_in_the_place_of_hfs_shows_what_it_has_under_hfs_paths(hf_model
     for layer in hf_model.model.layers:
         layer.self_attn = OwnAttention(layer.self_attn)
     engine = hf_object(hf_model, folder, graph)
-    assert set(engine.offer.lacking) == {"q_rope", "k_rope"}  # the context is what o_proj is called with
+    assert set(engine.capabilities.unsupported_taps) == {
+        "q_rope",
+        "k_rope",
+    }  # the context is what o_proj is called with
     with record(engine, "plain", REQUESTS[:1]) as recording:
         step = recording.steps[0]
         assert step.tap("model.layers.1.attention").shape[0] == 8

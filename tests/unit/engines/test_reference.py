@@ -80,8 +80,8 @@ def test_a_run_gives_its_memory_back(opened, record, monkeypatch, schedule):
 
 
 def test_what_keeps_no_cache_does_not_offer_one(opened):
-    assert opened().offer.lacks() == ()
-    assert opened(attention_backend="recompute").offer.lacks() == ("k_cache", "v_cache")
+    assert opened().capabilities.all_unsupported_taps() == ()
+    assert opened(attention_backend="recompute").capabilities.all_unsupported_taps() == ("k_cache", "v_cache")
 
 
 def test_options_have_the_types_of_their_fields(opened, record):
@@ -174,9 +174,9 @@ def test_a_request_is_forked_as_often_as_the_timeline_says(opened, record):
 
 
 def test_what_an_option_has_decided_is_not_left_to_workloads(opened):
-    assert opened(block_size="4", max_num_seqs="2").offer.control == Control(
+    assert opened(block_size="4", max_num_seqs="2").capabilities.control == Control(
         limits=("max_num_batched_tokens", "num_blocks", "enable_prefix_caching"), aborts=True, forks=True
     )
-    assert opened(attention_backend="recompute").offer.control == Control(
+    assert opened(attention_backend="recompute").capabilities.control == Control(
         limits=("max_num_batched_tokens", "max_num_seqs"), aborts=True
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.engines import LIMITS, Control, Offer
+from harness.engines import LIMITS, Capabilities, Control
 from harness.fuzz.pool import Pool, make_pool
 from harness.fuzz.workload import Translator
 
@@ -22,6 +22,6 @@ def translator(pool: Pool) -> Translator:
 
 
 @pytest.fixture(scope="session")
-def offer() -> Offer:
+def capabilities() -> Capabilities:
     """Of an engine that leaves everything to workloads."""
-    return Offer(schedules=("plain",), control=CONTROL)
+    return Capabilities(schedules=("plain",), control=CONTROL)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.case import RequestSpec
-from harness.engines import Offer
+from harness.engines import Capabilities
 from harness.errors import Code, HarnessError
 from harness.fuzz.judge import Judge, Judged
 from harness.fuzz_results import SentRequest, SentWorkload
@@ -51,7 +51,7 @@ class Declaring:
     """An engine that says of itself what a check has to know; it computes nothing."""
 
     name = "declaring"
-    offer = Offer(
+    capabilities = Capabilities(
         schedules=("plain",), sampled_only=("model.norm",), numerics=Numerics(weights=("Q8_0",), cache="float16")
     )
 
@@ -74,6 +74,6 @@ def test_what_an_engine_declares_reaches_the_judge_as_in_a_check(checkpoints, mo
     workload = SentWorkload(requests=(SentRequest(token_ids=(3, 4, 5), prompt_length=2),), schedule="plain")
     assert judge.judge(workload).error is None
     ((numerics, arguments),) = given
-    assert numerics == Declaring.offer.numerics
+    assert numerics == Declaring.capabilities.numerics
     assert arguments["sampled_only"] == ("model.norm",)
     assert arguments["require"] == ()

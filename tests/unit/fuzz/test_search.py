@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.engines import Engine, Offer
+from harness.engines import Capabilities, Engine
 from harness.errors import Code, HarnessError
 from harness.fuzz import search as module
 from harness.fuzz.deadline import DeadlineError, deadline
@@ -31,12 +31,12 @@ class Judge:
     """Judges by a function of the workload that is sent."""
 
     decide: Any
-    offer: Offer
+    capabilities: Capabilities
     limit_s: float = 5.0
     limits: list[float | None] = field(default_factory=list)
 
     def __post_init__(self):
-        self.engine: Engine = SimpleNamespace(offer=self.offer)
+        self.engine: Engine = SimpleNamespace(capabilities=self.capabilities)
         self.plan = SimpleNamespace(engine="stub")
 
     def judge(self, sent, *, explain=False, limit_s=None):
@@ -45,9 +45,9 @@ class Judge:
 
 
 @pytest.fixture
-def searching(translator, offer):
+def searching(translator, capabilities):
     def make(decide, **options):
-        judge = Judge(decide, offer)
+        judge = Judge(decide, capabilities)
         return judge, Search(judge=judge, translator=translator, **{"seconds": 600.0, **options})
 
     return make

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from harness.engines import Control, Offer
+from harness.engines import Capabilities, Control
 from harness.fuzz.strategies import SEARCHED, Strategies, without_request
 from harness.fuzz.workload import Request, Searched, Translator
 
@@ -20,21 +20,21 @@ def drawn(strategy, number=200):
 
 
 @pytest.fixture(scope="module")
-def fresh(translator, offer):
-    return drawn(Strategies(translator, offer).workloads(()))
+def fresh(translator, capabilities):
+    return drawn(Strategies(translator, capabilities).workloads(()))
 
 
 def test_what_is_drawn_fits(translator, fresh):
     assert all(translator.fitted(workload) == workload for workload in fresh)
 
 
-def test_what_is_changed_fits(translator, offer, fresh):
-    changed = drawn(Strategies(translator, offer).workloads(fresh[:40]))
+def test_what_is_changed_fits(translator, capabilities, fresh):
+    changed = drawn(Strategies(translator, capabilities).workloads(fresh[:40]))
     assert all(translator.fitted(workload) == workload for workload in changed)
 
 
-def test_everything_that_an_engine_leaves_to_a_workload_is_drawn(fresh, offer):
-    assert {name for workload in fresh for name, _ in workload.limits} == set(offer.control.limits)
+def test_everything_that_an_engine_leaves_to_a_workload_is_drawn(fresh, capabilities):
+    assert {name for workload in fresh for name, _ in workload.limits} == set(capabilities.control.limits)
     requests = [request for workload in fresh for request in workload.requests]
     assert any(request.is_aborted for request in requests)
     assert any(request.fork_of is not None for request in requests)
@@ -43,15 +43,15 @@ def test_everything_that_an_engine_leaves_to_a_workload_is_drawn(fresh, offer):
 
 def test_nothing_else_is_drawn(pool):
     control = Control(limits=("max_num_seqs",))
-    workloads = drawn(Strategies(Translator(pool, control), Offer(schedules=(), control=control)).workloads(()))
+    workloads = drawn(Strategies(Translator(pool, control), Capabilities(schedules=(), control=control)).workloads(()))
     assert {name for workload in workloads for name, _ in workload.limits} == {"max_num_seqs"}
     requests = [request for workload in workloads for request in workload.requests]
     assert not any(request.is_aborted or request.fork_of is not None for request in requests)
 
 
 def test_an_engine_without_control_is_searched_by_its_schedules(pool):
-    offer = Offer(schedules=("plain", "mixed", "forked"))
-    workloads = drawn(Strategies(Translator(pool, None), offer).workloads(()))
+    capabilities = Capabilities(schedules=("plain", "mixed", "forked"))
+    workloads = drawn(Strategies(Translator(pool, None), capabilities).workloads(()))
     names = {str(workload.schedule).partition(":")[0] for workload in workloads}
     assert names == {"plain", "mixed"}
     assert len({workload.schedule for workload in workloads}) > 3

@@ -76,7 +76,7 @@ def test_every_tap_of_a_model_is_found_once(graph):
     taps = [tap for entry in table for tap in entry.taps]
     assert len(taps) == len(set(taps))
     assert {op.tap for op in graph if op.kind.value != "cache"} == set(taps)
-    assert ModuleRecorder(model, table).lacking(graph) == ()
+    assert ModuleRecorder(model, table).unsupported_taps(graph) == ()
 
 
 def test_the_embeddings_ids_are_held_against_the_tokens(graph):
@@ -91,6 +91,6 @@ def test_logits_are_of_the_rows_that_are_sampled_from(graph):
 
 def test_what_no_module_shows_is_lacking(graph):
     model = fake_model(len(graph.layers), has_norm=False)
-    lacking = ModuleRecorder(model, find_table(model, graph)).lacking(graph)
+    lacking = ModuleRecorder(model, find_table(model, graph)).unsupported_taps(graph)
     assert "input_layernorm" in lacking
     assert "self_attn.q_proj" not in lacking

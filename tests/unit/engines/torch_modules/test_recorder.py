@@ -133,7 +133,7 @@ def test_the_layer_before_and_the_last():
 def test_what_the_table_does_not_show(tiny):
     recorder = ModuleRecorder(Engine(), TABLE)
     graph = tiny("llama").graph
-    lacking = recorder.lacking(graph)
+    lacking = recorder.unsupported_taps(graph)
     assert {"self_attn.q_proj", "lm_head", "model.norm", "k_rope"} <= set(lacking)
     assert not {"input_layernorm", "q_rope", "model.embed_tokens", "k_cache"} & set(lacking)
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import settings
 
-from harness.engines import Offer
+from harness.engines import Capabilities
 from harness.errors import Code, HarnessError
 from harness.properties.core.adapter import Adapter
 from harness.properties.core.findings import PropertyError
@@ -66,7 +66,7 @@ class Shifting:
     name = "mine"
 
     def __init__(self, inner):
-        self.inner, self.offer = inner, inner.offer
+        self.inner, self.capabilities = inner, inner.capabilities
 
     def run(self, workload, writer):
         self.inner.run(workload, Shifted(writer))
@@ -109,15 +109,15 @@ def test_an_engine_without_control_is_told_what_cannot_be_checked():
     }
     assert why == {
         "batch": None,
-        "chunks": "Offer.control does not name max_num_batched_tokens",
-        "prefix hit": "Offer.control does not name enable_prefix_caching",
+        "chunks": "Capabilities.control does not name max_num_batched_tokens",
+        "prefix hit": "Capabilities.control does not name enable_prefix_caching",
         "poison": "no workload of the harness decides poison",
     }
 
 
 def test_an_engine_that_runs_requests_one_by_one_has_nothing_to_compare(monkeypatch):
     class Alone:
-        name, offer = "mine", Offer(schedules=("plain", "chunked"))
+        name, capabilities = "mine", Capabilities(schedules=("plain", "chunked"))
 
     with pytest.raises(HarnessError, match="cannot run requests together") as caught, opened(monkeypatch, Alone()):
         pass
