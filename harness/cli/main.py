@@ -1,17 +1,16 @@
 """Entry point: runs a command and turns every way it can end into an exit status."""
 
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from itertools import pairwise
-from types import FrameType
 from typing import Any
 
 import typer
 
 from harness.cli.command import Command
+from harness.cli.interrupts import Interrupts
 from harness.cli.output import write, write_json
 from harness.engines import engine_names
 from harness.errors import Code, ExitStatus, HarnessError
@@ -42,16 +41,10 @@ Environment:
 
 def main() -> None:
     """Run the command line and exit the process; SIGTERM ends it as Ctrl-C does, with nothing left behind."""
-    was_terminated = False
-
-    def terminate(_number: int, _frame: FrameType | None) -> None:
-        nonlocal was_terminated
-        was_terminated = True
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, terminate)
+    interrupts = Interrupts()
+    interrupts.install()
     status = run(sys.argv[1:])
-    sys.exit(TERMINATED if was_terminated and status == INTERRUPTED else status)
+    sys.exit(TERMINATED if interrupts.was_terminated and status == INTERRUPTED else status)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -40,6 +40,37 @@ def test_ctrl_c_ends_a_process_quietly_and_leaves_nothing_behind(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+INTERRUPTED_WHERE_NOTHING_IS_RAISED = """
+import os, signal, sys, time
+import harness.cli
+command = sys.modules["harness.cli.main"]  # `harness.cli.main` is the function
+class Group:
+    def __del__(self):
+        os.kill(os.getpid(), signal.{name})
+        for _ in range(1_000_000):
+            pass
+def run(arguments):
+    try:
+        group = Group()
+        del group
+        time.sleep(60)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+command.run = run
+command.main()
+"""
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_an_interrupt_that_python_would_lose_ends_the_process_all_the_same(name, status):
+    source = INTERRUPTED_WHERE_NOTHING_IS_RAISED.format(name=name)
+    ran = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=50, preexec_fn=listen_to_ctrl_c
+    )
+    assert (ran.returncode, ran.stderr) == (status, "")
+
+
 def test_no_space_for_the_output():
     with open("/dev/full", "w") as full:  # noqa: PTH123
         ran = subprocess.run([*HARNESS, "--version"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
