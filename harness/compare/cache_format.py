@@ -17,9 +17,11 @@ _BLOCK = 32
 _LEVELS = {"Q4_0": 8, "Q5_0": 16}
 """Formats whose value of the largest magnitude becomes minus this many steps."""
 FORMATS = ("Q8_0", *_LEVELS)
-_TIE, _TIE_ROTATED = 4e-6, 2e-4
-"""Distance from the middle of two integers within which float32 may round either way: of values as they are, and of
-values that were turned, by sums in any order."""
+_TIE = 5 * 2.0**-24
+"""Distance from the middle of two integers, as a share of the number, within which float32 may round either way: ours is
+the product with one quotient (two roundings), another's with the inverse of a quotient (three)."""
+_TIE_ROTATED = 2e-4
+"""The distance itself, of values that were turned, by sums in any order."""
 _NEAR = 1e-6
 """Relative error of the scale of a block of turned values: on a tie of float16 it may round either way."""
 
@@ -110,16 +112,18 @@ def quantised(x: torch.Tensor, name: str, *, is_exact: bool = True) -> Stored:
         largest = blocks.abs().amax(dim=-1, keepdim=True)
         scale, inverse = largest / 127, 127 / largest
         scaled = torch.where(largest > 0, blocks * inverse, 0.0)
-        integers = scaled.round()
+        size, integers = scaled.abs(), scaled.round()
     else:
         levels = _LEVELS[name]
         largest = blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True))
         scale = largest / -levels
         scaled = torch.where(scale != 0, blocks * (1 / scale), 0.0)
-        integers = (scaled + (levels + 0.5)).floor().clamp(0, 2 * levels - 1) - levels
+        shifted = scaled + (levels + 0.5)
+        size, integers = scaled.abs().maximum(shifted), shifted.floor().clamp(0, 2 * levels - 1) - levels
     step = scale.to(torch.float16).to(torch.float64)
     to_tie = (scaled.to(torch.float64) % 1 - 0.5).abs()
-    slack = torch.where(to_tie < (_TIE if is_exact else _TIE_ROTATED), step.abs(), 0.0)
+    is_tie = to_tie <= _TIE * size if is_exact else to_tie < _TIE_ROTATED
+    slack = torch.where(is_tie, step.abs(), 0.0)
     if not is_exact:
         low, high = (((1 + sign * _NEAR) * scale).to(torch.float16).to(torch.float64) for sign in (-1, 1))
         slack = slack + integers.abs() * (high - low).abs()

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from harness.compare.cache_format import CacheFormat, quantised
+from harness.faults.formats import quantised as other_formula
 from harness.numerics import Numerics
 
 ROWS = torch.randn(40, 128, generator=torch.Generator().manual_seed(0))
@@ -55,6 +56,19 @@ def test_what_is_no_rounding_of_what_was_written_differs(name, rotation):
     assert kept.differs(kept.unturned(other).float(), ROWS).tolist() == [row == 3 for row in range(40)]
     assert kept.differs(CacheFormat(name="Q5_0").stored(ROWS).values.float(), ROWS).all()
     assert kept.differs(ROWS, ROWS).all()
+
+
+def test_where_two_formulas_in_float32_differ_there_is_room_for_either():
+    largest = torch.rand(2000, 1, generator=torch.Generator().manual_seed(0)) + 1
+    near_ties = largest * (torch.arange(96, 127) + 0.5) / 127
+    rows = torch.cat((largest, near_ties), dim=1)
+    integers, scale = other_formula(rows)
+    held = quantised(rows, "Q8_0")
+    error = (held.values - (integers.double() * scale).flatten(-2)).abs()
+    assert (error > 0).sum() > 1000
+    assert (error <= held.slack).all()
+    away_from_ties = largest * (torch.arange(96, 127) + 0.4999) / 127
+    assert not quantised(torch.cat((largest, away_from_ties), dim=1), "Q8_0").slack.any()
 
 
 def test_a_value_on_a_tie_may_be_rounded_either_way():
