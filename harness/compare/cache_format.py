@@ -18,8 +18,8 @@ _LEVELS = {"Q4_0": 8, "Q5_0": 16}
 """Formats whose value of the largest magnitude becomes minus this many steps."""
 FORMATS = ("Q8_0", *_LEVELS)
 _TIE = 5 * 2.0**-24
-"""Distance from the middle of two integers, as a share of the number, within which float32 may round either way: ours is
-the product with one quotient (two roundings), another's with the inverse of a quotient (three)."""
+"""Distance from the middle of two integers, as a share of the number, within which float32 may round either way: ours
+is the product with one quotient (two roundings), another's with the inverse of a quotient (three)."""
 _TIE_ROTATED = 2e-4
 """The distance itself, of values that were turned, by sums in any order."""
 _NEAR = 1e-6
