@@ -22,6 +22,8 @@ from reference_engine.rotary import RotaryEmbedding
 
 MODELS = ("llama-tiny", "qwen2-tiny", "qwen3-tiny")
 _FLOAT32, _HALF = ("float32",), ("bfloat16", "float16")
+_SAME = 1e-6
+"""Relative distance of two frequencies that float32 makes of one."""
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -51,8 +53,9 @@ def _exponents(inv_freq: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _stretch(inv_freq: torch.Tensor, theta: float) -> torch.Tensor:
-    """What rope scaling makes of a frequency, as a factor."""
-    return inv_freq * theta ** _exponents(inv_freq, torch.float32)
+    """What rope scaling makes of a frequency, as a factor: exactly 1 without any, as engines then have no such step."""
+    factor = inv_freq * theta ** _exponents(inv_freq, torch.float32)
+    return torch.where((factor - 1).abs() < _SAME, 1.0, factor)
 
 
 def _in_float64(positions: torch.Tensor, inv_freq: torch.Tensor, theta: float) -> torch.Tensor:
