@@ -1,19 +1,22 @@
 """llama.cpp through llama-cpp-python's low-level interface, where it is installed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from harness.bench.peer import BenchConfig, Generation, PeerMissingError
 from harness.bench.workload import Workload
+from harness.checkpoint.gguf.types import PLAIN
 from harness.checkpoint.gguf.writer import write_gguf
+from harness.engines.llamacpp.batch import Batch
+from harness.engines.llamacpp.context import Model
+from harness.engines.llamacpp.tensor import llama
 from harness.errors import Code, HarnessError
 
 BATCH_TOKENS = 2048
-_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_TYPES = {dtype: name for name, dtype in PLAIN.items()}
 
 
 @dataclass(slots=True)
@@ -51,21 +54,15 @@ class LlamaCppPeer:
     shows_steps = True
 
     def __init__(self, setting: BenchConfig) -> None:
-        try:
-            import llama_cpp
-        except ImportError as error:
-            raise PeerMissingError(str(error)) from error
         if setting.device != "cpu":
             raise PeerMissingError("it is timed on the CPU only")
-        self._llama = llama_cpp
-        path = write_model(setting)
-        self._silence = llama_cpp.llama_log_callback(lambda level, text, data: None)  # kept: C calls it
-        llama_cpp.llama_log_set(self._silence, None)
-        llama_cpp.llama_backend_init()
-        self._model = self._opened(llama_cpp.llama_model_load_from_file, str(path).encode(), self._model_params())
-        self._context = self._opened(llama_cpp.llama_init_from_model, self._model, self._context_params(setting))
-        self._batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
-        self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        with _missing_packages():
+            self._llama = llama()
+        self._model = Model(write_model(setting))
+        self._context = self._llama.llama_init_from_model(self._model.pointer, self._context_params(setting))
+        if not self._context:
+            raise HarnessError(Code.ENGINE_FAILED, "llama_init_from_model fails", where=self.name)
+        self._batch = Batch(BATCH_TOKENS, self._model.vocab_size)
 
     def close(self) -> None:
         """See `Peer.close`; the library's memory is the process's until it ends."""
@@ -94,24 +91,8 @@ class LlamaCppPeer:
 
     def _decode(self, rows: Sequence[tuple[int, int, int, bool]]) -> list[tuple[int, int]]:
         """Compute rows of (token, position, sequence, is sampled); return sequence and next token of sampled ones."""
-        batch = self._batch
-        batch.n_tokens = len(rows)
-        for i, (token, position, sequence, is_sampled) in enumerate(rows):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, position, is_sampled
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
-        status = self._llama.llama_decode(self._context, batch)
-        if status != 0:
-            raise HarnessError(Code.ENGINE_FAILED, "llama_decode fails", where=self.name, actual=f"status {status}")
-        return [(row[2], self._likeliest(i)) for i, row in enumerate(rows) if row[3]]
-
-    def _likeliest(self, row: int) -> int:
-        logits = self._llama.llama_get_logits_ith(self._context, row)
-        return int(np.ctypeslib.as_array(logits, shape=(self._vocab_size,)).argmax())
-
-    def _model_params(self) -> Any:
-        params = self._llama.llama_model_default_params()
-        params.n_gpu_layers = 0
-        return params
+        self._batch.decode(self._context, rows)
+        return [(row[2], int(self._batch.logits(self._context, i).argmax())) for i, row in enumerate(rows) if row[3]]
 
     def _context_params(self, setting: BenchConfig) -> Any:
         params = self._llama.llama_context_default_params()
@@ -121,12 +102,6 @@ class LlamaCppPeer:
         params.n_threads = params.n_threads_batch = setting.num_threads
         return params
 
-    def _opened(self, open_it: Any, *arguments: Any) -> Any:
-        opened = open_it(*arguments)
-        if not opened:
-            raise HarnessError(Code.ENGINE_FAILED, f"{open_it.__name__} fails", where=self.name)
-        return opened
-
 
 def write_model(setting: BenchConfig) -> Path:
     """Write the checkpoint's weights as GGUF bit for bit; norms become float32, as llama.cpp wants them.
@@ -134,8 +109,15 @@ def write_model(setting: BenchConfig) -> Path:
     Raises:
         PeerMissingError: the package gguf is not installed.
     """
-    try:
+    with _missing_packages():
         return write_gguf(setting.folder, setting.folder / "model.gguf", _TYPES[setting.dtype])
+
+
+@contextmanager
+def _missing_packages() -> Iterator[None]:
+    """Leave the peer out where a package is not installed."""
+    try:
+        yield
     except HarnessError as error:
         if error.code is not Code.PACKAGE_MISSING:
             raise

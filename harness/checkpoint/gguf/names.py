@@ -1,6 +1,7 @@
 """Names of tensors: GGUF's, and those that HuggingFace's modules have in the families that are served."""
 
 import re
+from collections.abc import Mapping
 
 _OUTSIDE = {
     "token_embd": "model.embed_tokens",
@@ -22,8 +23,10 @@ _IN_LAYER = {
 }
 _OUTSIDE_REVERSED = {module: name for name, module in _OUTSIDE.items()}
 _IN_LAYER_REVERSED = {module: name for name, module in _IN_LAYER.items()}
-_GGUF_NAME = re.compile(r"(?:blk\.(?P<layer>\d{1,4})\.)?(?P<part>\w+)\.(?P<kind>weight|bias)", re.ASCII)
-_HF_NAME = re.compile(r"(?:model\.layers\.(?P<layer>\d{1,4})\.)?(?P<part>[\w.]+)\.(?P<kind>weight|bias)", re.ASCII)
+_GGUF_LAYER, _HF_LAYER = "blk", "model.layers"
+_NAME = re.compile(
+    r"(?:(?P<layers>blk|model\.layers)\.(?P<layer>\d{1,4})\.)?(?P<part>[\w.]+)\.(?P<kind>weight|bias)", re.ASCII
+)
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Tensor by which llama.cpp divides the rotary frequencies: Llama 3's scaling."""
@@ -34,24 +37,21 @@ def hf_name(name: str) -> str | None:
 
     None where these families have no such tensor.
     """
-    found = _GGUF_NAME.fullmatch(name)
-    if found is None:
-        return None
-    layer, part, kind = found["layer"], found["part"], found["kind"]
-    if layer is None:
-        return f"{_OUTSIDE[part]}.{kind}" if part in _OUTSIDE else None
-    return f"model.layers.{int(layer)}.{_IN_LAYER[part]}.{kind}" if part in _IN_LAYER else None
+    return _renamed(name, _GGUF_LAYER, _HF_LAYER, _OUTSIDE, _IN_LAYER)
 
 
 def gguf_name(name: str) -> str | None:
     """Return the GGUF name of one of HF's tensors; None where these families have no such tensor."""
-    found = _HF_NAME.fullmatch(name)
-    if found is None:
+    return _renamed(name, _HF_LAYER, _GGUF_LAYER, _OUTSIDE_REVERSED, _IN_LAYER_REVERSED)
+
+
+def _renamed(name: str, layers: str, other: str, outside: Mapping[str, str], in_layer: Mapping[str, str]) -> str | None:
+    """Return the other side's name, whose layers are called `other`; None where a table has none."""
+    found = _NAME.fullmatch(name)
+    if found is None or found["layers"] not in (None, layers):
         return None
-    layer, part, kind = found["layer"], found["part"], found["kind"]
-    if layer is None:
-        return f"{_OUTSIDE_REVERSED[part]}.{kind}" if part in _OUTSIDE_REVERSED else None
-    return f"blk.{layer}.{_IN_LAYER_REVERSED[part]}.{kind}" if part in _IN_LAYER_REVERSED else None
+    prefix, table = ("", outside) if found["layer"] is None else (f"{other}.{int(found['layer'])}.", in_layer)
+    return f"{prefix}{table[found['part']]}.{found['kind']}" if found["part"] in table else None
 
 
 def is_query_or_key(name: str) -> bool:

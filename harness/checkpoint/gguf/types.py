@@ -60,5 +60,5 @@ TYPES: dict[int, GGMLType] = {
 BY_NAME = {each.name: (number, each) for number, each in TYPES.items()}
 """Number and type by name."""
 
-PLAIN = ("F32", "F16", "BF16")
-"""Types that hold each element by itself, as torch does."""
+PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Types that hold each element by itself, with torch's names of them."""

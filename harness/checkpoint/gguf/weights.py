@@ -51,8 +51,7 @@ def read_tensor(tensor: GGUFTensor, path: Path) -> "torch.Tensor":
 
     data = np.fromfile(path, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.begin)
     if tensor.type.name in PLAIN:
-        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[tensor.type.name]
-        return torch.from_numpy(data).view(dtype).reshape(tensor.shape)
+        return torch.from_numpy(data).view(getattr(torch, PLAIN[tensor.type.name])).reshape(tensor.shape)
     return torch.from_numpy(_dequantised(tensor, data, path)).reshape(tensor.shape)
 
 

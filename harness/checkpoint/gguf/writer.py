@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.checkpoint.gguf.architecture import FAMILIES, llama3_factors
 from harness.checkpoint.gguf.names import ROPE_FACTORS, gguf_name, is_query_or_key
-from harness.checkpoint.gguf.types import BY_NAME
+from harness.checkpoint.gguf.types import BY_NAME, PLAIN
 from harness.checkpoint.gguf.weights import gguf_package, rows_of_gguf
 from harness.errors import Code, HarnessError
 
@@ -58,11 +58,16 @@ def write_gguf(
     _write_vocabulary(writer, folder, gguf)
     for name, values in tensors.items():
         _add(writer, gguf, name, values, type_name)
+    finish(writer)
+    return path if num_shards == 1 else path.with_name(f"{path.stem}-00001-of-{num_shards:05d}.gguf")
+
+
+def finish(writer: Any) -> None:
+    """Write what a `gguf.GGUFWriter` was given to its file, and close it."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path if num_shards == 1 else path.with_name(f"{path.stem}-00001-of-{num_shards:05d}.gguf")
 
 
 def _config(folder: Path) -> Any:
@@ -118,10 +123,10 @@ def _add(writer: Any, gguf: Any, name: str, values: "torch.Tensor", type_name: s
     if values.ndim == 1:
         writer.add_tensor(name, values.float().numpy())
         return
-    plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(type_name)
     kind = gguf.GGMLQuantizationType(BY_NAME[type_name][0])
-    if plain is not None:
-        writer.add_tensor(name, values.to(plain).view(torch.uint8).numpy(), raw_dtype=kind)  # numpy has no bfloat16
+    if type_name in PLAIN:
+        plain = values.to(getattr(torch, PLAIN[type_name]))
+        writer.add_tensor(name, plain.view(torch.uint8).numpy(), raw_dtype=kind)  # numpy has no bfloat16
         return
     try:
         data = gguf.quants.quantize(values.float().numpy(), kind)

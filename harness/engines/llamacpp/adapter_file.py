@@ -7,6 +7,7 @@ import torch
 from harness.checkpoint.gguf.architecture import Metadata
 from harness.checkpoint.gguf.names import gguf_name, is_query_or_key
 from harness.checkpoint.gguf.weights import gguf_package, rows_of_gguf
+from harness.checkpoint.gguf.writer import finish
 from harness.errors import Code, HarnessError
 from harness.oracle.lora import read_adapter
 
@@ -38,8 +39,5 @@ def write_adapter_file(lora: Path, metadata: Metadata, path: Path) -> Path:
             b = rows_of_gguf(b, metadata.count("attention.head_count_kv" if is_key else "attention.head_count"))
         writer.add_tensor(f"{name}.lora_a", update.a.float().contiguous().numpy())
         writer.add_tensor(f"{name}.lora_b", torch.as_tensor(b).contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path

@@ -11,11 +11,10 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from harness.checkpoint.gguf.types import TYPES
+from harness.checkpoint.gguf.types import PLAIN, TYPES
 from harness.checkpoint.gguf.weights import gguf_package
 from harness.errors import Code, HarnessError
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MOST_CELLS = 1 << 28
 
 
@@ -105,8 +104,8 @@ def _columns(reader: _Reader, num_cells: int) -> torch.Tensor:
 def _tensor(data: bytes, kind: int, num_rows: int) -> torch.Tensor:
     name = TYPES[kind].name if kind in TYPES else str(kind)
     values: Any = np.frombuffer(data, dtype=np.uint8).copy()
-    if name in _DTYPES:
-        return torch.from_numpy(values).view(_DTYPES[name]).reshape(num_rows, -1)
+    if name in PLAIN:
+        return torch.from_numpy(values).view(getattr(torch, PLAIN[name])).reshape(num_rows, -1)
     gguf = gguf_package()
     return torch.from_numpy(gguf.quants.dequantize(values.reshape(num_rows, -1), gguf.GGMLQuantizationType(kind)))
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from harness.engines.llamacpp.batch import Batch
 from harness.engines.llamacpp.cache import CachedRows, parse_state
 from harness.engines.llamacpp.capture import Capture
 from harness.engines.llamacpp.options import FLASH_ATTENTION, LlamaCppOptions
@@ -35,6 +36,11 @@ class Model:
                 where=path,
                 hint=f"harness inspect {path}",
             )
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that there are."""
+        return int(self._llama.llama_vocab_n_tokens(self._llama.llama_model_get_vocab(self.pointer)))
 
     def load_adapter(self, path: Path) -> None:
         """Load a LoRA adapter, which every context then applies; it is freed with the model.
@@ -92,8 +98,8 @@ class Context:
             )
         self._apply_adapters()
         self.num_batch, self.num_ubatch = int(params.n_batch), int(params.n_ubatch)
-        self._batch = self._llama.llama_batch_init(self.num_batch, 0, 1)
-        self.vocab_size = self._llama.llama_vocab_n_tokens(self._llama.llama_model_get_vocab(model.pointer))
+        self.vocab_size = model.vocab_size
+        self._batch = Batch(self.num_batch, self.vocab_size)
 
     def __enter__(self) -> Self:
         return self
@@ -101,7 +107,6 @@ class Context:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._llama.llama_batch_free(self._batch)
         self._llama.llama_free(self.pointer)
 
     def _apply_adapters(self) -> None:
@@ -125,19 +130,11 @@ class Context:
         Raises:
             HarnessError: ENGINE_FAILED.
         """
-        batch = self._batch
-        batch.n_tokens = len(rows)
-        for i, (token, position, sequence, is_sampled) in enumerate(rows):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, position, is_sampled
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
-        status = self._llama.llama_decode(self.pointer, batch)
-        if status != 0:
-            raise HarnessError(Code.ENGINE_FAILED, "llama_decode fails", where="llamacpp", actual=f"status {status}")
+        self._batch.decode(self.pointer, rows)
 
     def logits(self, row: int) -> Any:
         """Return the logits of a row of the last batch: [vocabulary] float32, valid until the next batch."""
-        pointer = self._llama.llama_get_logits_ith(self.pointer, row)
-        return np.ctypeslib.as_array(pointer, shape=(self.vocab_size,))
+        return self._batch.logits(self.pointer, row)
 
     def share(self, source: int, target: int, num_positions: int) -> None:
         """Let a sequence have the first positions of another's cache."""

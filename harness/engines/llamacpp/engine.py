@@ -8,6 +8,7 @@ import torch
 
 from harness.checkpoint.gguf import open_gguf, read_source
 from harness.checkpoint.gguf.architecture import Metadata
+from harness.checkpoint.gguf.types import PLAIN
 from harness.checkpoint.gguf.writer import write_gguf
 from harness.engines.adapter import Capabilities, Engine, Workload
 from harness.engines.llamacpp.adapter_file import write_adapter_file
@@ -15,7 +16,7 @@ from harness.engines.llamacpp.cache import CachedRows
 from harness.engines.llamacpp.capture import Capture, UBatch, halves_of_pairs
 from harness.engines.llamacpp.context import Context, Model
 from harness.engines.llamacpp.nodes import pruned_taps
-from harness.engines.llamacpp.options import CACHE_DTYPES, LlamaCppOptions, parse_llamacpp_options
+from harness.engines.llamacpp.options import LlamaCppOptions, parse_llamacpp_options
 from harness.engines.llamacpp.rotation import rotations, turned_back
 from harness.engines.llamacpp.sequence import LlamaSequence, Piece, next_batch
 from harness.engines.llamacpp.tensor import llama
@@ -87,7 +88,7 @@ class LlamaCppEngine:
 
     def _declared_cache(self) -> dict[str, Any]:
         """Return what the cache does to keys and values, as `Numerics` says it."""
-        names = [CACHE_DTYPES.get(name, name) for name in self._options.cache_names]
+        names = [PLAIN.get(name, name) for name in self._options.cache_names]
         if names == ["float32", "float32"]:
             return {}
         return {

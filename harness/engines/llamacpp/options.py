@@ -10,8 +10,6 @@ from harness.engines.adapter import refuse_unknown_options
 from harness.errors import Code, HarnessError
 
 CACHE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "IQ4_NL")
-CACHE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Types that are dtypes, by torch's name; all others are quantised."""
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 _KNOWN = (
     "cache_type", "cache_type_k", "cache_type_v", "flash_attention", "threads", "batch_size", "ubatch_size",

@@ -7,7 +7,8 @@ import os
 
 import torch
 
-from harness.engines.llamacpp.options import CACHE_DTYPES, LlamaCppOptions
+from harness.checkpoint.gguf.types import PLAIN
+from harness.engines.llamacpp.options import LlamaCppOptions
 
 _LEAST = 64
 
@@ -19,9 +20,7 @@ def rotations(options: LlamaCppOptions, head_dim: int) -> tuple[int, int]:
     keys = _LEAST
     while head_dim % (2 * keys) == 0:
         keys *= 2
-    sizes = [
-        0 if name in CACHE_DTYPES else size for name, size in zip(options.cache_names, (keys, _LEAST), strict=True)
-    ]
+    sizes = [0 if name in PLAIN else size for name, size in zip(options.cache_names, (keys, _LEAST), strict=True)]
     return sizes[0], sizes[1]
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.gguf.types import TYPES
+from harness.checkpoint.gguf.types import PLAIN, TYPES
 from harness.checkpoint.gguf.weights import missing_package
 from harness.errors import Code, HarnessError
 
 _MAX_DIMS, _MAX_SRC, _OP_PARAMS = 4, 10, 16
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32}
+_DTYPES = {name: getattr(torch, dtype) for name, dtype in {**PLAIN, "I32": "int32"}.items()}
 
 
 class _Fields(ctypes.Structure):
