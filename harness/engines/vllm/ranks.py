@@ -18,9 +18,7 @@ class RankRecorder:
     rank: int
     model_runner: Any
 
-    def harness_begin(
-        self, folder: str, graph: Mapping[str, Any], requests: Sequence[Mapping[str, Any]], reads_back: bool
-    ) -> list[str]:
+    def harness_begin(self, folder: str, graph: Mapping[str, Any], requests: Sequence[Mapping[str, Any]]) -> list[str]:
         """Begin to record into `folder/rank-N`; return what the modules do not show."""
         own = [RequestInfo(**request) for request in requests]
         self.harness_resources = ExitStack()
@@ -35,9 +33,7 @@ class RankRecorder:
         )
         self.harness_resources.enter_context(writer)
         known = Graph.from_json(graph)
-        watcher = self.harness_resources.enter_context(
-            VllmWatcher(self.model_runner, known, own, writer, reads_back=reads_back)
-        )
+        watcher = self.harness_resources.enter_context(VllmWatcher(self.model_runner, known, own, writer))
         return list(watcher.unsupported_taps(known))
 
     def harness_end(self) -> None:
@@ -50,12 +46,12 @@ EXTENSION = f"{RankRecorder.__module__}.{RankRecorder.__name__}"
 
 @contextmanager
 def recorded_workers(
-    engine: Any, graph: Graph, requests: Sequence[RequestInfo], writer: RecordingWriter, *, reads_back: bool
+    engine: Any, graph: Graph, requests: Sequence[RequestInfo], writer: RecordingWriter
 ) -> Iterator[tuple[str, ...]]:
     """Record what the block does on every rank, merge it into `writer`, and yield what the modules do not show."""
     plain = [request.model_dump() for request in requests]
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=writer.path.parent) as folder:
-        unsupported = engine.collective_rpc("harness_begin", args=(folder, graph.to_json(), plain, reads_back))
+        unsupported = engine.collective_rpc("harness_begin", args=(folder, graph.to_json(), plain))
         yield tuple(unsupported[0])
         engine.collective_rpc("harness_end")
         with ExitStack() as stack:
