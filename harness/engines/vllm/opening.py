@@ -4,17 +4,14 @@ import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 from vllm import EngineArgs, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from harness.engines.adapter import engine_refusals
-from harness.engines.worker_processes import watched_processes
+from harness.engines.vllm.ranks import watched_workers
 
 
 @contextmanager
@@ -31,8 +28,7 @@ def opened_engine(arguments: Mapping[str, Any], *, is_in_process: bool = True) -
     try:
         with engine_refusals("vLLM", arguments["model"]):
             engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=not is_in_process)
-        client = engine.engine_core
-        with watched_processes("vLLM", _processes(client), wake=partial(_end_waiting, client)):
+        with watched_workers(engine):
             yield engine
     finally:
         if engine is not None:
@@ -40,23 +36,6 @@ def opened_engine(arguments: Mapping[str, Any], *, is_in_process: bool = True) -
             del engine
         gc.collect()
         cleanup_dist_env_and_memory()
-
-
-def _processes(client: Any) -> dict[str, BaseProcess]:
-    """Return the processes that an engine has started by itself."""
-    if hasattr(client, "resources"):
-        (core,) = client.resources.engine_manager.processes
-        return {"vLLM's engine core": core}
-    workers = getattr(client.engine_core.model_executor, "workers", ())
-    return {f"rank {worker.rank} of {len(workers)}": worker.proc for worker in workers}
-
-
-def _end_waiting(client: Any) -> None:
-    """Let a client raise whose engine core has ended: vLLM's own waits without end (reports/cpu/vllm_dead_core.py)."""
-    if hasattr(client, "outputs_queue"):
-        client.outputs_queue.put(EngineDeadError())
-        for answer in list(client.utility_results.values()):
-            answer.set_exception(EngineDeadError())
 
 
 def model_runner(engine: Any) -> Any:
