@@ -56,6 +56,30 @@ class Workload:
     timeline: Timeline | None = None
     """Where it is given, it rules in the schedule's place; only engines with `Capabilities.control` are given one."""
 
+    @property
+    def all_requests(self) -> list[RequestInfo]:
+        """Requests, then copies."""
+        return [*self.requests, *self.copies]
+
+    @property
+    def batches(self) -> list[list[RequestInfo]]:
+        """All requests in groups that run together, one group after the other."""
+        return [self.all_requests] if self.schedule.is_batched else [[request] for request in self.all_requests]
+
+    def num_blocks(self, block_size: int) -> int:
+        """Return how many KV blocks the schedule leaves to the requests: enough for all of them at once.
+
+        Under `preempted` all prompts fit, and the longest request, but not all that follows the prompts.
+        """
+
+        def blocks(num_tokens: int) -> int:
+            return -(-num_tokens // block_size)
+
+        lengths = [blocks(len(request.token_ids) + 1) for request in self.all_requests]
+        if self.schedule.trigger == "preempted":
+            return max(sum(blocks(request.prompt_length) for request in self.all_requests), max(lengths))
+        return sum(lengths)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
@@ -256,6 +280,34 @@ def engine_errors(engine: str) -> Iterator[None]:
             where=engine,
             hint="set HARNESS_TRACEBACK=1 to see where",
         ) from error
+
+
+@contextmanager
+def engine_refusals(engine: str, where: Path | str) -> Iterator[None]:
+    """Say of what an engine refuses, in its own words, that it cannot serve the model.
+
+    For engines that have no error of their own for it, and raise ValueError, RuntimeError, OSError, ...
+
+    Raises:
+        HarnessError: ENGINE_CANNOT_SERVE.
+    """
+    try:
+        yield
+    except HarnessError:
+        raise
+    except Exception as error:
+        raise HarnessError(
+            Code.ENGINE_CANNOT_SERVE,
+            f"{engine} cannot run the model: {' '.join(_words(error).split()[:60])}",
+            where=where,
+            hint=f"give {engine} what it asks for as --engine-option NAME=VALUE, or another model",
+        ) from error
+
+
+def _words(error: Exception) -> str:
+    """Return what an error says; a ValidationError of pydantic says it among much else."""
+    details = error.errors() if hasattr(error, "errors") else None
+    return details[0]["msg"] if details else str(error) or type(error).__name__
 
 
 def refuse_unknown_options(name: str, options: Mapping[str, str], known: Sequence[str]) -> None:

@@ -179,11 +179,9 @@ class EngineProcess:
         return line
 
     def _ended(self, doing: str) -> HarnessError:
-        status = self._process.returncode
-        how = f"with exit status {status}" if status >= 0 else f"by signal {_signal_name(-status)}"
         return HarnessError(
             Code.ENGINE_FAILED,
-            f"the engine's process ended {how} before it was done",
+            f"the engine's process ended {how_it_ended(self._process.returncode)} before it was done",
             where=f"{self._engine}, {doing}",
             hint="run the engine alone on the same tokens; --no-isolate runs it in the harness's own process",
         )
@@ -203,8 +201,11 @@ def _without_ours(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
 
-def _signal_name(number: int) -> str:
+def how_it_ended(status: int) -> str:
+    """Return in words how a process ended, of its exit status; a negative one is a signal's number."""
+    if status >= 0:
+        return f"with exit status {status}"
     try:
-        return signal.Signals(number).name
+        return f"by signal {signal.Signals(-status).name}"
     except ValueError:
-        return str(number)
+        return f"by signal {-status}"

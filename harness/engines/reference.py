@@ -101,7 +101,7 @@ class ReferenceEngine:
             options["enable_prefix_caching"] = True
         if schedule.trigger == "preempted":
             options["block_size"] = int(self._options.get("block_size", _SMALL_BLOCK))
-            options["num_blocks"] = _too_few_blocks(workload.requests, int(options["block_size"]))
+            options["num_blocks"] = 1 + workload.num_blocks(int(options["block_size"]))  # and the null block
         return EngineConfig(**{**options, **self._options})  # type: ignore[arg-type]
 
 
@@ -183,16 +183,6 @@ class _Driver:
         return SamplingParams(
             max_new_tokens=num_tokens, forced_token_ids=forced or None, ignore_eos=True, adapter=adapter
         )
-
-
-def _too_few_blocks(requests: Sequence[RequestInfo], block_size: int) -> int:
-    """Return a pool that all prompts fit into but not all that follows them, the null block included.
-
-    The longest request must fit by itself, or no schedule could ever finish it.
-    """
-    prompts = sum(-(-request.prompt_length // block_size) for request in requests)
-    longest = max(-(-(len(request.token_ids) + 1) // block_size) for request in requests)
-    return 1 + max(prompts, longest)
 
 
 @dataclass(slots=True)

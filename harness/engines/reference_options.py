@@ -6,6 +6,7 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from harness.engines.adapter import refuse_unknown_options
+from harness.engines.option_values import parse_flag
 from harness.errors import Code, HarnessError
 from reference_engine import EngineConfig
 
@@ -27,7 +28,7 @@ def parse_reference_options(options: Mapping[str, str]) -> dict[str, Any]:
 def _parsed(name: str, text: str, hint: Any) -> Any:
     kinds = set(get_args(hint) or (hint,)) - {NoneType}
     if kinds == {bool}:
-        return _boolean(name, text)
+        return parse_flag(name, text)
     return _integer(name, text) if kinds == {int} else text
 
 
@@ -38,15 +39,3 @@ def _integer(name: str, text: str) -> int:
         raise HarnessError(
             Code.BAD_OPTION, f"{name} must be an integer", where="--engine-option", actual=text
         ) from None
-
-
-def _boolean(name: str, text: str) -> bool:
-    if text not in ("true", "false"):
-        raise HarnessError(
-            Code.BAD_OPTION,
-            f"{name} must be true or false",
-            where="--engine-option",
-            expected="true, false",
-            actual=text,
-        )
-    return text == "true"

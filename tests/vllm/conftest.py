@@ -1,10 +1,14 @@
 """vLLM in this process, and small checkpoints with head sizes that it takes."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+"""vLLM would bind each process to cores of its own choice, which others may be using."""
 
 SIZES = {
     "vocab_size": 256, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 6,

@@ -58,6 +58,11 @@ def test_vllm_passes(families, family, dtype):
         ({"no_such_field": "7"}, Code.BAD_OPTION, "no_such_field"),
         ({"dtype": "float16"}, Code.BAD_OPTION, "--dtype"),
         ({"kv_cache_memory_bytes": str(1 << 50)}, Code.ENGINE_CANNOT_SERVE, "memory"),
+        (
+            {"num_gpu_blocks_override": str(10**13)},
+            Code.ENGINE_CANNOT_SERVE,
+            "can't allocate memory",
+        ),  # no machine has it
     ],
 )
 def test_options_that_vllm_refuses(families, options, code, says):

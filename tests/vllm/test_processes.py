@@ -2,6 +2,7 @@
 
 import os
 import signal
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,33 @@ def test_a_worker_that_dies_is_named_and_leaves_nothing(families, monkeypatch):
     with pytest.raises(HarnessError) as caught:
         check(families["llama"], max_new_tokens=30, engine_options=OPTIONS)
     assert caught.value.code is Code.ENGINE_FAILED
+    assert caught.value.what.startswith("vLLM's engine core ended by signal SIGKILL before it was done")
     assert "EngineDeadError" in caught.value.what
+    assert descendants() == before
+
+
+def test_a_rank_that_dies_between_two_steps_is_named_and_leaves_nothing(families, monkeypatch):
+    from harness.engines.vllm import engine
+
+    before, drive = descendants(), engine._drive
+
+    def drive_and_kill(opened, requests):
+        step, worker = opened.step, opened.engine_core.engine_core.model_executor.workers[1].proc
+        steps = count()
+
+        def kill_before_the_third():
+            if next(steps) == 2:
+                os.kill(worker.pid, signal.SIGKILL)
+            return step()
+
+        opened.step = kill_before_the_third
+        drive(opened, requests)
+
+    monkeypatch.setattr(engine, "_drive", drive_and_kill)
+    with pytest.raises(HarnessError) as caught:
+        check(families["llama"], schedules=["tensor-parallel"], max_new_tokens=6)
+    assert caught.value.code is Code.ENGINE_FAILED
+    assert caught.value.what.startswith("rank 1 of 2 ended by signal SIGKILL before it was done")
     assert descendants() == before
 
 

@@ -59,24 +59,21 @@ class Engine:
         self.table = find_table(self.model, graph, fused_sizes=sizes)
 
     def run(self, workload, writer):
-        requests, schedule = [*workload.requests, *workload.copies], workload.schedule
-        blocks = [-(-(len(request.token_ids) + 1) // BLOCK) for request in requests]
-        if schedule.trigger == "preempted":  # the prompts fit, and the longest request, but not all that follows them
-            blocks = [max(sum(-(-request.prompt_length // BLOCK) for request in requests), max(blocks))]
+        requests, num_blocks = workload.all_requests, workload.num_blocks(BLOCK)
         runner = object.__new__(ModelRunner)  # its own constructor wants a GPU
         runner.block_size, runner.enforce_eager, runner.rank = BLOCK, True, 0
         runner.model, runner.sampler = self.model, Sampler()
         config = SimpleNamespace(
-            num_kvcache_blocks=sum(blocks), kvcache_block_size=BLOCK, eos=-1,
-            max_num_seqs=len(requests) if schedule.is_batched else 1,
-            max_num_batched_tokens=schedule.chunk_size or sum(len(request.token_ids) for request in requests),
+            num_kvcache_blocks=num_blocks, kvcache_block_size=BLOCK, eos=-1,
+            max_num_seqs=max(map(len, workload.batches)),
+            max_num_batched_tokens=workload.schedule.chunk_size or sum(len(request.token_ids) for request in requests),
         )  # fmt: skip
         Sequence.block_size = BLOCK
-        caches = list(self.caches(sum(blocks)))
+        caches = list(self.caches(num_blocks))
         with Watcher(self.model, runner.sampler, self.table, requests, writer, caches=caches) as watcher:
             scheduler = Scheduler(config)
-            for group in [requests] if schedule.is_batched else [[request] for request in requests]:
-                for request in group:
+            for batch in workload.batches:
+                for request in batch:
                     sequence = Sequence(list(request.token_ids[: request.prompt_length]), greedy(request))
                     sequence.request_id = request.id
                     scheduler.add(sequence)

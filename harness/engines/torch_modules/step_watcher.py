@@ -38,11 +38,24 @@ class Batch:
     slot_mapping: torch.Tensor
     """[rows]"""
     block_tables: BlockTables = field(default_factory=dict)
+    """A row of a request may be longer than its blocks, where `block_size` is given."""
+    block_size: int | None = None
 
     @property
     def last_rows(self) -> list[int]:
         """Last row of each request: engines sample from all of them."""
         return [stop - 1 for stop in self.starts[1:]]
+
+    @property
+    def tables_in_use(self) -> BlockTables:
+        """Block tables up to the block of each request's last row."""
+        if self.block_size is None:
+            return self.block_tables
+        last = dict(zip(self.requests, (self.positions[row] for row in self.last_rows), strict=True))
+        return {
+            group: {request: rows[request][: at // self.block_size + 1] for request, at in last.items()}
+            for group, rows in self.block_tables.items()
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +140,7 @@ class StepWatcher(ABC):
         request = [key for key, (start, stop) in spans for _ in range(start, stop)]
         last = batch.last_rows
         sampled = [row for row in last if position[row] >= self._requests[request[row]].prompt_length - 1]
-        tables = next(iter(batch.block_tables.values()), None)
+        tables = next(iter(batch.tables_in_use.values()), None)
         return StepRows(
             phase=self._phase(request, position),
             request=request,

@@ -8,12 +8,12 @@ from typing import Any
 
 import vllm
 
-from harness.engines.adapter import Capabilities, Workload
-from harness.engines.vllm.opening import add_request, model_runner, opened_engine, refusing
+from harness.engines.adapter import Capabilities, Workload, engine_refusals
+from harness.engines.vllm.opening import add_request, model_runner, opened_engine
 from harness.engines.vllm.options import SCHEDULES, base_arguments, schedule_limits
 from harness.engines.vllm.ranks import recorded_workers
 from harness.engines.vllm.session import VllmSession
-from harness.engines.vllm.steps import VllmWatcher
+from harness.engines.vllm.steps import VllmWatcher, keeps_readable_cache
 from harness.errors import Code, HarnessError
 from harness.recording import RecordingWriter, RequestInfo
 from harness.taps import Graph
@@ -43,13 +43,16 @@ class VllmEngine:
         self._arguments, self._options = base_arguments(folder, dtype), options
         self._is_in_process = is_in_process
         self._graph: Graph | None = None
-        with self._opened({"max_model_len": _PROBE_TOKENS, "max_num_seqs": 1}) as engine, refusing(folder):
+        with (
+            self._opened({"max_model_len": _PROBE_TOKENS, "max_num_seqs": 1}) as engine,
+            engine_refusals("vLLM", folder),
+        ):
             add_request(engine, 0, [0] * (_PROBE_TOKENS // 2), 1)
             engine.step()  # some models are refused only here
-            cache = engine.vllm_config.cache_config
-            self._block_size = int(cache.block_size)
-            self._num_groups = len(model_runner(engine).kv_cache_config.kv_cache_groups)
-        self.capabilities = Capabilities(schedules=SCHEDULES, keeps_cache=cache.cache_dtype in ("auto", dtype))
+            runner = model_runner(engine)
+            self._block_size = int(runner.cache_config.block_size)
+            self._num_groups = len(runner.kv_cache_config.kv_cache_groups)
+            self.capabilities = Capabilities(schedules=SCHEDULES, keeps_cache=keeps_readable_cache(runner))
 
     def match_taps(self, graph: Graph) -> None:
         """See `TapMatcher`; which of them vLLM's modules show is found at each run, in the loaded model."""
@@ -59,30 +62,27 @@ class VllmEngine:
         """Run the workload on a fresh engine; see `Engine.run`."""
         if self._graph is None:
             raise HarnessError(Code.ENGINE_FAILED, "the engine was not told the model's graph", where=self.name)
-        requests = [*workload.requests, *workload.copies]
         limits = schedule_limits(workload, block_size=self._block_size, num_groups=self._num_groups)
-        groups = [requests] if workload.schedule.is_batched else [[request] for request in requests]
         with (
             self._opened(limits, is_in_process=self._is_in_process) as engine,
-            self._recorded(engine, workload, requests, writer) as unsupported,
+            self._recorded(engine, self._graph, workload, writer) as unsupported,
         ):
             self.capabilities = replace(self.capabilities, unsupported_taps=unsupported)
-            for group in groups:
-                _drive(engine, group)
+            for batch in workload.batches:
+                _drive(engine, batch)
 
     @contextmanager
     def _recorded(
-        self, engine: Any, workload: Workload, requests: Sequence[RequestInfo], writer: RecordingWriter
+        self, engine: Any, graph: Graph, workload: Workload, writer: RecordingWriter
     ) -> Iterator[tuple[str, ...]]:
         """Record what the block does, here or in vLLM's worker processes; yield what vLLM's modules do not show."""
-        assert self._graph is not None
-        reads_back = self.capabilities.keeps_cache
+        requests = workload.all_requests
         if not self._is_in_process or workload.schedule.num_ranks > 1:
-            with recorded_workers(engine, self._graph, requests, writer, reads_back=reads_back) as unsupported:
+            with recorded_workers(engine, graph, requests, writer) as unsupported:
                 yield unsupported
             return
-        with VllmWatcher(model_runner(engine), self._graph, requests, writer, reads_back=reads_back) as watcher:
-            yield watcher.unsupported_taps(self._graph)
+        with VllmWatcher(model_runner(engine), graph, requests, writer) as watcher:
+            yield watcher.unsupported_taps(graph)
 
     def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> VllmSession:
         """See `Steppable.open_session`; explicit options win. No request finds another's tokens in the cache."""

@@ -1,6 +1,5 @@
 """What vLLM is opened with: fields of its `EngineArgs`, from options, from a schedule, and what every run needs."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from vllm import EngineArgs
 
 from harness.engines.adapter import Workload, refuse_unknown_options
+from harness.engines.option_values import parse_value
 from harness.engines.vllm.ranks import EXTENSION
 from harness.errors import Code, HarnessError
 
@@ -29,28 +29,7 @@ def parse_options(options: Mapping[str, str]) -> dict[str, Any]:
                 Code.BAD_OPTION, what, where="--engine-option", expected=_SAID_ELSEWHERE[name], actual=name
             )
     refuse_unknown_options("vllm", options, sorted(field.name for field in fields(EngineArgs)))
-    return {name: _parse(value) for name, value in options.items()}
-
-
-def parse_flag(name: str, value: str) -> bool:
-    """Return whether an option that is no field of `EngineArgs` is on.
-
-    Raises:
-        HarnessError: BAD_OPTION.
-    """
-    if value not in ("true", "false"):
-        what = f"the engine option {name!r} is neither true nor false"
-        raise HarnessError(Code.BAD_OPTION, what, where="--engine-option", expected="true or false", actual=value)
-    return value == "true"
-
-
-def _parse(value: str) -> Any:
-    if value in ("True", "False", "None"):
-        return {"True": True, "False": False, "None": None}[value]
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
+    return {name: parse_value(value) for name, value in options.items()}
 
 
 def base_arguments(folder: Path, dtype: str) -> dict[str, Any]:
@@ -76,25 +55,18 @@ def schedule_limits(workload: Workload, *, block_size: int, num_groups: int) -> 
         block_size: tokens of a block.
         num_groups: groups of layers with blocks of their own: all of them; those with a window; ...
     """
-    schedule, requests = workload.schedule, [*workload.requests, *workload.copies]
-
-    def num_blocks(num_tokens: int) -> int:
-        return num_groups * -(-num_tokens // block_size)
-
-    lengths = [len(request.token_ids) + 1 for request in requests]
+    schedule = workload.schedule
+    lengths = [len(request.token_ids) + 1 for request in workload.all_requests]
     limits: dict[str, Any] = {
         "max_model_len": max(lengths),
-        "max_num_seqs": len(requests) if schedule.is_batched else 1,
+        "max_num_seqs": max(map(len, workload.batches)),
         "max_num_batched_tokens": sum(lengths),
         "enable_prefix_caching": schedule.trigger == "prefix_hit",
-        "num_gpu_blocks_override": 1 + sum(map(num_blocks, lengths)),
+        "num_gpu_blocks_override": 1 + num_groups * workload.num_blocks(block_size),  # and the null block
     }
     if schedule.chunk_size is not None:  # a lone prompt may use all of the budget: the budget is the chunk
         name = "long_prefill_token_threshold" if schedule.is_batched else "max_num_batched_tokens"
         limits[name] = schedule.chunk_size
     if schedule.num_ranks > 1:
         limits |= {"tensor_parallel_size": schedule.num_ranks, "distributed_executor_backend": "mp"}
-    if schedule.trigger == "preempted":  # the prompts fit, and the longest request, but not all that follows them
-        prompts = sum(num_blocks(request.prompt_length) for request in requests)
-        limits["num_gpu_blocks_override"] = 1 + max(prompts, num_blocks(max(lengths)))
     return limits

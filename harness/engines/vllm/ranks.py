@@ -1,12 +1,17 @@
-"""vLLM's worker processes, one for each rank: each records its own part, and the parts are merged."""
+"""vLLM's processes: each rank records its own part, the parts are merged, and a process that ends is named."""
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from vllm.v1.engine.exceptions import EngineDeadError
+
 from harness.engines.vllm.steps import VllmWatcher
+from harness.engines.worker_processes import watched_processes
 from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
 from harness.recording.merge import merge_ranks
 from harness.taps import Graph
@@ -18,9 +23,7 @@ class RankRecorder:
     rank: int
     model_runner: Any
 
-    def harness_begin(
-        self, folder: str, graph: Mapping[str, Any], requests: Sequence[Mapping[str, Any]], reads_back: bool
-    ) -> list[str]:
+    def harness_begin(self, folder: str, graph: Mapping[str, Any], requests: Sequence[Mapping[str, Any]]) -> list[str]:
         """Begin to record into `folder/rank-N`; return what the modules do not show."""
         own = [RequestInfo(**request) for request in requests]
         self.harness_resources = ExitStack()
@@ -35,9 +38,7 @@ class RankRecorder:
         )
         self.harness_resources.enter_context(writer)
         known = Graph.from_json(graph)
-        watcher = self.harness_resources.enter_context(
-            VllmWatcher(self.model_runner, known, own, writer, reads_back=reads_back)
-        )
+        watcher = self.harness_resources.enter_context(VllmWatcher(self.model_runner, known, own, writer))
         return list(watcher.unsupported_taps(known))
 
     def harness_end(self) -> None:
@@ -50,12 +51,12 @@ EXTENSION = f"{RankRecorder.__module__}.{RankRecorder.__name__}"
 
 @contextmanager
 def recorded_workers(
-    engine: Any, graph: Graph, requests: Sequence[RequestInfo], writer: RecordingWriter, *, reads_back: bool
+    engine: Any, graph: Graph, requests: Sequence[RequestInfo], writer: RecordingWriter
 ) -> Iterator[tuple[str, ...]]:
     """Record what the block does on every rank, merge it into `writer`, and yield what the modules do not show."""
     plain = [request.model_dump() for request in requests]
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=writer.path.parent) as folder:
-        unsupported = engine.collective_rpc("harness_begin", args=(folder, graph.to_json(), plain, reads_back))
+        unsupported = engine.collective_rpc("harness_begin", args=(folder, graph.to_json(), plain))
         yield tuple(unsupported[0])
         engine.collective_rpc("harness_end")
         with ExitStack() as stack:
@@ -63,3 +64,26 @@ def recorded_workers(
                 stack.enter_context(Recording.open(Path(folder) / f"rank-{rank}")) for rank in range(len(unsupported))
             ]
             merge_ranks(ranks, graph, writer)
+
+
+def watched_workers(engine: Any) -> AbstractContextManager[None]:
+    """Name the process of the engine that ends in the block; see `watched_processes`."""
+    client = engine.engine_core
+    return watched_processes("vLLM", _processes(client), wake=partial(_end_waiting, client))
+
+
+def _processes(client: Any) -> dict[str, BaseProcess]:
+    """Return the processes that an engine has started by itself."""
+    if hasattr(client, "resources"):
+        (core,) = client.resources.engine_manager.processes
+        return {"vLLM's engine core": core}
+    workers = getattr(client.engine_core.model_executor, "workers", ())
+    return {f"rank {worker.rank} of {len(workers)}": worker.proc for worker in workers}
+
+
+def _end_waiting(client: Any) -> None:
+    """Let a client raise whose engine core has ended: vLLM's own waits without end (reports/cpu/vllm_dead_core.py)."""
+    if hasattr(client, "outputs_queue"):
+        client.outputs_queue.put(EngineDeadError())
+        for answer in list(client.utility_results.values()):
+            answer.set_exception(EngineDeadError())

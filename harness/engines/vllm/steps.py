@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from operator import attrgetter
 from typing import Any
 
@@ -17,19 +18,10 @@ from harness.taps import Graph
 class VllmWatcher(StepWatcher):
     """Watches a `GPUModelRunner`, or one made of it; see `StepWatcher`."""
 
-    def __init__(
-        self,
-        runner: Any,
-        graph: Graph,
-        requests: Sequence[RequestInfo],
-        writer: RecordingWriter,
-        *,
-        reads_back: bool = True,
-    ) -> None:
+    def __init__(self, runner: Any, graph: Graph, requests: Sequence[RequestInfo], writer: RecordingWriter) -> None:
         model = runner.get_model()
         table = find_table(model, graph, fused_sizes=attrgetter("output_partition_sizes"))
-        caches = list(_caches(runner, graph)) if reads_back else []
-        super().__init__(model, runner.sampler, table, requests, writer, caches=caches)
+        super().__init__(model, runner.sampler, table, requests, writer, caches=list(_caches(runner, graph)))
         self._runner, self._routers = runner, _routers(model, graph)
 
     def read_batch(self, given: Mapping[str, Any]) -> Batch:
@@ -44,20 +36,15 @@ class VllmWatcher(StepWatcher):
             positions=positions,
             num_padded_rows=len(given["input_ids"]),
             slot_mapping=metadata.slot_mapping[: starts[-1]],
-            block_tables=self._block_tables(requests, [positions[stop - 1] + 1 for stop in starts[1:]]),
+            block_tables=self._block_tables(requests),
+            block_size=int(self._runner.cache_config.block_size),
         )
 
-    def _block_tables(self, requests: Sequence[int], num_tokens: Sequence[int]) -> dict[str, dict[int, list[int]]]:
+    def _block_tables(self, requests: Sequence[int]) -> dict[str, dict[int, list[int]]]:
         """Return the tables as the runner keeps them: what the attention kernel is given may be another."""
-        size = int(self._runner.cache_config.block_size)
         tables = self._runner.input_batch.block_table.block_tables
-        return {
-            str(group): {
-                request: row[: -(-count // size)]
-                for request, row, count in zip(requests, table.get_numpy_array().tolist(), num_tokens, strict=False)
-            }
-            for group, table in enumerate(tables)
-        }
+        rows = (table.get_numpy_array()[: len(requests)].tolist() for table in tables)
+        return {str(group): dict(zip(requests, each, strict=True)) for group, each in enumerate(rows)}
 
     def sampled_tokens(self, output: Any) -> torch.Tensor:
         """See `StepWatcher.sampled_tokens`."""
@@ -75,25 +62,30 @@ def _routers(model: nn.Module, graph: Graph) -> dict[str, Any]:
     return {tap: router for tap, router in taps if tap in graph and hasattr(router, "set_capture_fn")}
 
 
+def keeps_readable_cache(runner: Any) -> bool:
+    """Whether keys and values are kept in the model's dtype."""
+    return bool(runner.kv_cache_dtype == runner.dtype)
+
+
 def _caches(runner: Any, graph: Graph) -> Iterator[PagedCache]:
-    """Yield the caches of the attention layers; both keys and values of one are in one tensor."""
+    """Yield the caches of the attention layers that can be read back; keys and values of one share a tensor."""
+    if not keeps_readable_cache(runner):
+        return
     layers, block_size = runner.compilation_config.static_forward_context, int(runner.cache_config.block_size)
     for group, spec in enumerate(runner.kv_cache_config.kv_cache_groups):
-        for name in spec.layer_names:
-            layer = layers[name]
-            for part, tap in enumerate(("k_cache", "v_cache")):
-                tap = name.partition("self_attn")[0] + tap
-                if tap in graph:
-                    yield PagedCache(
-                        tap=tap,
-                        tensor=layer.kv_cache,
-                        write=partial(_store, layer, part),
-                        num_slots=len(layer.kv_cache) * block_size,
-                        block_size=block_size,
-                        row_shape=(layer.num_kv_heads, layer.head_size),
-                        group=str(group),
-                        window=getattr(layer, "sliding_window", None),
-                    )
+        for name, part in product(spec.layer_names, range(2)):
+            layer, tap = layers[name], name.partition("self_attn")[0] + ("k_cache", "v_cache")[part]
+            if tap in graph:
+                yield PagedCache(
+                    tap=tap,
+                    tensor=layer.kv_cache,
+                    write=partial(_store, layer, part),
+                    num_slots=len(layer.kv_cache) * block_size,
+                    block_size=block_size,
+                    row_shape=(layer.num_kv_heads, layer.head_size),
+                    group=str(group),
+                    window=getattr(layer, "sliding_window", None),
+                )
 
 
 def _store(layer: Any, part: int, rows: torch.Tensor, slots: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ def installed(monkeypatch, **versions):
             raise PackageNotFoundError(package)
         return versions[package]
 
-    monkeypatch.setattr(vllm, "version", lambda package: version(package.replace("-", "_")))
+    monkeypatch.setattr("harness.engines.installed.version", lambda package: version(package.replace("-", "_")))
 
 
 def refusal(tmp_path, **options):
@@ -40,7 +40,7 @@ def test_a_version_that_was_never_run(monkeypatch, tmp_path):
 def test_a_version_that_the_user_wants_to_try(monkeypatch, tmp_path):
     installed(monkeypatch, vllm="0.40.1")
     assert refusal(tmp_path, allow_version="0.40.0").code is Code.ENGINE_VERSION
-    vllm.check_version("0.40.1")
+    vllm.PACKAGE.require("0.40.1")
 
 
 def test_an_import_that_fails_is_quoted(monkeypatch, tmp_path):

@@ -1,0 +1,77 @@
+"""An engine that is another package: whether it is installed, in a version that its adapter was run with."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+from harness.errors import Code, HarnessError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePackage:
+    """What an adapter needs to have installed."""
+
+    name: str
+    """As its authors write it."""
+    module: str
+    distributions: tuple[str, ...]
+    """Names in the package index, any of which brings the module."""
+    known_versions: tuple[str, ...]
+    """`major.minor` that the adapter was run with."""
+    how_to_install: str
+    why_imports_fail: str
+    """The usual cause, and what to do."""
+
+    def require(self, allowed: str | None = None) -> None:
+        """Refuse a package that is missing, or of a version that the adapter was not run with.
+
+        Args:
+            allowed: a version that the user wants to try all the same.
+
+        Raises:
+            HarnessError: ENGINE_NOT_INSTALLED, ENGINE_VERSION.
+        """
+        installed = self._installed_version()
+        if installed is None:
+            raise HarnessError(
+                Code.ENGINE_NOT_INSTALLED,
+                f"{self.name} is not installed",
+                where=f"--engine {self.module}",
+                expected=f"the package {' or '.join(self.distributions)}",
+                hint=self.how_to_install,
+            )
+        if installed != allowed and ".".join(installed.split(".")[:2]) not in self.known_versions:
+            raise HarnessError(
+                Code.ENGINE_VERSION,
+                f"the adapter was never run with this version of {self.name}",
+                where=f"--engine {self.module}",
+                expected=", ".join(f"{known}.*" for known in self.known_versions),
+                actual=installed,
+                hint=f"--engine-option allow_version={installed} tries it: hooks may find other modules",
+            )
+
+    def load(self) -> None:
+        """Import the package.
+
+        Raises:
+            HarnessError: ENGINE_NOT_INSTALLED, with what the import says.
+        """
+        try:
+            import_module(self.module)
+        except Exception as error:
+            said = str(error).splitlines()[0] if str(error) else ""
+            raise HarnessError(
+                Code.ENGINE_NOT_INSTALLED,
+                f"{self.name} cannot be imported: {type(error).__name__}: {said}",
+                where=f"--engine {self.module}",
+                expected=f"an environment in which `python -c 'import {self.module}'` works",
+                hint=self.why_imports_fail,
+            ) from error
+
+    def _installed_version(self) -> str | None:
+        for distribution in self.distributions:
+            try:
+                return version(distribution)
+            except PackageNotFoundError:
+                continue
+        return None
