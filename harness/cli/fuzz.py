@@ -135,18 +135,18 @@ def _opened(target: _Target, options: "FuzzOptions", local_files_only: bool) -> 
 
 
 def _plan(target: _Target, local_files_only: bool) -> "Plan":
-    from harness.case import load_case
+    from harness.case import RequestSpec, load_case
     from harness.checkpoint import embedded_cases
-    from harness.plan import make_plan
+    from harness.plan import plan_request
 
     default = load_case(embedded_cases() / "default.toml")
-    return make_plan(
+    return plan_request(
         model=target.model or default.model,
         engine=target.engine or default.engine,
         dtype=target.dtype or ("auto" if target.model else default.dtype),
         device=target.device or default.device,
         truth=target.truth or default.truth,
-        requests=(),
+        requests=[RequestSpec(token_ids=[0])],  # the workloads take its place
         max_new_tokens=1,
         schedules=("plain",),
         engine_options=opt.parse_engine_options(list(target.engine_options)),
