@@ -4,7 +4,7 @@ import reprlib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypedDict, Unpack, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -56,6 +56,34 @@ class ProfileSection(BaseModel):
     """File with what the profile may need, relative to the case's; None: it is held to nothing."""
 
 
+class CaseChanges(TypedDict, total=False):
+    """What takes the place of a case's own; None, or an empty sequence, leaves the case's."""
+
+    model: str | None
+    """Folder, GGUF file, name of an embedded checkpoint, or hub id."""
+    hf: str | None
+    """Of a GGUF file, the checkpoint that it was made from."""
+    engine: str | None
+    engine_options: Mapping[str, str] | None
+    dtype: str | None
+    """float32, bfloat16, float16, or `auto` for the checkpoint's own."""
+    device: str | None
+    """A torch device."""
+    truth: str | None
+    """`float64`, `float32`, or `auto` for what the engine's dtype needs."""
+    requests: Sequence[RequestSpec]
+    max_new_tokens: int | None
+    """Tokens to generate for each request."""
+    schedules: Sequence[str]
+    """`plain`, `chunked:5`, ..."""
+    only: str | None
+    """`all`, `cache`, `logits` or `tokens`: what the engine must show."""
+    isolate: bool | None
+    """Whether the engine runs in a process of its own."""
+    engine_timeout_s: float | None
+    """Longest time for opening the engine, and for each schedule."""
+
+
 class Case(BaseModel):
     """What to check. Paths are relative to the case's file."""
 
@@ -87,43 +115,27 @@ class Case(BaseModel):
     profile: ProfileSection | None = None
     """None: the engine is checked and not profiled."""
 
-    def replaced(
-        self,
-        *,
-        model: str | None = None,
-        hf: str | None = None,
-        engine: str | None = None,
-        engine_options: Mapping[str, str] | None = None,
-        dtype: str | None = None,
-        device: str | None = None,
-        truth: str | None = None,
-        requests: Sequence[RequestSpec] = (),
-        max_new_tokens: int | None = None,
-        schedules: Sequence[str] = (),
-        only: str | None = None,
-        isolate: bool | None = None,
-        engine_timeout_s: float | None = None,
-    ) -> "Case":
+    def replaced(self, **changes: Unpack[CaseChanges]) -> "Case":
         """Return the case with what is given in place of its own.
 
         Another engine has other options, so the case's own stay with its engine. What the case requires to be reached
         goes as soon as anything is replaced that decides what is reached: dtype, device, truth and process do not.
         """
-        own_options = self.engine_options if engine in (None, self.engine) else {}
+        given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+        engine = given.get("engine", self.engine)
+        own_options = self.engine_options if engine == self.engine else {}
+        requests, num_new = given.get("requests") or self.requests, given.get("max_new_tokens")
         decisive: dict[str, Any] = {
-            "model": self.model if model is None else model,
-            "hf": hf if model is not None or hf is not None else self.hf,
-            "engine": self.engine if engine is None else engine,
-            "engine_options": {**own_options, **(engine_options or {})},
-            "requests": [_with_length(request, max_new_tokens) for request in requests or self.requests],
-            "max_new_tokens": self.max_new_tokens if max_new_tokens is None else max_new_tokens,
-            "schedules": list(schedules or self.schedules),
+            "model": given.get("model", self.model),
+            "hf": given.get("hf", None if "model" in given else self.hf),
+            "engine": engine,
+            "engine_options": {**own_options, **given.get("engine_options", {})},
+            "requests": [_with_length(request, num_new) for request in requests],
+            "max_new_tokens": self.max_new_tokens if num_new is None else num_new,
+            "schedules": list(given.get("schedules") or self.schedules),
         }
         is_same = all(getattr(self, name) == value for name, value in decisive.items())
-        given: dict[str, Any] = {"dtype": dtype, "device": device, "truth": truth}
-        given |= {"only": only, "isolate": isolate, "engine_timeout_s": engine_timeout_s}
-        rest = {name: value for name, value in given.items() if value is not None}
-        return self.model_copy(update={**decisive, **rest, "require": self.require if is_same else []})
+        return self.model_copy(update={**given, **decisive, "require": self.require if is_same else []})
 
 
 def _with_length(request: RequestSpec, max_new_tokens: int | None) -> RequestSpec:

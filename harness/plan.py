@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Unpack
 
 import torch
 
-from harness.case import DTYPES, Case, ProfileSection, RequestSpec, load_case
+from harness.case import DTYPES, Case, CaseChanges, ProfileSection, RequestSpec, load_case
 from harness.checkpoint import CONFIG_NAME, embedded_cases, read_config, resolve
 from harness.engines import Engine, is_foreign
 from harness.errors import Code, HarnessError
@@ -75,76 +76,31 @@ class Plan:
 def plan_request(
     *,
     case: Case | None = None,
-    model: str | None = None,
-    hf: str | None = None,
-    engine: str | None = None,
     subject: Engine | None = None,
-    engine_options: Mapping[str, str] | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    truth: str | None = None,
-    requests: Sequence[RequestSpec] = (),
-    max_new_tokens: int | None = None,
-    schedules: Sequence[str] = (),
-    only: str | None = None,
-    isolate: bool | None = None,
-    engine_timeout_s: float | None = None,
     engine_python: Path | None = None,
     lora: Path | None = None,
     other_loras: Sequence[Path] = (),
     local_files_only: bool = True,
+    **changes: Unpack[CaseChanges],
 ) -> Plan:
     """Resolve a case, or the embedded default, with what is given in the place of its own.
 
     Args:
         case: None for the embedded default, or for a case made of `model` and `requests`.
-        model: folder, GGUF file, name of an embedded checkpoint, or hub id.
-        hf: of a GGUF file, the checkpoint that it was made from.
-        engine: name of an engine.
         subject: the engine itself, where it is at hand; `engine` is then what it is called.
-        engine_options: passed to the engine.
-        dtype: float32, bfloat16, float16, or `auto` for the checkpoint's own.
-        device: a torch device.
-        truth: `float64`, `float32`, or `auto` for what the engine's dtype needs.
-        requests: texts or token ids; empty for the case's own.
-        max_new_tokens: tokens to generate for each request.
-        schedules: `plain`, `chunked:5`, ...; empty for the case's own.
-        only: `all`, `cache`, `logits` or `tokens`: what the engine must show.
-        isolate: whether the engine runs in a process of its own; None to leave it to `Plan.isolates_engine`.
-        engine_timeout_s: longest time for opening the engine, and for each schedule.
         engine_python: interpreter of the environment that the engine is installed in.
         lora: folder of a LoRA adapter in PEFT's format.
         other_loras: folders of adapters that the engine serves to other requests.
         local_files_only: never ask the hub.
+        changes: see `CaseChanges`.
 
     Raises:
         HarnessError: an option makes no sense, or a name in it cannot be resolved.
     """
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise HarnessError(
-            Code.BAD_OPTION,
-            "the number of new tokens must be positive",
-            where="--max-new-tokens",
-            expected="at least 1; decode is reached from 2 on",
-            actual=max_new_tokens,
-        )
-    base = _default_case(model, engine, requests) if case is None else case
-    chosen = base.replaced(
-        model=model,
-        hf=hf,
-        engine=engine,
-        engine_options=engine_options,
-        dtype=dtype,
-        device=device,
-        truth=truth,
-        requests=requests,
-        max_new_tokens=max_new_tokens,
-        schedules=schedules,
-        only=only,
-        isolate=isolate,
-        engine_timeout_s=engine_timeout_s,
-    )
-    if engine_python is not None and isolate is False:
+    _refuse_no_new_tokens(changes.get("max_new_tokens"))
+    base = _default_case(changes) if case is None else case
+    chosen = base.replaced(**changes)
+    if engine_python is not None and changes.get("isolate") is False:
         what = "an engine in another environment has a process of its own"
         raise HarnessError(Code.BAD_OPTION, what, where="--engine-python", hint="leave out --no-isolate")
     plan = plan_case(chosen, local_files_only=local_files_only)
@@ -167,8 +123,9 @@ def _with_adapters(plan: Plan, lora: Path | None, others: Sequence[Path]) -> Pla
     return plan
 
 
-def _default_case(model: str | None, engine: str | None, requests: Sequence[RequestSpec]) -> Case:
+def _default_case(changes: CaseChanges) -> Case:
     """Return the embedded default, or a case of the user's own model or prompts."""
+    model, engine, requests = changes.get("model"), changes.get("engine"), changes.get("requests")
     default = load_case(embedded_cases() / "default.toml")
     if requests:  # a workload of its own, not a change to the default's
         return Case(schema_version=1, model=model or default.model, requests=list(requests))
@@ -179,26 +136,58 @@ def _default_case(model: str | None, engine: str | None, requests: Sequence[Requ
     return default if engine in (None, default.engine) else default.model_copy(update={"schedules": []})
 
 
+def _refuse_no_new_tokens(max_new_tokens: int | None) -> None:
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise HarnessError(
+            Code.BAD_OPTION,
+            "the number of new tokens must be positive",
+            where="--max-new-tokens",
+            expected="at least 1; decode is reached from 2 on",
+            actual=max_new_tokens,
+        )
+
+
 def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
-    """Resolve a case into a plan."""
-    plan = make_plan(
+    """Resolve a case into a plan: the model to a folder, texts to token ids, schedules to their definitions.
+
+    Raises:
+        HarnessError: any of it cannot be resolved.
+    """
+    folder = resolve(case.model, local_files_only=local_files_only, hf=case.hf)
+    check_device(case.device)
+    _refuse_limit_without_process(case.isolate, case.engine_timeout_s)
+    prompts = tuple(_prompt(index, each, folder, case.max_new_tokens) for index, each in enumerate(case.requests))
+    schedules, skipped = _schedules(case.schedules, [len(prompt.token_ids) for prompt in prompts])
+    return Plan(
         model=case.model,
-        hf=case.hf,
+        folder=folder,
         engine=case.engine,
-        dtype=case.dtype,
+        dtype=resolve_dtype(case.dtype, folder),
         device=case.device,
         truth=case.truth,
-        requests=case.requests,
-        max_new_tokens=case.max_new_tokens,
-        schedules=case.schedules,
+        prompts=prompts,
+        schedules=tuple(schedules),
+        has_default_schedules=not case.schedules,
         engine_options={name: str(value) for name, value in case.engine_options.items()},
-        require=case.require,
-        local_files_only=local_files_only,
+        require=tuple(case.require),
+        notes=tuple(f"schedule {each} left out: these prompts cannot reach it" for each in skipped),
+        profile=case.profile,
+        only=case.only,
+        isolate=case.isolate,
+        engine_timeout_s=case.engine_timeout_s,
     )
-    _refuse_limit_without_process(case.isolate, case.engine_timeout_s)
-    return replace(
-        plan, profile=case.profile, only=case.only, isolate=case.isolate, engine_timeout_s=case.engine_timeout_s
-    )
+
+
+def _schedules(names: Sequence[str], prompt_lengths: Sequence[int]) -> tuple[list[Schedule], list[Schedule]]:
+    """Return the schedules to run, and those of the default that the prompts cannot reach.
+
+    One that was asked for by its name, and is not reached, fails when it is run.
+    """
+    if names:
+        return parse_schedules(names), []
+    default = parse_schedules(DEFAULT_SCHEDULES)
+    reached = [schedule for schedule in default if schedule.is_reachable(prompt_lengths)]
+    return reached, [schedule for schedule in default if schedule not in reached]
 
 
 def _refuse_limit_without_process(isolate: bool | None, timeout_s: float | None) -> None:
@@ -210,66 +199,6 @@ def _refuse_limit_without_process(isolate: bool | None, timeout_s: float | None)
             expected="an engine in a process of its own",
             hint="leave out --no-isolate, or the limit",
         )
-
-
-def make_plan(
-    *,
-    model: str,
-    hf: str | None = None,
-    engine: str,
-    dtype: str,
-    device: str,
-    truth: str = "auto",
-    requests: Sequence[RequestSpec],
-    max_new_tokens: int,
-    schedules: Sequence[str] | None = None,
-    engine_options: Mapping[str, str] | None = None,
-    require: Sequence[str] = (),
-    local_files_only: bool = False,
-) -> Plan:
-    """Resolve names into a plan: the model to a folder, texts to token ids, schedules to their definitions.
-
-    Args:
-        model: folder, GGUF file or hub id.
-        hf: of a GGUF file, the checkpoint that it was made from.
-        engine: name of an installed engine.
-        dtype: one of `case.DTYPES`, or `auto` for the checkpoint's own.
-        device: a torch device.
-        truth: `float64`, `float32`, or `auto` for what the engine's dtype needs.
-        requests: texts or token ids.
-        max_new_tokens: tokens to generate for requests that do not say.
-        schedules: `plain`, `chunked:5`, ...; None for the default ones that these prompts can reach.
-        engine_options: passed to the engine.
-        require: triggers every schedule must reach.
-        local_files_only: never ask the hub.
-
-    Raises:
-        HarnessError: any of it cannot be resolved.
-    """
-    folder = resolve(model, local_files_only=local_files_only, hf=hf)
-    check_device(device)
-    prompts = tuple(_prompt(index, request, folder, max_new_tokens) for index, request in enumerate(requests))
-    lengths = [len(prompt.token_ids) for prompt in prompts]
-    chosen = parse_schedules(schedules or DEFAULT_SCHEDULES)
-    skipped: list[Schedule] = []
-    if not schedules:  # asked for by name, a schedule that is not reached fails; as a default it is left out
-        skipped = [schedule for schedule in chosen if not schedule.is_reachable(lengths)]
-        chosen = [schedule for schedule in chosen if schedule.is_reachable(lengths)]
-    notes = [f"schedule {schedule} left out: these prompts cannot reach it" for schedule in skipped]
-    return Plan(
-        model=model,
-        folder=folder,
-        engine=engine,
-        dtype=resolve_dtype(dtype, folder),
-        device=device,
-        truth=truth,
-        prompts=prompts,
-        schedules=tuple(chosen),
-        has_default_schedules=not schedules,
-        engine_options=engine_options or {},
-        require=tuple(require),
-        notes=tuple(notes),
-    )
 
 
 def resolve_dtype(dtype: str, folder: Path) -> str:

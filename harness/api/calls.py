@@ -1,8 +1,8 @@
 """The functions: arguments become a plan, the plan is run as the command line runs it, the result is a report."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from harness.progress import Progress
 if TYPE_CHECKING:
     import torch
 
-    from harness.api.subject import Subject
+    from harness.api.subject import Chosen, Subject
     from harness.oracle.golden import Golden
 
 
@@ -74,12 +74,11 @@ def check(
     from harness.jobs.check import keep_page, run_check
     from harness.plan import plan_request
 
-    with named_as_arguments(), checkpoint(model_or_own(engine, model)) as (folder, label):
-        chosen = choose(engine, dtype=dtype, device=device, options=engine_options or {}, names=names)
+    with _under_test(engine, model, dtype=dtype, device=device, options=engine_options, names=names) as chosen:
         plan = plan_request(
-            model=folder,
+            model=chosen.checkpoint,
             engine=chosen.name,
-            engine_options=engine_option_texts(engine_options or {}),
+            engine_options=chosen.options,
             dtype=chosen.dtype,
             device=chosen.device,
             truth=truth,
@@ -88,9 +87,7 @@ def check(
             schedules=_several(schedules),
             local_files_only=local_files_only,
         )
-        subject = chosen.open and chosen.open(plan.folder, plan.dtype, plan.device)
-        plan = replace(plan, subject=subject, model=label or plan.model)
-        result = run_check(plan, out=None if out is None else Path(out), progress=progress)
+        result = run_check(chosen.opened(plan), out=None if out is None else Path(out), progress=progress)
     if out is not None:
         keep_page(result, Path(out))
     return CheckReport.of(result)
@@ -224,14 +221,13 @@ def profile(
     from harness.jobs.check import new_output_dir
     from harness.jobs.profile import keep_profile, resolve_profile
 
-    with named_as_arguments(), checkpoint(model_or_own(engine, model)) as (folder, label):
-        chosen = choose(engine, dtype=dtype, device=device, options=engine_options or {}, names=None)
+    with _under_test(engine, model, dtype=dtype, device=device, options=engine_options, names=None) as chosen:
         spec = resolve_profile(
-            model=folder,
+            model=chosen.checkpoint,
             engine=chosen.name,
             dtype=chosen.dtype or "auto",
             device=chosen.device or "cpu",
-            engine_options=engine_option_texts(engine_options or {}),
+            engine_options=chosen.options,
             prompt_tokens=prompt_tokens,
             max_new_tokens=max_new_tokens,
             batch_size=batch_size,
@@ -239,12 +235,27 @@ def profile(
             num_runs=num_runs,
             local_files_only=local_files_only,
         )
-        subject = chosen.open and chosen.open(spec.folder, spec.dtype, spec.device)
-        spec = replace(spec, subject=subject, model=label or spec.model)
+        spec = chosen.opened(spec)
         with tempfile.TemporaryDirectory(prefix="harness-profile-") as passing:
             kept = Path(passing if out is None else out)
             with nullcontext() if out is None else new_output_dir(kept):
                 return ProfileReport.of(keep_profile(spec, kept, progress=progress))
+
+
+@contextmanager
+def _under_test(
+    engine: "Subject",
+    model: Model | None,
+    *,
+    dtype: Dtype,
+    device: "str | torch.device | None",
+    options: Mapping[str, object] | None,
+    names: Mapping[str, str] | None,
+) -> "Iterator[Chosen]":
+    """Yield what is under test, with its checkpoint; errors of the block name arguments."""
+    with named_as_arguments(), checkpoint(model_or_own(engine, model)) as (folder, label):
+        chosen = choose(engine, dtype=dtype, device=device, options=options or {}, names=names)
+        yield replace(chosen, checkpoint=folder, label=label, options=engine_option_texts(options or {}))
 
 
 def _chosen(dtype: Dtype) -> str | None:

@@ -1,9 +1,9 @@
 """What is under test: an engine's name, an engine, or a module."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from harness.engines import Engine, engine_names
 from harness.errors import Code, HarnessError
@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from harness.api.arguments import Dtype, Model
+    from harness.plan import Plan
+    from harness.profiling.profile import ProfileSpec
 
     Subject = str | Engine | nn.Module
+    AnyPlan = TypeVar("AnyPlan", Plan, ProfileSpec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,17 @@ class Chosen:
     device: str | None
     open: Callable[[Path, str, str], Engine] | None = None
     """Returns the engine for a checkpoint, a dtype and a device; None for one that is opened by its name."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Of an engine that is opened by its name."""
+    checkpoint: str | None = None
+    """Says what is right; None for the embedded default."""
+    label: str | None = None
+    """Name of the checkpoint in reports, where that is not its path."""
+
+    def opened(self, plan: "AnyPlan") -> "AnyPlan":
+        """Return a plan of a check or of a profile with the engine itself, where it is not opened by its name."""
+        subject = self.open and self.open(plan.folder, plan.dtype, plan.device)
+        return replace(plan, subject=subject, model=self.label or plan.model)
 
 
 def choose(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from harness.endpoint_results import EndpointResult
 
 _NOT_OF_A_SERVER = (
-    "engine", "engine_options", "schedules", "only", "isolate", "engine_timeout_s", "case",
+    "engine", "engine_option", "schedule", "only", "isolate", "engine_timeout", "case",
 )  # fmt: skip
 
 
@@ -23,11 +23,11 @@ _NOT_OF_A_SERVER = (
 class ServerOptions:
     """Options that are about a server, as they were given."""
 
-    endpoint: str | None
-    served_model: str | None
-    concurrency: int | None
-    request_timeout: float | None
-    again: int | None
+    endpoint: opt.Endpoint = None
+    served_model: opt.ServedModel = None
+    concurrency: opt.Concurrency = None
+    request_timeout: opt.RequestTimeout = None
+    again: opt.Again = None
 
     @property
     def is_given(self) -> bool:
@@ -36,7 +36,7 @@ class ServerOptions:
         Raises:
             HarnessError: BAD_OPTION: there are options for one, and no address.
         """
-        if self.endpoint is None and self != ServerOptions(None, None, None, None, None):
+        if self.endpoint is None and self != ServerOptions():
             what = "these options are of a server, and none is named"
             raise HarnessError(Code.BAD_OPTION, what, where="--endpoint", hint="add --endpoint http://host:port")
         return self.endpoint is not None
@@ -58,7 +58,7 @@ class ServerOptions:
             form: how to print.
             report: told what is being done.
         """
-        named = [name for name in _NOT_OF_A_SERVER if getattr(given, name) not in (None, [], ())]
+        named = [name for name in _NOT_OF_A_SERVER if getattr(given, name) not in (None, [])]
         if named or any(other is not None for other in others):
             what = (
                 "a server is checked by what it answers: options of engines, schedules, faults and pages are not for it"
@@ -69,7 +69,7 @@ class ServerOptions:
 
         address = self._address()
         if given.model is None and not given.requests():
-            given = replace(given, prompts=list(_DEFAULT_PROMPTS))
+            given = replace(given, prompt=list(_DEFAULT_PROMPTS))
         plan = given.plan(local_files_only=local_files_only)
         result = check_endpoint(plan, address, num_again=self._again(), progress=report)
         _print(result, form)

@@ -4,13 +4,14 @@ import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from harness.cli import options as opt
+from harness.cli.grouped import grouped
 from harness.cli.output import STATUS, write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import Code, HarnessError
@@ -23,13 +24,9 @@ if TYPE_CHECKING:
     from harness.plan import Plan
 
 
+@grouped
 def fuzz(
-    model: opt.Model = None,
-    engine: opt.EngineName = None,
-    engine_option: opt.EngineOption = None,
-    dtype: opt.Dtype = None,
-    device: opt.Device = None,
-    truth: opt.TruthChoice = None,
+    given: Annotated[opt.CliOptions, ("model", "engine", "engine_option", "dtype", "device", "truth")],
     seconds: Annotated[float, typer.Option(metavar="N", help="How long to search.")] = 60.0,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Another one draws other workloads.")] = 0,
     first: Annotated[bool, typer.Option("--first", help="End at the first finding.")] = False,
@@ -62,13 +59,12 @@ def fuzz(
     forks, and caches that are too small: each is judged as `harness check` judges. What fails is made as small as it
     can be. With --invariance the question is another: which change of schedule changes bits.
     """
-    given = _Target(model, engine, tuple(engine_option or ()), dtype, device, truth, fault)
     _check_positive("--seconds", seconds)
     _check_positive("--workload-seconds", workload_seconds)
     if invariance and (replay is not None or out is not None or first):
         what = "two runs are compared here, and nothing is searched, repeated or written"
         raise HarnessError(Code.BAD_OPTION, what, where="--invariance", hint="leave --replay, --out and --first out")
-    if replay is not None and (given != _Target() or out is not None):
+    if replay is not None and (given != opt.CliOptions() or fault is not None or out is not None):
         what = "a workload's file says what is to be run"
         raise HarnessError(Code.BAD_OPTION, what, where="--replay", hint="leave the other options out")
     with progress_bar() as report:
@@ -79,79 +75,56 @@ def fuzz(
 
         options = FuzzOptions(seconds=seconds, seed=seed, workload_seconds=workload_seconds, is_first_enough=first)
         if invariance:
-            with _opened(given, options, local_files_only) as (plan, options):
+            with _opened(given, fault, options, local_files_only) as (plan, options):
                 return _print_invariance(compare_schedules(plan, options, progress=report), format)
         if replay is not None:
             file = load_workload(replay)
-            with _opened(_Target.of(file), options, local_files_only) as (plan, options):
+            with _opened(_said_by(file), file.fault, options, local_files_only) as (plan, options):
                 result = run_again(plan, file.workload(), options, progress=report)
         else:
             with (
                 nullcontext() if out is None else new_output_dir(out),
-                _opened(given, options, local_files_only) as (plan, options),
+                _opened(given, fault, options, local_files_only) as (plan, options),
             ):
                 result = search_workloads(plan, options, out=out, progress=report)
     return _print(result, format)
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """The engine that is searched, as far as it was named."""
-
-    model: str | None = None
-    engine: str | None = None
-    engine_options: tuple[str, ...] = ()
-    dtype: str | None = None
-    device: str | None = None
-    truth: opt.Truth | None = None
-    fault: str | None = None
-
-    @classmethod
-    def of(cls, file: "WorkloadFile") -> "_Target":
-        """Return what a workload's file says; a fault brings its own model."""
-        if file.fault is not None:
-            return cls(fault=file.fault)
-        options = tuple(f"{name}={value}" for name, value in file.engine_options.items())
-        return cls(file.model, file.engine, options, file.dtype, file.device)
+def _said_by(file: "WorkloadFile") -> opt.CliOptions:
+    """Return what a workload's file says of the engine; a fault brings its own model."""
+    if file.fault is not None:
+        return opt.CliOptions()
+    options = [f"{name}={value}" for name, value in file.engine_options.items()]
+    return opt.CliOptions(
+        model=file.model, engine=file.engine, engine_option=options, dtype=file.dtype, device=file.device
+    )
 
 
 @contextmanager
-def _opened(target: _Target, options: "FuzzOptions", local_files_only: bool) -> "Iterator[tuple[Plan, FuzzOptions]]":
-    """Yield the plan, and the options with the fault that is to be planted."""
-    if target.fault is None:
-        yield _plan(target, local_files_only), options
+def _opened(
+    given: opt.CliOptions, fault: str | None, options: "FuzzOptions", local_files_only: bool
+) -> "Iterator[tuple[Plan, FuzzOptions]]":
+    """Yield the plan, and the options with the fault that is to be injected."""
+    if fault is None:
+        yield _plan(given, local_files_only), options
         return
     from harness.faults.catalogue import choose
     from harness.faults.trial import checkpoint
 
-    if target != _Target(fault=target.fault):
+    if given != opt.CliOptions():
         what = "a fault comes with the engine, the model and the dtype that show it"
         raise HarnessError(Code.BAD_OPTION, what, where="--fault", hint="leave the other options out")
-    (chosen,) = choose([target.fault])
+    (chosen,) = choose([fault])
     with checkpoint(chosen.setting) as folder:
-        plan = _plan(_Target(model=str(folder), dtype=chosen.setting.dtype), local_files_only)
+        plan = _plan(opt.CliOptions(model=str(folder), dtype=chosen.setting.dtype), local_files_only)
         plan = replace(plan, notes=(f"planted: {chosen.summary}",))
         yield plan, replace(options, planted=chosen.inject, fault=chosen.id)
 
 
-def _plan(target: _Target, local_files_only: bool) -> "Plan":
-    from harness.case import load_case
-    from harness.checkpoint import embedded_cases
-    from harness.plan import make_plan
-
-    default = load_case(embedded_cases() / "default.toml")
-    return make_plan(
-        model=target.model or default.model,
-        engine=target.engine or default.engine,
-        dtype=target.dtype or ("auto" if target.model else default.dtype),
-        device=target.device or default.device,
-        truth=target.truth or default.truth,
-        requests=(),
-        max_new_tokens=1,
-        schedules=("plain",),
-        engine_options=opt.parse_engine_options(list(target.engine_options)),
-        local_files_only=local_files_only,
-    )
+def _plan(given: opt.CliOptions, local_files_only: bool) -> "Plan":
+    """Return what is searched: workloads take the place of the plan's request and schedule."""
+    own = replace(given, token_ids=["0"], max_new_tokens=1, schedule=["plain"])
+    return own.plan(local_files_only=local_files_only)
 
 
 def _check_positive(option: str, value: float) -> None:

@@ -1,47 +1,89 @@
 """`harness gate`: what a profile needs beyond its baseline, and whether it takes longer than another version."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from harness.cli import options as opt
+from harness.cli.grouped import grouped
 from harness.cli.output import write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.files import read_text
 
+if TYPE_CHECKING:
+    from harness.gate_results import PhaseTime
 
-def gate(
-    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="Folder that `harness profile` has filled.")],
-    baseline: Annotated[Path, typer.Argument(metavar="BASELINE", help="File with what a profile may need.")],
-    accept: Annotated[bool, typer.Option("--accept", help="Make the profile the baseline, and show what changes.")] = (
-        False
-    ),
+
+@dataclass(frozen=True, slots=True)
+class TimingOptions:
+    """Options about the version that the engine is timed against."""
+
     against: Annotated[
         str | None,
         typer.Option(
             metavar="VERSION",
             help="Also time the engine in turn with another version: a git revision, a wheel, a folder.",
         ),
-    ] = None,
+    ] = None
     against_repo: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Repository of the revision. [default: the engine's own checkout]"),
-    ] = None,
+    ] = None
     against_package: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Package that changed. Repeatable. [default: those of the adapter]"),
-    ] = None,
-    blocks: Annotated[int, typer.Option(metavar="N", min=5, help="Most blocks old, new, new, old to be timed.")] = 400,
+    ] = None
+    blocks: Annotated[int, typer.Option(metavar="N", min=5, help="Most blocks old, new, new, old to be timed.")] = 400
     seconds: Annotated[
         float, typer.Option(metavar="S", min=1, help="Most time for them; less where the ratio is sure before.")
-    ] = 240,
-    tolerance: Annotated[
-        float, typer.Option(metavar="SHARE", min=0.001, help="Slowdown that is worth an alarm.")
-    ] = 0.03,
+    ] = 240
+    tolerance: Annotated[float, typer.Option(metavar="SHARE", min=0.001, help="Slowdown that is worth an alarm.")] = (
+        0.03
+    )
+
+    def check(self) -> None:
+        """Refuse options about another version where none is named.
+
+        Raises:
+            HarnessError: BAD_OPTION.
+        """
+        if self.against is None and (self.against_repo or self.against_package):
+            option = "--against-repo" if self.against_repo else "--against-package"
+            what, hint = "there is nothing to time against", "--against VERSION"
+            raise HarnessError(Code.BAD_OPTION, what, where=option, hint=hint)
+
+    def time(self, profile: Path) -> "dict[str, PhaseTime] | None":
+        """Time the profile's engine in turn with the other version; None where none is named."""
+        if self.against is None:
+            return None
+        from harness.profiling.gate.against import TimingLength, time_against
+        from harness.profiling.gate.baseline import profile_file
+
+        with progress_bar() as report:
+            return time_against(
+                self.against,
+                json.loads(read_text(profile_file(profile))),
+                length=TimingLength(num_blocks=self.blocks, seconds=self.seconds),
+                tolerance=self.tolerance,
+                repository=self.against_repo,
+                packages=tuple(self.against_package or ()),
+                progress=report,
+            )
+
+
+@grouped
+def gate(
+    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="Folder that `harness profile` has filled.")],
+    baseline: Annotated[Path, typer.Argument(metavar="BASELINE", help="File with what a profile may need.")],
+    *,
+    accept: Annotated[bool, typer.Option("--accept", help="Make the profile the baseline, and show what changes.")] = (
+        False
+    ),
+    timing: TimingOptions,
     format: opt.OutFormat = opt.Format.HUMAN,
 ) -> int:
     """Hold a profile against a baseline.
@@ -57,26 +99,10 @@ def gate(
 
     if accept:
         refuse_update("--accept")
-    if against is None and (against_repo or against_package):
-        option = "--against-repo" if against_repo else "--against-package"
-        hint = "--against VERSION"
-        raise HarnessError(Code.BAD_OPTION, "there is nothing to time against", where=option, hint=hint)
+    timing.check()
     result = run_gate(profile, baseline, accept=accept)
-    if against is not None:
-        from harness.profiling.gate import against as versions
-        from harness.profiling.gate.baseline import profile_file
-
-        document = json.loads(read_text(profile_file(profile)))
-        with progress_bar() as report:
-            times = versions.time_against(
-                against,
-                document,
-                length=versions.TimingLength(num_blocks=blocks, seconds=seconds),
-                tolerance=tolerance,
-                repository=against_repo,
-                packages=tuple(against_package or ()),
-                progress=report,
-            )
+    times = timing.time(profile)
+    if times is not None:
         result = replace(result, times=times)
     if format is opt.Format.JSON:
         write_json(gate_json(result))

@@ -6,27 +6,18 @@ from typing import Annotated
 import typer
 
 from harness.cli import options as opt
+from harness.cli.grouped import grouped
 from harness.cli.output import write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import ExitStatus
 
 
+@grouped
 def golden(
-    model: opt.Model = None,
-    hf: opt.HFOrigin = None,
-    dtype: opt.Dtype = None,
-    device: opt.Device = None,
-    truth: opt.TruthChoice = None,
-    prompt: opt.PromptText = None,
-    prompt_file: opt.PromptFile = None,
-    token_ids: opt.TokenIds = None,
-    max_new_tokens: opt.MaxNewTokens = None,
-    continuation: opt.Continuations = None,
-    case: opt.CaseFile = None,
+    given: Annotated[opt.CliOptions, ("model", "hf", "dtype", *opt.WORKLOAD, "continuation", "case", "lora")],
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="New folder to write the golden to. [default: in the cache]")
     ] = None,
-    lora: opt.Lora = None,
     local_files_only: opt.LocalFilesOnly = False,
     format: opt.OutFormat = opt.Format.HUMAN,
 ) -> int:
@@ -42,20 +33,7 @@ def golden(
         from harness.jobs.golden import run_golden
         from harness.oracle.precision import truth_dtype
 
-        plan = opt.CliOptions(
-            case=case,
-            model=model,
-            hf=hf,
-            dtype=dtype,
-            device=device,
-            truth=truth,
-            prompts=prompt,
-            prompt_file=prompt_file,
-            token_ids=token_ids,
-            continuations=continuation,
-            max_new_tokens=max_new_tokens,
-            lora=lora,
-        ).plan(local_files_only=local_files_only)
+        plan = given.plan(local_files_only=local_files_only)
         made = run_golden(plan, out=out, progress=report)
     manifest = made.recording.manifest
     summary = {

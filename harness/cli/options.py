@@ -1,7 +1,6 @@
 """Options that several commands share, and how they become a plan."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -197,30 +196,39 @@ OutFormat = Annotated[Format, typer.Option("--format", help="How to print the re
 OutReportFormat = Annotated[ReportFormat, typer.Option("--format", help="How to print the result.")]
 
 
+ENGINE = ("engine", "engine_option", "isolate", "engine_timeout", "engine_python")
+"""Fields of `CliOptions` about the engine under test."""
+WORKLOAD = ("device", "truth", "prompt", "prompt_file", "token_ids", "max_new_tokens")
+"""Fields of `CliOptions` about what is run, and where; every command but `check` has `dtype` besides."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CliOptions:
-    """What was given on the command line to say what is to be run; None or empty for what was not."""
+    """What was given on the command line to say what is to be run; None for what was not.
 
-    case: Path | None = None
-    model: str | None = None
-    hf: str | None = None
-    engine: str | None = None
-    engine_options: list[str] | None = None
-    dtype: str | None = None
-    device: str | None = None
-    truth: Truth | None = None
-    prompts: list[str] | None = None
-    prompt_file: Path | None = None
-    token_ids: list[str] | None = None
-    continuations: list[str] | None = None
-    max_new_tokens: int | None = None
-    schedules: list[str] | None = None
-    only: TapPreset | None = None
-    isolate: bool | None = None
-    engine_timeout_s: float | None = None
-    engine_python: Path | None = None
-    lora: Path | None = None
-    other_loras: Sequence[Path] = ()
+    A command names the fields that are its options: see `grouped`.
+    """
+
+    model: Model = None
+    hf: HFOrigin = None
+    engine: EngineName = None
+    engine_option: EngineOption = None
+    isolate: Isolate = None
+    engine_timeout: EngineTimeout = None
+    engine_python: EnginePython = None
+    dtype: Dtype = None
+    device: Device = None
+    truth: TruthChoice = None
+    prompt: PromptText = None
+    prompt_file: PromptFile = None
+    token_ids: TokenIds = None
+    max_new_tokens: MaxNewTokens = None
+    continuation: Continuations = None
+    schedule: ScheduleNames = None
+    only: Only = None
+    case: CaseFile = None
+    lora: Lora = None
+    other_lora: OtherLora = None
 
     def plan(self, *, local_files_only: bool) -> "Plan":
         """Return the plan: the case, or the embedded default, with what was given in place of its own.
@@ -235,25 +243,25 @@ class CliOptions:
             model=self.model,
             hf=self.hf,
             engine=self.engine,
-            engine_options=parse_engine_options(self.engine_options),
+            engine_options=parse_engine_options(self.engine_option),
             dtype=self.dtype,
             device=self.device,
             truth=self.truth,
             requests=self.requests(),
             max_new_tokens=self.max_new_tokens,
-            schedules=self.schedules or (),
+            schedules=self.schedule or (),
             local_files_only=local_files_only,
             only=self.only,
             isolate=self.isolate,
             engine_timeout_s=self._positive_timeout(),
             engine_python=self.engine_python,
             lora=self.lora,
-            other_loras=self.other_loras,
+            other_loras=self.other_lora or (),
         )
 
     def requests(self) -> list[RequestSpec]:
         """Return the requests that were given, in the order text, file, token ids; none if none were."""
-        texts = [("--prompt", text) for text in self.prompts or ()]
+        texts = [("--prompt", text) for text in self.prompt or ()]
         if self.prompt_file is not None:
             texts.append((f"--prompt-file {self.prompt_file}", _read_text(self.prompt_file)))
         for where, text in texts:
@@ -263,11 +271,11 @@ class CliOptions:
                 )
         requests = [RequestSpec(prompt=text) for _, text in texts]
         requests += [RequestSpec(token_ids=_parse_ids(text, "--token-ids")) for text in self.token_ids or ()]
-        return self._continued(requests) if self.continuations else requests
+        return self._continued(requests) if self.continuation else requests
 
     def _continued(self, requests: list[RequestSpec]) -> list[RequestSpec]:
         """Give each request its continuation."""
-        given = [_parse_ids(text, "--continuation") for text in self.continuations or ()]
+        given = [_parse_ids(text, "--continuation") for text in self.continuation or ()]
         if len(given) != len(requests):
             what, expected = "each request needs its continuation", f"{len(requests)}, one for each prompt given"
             hint = "give --prompt or --token-ids, and as many --continuation"
@@ -281,15 +289,15 @@ class CliOptions:
         return [request.model_copy(update={"continuation": token_ids}) for request, token_ids in pairs]
 
     def _positive_timeout(self) -> float | None:
-        if self.engine_timeout_s is not None and not 0 < self.engine_timeout_s < math.inf:
+        if self.engine_timeout is not None and not 0 < self.engine_timeout < math.inf:
             raise HarnessError(
                 Code.BAD_OPTION,
                 "the time limit must be positive",
                 where="--engine-timeout",
                 expected="seconds",
-                actual=self.engine_timeout_s,
+                actual=self.engine_timeout,
             )
-        return self.engine_timeout_s
+        return self.engine_timeout
 
 
 def _read_text(path: Path) -> str:

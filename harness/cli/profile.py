@@ -1,19 +1,53 @@
 """`harness profile`: what prefill and decode cost, and where."""
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from harness.cli import options as opt
+from harness.cli.grouped import grouped
 from harness.cli.output import write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import ExitStatus
 
+if TYPE_CHECKING:
+    from harness.profiling.passes.load import CaptureSchedule
 
+
+@dataclass(frozen=True, slots=True)
+class CaptureOptions:
+    """Options about how much is timed and traced."""
+
+    wait: Annotated[int, typer.Option(metavar="N", help="Units left alone before a capture: decode steps, runs.")] = 1
+    warmup: Annotated[int, typer.Option(metavar="N", help="Units with the profiler on that are thrown away.")] = 1
+    active: Annotated[int, typer.Option(metavar="N", help="Most steps of a phase that are captured.")] = 8
+    repeat: Annotated[int, typer.Option(metavar="N", help="Traces of each phase.")] = 1
+    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Runs without a profiler, for the latencies.")] = 5
+    quick: Annotated[
+        bool, typer.Option("--quick", help="As --runs 2 --wait 0 --warmup 0 --active 2: about a third of the time.")
+    ] = False
+
+    @property
+    def num_runs(self) -> int:
+        """Runs without a profiler."""
+        return 2 if self.quick else self.runs
+
+    def schedule(self) -> "CaptureSchedule":
+        """Return what is captured of a phase."""
+        from harness.profiling.passes.load import CaptureSchedule
+
+        if self.quick:
+            return CaptureSchedule(wait=0, warmup=0, active=2, repeat=self.repeat)
+        return CaptureSchedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat)
+
+
+@grouped
 def profile(
     out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for report.html, traces and snapshots.")],
+    *,
     model: opt.Model = None,
     engine: Annotated[str, typer.Option(metavar="NAME", help="Engine to profile.")] = "reference",
     engine_option: opt.EngineOption = None,
@@ -28,14 +62,7 @@ def profile(
         list[str] | None,
         typer.Option(metavar="NAME", help="prefill, decode or mixed. Repeatable. [default: all the engine has]"),
     ] = None,
-    wait: Annotated[int, typer.Option(metavar="N", help="Units left alone before a capture: decode steps, runs.")] = 1,
-    warmup: Annotated[int, typer.Option(metavar="N", help="Units with the profiler on that are thrown away.")] = 1,
-    active: Annotated[int, typer.Option(metavar="N", help="Most steps of a phase that are captured.")] = 8,
-    repeat: Annotated[int, typer.Option(metavar="N", help="Traces of each phase.")] = 1,
-    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Runs without a profiler, for the latencies.")] = 5,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="As --runs 2 --wait 0 --warmup 0 --active 2: about a third of the time.")
-    ] = False,
+    capture: CaptureOptions,
     local_files_only: opt.LocalFilesOnly = False,
     format: opt.OutFormat = opt.Format.HUMAN,
 ) -> int:
@@ -48,12 +75,9 @@ def profile(
         report("loading libraries", 0, 1)
         from harness.jobs.check import new_output_dir
         from harness.jobs.profile import keep_profile, resolve_profile
-        from harness.profiling.passes.load import CaptureSchedule
         from harness.report.profile_json import profile_json
         from harness.report.profile_text import profile_text
 
-        if quick:
-            runs, wait, warmup, active = 2, 0, 0, 2
         spec = resolve_profile(
             model=model,
             engine=engine,
@@ -64,8 +88,8 @@ def profile(
             max_new_tokens=max_new_tokens,
             batch_size=batch_size,
             phases=phase or (),
-            schedule=CaptureSchedule(wait=wait, warmup=warmup, active=active, repeat=repeat),
-            num_runs=runs,
+            schedule=capture.schedule(),
+            num_runs=capture.num_runs,
             local_files_only=local_files_only,
         )
         with new_output_dir(out):

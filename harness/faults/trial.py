@@ -23,7 +23,7 @@ from harness.numerics import Numerics
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import load_model
-from harness.plan import Plan, make_plan
+from harness.plan import Plan, plan_request
 from harness.recording import Recording, RecordingWriter
 from harness.results import CheckResult, Outcome
 
@@ -89,7 +89,7 @@ def check_variant(variant: Variant, *, seed: int, out: Path) -> CheckResult:
 
 def plan_of(setting: FaultConfig, folder: Path, *, engine: str = "reference", seed: int = 0) -> Plan:
     """Return the check that a setting describes, of the checkpoint in `folder`."""
-    return make_plan(
+    return plan_request(
         model=str(folder),
         engine=engine,
         dtype=setting.dtype,

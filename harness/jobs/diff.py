@@ -12,7 +12,7 @@ from harness.compare import TOKENS, compare_run
 from harness.errors import Code, HarnessError
 from harness.explain import explain_run
 from harness.oracle.golden import Golden
-from harness.oracle.model import load_model
+from harness.oracle.model import HFModel, load_model
 from harness.plan import check_device
 from harness.progress import Progress
 from harness.recording import Recording
@@ -52,22 +52,13 @@ def run_diff(
     """
     _refuse_unknown_triggers(require)
     with Recording.open(expected) as theirs, Recording.open(actual) as ours:
-        manifest = ours.manifest
-        hf, notes = None, list[str]()
-        if model is not None:
-            check_device(device)
-            folder = resolve(model, local_files_only=local_files_only)
-            if manifest.model.weights_hash not in (None, weights_hash(folder)):
-                notes.append(f"ACTUAL was recorded from other weights than those of {model}, which judge it")
-            hf = load_model(folder, dtype=_dtype(ours), device=device)
-        golden = Golden(theirs)
+        manifest, golden = ours.manifest, Golden(theirs)
+        hf, notes = _oracle(ours, model, device, local_files_only=local_files_only)
         graph = golden.graph if hf is None else hf.graph
         caches = _caches(ours, graph)
         if not caches and any(operation.kind is Kind.CACHE for operation in graph):
             notes.append("no KV cache was read back: whether it holds what was written is not known")
-        wanted = _matching(taps, list(dict.fromkeys([*(entry.name for entry in theirs.manifest.taps), *caches])))
-        _refuse_unknown_sites(lacking, [_site(tap, graph) for tap in wanted])
-        wanted = [tap for tap in wanted if _site(tap, graph) not in lacking]
+        wanted = _wanted(taps, lacking, [*(entry.name for entry in theirs.manifest.taps), *caches], graph)
         chose_tokens = any(step.sampled is not None for step in ours.steps)
         found = compare_run(
             ours,
@@ -89,6 +80,26 @@ def run_diff(
             runs=(run,),
             notes=tuple(notes),
         )
+
+
+def _oracle(
+    recording: Recording, model: str | None, device: str, *, local_files_only: bool
+) -> tuple[HFModel | None, list[str]]:
+    """Load the model that judges single operations, where one is named; note if its weights are not the recording's."""
+    if model is None:
+        return None, []
+    check_device(device)
+    folder = resolve(model, local_files_only=local_files_only)
+    is_same = recording.manifest.model.weights_hash in (None, weights_hash(folder))
+    notes = [] if is_same else [f"ACTUAL was recorded from other weights than those of {model}, which judge it"]
+    return load_model(folder, dtype=_dtype(recording), device=device), notes
+
+
+def _wanted(globs: Sequence[str], lacking: Sequence[str], names: Sequence[str], graph: Graph) -> list[str]:
+    """Return the taps that match a glob, but for the sites that the engine lacks."""
+    wanted = _matching(globs, list(dict.fromkeys(names)))
+    _refuse_unknown_sites(lacking, [_site(tap, graph) for tap in wanted])
+    return [tap for tap in wanted if _site(tap, graph) not in lacking]
 
 
 def _caches(recording: Recording, graph: Graph) -> list[str]:

@@ -24,7 +24,7 @@ from harness.environment import environment
 from harness.jobs.check import open_planned, record_run
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel, load_model
-from harness.plan import Plan, make_plan
+from harness.plan import Plan, plan_request
 from harness.recording import Recording
 
 ROOT = Path(__file__).parents[2]
@@ -63,13 +63,13 @@ def plans(stories: Path | None, dtype: str, device: str) -> Iterator[tuple[str, 
         case = load_case(ROOT / "cases" / f"{family}-float32.toml")
         yield (
             f"{family}-tiny",
-            make_plan(model=case.model, requests=case.requests, max_new_tokens=48, schedules=SCHEDULES, **common),
+            plan_request(model=case.model, requests=case.requests, max_new_tokens=48, schedules=SCHEDULES, **common),
         )
     if stories is not None:
         requests = [RequestSpec(prompt=STORY * 4), RequestSpec(prompt=STORY), RequestSpec(prompt="Once upon a time")]
         yield (
             "stories260k",
-            make_plan(model=str(stories), requests=requests, max_new_tokens=64, schedules=SCHEDULES, **common),
+            plan_request(model=str(stories), requests=requests, max_new_tokens=64, schedules=SCHEDULES, **common),
         )
 
 

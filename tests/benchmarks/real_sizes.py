@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.case import RequestSpec
 from harness.jobs.check import run_check
-from harness.plan import make_plan
+from harness.plan import plan_request
 
 from ..families.lively import make_lively
 
@@ -152,7 +152,7 @@ def check(dtype: str, folder: Path, engine: str) -> dict[str, Any]:
     name, engine_options = ENGINES[engine]
     vocab_size = json.loads((folder / "model" / "config.json").read_text())["vocab_size"]
     with watched_memory() as peak:
-        plan = make_plan(
+        plan = plan_request(
             model=str(folder / "model"),
             engine=name,
             engine_options=engine_options,

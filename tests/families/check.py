@@ -29,7 +29,7 @@ from harness.jobs.check import record_run
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import make_golden
 from harness.oracle.model import HFModel, load_model
-from harness.plan import Plan, make_plan
+from harness.plan import Plan, plan_request
 from harness.recording import Recording
 from harness.results import Divergence, Outcome, RunResult
 
@@ -73,7 +73,7 @@ class Subject:
 
     def __init__(self, name: str, dtype: str, folder: Path) -> None:
         self._folder = folder / "golden"
-        self.plan = make_plan(
+        self.plan = plan_request(
             model=str(folder / name),
             engine="hf",
             dtype=dtype,

@@ -8,16 +8,17 @@ import typer
 from harness import __version__
 from harness.cli.main import build_app, wants_json
 
-WORKLOAD = ["--dtype", "--device", "--truth", "--prompt", "--prompt-file", "--token-ids", "--max-new-tokens"]
+ENGINE = ["--engine", "--engine-option", "--isolate", "--engine-timeout", "--engine-python"]
+WORKLOAD = ["--device", "--truth", "--prompt", "--prompt-file", "--token-ids", "--max-new-tokens"]
 OPTIONS = {
-    "check": ["--model", "--hf", "--engine", "--engine-option", "--isolate", "--engine-timeout", "--engine-python",
-              *WORKLOAD, "--schedule", "--taps", "--case", "--out", "--fault", "--profile", "--stop-early",
-              "--endpoint", "--served-model", "--concurrency", "--request-timeout", "--again", "--lora",
-              "--other-lora", "--local-files-only", "--format"],
-    "golden": ["--model", "--hf", *WORKLOAD, "--continuation", "--case", "--out", "--lora", "--local-files-only",
-               "--format"],
-    "run": ["--out", "--golden", "--model", "--engine", "--engine-option", "--isolate", "--engine-timeout",
-            "--engine-python", *WORKLOAD, "--schedule", "--case", "--local-files-only", "--format"],
+    "check": ["--model", "--hf", *ENGINE, *WORKLOAD, "--schedule", "--taps", "--case", "--lora", "--other-lora",
+              "--dtype", "--out", "--fault", "--profile", "--stop-early",
+              "--endpoint", "--served-model", "--concurrency", "--request-timeout", "--again",
+              "--local-files-only", "--format"],
+    "golden": ["--model", "--hf", "--dtype", *WORKLOAD, "--continuation", "--case", "--lora", "--out",
+               "--local-files-only", "--format"],
+    "run": ["--out", "--golden", "--model", *ENGINE, "--dtype", *WORKLOAD, "--case", "--schedule",
+            "--local-files-only", "--format"],
     "diff": ["expected", "actual", "--model", "--device", "--truth", "--taps", "--lacking", "--require",
              "--local-files-only", "--format"],
     "inspect": ["path", "--format"],

@@ -16,7 +16,7 @@ import reference_engine.model_runner
 from harness.case import RequestSpec
 from harness.errors import Code
 from harness.jobs.check import run_check
-from harness.plan import make_plan
+from harness.plan import plan_request
 from harness.results import CheckResult, Outcome, RunResult, Verdict
 from reference_engine.attention.paged import PagedAttention
 
@@ -137,7 +137,7 @@ def check(checkpoints: Path):
     def checked(model: str, dtype: str, schedule: str = "batched", num_new: int = 4) -> Check:
         generator = torch.Generator().manual_seed(1)
         prompts = [torch.randint(3, 256, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
-        plan = make_plan(
+        plan = plan_request(
             model=str(checkpoints / model),
             engine="reference",
             dtype=dtype,

@@ -9,7 +9,7 @@ import pytest
 from harness.case import RequestSpec
 from harness.errors import Code
 from harness.jobs.check import run_check
-from harness.plan import make_plan
+from harness.plan import plan_request
 from harness.results import Outcome, RunResult
 from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
@@ -24,7 +24,7 @@ NUM_NEW, BLOCK_SIZE = 6, 4
 @pytest.fixture
 def check(checkpoints: Path) -> Callable[..., RunResult]:
     def checked(schedule: str, *, prompts: list[list[int]] = PROMPTS, num_new: int = NUM_NEW) -> RunResult:
-        plan = make_plan(
+        plan = plan_request(
             model=str(checkpoints / "qwen3-tiny"),
             engine="reference",
             dtype="float32",

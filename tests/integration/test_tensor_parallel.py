@@ -15,7 +15,7 @@ import reference_engine.parallel
 import reference_engine.worker
 from harness.case import RequestSpec
 from harness.jobs.check import run_check
-from harness.plan import make_plan
+from harness.plan import plan_request
 from harness.results import Outcome
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 from reference_engine.errors import ConfigError, RankError
@@ -29,7 +29,7 @@ SECONDS = 30
 
 @pytest.mark.parametrize(("model", "dtype"), [("qwen2-tiny", "float32"), ("llama-tiny", "bfloat16")])
 def test_every_row_is_that_of_the_oracle(checkpoints: Path, model: str, dtype: str) -> None:
-    plan = make_plan(
+    plan = plan_request(
         model=str(checkpoints / model), engine="reference", dtype=dtype, device="cpu",
         requests=[RequestSpec(token_ids=prompt) for prompt in PROMPTS], max_new_tokens=4, schedules=["tensor-parallel"],
     )  # fmt: skip

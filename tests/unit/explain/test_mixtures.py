@@ -13,7 +13,7 @@ from harness.explain import explain_run
 from harness.jobs.check import record_run
 from harness.oracle.make_golden import make_golden
 from harness.oracle.model import load_model
-from harness.plan import make_plan
+from harness.plan import plan_request
 from harness.recording import Recording
 
 from ..tiny_models import save, tiny_model
@@ -29,7 +29,7 @@ class Subject:
         save(tiny_model(family), folder / "model")
         self.folder = folder
         prompts = [torch.randint(3, 64, (n,), generator=generator).tolist() for n in LENGTHS]
-        self.plan = make_plan(
+        self.plan = plan_request(
             model=str(folder / "model"), engine="hf", dtype="float32", device="cpu", max_new_tokens=NUM_NEW,
             requests=[RequestSpec(token_ids=prompt) for prompt in prompts], schedules=["plain"], local_files_only=True,
         )  # fmt: skip
