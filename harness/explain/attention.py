@@ -1,15 +1,16 @@
-"""Ways to get attention wrong in what a row sees, how scores are scaled and summed, and which KV head is read.
+"""Ways to get attention wrong in what a row sees, and how scores are scaled and summed.
 
 `T` query rows, `S` history rows, `N` query heads, `K` KV heads, `H` head size.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from harness.explain.attention_context import AttentionContext
+from harness.explain.attention_views import actual_of, fitted_factor, joined
 from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
 
@@ -18,11 +19,6 @@ _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _PADDING = "padding is attended to: keys of zeros take part"
 _MULTIPLES = (4, 8, 16, 32, 64, 128, 256)
 _PADDED_HEADS = (64, 128, 256)
-
-
-def _joined(failure: Failure, attend: Callable[[AttentionContext], torch.Tensor]) -> torch.Tensor:
-    """[R, N*H] over all views."""
-    return torch.cat([attend(view) for view in failure.views])
 
 
 def causal_mask_off(failure: Failure) -> Iterator[Hypothesis]:
@@ -37,7 +33,7 @@ def causal_mask_off(failure: Failure) -> Iterator[Hypothesis]:
 
 def _masked(failure: Failure, masks: dict[str, Callable[[AttentionContext], torch.Tensor]]) -> Iterator[Hypothesis]:
     for cause, mask in masks.items():
-        yield Hypothesis(cause=cause, output=_joined(failure, lambda view, mask=mask: view.attend(visible=mask(view))))  # type: ignore[misc]
+        yield Hypothesis(cause=cause, output=joined(failure, lambda view, mask=mask: view.attend(visible=mask(view))))  # type: ignore[misc]
 
 
 def mask_misaligned(failure: Failure) -> Iterator[Hypothesis]:
@@ -87,7 +83,7 @@ def _fitted_spans(failure: Failure) -> Iterator[Hypothesis]:
     view = max(failure.views, key=lambda each: int(each.rows.position.max()))
     at = int(view.rows.position.argmax())
     length = int(view.rows.position[at]) + 1
-    probe, actual = view.select(torch.tensor([at])), _actual_of(failure, view)[at]
+    probe, actual = view.select(torch.tensor([at])), actual_of(failure, view)[at]
     spans: dict[str, Callable[[AttentionContext, int], torch.Tensor]] = {
         "a row sees only the last {n} tokens": lambda each, n: (each.distance >= 0) & (each.distance < n),
         "a row sees only the first {n} tokens": lambda each, n: each.visible() & (torch.arange(len(each.key)) < n),
@@ -99,18 +95,8 @@ def _fitted_spans(failure: Failure) -> Iterator[Hypothesis]:
         errors = [float((probe.attend(visible=span(probe, n)) - actual).norm()) for n in numbers]
         if errors:
             n = numbers[min(range(len(errors)), key=errors.__getitem__)]
-            output = _joined(failure, lambda each, n=n, span=span: each.attend(visible=span(each, n)))  # type: ignore[misc]
+            output = joined(failure, lambda each, n=n, span=span: each.attend(visible=span(each, n)))  # type: ignore[misc]
             yield Hypothesis(cause=cause.format(n=n), output=output, freedom=1, is_vague=view.window is not None)
-
-
-def _actual_of(failure: Failure, view: AttentionContext) -> torch.Tensor:
-    """The recorded context of a view's rows."""
-    begin = 0
-    for each in failure.views:
-        if each is view:
-            return failure.actual[begin : begin + len(each.rows)]
-        begin += len(each.rows)
-    raise ValueError("the view is not of this failure")
 
 
 def padding_attended(failure: Failure) -> Iterator[Hypothesis]:
@@ -151,16 +137,6 @@ def _how_many_keys(failure: Failure, number: torch.Tensor) -> str | None:
     return _PADDING if len(number) > 1 and len(number.unique()) == 1 else None
 
 
-def left_out(failure: Failure) -> Iterator[Hypothesis]:
-    """The soft cap of the scores is left out, or the sinks are."""
-    if failure.views[0].softcap is not None:
-        output = _joined(failure, lambda view: replace(view, softcap=None).attend())
-        yield Hypothesis(cause="the soft cap of the scores is left out", output=output)
-    if failure.views[0].sinks is not None:
-        output = _joined(failure, lambda view: replace(view, sinks=None).attend())
-        yield Hypothesis(cause="the attention sinks are left out", output=output)
-
-
 def wrong_scale(failure: Failure) -> Iterator[Hypothesis]:
     """The scores are scaled by another factor: a known one, or one that is fitted."""
     view = failure.views[0]
@@ -181,12 +157,12 @@ def wrong_scale(failure: Failure) -> Iterator[Hypothesis]:
     if math.isclose(known["applied twice"], 1 / head_dim):
         del known["the head size without its root"]  # the same, by another name
     for name, scale in known.items():
-        output = _joined(failure, lambda each, scale=scale: each.attend(scale=scale))  # type: ignore[misc]
+        output = joined(failure, lambda each, scale=scale: each.attend(scale=scale))  # type: ignore[misc]
         yield Hypothesis(cause=f"the softmax scale is {name}: {scale:.4g} instead of {own:.4g}", output=output)
     fitted = _fitted_scale(failure)
     yield Hypothesis(
         cause=f"the softmax scale is {fitted:.6g} instead of {own:.6g}",
-        output=_joined(failure, lambda each: each.attend(scale=fitted)),
+        output=joined(failure, lambda each: each.attend(scale=fitted)),
         freedom=1,
     )
 
@@ -195,42 +171,8 @@ def _fitted_scale(failure: Failure) -> float:
     """Return the factor under which the first rows come out nearest, by a search over its logarithm."""
     view = failure.views[0]
     probe = view.select(torch.arange(min(len(view.rows), 4)))
-    actual = _actual_of(failure, view)[: len(probe.rows)]
-
-    def error(log_scale: float) -> float:
-        return float((probe.attend(scale=math.exp(log_scale)) - actual).norm())
-
-    grid = [math.log(view.scale) + step / 8 for step in range(-32, 33)]
-    at, width = min(grid, key=error), 1 / 8
-    for _ in range(50):
-        width *= 0.65
-        at = min((at - width, at, at + width), key=error)
-    return math.exp(at)
-
-
-def other_kv_heads(failure: Failure) -> Iterator[Hypothesis]:
-    """Each query head reads another KV head: tiled instead of repeated, or any map that fits."""
-    view = failure.views[0]
-    num_heads, num_kv = view.query.shape[1], view.key.shape[1]
-    if num_kv == 1:
-        return
-    candidates = torch.stack(
-        [_joined(failure, lambda each, k=k: each.attend(heads=torch.full((num_heads,), k))) for k in range(num_kv)]  # type: ignore[misc]
-    ).unflatten(2, (num_heads, -1))  # [K, R, N, H]
-    actual = failure.actual.unflatten(1, (num_heads, -1))
-    heads = (candidates - actual).norm(dim=-1).norm(dim=1).argmin(dim=0)
-    repeated = torch.arange(num_heads) // view.num_groups
-    if torch.equal(heads, repeated):
-        return
-    tiled = torch.equal(heads, torch.arange(num_heads) % num_kv)
-    output = _joined(failure, lambda each: each.attend(heads=heads))
-    cause = "KV heads are tiled instead of repeated" if tiled else "query heads read the wrong KV heads"
-    yield Hypothesis(
-        cause=cause,
-        output=output,
-        detail=f"KV head of each query head: {heads.tolist()}",
-        freedom=0 if tiled else num_heads,
-    )
+    actual = actual_of(failure, view)[: len(probe.rows)]
+    return fitted_factor(view.scale, lambda scale: float((probe.attend(scale=scale) - actual).norm()))
 
 
 def coarse_softmax(failure: Failure) -> Iterator[Hypothesis]:
@@ -248,7 +190,7 @@ def coarse_softmax(failure: Failure) -> Iterator[Hypothesis]:
             "all of it": lambda s, dtype=dtype: s.to(dtype).softmax(dim=-1).to(torch.float64),  # type: ignore[misc]
         }
         for part, softmax in softmaxes.items():
-            output = _joined(failure, lambda each, softmax=softmax: each.attend(softmax=softmax))  # type: ignore[misc]
+            output = joined(failure, lambda each, softmax=softmax: each.attend(softmax=softmax))  # type: ignore[misc]
             yield Hypothesis(cause=f"the softmax is in {name}", output=output, detail=part)
 
 
@@ -363,9 +305,7 @@ EXPLANATIONS = (
     mask_misaligned,
     wrong_window,
     padding_attended,
-    left_out,
     wrong_scale,
-    other_kv_heads,
     coarse_softmax,
     splits_merged_wrongly,
 )

@@ -75,6 +75,7 @@ class AttentionContext(AttentionHistory):
         value: torch.Tensor | None = None,
         scale: float | None = None,
         heads: torch.Tensor | None = None,
+        value_heads: torch.Tensor | None = None,
         softmax: Elementwise | None = None,
     ) -> torch.Tensor:
         """Return the context [T, N*H] of attention with some of its parts replaced.
@@ -85,6 +86,7 @@ class AttentionContext(AttentionHistory):
             value: [S, K, H].
             scale: factor of the scores.
             heads: [N], the KV head that each query head reads.
+            value_heads: [N], the one whose values it reads, where that is another.
             softmax: from masked scores to probabilities.
         """
         scores = self.scores(key=key, scale=scale, heads=heads)
@@ -94,7 +96,7 @@ class AttentionContext(AttentionHistory):
             column = self.sinks[:, None, None].expand(*masked.shape[:2], 1)
             masked = torch.cat((masked, column), dim=-1)
         p_NTS = (softmax or _softmax)(masked)[..., : scores.shape[-1]]
-        v_NSH = self.spread(self.value if value is None else value, heads)
+        v_NSH = self.spread(self.value if value is None else value, heads if value_heads is None else value_heads)
         return (p_NTS.nan_to_num(0.0) @ v_NSH).transpose(0, 1).flatten(1)
 
     def select(self, keep: torch.Tensor) -> "AttentionContext":

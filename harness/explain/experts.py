@@ -14,8 +14,8 @@ from harness.explain.hypothesis import Hypothesis
 from harness.explain.mixture import (
     Mixture,
     changed,
-    choice_of,
     exactly,
+    experts_of,
     mixture_of,
     one_expert,
     others_like,
@@ -57,7 +57,7 @@ def wrong_experts(failure: Failure) -> Iterator[Hypothesis]:
     if expert is not None:
         yield from _one_otherwise(mixture, expert)
         return  # what concerns all rows would show in those of other experts
-    yield from _weights_otherwise(mixture)
+    yield from _weights_otherwise(mixture) if mixture.scores is None else _scores_otherwise(mixture, mixture.scores)
     yield from _choices_otherwise(mixture)
     yield from _all_otherwise(mixture)
 
@@ -84,6 +84,31 @@ def _weights_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
         ]
     cause = "the router's weights are applied to the experts' input instead of their output"
     yield Hypothesis(cause=cause, output=torch.stack(parts).sum(dim=0))
+
+
+def _scores_otherwise(mixture: Mixture, scores: torch.Tensor) -> Iterator[Hypothesis]:
+    """The router's scores, which belong to the experts' input, are used otherwise; or one side of the sum is missing.
+
+    Args:
+        mixture: of experts whose input is multiplied.
+        scores: [R, 1].
+    """
+    plain, base = mixture.x / scores, mixture.base
+
+    def added(x: torch.Tensor) -> torch.Tensor:
+        return run_experts(mixture.module, x, mixture.chosen, mixture.weights)
+
+    with exactly(mixture.failure):
+        experts, of_plain = added(mixture.x), added(plain)
+        tried = {
+            "the experts' outputs are added without the router's weights": base + of_plain,
+            "the router's weights are applied to the experts' output instead of their input": base + of_plain * scores,
+            "the router's weights are applied to the experts' input and to their output": base + experts * scores,
+            "the router's weights are applied twice": base + added(mixture.x * scores),
+        }
+    tried |= {"the shared expert is not added": experts, "the routed experts are not added": base}
+    for cause, output in tried.items():
+        yield Hypothesis(cause=cause, output=output)
 
 
 def _choices_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
@@ -160,7 +185,7 @@ def _all_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
     failure = mixture.failure
     for operation in others_like(failure):
         with exactly(failure, operation.module):
-            output = mixture.run(failure.hf.module(operation.module))
+            output = mixture.run(experts_of(failure, operation))
         yield Hypothesis(cause=f"the experts are those of {operation.tap}", output=output)
     for cause, output in _computed_otherwise(mixture, mixture.run):
         yield Hypothesis(cause=cause, output=output)
@@ -171,7 +196,7 @@ def _one_otherwise(mixture: Mixture, expert: int) -> Iterator[Hypothesis]:
     failure, own = mixture.failure, mixture.table[:, expert, None]
     for operation in others_like(failure):
         with exactly(failure, operation.module):
-            part = one_expert(failure.hf.module(operation.module), mixture.x, expert)
+            part = one_expert(experts_of(failure, operation), mixture.x, expert)
         cause = f"the weights of expert {expert} are those of expert {expert} of {operation.tap}"
         yield Hypothesis(cause=cause, output=mixture.with_part_of(expert, part))
     for other in range(mixture.num_experts):
@@ -253,9 +278,9 @@ def _only_expert(mixture: Mixture) -> int | None:
 
     Rows of other experts are right, so its own computation is at fault, whatever that is.
     """
-    tap = choice_of(mixture.failure)
-    assert tap is not None
-    recorded = recorded_choices(mixture.failure, tap)
+    recorded = recorded_choices(mixture)
+    if recorded is None:
+        return None
     num_wrong, suspects = len(mixture.chosen), list[int]()
     for expert in mixture.chosen[0].tolist():
         num_rows = int((recorded == expert).any(dim=1).sum())

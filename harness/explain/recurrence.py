@@ -4,6 +4,7 @@ A state-space or linear-attention layer reads its inputs at all earlier rows. So
 HF's module once more, with what was recorded put in the place of its inner values, and with one thing changed.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from harness.compare.align import Rows
 from harness.explain.failure import Failure, gathered
@@ -21,6 +23,10 @@ from harness.taps import KINDS, Kind, Operation
 _SAME = 1e-4
 """Relative distance within which the module, run again, gives what it should."""
 Sequences = Sequence[Rows]
+_Row = tuple[int, int]
+"""(request, position)."""
+Convolved = dict[tuple[int, _Row], torch.Tensor]
+"""[C] that a convolution gives at a row, by the number of the convolution in the order of the run."""
 
 
 class _SeenError(Exception):
@@ -44,23 +50,36 @@ class Recurrence:
         """HF's mixer."""
         return self.failure.hf.module(self.path)
 
-    def run(self, sequences: Sequences | None = None) -> torch.Tensor | None:
+    def run(
+        self, sequences: Sequences | None = None, *, convolved: Convolved | None = None, seen: Convolved | None = None
+    ) -> torch.Tensor | None:
         """Return what the operation gives at the failure's rows, [R, W] float64, if rows follow each other as given.
 
         Args:
             sequences: of rows, each begun with an empty state; those of every request in order by default. A row that
                 is there twice counts where it is last. None is returned where a row was not recorded.
+            convolved: what the convolutions of the mixer give at each row, in the place of what they would give.
+            seen: is given what they gave.
         """
-        found: dict[tuple[int, int], torch.Tensor] = {}
+        found: dict[_Row, torch.Tensor] = {}
         for rows in self.histories if sequences is None else sequences:
             values = self._values(rows)
             if values is None:
                 return None
-            with exactly(self.failure):
-                output = self._run_one(values)
-            found |= dict(zip(zip(rows.request.tolist(), rows.position.tolist(), strict=True), output, strict=True))
-        wanted = list(zip(self.failure.rows.request.tolist(), self.failure.rows.position.tolist(), strict=True))
+            with exactly(self.failure), _Convolutions(_identities(rows), convolved, seen):
+                output = self._run_one(values, rows.position)
+            found |= dict(zip(_identities(rows), output, strict=True))
+        wanted = _identities(self.failure.rows)
         return torch.stack([found[row] for row in wanted]) if found.keys() >= set(wanted) else None
+
+    def convolved(self, sequences: Sequences | None = None) -> Convolved:
+        """Return what the mixer's convolutions give at each row if rows follow each other as given; empty without any.
+
+        A row that is there twice counts where it is last.
+        """
+        seen: Convolved = {}
+        self.run(sequences, seen=seen)
+        return seen
 
     def _values(self, rows: Rows) -> dict[str, torch.Tensor] | None:
         """Return what was recorded of the mixer's input and of the operation's inputs at some rows, by tap."""
@@ -69,7 +88,7 @@ class Recurrence:
         complete = {tap: value for tap, value in found.items() if value is not None}
         return complete if len(complete) == len(found) else None
 
-    def _run_one(self, values: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _run_one(self, values: dict[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
         hf, graph, seen = self.failure.hf, self.failure.graph, list[torch.Tensor]()
         with ExitStack() as stack:
             for tap in self.failure.operation.inputs:
@@ -77,7 +96,7 @@ class Recurrence:
                 stack.enter_context(_forced(hf.module(graph[tap].module), source, values[tap].to(hf.device)))
             stack.enter_context(_shown(self.failure.module, self.failure.operation.source, seen))
             with suppress(_SeenError):
-                self.module(values[self.entry][None].to(hf.device))
+                self.module(values[self.entry][None].to(hf.device), **_arguments(self.module, positions.to(hf.device)))
         return seen[0].to("cpu", torch.float64).reshape(len(values[self.entry]), -1)
 
 
@@ -94,7 +113,10 @@ def recurrence_of(failure: Failure) -> Recurrence | None:
         last[request] = max(position, last.get(request, 0))
     histories = tuple(history(failure, request, count + 1) for request, count in last.items())
     found = Recurrence(failure=failure, path=path, entry=first.inputs[0], histories=histories)
-    output = found.run()
+    try:
+        output = found.run()
+    except Exception:  # a module of HF's that needs more than its rows: nothing is known of it
+        return None
     if output is None or bool(((output - failure.expected).norm(dim=1) > _SAME * failure.expected.norm(dim=1)).any()):
         return None
     return found
@@ -109,13 +131,17 @@ def history(failure: Failure, request: int, count: int) -> Rows:
 
 
 def _mixer_of(failure: Failure) -> str | None:
-    """Return the innermost module around the operation that has parameters of its own beside those of its children."""
+    """Return the innermost module around the operation with parameters that no other operation shows.
+
+    None where there is none, or attention stands in it.
+    """
+    shown = {op.module for op in failure.graph if op.kind in (Kind.LINEAR, Kind.NORM)}
     path = failure.operation.module
     while path:
         module = failure.hf.module(path)
-        if not isinstance(module, nn.Linear) and len(list(module.children())) > 1:
-            own = dict(module.named_parameters(recurse=False))
-            return path if own and not any(KINDS[op.kind].has_heads for op in _inside(failure, path)) else None
+        own = {f"{path}.{name}".rstrip(".") for name, inner in module.named_modules() if inner._parameters}
+        if not isinstance(module, nn.Linear) and len(list(module.children())) > 1 and own - shown:
+            return None if any(KINDS[op.kind].has_heads for op in _inside(failure, path)) else path
         path = path.rpartition(".")[0]
     return None
 
@@ -125,9 +151,42 @@ def _inside(failure: Failure, path: str) -> list[Operation]:
 
 
 def _first_of(failure: Failure, path: str) -> Operation | None:
-    """Return the first operation of a mixer: a product of what the mixer reads."""
+    """Return the first operation of a mixer: one that reads what the mixer reads."""
     inside = _inside(failure, path)
-    return inside[0] if inside and inside[0].kind is Kind.LINEAR and len(inside[0].inputs) == 1 else None
+    return inside[0] if inside and len(inside[0].inputs) == 1 else None
+
+
+def _arguments(module: nn.Module, positions: torch.Tensor) -> dict[str, Any]:
+    """Return what a mixer asks for besides its rows: their positions, no mask, and no state of before."""
+    known = {"position_ids": positions[None], "attention_mask": None, "use_cache": False}
+    asked = inspect.signature(module.forward).parameters
+    return {name: value for name, value in known.items() if name in asked}
+
+
+def _identities(rows: Rows) -> list[_Row]:
+    return list(zip(rows.request.tolist(), rows.position.tolist(), strict=True))
+
+
+class _Convolutions(TorchFunctionMode):
+    """Sees what convolutions over the rows of a sequence give, or puts something else in its place."""
+
+    def __init__(self, rows: list[_Row], given: Convolved | None, seen: Convolved | None) -> None:
+        super().__init__()
+        self._rows, self._given, self._seen, self._num_calls = rows, given, seen, 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is not torch.conv1d or output.shape[-1] < len(self._rows):
+            return output
+        call, self._num_calls = self._num_calls, self._num_calls + 1
+        if self._given is not None:
+            given = torch.stack([self._given[call, row] for row in self._rows], dim=-1)
+            output = torch.cat((given[None].to(output), output[..., len(self._rows) :]), dim=-1)
+        if self._seen is not None:
+            self._seen |= {(call, row): output[0, :, at].clone() for at, row in enumerate(self._rows)}
+        return output
 
 
 @contextmanager

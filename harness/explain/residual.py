@@ -12,7 +12,7 @@ from harness.taps import Kind, Operation
 
 def side_missing(failure: Failure) -> Iterator[Hypothesis]:
     """Only one of the two is there."""
-    stream, branch = failure.inputs
+    stream, branch = _sides(failure)
     first, second = _names(failure)
     yield Hypothesis(cause=f"{first} is not added", output=branch)
     yield Hypothesis(cause=f"{second} is not added to {first}", output=stream)
@@ -23,15 +23,43 @@ def side_missing(failure: Failure) -> Iterator[Hypothesis]:
 
 def scaled_branch(failure: Failure) -> Iterator[Hypothesis]:
     """The branch is added with a factor, which is fitted."""
-    stream, branch = failure.inputs
+    stream, branch = _sides(failure)
     factor = float(((failure.actual - stream) * branch).sum() / branch.square().sum())
     cause = f"{_names(failure)[1]} is added with a factor of {factor:.4g}"
     yield Hypothesis(cause=cause, output=stream + factor * branch, freedom=1)
 
 
+def scaled_stream(failure: Failure) -> Iterator[Hypothesis]:
+    """The stream is added with a factor, or both sides are, each with one of its own."""
+    stream, branch = _sides(failure)
+    first, second = _names(failure)
+    factor = float(((failure.actual - branch) * stream).sum() / stream.square().sum())
+    yield Hypothesis(
+        cause=f"{first} is added with a factor of {factor:.4g}", output=factor * stream + branch, freedom=1
+    )
+    sides = torch.stack((stream.flatten(), branch.flatten()), dim=1)
+    own, other = torch.linalg.lstsq(sides, failure.actual.reshape(-1, 1)).solution[:, 0].tolist()
+    cause = f"{first} is added with a factor of {own:.4g}, and {second} with one of {other:.4g}"
+    yield Hypothesis(cause=cause, output=own * stream + other * branch, freedom=2)
+
+
+def _order(failure: Failure) -> tuple[str, str]:
+    """Return the taps of both sides, the stream first: it was there before the branch was computed from it."""
+    taps = [operation.tap for operation in failure.graph]
+    first, second = sorted(failure.operation.inputs, key=taps.index)
+    return first, second
+
+
+def _sides(failure: Failure) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return stream and branch, [R, W] each."""
+    sides = dict(zip(failure.operation.inputs, failure.inputs, strict=True))
+    stream, branch = (sides[tap] for tap in _order(failure))
+    return stream, branch
+
+
 def _names(failure: Failure) -> tuple[str, str]:
     """Return what the two sides are called: a layer adds a branch to its residual stream, and experts to each other."""
-    sites = [failure.graph[tap].site for tap in failure.operation.inputs]
+    sites = [failure.graph[tap].site for tap in _order(failure)]
     if any("expert" in site for site in sites) and failure.operation.site in {
         site.rpartition(".")[0] for site in sites
     }:
@@ -41,9 +69,9 @@ def _names(failure: Failure) -> tuple[str, str]:
 
 def residual_behind_the_norm(failure: Failure) -> Iterator[Hypothesis]:
     """The residual is the norm's output: taken after it, or overwritten by a norm that works in place."""
-    stream, branch = failure.inputs
+    stream, branch = _sides(failure)
     cause = "the residual is taken after the norm, or the norm overwrites it in place"
-    for operation in _norms_of(failure, failure.operation.inputs[0]):
+    for operation in _norms_of(failure, _order(failure)[0]):
         normed, recorded = replay(failure.hf, operation, [stream]), failure.tap(operation.tap)
         if normed is None:
             continue
@@ -79,7 +107,7 @@ def _site(failure: Failure, index: int) -> str:
 
 def coarse_addition(failure: Failure) -> Iterator[Hypothesis]:
     """One of the two was rounded to a 16-bit dtype before the addition."""
-    stream, branch = failure.inputs
+    stream, branch = _sides(failure)
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         low = [x.to(dtype).to(x.dtype) for x in (stream, branch)]
@@ -88,4 +116,11 @@ def coarse_addition(failure: Failure) -> Iterator[Hypothesis]:
         yield Hypothesis(cause=f"the addition is of values in {name}", output=low[0] + low[1])
 
 
-EXPLANATIONS = (side_missing, scaled_branch, residual_behind_the_norm, another_tensor, coarse_addition)
+EXPLANATIONS = (
+    side_missing,
+    scaled_branch,
+    scaled_stream,
+    residual_behind_the_norm,
+    another_tensor,
+    coarse_addition,
+)

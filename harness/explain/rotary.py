@@ -1,6 +1,6 @@
-"""Ways to get the rotary embedding wrong: other pairs, other positions, other frequencies, a coarser table.
+"""Ways to get the rotary embedding wrong: other pairs, other frequencies of all of them, a coarser table.
 
-`R` rows, `N` heads, `H` head size, `P` candidate positions. The pair i of a head turns by position * frequency_i. Where
+`R` rows, `N` heads, `H` head size. The pair i of a head turns by position * frequency_i. Where
 the model's own rotation is none that is known (`Failure.rotation`), nothing is said.
 """
 
@@ -8,19 +8,17 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 import torch
 
-from harness.compare.align import Rows, is_readback
 from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
+from harness.explain.rotation import Causes, turned_by, with_rotation
 from harness.oracle.rotation import Rotation
 
 _SMALL_SHARE = 1e-2
 """Of an angle; beyond it, another theta or scaling says more."""
-_MAX_POSITIONS = 1 << 15
 _THETAS = (1e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
 """Bases that published models use."""
 _LN_THETAS = [math.log(1e2) + step / 25 for step in range(400)]
@@ -38,24 +36,10 @@ _USUAL_VALUES: dict[str, tuple[float, ...]] = {
     "beta_slow": (1.0, 2.0, 4.0),
 }
 """Of parameters of scalings, in published models."""
-_MIN_ROWS_OF_REQUEST = 2
-
-_Causes = Iterator[Hypothesis]
 
 
-def _with_rotation(causes: Callable[[Failure, Rotation], _Causes]) -> Callable[[Failure], _Causes]:
-    """Give a function the model's own rotation; without one it yields nothing."""
-
-    @wraps(causes)
-    def given(failure: Failure) -> _Causes:
-        if failure.rotation is not None:
-            yield from causes(failure, failure.rotation)
-
-    return given
-
-
-@_with_rotation
-def other_pairs(failure: Failure, own: Rotation) -> _Causes:
+@with_rotation
+def other_pairs(failure: Failure, own: Rotation) -> Causes:
     """Neighbours 2i and 2i + 1 form a pair where HF pairs i with i + H/2, or the reverse."""
     other = replace(own, is_interleaved=not own.is_interleaved)
     names = ("half-split ones", "neighbouring pairs (interleaved)")
@@ -66,124 +50,21 @@ def other_pairs(failure: Failure, own: Rotation) -> _Causes:
     )
 
 
-def not_rotated(failure: Failure) -> _Causes:
+def not_rotated(failure: Failure) -> Causes:
     """The input comes out as it went in."""
     yield Hypothesis(cause="rotary is not applied", output=failure.inputs[0].flatten(1))
 
 
-@_with_rotation
-def backwards(failure: Failure, own: Rotation) -> _Causes:
+@with_rotation
+def backwards(failure: Failure, own: Rotation) -> Causes:
     """The sine has the wrong sign."""
     yield Hypothesis(
         cause="rotary turns backwards (sign of the sine)", output=own.turn(failure.inputs[0], -failure.positions)
     )
 
 
-@_with_rotation
-def other_positions(failure: Failure, own: Rotation) -> _Causes:
-    """Each row is rotated for the position that fits it best; what those positions have in common is the cause."""
-    # As far as positions get that run on through the largest step, or one too far.
-    highest = int(failure.positions.max()) + 2 + max(len(step.position) for step in failure.recording.steps)
-    if highest > _MAX_POSITIONS:
-        return
-    best = _best_positions(failure, own, highest)
-    pairs = sorted(set(zip(failure.positions.tolist(), best.tolist(), strict=True)))
-    shown = ", ".join(f"{position} as {fitted}" for position, fitted in pairs[:6])
-    named = _named_positions(failure, best)
-    yield Hypothesis(
-        cause=named or "rotary at wrong positions",
-        output=own.turn(failure.inputs[0], best),
-        detail=f"positions: {shown}",
-        freedom=0 if named else len(best),
-        is_cause=named is not None,
-        is_vague=not bool(best.any()),  # position 0 for every row is no rotation
-    )
-
-
-def _best_positions(failure: Failure, own: Rotation, highest: int) -> torch.Tensor:
-    """[R] int64: the position whose rotation takes each row's input nearest to its output; it may be negative."""
-    turned, positions = _turned_by(failure, own), torch.arange(-highest, highest)
-    phases = own.phases(positions)
-    table = torch.polar(torch.ones_like(phases), phases)
-    return positions[(turned @ table.conj().T).real.argmax(dim=1)]
-
-
-def _turned_by(failure: Failure, own: Rotation) -> torch.Tensor:
-    """[R, P] complex: how far each pair was turned, weighted by its size."""
-    before, after = (torch.view_as_complex(own.pairs(own.heads(x))) for x in (failure.inputs[0], failure.actual))
-    return (before.conj() * after).sum(dim=1)
-
-
-def _named_positions(failure: Failure, best: torch.Tensor) -> str | None:
-    """Say what the positions that were used have in common."""
-    own, places = failure.positions, _places(failure)
-    offsets = (best - own).unique().tolist()
-    if offsets in ([1], [-1]):
-        return f"rotary at a position off by one ({offsets[0]:+d})"
-    known = {
-        "positions restart at 0 in every step: the chunk's offset is forgotten": places["chunk"],
-        "positions restart at 1 in every step: the chunk's offset is forgotten": places["chunk"] + 1,
-        "positions run on through the batch instead of restarting for each request": places["batch"],
-        "positions restart at 0 behind the prompt": own - places["prompt"],
-        "rotary at position 0 for every row": torch.zeros_like(own),
-        "the rows of other requests before it in the step are added to the position": own + places["others"],
-    }
-    for name, positions in known.items():
-        if torch.equal(best, positions):
-            return name
-    if len(offsets) == 1:
-        return f"rotary at a position off by {offsets[0]:+d}"
-    return _offsets_by_request(failure, best - own)
-
-
-def _offsets_by_request(failure: Failure, offsets: torch.Tensor) -> str | None:
-    """Say by how much the positions of each request are off, where that is the same in all rows of it."""
-    found = {}
-    for request in failure.rows.request.unique().tolist():
-        own = offsets[failure.rows.request == request]
-        if len(own) < _MIN_ROWS_OF_REQUEST or len(own.unique()) > 1:
-            return None
-        found[request] = int(own[0])
-    shown = ", ".join(f"{offset:+d} in request {request}" for request, offset in list(found.items())[:4])
-    return f"rotary at positions off by a number that each request has for itself: {shown}"
-
-
-def _places(failure: Failure) -> dict[str, torch.Tensor]:
-    """Each row's index among its request's rows of the step, among all rows of it, and its prompt's length."""
-    lengths = {request.id: request.prompt_length for request in failure.recording.manifest.requests}
-    chunk, batch, prompt, others = [], [], [], []
-    for request, position, step in _identities(failure.rows):
-        rows = failure.recording.steps[step]
-        here = ((rows.request == request) & (rows.position == position)).nonzero()[:, 0]
-        at = int(here[-1])
-        chunk.append(int((rows.request[:at] == request).sum()))
-        batch.append(at)
-        prompt.append(lengths[request])
-        others.append(int((rows.request[:at] != request).sum()))
-    places = {"chunk": chunk, "batch": batch, "prompt": prompt, "others": others}
-    return {name: torch.tensor(values) for name, values in places.items()}
-
-
-def _identities(rows: Rows) -> Iterator[tuple[int, int, int]]:
-    return zip(rows.request.tolist(), rows.position.tolist(), rows.step.tolist(), strict=True)
-
-
-def positions_of_batch_mate(failure: Failure) -> _Causes:
-    """Each row is rotated for the position of the row that stands elsewhere in its step."""
-    positions = []
-    for request, position, index in _identities(failure.rows):
-        step = failure.recording.steps[index]
-        if is_readback(step):
-            return
-        here = ((step.request == request) & (step.position == position)).nonzero()[:, 0]
-        positions.append(int(step.position[(int(here[-1]) - 1) % len(step.position)]))
-    output = failure.replay(failure.inputs, torch.tensor(positions))
-    if output is not None:
-        yield Hypothesis(cause="rotary at the position of the row before it in the batch", output=output)
-
-
-@_with_rotation
-def scaling_ignored(failure: Failure, own: Rotation) -> _Causes:
+@with_rotation
+def scaling_ignored(failure: Failure, own: Rotation) -> Causes:
     """The frequencies are those of a model without rope scaling."""
     parameters = _parameters(failure)
     if parameters.get("rope_type", "default") == "default" or "rope_theta" not in parameters:
@@ -196,8 +77,8 @@ def scaling_ignored(failure: Failure, own: Rotation) -> _Causes:
         )
 
 
-@_with_rotation
-def other_scaling(failure: Failure, own: Rotation) -> _Causes:
+@with_rotation
+def other_scaling(failure: Failure, own: Rotation) -> Causes:
     """The frequencies are scaled in another way than config.json says, or by another factor."""
     parameters = _parameters(failure)
     if "rope_theta" not in parameters:
@@ -252,7 +133,7 @@ def _fitted_stretch(failure: Failure, own: Rotation) -> float | None:
     plain = _with_parameters(failure, own, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
     if plain is None:
         return None
-    turned, frequencies = _turned_by(failure, own), plain.frequencies.to(torch.float64)
+    turned, frequencies = turned_by(failure, own), plain.frequencies.to(torch.float64)
     if turned.shape[1] != len(frequencies):
         return None
 
@@ -274,8 +155,8 @@ def _best_of(grid: list[float], fit: Callable[[float], float]) -> float:
     return at
 
 
-@_with_rotation
-def wrong_theta(failure: Failure, own: Rotation) -> _Causes:
+@with_rotation
+def wrong_theta(failure: Failure, own: Rotation) -> Causes:
     """The base of the frequencies is another: one that models use, or one fitted to the rows.
 
     Scaled frequencies are scaled anew for the base, or keep the factors of the right one, as those in a file do.
@@ -315,7 +196,7 @@ def _fitted_thetas(
     failure: Failure, own: Rotation, based_on: Callable[[Failure, Rotation, float], Rotation | None]
 ) -> list[float]:
     """Return the base under which the pairs turn most nearly as they did, rounded to two digits and to six."""
-    turned = _turned_by(failure, own)
+    turned = turned_by(failure, own)
 
     def fit(ln_theta: float) -> float:
         other = based_on(failure, own, math.exp(ln_theta))
@@ -328,10 +209,10 @@ def _fitted_thetas(
     return [float(f"{theta:.2g}"), float(f"{theta:.6g}")]
 
 
-@_with_rotation
-def stretched(failure: Failure, own: Rotation) -> _Causes:
+@with_rotation
+def stretched(failure: Failure, own: Rotation) -> Causes:
     """Every angle is too large or too small by the same small share of it, fitted to the rows."""
-    turned, phases = _turned_by(failure, own), own.phases(failure.positions)
+    turned, phases = turned_by(failure, own), own.phases(failure.positions)
     left = (turned * torch.polar(torch.ones_like(phases), -phases)).angle()
     weights = phases * turned.abs()
     size = float((weights * phases).sum())
@@ -344,8 +225,8 @@ def stretched(failure: Failure, own: Rotation) -> _Causes:
         )
 
 
-@_with_rotation
-def partial_rotary(failure: Failure, own: Rotation) -> _Causes:
+@with_rotation
+def partial_rotary(failure: Failure, own: Rotation) -> Causes:
     """Only the first elements of a head are rotated, or all of them where only some should be."""
     theta = _parameters(failure).get("rope_theta")
     for share in (0.25, 0.5, 0.75, 1.0):
@@ -364,8 +245,8 @@ def partial_rotary(failure: Failure, own: Rotation) -> _Causes:
                 )
 
 
-@_with_rotation
-def coarse_table(failure: Failure, own: Rotation) -> _Causes:
+@with_rotation
+def coarse_table(failure: Failure, own: Rotation) -> Causes:
     """Cosine and sine, or the positions and frequencies behind them, were held in a 16-bit dtype."""
     heads = own.heads(failure.inputs[0])
     for dtype in (torch.bfloat16, torch.float16):
@@ -410,7 +291,5 @@ EXPLANATIONS = (
     wrong_theta,
     stretched,
     partial_rotary,
-    other_positions,
-    positions_of_batch_mate,
     coarse_table,
 )

@@ -1,9 +1,9 @@
 """Ways to get a state wrong that goes on from row to row: its decay, its parameters, where it begins."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from harness.explain.failure import Failure
 from harness.explain.formats import HALF_DTYPES, name_of, rounded
 from harness.explain.hypothesis import Hypothesis
 from harness.explain.mixture import exactly
-from harness.explain.recurrence import Recurrence, history, recurrence_of
+from harness.explain.recurrence import Convolved, Recurrence, history, recurrence_of
+from harness.recording import RequestInfo
 from harness.taps import Kind
 
 _LOGARITHMS = ("A_log",)
@@ -38,29 +39,54 @@ def wrong_state(failure: Failure) -> Iterator[Hypothesis]:
 
 
 def _begun_elsewhere(recurrence: Recurrence) -> Iterator[Hypothesis]:
-    """The state is not carried on, or it is what another request left."""
-    failure = recurrence.failure
-    steps = [piece for rows in recurrence.histories for piece in _by_step(rows)]
-    yield from _of_sequences(recurrence, steps, "the state is not carried from one step to the next")
-    phases = [piece for rows in recurrence.histories for piece in _prefill_and_decode(rows)]
-    yield from _of_sequences(recurrence, phases, "the state of the prefill is not carried into decode")
-    alone = [_pick(rows, [at]) for rows in recurrence.histories for at in range(len(rows))]
-    yield from _of_sequences(recurrence, alone, "no state is carried from row to row")
-    for request in failure.recording.manifest.requests:
-        others = [rows for rows in recurrence.histories if int(rows.request[0]) != request.id]
-        if others:
-            left = history(failure, request.id, len(request.token_ids) - 1)
-            if bool((left.step >= 0).all()):
-                joined = [Rows.concat([left, rows]) for rows in others]
-                own = [rows for rows in recurrence.histories if int(rows.request[0]) == request.id]
-                cause = f"the state begins with what request {request.id} left, instead of with zero"
-                yield from _of_sequences(recurrence, [*own, *joined], cause)
+    """The state is not carried on, or not kept up to date, or it is what another request left."""
+    patterns: dict[str, Callable[[Rows], list[Rows]]] = {
+        "{state} is not carried from one step to the next": _by_step,
+        "{state} of the prefill is not carried into decode": _prefill_and_decode,
+        "{state} is not updated in decode: every row goes on from the end of the first step": _frozen,
+        "{state} is a step late: the rows of the step before are not in it": _a_step_late,
+        "{state} takes in the last row of the step before twice": _doubled,
+    }
+    if _any_within_a_step(recurrence.failure.rows):  # or there would be no difference to steps
+        patterns["no {state} is carried from row to row"] = _row_by_row
+    right = recurrence.convolved()
+    for cause, pattern in patterns.items():
+        yield from _of_sequences(
+            recurrence, [each for rows in recurrence.histories for each in pattern(rows)], cause, right
+        )
+    for request in recurrence.failure.recording.manifest.requests:
+        yield from _left_by(recurrence, request, right)
 
 
-def _of_sequences(recurrence: Recurrence, sequences: list[Rows], cause: str) -> Iterator[Hypothesis]:
-    output = recurrence.run(sequences)
-    if output is not None and not torch.equal(output, recurrence.failure.expected):
-        yield Hypothesis(cause=cause, output=output)
+def _left_by(recurrence: Recurrence, request: RequestInfo, right: Convolved) -> Iterator[Hypothesis]:
+    others = [rows for rows in recurrence.histories if int(rows.request[0]) != request.id]
+    left = history(recurrence.failure, request.id, len(request.token_ids) - 1)
+    if others and bool((left.step >= 0).all()):
+        joined = [Rows.concat([left, rows]) for rows in others]
+        own = [rows for rows in recurrence.histories if int(rows.request[0]) == request.id]
+        cause = f"{{state}} begins with what request {request.id} left, instead of with zero"
+        yield from _of_sequences(recurrence, [*own, *joined], cause, right)
+
+
+def _of_sequences(recurrence: Recurrence, sequences: list[Rows], cause: str, right: Convolved) -> Iterator[Hypothesis]:
+    """All of the state is of other rows, or that of the convolution alone, or all but that.
+
+    Args:
+        recurrence: of the layer.
+        sequences: of rows that follow each other, as far as the wrong state goes.
+        cause: with a place for what state it is.
+        right: what the convolutions should give.
+    """
+    wrong: Convolved = {}
+    found = {"the state": recurrence.run(sequences, seen=wrong)}
+    if right.keys() <= wrong.keys() and right:
+        found["the convolution's state"] = recurrence.run(convolved=wrong)
+        found["the recurrence's state"] = recurrence.run(sequences, convolved=right)
+    expected, told = recurrence.failure.expected, list[torch.Tensor]()
+    for state, output in reversed(found.items()):
+        if output is not None and not any(torch.equal(output, each) for each in (expected, *told)):
+            told.append(output)
+            yield Hypothesis(cause=cause.format(state=state).replace("no the ", "no "), output=output)
 
 
 def _by_step(rows: Rows) -> list[Rows]:
@@ -72,6 +98,37 @@ def _prefill_and_decode(rows: Rows) -> list[Rows]:
     pieces = _by_step(rows)
     first = next((at for at in range(len(pieces), 0, -1) if len(pieces[at - 1]) > 1), 0)
     return [Rows.concat(each) for each in (pieces[:first], pieces[first:]) if each]
+
+
+def _any_within_a_step(rows: Rows) -> bool:
+    """Whether some row comes behind another one of its request in its step."""
+    places = list(zip(rows.request.tolist(), rows.step.tolist(), strict=True))
+    return len(set(places)) < len(places)
+
+
+def _row_by_row(rows: Rows) -> list[Rows]:
+    return [_pick(rows, [at]) for at in range(len(rows))]
+
+
+def _frozen(rows: Rows) -> list[Rows]:
+    """The rows of the first step, and every later row as if it came next."""
+    first, *later = _by_step(rows)
+    return [first, *(Rows.concat([first, _pick(step, [at])]) for step in later for at in range(len(step)))]
+
+
+def _a_step_late(rows: Rows) -> list[Rows]:
+    """The rows of a step behind those of all steps but the one before."""
+    steps = _by_step(rows)
+    return [Rows.concat([*steps[: max(at - 1, 0)], step]) for at, step in enumerate(steps)]
+
+
+def _doubled(rows: Rows) -> list[Rows]:
+    """The rows of a step behind those of the steps before, the last of which is there twice."""
+    steps = _by_step(rows)
+    pieces = [steps[0]]
+    for before, step in pairwise(steps):
+        pieces.append(Rows.concat([pieces[-1], _pick(before, [len(before) - 1]), step]))
+    return pieces
 
 
 def _pick(rows: Rows, places: list[int]) -> Rows:

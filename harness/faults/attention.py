@@ -28,14 +28,16 @@ def attend(
     scale: float | None = None,
     softmax: Callable[[torch.Tensor], torch.Tensor] = lambda scores: scores.softmax(dim=-1),
     heads: Callable[[int, int], torch.Tensor] | None = None,
+    value_heads: Callable[[int, int], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Attention by its definition: q [T, N, H], k and v [C, K, H], mask [T, C]; returns [T, N, H]."""
     num_heads, num_kv = q.shape[1], k.shape[1]
     own = torch.arange(num_heads) // (num_heads // num_kv) if heads is None else heads(num_heads, num_kv)
+    of_values = own if value_heads is None else value_heads(num_heads, num_kv)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.einsum("tnh,cnh->ntc", q.float(), k[:, own].float()) * factor
     probs = softmax(scores.masked_fill(~mask, -torch.inf))
-    return torch.einsum("ntc,cnh->tnh", probs.float(), v[:, own].float()).to(q.dtype)
+    return torch.einsum("ntc,cnh->tnh", probs.float(), v[:, of_values].float()).to(q.dtype)
 
 
 def causal(num_rows: int, num_keys: int, window: int | None) -> torch.Tensor:

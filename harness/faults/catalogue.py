@@ -11,6 +11,7 @@ from harness.faults import (
     norm,
     numbers,
     outside,
+    parts,
     paths,
     position,
     sampling,
@@ -19,7 +20,7 @@ from harness.faults import (
 from harness.faults.fault import Category, Fault
 from harness.faults.half import in_16_bits
 
-_MODULES = (position, norm, weights, attention, cache, sampling, formulas, numbers, outside, paths, experts)
+_MODULES = (position, norm, weights, attention, cache, sampling, formulas, numbers, outside, parts, paths, experts)
 _FAULTS = [fault for module in _MODULES for fault in module.FAULTS]
 FAULTS: Mapping[str, Fault] = {fault.id: fault for fault in [*_FAULTS, *in_16_bits(_FAULTS)]}
 

@@ -17,7 +17,8 @@ CHUNK = 7
 _Q_ROPE = "model.layers.0.q_rope"
 
 
-def _rotary(rotate: Callable[..., torch.Tensor]) -> Any:
+def rotary(rotate: Callable[..., torch.Tensor]) -> Any:
+    """Rotate heads by another function, of what is rotated and the tables of cosine and sine."""
     return replacing((reference_engine.model, "apply_rotary", lambda original: rotate))
 
 
@@ -123,16 +124,16 @@ FAULTS = [
     _fault(
         "rotary-interleaved",
         "Rotary turns neighbouring pairs instead of the halves of a head.",
-        _rotary(_interleaved),
+        rotary(_interleaved),
         "interleaved",
         instance="shainet#111, vllm-metal#44",
     ),
-    _fault("rotary-backwards", "The sine has the wrong sign.", _rotary(_backwards), "sign of the sine"),
-    _fault("rotary-skipped", "q and k are not rotated.", _rotary(_not_at_all), "not applied"),
+    _fault("rotary-backwards", "The sine has the wrong sign.", rotary(_backwards), "sign of the sine"),
+    _fault("rotary-skipped", "q and k are not rotated.", rotary(_not_at_all), "not applied"),
     _fault(
         "rotary-partial",
         "Only half of each head is rotated.",
-        _rotary(_partial),
+        rotary(_partial),
         "partial rotary",
         instance="vllm#29966",
     ),

@@ -63,19 +63,22 @@ KINDS: Mapping[Kind, KindTraits] = {
     Kind.COPY: KindTraits(error_model=ErrorModel(roundings=0)),
     Kind.NORM: KindTraits(error_model=ErrorModel(roundings=2, accumulation=8), causes=("norm", "generic")),
     Kind.LINEAR: KindTraits(
-        error_model=ErrorModel(roundings=1, accumulation=25), causes=("linear", "block_scales", "generic")
+        error_model=ErrorModel(roundings=1, accumulation=25),
+        causes=("linear", "linear_rows", "block_scales", "elementwise", "generic"),
     ),
     Kind.ROTARY: KindTraits(
         error_model=ErrorModel(roundings=3),
-        causes=("rotary", "generic"),
+        causes=("rotary", "rotary_positions", "rotary_pairs", "generic"),
         has_heads=True,
         repeats_by_position=True,
     ),
-    Kind.ADD: KindTraits(error_model=ErrorModel(roundings=1), causes=("residual", "generic")),
-    Kind.ACTIVATION: KindTraits(error_model=ErrorModel(roundings=2, accumulation=4), causes=("mlp", "generic")),
+    Kind.ADD: KindTraits(error_model=ErrorModel(roundings=1), causes=("residual", "elementwise", "generic")),
+    Kind.ACTIVATION: KindTraits(
+        error_model=ErrorModel(roundings=2, accumulation=4), causes=("mlp", "elementwise", "generic")
+    ),
     Kind.ATTENTION: KindTraits(
         error_model=ErrorModel(roundings=1, accumulation=25, products=4, scores=6),
-        causes=("attention_history", "attention", "generic"),
+        causes=("attention_history", "attention", "attention_heads", "attention_caps", "generic"),
         # Flash kernels round the probabilities and not their sum, which is a gain of up to 0.2 roundings in float16.
         least_effect=0.5,
         has_heads=True,
@@ -83,5 +86,7 @@ KINDS: Mapping[Kind, KindTraits] = {
     Kind.CACHE: KindTraits(error_model=ErrorModel(roundings=0), causes=("cache", "cache_content")),
     Kind.CHOICE: KindTraits(error_model=None, causes=("choice",)),
     # A linear layer with an adapter is one; the experts of a layer are, and scans.
-    Kind.OTHER: KindTraits(error_model=None, causes=("lora", "router", "experts", "shared_expert", "state", "generic")),
+    Kind.OTHER: KindTraits(
+        error_model=None, causes=("lora", "router", "experts", "shared_expert", "state", "elementwise", "generic")
+    ),
 }

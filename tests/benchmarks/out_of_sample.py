@@ -241,7 +241,7 @@ BUGS: dict[str, Bug] = {
     "positions-capped": Bug(inject=positions_changed(lambda p, chunks: p.clamp(max=15)), truth=NOTHING),
     "positions-modulo": Bug(inject=positions_changed(lambda p, chunks: p % 16), truth=NOTHING),
     "second-half-of-the-frequencies-zero": Bug(inject=frequencies_changed(
-        lambda c, f: torch.where(torch.arange(len(f)) < len(f) // 2, f, 0)), truth="partial"),
+        lambda c, f: torch.where(torch.arange(len(f)) < len(f) // 2, f, 0)), truth="partial|do not turn"),
     "q-and-k-norms-exchanged": Bug(inject=loaded(norms_of_q_and_k), truth="weight is that of", models=("qwen3-tiny",)),
     "norm-of-mean-size": Bug(inject=norm_scaled_by(
         lambda norm, x: 1 / (x.abs().mean(-1, keepdim=True) + norm.eps)), truth=NOTHING),
@@ -277,8 +277,10 @@ BUGS: dict[str, Bug] = {
                                  truth="heads|order|written|value|slot"),
     "gate-rows-rolled": Bug(inject=weight("gate_up_proj.weight", lambda w: w.roll(1, 0)),
                             truth="another order|wrong order"),
-    "down-rows-noisy": Bug(inject=weight("down_proj.weight", rows_noisy), truth="scale|weights are not quite|none of"),
-    "down-row-zero": Bug(inject=weight("down_proj.weight", lambda w: channel(w, 17, 0.0)), truth="17|row|not quite"),
+    "down-rows-noisy": Bug(inject=weight("down_proj.weight", rows_noisy),
+                           truth="scales? of|weights are not quite|none of"),
+    "down-row-zero": Bug(inject=weight("down_proj.weight", lambda w: channel(w, 17, 0.0)),
+                         truth="17|rows? of the weight|not quite"),
     "o-proj-noisy": Bug(inject=weight("o_proj.weight", noisy), truth="not quite|none of|other weights"),
     "first-query-head-negated": Bug(inject=weight("qkv_proj.weight", head_negated), truth="not quite|none of|sign"),
     "layers-exchanged": Bug(inject=loaded(layers_exchanged), truth="weights are those of|weight is that of|layers"),

@@ -60,6 +60,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 8},
     "mixtral": _EXPERTS,
     "phi3": {},
+    "phimoe": _EXPERTS,
+    "recurrent_gemma": {"lru_width": 32, "block_types": ["recurrent", "attention"], "attention_window_size": 64},
+    "rwkv": {"attention_hidden_size": 32},
+    "falcon_h1": {
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 8,
+    },
     "qwen2_moe": {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -70,7 +81,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1},
 }
 """Model types and what they need besides the sizes."""
-_OWN_SIZES = {"gpt2": ("vocab_size",), "mamba": ("vocab_size", "hidden_size", "num_hidden_layers")}
+_OWN_SIZES = {
+    "gpt2": ("vocab_size",),
+    "mamba": ("vocab_size", "hidden_size", "num_hidden_layers"),
+    "rwkv": ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+}
 """The sizes that a family knows, where it does not know all of them."""
 _SPREADS = {"mamba": 3}
 """How many times HF's own initial weights are enlarged, where the usual factor overflows float16."""

@@ -10,13 +10,16 @@ TAP = "model.layers.1.attention"
 Q, K, V = "model.layers.1.q_rope", "model.layers.1.k_rope", "model.layers.1.self_attn.v_proj"
 
 
-def attended(bench, *, visible=None, scale=None, heads=None, softmax=None, key=None, value=None, merge=None):
+def attended(
+    bench, *, visible=None, scale=None, heads=None, values_of=None, softmax=None, key=None, value=None, merge=None
+):
     """Attention of every row in float64; each part can be replaced. `visible` gets own and key's (position, step)."""
     rows, head_dim = bench.rows(), bench.head_dim
     q, k, v = (bench.tap(name).unflatten(1, (-1, head_dim)) for name in (Q, K, V))
     k, v = k if key is None else key.view_as(k), v if value is None else value.view_as(v)
     groups = q.shape[1] // k.shape[1]
     heads = torch.arange(q.shape[1]) // groups if heads is None else heads
+    values_of = heads if values_of is None else values_of
     output = torch.empty_like(q)
     for request in rows.request.unique():
         own = (rows.request == request).nonzero()[:, 0]
@@ -28,10 +31,10 @@ def attended(bench, *, visible=None, scale=None, heads=None, softmax=None, key=N
             mask = visible(position[:, None], step[:, None], position[None, :], step[None, :])
         scores = scores.masked_fill(~mask, -torch.inf)
         if merge is not None:
-            output[own] = merge(scores, v[own][:, heads])
+            output[own] = merge(scores, v[own][:, values_of])
             continue
         p = (softmax or (lambda s: s.softmax(-1)))(scores)
-        output[own] = torch.einsum("nts,snh->tnh", p.nan_to_num(0.0), v[own][:, heads])
+        output[own] = torch.einsum("nts,snh->tnh", p.nan_to_num(0.0), v[own][:, values_of])
     return output.flatten(1)
 
 
@@ -214,3 +217,42 @@ def test_keys_padded_to_a_multiple(bench, multiple):
         assert found.cause == f"reads past the context length, or {padded}"
     else:
         assert found.cause == padded
+
+
+def test_values_or_keys_of_other_kv_heads(bench):
+    bench = bench()
+    num_heads, num_kv = bench.config.num_attention_heads, bench.config.num_key_value_heads
+    own = torch.arange(num_heads) // (num_heads // num_kv)
+    other = (own + 1) % num_kv
+    found = bench.explain(TAP, attended(bench, values_of=other))
+    assert found.cause == "query heads read the values of the wrong KV heads, and the right keys"
+    assert found.detail == f"KV head of each query head: {other.tolist()}"
+    found = bench.explain(TAP, attended(bench, heads=other, values_of=own))
+    assert found.cause == "query heads read the keys of the wrong KV heads, and the right values"
+    assert bench.explain(TAP, attended(bench, heads=other)).cause == "query heads read the wrong KV heads"
+
+
+def capped(cap):
+    return lambda scores: torch.where(scores == -torch.inf, scores, cap * torch.tanh(scores / cap)).softmax(-1)
+
+
+@pytest.mark.parametrize(("cap", "num_fitted"), [(1.5, 1), (15.0, 0)])
+def test_a_soft_cap_that_the_model_does_not_have(bench, cap, num_fitted):
+    bench = bench()
+    found = bench.explain(TAP, attended(bench, softmax=capped(cap)))
+    assert found.cause == f"a soft cap of {cap:g} is applied to the scores, which the model does not have"
+    assert found.num_fitted == num_fitted
+
+
+def test_sinks_that_the_model_does_not_have(bench):
+    bench = bench()
+    num_heads = bench.config.num_attention_heads
+    sinks = torch.linspace(-1, 2, num_heads, dtype=torch.float64)
+
+    def with_sinks(scores):
+        column = sinks[:, None, None].expand(*scores.shape[:2], 1)
+        return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
+
+    found = bench.explain(TAP, attended(bench, softmax=with_sinks))
+    assert found.cause == "attention sinks take part in the softmax, which the model does not have"
+    assert found.num_fitted == num_heads

@@ -192,3 +192,45 @@ def test_sums_in_16_bits(bench, dtype, size):
         f"the sum of the products is kept in {name}",
         f"{size} products at a time are added to it",
     )
+
+
+def test_single_rows_of_the_weight(bench):
+    bench = bench("qwen2-tiny")
+    bias = bench.hf.module(TAP).bias.detach().double()
+    for factor, cause in {
+        0.0: "some outputs are zero: these rows of the weight were not loaded",
+        -1.0: "some outputs have the other sign: these rows of the weight are negated",
+        0.6: "each output is scaled by a factor of its own: the scales of the weight's rows are others",
+    }.items():
+        wrong = bench.tap(TAP)
+        wrong[:, 3:5] *= factor
+        found = bench.explain(TAP, wrong)
+        assert found.cause == cause
+        assert "outputs 3, 4: 2 of" in found.detail or "0.6 for output 3, 0.6 for output 4; 2 of" in found.detail
+        wrong[:, 3:5] += (1 - factor) * bias[3:5]
+        found = bench.explain(TAP, wrong)
+        assert found.cause == cause.replace(":", ", but for the bias:", 1)
+
+
+def test_all_rows_of_the_weight_with_scales_of_their_own(bench):
+    bench = bench()
+    generator = torch.Generator().manual_seed(2)
+    scales = 1 + 0.05 * torch.randn(bench.weight(GATE).shape[0], generator=generator, dtype=torch.float64)
+    found = bench.explain(GATE, bench.tap(GATE) * scales)
+    assert found.cause.startswith("each output is scaled by a factor of its own")
+    assert found.is_cause
+
+
+def test_rows_that_are_wrong_otherwise_have_no_scale(bench):
+    bench = bench()
+    generator = torch.Generator().manual_seed(3)
+    wrong = bench.tap(TAP)
+    wrong[:, 3] += torch.randn(len(wrong), generator=generator, dtype=torch.float64)
+    assert not bench.explain(TAP, wrong).is_cause
+
+
+def test_a_soft_cap_behind_a_product(bench):
+    bench, cap = bench(), 3.0
+    found = bench.explain(GATE, cap * torch.tanh(bench.tap(GATE) / cap))
+    assert found.cause == "a soft cap of 3 is applied, which the model does not have"
+    assert bench.explain(GATE, 20 * torch.tanh(bench.tap(GATE) / 20)).num_fitted == 0

@@ -34,3 +34,19 @@ def test_a_branch_with_a_factor(bench):
     stream, branch = bench.tap("model.layers.0.output"), bench.tap("model.layers.1.self_attn.o_proj")
     found = bench.explain("model.layers.1.attn_residual", stream + 0.22 * branch)
     assert (found.cause, found.num_fitted) == ("the branch is added with a factor of 0.22", 1)
+
+
+def test_a_stream_with_a_factor(bench):
+    bench = bench()
+    stream, branch = bench.tap(STREAM), bench.tap(BRANCH)
+    found = bench.explain(TAP, 0.7 * stream + branch)
+    assert (found.cause, found.num_fitted) == ("the residual is added with a factor of 0.7", 1)
+    found = bench.explain(TAP, 0.7 * stream + 1.2 * branch)
+    assert found.cause == "the residual is added with a factor of 0.7, and the branch with one of 1.2"
+    assert bench.explain(TAP, 0.7 * (stream + branch)).cause == "a constant gain of 0.7"
+
+
+def test_a_sum_that_is_cut_off(bench):
+    bench = bench()
+    found = bench.explain(TAP, (bench.tap(STREAM) + bench.tap(BRANCH)).clamp(-0.5, 0.75))
+    assert (found.cause, found.num_fitted) == ("values outside of -0.5 to 0.75 are cut off", 2)

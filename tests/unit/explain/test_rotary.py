@@ -165,3 +165,61 @@ def test_positions_without_a_rule_are_no_cause(bench):
     found = bench.explain(TAP, rotated(bench, (rows.position * 7 + 3) % 40))
     assert found.cause == "rotary at wrong positions"
     assert not found.is_cause
+
+
+def turned(bench, frequencies=None, tables=None):
+    """Half-split rotation in float64 by other frequencies [P], or by other tables than cosine and sine."""
+    own = bench.hf.model.model.rotary_emb.inv_freq.clone()
+    frequencies = own if frequencies is None else frequencies(own)
+    angles = (bench.rows().position[:, None].float() * frequencies)[:, None].double()
+    cos, sin = (tables or (lambda a: (a.cos(), a.sin())))(angles)
+    a, b = bench.tap(SOURCE).unflatten(1, (-1, bench.head_dim)).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pairs_that_do_not_turn(bench, dtype):
+    bench = bench(dtype=dtype)
+
+    def last_zero(own):
+        return torch.where(torch.arange(len(own)) < 3, own, 0)
+
+    found = bench.explain(TAP, turned(bench, last_zero))
+    assert found.cause == "some pairs of a head do not turn: their frequencies are zero"
+    assert found.detail.startswith("pairs 3 to ")
+    assert found.num_fitted <= 2
+
+
+def test_frequencies_in_another_order(bench):
+    bench = bench()
+    found = bench.explain(TAP, turned(bench, lambda own: own.flip(0)))
+    assert (found.cause, found.is_cause) == ("the frequencies of the pairs are in another order", True)
+
+
+def test_a_pair_of_its_own_frequency_is_none_of_the_others(bench):
+    bench = bench()
+
+    def third_faster(own):
+        return own * (1 + 0.5 * (torch.arange(len(own)) == 2))
+
+    assert "pairs" not in bench.explain(TAP, turned(bench, third_faster)).cause
+
+
+def test_other_tables_than_cosine_and_sine(bench):
+    bench = bench()
+    for cause, tables in {
+        "cosine and sine of the rotary table are exchanged": lambda a: (a.sin(), a.cos()),
+        "the rotary table's sine is left out: only the cosine is applied": lambda a: (a.cos(), 0 * a),
+        "the rotary table's cosine is left out: only the sine is applied": lambda a: (0 * a, a.sin()),
+    }.items():
+        assert bench.explain(TAP, turned(bench, tables=tables)).cause == cause
+
+
+def test_positions_that_stop_or_begin_again(bench):
+    bench = bench()
+    positions = bench.rows().position
+    found = bench.explain(TAP, rotated(bench, positions.clamp(max=20)))
+    assert found.cause == "positions stop at 20: rows behind it are all rotated for it"
+    for length in (16, 30):
+        found = bench.explain(TAP, rotated(bench, positions % length))
+        assert found.cause == f"positions begin at 0 again behind {length - 1}: they are taken modulo {length}"

@@ -38,7 +38,8 @@ ONE_OF_EACH = (
     "norm-overflow-fp16", "one-weight-flipped", "tied-head-not-loaded", "inputs-q8-undeclared",
     "inputs-bf16-of-fp32-weights", "rope-frequencies-off-by-1e-6", "cache-bf16-declared-fp16",
     "router-lowest", "router-one-expert", "router-not-normalised", "experts-swapped", "experts-rank-missing",
-    "experts-weighted-input", "expert-stale",
+    "experts-weighted-input", "expert-stale", "stream-scaled", "values-of-the-next-head-in-bfloat16",
+    "soft-cap-added", "slow-pairs-not-turned", "head-negated", "logits-capped",
 )  # fmt: skip
 
 

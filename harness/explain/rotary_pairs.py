@@ -1,0 +1,86 @@
+"""Ways to turn some pairs of a head otherwise than the rest, or all of them by other tables than cosine and sine.
+
+`R` rows, `N` heads, `P` pairs of a head.
+"""
+
+import torch
+
+from harness.explain.failure import Failure
+from harness.explain.hypothesis import Hypothesis
+from harness.explain.rotation import Causes, turned_by, with_rotation
+from harness.oracle.rotation import Rotation
+
+_CLEARLY = 0.1
+"""Of what a pair is off by at its own frequency, what may be left at another one that is said to be used."""
+
+
+@with_rotation
+def frequencies_of_other_pairs(failure: Failure, own: Rotation) -> Causes:
+    """Some pairs do not turn, or turn as fast as another pair should."""
+    candidates = torch.cat((own.frequencies, torch.zeros(1)))  # [P + 1]: that of each pair, and none
+    left = _left_by_frequency(failure, own, candidates)  # [P, P + 1]
+    pairs = torch.arange(len(own.frequencies))
+    best = left.argmin(dim=1)
+    is_clear = left[pairs, best] < _CLEARLY * left[pairs, pairs]
+    source = torch.where(is_clear, best, pairs)
+    if torch.equal(source, pairs) or bool((source == len(pairs)).all()):  # no pair turns: that has a name of its own
+        return
+    changed = (source != pairs).nonzero()[:, 0].tolist()
+    zero, runs = len(pairs), _runs(changed)
+    freedom = len(changed)
+    if all(int(source[pair]) == zero for pair in changed):
+        cause = "some pairs of a head do not turn: their frequencies are zero"
+        freedom = sum(1 if run[0] == 0 or run[-1] == zero - 1 else 2 for run in runs)  # where each begins and ends
+    elif zero in source.tolist():
+        cause = "some pairs of a head do not turn, and others turn as fast as another pair should"
+    else:
+        cause = "the frequencies of the pairs are in another order"
+    other = candidates[source]
+    yield Hypothesis(
+        cause=cause,
+        output=own.turned(own.heads(failure.inputs[0]), *own.angles(failure.positions, other)),
+        detail=f"{_named(runs)} of {len(pairs)}",
+        freedom=freedom,
+    )
+
+
+def _left_by_frequency(failure: Failure, own: Rotation, candidates: torch.Tensor) -> torch.Tensor:
+    """Return the energy that is left of each pair if it turns at each frequency: [P, candidates]."""
+    before, after = (torch.view_as_complex(own.pairs(own.heads(x))) for x in (failure.inputs[0], failure.actual))
+    energy = (before * own.scaling).abs().square().sum(dim=(0, 1)) + after.abs().square().sum(dim=(0, 1))  # [P]
+    phases = own.phases(failure.positions, candidates)  # [R, candidates]
+    turned = turned_by(failure, own) * own.scaling  # [R, P]
+    alike = (turned.T @ torch.polar(torch.ones_like(phases), -phases)).real
+    return (energy[:, None] - 2 * alike).clamp(min=0)
+
+
+def _runs(numbers: list[int]) -> list[list[int]]:
+    """Cut numbers in ascending order into runs of neighbours."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
+
+
+def _named(runs: list[list[int]]) -> str:
+    return "pairs " + ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+@with_rotation
+def other_tables(failure: Failure, own: Rotation) -> Causes:
+    """Cosine and sine stand in each other's place, or one of them is left out."""
+    heads = own.heads(failure.inputs[0])
+    cos, sin = own.angles(failure.positions)
+    nothing = torch.zeros_like(cos)
+    for cause, table in {
+        "cosine and sine of the rotary table are exchanged": (sin, cos),
+        "the rotary table's sine is left out: only the cosine is applied": (cos, nothing),
+        "the rotary table's cosine is left out: only the sine is applied": (nothing, sin),
+    }.items():
+        yield Hypothesis(cause=cause, output=own.turned(heads, *table))
+
+
+EXPLANATIONS = (frequencies_of_other_pairs, other_tables)
