@@ -1,8 +1,9 @@
-"""Real servers on the loopback address, in a thread of the test's own process."""
+"""Real servers on the loopback address: in a thread of the test's own process, or in processes of their own."""
 
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,21 @@ def serving(app: Any) -> Iterator[str]:
         server.should_exit = True
         thread.join(10)
         listener.close()
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on yet."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    return port
+
+
+def answers(url: str) -> bool:
+    """Whether a server answers with status 200."""
+    try:
+        return bool(urllib.request.urlopen(url, timeout=2).status == 200)
+    except OSError:
+        return False
 
 
 def until(holds: Any, *, what: str, seconds: float = 30.0) -> None:

@@ -1,13 +1,12 @@
 """`harness check --endpoint`: a server in the place of an engine."""
 
 import math
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from harness.cli import options as opt
-from harness.cli.output import STATUS, write, write_json
+from harness.cli.output import STATUS, terminal_width, write, write_json
 from harness.errors import Code, HarnessError
 
 if TYPE_CHECKING:
@@ -115,5 +114,5 @@ def _print(result: "EndpointResult", form: opt.ReportFormat) -> None:
     if form is opt.ReportFormat.JSON:
         write_json(endpoint_json(result))
         return
-    text = endpoint_text(result, width=shutil.get_terminal_size((100, 24)).columns)
+    text = endpoint_text(result, width=terminal_width())
     write(f"```text\n{text}```" if form is opt.ReportFormat.MARKDOWN else text, end="")

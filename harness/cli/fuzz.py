@@ -1,7 +1,6 @@
 """`harness fuzz`: schedules that are searched, not listed."""
 
 import math
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -12,7 +11,7 @@ import typer
 
 from harness.cli import options as opt
 from harness.cli.grouped import grouped
-from harness.cli.output import STATUS, write, write_json
+from harness.cli.output import STATUS, terminal_width, write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import Code, HarnessError
 
@@ -140,7 +139,7 @@ def _print(result: "FuzzResult", form: opt.Format) -> int:
     if form is opt.Format.JSON:
         write_json(fuzz_json(result))
     else:
-        write(fuzz_text(result, width=shutil.get_terminal_size((100, 24)).columns), end="")
+        write(fuzz_text(result, width=terminal_width()), end="")
     return STATUS[result.outcome]
 
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,15 +60,13 @@ def generate(
         sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
         ask = _Ask(max_new_tokens, sampling, lora, dtype, device, engine_option)
         if engine == "reference":
-            params = _sampling_params(ask)
-            folder = resolve(model or embedded_model(), local_files_only=local_files_only)
-            token_ids = _token_ids(prompt, folder, chat=chat)
-            source = _reference_source(folder, token_ids, params, ask)
+            open_source = partial(_reference_source, _sampling_params(ask))
         else:
             _refuse_sampling(engine, ask)
-            folder = resolve(model or embedded_model(), local_files_only=local_files_only)
-            token_ids = _token_ids(prompt, folder, chat=chat)
-            source = _engine_source(engine, folder, token_ids, ask)
+            open_source = partial(_engine_source, engine)
+        folder = resolve(model or embedded_model(), local_files_only=local_files_only)
+        token_ids = _token_ids(prompt, folder, chat=chat)
+        source = open_source(folder, token_ids, ask)
     answer = _answer(source, folder, len(token_ids), _show if stream else None)
     if format is opt.Format.JSON:
         write_json(answer.json())
@@ -109,7 +108,7 @@ def _sampling_params(ask: _Ask) -> "SamplingParams":
         return SamplingParams(max_new_tokens=ask.max_new_tokens, adapter=adapter, **ask.sampling)  # type: ignore[arg-type]
 
 
-def _reference_source(folder: Path, token_ids: list[int], params: "SamplingParams", ask: _Ask) -> _Source:
+def _reference_source(params: "SamplingParams", folder: Path, token_ids: list[int], ask: _Ask) -> _Source:
     adapters = {} if ask.lora is None else {"lora": ask.lora}
     engine = open_reference_engine(
         folder, dtype=ask.dtype, device=ask.device, options=ask.engine_options, adapters=adapters

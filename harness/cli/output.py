@@ -68,10 +68,15 @@ def _print_texts(result: "CheckResult", profile: "ProfileResult | None", form: R
             write(f"```text\n{profile_text(profile)}\n```")
         return
     has_color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    width = shutil.get_terminal_size((100, 24)).columns
+    width = terminal_width()
     write(check_text(result, width=width, color=has_color))
     if profile:
         write("\n" + profile_text(profile, width=width))
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal; 100 where there is none."""
+    return shutil.get_terminal_size((100, 24)).columns
 
 
 def write_json(document: Mapping[str, Any]) -> None:

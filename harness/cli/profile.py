@@ -1,6 +1,5 @@
 """`harness profile`: what prefill and decode cost, and where."""
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +8,7 @@ import typer
 
 from harness.cli import options as opt
 from harness.cli.grouped import grouped
-from harness.cli.output import write, write_json
+from harness.cli.output import terminal_width, write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import ExitStatus
 
@@ -97,5 +96,5 @@ def profile(
     if format is opt.Format.JSON:
         write_json(profile_json(result))
     else:
-        write(profile_text(result, width=shutil.get_terminal_size((100, 24)).columns))
+        write(profile_text(result, width=terminal_width()))
     return ExitStatus.PASS

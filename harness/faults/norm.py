@@ -109,19 +109,21 @@ def _norm_in_place(layer: DecoderLayer) -> DecoderLayer:
     return replace(layer, post_attention_layernorm=call)  # type: ignore[arg-type]
 
 
-def _without_mlp_residual(call: Callable[..., Any]) -> Callable[..., Any]:
-    def called(self: DecoderLayer, x: torch.Tensor, rotation: Any, batch: Any) -> torch.Tensor:
+def branches(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
+    """Make `change` of the stream and what the MLP gives, in the place of their sum."""
+
+    def call(self: DecoderLayer, x: torch.Tensor, rotation: Any, batch: Any) -> torch.Tensor:
         normed = self.input_layernorm(x)
         batch.tap(self.prefix, "input_layernorm", normed)
         x = x + self.attention(normed, rotation, batch, self.prefix)
         batch.tap(self.prefix, "attn_residual", x)
         normed = self.post_attention_layernorm(x)
         batch.tap(self.prefix, "post_attention_layernorm", normed)
-        x = self.mlp(normed, batch, self.prefix)
+        x = change(x, self.mlp(normed, batch, self.prefix))
         batch.tap(self.prefix, "output", x)
         return x
 
-    return called
+    return replacing((DecoderLayer, "__call__", lambda original: call))
 
 
 def _activation(act: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
@@ -233,7 +235,7 @@ FAULTS = [
     _fault(
         "residual-dropped",
         "What the MLP gives replaces the residual stream.",
-        replacing((DecoderLayer, "__call__", _without_mlp_residual)),
+        branches(lambda stream, branch: branch),
         "residual is not added",
         _LAYER + "output",
     ),

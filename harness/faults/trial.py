@@ -3,7 +3,7 @@
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -71,8 +71,7 @@ def _tested(suite: Callable[[], None], planted: InjectedFault) -> Trial:
 
 def try_variant(variant: Variant, *, seed: int = 0) -> Trial:
     """Check an engine that is legitimately different."""
-    inject = variant.inject() if variant.inject else nullcontext(InjectedFault())
-    with checkpoint(variant.setting) as folder, inject as planted:
+    with checkpoint(variant.setting) as folder, _injected(variant) as planted:
         return _checked(folder, variant.setting, variant.engine, seed, planted)
 
 
@@ -82,9 +81,12 @@ def check_variant(variant: Variant, *, seed: int, out: Path) -> CheckResult:
     Raises:
         HarnessError: The engine raised, or the check could not be made.
     """
-    inject = variant.inject() if variant.inject else nullcontext(InjectedFault())
-    with checkpoint(variant.setting) as folder, inject:
+    with checkpoint(variant.setting) as folder, _injected(variant):
         return run_check(_declared_plan(variant.setting, folder, variant.engine, seed), out=out)
+
+
+def _injected(variant: Variant) -> AbstractContextManager[InjectedFault]:
+    return variant.inject() if variant.inject else nullcontext(InjectedFault())
 
 
 def plan_of(setting: FaultConfig, folder: Path, *, engine: str = "reference", seed: int = 0) -> Plan:

@@ -74,6 +74,13 @@ class _Found:
     error: str | None = None
     refusal: str | None = None
 
+    def fail(self, error: HarnessError) -> None:
+        """Note that a run of the change ended in an error: that the engine cannot do it, or the first other one."""
+        if error.code is Code.ENGINE_CANNOT_SERVE:
+            self.refusal = error.what
+        else:
+            self.error = self.error or error.what
+
 
 @dataclass(kw_only=True)
 class Comparer:
@@ -146,13 +153,10 @@ class Comparer:
         return _Recorded(recording, wrong)
 
     def _compare(self, found: _Found, before: _Recorded | HarnessError, after: _Recorded | HarnessError) -> None:
-        failed = next((each for each in (before, after) if isinstance(each, HarnessError)), None)
-        if failed is not None and failed.code is Code.ENGINE_CANNOT_SERVE:
-            found.refusal = failed.what
-        elif failed is not None:
-            found.error = found.error or failed.what
-        if failed is not None:
-            return
+        for each in (before, after):
+            if isinstance(each, HarnessError):
+                found.fail(each)
+                return
         assert isinstance(before, _Recorded)
         assert isinstance(after, _Recorded)
         compared = list(compare_bits(before.recording, after.recording, self.hf.graph))

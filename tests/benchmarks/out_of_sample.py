@@ -28,13 +28,13 @@ from harness.faults.attention import attend, causal
 from harness.faults.cache import stored
 from harness.faults.fault import Category, Fault, FaultConfig
 from harness.faults.injection import replacing
-from harness.faults.norm import edited_layers, norm_scaled_by
+from harness.faults.norm import branches, edited_layers, norm_scaled_by
 from harness.faults.position import frequencies_changed, positions_changed
 from harness.faults.scoreboard import score_fault
 from harness.faults.trial import try_fault
 from harness.faults.weights import loaded
 from reference_engine.layers import MLP, Embedding, RMSNorm
-from reference_engine.model import Attention, DecoderLayer
+from reference_engine.model import Attention
 
 ROOT = Path(__file__).parents[2]
 DTYPES = ("float32", "bfloat16", "float16")
@@ -92,26 +92,6 @@ def weight(ending: str, change: Callable[[torch.Tensor], torch.Tensor], layer: i
             weights[name] = change(weights[name]).contiguous()
 
     return loaded(changed)
-
-
-def branches(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
-    """Add the MLP's branch to the stream by `change`."""
-
-    def make(_: Any) -> Any:
-        def call(self: DecoderLayer, x: torch.Tensor, rotation: Any, batch: Any) -> torch.Tensor:
-            normed = self.input_layernorm(x)
-            batch.tap(self.prefix, "input_layernorm", normed)
-            x = x + self.attention(normed, rotation, batch, self.prefix)
-            batch.tap(self.prefix, "attn_residual", x)
-            normed = self.post_attention_layernorm(x)
-            batch.tap(self.prefix, "post_attention_layernorm", normed)
-            x = change(x, self.mlp(normed, batch, self.prefix))
-            batch.tap(self.prefix, "output", x)
-            return x
-
-        return call
-
-    return replacing((DecoderLayer, "__call__", make))
 
 
 def rotary(turn: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:

@@ -1,16 +1,14 @@
 """`harness check --endpoint` against llama-cpp-python's own server, in a process of its own on the loopback address."""
 
 import importlib.util
-import socket
 import subprocess
 import sys
-import urllib.request
 
 import pytest
 
 from harness.checkpoint.gguf.writer import write_gguf
 
-from ..loopback import until
+from ..loopback import answers, free_port, until
 
 NEEDED = ("llama_cpp", "gguf", "uvicorn", "sse_starlette", "starlette_context", "pydantic_settings")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -30,8 +28,7 @@ def served(stories, tmp_path):
 
     def served(*options):
         path = write_gguf(stories, tmp_path / "model.gguf", "F16")
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         command = [sys.executable, "-m", "llama_cpp.server", "--model", str(path), "--port", str(port)]
         command += ["--logits_all", "true", "--n_ctx", "512", *options]
         processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
@@ -43,13 +40,6 @@ def served(stories, tmp_path):
     for process in processes:
         process.terminate()
         process.wait(30)
-
-
-def answers(url):
-    try:
-        return urllib.request.urlopen(url, timeout=2).status == 200
-    except OSError:
-        return False
 
 
 WORKLOAD = ["--prompt", "Once upon a time", "--prompt", "The cat sat", "--max-new-tokens", "8"]

@@ -4,10 +4,8 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import urllib.request
 from contextlib import suppress
 
 import pytest
@@ -17,7 +15,7 @@ pytest.importorskip("httpx", reason="needs httpx (extra serve)")
 
 from harness.cli.main import run
 
-from ..loopback import until
+from ..loopback import answers, free_port, until
 
 pytestmark = pytest.mark.slow
 STARTS_WITHIN_S = 300
@@ -30,8 +28,7 @@ WORKLOAD = ["--token-ids", "1,4,5,6,7,8,9,10,11,12,13", "--token-ids", "1,9,10,4
 def served(checkpoints, tmp_path_factory):
     """Serve a model in bfloat16; yield its URL, and the checkpoint."""
     model = checkpoints / "qwen3-tiny"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--enforce-eager"]
     command += ["--max-model-len", "256", "--kv-cache-memory-bytes", str(64 << 20)]
@@ -59,13 +56,6 @@ def stop(process):
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(30)
-
-
-def answers(url):
-    try:
-        return urllib.request.urlopen(url, timeout=2).status == 200
-    except OSError:
-        return False
 
 
 def check(url, model, *options):

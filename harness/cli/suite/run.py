@@ -1,7 +1,6 @@
 """`harness suite CASES...`: runs every case, here or on a cluster."""
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
@@ -11,7 +10,7 @@ import typer
 import typer.core
 
 from harness.cli import options as opt
-from harness.cli.output import write, write_json
+from harness.cli.output import terminal_width, write, write_json
 from harness.cli.suite.progress import suite_progress
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.suite_results import CaseVerdict
@@ -210,5 +209,5 @@ def _print(result: "SuiteResult", form: opt.ReportFormat) -> int:
     elif form is opt.ReportFormat.MARKDOWN:
         write(suite_markdown(result), end="")
     else:
-        write(suite_text(result, width=shutil.get_terminal_size((100, 24)).columns), end="")
+        write(suite_text(result, width=terminal_width()), end="")
     return STATUS[result.verdict]

@@ -1,7 +1,6 @@
 """The page: what it says, that nothing from outside becomes markup, and that a real browser shows it."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from harness.report.html import report_html
 from harness.results import CheckResult, PositionError
 
-from .browser import CHROMIUM, Browser
+from .browser import Browser
 from .examples import build, check, explained_run
 from .profile_examples import phase, profile
 
@@ -118,14 +117,6 @@ def test_names_from_outside_stay_text():
     assert not any("img" in page.tags for page in (page, honest))
     assert "{{ 7 * 7 }}" in page.text
     assert all(address.startswith("./") for address in page.addresses)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("no chromium: apt-get install chromium")
-    with Browser(tmp_path_factory.mktemp("chromium")) as opened:
-        yield opened
 
 
 @pytest.fixture

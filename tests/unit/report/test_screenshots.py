@@ -8,7 +8,6 @@ anew; look at the page before.
 
 import base64
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 
 from harness.report.html import report_html
 
-from .browser import CHROMIUM, Browser
+from .browser import Browser
 from .examples import check, explained_run
 from .profile_examples import phase, profile
 
@@ -67,14 +66,6 @@ GRID = """(async (picture, boxes, columns, rows) => {
     Math.round(box.top + Math.floor(cell / columns) * box.height / rows),
     Math.floor(box.width / columns), Math.floor(box.height / rows))));
 })"""
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("no chromium: apt-get install chromium")
-    with Browser(tmp_path_factory.mktemp("chromium")) as opened:
-        yield opened
 
 
 def page() -> str:
