@@ -72,7 +72,7 @@ class ScheduleResult:
     max_difference: float | None = None
     """Largest difference of a log probability to the first schedule's, nats; None where nothing is shared."""
     seconds: float = 0.0
-    """From the first request to the last answer."""
+    """From the first request to the last answer; other schedules than `together` and `alone` share this time."""
     findings: tuple[Finding, ...] = ()
 
     @property
@@ -100,7 +100,7 @@ class EndpointResult:
     server_s: float
     """Seconds that the server was waited for, the probe included."""
     truth_s: float
-    """Seconds of HF's forwards."""
+    """Seconds of HF's forwards, most of them while the server was waited for."""
     all_s: float
     notes: tuple[str, ...] = ()
 

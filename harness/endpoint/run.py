@@ -2,19 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from harness.endpoint.address import Address
 from harness.endpoint.answer import Answer
-from harness.endpoint.client import Client
+from harness.endpoint.ask import ask
+from harness.endpoint.background import BackgroundTruth
 from harness.endpoint.judge import Case, judge
-from harness.endpoint.names import TokenNames
-from harness.endpoint.probe import Probed, probe
-from harness.endpoint.schedules import Run, Sender, Sent, Way, continued
-from harness.endpoint.truth import Truth, Walk, walk_truth
+from harness.endpoint.probe import Probed
+from harness.endpoint.schedules import Run, Sent
+from harness.endpoint.truth import Rows
 from harness.endpoint_results import EndpointResult, ScheduleResult
 from harness.errors import Code, HarnessError
 from harness.oracle.lora import load_adapted
@@ -23,10 +23,6 @@ from harness.oracle.requests import Prompt, check_prompt
 from harness.plan import Plan
 from harness.progress import Progress
 from harness.results import Finding, TokenResult
-from harness.threads import limit_threads
-
-_PROBE_TOKENS = 16
-"""Tokens of the first prompt that the probe sends."""
 
 
 def check_endpoint(
@@ -52,21 +48,14 @@ def check_endpoint(
     hf = load_adapted(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device, lora=plan.lora)
     for index, prompt in enumerate(plan.prompts):
         check_prompt(hf, prompt, index)
-    asked = time.perf_counter()
-    probed, runs, num_retries, waited_s = asyncio.run(_ask(plan, address, num_again, report))
-    _refuse_silence(runs[0])
-    answered = time.perf_counter()
-    with limit_threads(int(getattr(hf.config, "hidden_size", 0))):
-        eos = _eos_ids(hf)
-        truth = walk_truth(
-            hf,
-            _walks(plan.prompts, runs, eos),
-            num_top=1 + max((answer.num_top for run in runs for answer in run.answers.values()), default=0),
-            truth=plan.truth,
-            progress=lambda done, total: report("truth", done, total),
-        )
+    eos, loaded = _eos_ids(hf), time.perf_counter()
+    with BackgroundTruth(hf, truth=plan.truth, is_server_here=address.is_loopback) as background:
+        asked = asyncio.run(ask(plan, address, num_again, eos=eos, add_walks=background.add, progress=report))
+        _refuse_silence(asked.runs[0])
+        answered = time.perf_counter()
+        truth = background.finish(lambda done, total: report("truth", done, total))
+    runs, probed = asked.runs, asked.probed
     results = tuple(_judged(run, runs[0], plan.prompts, truth, eos) for run in runs)
-    end = time.perf_counter()
     return EndpointResult(
         url=address.url,
         server=probed.server,
@@ -76,42 +65,11 @@ def check_endpoint(
         num_requests=len(plan.prompts),
         capabilities=tuple(probed.capabilities),
         runs=results,
-        server_s=answered - asked,
-        truth_s=end - answered,
-        all_s=end - begin,
-        notes=(*plan.notes, *_notes(probed, results, num_retries, waited_s)),
+        server_s=answered - loaded,
+        truth_s=background.seconds,
+        all_s=time.perf_counter() - begin,
+        notes=(*plan.notes, *_notes(probed, results, asked.num_retries, asked.waited_s)),
     )
-
-
-async def _ask(plan: Plan, address: Address, num_again: int, report: Progress) -> tuple[Probed, list[Run], int, float]:
-    """Probe the server, and send all that it can take."""
-    report("probe", 0, 1)
-    names, prompts = TokenNames(plan.folder), list(enumerate(plan.prompts))
-    async with Client(address) as client:
-        first = plan.prompts[0].token_ids[:_PROBE_TOKENS]
-        probed = await probe(client, first, names, fallback_model=plan.model)
-        sender = Sender(client=client, dialect=probed.dialect, names=names, progress=report)
-        runs = [await sender.send(Way.TOGETHER, prompts)]
-        again = prompts[:num_again]
-        for way in _other_ways(probed) if again and runs[0].answers else ():
-            asked = again
-            if way is Way.CONTINUED:
-                asked = continued(plan.prompts, runs[0], range(len(again)))
-            elif way is Way.PROMPT:
-                asked = [(number, Prompt(token_ids=own.token_ids, max_new_tokens=1)) for number, own in again]
-            if asked:
-                runs.append(await sender.send(way, asked))
-        return probed, runs, client.num_retries, client.waited_s
-
-
-def _other_ways(probed: Probed) -> Iterator[Way]:
-    yield from (Way.REPEATED, Way.ALONE, Way.REVERSED)
-    if probed.dialect.takes_token_ids:
-        yield Way.CONTINUED
-    if probed.has("streaming"):
-        yield Way.STREAMED
-    if probed.has("prompt logprobs"):
-        yield Way.PROMPT
 
 
 def _refuse_silence(run: Run) -> None:
@@ -133,41 +91,9 @@ def _eos_ids(hf: HFModel) -> frozenset[int]:
     return frozenset(own if isinstance(own, list) else [] if own is None else [own])
 
 
-def _walks(prompts: Sequence[Prompt], runs: Sequence[Run], eos: frozenset[int]) -> list[Walk]:
-    """Return the first run's tokens, and what all runs ask of the truth along them."""
-    walks = []
-    for number, prompt in enumerate(prompts):
-        first = runs[0].answers.get(number)
-        if first is None:  # nothing to walk along: what other runs say of it is not judged
-            walks.append(Walk(token_ids=prompt.token_ids, wanted={}))
-            continue
-        ids = (*prompt.token_ids, *first.token_ids)
-        wanted: dict[int, set[int]] = {}
-        for sent in (sent for run in runs for sent in run.sent if sent.request == number):
-            if isinstance(sent.result, Answer):
-                _want(wanted, ids, sent.prompt, sent.result)
-        if first.finish_reason == "stop":
-            wanted.setdefault(len(ids) - 1, set()).update(eos)
-        walks.append(Walk(token_ids=ids, wanted={at: frozenset(own) for at, own in sorted(wanted.items())}))
-    return walks
-
-
-def _want(wanted: dict[int, set[int]], walk: Sequence[int], prompt: Sequence[int], answer: Answer) -> None:
-    """Add the tokens whose probability is asked for, as far as an answer goes along the walk."""
-    for at, token_id in enumerate(answer.token_ids):
-        position = len(prompt) + at
-        own = wanted.setdefault(position - 1, set())
-        own.add(token_id)
-        if answer.logprobs is not None and at < len(answer.logprobs):
-            own.update(answer.logprobs[at])
-        if position >= len(walk) or walk[position] != token_id:
-            break
-    for position, given in enumerate(answer.prompt_logprobs or ()):
-        if position:
-            wanted.setdefault(position - 1, set()).update(given, [walk[position]])
-
-
-def _judged(run: Run, first: Run, prompts: Sequence[Prompt], truth: Truth, eos: frozenset[int]) -> ScheduleResult:
+def _judged(
+    run: Run, first: Run, prompts: Sequence[Prompt], truth: Mapping[int, Rows], eos: frozenset[int]
+) -> ScheduleResult:
     cases = [case for sent in run.sent if (case := _case(sent, first, prompts, truth, eos)) is not None]
     judgement = judge(cases) if cases else None
     failures = [_failure(sent.request, sent.result) for sent in run.sent if isinstance(sent.result, HarnessError)]
@@ -185,7 +111,9 @@ def _judged(run: Run, first: Run, prompts: Sequence[Prompt], truth: Truth, eos: 
     )
 
 
-def _case(sent: Sent, first: Run, prompts: Sequence[Prompt], truth: Truth, eos: frozenset[int]) -> Case | None:
+def _case(
+    sent: Sent, first: Run, prompts: Sequence[Prompt], truth: Mapping[int, Rows], eos: frozenset[int]
+) -> Case | None:
     walked = first.answers.get(sent.request)
     if not isinstance(sent.result, Answer) or walked is None:
         return None

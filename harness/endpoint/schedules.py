@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -69,20 +69,24 @@ class Sender:
     client: Client
     dialect: Dialect
     names: TokenNames
-    progress: Callable[[str, int, int], None]
 
-    async def send(self, way: Way, prompts: Iterable[tuple[int, Prompt]]) -> Run:
-        """Send numbered prompts in one way. A request that fails keeps no other from its answer."""
+    async def send(self, way: Way, prompts: Iterable[tuple[int, Prompt]], *, on_sent: Callable[[Sent], None]) -> Run:
+        """Send numbered prompts in one way. A request that fails keeps no other from its answer.
+
+        Args:
+            way: how.
+            prompts: with their numbers.
+            on_sent: shown every request as soon as it is answered or has failed.
+        """
         asked = list(prompts)
         if way is Way.REVERSED:
             asked.reverse()
-        begin, results, label = time.perf_counter(), list[Sent](), f"server, {way}"
+        begin, results = time.perf_counter(), list[Sent]()
 
         async def one(number: int, prompt: Prompt) -> None:
             results.append(await self._ask(way, number, prompt))
-            self.progress(label, len(results), len(asked))
+            on_sent(results[-1])
 
-        self.progress(label, 0, len(asked))
         if way is Way.ALONE:
             for number, prompt in asked:
                 await one(number, prompt)
@@ -138,14 +142,13 @@ def _extend(whole: dict[str, Any], part: dict[str, Any]) -> None:
             whole[name] = [*whole.get(name, ()), *values]
 
 
-def continued(prompts: Sequence[Prompt], run: Run, numbers: Iterable[int]) -> list[tuple[int, Prompt]]:
-    """Return numbered prompts that begin in the middle of a run's answers; short answers are left out."""
+def continued(prompts: Iterable[tuple[int, Prompt]], answers: Mapping[int, Answer]) -> list[tuple[int, Prompt]]:
+    """Return numbered prompts that begin in the middle of their answers; short answers are left out."""
     found = []
-    for number in numbers:
-        answer = run.answers.get(number)
+    for number, prompt in prompts:
+        answer = answers.get(number)
         half = len(answer.token_ids) // 2 if answer is not None else 0
         if answer is not None and half:
-            prompt = prompts[number]
             ids = (*prompt.token_ids, *answer.token_ids[:half])
             found.append((number, replace(prompt, token_ids=ids, max_new_tokens=prompt.max_new_tokens - half)))
     return found

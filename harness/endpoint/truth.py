@@ -26,6 +26,8 @@ class Walk:
     """Prompt and continuation."""
     wanted: Mapping[int, frozenset[int]]
     """Token ids by the position whose logits give their probability: the one before theirs."""
+    num_top: int = 1
+    """Likeliest tokens to keep of each row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,43 +50,37 @@ class TruthRow:
         return self.logprobs[self.top[0]] - self.logprobs[token_id]
 
 
-Truth = list[dict[int, TruthRow]]
-"""For each walk the rows by position."""
+Rows = dict[int, TruthRow]
+"""What HF says along one walk, by position."""
 
 
 def walk_truth(
     hf: HFModel,
     walks: Sequence[Walk],
     *,
-    num_top: int,
     truth: str = "auto",
-    progress: Callable[[int, int], None] | None = None,
-) -> Truth:
+    check: Callable[[], None] | None = None,
+) -> list[Rows]:
     """Run truth and control over all walks.
 
     Args:
         hf: the model in the server's dtype.
         walks: at least one.
-        num_top: likeliest tokens to keep of each row.
         truth: `float64`, `float32` or `auto`.
-        progress: told how many walks of how many are done.
+        check: called at every operation; what it raises ends the run.
     """
-    found: Truth = [{} for _ in walks]
+    found: list[Rows] = [{} for _ in walks]
     requests = [
         RequestInfo(id=at, token_ids=list(walk.token_ids), prompt_length=len(walk.token_ids))
         for at, walk in enumerate(walks)
         if walk.wanted
     ]
     requests.sort(key=lambda request: len(request.token_ids))  # the less is padded
-    done = 0
     for group in batch_requests(hf, requests):
         positions = sorted({position for request in group for position in walks[request.id].wanted})
-        reader = _Reader(hf, walks, [request.id for request in group], num_top, found)
+        reader = _Reader(hf, walks, [request.id for request in group], found, check or (lambda: None))
         ids = padded(group)
         run_pair(hf, ids, reader, truth_dtype=truth_dtype(truth, hf.dtype), logit_positions=positions)
-        done += len(group)
-        if progress is not None:
-            progress(done, len(requests))
     return found
 
 
@@ -95,17 +91,19 @@ class _Reader:
     hf: HFModel
     walks: Sequence[Walk]
     members: Sequence[int]
-    num_top: int
-    found: Truth
+    found: list[Rows]
+    check: Callable[[], None]
     _control: torch.Tensor | None = field(default=None)
 
     def control(self, value: Value) -> None:
         """See `PairObserver.control`."""
+        self.check()
         if value.operation.tap == self.hf.graph.logits:
             self._control = value.rows.clone()
 
     def truth(self, value: Value) -> None:
         """See `PairObserver.truth`."""
+        self.check()
         if value.operation.tap != self.hf.graph.logits:
             return
         assert self._control is not None, "of each part the control runs first"
@@ -133,7 +131,8 @@ class _Reader:
         logits, own = truth[index].to(torch.float64), control[index].to(torch.float64)
         noise = (own - logits).abs().amax(dim=-1).tolist()
         resolution = (torch.finfo(torch.float32).eps * logits.abs().amax(dim=-1)).tolist()
-        top = logits.topk(min(self.num_top, logits.shape[-1]), dim=-1).indices.tolist()
+        num_top = max(self.walks[member].num_top for member in self.members)
+        top = logits.topk(min(num_top, logits.shape[-1]), dim=-1).indices.tolist()
         logprobs, controls = logits.log_softmax(dim=-1), own.log_softmax(dim=-1)
         for at, (_, walk, position) in enumerate(rows):
             ids = sorted(self.walks[walk].wanted[position].union(top[at]))

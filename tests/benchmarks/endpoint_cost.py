@@ -3,7 +3,8 @@
     python tests/benchmarks/endpoint_cost.py [--model FOLDER] [--prompts 100] [--tokens 64] [--turns 3]
 
 Without --model: a Qwen3 of random weights (hidden 512, 8 layers, vocabulary 8192). The server is `harness serve` in a
-process of its own, on half of the cores.
+process of its own. All columns are seconds; `truth` runs beside the others, `own work` is what is left of it, loading
+and judging.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from tabulate import tabulate
 from harness.case import RequestSpec
 from harness.endpoint.address import Address
 from harness.endpoint.run import check_endpoint
+from harness.endpoint_results import EndpointResult
 from harness.plan import plan_request
 
 CONCURRENCY = 8
@@ -83,15 +85,21 @@ def measure(url: str, folder: Path, options: argparse.Namespace) -> None:
     for _ in range(options.turns):
         begin = time.perf_counter()
         asyncio.run(plain(url, prompts, options.tokens))
-        own_s = time.perf_counter() - begin
+        plain_s = time.perf_counter() - begin
         for num_again in (0, 4):
             result = check_endpoint(plan, address, num_again=num_again)
-            seconds = [result.server_s, result.truth_s, result.all_s]
-            cells = [f"{value:.1f}" for value in (own_s, *seconds)] + [f"{value / own_s:.2f}" for value in seconds]
-            rows.append([num_again, *cells, result.outcome])
+            values = (plain_s, *parts(result), result.truth_s, result.all_s, result.all_s / plain_s)
+            rows.append([num_again, *(f"{value:.2f}" for value in values), result.outcome])
             print(*rows[-1], flush=True)
-    headers = ["again", "plain, s", "server, s", "truth, s", "all, s", "server", "truth", "all", "verdict"]
+    headers = ["again", "plain", "together", "probe, mixed", "alone", "own work", "truth", "all", "all / plain", ""]
     print(tabulate(rows, headers, tablefmt="github", disable_numparse=True))
+
+
+def parts(result: EndpointResult) -> list[float]:
+    """Return the seconds of all prompts together, of the other requests, of these alone, and without any request."""
+    seconds = {run.schedule: run.seconds for run in result.runs}
+    together, alone = seconds["together"], seconds.get("alone", 0.0)
+    return [together, result.server_s - together - alone, alone, result.all_s - result.server_s]
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def figures(folder: Path, dtype: str, prompts: Sequence[list[int]], served: Serv
         )
         for prompt, (tokens, logprobs) in zip(prompts, served, strict=True)
     ]
-    truth = walk_truth(hf, walks, num_top=1)
+    truth = walk_truth(hf, walks)
     pairs = [
         errors(truth[walk][len(prompt) - 1 + at], own)
         for walk, (prompt, (_, logprobs)) in enumerate(zip(prompts, served, strict=True))

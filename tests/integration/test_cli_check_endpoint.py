@@ -28,7 +28,7 @@ def url():
 
 def test_the_embedded_model_is_checked_without_more_options(harness, url):
     ran = harness("check", "--endpoint", f"{url}/v1", "--max-new-tokens", 4, "--again", 1, "--dtype", "float32")
-    assert (ran.status, ran.err) == (0, "")
+    assert (ran.status, ran.err) == (0, ""), ran.out
     assert ran.out.startswith(f"PASS  reference_engine at {url} · qwen3-tiny · float32 · 4 prompts\n")
 
 
