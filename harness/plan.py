@@ -31,7 +31,7 @@ class Plan:
     prompts: tuple[Prompt, ...]
     schedules: tuple[Schedule, ...]
     has_default_schedules: bool = False
-    """Whether nobody asked for these schedules: those that the engine cannot follow are then left out."""
+    """Whether these are the default schedules: those that the engine cannot follow are then left out."""
     engine_options: Mapping[str, str] = field(default_factory=dict)
     require: tuple[str, ...] = ()
     """Triggers to be reached by every schedule, besides the schedule's own."""
@@ -50,7 +50,7 @@ class Plan:
     engine_python: Path | None = None
     """Interpreter of the environment that the engine is installed in; None for this one."""
     stops_early: bool = False
-    """Whether the check ends at the first operation that is wrong: what is behind it is not judged, no further schedule
+    """Whether the check ends at the first operation that is wrong: later operations are not judged, no further schedule
     is run, and no cause is looked for."""
     lora: Path | None = None
     """Folder of a LoRA adapter that truth and engine add to the model; the engine finds it as its option `lora`."""
@@ -83,7 +83,7 @@ def plan_request(
     local_files_only: bool = True,
     **changes: Unpack[CaseChanges],
 ) -> Plan:
-    """Resolve a case, or the embedded default, with what is given in the place of its own.
+    """Resolve a case, or the embedded default, with the changes that are given.
 
     Args:
         case: None for the embedded default, or for a case made of `model` and `requests`.
