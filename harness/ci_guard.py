@@ -1,4 +1,4 @@
-"""In continuous integration nobody looks at what is rewritten: there, expectations are checked and never updated."""
+"""Continuous integration checks expectations and never updates them: nobody would review the change there."""
 
 import os
 

@@ -203,5 +203,5 @@ class HarnessError(Exception):
 
 
 def printable(text: str) -> str:
-    """Return `text` without what a terminal would obey: names in files are anybody's. Line ends and tabs stay."""
+    """Return `text` without what a terminal would obey: names in files may be hostile. Line ends and tabs stay."""
     return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)

@@ -18,7 +18,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the content of a file, or of a pipe somebody writes to; a device without end is not read to its end.
+    """Return the content of a file, or of a pipe; a device without end is not read to its end.
 
     Raises:
         OSError: as `Path.read_bytes`; EFBIG for more than `most_bytes`; ETIMEDOUT for a pipe that stays silent.

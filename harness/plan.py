@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 
@@ -31,7 +32,7 @@ class Plan:
     prompts: tuple[Prompt, ...]
     schedules: tuple[Schedule, ...]
     has_default_schedules: bool = False
-    """Whether nobody asked for these schedules: those that the engine cannot follow are then left out."""
+    """Whether these are the default schedules: those that the engine cannot follow are then left out."""
     engine_options: Mapping[str, str] = field(default_factory=dict)
     require: tuple[str, ...] = ()
     """Triggers to be reached by every schedule, besides the schedule's own."""
@@ -50,7 +51,7 @@ class Plan:
     engine_python: Path | None = None
     """Interpreter of the environment that the engine is installed in; None for this one."""
     stops_early: bool = False
-    """Whether the check ends at the first operation that is wrong: what is behind it is not judged, no further schedule
+    """Whether the check ends at the first operation that is wrong: later operations are not judged, no further schedule
     is run, and no cause is looked for."""
     lora: Path | None = None
     """Folder of a LoRA adapter that truth and engine add to the model; the engine finds it as its option `lora`."""
@@ -83,7 +84,7 @@ def plan_request(
     local_files_only: bool = True,
     **changes: Unpack[CaseChanges],
 ) -> Plan:
-    """Resolve a case, or the embedded default, with what is given in the place of its own.
+    """Resolve a case, or the embedded default, with the changes that are given.
 
     Args:
         case: None for the embedded default, or for a case made of `model` and `requests`.
@@ -156,7 +157,7 @@ def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
     folder = resolve(case.model, local_files_only=local_files_only, hf=case.hf)
     check_device(case.device)
     _refuse_limit_without_process(case.isolate, case.engine_timeout_s)
-    prompts = tuple(_prompt(index, each, folder, case.max_new_tokens) for index, each in enumerate(case.requests))
+    prompts = _prompts(case, folder)
     schedules, skipped = _schedules(case.schedules, [len(prompt.token_ids) for prompt in prompts])
     return Plan(
         model=case.model,
@@ -243,24 +244,38 @@ def check_device(device: str) -> None:
         )
 
 
-def _prompt(index: int, request: RequestSpec, folder: Path, max_new_tokens: int) -> Prompt:
-    if request.token_ids is not None:
+def _prompts(case: Case, folder: Path) -> tuple[Prompt, ...]:
+    """Return the requests of a case in token ids; the tokenizer is loaded once, and only if a request is a text."""
+    tokenizer = cache(lambda: _load_tokenizer(folder))
+
+    def prompt(index: int, request: RequestSpec) -> Prompt:
         token_ids = request.token_ids
-    else:
-        assert request.prompt is not None
-        token_ids = tokenize(request.prompt, folder, where=f"request {index}")
-    if request.continuation is not None:
-        fed = (*token_ids, *request.continuation)
-        return Prompt(token_ids=fed, max_new_tokens=1, prompt_length=len(token_ids))
-    return Prompt(token_ids=tuple(token_ids), max_new_tokens=request.max_new_tokens or max_new_tokens)
+        if token_ids is None:
+            assert request.prompt is not None
+            _refuse_empty(request.prompt, f"request {index}")
+            token_ids = _encode(tokenizer(), request.prompt, folder)
+        if request.continuation is not None:
+            fed = (*token_ids, *request.continuation)
+            return Prompt(token_ids=fed, max_new_tokens=1, prompt_length=len(token_ids))
+        return Prompt(token_ids=tuple(token_ids), max_new_tokens=request.max_new_tokens or case.max_new_tokens)
+
+    return tuple(prompt(index, request) for index, request in enumerate(case.requests))
 
 
 def tokenize(text: str, folder: Path, *, where: str) -> list[int]:
     """Return the token ids of a text under the checkpoint's own tokenizer."""
+    _refuse_empty(text, where)
+    return _encode(_load_tokenizer(folder), text, folder)
+
+
+def _refuse_empty(text: str, where: str) -> None:
     if not text.strip():
         raise HarnessError(
             Code.EMPTY_PROMPT, "the prompt is empty", where=where, actual=repr(text), hint="give some text"
         )
+
+
+def _load_tokenizer(folder: Path) -> Any:
     if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
         raise HarnessError(
             Code.NO_TOKENIZER,
@@ -272,9 +287,19 @@ def tokenize(text: str, folder: Path, *, where: str) -> list[int]:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        return [int(token) for token in tokenizer(text)["input_ids"]]
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exceptions
-        raise HarnessError(
-            Code.NO_TOKENIZER, f"the tokenizer cannot be loaded: {error}", where=folder, hint="give --token-ids"
-        ) from error
+        raise _unusable_tokenizer(folder, error) from error
+
+
+def _encode(tokenizer: Any, text: str, folder: Path) -> list[int]:
+    try:
+        return [int(token) for token in tokenizer(text)["input_ids"]]
+    except Exception as error:  # likewise
+        raise _unusable_tokenizer(folder, error) from error
+
+
+def _unusable_tokenizer(folder: Path, error: Exception) -> HarnessError:
+    return HarnessError(
+        Code.NO_TOKENIZER, f"the tokenizer cannot be loaded: {error}", where=folder, hint="give --token-ids"
+    )

@@ -34,7 +34,7 @@ class Verdict(StrEnum):
     """`wrong` where the operation is at fault, `missing` where it was not recorded; empty where nothing failed."""
 
     def __new__(cls, word: str, color: str, failure: str = "") -> Self:
-        """Make a member whose value is its word."""
+        """Make a member whose value is its name."""
         verdict = str.__new__(cls, word)
         verdict._value_, verdict.color, verdict.failure = word, color, failure
         return verdict
@@ -82,7 +82,7 @@ class Provenance:
     """Physical block, of the engine's own numbering; None where the engine did not say."""
     slot: int | None
     writer_request: int | None
-    """Request whose step wrote the slot last, as the recorded slot mappings tell; None if nobody did."""
+    """Request whose step wrote the slot last, as the recorded slot mappings tell; None if no step did."""
     writer_step: int | None
     holds: str
     """Whose content it is, found by matching it against all recorded keys and values."""

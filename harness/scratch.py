@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MARK = ".scratch"
-"""File in each such folder, locked while its process lives. A folder without it is somebody else's."""
+"""File in each such folder, locked while its process lives. A folder without it belongs to another program."""
 _SWEPT_AFTER_S = 60.0
 """Age from which a folder is looked at: by then its own process has locked it."""
 

@@ -1,6 +1,6 @@
 """Who owns which KV block. Pure Python: no tensor is touched here, and torch is not imported.
 
-A block is live (in one or more block tables), unused, or idle: owned by nobody, but kept for the prefix that it holds
+A block is live (in one or more block tables), unused, or idle: without an owner, but kept for the prefix that it holds
 until its place is needed. Block 0 is the null block: never handed out, it is what padding points at.
 """
 
@@ -122,7 +122,7 @@ class BlockPool:
         """Let others find an owned block, full and computed.
 
         Raises:
-            BlockError: nobody owns it.
+            BlockError: it has no owner.
         """
         self._check_owned([block], "publish")
         if self.prefix_cache is not None:
@@ -160,7 +160,7 @@ class BlockPool:
         """Verify that unused, idle and live blocks partition the pool, and that owners are `block_tables`, if given.
 
         Raises:
-            BlockError: they do not; this is a bug of the pool or of whoever reached into it.
+            BlockError: they do not; this is a bug of the pool, or of code that changed it from outside.
         """
         expected = [block for block in range(1, self.num_blocks) if self._num_owners[block] == 0]
         free = [*self._unused, *self._idle]

@@ -163,7 +163,7 @@ class EngineConfig:
     """What the draws of requests without a seed depend on, together with the order in which they were added."""
     cuda_graphs: bool = True
     """On a GPU, replay decode steps that were recorded once. Needs a backend that is made for it (`triton`); a step
-    that somebody observes, or that several ranks share, runs as it is."""
+    with an observer, or one of several ranks, runs as it is."""
     fused_kernels: bool = True
     """With the backend `triton`, norms with residuals, norms of heads with rotary, and SiLU with its product are one
     kernel each; layers that are compiled are not fused by hand as well."""
@@ -173,7 +173,7 @@ class EngineConfig:
     of the available memory."""
     compile_layers: bool = False
     """Let torch.compile fuse what a layer does between its matrix products. The first steps then take a minute or so; a
-    step that somebody observes runs as it is written. Meant for a GPU: on the CPU the compiler cannot read packed
+    step with an observer runs as it is written. Meant for a GPU: on the CPU the compiler cannot read packed
     weights, and is slower without them."""
     debug_checks: bool = False
     """Verify the cache's invariants at every step, and fill freed blocks with NaN. Slow."""

@@ -1,4 +1,4 @@
-"""Reading JSON that somebody else wrote: every value is checked before it is believed."""
+"""Reading JSON of unknown origin: every value is checked before it is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The invariants of a paged KV cache, verified at every step: for tests, and for whoever changes the engine.
+"""The invariants of a paged KV cache, verified at every step: for tests, and for developers of the engine.
 
 The oracle is content: for every slot, remember which token was written there behind which others.
 """
@@ -20,7 +20,7 @@ __all__ = ["DebugChecks"]
 
 
 class DebugChecks:
-    """Watches the pool from outside, and fills what nobody may read any more with NaN."""
+    """Watches the pool from outside, and fills freed memory with NaN."""
 
     def __init__(self, cache: KVCache | None) -> None:
         self._cache = cache

@@ -90,7 +90,7 @@ class KVCache:
         self.data[:, :, target] = self.data[:, :, source]
 
     def poison_block(self, block: int) -> None:
-        """Make whoever reads a block that he does not own notice it."""
+        """Make reads of blocks that a request does not own visible."""
         self.data[:, :, block] = math.nan
 
     def gather(self, layer: int, slots_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -88,7 +88,7 @@ class ModelRunner:
 
     @property
     def replays_graphs(self) -> bool:
-        """Whether decode steps that nobody observes are recorded and replayed."""
+        """Whether decode steps without an observer are recorded and replayed."""
         return self._graphs is not None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the engine shows of its inside: a tiny Protocol, so that whoever watches need not be imported here.
+"""What the engine shows of its inside: a tiny Protocol, so that observers need not be imported here.
 
 Shapes: T rows (tokens) of the step.
 """

@@ -1,8 +1,8 @@
 """The Triton kernels as operators of torch: `reference_engine::paged_decode` and so on.
 
-A kernel that is launched behind torch's back is in no profile and no count. As an operator it is seen by whoever
-listens to the dispatcher, by name and with its arguments, for some 4 us a call. What an operator writes to is marked in
-its schema. Imported only where Triton is, when the backend `triton` is opened.
+A kernel that is launched behind torch's back is in no profile and no count. Listeners of the
+dispatcher see an operator, by name and with its arguments, for some 4 us a call. Its schema marks what it writes to.
+Imported only where Triton is, when the backend `triton` is opened.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Prefix:
 class PrefixCache:
     """The blocks whose K and V are computed and can be shared, by prefix.
 
-    It knows nothing of who owns a block: that is the pool's business, which asks here and tells of evictions.
+    It knows nothing of who owns a block: the pool decides that, asks here, and reports evictions.
     """
 
     def __init__(self, block_size: int, hash_function: HashFunction = sha256_digest) -> None:

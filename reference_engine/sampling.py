@@ -34,7 +34,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of all tokens seen so far (Keskar et al. 2019, section 4.1)."""
     seed: int | None = None
-    """Equal seeds draw equally, whoever else is in the batch; None: a seed of the request's own."""
+    """Equal seeds draw equally, whatever else is in the batch; None: a seed of the request's own."""
     num_logprobs: int | None = None
     """Report log probabilities, before any of the above, of each new token and of this many likeliest ones."""
     stop: str | Sequence[str] = ()

@@ -51,7 +51,7 @@ class Scheduler:
         chunks, budget, has_preempted = self._schedule_running()
         if self.waiting and not has_preempted:
             budget = self._admit_waiting(chunks, budget)
-        if len(chunks) + budget < self._max_num_batched_tokens:  # somebody has more than one token
+        if len(chunks) + budget < self._max_num_batched_tokens:  # a request has more than one token
             chunks.sort(key=lambda chunk: chunk.stop - chunk.start > 1)
         return chunks
 
@@ -88,7 +88,7 @@ class Scheduler:
             self.finish(sequence)
 
     def _schedule_running(self) -> tuple[list[Chunk], int, bool]:
-        """Return the chunks, what is left of the budget, and whether somebody was preempted.
+        """Return the chunks, what is left of the budget, and whether a request was preempted.
 
         This is the loop that every step of every request goes through: a request with room in its blocks costs a few
         comparisons. A prompt takes all of the budget that is left, so only the youngest running request, with its

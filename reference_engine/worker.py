@@ -30,7 +30,7 @@ def serve(model_dir: str | Path, config: EngineConfig, ranks: Ranks) -> None:
     """Follow rank 0 until it tells `Command.STOP`.
 
     Raises:
-        RankError: rank 0 has ended without a word.
+        RankError: rank 0 has ended without a message.
     """
     runner = ModelRunner(model_dir, config, ModelConfig.from_folder(model_dir), ranks)
     while True:

@@ -1,4 +1,4 @@
-"""The harness from Python: one call for a notebook, a script, or somebody's own test (docs/python-api.md).
+"""The harness from Python: one call for a notebook, a script, or a test (docs/python-api.md).
 
 The functions resolve their arguments into the same plans as the command line, and run the same jobs.
 """

@@ -77,7 +77,7 @@ class Peer(Protocol):
         """Run the requests greedily, each to its length; an end-of-sequence token ends nothing."""
 
     def close(self) -> None:
-        """Let go of the model and whatever else takes memory."""
+        """Release the model and other memory."""
 
 
 class PeerMissingError(Exception):

@@ -14,7 +14,7 @@ from harness.errors import Code, ExitStatus, HarnessError
 
 app = typer.Typer(name="trace", help="Read Chrome traces of torch.", no_args_is_help=True, rich_markup_mode=None)
 
-_METAVAR = "a .json or .json.gz written by torch.profiler, ours or anybody's."
+_METAVAR = "a .json or .json.gz written by torch.profiler, of this harness or another program."
 
 
 PhasePattern = Annotated[

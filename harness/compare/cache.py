@@ -129,7 +129,7 @@ class _Part:
 
 
 def _read_back(operation: Operation, writes: _Writes) -> Iterator[_Part]:
-    """Compare the rows that somebody is known to have written."""
+    """Compare the rows with a known writer."""
     source = operation.inputs[0]
     for step, own, read in _read(operation, writes):
         found = writes.before(step, own, source)

@@ -1,4 +1,4 @@
-"""An engine's rows as sequences: for every position of a request, the row that stands for it, whoever computed it.
+"""An engine's rows as sequences: for every position of a request the row that stands for it, of any request.
 
 HF's forward needs whole sequences, engines compute them in pieces. A request's rows are put side by side by position;
 what it found in the cache is what another request with the same tokens computed. Where a request computes a position
@@ -63,7 +63,7 @@ class _Computed:
         return SlotHistory(self._recording)
 
     def _first_by_content(self) -> torch.Tensor:
-        """[prefixes, 2] int64: step and row of whoever computed each prefix first; -1 for nobody."""
+        """[prefixes, 2] int64: step and row that computed each prefix first; -1 for none."""
         first = torch.full((self._prefixes.count, 2), NOWHERE, dtype=torch.int64)
         for step in reversed(self._steps):
             rows = all_rows(step)

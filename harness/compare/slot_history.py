@@ -112,7 +112,7 @@ class SlotHistory:
         return writes[end - 1] if end else None
 
     def written_slots(self, step: int) -> list[int]:
-        """Return the slots that somebody had written by the end of a step."""
+        """Return the slots that were written by the end of a step."""
         return [slot for slot, writes in self._writes.items() if writes[0].step <= step]
 
     def misplaced(self, step: int) -> list[tuple[int, int, int, int]]:

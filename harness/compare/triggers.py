@@ -124,7 +124,7 @@ _MESSAGES: Mapping[str, str] = {
     "prefix_hit": "no request found its beginning in the cache (lengthen the prompt beyond a block)",
     "forked": "no request went on from one that was still running (raise --max-new-tokens to at least 2)",
     "preempted": "no request lost its blocks and was computed again (give several requests, or lower num_blocks)",
-    "gqa": "the model has as many KV heads as query heads, or nobody gave the model (name one with --model)",
+    "gqa": "the model has as many KV heads as query heads, or no model was given (name one with --model)",
     "window_exceeded": "no request was longer than the model's sliding window (lengthen the prompt)",
     "rope_extended": "no position lay beyond those the model was trained on before its rope scaling",
     "near_tie": "no row's two best logits were nearer than the noise (add requests, or take a coarser dtype)",

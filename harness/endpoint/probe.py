@@ -1,4 +1,4 @@
-"""What a server can do: asked with small requests, one feature each, and believed only where the answer shows it."""
+"""What a server can do: asked with small requests, one feature each, and assumed only where the answer shows it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -130,7 +130,7 @@ async def _prompts(client: Client, found: Probed, prompt: Sequence[int], names: 
 
 
 def _is_closed(error: HarnessError) -> bool:
-    """Whether the server lets nobody in: what is refused for another reason may be granted in another form."""
+    """Whether the server refuses every client: what is refused for another reason may be granted in another form."""
     return error.code is Code.ENDPOINT_REFUSED and any(f"status {code}" in error.what for code in (401, 403, 404, 429))
 
 

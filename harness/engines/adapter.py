@@ -212,7 +212,7 @@ _OURS = ("harness.engines.reference:", "harness.engines.hf:")
 
 
 def is_foreign(name: str) -> bool:
-    """Return whether the engine of that name is another package's code, whoever has written its adapter.
+    """Return whether the engine of that name is another package's code, no matter which package its adapter is in.
 
     Raises:
         HarnessError: UNKNOWN_ENGINE.
@@ -230,7 +230,7 @@ def engine_module(name: str) -> str:
 
 
 def check_engine(name: str, engine: object) -> None:
-    """Refuse what is no engine, or declares what nobody can read.
+    """Refuse what is no engine, or has declarations that cannot be read.
 
     Raises:
         HarnessError: ENGINE_FAILED.
@@ -263,14 +263,14 @@ def _no_engine(name: str, what: str, expected: str, actual: type | str) -> Harne
 
 @contextmanager
 def engine_errors(engine: str) -> Iterator[None]:
-    """Turn whatever an engine raises, an attempt to end the process included, into an error that names it.
+    """Turn any exception of an engine, an attempt to end the process included, into an error that names it.
 
     An error of the harness passes if it says that the input cannot be served: no engine ends a command in another way.
     """
     try:
         yield
     except KeyboardInterrupt:
-        raise  # Ctrl-C, as far as anybody can tell
+        raise  # Ctrl-C, as far as can be known
     except BaseException as error:
         if isinstance(error, HarnessError) and error.exit_status is ExitStatus.BAD_INPUT:
             raise
@@ -311,7 +311,7 @@ def _words(error: Exception) -> str:
 
 
 def refuse_unknown_options(name: str, options: Mapping[str, str], known: Sequence[str]) -> None:
-    """Raise BAD_OPTION for an engine option that nobody reads."""
+    """Raise BAD_OPTION for an engine option that the engine does not have."""
     unknown = [option for option in options if option not in known]
     if unknown:
         raise HarnessError(

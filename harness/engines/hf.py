@@ -63,7 +63,7 @@ class _Lane:
     is_read_back: bool = False
 
     def next_tokens(self, count: int) -> list[int]:
-        """Return the next tokens to feed; a request that is done is fed zeros, which nobody looks at."""
+        """Return the next tokens to feed; a request that is done is fed zeros, and its output is ignored."""
         tokens = self.request.token_ids[self.num_fed : self.num_fed + count]
         return tokens + [0] * (count - len(tokens))
 

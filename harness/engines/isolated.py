@@ -15,7 +15,7 @@ from harness.recording.writer import discard_unfinished
 from harness.taps import Graph
 
 DEFAULT_TIMEOUT_S = 3600.0
-"""Longest time for opening an engine, and for each schedule, where nobody says another."""
+"""Longest time for opening an engine, and for each schedule, where no other is given."""
 
 
 class IsolatedEngine:

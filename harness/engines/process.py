@@ -47,7 +47,7 @@ class EngineProcess:
 
     Its standard output is our standard error: what an engine prints is not mixed into our results. It is the head of a
     process group, which is killed with it; a pipe on which nothing is ever written kills the group when this process
-    ends in whatever way. Processes that leave the group are not known to us.
+    ends in any way. Processes that leave the group are not known to us.
     """
 
     module = "harness.engines.worker"

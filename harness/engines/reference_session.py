@@ -30,7 +30,7 @@ are normed, and rotated, before either is shown; a router shows which experts it
 _FUSED_WITH_ANOTHER = (".input_layernorm", ".post_attention_layernorm", "model.norm", "q_rope")
 """The same where kernels are fused: a residual is normed with its sum, and heads are rotated with their norm."""
 _REPLAYS_GRAPHS = (
-    "decode steps that nobody watches are replayed as CUDA graphs: latencies and wall times are those of graphs, "
+    "decode steps without an observer are replayed as CUDA graphs: latencies and wall times are those of graphs, "
     "tables, traces, memory and counts those of the same steps launched one kernel at a time"
 )
 

@@ -146,7 +146,7 @@ class ClosableTokenSession(TokenSession, Protocol):
 
 
 def open_token_session(engine: Engine, *, max_num_tokens: int, max_num_seqs: int) -> ClosableTokenSession:
-    """Open a session that need not be watched; whatever the engine raises in it is an error that names the engine.
+    """Open a session that need not be watched; an exception of the engine in it is an error that names the engine.
 
     Raises:
         HarnessError: ENGINE_HAS_NO_STEPS, or what the engine raises.

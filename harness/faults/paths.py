@@ -209,7 +209,7 @@ def _logits_of_the_first_row(batch: Any, chunks: Any) -> Any:
 
 
 def _zeroed(init: Callable[..., None]) -> Callable[..., None]:
-    """What nobody wrote is zero, in every run of the fault."""
+    """Slots that no step wrote are zero, in every run of the fault."""
 
     def made(self: KVCache, *args: Any) -> None:
         init(self, *args)

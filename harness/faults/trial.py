@@ -58,7 +58,7 @@ def try_fault(fault: Fault, *, seed: int = 0) -> Trial:
 
 
 def _tested(suite: Callable[[], None], planted: InjectedFault) -> Trial:
-    """Run a property suite; nobody else's rule says anything of it."""
+    """Run a property suite; other rules do not apply to it."""
     broken: HarnessError | None = None
     try:
         suite()

@@ -51,7 +51,7 @@ class Judged:
             return None
         first = self.run.first_divergence
         if first is not None:
-            # What is read that nobody wrote may be finite in one run and not in the next.
+            # A slot that no step wrote may be finite in one run and not in the next.
             code = Code.LOCAL_ERROR if first.code is Code.NOT_FINITE else first.code
             return f"{code}: {site_of(first.tap)}"
         if not self.run.findings:

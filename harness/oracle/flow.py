@@ -61,7 +61,7 @@ class Flow(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        origin = Origin((), () if name in _MOVES or not inputs else (name,))  # what is made of nothing is nobody's
+        origin = Origin((), () if name in _MOVES or not inputs else (name,))  # a value without inputs has no origin
         for x in reversed(inputs):
             origin = self.of(x) | origin
         known = {_storage(x) for x in inputs}

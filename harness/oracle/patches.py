@@ -1,4 +1,4 @@
-"""Whether transformers is what its own files say, or was patched by somebody: a patched oracle judges itself."""
+"""Whether transformers is what its own files say, or was patched: a patched oracle judges itself."""
 
 import ast
 import inspect

@@ -223,7 +223,7 @@ def without_tf32() -> Iterator[None]:
     switch: tuple[str, Any]
     try:
         switch, before = ("allow_tf32", False), matmul.allow_tf32
-    except RuntimeError:  # somebody set the newer switch
+    except RuntimeError:  # the newer switch was set
         switch, before = ("fp32_precision", "ieee"), matmul.fp32_precision
     setattr(matmul, *switch)
     try:

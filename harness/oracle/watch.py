@@ -240,7 +240,7 @@ def watching(hf: HFModel, *, attention: str | None = None) -> Iterator[Watch]:
 
     Args:
         hf: the model to listen to.
-        attention: the attention of HF's registry to run, `sdpa`, `eager` or one that somebody has registered; None for
+        attention: the attention of HF's registry to run, `sdpa`, `eager` or another registered one; None for
             the one that the model is set to.
     """
     watch = Watch(hf)

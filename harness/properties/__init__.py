@@ -1,4 +1,4 @@
-"""Property suites for anybody's block manager, scheduler, attention and engine (docs/test-your-engine.md).
+"""Property suites for any block manager, scheduler, attention and engine (docs/test-your-engine.md).
 
     pytest --pyargs harness.properties --block-manager my.module:Adapter
 

@@ -33,7 +33,7 @@ class CaseFile(pytest.File):
         """Whether the configuration says that this is a case, rather than the name of its folder."""
 
     def collect(self) -> Iterable["CaseItem"]:
-        """Yield the case; nothing for a file in a folder `cases` that is somebody else's."""
+        """Yield the case; nothing for a file in a folder `cases` that is not a case."""
         from harness.case import load_case
 
         if not self.is_declared and not _looks_like_a_case(self.path):

@@ -135,7 +135,7 @@ class Manifest(_Model):
     """The engine's dtype, as torch names it: `bfloat16`."""
     device: str
     environment: dict[str, Scalar] = Field(default_factory=dict)
-    """Library versions, thread counts, the GPU: whatever helps to reproduce the run."""
+    """Library versions, thread counts, the GPU: anything that helps to reproduce the run."""
     requests: list[RequestInfo] = Field(min_length=1)
     steps: list[StepEntry]
     taps: list[TapEntry]

@@ -116,7 +116,7 @@ class Recording:
 
     @property
     def unverified(self) -> tuple[str, ...]:
-        """Step files whose digest the producer did not compute, or that nobody asked to verify."""
+        """Step files whose digest the producer did not compute, or that were not verified."""
         return tuple(step.entry.file for step in self.steps if step.digest is None)
 
     def verify_all(self) -> None:

@@ -37,7 +37,7 @@ def number(value: float | None) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` without control characters: names in a recording are anybody's."""
+    """Return `text` without control characters: names in a recording may be hostile."""
     return "".join(character if character.isprintable() else "�" for character in text)
 
 
@@ -101,7 +101,7 @@ def _provenance(provenance: Provenance) -> str:
     if provenance.slot is not None:
         place += f" (block {provenance.block}, slot {provenance.slot}"
         if provenance.writer_request is None:
-            place += ", which nobody is recorded to have written)"
+            place += ", which no recorded step wrote)"
         else:
             place += f", written last by request {provenance.writer_request} in step {provenance.writer_step})"
     return printable(f"{place} holds {provenance.holds}")

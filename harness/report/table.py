@@ -21,7 +21,7 @@ MAX_FOLDED_ROWS = 6
 
 
 class Role(StrEnum):
-    """What a row is to somebody who looks for the first wrong operation."""
+    """Role of a row in the search for the first wrong operation."""
 
     SOUND = "sound"
     CULPRIT = "culprit"

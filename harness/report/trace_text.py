@@ -204,6 +204,6 @@ def _table(rows: Sequence[Sequence[str]], header: Sequence[str], *, num_names: i
 
 
 def _shown(name: str | None, width: int = _NAME_WIDTH) -> str:
-    """Return a name in one line of printable characters; a trace is anybody's."""
+    """Return a name in one line of printable characters; a trace may be hostile."""
     text = "".join(character if character.isprintable() else "�" for character in name or "-")
     return text if len(text) <= width else f"{text[: width - 1]}…"

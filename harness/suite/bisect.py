@@ -146,7 +146,7 @@ def _told(done: "subprocess.CompletedProcess[bytes]") -> dict[str, Any]:
 
 
 def _term(found: Revision, broken: Revision) -> str:
-    """Return git's word for a revision: an error is bad only if it is the one that is looked for."""
+    """Return git's hash of a revision: an error is bad only if it is the one that is looked for."""
     if found.verdict == "pass":
         return "good"
     is_bad = found.verdict == "mismatch" or (found.verdict == broken.verdict and found.code == broken.code)

@@ -36,7 +36,7 @@ class Node:
     """Models that it has run: their weights are in its memory, as far as it reaches."""
     is_trusted: bool = True
     """False from a loss on it until it has been looked at again. A node that is dead, or whose disk is full, ends every
-    task at once: it would take all that there are before anybody noticed."""
+    task at once: it would take all that there are before that is noticed."""
 
     @property
     def free(self) -> Resources:

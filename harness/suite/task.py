@@ -104,7 +104,7 @@ class Task(BaseModel):
 
 
 class Answer(BaseModel):
-    """What came of a task that ran to its end, whatever it found."""
+    """Outcome of a task that ran to its end."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -40,7 +40,7 @@ def answer(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_task(task: Task) -> Answer | Loss:
-    """Do a task; whatever it raises is what came of it."""
+    """Do a task; an exception is its outcome."""
     begin = time.perf_counter()
     try:
         store = None if task.store is None else Store(task.store, patience_s=task.store_patience_s)

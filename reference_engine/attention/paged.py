@@ -118,7 +118,7 @@ class PagedAttention:
         if min(lens) >= window:
             return SingleSlots(slots_RC=slots_RC, mask_R11C=None)
         is_key_RC = torch.arange(window, device=slots_RC.device) < num_keys_R[:, None]
-        # Behind a request's last token its block holds what somebody else left: read the null block's zeros instead.
+        # Behind a request's last token its block holds old content: read the null block's zeros instead.
         slots_RC = slots_RC.masked_fill(~is_key_RC, NULL_BLOCK)
         return SingleSlots(slots_RC=slots_RC, mask_R11C=is_key_RC[:, None, None])
 
@@ -156,7 +156,7 @@ class PagedAttention:
         num_requests = len(single.tables_RB)
         k, v = (x.flatten(0, 1) for x in self.cache.gather_blocks(layer, single.tables_RB.flatten()))
         if single.padding is not None:
-            # There it holds what somebody else left, NaN for all we know, and 0 * NaN is NaN.
+            # There it holds old content, which may be NaN, and 0 * NaN is NaN.
             k.index_fill_(0, single.padding, 0)
             v.index_fill_(0, single.padding, 0)
         k_RCKH, v_RCKH = (x.unflatten(0, (num_requests, -1))[:, : single.max_len] for x in (k, v))

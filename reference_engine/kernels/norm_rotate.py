@@ -44,7 +44,7 @@ def norm_rotate(
         eps: of both norms.
         num_heads: N.
         num_kv_heads: K.
-        keeps_normed: whether somebody looks at what is between norm and rotation.
+        keeps_normed: whether an observer needs the values between norm and rotation.
     """
     num_rows, num_both, head_dim = len(qkv_TW), num_heads + num_kv_heads, cos_T1H.shape[-1]
     assert qkv_TW.is_contiguous(), "a row of the projection follows the one before"

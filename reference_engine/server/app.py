@@ -25,7 +25,7 @@ from reference_engine.server.text import Text
 __all__ = ["build_app"]
 
 _CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for an answer that nobody reads."""
+"""nginx's status for an answer whose client is gone."""
 
 
 def build_app(engine: LLMEngine, text: Text, *, model: str, api_key: str | None = None) -> FastAPI:

@@ -28,9 +28,9 @@ class EngineDeadError(EngineError):
 
 
 class AsyncEngine:
-    """Runs an engine that nobody else may touch; used as an asynchronous context manager.
+    """Runs an engine that no other code may use; used as an asynchronous context manager.
 
-    `engine` stays open at the end of the block: it belongs to whoever opened it.
+    `engine` stays open at the end of the block: its opener owns it.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -156,7 +156,7 @@ class AsyncEngine:
 
     def _in_loop(self, function: Callable[..., Any], *arguments: Any) -> None:
         assert self._loop is not None
-        with suppress(RuntimeError):  # the loop is closed: nobody reads any more
+        with suppress(RuntimeError):  # the loop is closed: there are no readers any more
             self._loop.call_soon_threadsafe(function, *arguments)
 
 

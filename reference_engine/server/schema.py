@@ -70,7 +70,7 @@ class _Request(BaseModel):
         return SamplingParams(
             max_new_tokens=max_new_tokens,
             temperature=self.temperature,
-            top_k=max(0, self.top_k),  # -1 is vLLM's word for all
+            top_k=max(0, self.top_k),  # vLLM's -1 stands for all
             top_p=self.top_p,
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,

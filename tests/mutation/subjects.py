@@ -47,7 +47,13 @@ _OTHERS = {
     "explain/scope": ("test_scope.py",),
     "explain/attention_table": ("test_attention_history.py",),
     "explain/content_index": ("test_content_index.py", "test_cache.py"),
-    "explain/memory": ("test_cache.py", "test_attention_history.py"),
+    **dict.fromkeys(
+        (
+            f"explain/{name}"
+            for name in ("choice", "experts", "mixture", "recurrence", "router", "shared_expert", "state")
+        ),
+        ("test_mixtures.py", "test_operations.py"),
+    ),
     "explain/rotation": ("test_rotary.py",),
     "oracle/caches": ("test_decode.py",),
     "oracle/graph": ("test_trace.py",),

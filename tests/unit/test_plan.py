@@ -1,6 +1,7 @@
 """Plans: names resolved once, for the command line and for Python."""
 
 import pytest
+from transformers import AutoTokenizer
 
 from harness.case import RequestSpec
 from harness.checkpoint import resolve
@@ -89,3 +90,13 @@ def test_what_an_engine_raises_while_it_finds_them_names_it():
     with pytest.raises(HarnessError) as caught:
         match_taps(plan_request(), Broken(), object())
     assert caught.value.code is Code.ENGINE_FAILED
+
+
+def test_the_tokenizer_is_loaded_once_for_all_prompts_and_not_for_token_ids(monkeypatch, checkpoints):
+    loaded, load = [], AutoTokenizer.from_pretrained
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *a, **k: loaded.append(a) or load(*a, **k))
+    folder = str(checkpoints / "qwen3-tiny")
+    plan = plan_request(model=folder, requests=[RequestSpec(prompt="hu rin"), RequestSpec(prompt="pun | hu")])
+    assert (len(loaded), len(plan.prompts)) == (1, 2)
+    plan_request(model=folder, requests=[RequestSpec(token_ids=[3, 4])])
+    assert len(loaded) == 1

@@ -70,7 +70,7 @@ class Context:
         Args:
             model: the weights.
             options: types of the cache, flash attention, sizes of batches.
-            capture: what watches; None for nobody.
+            capture: what watches; None for no observer.
             num_seqs: sequences that are in the cache at once.
             num_cells: tokens of all of them.
         """

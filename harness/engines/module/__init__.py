@@ -1,4 +1,4 @@
-"""An `nn.Module` as an engine, without an entry point: HF's own classes, or anybody's."""
+"""An `nn.Module` as an engine, without an entry point: HF's own classes, or a user's own."""
 
 import inspect
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""How somebody's module is called: token ids and positions in, logits and perhaps a cache out."""
+"""How a user's module is called: token ids and positions in, logits and perhaps a cache out."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A model object of transformers as an engine: somebody's own kernels in HF's model, run as the engine `hf` runs."""
+"""A model object of transformers as an engine: a user's own kernels in HF's model, run as the engine `hf` runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What HF calls the modules of somebody else's model."""
+"""HF's names for the modules of a user's model."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which values of somebody's module are taps of HF's graph, found in one run over a few tokens."""
+"""Which values of a user's module are taps of HF's graph, found in one run over a few tokens."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What modules are called with and what they return, shown while somebody's model runs."""
+"""Inputs and outputs of modules, shown while a user's model runs."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping

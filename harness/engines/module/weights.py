@@ -17,7 +17,7 @@ def module_dtype(module: nn.Module, wanted: str = "auto") -> str | None:
 
     Args:
         module: any.
-        wanted: one of `case.DTYPES`, or `auto` for whatever the module has.
+        wanted: one of `case.DTYPES`, or `auto` for the module's own.
 
     Raises:
         HarnessError: BAD_OPTION: the module has another one than is wanted; ENGINE_CANNOT_SERVE: it has one that there

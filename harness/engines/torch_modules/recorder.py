@@ -171,7 +171,7 @@ class StepRecorder:
                 where=f"{where}: row {at} of a step of {len(expected)}",
                 expected=str(expected[at : at + 4]),
                 actual=str(actual[at : at + 4]),
-                hint="feed the tokens of the request, whatever the engine would have chosen",
+                hint="feed the tokens of the request, not those that the engine would have chosen",
             )
 
     @staticmethod

@@ -92,7 +92,7 @@ class PackedHeads:
 
 
 class Fields:
-    """What a module returns as a tuple: a value for each of its fields, None for one that is nobody's.
+    """What a module returns as a tuple: a value for each of its fields, None for one that is not used.
 
     Where the module returns less, a single tensor for one, the first fields are taken: the first norm of a residual
     stream has none to give.

@@ -31,7 +31,7 @@ def serve(orders: socket.socket, modules: Sequence[str]) -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # or every collection would walk through torch's objects, and copy the pages they lie in
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what ends
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for children that end
     while True:
         order, files, _, _ = socket.recv_fds(orders, 1, _NUM_FILES)
         if not order:

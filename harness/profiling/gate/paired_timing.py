@@ -1,8 +1,9 @@
 """Is one step slower than another? Interleaved pairs, the ratio of each, and an interval of the ratios' median.
 
-A wall time alone says nothing on a machine that others use too. Two steps timed in turn, A B B A, meet the same
-weather: what drifts linearly hits both alike, and the A of one block over those of the next show how much noise is
-left. Not one A of a block over its other: the first follows an A and the last a B, which has taken the caches.
+A wall time alone says nothing on a machine that others use too. Two steps timed in turn, A B B A, see the same
+background load: what drifts linearly hits both alike, and the A of one block over those of the next show how much
+noise is left. Not one A of a block over its other: the first follows an A and the last a B, which has taken the
+caches.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def _counting(tally: _Tally) -> Iterator[None]:
     """Count within this block.
 
     torch cannot make a `CausalBias` while anything listens to its dispatcher, because what it makes it of is then
-    somebody else's tensor: for the time being it is made behind our back.
+    another object's tensor: so it is made while our mode is off.
     """
     from torch.nn.attention.bias import CausalBias
 
@@ -235,7 +235,7 @@ def _count_python_calls(session: Session, window: Window) -> int:
 
 @contextmanager
 def _calls_counted(calls: Counter[str]) -> Iterator[None]:
-    """Count the calls of Python functions in this thread; whoever was listening before listens again afterwards."""
+    """Count the calls of Python functions in this thread; earlier listeners are restored afterwards."""
     before = sys.getprofile()
     sys.setprofile(lambda _frame, event, _argument: calls.update((event,)))
     try:

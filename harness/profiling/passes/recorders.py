@@ -1,4 +1,4 @@
-"""The process's one profiler and one history of the CUDA allocator: neither is taken from whoever uses it already."""
+"""The process's one profiler and one history of the CUDA allocator: a recorder that is in use already is left alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def activities(device: str) -> list[ProfilerActivity]:
 
 
 def refuse_running_profiler() -> None:
-    """Raise HarnessError (RECORDER_RUNNING) where a profiler of somebody else's is on."""
+    """Raise HarnessError (RECORDER_RUNNING) where another profiler is on."""
     if torch._C._autograd._profiler_enabled():
         raise _running("a profiler is running already")
 

@@ -1,1 +1,1 @@
-"""Chrome traces of torch, anybody's: one reader, and what is made of its columns."""
+"""Chrome traces of torch, of any program: one reader, and what is made of its columns."""

@@ -1,4 +1,4 @@
-"""A Chrome trace of torch on disk, ours or anybody's, read into columns: one number an event and field.
+"""A Chrome trace of torch on disk, of any program, read into columns: one number an event and field.
 
 A trace of 200 MB holds some 600,000 events. As dicts they take gigabytes; here the text is cut into events first, and
 decoded a batch at a time into columns of a few bytes each.

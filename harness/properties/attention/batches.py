@@ -25,7 +25,7 @@ MOST_ROUNDED_SCORE = 8.0
 """Where scores are rounded to the dtype, larger ones leave nothing of the softmax."""
 
 GARBAGE = (math.nan, 100.0, math.inf)
-"""What slots hold that belong to nobody."""
+"""Content of unallocated slots."""
 
 FOCUSES = {
     "any": "batches of any kind",

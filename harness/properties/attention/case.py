@@ -54,7 +54,7 @@ class AttentionCase:
     """Standard deviation of the scores, which gives that of the keys."""
     value_level: float = 1.0
     garbage: float = math.nan
-    """What the slots hold that belong to nobody."""
+    """Content of the unallocated slots."""
     device: str = "cpu"
 
     @property
@@ -87,7 +87,7 @@ class AttentionCase:
 
     @property
     def num_blocks(self) -> int:
-        """Physical blocks, one of them in nobody's table."""
+        """Physical blocks, one of them in no table."""
         return 1 + sum(-(-context_len // self.block_size) for context_len in self.context_lens)
 
     @property

@@ -34,7 +34,7 @@ def tensor_lines(case: AttentionCase) -> list[str]:
     if not owned.all():
         free = [tuple(slot) for slot in (~owned).nonzero().tolist()]
         lines += [
-            f"for block, offset in {free}:  # slots that belong to nobody",
+            f"for block, offset in {free}:  # unallocated slots",
             f'    k_cache[block, offset] = v_cache[block, offset] = float("{case.garbage}")',
         ]
     if case.device != "cpu":

@@ -71,7 +71,7 @@ def _off(case: AttentionCase, row: int, head: int, error: float, bound: float) -
 
 
 def check_placement(named: Any, settings: Settings) -> Rejections:
-    """Compare the bits of batches whose blocks lie elsewhere, with other garbage in the slots that belong to nobody.
+    """Compare the bits of batches whose blocks lie elsewhere, with other garbage in the unallocated slots.
 
     Raises:
         PropertyError: they differ.

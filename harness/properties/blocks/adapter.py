@@ -56,7 +56,7 @@ OPTIONAL = {
     "lookup": ("lookup(token_ids) -> int: tokens that allocate would find", (13, 14, 17)),
     "cached_blocks": ("cached_blocks() -> {block: all tokens up to its end}: what look-ups find", (8, 9, 11, 18)),
     "return_blocks": ("return_blocks(blocks): the pool's own free; raises where it must not be called", (16,)),
-    "evict": ("evict(num_blocks): give up cached content that nobody owns", (11, 18)),
+    "evict": ("evict(num_blocks): drop cached content of blocks without an owner", (11, 18)),
     "reset": ("reset(): empty the prefix cache", (6,)),
     "swap_out": ("swap_out(request_id) -> [(block, host_block)] or None for no room: copies to host memory", (3, 7)),
     "swap_in": ("swap_in(request_id) -> [(host_block, block)] or None for no room: copies back", (3, 7)),

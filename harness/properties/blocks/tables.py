@@ -114,7 +114,7 @@ class Tables:
         return [list(self._subject.ask(15, "block_table", request_id, group)) for group in groups]
 
     def _assume_copies(self, old: Sequence[Sequence[int]], request: Request) -> None:
-        """Take a block that another has replaced as copied: without `take_copies` nobody can tell."""
+        """Take a block that another has replaced as copied: without `take_copies` that is unknown."""
         for before, after in zip(old, request.tables, strict=False):
             for source, target in zip(before, after, strict=False):
                 if source != target and target != self._null_block:

@@ -64,7 +64,7 @@ class Target:
 
 @contextmanager
 def calling(what: str, program: Callable[[], str]) -> Iterator[None]:
-    """Count whatever the code under test raises as a broken property: of `what`, shown by `program`.
+    """Count any exception of the code under test as a broken property: of `what`, shown by `program`.
 
     NotImplementedError and Hypothesis' `reject` say that it does not serve the input.
     """

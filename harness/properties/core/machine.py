@@ -1,4 +1,4 @@
-"""State machines whose actions can be run again without Hypothesis, which is what makes a failure small.
+"""State machines whose actions can be run again without Hypothesis, so that a failure can be shrunk.
 
 An example is a sequence of steps. A step is written down with the values that it worked on (request 3, tokens 0 and 1),
 not with the choices that led to them, so that it means the same after other steps are left out.

@@ -1,7 +1,7 @@
 """A limit on the CPU time of one call of the code under test: a call that never returns is a finding, not our hang.
 
-It rests on SIGPROF, which only the main thread gets; elsewhere calls are not limited. CPU time is what a loop without
-an end uses, and what a busy machine does not change.
+It rests on SIGPROF, which only the main thread gets; elsewhere calls are not limited. An endless loop uses CPU time,
+and a busy machine does not change it.
 """
 
 import signal

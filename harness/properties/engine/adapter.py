@@ -40,7 +40,7 @@ OPTIONS = {
     "max_num_seqs": "max_num_seqs: int: requests that run at once",
     "prefix_caching": "prefix_caching: bool: requests share the K and V of equal prefixes",
     "block_order": "block_order: int: seed of a permutation of the free blocks",
-    "poison": "poison: bool: blocks that nobody owns are filled with NaN",
+    "poison": "poison: bool: unallocated blocks are filled with NaN",
     "padding": "padding: int: rows of padding in each step",
 }
 """Optional parameters of the constructor."""

@@ -51,7 +51,7 @@ RELATIONS = {
         what="a prefix hit", options=("prefix_caching",), helpful=("block_size",), counter="num_cached_tokens"
     ),
     "preemption": Relation(what="a preemption", options=("num_blocks", "block_size"), counter="num_preemptions"),
-    "poison": Relation(what="what blocks hold that nobody owns", options=("poison",)),
+    "poison": Relation(what="content of unallocated blocks", options=("poison",)),
     "padding": Relation(what="rows of padding", options=("padding",)),
     "all": Relation(what="any of these"),
 }

@@ -28,7 +28,7 @@ class SchedulerCapabilities(PoolCapabilities):
     max_num_seqs_limits: str = "running"
     """`"running"` requests, or those of one `"step"`."""
     refuses_impossible: bool = True
-    """Whether `add` refuses a request that can never be served; if not, none is queued: somebody else refuses it."""
+    """Whether `add` refuses a request that can never be served; if not, none is queued: other code refuses it."""
     reuses_prefixes: bool = False
     """Whether a request that is queued again finds what was computed for it before (17)."""
     shares_within_step: bool = False
