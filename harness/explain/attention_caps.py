@@ -59,15 +59,19 @@ def other_sinks(failure: Failure) -> Iterator[Hypothesis]:
     With Z the sum of a row's exponentials and d what the sink adds to it, a row is Z / (Z + d) of what it should be.
     """
     totals = _totals(failure)  # [R, N]
-    heads = totals.shape[1]
+    heads, own = totals.shape[1], failure.views[0].sinks
     actual, expected = (x.unflatten(1, (heads, -1)) for x in (failure.actual, failure.expected))
+    if own is None:
+        yield Hypothesis(
+            cause="one is added to the sum of the exponentials: a key of zeros, or a sink whose logit is 0",
+            output=_with_sinks(expected, totals, torch.ones(heads, dtype=torch.float64)),
+        )
     share = (actual * expected).sum(-1) / expected.square().sum(-1)
     if not bool((share > 0).all()):
         return
     added = (totals * (1 / share - 1)).median(dim=0).values  # [N]
     if bool((totals + added <= 0).any()):
         return
-    own = failure.views[0].sinks
     meant = torch.zeros(heads, dtype=torch.float64) if own is None else own.exp()
     used = meant + added
     if bool((used <= 0).any()):

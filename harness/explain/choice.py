@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from harness.compare.align import is_readback
 from harness.explain.failure import Failure, gathered
 from harness.explain.formats import rounded
 from harness.explain.hypothesis import Hypothesis
@@ -17,6 +18,9 @@ from harness.explain.router import SCORES, logits_of
 from harness.recording import Recording
 from harness.results import Explanation
 from harness.taps import Kind, Operation
+
+_NEARLY_ALL = 0.9
+"""Share of the rows that a cause must explain: no rounding turns one choice into another, and some agree by chance."""
 
 
 def explain_count(operation: Operation, recording: Recording) -> Explanation | None:
@@ -45,12 +49,23 @@ def other_choice(failure: Failure) -> Iterator[Hypothesis]:
             failure, "the best expert is passed over: the choice begins at the second", order[:, 1 : count + 1]
         )
     yield _choice(failure, "the best expert is chosen for every place", order[:, :1].expand(-1, count))
-    yield _choice(failure, "every row is sent to the same experts", failure.actual[:1].long().expand(len(scores), -1))
+    if _is_one_choice(failure):
+        yield _choice(
+            failure, "every row is sent to the same experts", failure.actual[:1].long().expand(len(scores), -1)
+        )
     yield _choice(failure, "the numbers of the experts are one too high", order[:, :count] + 1)
     yield _choice(failure, "the numbers of the experts are one too low", order[:, :count] - 1)
     for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         coarse = rounded(scores, dtype).argsort(dim=1, descending=True, stable=True)[:, :count]
         yield _choice(failure, f"the experts are chosen by scores in {name}", coarse)
+
+
+def _is_one_choice(failure: Failure) -> bool:
+    """Whether all rows that were recorded, the right ones too, have the same experts."""
+    tap = failure.operation.tap
+    steps = [step for step in failure.recording.steps if not is_readback(step) and step.has(tap)]
+    recorded = torch.cat([step.tap(tap).flatten(1) for step in steps]).sort(dim=1).values
+    return len(recorded.unique(dim=0)) == 1
 
 
 def choice_by_other_scores(failure: Failure) -> Iterator[Hypothesis]:
@@ -87,7 +102,9 @@ def _choice(failure: Failure, cause: str, chosen: torch.Tensor) -> Hypothesis:
     """Return a hypothesis about indices [R, C], whose order is free."""
     is_same = (chosen.sort(dim=1).values == failure.actual.sort(dim=1).values).all(dim=1, keepdim=True)
     return Hypothesis(
-        cause=cause, output=torch.where(is_same, failure.actual, failure.actual + 1 + failure.actual.abs())
+        cause=cause,
+        output=torch.where(is_same, failure.actual, failure.actual + 1 + failure.actual.abs()),
+        is_cause=float(is_same.double().mean()) >= _NEARLY_ALL,
     )
 
 

@@ -35,6 +35,8 @@ _CHANCE = 1e-4
 """Probability below which it is no chance that all wrong rows chose one expert."""
 _MOST = 0.5
 """Share of the rows of a wrong expert that are wrong, at least: where its weight is small, rounding hides it."""
+_OFTEN = 0.25
+"""Share of the rows of an expert that may be right though its output is lost: where its weight is small."""
 _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "SiLU": functional.silu,
     "GELU": functional.gelu,
@@ -164,8 +166,10 @@ def _left_out(mixture: Mixture, used: torch.Tensor) -> Iterator[Hypothesis]:
     """The outputs of some experts are not added."""
     meant = mixture.table
     is_out = (meant > 0) & (used < _ABSENT * meant)
+    recorded = recorded_choices(mixture)
     always = [at for at in range(mixture.num_experts) if bool((meant[:, at] > 0).any())]
     always = [at for at in always if bool(is_out[meant[:, at] > 0, at].all())]
+    always = [at for at in always if recorded is not None and not _is_often_right(mixture, at, recorded)]
     if always:
         table = meant.clone()
         table[:, always] = 0
@@ -271,6 +275,18 @@ def _acting(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor])
         yield
     finally:
         module.act_fn = own
+
+
+def _is_often_right(mixture: Mixture, expert: int, recorded: torch.Tensor) -> bool:
+    """Whether many rows chose an expert and are right all the same: then it is not lost, whatever happens to it.
+
+    Args:
+        mixture: at the wrong rows.
+        expert: in question.
+        recorded: [rows, C], the experts of every row.
+    """
+    num_rows, num_wrong = int((recorded == expert).any(dim=1).sum()), int(mixture.rows_of(expert).sum())
+    return len(mixture.chosen) < MAX_ROWS and num_rows - num_wrong > _OFTEN * num_rows
 
 
 def _only_expert(mixture: Mixture) -> int | None:

@@ -20,6 +20,10 @@ class Hypothesis:
     """What else is known under it: a fitted value, a list of rows."""
     freedom: int = 0
     """Numbers that were fitted, over all rows together: each costs likelihood, and needs rows that support it."""
+    room: float = 2.0
+    """Times a row's own bound that its error may still be under it: under a cause other roundings may be made than in
+    the right operation. What only describes an error, by an average over the rows for one, leaves what it does not
+    describe, and has room for rounding alone."""
     is_cause: bool = True
     """Whether it may be asserted; False for what only says what was seen: a scale or a place that fits each row by
     itself, content that nothing recorded has."""

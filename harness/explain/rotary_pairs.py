@@ -17,29 +17,26 @@ _CLEARLY = 0.1
 @with_rotation
 def frequencies_of_other_pairs(failure: Failure, own: Rotation) -> Causes:
     """Some pairs do not turn, or turn as fast as another pair should."""
-    candidates = torch.cat((own.frequencies, torch.zeros(1)))  # [P + 1]: that of each pair, and none
+    zero = len(own.frequencies)
+    pairs, candidates = torch.arange(zero), torch.cat((own.frequencies, torch.zeros(1)))  # that of each pair, and none
     left = _left_by_frequency(failure, own, candidates)  # [P, P + 1]
-    pairs = torch.arange(len(own.frequencies))
-    best = left.argmin(dim=1)
-    is_clear = left[pairs, best] < _CLEARLY * left[pairs, pairs]
-    source = torch.where(is_clear, best, pairs)
-    if torch.equal(source, pairs) or bool((source == len(pairs)).all()):  # no pair turns: that has a name of its own
+    is_changed = left.amin(dim=1) < _CLEARLY * left[pairs, pairs]
+    is_still = left[:, zero] < _CLEARLY * left[pairs, pairs]
+    runs = _runs(is_changed.nonzero()[:, 0].tolist())
+    if not runs or bool(is_still.all()):  # no pair turns: that has a name of its own
         return
-    changed = (source != pairs).nonzero()[:, 0].tolist()
-    zero, runs = len(pairs), _runs(changed)
-    freedom = len(changed)
-    if all(int(source[pair]) == zero for pair in changed):
+    if torch.equal(is_still, is_changed):
         cause = "some pairs of a head do not turn: their frequencies are zero"
+        source = torch.where(is_changed, zero, pairs)
         freedom = sum(1 if run[0] == 0 or run[-1] == zero - 1 else 2 for run in runs)  # where each begins and ends
-    elif zero in source.tolist():
-        cause = "some pairs of a head do not turn, and others turn as fast as another pair should"
     else:
         cause = "the frequencies of the pairs are in another order"
-    other = candidates[source]
+        source = torch.where(is_changed, left[:, :zero].argmin(dim=1), pairs)
+        freedom = int(is_changed.sum())
     yield Hypothesis(
         cause=cause,
-        output=own.turned(own.heads(failure.inputs[0]), *own.angles(failure.positions, other)),
-        detail=f"{_named(runs)} of {len(pairs)}",
+        output=own.turned(own.heads(failure.inputs[0]), *own.angles(failure.positions, candidates[source])),
+        detail=f"{_named(runs)} of {zero}",
         freedom=freedom,
     )
 

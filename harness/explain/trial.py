@@ -9,8 +9,6 @@ from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
 from harness.metrics import rounding_unit
 
-_FLOOR = 2.0
-"""Times a row's own bound that its error may still be under the right cause."""
 _FALL = 0.5
 _MIN_SHARE = 0.5
 """Share of the rows that a cause must explain; below it, it is none."""
@@ -68,7 +66,7 @@ class Trial:
         error = (failure.actual - hypothesis.output).norm(dim=1)
         relative = torch.where(error == 0, 0.0, error / hypothesis.output.norm(dim=1))
         residual = (relative / rounding_unit(failure.dtype)).nan_to_num(nan=torch.inf)
-        holds = (residual <= _FLOOR * bound) & (residual <= _FALL * evidence.roundings)
+        holds = (residual <= hypothesis.room * bound) & (residual <= _FALL * evidence.roundings)
         num_rows = evidence.distinct(holds)
         num_values = num_rows * failure.num_elements
         is_near = bool(holds.any()) and float((evidence.roundings / bound)[holds].median()) < _NEAR

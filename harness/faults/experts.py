@@ -19,7 +19,7 @@ Route = tuple[torch.Tensor, torch.Tensor]
 """Weights and numbers of each token's experts, both [T, C]."""
 
 
-def _routed(change: Callable[[Experts, torch.Tensor], Route]) -> Any:
+def routed(change: Callable[[Experts, torch.Tensor], Route]) -> Any:
     """Choose and weigh by `change`, of the router's logits [T, E], and show that."""
 
     def make(original: Any) -> Callable[[Experts, torch.Tensor, Batch, str], Route]:
@@ -81,7 +81,7 @@ def _reversed(self: Experts, logits_TE: torch.Tensor) -> Route:
     return weights_TC.flip(-1), chosen_TC
 
 
-def _mixed(change: Callable[[Experts, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
+def mixed(change: Callable[[Experts, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
     """Compute the experts by `change`, of tokens [T, D], weights and numbers [T, C], which are shown as they are."""
 
     def make(original: Any) -> Callable[[Experts, torch.Tensor, Batch, str], torch.Tensor]:
@@ -96,7 +96,8 @@ def _mixed(change: Callable[[Experts, torch.Tensor, torch.Tensor, torch.Tensor],
     return replacing((Experts, "__call__", make))
 
 
-def _sum(self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, chosen_TC: torch.Tensor) -> torch.Tensor:
+def sum_of(self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, chosen_TC: torch.Tensor) -> torch.Tensor:
+    """Return the outputs [T, D] of each token's experts, weighted and added, as it should be."""
     out_TD = torch.zeros_like(x_TD)
     for number in chosen_TC.unique().tolist():
         rows, places = torch.where(chosen_TC == number)
@@ -106,36 +107,36 @@ def _sum(self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, chosen_TC:
 
 
 def _weights_left_out(self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, chosen_TC: torch.Tensor) -> Any:
-    return _sum(self, x_TD, torch.ones_like(weights_TC), chosen_TC)
+    return sum_of(self, x_TD, torch.ones_like(weights_TC), chosen_TC)
 
 
 def _weights_twice(self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, chosen_TC: torch.Tensor) -> Any:
-    return _sum(self, x_TD, weights_TC.square(), chosen_TC)
+    return sum_of(self, x_TD, weights_TC.square(), chosen_TC)
 
 
 def _weights_of_each_other(
     self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, chosen_TC: torch.Tensor
 ) -> torch.Tensor:
-    return _sum(self, x_TD, weights_TC.flip(-1), chosen_TC)
+    return sum_of(self, x_TD, weights_TC.flip(-1), chosen_TC)
 
 
 def _weights_before(self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, chosen_TC: torch.Tensor) -> Any:
     ones_T1 = torch.ones_like(weights_TC[:, :1])
-    parts = [_sum(self, x_TD * weights_TC[:, at, None], ones_T1, chosen_TC[:, [at]]) for at in range(self.num_chosen)]
+    parts = [sum_of(self, x_TD * weights_TC[:, at, None], ones_T1, chosen_TC[:, [at]]) for at in range(self.num_chosen)]
     return sum(parts)
 
 
 def _first_only(self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, chosen_TC: torch.Tensor) -> Any:
-    return _sum(self, x_TD, weights_TC[:, :1], chosen_TC[:, :1])
+    return sum_of(self, x_TD, weights_TC[:, :1], chosen_TC[:, :1])
 
 
 def _off_by_one(self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, chosen_TC: torch.Tensor) -> Any:
-    return _sum(self, x_TD, weights_TC, (chosen_TC + 1) % len(self.experts))
+    return sum_of(self, x_TD, weights_TC, (chosen_TC + 1) % len(self.experts))
 
 
 def _rank_missing(self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, chosen_TC: torch.Tensor) -> Any:
     """What another rank holds of the experts, 1 and 6, is not added."""
-    return _sum(self, x_TD, weights_TC.masked_fill(chosen_TC % 5 == 1, 0), chosen_TC)
+    return sum_of(self, x_TD, weights_TC.masked_fill(chosen_TC % 5 == 1, 0), chosen_TC)
 
 
 def _swapped(weights: Weights, config: Any) -> None:
@@ -189,35 +190,35 @@ def _fault(id: str, summary: str, inject: Any, cause: str, tap: str = _EXPERTS, 
 
 
 FAULTS = [
-    _fault("router-lowest", "The experts with the lowest scores are chosen.", _routed(_lowest),
+    _fault("router-lowest", "The experts with the lowest scores are chosen.", routed(_lowest),
            "lowest scores", _CHOICE),
-    _fault("router-from-the-second", "The best expert is passed over.", _routed(_from_the_second),
+    _fault("router-from-the-second", "The best expert is passed over.", routed(_from_the_second),
            "begins at the second", _CHOICE),
-    _fault("router-one-expert", "One expert is chosen where it should be two.", _routed(_one_expert),
+    _fault("router-one-expert", "One expert is chosen where it should be two.", routed(_one_expert),
            "has 1 chosen experts, and should have 2", _CHOICE),
-    _fault("router-not-normalised", "The weights of a token's experts do not add up to one.", _routed(_best),
+    _fault("router-not-normalised", "The weights of a token's experts do not add up to one.", routed(_best),
            "not normalised", _WEIGHTS),
     _fault("router-normalised", "The softmax runs over the chosen experts alone.",
-           _routed(lambda self, x: _normalised(_best(self, x))), "softmax over the chosen", _WEIGHTS,
+           routed(lambda self, x: _normalised(_best(self, x))), "softmax over the chosen", _WEIGHTS,
            config={"norm_topk_prob": False}),
-    _fault("router-softmax-twice", "A softmax is applied to the chosen probabilities.", _routed(_softmax_twice),
+    _fault("router-softmax-twice", "A softmax is applied to the chosen probabilities.", routed(_softmax_twice),
            "softmax of the softmax", _WEIGHTS),
-    _fault("router-sigmoid", "The scores are sigmoids.", _routed(_by_sigmoid), "made by a sigmoid", _WEIGHTS),
-    _fault("router-weights-all-one", "Every chosen expert has the weight one.", _routed(_unused), "all one", _WEIGHTS),
-    _fault("router-weights-reversed", "The best expert gets the weight of the last one.", _routed(_reversed),
+    _fault("router-sigmoid", "The scores are sigmoids.", routed(_by_sigmoid), "made by a sigmoid", _WEIGHTS),
+    _fault("router-weights-all-one", "Every chosen expert has the weight one.", routed(_unused), "all one", _WEIGHTS),
+    _fault("router-weights-reversed", "The best expert gets the weight of the last one.", routed(_reversed),
            "another order", _WEIGHTS),
-    _fault("experts-without-weights", "The outputs are added without their weights.", _mixed(_weights_left_out),
+    _fault("experts-without-weights", "The outputs are added without their weights.", mixed(_weights_left_out),
            "without the router's weights"),
-    _fault("experts-weighted-twice", "The weights are applied twice.", _mixed(_weights_twice), "applied twice"),
+    _fault("experts-weighted-twice", "The weights are applied twice.", mixed(_weights_twice), "applied twice"),
     _fault("experts-weights-exchanged", "The experts of a token get each other's weights.",
-           _mixed(_weights_of_each_other), "each other's weights"),
-    _fault("experts-weighted-input", "The weights are applied to the experts' input.", _mixed(_weights_before),
+           mixed(_weights_of_each_other), "each other's weights"),
+    _fault("experts-weighted-input", "The weights are applied to the experts' input.", mixed(_weights_before),
            "applied to the experts' input"),
-    _fault("experts-first-only", "Only the best expert's output is added.", _mixed(_first_only),
+    _fault("experts-first-only", "Only the best expert's output is added.", mixed(_first_only),
            "only the first of the chosen experts"),
-    _fault("experts-off-by-one", "Every token is sent to the expert behind its own.", _mixed(_off_by_one),
+    _fault("experts-off-by-one", "Every token is sent to the expert behind its own.", mixed(_off_by_one),
            r"numbers of the experts are off by \+1"),
-    _fault("experts-rank-missing", "The outputs of another rank's experts are lost.", _mixed(_rank_missing),
+    _fault("experts-rank-missing", "The outputs of another rank's experts are lost.", mixed(_rank_missing),
            "output of experts 1, 6 is not added"),
     _fault("experts-swapped", "Two experts are swapped.", loaded(_swapped), "1 and 6 are swapped"),
     _fault("expert-of-another", "One expert has the weights of another.", loaded(_duplicated),

@@ -1,6 +1,7 @@
 """Bugs that are in no catalogue, under drawn settings: how often a cause is said, and how often a wrong one.
 
     python tests/benchmarks/out_of_sample.py [--seed 0] [--draws 1] [--only NAME ...] [--out FILE]
+    python tests/benchmarks/out_of_sample_second.py ...    # other bugs, the same options
 
 Each bug is drawn a dtype, a checkpoint and a schedule. With it stands what may truly be said of it; for some there is
 nothing, and every cause that is asserted is then a wrong one. Nothing here was used to write an explanation before it
@@ -9,8 +10,9 @@ was first run; what was mended afterwards is said in the report.
 
 import argparse
 import re
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -278,9 +280,8 @@ BUGS: dict[str, Bug] = {
 }  # fmt: skip
 
 
-def drawn(name: str, random: Random) -> Fault:
+def drawn(name: str, bug: Bug, random: Random) -> Fault:
     """Return a bug as a fault under a drawn setting."""
-    bug = BUGS[name]
     setting = FaultConfig(
         model=random.choice(bug.models), dtype=random.choice(DTYPES), schedule=random.choice(SCHEDULES)
     )
@@ -290,18 +291,18 @@ def drawn(name: str, random: Random) -> Fault:
     )  # fmt: skip
 
 
-def main() -> None:
+def main(bugs: Mapping[str, Bug]) -> None:
     """Try every bug and print what was said."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--draws", type=int, default=1)
-    parser.add_argument("--only", nargs="*", default=list(BUGS))
+    parser.add_argument("--only", nargs="*", default=list(bugs))
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     random, rows = Random(given.seed), []
     for _ in range(given.draws):
-        for name in BUGS:
-            fault, seed = drawn(name, random), random.randrange(1000)
+        for name, bug in bugs.items():
+            fault, seed = drawn(name, bug, random), random.randrange(1000)
             if name in given.only:
                 rows.append(tried(fault, seed))
                 print(*rows[-1], sep=" | ", flush=True)
@@ -335,7 +336,7 @@ def report(rows: list[list[str]], given: argparse.Namespace) -> str:
     table = tabulate(rows, ["bug", "setting", "found first", "verdict", "said"], tablefmt="github")
     return (
         "# Bugs that are in no catalogue\n\n"
-        f"`python tests/benchmarks/out_of_sample.py --seed {given.seed} --draws {given.draws}`, "
+        f"`python {Path(sys.argv[0]).name} --seed {given.seed} --draws {given.draws}`, "
         f"{time.strftime('%Y-%m-%d')}, {machine.hardware}; {machine.software}.\n\n"
         f"{len(rows)} trials: {count['named']} named, {count['unnamed']} with no cause asserted, "
         f"{count['WRONG']} named wrongly, {count['not detected']} not detected.\n\n{table}\n"
@@ -343,4 +344,4 @@ def report(rows: list[list[str]], given: argparse.Namespace) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(BUGS)

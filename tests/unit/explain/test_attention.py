@@ -256,3 +256,14 @@ def test_sinks_that_the_model_does_not_have(bench):
     found = bench.explain(TAP, attended(bench, softmax=with_sinks))
     assert found.cause == "attention sinks take part in the softmax, which the model does not have"
     assert found.num_fitted == num_heads
+
+
+def test_one_more_in_the_sum_of_the_exponentials(bench):
+    bench = bench()
+
+    def with_a_one(scores):
+        return torch.cat((scores, torch.zeros_like(scores[..., :1])), dim=-1).softmax(-1)[..., :-1]
+
+    found = bench.explain(TAP, attended(bench, softmax=with_a_one))
+    assert "one is added to the sum of the exponentials: a key of zeros, or a sink whose logit is 0" in found.cause
+    assert found.num_fitted == 0

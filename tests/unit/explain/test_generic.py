@@ -167,3 +167,11 @@ def test_cutting_off_is_told_from_rounding_only_by_many_elements(numel, cause):
     actual = cut_off(expected, torch.bfloat16)
     (found,) = generic.rounded_output(SimpleNamespace(dtype=torch.float32, actual=actual, expected=expected))
     assert found.cause == cause
+
+
+def test_an_offset_that_leaves_more_than_rounding_is_none(bench):
+    """A slope of the activation looks like an offset, as far as the gate's mean goes."""
+    bench = bench(dtype=torch.bfloat16)
+    gate, up = (bench.tap(f"model.layers.0.mlp.{site}_proj") for site in ("gate", "up"))
+    found = bench.explain("model.layers.0.mlp.act", gate * (1.1 * gate).sigmoid() * up)
+    assert not found.is_cause, found
