@@ -142,7 +142,7 @@ class EngineConfig:
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:1`."""
     attention_backend: str = "paged"
-    """A name in `attention.backend.BACKENDS`: `paged`, `contiguous`, `recompute`, `triton` or `varlen`."""
+    """A name in `attention.backend.BACKENDS`: `paged`, `cpp`, `contiguous`, `recompute`, `triton` or `varlen`."""
     block_size: int = 16
     """Tokens in a KV block; only the paged backend has blocks."""
     num_blocks: int | None = None
@@ -165,12 +165,13 @@ class EngineConfig:
     """On a GPU, replay decode steps that were recorded once. Needs a backend that is made for it (`triton`); a step
     with an observer, or one of several ranks, runs as it is."""
     fused_kernels: bool = True
-    """With the backend `triton`, norms with residuals, norms of heads with rotary, and SiLU with its product are one
-    kernel each; layers that are compiled are not fused by hand as well."""
+    """With the backends `triton` and `cpp`, norms with residuals, norms of heads with rotary, and SiLU with its product
+    are one kernel each; layers that are compiled are not fused by hand as well."""
     widen_weights: bool | None = None
-    """On a CPU without instructions for the dtype, keep a second copy of large weights in float32, three times the
-    memory in all, in which products of several rows take a fraction of the time. None: where the copies fit into half
-    of the available memory."""
+    """Keep a second copy of large weights for products of several rows: on a CPU without instructions for the dtype one
+    in float32, three times the memory in all, in which these take a fraction of the time; and with the backend `cpp`,
+    which reads plain weights for one row, a packed one. None: where the copies fit into half of the available
+    memory."""
     compile_layers: bool = False
     """Let torch.compile fuse what a layer does between its matrix products. The first steps then take a minute or so; a
     step with an observer runs as it is written. Meant for a GPU: on the CPU the compiler cannot read packed

@@ -1,9 +1,9 @@
-"""The decoder with its small operations fused by Triton: 10 operators a layer where `model.Decoder` has 52.
+"""The decoder with its small operations fused: 10 operators a layer where `model.Decoder` has 52.
 
-(Qwen3 in 16 bits.) At batch 1 on a GPU a step takes as long as its weights take to be read, and a few us for every
-launch beside; how long has not been measured, for lack of a GPU. Matrix products, attention and their order are those
-of `model.Decoder`, of which this is another reading, and each operation rounds where its own does. An observer sees
-every tap, so that a check judges these kernels and no others.
+(Qwen3 in 16 bits.) At batch 1 a step takes as long as its weights take to be read, and some us for every operation
+beside: on a GPU those of a launch, which has not been measured, for lack of one; on a CPU see reports/cpu/engine.md.
+Matrix products, attention and their order are those of `model.Decoder`, of which this is another reading, and each
+operation rounds where its own does. An observer sees every tap, so that a check judges these kernels and no others.
 
 Shapes: T tokens, N query heads, K KV heads, A = N + K, H head dim, D hidden, V vocab, R sampled rows.
 """
@@ -11,13 +11,13 @@ Shapes: T tokens, N query heads, K KV heads, A = N + K, H head dim, D hidden, V 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from reference_engine.batch import Batch
 from reference_engine.layers import MLP, RMSNorm
 from reference_engine.model import Attention, Decoder, DecoderLayer
-from reference_engine.operators import add_norm, norm_rotate, rms_norm, silu_mul
 
 __all__ = ["FusedDecoder"]
 
@@ -29,13 +29,15 @@ class FusedDecoder:
     decoder: Decoder
     layers: tuple[DecoderLayer, ...]
     """The decoder's."""
+    operators: Any
+    """The kernels: `operators` or those of `cpp_operators`."""
 
     @classmethod
-    def of(cls, decoder: Decoder) -> FusedDecoder:
+    def of(cls, decoder: Decoder, operators: Any) -> FusedDecoder:
         """Return another reading of a decoder that is not compiled."""
         layers = tuple(layer for layer in decoder.layers if isinstance(layer, DecoderLayer))
         assert len(layers) == len(decoder.layers), "compiled layers are fused by the compiler"
-        return cls(decoder, layers)
+        return cls(decoder, layers, operators)
 
     def __call__(self, batch: Batch) -> torch.Tensor | None:
         """Return the logits [R, V], or None when no row is sampled."""
@@ -53,72 +55,68 @@ class FusedDecoder:
         """Return the residual stream [T, D] behind the last layer, normalised."""
         norms_behind = [*(layer.input_layernorm for layer in self.layers[1:]), self.decoder.norm]
         first = self.layers[0].input_layernorm
-        normed_TD: torch.Tensor = rms_norm(x_TD, first.weight_X, first.eps)
+        normed_TD: torch.Tensor = self.operators.rms_norm(x_TD, first.weight_X, first.eps)
         for layer, norm_behind in zip(self.layers, norms_behind, strict=True):
             batch.tap(layer.prefix, "input_layernorm", normed_TD)
-            delta_TD = _attention(layer.attention, normed_TD, rotation, batch, layer.prefix)
-            x_TD, normed_TD = _add_norm(x_TD, delta_TD, layer.post_attention_layernorm)
+            delta_TD = self._attention(layer.attention, normed_TD, rotation, batch, layer.prefix)
+            x_TD, normed_TD = self._add_norm(x_TD, delta_TD, layer.post_attention_layernorm)
             batch.tap(layer.prefix, "attn_residual", x_TD)
             batch.tap(layer.prefix, "post_attention_layernorm", normed_TD)
             assert isinstance(layer.mlp, MLP), "other families are not fused"
-            delta_TD = _mlp(layer.mlp, normed_TD, batch, layer.prefix)
-            x_TD, normed_TD = _add_norm(x_TD, delta_TD, norm_behind)
+            delta_TD = self._mlp(layer.mlp, normed_TD, batch, layer.prefix)
+            x_TD, normed_TD = self._add_norm(x_TD, delta_TD, norm_behind)
             batch.tap(layer.prefix, "output", x_TD)
         return normed_TD
 
+    def _add_norm(self, x_TD: torch.Tensor, delta_TD: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        added: tuple[torch.Tensor, torch.Tensor] = self.operators.add_norm(x_TD, delta_TD, norm.weight_X, norm.eps)
+        return added
 
-def _add_norm(x_TD: torch.Tensor, delta_TD: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
-    added: tuple[torch.Tensor, torch.Tensor] = add_norm(x_TD, delta_TD, norm.weight_X, norm.eps)
-    return added
+    def _attention(
+        self, own: Attention, x_TD: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch, prefix: str
+    ) -> torch.Tensor:
+        """Return [T, D]: what `model.Attention` does."""
+        qkv = own.qkv_proj(x_TD)
+        q, k, v = torch.split(qkv, own.qkv_sizes, dim=-1)
+        for name, projected in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
+            batch.tap(prefix, f"self_attn.{name}", projected)
+        q_TNH, k_TKH = self._norm_rotate(own, qkv, rotation, batch, prefix)
+        context = own.backend.attend(own.layer, q_TNH, k_TKH, v.view(len(v), -1, own.head_dim), batch).flatten(1)
+        batch.tap(prefix, "attention", context)
+        out_TD = own.o_proj(context)
+        batch.tap(prefix, "self_attn.o_proj", out_TD)
+        return out_TD
 
+    def _norm_rotate(
+        self, own: Attention, qkv: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch, prefix: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return q [T, N, H] and k [T, K, H], two views of [T, A, H]."""
+        num_heads, num_kv_heads = (size // own.head_dim for size in own.qkv_sizes[:2])
+        q_norm, k_norm = own.q_norm, own.k_norm
+        q_weight, k_weight, eps = None, None, 0.0
+        if q_norm is not None and k_norm is not None:
+            q_weight, k_weight, eps = q_norm.weight_X, k_norm.weight_X, q_norm.eps
+        is_watched = batch.observer is not None and q_weight is not None
+        rotated_TAH, normed_TAH = self.operators.norm_rotate(
+            qkv, *rotation, q_weight, k_weight, eps, num_heads, num_kv_heads, keeps_normed=is_watched
+        )
+        if is_watched:
+            batch.tap(prefix, "self_attn.q_norm", normed_TAH[:, :num_heads])
+            batch.tap(prefix, "self_attn.k_norm", normed_TAH[:, num_heads:])
+        q_TNH, k_TKH = rotated_TAH[:, :num_heads], rotated_TAH[:, num_heads:]
+        batch.tap(prefix, "q_rope", q_TNH)
+        batch.tap(prefix, "k_rope", k_TKH)
+        return q_TNH, k_TKH
 
-def _attention(
-    own: Attention, x_TD: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch, prefix: str
-) -> torch.Tensor:
-    """Return [T, D]: what `model.Attention` does."""
-    qkv = own.qkv_proj(x_TD)
-    q, k, v = torch.split(qkv, own.qkv_sizes, dim=-1)
-    for name, projected in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
-        batch.tap(prefix, f"self_attn.{name}", projected)
-    q_TNH, k_TKH = _norm_rotate(own, qkv, rotation, batch, prefix)
-    context = own.backend.attend(own.layer, q_TNH, k_TKH, v.view(len(v), -1, own.head_dim), batch).flatten(1)
-    batch.tap(prefix, "attention", context)
-    out_TD = own.o_proj(context)
-    batch.tap(prefix, "self_attn.o_proj", out_TD)
-    return out_TD
-
-
-def _norm_rotate(
-    own: Attention, qkv: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch, prefix: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q [T, N, H] and k [T, K, H], two views of [T, A, H]."""
-    num_heads, num_kv_heads = (size // own.head_dim for size in own.qkv_sizes[:2])
-    q_norm, k_norm = own.q_norm, own.k_norm
-    q_weight, k_weight, eps = None, None, 0.0
-    if q_norm is not None and k_norm is not None:
-        q_weight, k_weight, eps = q_norm.weight_X, k_norm.weight_X, q_norm.eps
-    is_watched = batch.observer is not None and q_weight is not None
-    rotated_TAH, normed_TAH = norm_rotate(
-        qkv, *rotation, q_weight, k_weight, eps, num_heads, num_kv_heads, keeps_normed=is_watched
-    )
-    if is_watched:
-        batch.tap(prefix, "self_attn.q_norm", normed_TAH[:, :num_heads])
-        batch.tap(prefix, "self_attn.k_norm", normed_TAH[:, num_heads:])
-    q_TNH, k_TKH = rotated_TAH[:, :num_heads], rotated_TAH[:, num_heads:]
-    batch.tap(prefix, "q_rope", q_TNH)
-    batch.tap(prefix, "k_rope", k_TKH)
-    return q_TNH, k_TKH
-
-
-def _mlp(own: MLP, x_TD: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
-    """Return [T, D]: what `layers.MLP` does."""
-    gate_up_T2F = own.gate_up_proj(x_TD)
-    if batch.observer is not None:
-        gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
-        batch.tap(prefix, "mlp.gate_proj", gate_TF)
-        batch.tap(prefix, "mlp.up_proj", up_TF)
-    act_TF: torch.Tensor = silu_mul(gate_up_T2F)
-    batch.tap(prefix, "mlp.act", act_TF)
-    out_TD = own.down_proj(act_TF)
-    batch.tap(prefix, "mlp.down_proj", out_TD)
-    return out_TD
+    def _mlp(self, own: MLP, x_TD: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
+        """Return [T, D]: what `layers.MLP` does."""
+        gate_up_T2F = own.gate_up_proj(x_TD)
+        if batch.observer is not None:
+            gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
+            batch.tap(prefix, "mlp.gate_proj", gate_TF)
+            batch.tap(prefix, "mlp.up_proj", up_TF)
+        act_TF: torch.Tensor = self.operators.silu_mul(gate_up_T2F)
+        batch.tap(prefix, "mlp.act", act_TF)
+        out_TD = own.down_proj(act_TF)
+        batch.tap(prefix, "mlp.down_proj", out_TD)
+        return out_TD

@@ -14,6 +14,7 @@ import torch
 
 from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.errors import CapacityError
+from reference_engine.huge_pages import prefer_huge_pages
 
 __all__ = ["CacheSpec", "KVCache", "cache_budget_bytes", "context_slots"]
 
@@ -70,6 +71,7 @@ class KVCache:
         shape = (2, spec.num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         # Not zeroed: no slot is read before it is written, and untouched memory is not even allocated by the system.
         self.data = _allocate(shape, spec)
+        prefer_huge_pages(self.data)
         # The exception is the null block, which padding reads under a mask: 0 * NaN would be NaN.
         self.data[:, :, NULL_BLOCK] = 0
         self._k = [layer.flatten(0, 1) for layer in self.data[0]]

@@ -32,6 +32,7 @@ __all__ = [
     "FeedForward",
     "Linear",
     "RMSNorm",
+    "RowProduct",
     "ScaledEmbedding",
     "ZeroCentredRMSNorm",
     "build_mlp",
@@ -44,6 +45,10 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """By the name in config.json."""
 
 
+RowProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""From x [1, I], a plain weight [O, I] and a bias [O], x W^T + bias: [1, O]."""
+
+
 @dataclass(frozen=True, slots=True)
 class Linear:
     """A matrix product, with a bias where the family has one."""
@@ -52,11 +57,14 @@ class Linear:
     """Plain, or packed for the CPU (see `packing`)."""
     bias_O: torch.Tensor | None = None
     widened_OI: torch.Tensor | None = None
-    """A second copy for products of several rows, on a CPU without instructions for the dtype (see `packing.widen`).
-    One row is read from `weight_OI`, which is half as large."""
+    """A second copy for products of several rows (see `packing.copy_for_rows`). One row is read from `weight_OI`."""
+    row_product: RowProduct | None = None
+    """Computes products of one row, where torch's are not as fast as the weight comes from memory."""
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Return [T, O]."""
+        if self.row_product is not None and len(x_TI) == 1:
+            return self.row_product(x_TI, self.weight_OI, self.bias_O)
         if self.widened_OI is not None and len(x_TI) > 1:
             return widened_linear(x_TI, self.widened_OI, self.bias_O)
         if self.weight_OI.is_mkldnn:

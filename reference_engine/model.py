@@ -14,16 +14,18 @@ import torch
 from reference_engine.attention.backend import AttentionBackend
 from reference_engine.batch import Batch
 from reference_engine.config import ModelConfig
+from reference_engine.huge_pages import collapse_pages
 from reference_engine.layers import (
     Embedding,
     FeedForward,
     Linear,
     RMSNorm,
+    RowProduct,
     ScaledEmbedding,
     ZeroCentredRMSNorm,
     build_mlp,
 )
-from reference_engine.packing import pack, widen
+from reference_engine.packing import copy_for_rows, pack, widen
 from reference_engine.parallel import Ranks, RowParallel, VocabParallelEmbedding, VocabParallelHead
 from reference_engine.rotary import RotaryEmbedding, apply_rotary
 from reference_engine.weights import LM_HEAD, TOKEN_EMBEDDING
@@ -168,20 +170,28 @@ class Decoder:
         local_rotary: RotaryEmbedding | None = None,
         packs_weights: bool = True,
         widens_weights: bool = False,
+        row_product: RowProduct | None = None,
     ) -> Decoder:
         """Assemble the decoder from the parameters that `load_weights` returns.
 
         Those of matrix products are taken out of `weights`, so that a packed one replaces the plain one in memory. A
-        compiler cannot read packed ones.
+        compiler cannot read packed ones, nor can `row_product`, beside which only second copies are packed.
         """
         table, layers = weights[TOKEN_EMBEDDING], range(config.num_hidden_layers)
+        copies: list[torch.Tensor] = []
 
         def product(weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> Linear:
-            widened_OI = widen(weight_OI) if packs_weights and widens_weights else None
-            return Linear(pack(weight_OI) if packs_weights else weight_OI, bias_O, widened_OI)
+            if row_product is not None:
+                made = Linear(weight_OI, bias_O, copy_for_rows(weight_OI), row_product)
+            elif packs_weights:
+                made = Linear(pack(weight_OI), bias_O, widen(weight_OI) if widens_weights else None)
+            else:
+                made = Linear(weight_OI, bias_O)
+            copies.extend(copy_OI for copy_OI in (made.weight_OI, made.widened_OI) if copy_OI is not None)
+            return made
 
         head = product(weights[LM_HEAD])
-        return cls(
+        decoder = cls(
             embed_tokens=_build_embedding(config, table, ranks),
             rotary=rotary,
             layers=tuple(_build_layer(config, weights, backend, layer, ranks, product) for layer in layers),
@@ -190,6 +200,8 @@ class Decoder:
             local_rotary=local_rotary,
             local_layers=frozenset(i for i, window in enumerate(config.layer_windows) if window is not None),
         )
+        collapse_pages(copies)
+        return decoder
 
     def compiled(self) -> Decoder:
         """Return the same decoder with its layers compiled for any number of rows, when they first run."""

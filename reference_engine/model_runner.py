@@ -16,8 +16,10 @@ from reference_engine.checkpoint import load_weights
 from reference_engine.config import DTYPES, EngineConfig, ModelConfig
 from reference_engine.device import open_device
 from reference_engine.errors import ConfigError
+from reference_engine.fused import FusedDecoder
 from reference_engine.graphs import Capture, CudaCapture, DecodeGraphs
 from reference_engine.kv_cache import CacheSpec, cache_budget_bytes
+from reference_engine.layers import RowProduct
 from reference_engine.lora import read_adapter
 from reference_engine.messages import Command, encode_chunks
 from reference_engine.model import Decoder
@@ -71,12 +73,14 @@ class ModelRunner:
         weights = load_weights(model_dir, model_config, self.dtype, self.device, ranks)
         # After the weights, so that on a GPU the cache takes its share of what they leave.
         self.backend = open_backend(replace(spec, budget_bytes=self._cache_budget_bytes()))
+        row_product = self._row_product(config)
+        widens_weights = self._widens_weights(config, weights, copies_all=row_product is not None)
         self.model = Decoder.build(
             self.model_config, weights, rotary, self.backend, ranks,
-            local_rotary=local_rotary, packs_weights=not config.compile_layers,
-            widens_weights=self._widens_weights(config, weights),
+            local_rotary=local_rotary, packs_weights=not config.compile_layers, widens_weights=widens_weights,
+            row_product=row_product if widens_weights else None,
         )  # fmt: skip
-        is_fusable = model_config.family.is_fusable and self.backend.uses_triton and not config.compile_layers
+        is_fusable = model_config.family.is_fusable and self.backend.operators is not None and not config.compile_layers
         self.adapters = {
             name: read_adapter(name, folder, self.model_config, self.dtype, self.device)
             for name, folder in (adapters or {}).items()
@@ -161,9 +165,7 @@ class ModelRunner:
             return model(replace(batch, plan=self.backend.plan(batch)))
 
     def _fused(self) -> Callable[[Batch], torch.Tensor | None]:
-        from reference_engine.fused import FusedDecoder  # which needs Triton
-
-        return FusedDecoder.of(self.model)
+        return FusedDecoder.of(self.model, self.backend.operators)
 
     def _open_rotary(self, config: ModelConfig) -> tuple[RotaryEmbedding, RotaryEmbedding | None]:
         """Return what rotates the layers, and what rotates those with a window where that is another."""
@@ -194,11 +196,17 @@ class ModelRunner:
             capture=capture,
         )
 
-    def _widens_weights(self, config: EngineConfig, weights: Mapping[str, torch.Tensor]) -> bool:
+    def _row_product(self, config: EngineConfig) -> RowProduct | None:
+        """Return the kernel for products of one row, where there is one that is faster than torch's."""
+        is_wanted = not config.compile_layers and self.dtype in (torch.float32, torch.bfloat16)
+        return getattr(self.backend.operators, "linear_row", None) if is_wanted else None
+
+    def _widens_weights(self, config: EngineConfig, weights: Mapping[str, torch.Tensor], *, copies_all: bool) -> bool:
         if config.widen_weights is not None:
             return config.widen_weights
         products = [weight for name, weight in weights.items() if name != TOKEN_EMBEDDING]
-        return can_widen(products, num_engines=1 if self._ranks is None else self._ranks.size)
+        num_engines = 1 if self._ranks is None else self._ranks.size
+        return can_widen(products, num_engines=num_engines, copies_all=copies_all)
 
     def _cache_budget_bytes(self) -> int:
         if self._ranks is None:
@@ -225,7 +233,8 @@ def _check_adapters(config: EngineConfig, adapters: Mapping[str, object], ranks:
     """Refuse what would leave an adapter's part out."""
     others = {
         "compile_layers": config.compile_layers,
-        "fused_kernels with the backend triton": config.fused_kernels and config.attention_backend == "triton",
+        f"fused_kernels with the backend {config.attention_backend}": config.fused_kernels
+        and config.attention_backend in ("cpp", "triton"),
         "several ranks": ranks is not None,
     }
     for name in (name for name, is_on in others.items() if is_on and adapters):

@@ -18,7 +18,7 @@ import torch
 
 from reference_engine.host_memory import available_bytes
 
-__all__ = ["can_widen", "is_widened", "pack", "packed_linear", "widen", "widened_linear"]
+__all__ = ["can_widen", "copy_for_rows", "is_widened", "pack", "packed_linear", "widen", "widened_linear"]
 
 MIN_ELEMENTS = 1 << 18
 """Below it a weight stays in the cache, and the operator's own overhead (10 us more than a plain product's) counts."""
@@ -53,9 +53,19 @@ def widen(weight_OI: torch.Tensor) -> torch.Tensor | None:
 
 
 def widened_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-    """Return x W^T + bias, [T, O] in x's dtype, for a widened weight: all in float32, rounded once at the end."""
-    bias32_O = None if bias_O is None else bias_O.to(torch.float32)
-    return packed_linear(x_TI.to(torch.float32), weight_OI, bias32_O).to(x_TI.dtype)
+    """Return x W^T + bias, [T, O] in x's dtype, for a packed weight: all in the weight's, rounded once at the end."""
+    bias_O = None if bias_O is None else bias_O.to(weight_OI.dtype)
+    return packed_linear(x_TI.to(weight_OI.dtype), weight_OI, bias_O).to(x_TI.dtype)
+
+
+def copy_for_rows(weight_OI: torch.Tensor) -> torch.Tensor | None:
+    """Return a second copy of a weight, packed, in float32 where that is faster; None where it brings nothing."""
+    if not _is_large(weight_OI):
+        return None
+    widened_OI = widen(weight_OI)
+    if widened_OI is not None:
+        return widened_OI
+    return _reordered(weight_OI) if _is_served(weight_OI.dtype) else None
 
 
 def is_widened(weight_OI: torch.Tensor) -> bool:
@@ -64,9 +74,17 @@ def is_widened(weight_OI: torch.Tensor) -> bool:
     return is_wanted and _is_served(torch.float32) and not _is_served(weight_OI.dtype)
 
 
-def can_widen(weights: Iterable[torch.Tensor], *, num_engines: int = 1) -> bool:
-    """Whether memory holds the second copies, for each of `num_engines` that are opened on this machine together."""
-    num_bytes = sum(weight.numel() for weight in weights if is_widened(weight)) * torch.float32.itemsize
+def can_widen(weights: Iterable[torch.Tensor], *, num_engines: int = 1, copies_all: bool = False) -> bool:
+    """Whether memory holds the second copies, for each of `num_engines` that are opened on this machine together.
+
+    They are those of `copy_for_rows` with `copies_all`, else those of `widen`.
+    """
+    num_bytes = 0
+    for weight in weights:
+        if is_widened(weight):
+            num_bytes += weight.numel() * torch.float32.itemsize
+        elif copies_all and _is_large(weight):
+            num_bytes += weight.nbytes
     return num_bytes * num_engines <= MAX_MEMORY_SHARE * available_bytes()
 
 

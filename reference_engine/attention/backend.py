@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from reference_engine.attention.contiguous import ContiguousAttention
+from reference_engine.attention.cpp import CppAttention
 from reference_engine.attention.limits import Limits
 from reference_engine.attention.paged import PagedAttention
 from reference_engine.attention.recompute import RecomputeAttention
@@ -30,8 +31,8 @@ class AttentionBackend(Protocol):
     """What it can serve."""
     has_blocks: bool
     """Whether slots and block tables mean something to an observer."""
-    uses_triton: bool
-    """Whether Triton runs here, so that a decoder's small operations can be kernels of it, too."""
+    operators: Any | None
+    """The kernels that it runs, among them those for a decoder's small operations (see `operators`)."""
     is_capturable: bool
     """Whether a decode step depends on shapes alone on the host, so that it can be recorded and replayed."""
     block_size: int
@@ -72,6 +73,7 @@ class BackendClass(Protocol):
 
 BACKENDS: Mapping[str, BackendClass] = {
     "triton": TritonAttention,
+    "cpp": CppAttention,
     "varlen": VarlenAttention,
     "paged": PagedAttention,
     "contiguous": ContiguousAttention,

@@ -9,6 +9,7 @@ Shapes: T tokens, C context tokens, N query heads, K KV heads, H head dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ class ContiguousAttention:
 
     limits = Limits()
     has_blocks = False
-    uses_triton = False
+    operators: Any | None = None
     is_capturable = False
 
     def __init__(self, spec: CacheSpec) -> None:

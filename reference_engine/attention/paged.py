@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,7 +65,7 @@ class PagedAttention:
 
     limits = Limits()
     has_blocks = True
-    uses_triton = False
+    operators: Any | None = None
     is_capturable = False
 
     def __init__(self, spec: CacheSpec) -> None:

@@ -8,6 +8,7 @@ Shapes: T tokens, N query heads, K KV heads, H head dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ class RecomputeAttention:
     cache = None
     limits = Limits()
     has_blocks = False
-    uses_triton = False
+    operators: Any | None = None
     is_capturable = False
 
     def __init__(self, spec: CacheSpec) -> None:

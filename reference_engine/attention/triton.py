@@ -13,9 +13,10 @@ Shapes: T tokens, M prefill tiles, N query heads, K KV heads, H head dim.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -62,7 +63,6 @@ class TritonAttention:
 
     limits = _LIMITS
     has_blocks = True
-    uses_triton = True
     is_capturable = True
 
     def __init__(self, spec: CacheSpec) -> None:
@@ -75,8 +75,7 @@ class TritonAttention:
         self._layer_windows = spec.layer_windows
         self._tiling = find_tiling(spec.head_dim, spec.dtype)
         self._cut_into_tiles = cut_into_tiles
-        self._store_kv, self._prefill = operators.store_kv, operators.paged_prefill
-        self._decode: Callable[..., None] = operators.paged_decode
+        self.operators: Any = operators
 
     def plan(self, batch: Batch) -> TritonPlan:
         """Cut the chunks into tiles, on the host."""
@@ -93,15 +92,15 @@ class TritonAttention:
         window = self._layer_windows[layer]
         out_TNH = q_TNH.new_empty(q_TNH.shape)
         with torch.cuda.device_of(q_TNH):  # Triton launches on the current device, which need not be this one
-            self._store_kv(k_TKH, v_TKH, batch.slot_mapping_T, k_cache_BSKH, v_cache_BSKH)
+            self.operators.store_kv(k_TKH, v_TKH, batch.slot_mapping_T, k_cache_BSKH, v_cache_BSKH)
             if plan.num_single:
                 own = slice(plan.num_single)
-                self._decode(
+                self.operators.paged_decode(
                     q_TNH[own], k_cache_BSKH, v_cache_BSKH, batch.block_tables_RB[own], batch.context_lens_R[own],
                     out_TNH[own], window=window,
                 )  # fmt: skip
             if len(plan.tiles_M4):
-                self._prefill(
+                self.operators.paged_prefill(
                     q_TNH, k_cache_BSKH, v_cache_BSKH, batch.block_tables_RB, plan.tiles_M4, out_TNH, window=window
                 )
         return out_TNH

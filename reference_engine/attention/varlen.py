@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -79,7 +80,7 @@ class VarlenAttention:
 
     limits = _LIMITS
     has_blocks = True
-    uses_triton = False
+    operators: Any | None = None
     is_capturable = False
 
     def __init__(self, spec: CacheSpec) -> None:

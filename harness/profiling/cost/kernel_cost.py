@@ -1,4 +1,4 @@
-"""What the reference engine's own operators cost, from their arguments: no other counter knows its Triton kernels.
+"""What the reference engine's own operators cost, from their arguments: no other counter knows its kernels.
 
 Of attention through block tables the lengths say which keys are read; they are on the device, which is waited for.
 """
@@ -87,30 +87,45 @@ def _nbytes(*tensors: torch.Tensor) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-KERNELS: Mapping[str, KernelCost] = {
-    "reference_engine::store_kv": KernelCost(
+_KERNELS: Mapping[str, KernelCost] = {
+    "store_kv": KernelCost(
         bytes_moved=lambda own: 2 * _nbytes(own["k"], own["v"]) + _nbytes(own["slots"]),
         written_from={"k_cache": "k", "v_cache": "v"},
     ),
-    "reference_engine::paged_decode": _attention(_decoded),
-    "reference_engine::paged_prefill": _attention(_prefilled),
-    "reference_engine::rms_norm": KernelCost(
+    "paged_decode": _attention(_decoded),
+    "paged_prefill": _attention(_prefilled),
+    "rms_norm": KernelCost(
         elementwise_flops=lambda own: 4 * own["x"].numel() + 2 * len(own["x"]),
         bytes_moved=lambda own: 2 * _nbytes(own["x"]) + _nbytes(own["weight"]),
     ),
-    "reference_engine::add_norm": KernelCost(
+    "add_norm": KernelCost(
         elementwise_flops=lambda own: 5 * own["x"].numel() + 2 * len(own["x"]),
         bytes_moved=lambda own: 4 * _nbytes(own["x"]) + _nbytes(own["weight"]),
     ),
-    "reference_engine::norm_rotate": KernelCost(
+    "norm_rotate": KernelCost(
         elementwise_flops=_rotation_flops,
         bytes_moved=lambda own: (
             (2 + own.get("keeps_normed", False)) * _rotated(own) * own["qkv"].element_size()
             + _nbytes(own["cos"], own["sin"])
         ),
     ),
-    "reference_engine::silu_mul": KernelCost(
+    "linear_row": KernelCost(
+        flops=lambda own: 2 * own["weight"].numel(),
+        bytes_moved=lambda own: (
+            _nbytes(own["x"], own["weight"])
+            + len(own["weight"]) * own["weight"].element_size()
+            + (0 if own.get("bias") is None else _nbytes(own["bias"]))
+        ),
+    ),
+    "silu_mul": KernelCost(
         elementwise_flops=lambda own: own["gate_up"].numel(),
         bytes_moved=lambda own: _nbytes(own["gate_up"]) * 3 // 2,
     ),
 }
+
+KERNELS: Mapping[str, KernelCost] = {
+    f"{library}::{name}": cost
+    for library in ("reference_engine", "reference_engine_cpu")
+    for name, cost in _KERNELS.items()
+}
+"""By operator: those of Triton, and those in C++."""

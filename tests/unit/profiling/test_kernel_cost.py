@@ -9,6 +9,7 @@ from harness.profiling.cost.operator_cost import written_bytes
 from harness.profiling.passes import counters
 from harness.profiling.passes.counters import count
 from harness.profiling.passes.load import ProfileRequests
+from reference_engine.cpp_operators import find_compiler
 
 from ..reference_engine.kernels.launching import IGNORE_NUMPY, launch_on
 
@@ -64,3 +65,19 @@ def test_an_engine_of_kernels_counts_what_the_formulas_say(open_on, find_window,
     assert attention.bytes_moved == costs["attention"].bytes_moved
     norms = [own for own in counts.counts if own.operator == "reference_engine::add_norm"]
     assert {own.operation for own in norms} == {"attn_residual", "output"}
+
+
+def test_a_product_of_one_row_reads_its_weight_once():
+    x, weight, bias = torch.zeros(1, 40), torch.zeros(6, 40), torch.zeros(6)
+    assert cost("linear_row", x=x, weight=weight, bias=None) == (2 * 6 * 40, 0, (40 + 6 * 40 + 6) * 4)
+    assert cost("linear_row", x=x, weight=weight, bias=bias)[2] == (40 + 6 * 40 + 6 + 6) * 4
+
+
+@pytest.mark.skipif(not find_compiler(), reason="no C++ compiler")
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_an_engine_of_cpp_kernels_counts_what_the_formulas_say(open_on, find_window, phase):
+    session = open_on("reference", attention_backend="cpp")
+    window = find_window(session, phase, ProfileRequests(prompts=((1, 2, 3),), max_new_tokens=2), wait=0, warmup=0)
+    counts = count(session, window)
+    costs = operation_costs(session.model, window.shapes)
+    assert counts.flops == sum(cost.flops for cost in costs.values())

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
+from reference_engine.attention import cpp
 from reference_engine.attention import triton as triton_backend
 from reference_engine.attention.backend import BACKENDS, find_backend
 from reference_engine.errors import ConfigError
@@ -43,6 +44,7 @@ def refusal(**changes: object) -> str:
 
 def test_without_triton_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backend, "find_spec", lambda name: None)
+    monkeypatch.setattr(cpp, "find_compiler", list)
     assert refusal() == (
         "the attention backend triton does not serve this, in EngineConfig.attention_backend: expected the package "
         "triton (pip install triton), found no such package. Backends that do: paged, contiguous, recompute."

@@ -1,0 +1,99 @@
+"""The C++ kernels as operators of torch: `reference_engine_cpu::paged_decode` and so on, compiled once a machine.
+
+The operators and their arguments are those of `operators`, so that one decoder reads either. Compiling takes some five
+seconds; the library is kept in the user's cache folder under a name that says what it was made of. Compiled and loaded
+when the backend `cpp` is opened, not before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from reference_engine.errors import DeviceError
+
+__all__ = ["find_compiler", "load_operators"]
+
+SOURCE = Path(__file__).parent / "kernels" / "cpu.cpp"
+NAMES = ("rms_norm", "add_norm", "norm_rotate", "silu_mul", "linear_row", "store_kv", "paged_decode")
+OPTIONS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp-simd")
+"""The last one allows the loops that say so to become vectors; no other threads than torch's are started."""
+EXACTNESS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+"""A product is rounded before it is added, as torch's operations do; nobody reads errno or floating-point traps."""
+VECTORS = {
+    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"),
+}
+"""By torch's own choice of instructions, which the variable ATEN_CPU_CAPABILITY can lower; others: the compiler's."""
+TIME_LIMIT_S = 600
+
+
+def find_compiler() -> list[str]:
+    """Return the command that compiles C++: that of the variable CXX, or the system's; empty where there is none."""
+    command = shlex.split(os.environ.get("CXX", ""))
+    for name in command[:1] or ["c++", "g++", "clang++"]:
+        if shutil.which(name) is not None:
+            return command or [name]
+    return []
+
+
+@cache
+def load_operators() -> SimpleNamespace:
+    """Return the operators by name, after compiling them if this machine has not done so yet.
+
+    Raises:
+        DeviceError: there is no compiler, or it failed.
+    """
+    torch.ops.load_library(_compiled())
+    operators = {name: getattr(torch.ops.reference_engine_cpu, name).default for name in NAMES}
+    for name in ("store_kv", "paged_decode"):  # so that compiled layers can call them
+        torch.library.register_fake(f"reference_engine_cpu::{name}", lambda *args, **kwargs: None)
+    return SimpleNamespace(**operators)
+
+
+def _compiled() -> Path:
+    """Return the compiled library, from the cache where it is there."""
+    torch_folder = Path(torch.__file__).parent
+    include, libraries = torch_folder / "include", torch_folder / "lib"
+    capability = torch.backends.cpu.get_cpu_capability()
+    vectors = VECTORS.get(capability, ())
+    if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported():
+        vectors = (*vectors, "-mavx512bf16")
+    command = [
+        *find_compiler(), *OPTIONS, *EXACTNESS, *vectors, f"-I{include}", f"-I{include / 'torch/csrc/api/include'}",
+        str(SOURCE), f"-L{libraries}", "-ltorch", "-ltorch_cpu",
+    ]  # fmt: skip
+    made_of = "\n".join([SOURCE.read_text(encoding="utf-8"), torch.__version__, *command])
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reference_engine"
+    library = folder / f"kernels-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
+    if not library.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        _compile(command, library)
+    return library
+
+
+def _compile(command: list[str], library: Path) -> None:
+    """Write the library in one go: other processes may be doing the same."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        try:
+            subprocess.run(
+                [*command, "-o", str(made)], check=True, capture_output=True, text=True, timeout=TIME_LIMIT_S
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise DeviceError(
+                "the C++ kernels could not be compiled",
+                where=command[0],
+                actual=(getattr(error, "stderr", None) or str(error)).strip()[-1000:],
+                hint="Set the variable CXX to another compiler (C++20), or choose attention_backend=paged.",
+            ) from error
+        made.replace(library)
