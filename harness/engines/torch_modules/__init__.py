@@ -1,8 +1,8 @@
 """Any torch engine by a table: which tensors of its modules are which of HF's values.
 
-`Entry` is a line of the table, `Split`, `PackedHeads` and `Fields` say how a tensor is cut, `ModuleRecorder` hooks the
-modules and records steps, `CacheLayout` learns where a paged cache keeps its elements. docs/check-your-torch-engine.md
-puts a small engine with fused modules under test.
+`Entry` is a line of the table, `Split`, `PackedHeads`, `Fields` and `Attribute` say how a value is cut,
+`ModuleRecorder` hooks the modules and records steps, `CacheLayout` learns where a paged cache keeps its elements.
+docs/check-your-torch-engine.md puts a small engine with fused modules under test.
 
 For an engine that runs its own loop, `StepWatcher` records each forward and the sampling behind it, and `find_table`
 finds the table of engines with vLLM's kinds of modules.
@@ -14,9 +14,9 @@ from harness.engines.torch_modules.parallel_layers import find_table
 from harness.engines.torch_modules.recorder import ModuleRecorder, StepRows
 from harness.engines.torch_modules.step_watcher import Batch, StepWatcher
 from harness.engines.torch_modules.table import Entry
-from harness.engines.torch_modules.values import Fields, PackedHeads, Split
+from harness.engines.torch_modules.values import Attribute, Fields, PackedHeads, Split
 
 __all__ = [
-    "Batch", "CacheLayout", "Entry", "Fields", "ModuleRecorder", "PackedHeads", "PagedCache", "Split", "StepRows",
-    "StepWatcher", "find_table",
+    "Attribute", "Batch", "CacheLayout", "Entry", "Fields", "ModuleRecorder", "PackedHeads", "PagedCache", "Split",
+    "StepRows", "StepWatcher", "find_table",
 ]  # fmt: skip

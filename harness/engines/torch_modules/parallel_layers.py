@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from harness.engines.torch_modules.table import Entry
-from harness.engines.torch_modules.values import Fields, Split, Value
+from harness.engines.torch_modules.values import Attribute, Fields, Split, Value
 from harness.taps import Graph
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -34,9 +34,9 @@ class _Table:
         self._taken: set[str] = set()
 
     def entries(self) -> Iterator[Entry]:
-        """Yield the lines."""
+        """Yield the lines; products come first, since what they make is shown by nothing else as surely."""
         first = next((path for path in self._modules if path.endswith("layers.0")), None)
-        for path, module in self._modules.items():
+        for path, module in sorted(self._modules.items(), key=lambda each: "LinearBase" not in _kinds(each[1])):
             if path == first:  # the residual stream begins here, whatever is done to the embedding before
                 yield Entry(module=path, inputs=self._named("hidden_states", f"{path}.input"))
                 continue
@@ -46,7 +46,9 @@ class _Table:
 
     def _entry(self, path: str, module: nn.Module, kinds: set[str]) -> Entry | None:
         if "LogitsProcessor" in kinds or ("ParallelLMHead" in kinds and not self._has_processor):
-            return Entry(module=path, output=self._tap(self._graph.logits), is_sampled_only=True)
+            logits = self._tap(self._graph.logits)  # SGLang's processor returns an object that has them
+            output = None if logits is None else Attribute("next_token_logits", logits)
+            return Entry(module=path, output=output, is_sampled_only=True)
         if "ParallelLMHead" in kinds:
             return None  # it is the logits processor that applies it
         if "VocabParallelEmbedding" in kinds:

@@ -142,7 +142,7 @@ class StepRecorder:
         self._writer, self._rows = writer, rows
 
     def tap(self, name: str, tensor: torch.Tensor, *, is_sampled_only: bool = False, where: str = "") -> None:
-        """Write a value: [rows, ...] or [requests, tokens, ...], or of the sampled rows only."""
+        """Write a value: [rows, ...], [requests, tokens, ...] or [rows x heads, size], or of the sampled rows only."""
         if is_sampled_only:
             if self._rows.sampled_rows:
                 kept, num_rows = self._rows.sampled_kept, len(self._rows.sampled_rows)
@@ -180,6 +180,8 @@ class StepRecorder:
             return tensor
         if tensor.dim() > 1 and tensor.shape[0] * tensor.shape[1] == num_rows:
             return tensor.flatten(0, 1)
+        if tensor.dim() == 2 and num_rows and len(tensor) % num_rows == 0:  # [rows x heads, head size]
+            return tensor.view(num_rows, -1, tensor.shape[1])
         raise unfit("a value has other rows than the step", where, f"[{num_rows}, ...]", list(tensor.shape))
 
 

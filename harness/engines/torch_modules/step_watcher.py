@@ -82,6 +82,7 @@ class StepWatcher(ABC):
         writer: RecordingWriter,
         *,
         caches: Sequence[PagedCache] = (),
+        begins: nn.Module | None = None,
     ) -> None:
         """Watch a model and the sampler behind it.
 
@@ -92,8 +93,9 @@ class StepWatcher(ABC):
             requests: that the engine will be given.
             writer: gets the steps.
             caches: to be read at the end of a request.
+            begins: module of the model whose call begins a step, where an engine calls `model.forward` past all hooks.
         """
-        self._model, self._sampler, self._writer = model, sampler, writer
+        self._begins, self._sampler, self._writer = begins or model, sampler, writer
         self._requests = {request.id: request for request in requests}
         self._recorder, self._caches = ModuleRecorder(model, table), CacheReader(caches)
         self._step: _Step | None = None
@@ -117,7 +119,7 @@ class StepWatcher(ABC):
         return tuple(site for site in self._recorder.unsupported_taps(graph) if site not in shown)
 
     def __enter__(self) -> Self:
-        self._stack.callback(self._model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+        self._stack.callback(self._begins.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
         self._stack.callback(self._sampler.register_forward_hook(self._end).remove)
         return self
 

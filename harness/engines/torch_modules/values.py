@@ -35,7 +35,7 @@ def taps_of(value: Value) -> tuple[str, ...]:
 
 def parts_of(value: Value, given: Any, where: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the taps in what a module was given or gave; of a tuple, without `Fields`, the first: (output, bias)."""
-    if isinstance(value, Fields):
+    if isinstance(value, Fields | Attribute):
         yield from value.parts(given, where)
         return
     tensor = given[0] if isinstance(given, tuple | list) and given else given
@@ -113,6 +113,23 @@ class Fields:
         for field, each in zip(self._fields, given, strict=False):
             if field is not None and each is not None:
                 yield from parts_of(field, each, where)
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """An attribute of what a module returns: of an object that is no tensor; a tensor is the value itself."""
+
+    name: str
+    value: Value
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """See `Cut.taps`."""
+        return taps_of(self.value)
+
+    def parts(self, value: Any, where: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Cut.parts`."""
+        yield from parts_of(self.value, getattr(value, self.name, value), where)
 
 
 def unfit(what: str, where: str, expected: object, actual: object) -> HarnessError:

@@ -79,6 +79,21 @@ def test_every_tap_of_a_model_is_found_once(graph):
     assert ModuleRecorder(model, table).unsupported_taps(graph) == ()
 
 
+def test_norms_of_queries_and_keys_that_come_before_their_product(checkpoints):
+    """As in SGLang's Qwen3: what such a norm is given is the product's, and no residual."""
+    graph = load_model(checkpoints / "qwen3-tiny", dtype=torch.float32).graph
+    model = fake_model(len(graph.layers))
+    for each in model.model.layers:
+        product = each.self_attn.qkv_proj
+        del each.self_attn.qkv_proj
+        each.self_attn.q_norm, each.self_attn.k_norm, each.self_attn.qkv_proj = RMSNorm(), RMSNorm(), product
+    entries = {entry.module: entry.taps for entry in find_table(model, graph)}
+    prefix = "model.layers.1.self_attn."
+    assert entries[prefix + "q_norm"] == (prefix + "q_norm",)
+    assert entries[prefix + "qkv_proj"] == (prefix + "q_proj", prefix + "k_proj", prefix + "v_proj")
+    ModuleRecorder(model, find_table(model, graph))
+
+
 def test_the_embeddings_ids_are_held_against_the_tokens(graph):
     (entry,) = [entry for entry in find_table(fake_model(len(graph.layers)), graph) if entry.token_ids is not None]
     assert (entry.module, entry.token_ids) == ("model.embed_tokens", 0)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from harness.engines.torch_modules import Entry, Fields, ModuleRecorder, StepRows
+from harness.engines.torch_modules.recorder import StepRecorder
 from harness.errors import Code, HarnessError
 
 P = "model.layers.{layer}."
@@ -187,6 +188,12 @@ def test_logits_that_are_computed_and_thrown_away():
     head = Entry(module="embed", output="lm_head", is_sampled_only=True)
     step = run((head,), ids=(5, 6), step=rows(sampled_rows=[2], sampled_kept=[1]))
     assert step.taps["lm_head"].flatten().tolist() == [6]
+
+
+def test_heads_of_all_rows_one_behind_the_other():
+    written, by_head = Written(), torch.arange(12.0).view(6, 2)
+    StepRecorder(written, rows()).tap("q_norm", by_head)
+    assert torch.equal(written.taps["q_norm"], by_head.view(3, 2, 2))
 
 
 def test_an_argument_by_its_name_in_the_signature_however_it_is_given():

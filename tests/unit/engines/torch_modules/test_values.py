@@ -1,9 +1,11 @@
 """How fused values are cut, and what is said where they do not fit."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from harness.engines.torch_modules import Fields, PackedHeads, Split
+from harness.engines.torch_modules import Attribute, Fields, PackedHeads, Split
 from harness.engines.torch_modules.values import parts_of, taps_of
 from harness.errors import Code, HarnessError
 
@@ -37,6 +39,13 @@ def test_heads_packed_by_kv_head():
 def test_more_query_heads_than_kv_heads():
     parts = cut(PackedHeads(query="q", key="k", value="v", num_kv_heads=1, head_dim=3), X)
     assert [x[1].tolist() for x in parts.values()] == [[12, 13, 14, 15, 16, 17], [18, 19, 20], [21, 22, 23]]
+
+
+def test_an_attribute_of_an_object_or_a_tensor_that_has_none():
+    value = Attribute("next_token_logits", "lm_head")
+    for given in (SimpleNamespace(next_token_logits=X, hidden_states=None), X):
+        assert cut(value, given)["lm_head"] is X
+    assert taps_of(value) == ("lm_head",)
 
 
 def test_fields_of_a_tuple():
