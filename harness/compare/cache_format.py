@@ -1,7 +1,6 @@
 """What a KV cache makes of the keys and values that it is given: another dtype, or blocks of integers with a scale.
 
-`R` rows, `W` elements of a row, `B` blocks, `S` elements of a block. Formulas: ggml's `quantize_row_q8_0` (x86) and
-`quantize_row_q4_0_ref`, in float32 as there.
+`R` rows, `W` elements of a row.
 """
 
 import math
@@ -11,29 +10,8 @@ from typing import Literal
 
 import torch
 
+from harness.compare.cache_blocks import FORMATS, Stored, quantised
 from harness.numerics import Numerics
-
-_BLOCK = 32
-_LEVELS = {"Q4_0": 8, "Q5_0": 16}
-"""Formats whose value of the largest magnitude becomes minus this many steps."""
-FORMATS = ("Q8_0", *_LEVELS)
-_TIE = 5 * 2.0**-24
-"""Distance from the middle of two integers, as a share of the number, within which float32 may round either way: ours
-is the product with one quotient (two roundings), another's with the inverse of a quotient (three)."""
-_TIE_ROTATED = 2e-4
-"""The distance itself, of values that were turned, by sums in any order."""
-_NEAR = 1e-6
-"""Relative error of the scale of a block of turned values: on a tie of float16 it may round either way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """What a cache holds; tensors [..., W], in the order and the basis of the cache."""
-
-    values: torch.Tensor
-    """float64."""
-    slack: torch.Tensor
-    """float64: by how much an element on a rounding tie may differ; 0 for all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,37 +75,6 @@ class CacheFormat:
         if self.rotation:  # the basis is undone in float32 where the cache is read
             room = room + 1e-6 * held.values.abs().amax(dim=-1, keepdim=True)
         return ~(error <= room).all(dim=1)
-
-
-def quantised(x: torch.Tensor, name: str, *, is_exact: bool = True) -> Stored:
-    """Quantise [..., W] in blocks of 32.
-
-    Args:
-        x: values as the engine has them.
-        name: one of `FORMATS`.
-        is_exact: whether they are the engine's own bits; else they are near them.
-    """
-    blocks = x.to(torch.float32).unflatten(-1, (-1, _BLOCK))
-    if name == "Q8_0":
-        largest = blocks.abs().amax(dim=-1, keepdim=True)
-        scale, inverse = largest / 127, 127 / largest
-        scaled = torch.where(largest > 0, blocks * inverse, 0.0)
-        size, integers = scaled.abs(), scaled.round()
-    else:
-        levels = _LEVELS[name]
-        largest = blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True))
-        scale = largest / -levels
-        scaled = torch.where(scale != 0, blocks * (1 / scale), 0.0)
-        shifted = scaled + (levels + 0.5)
-        size, integers = scaled.abs().maximum(shifted), shifted.floor().clamp(0, 2 * levels - 1) - levels
-    step = scale.to(torch.float16).to(torch.float64)
-    to_tie = (scaled.to(torch.float64) % 1 - 0.5).abs()
-    is_tie = to_tie <= _TIE * size if is_exact else to_tie < _TIE_ROTATED
-    slack = torch.where(is_tie, step.abs(), 0.0)
-    if not is_exact:
-        low, high = (((1 + sign * _NEAR) * scale).to(torch.float16).to(torch.float64) for sign in (-1, 1))
-        slack = slack + integers.abs() * (high - low).abs()
-    return Stored((integers * step).flatten(-2), slack.flatten(-2))
 
 
 def _rotated(x: torch.Tensor, size: int) -> torch.Tensor:

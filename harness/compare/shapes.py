@@ -5,7 +5,8 @@ from typing import Literal
 
 import torch
 
-from harness.compare.cache_format import FORMATS, CacheFormat
+from harness.compare.cache_blocks import FORMATS
+from harness.compare.cache_format import CacheFormat
 from harness.errors import Code, HarnessError
 from harness.metrics import rounding_unit
 from harness.numerics import Numerics

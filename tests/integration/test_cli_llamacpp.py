@@ -115,7 +115,7 @@ def test_types_pass_with_the_cache_that_llamacpp_has_by_default(check, type_name
     assert type_name == "F32" or wanted[type_name] in found["self_attn.q_proj"]
 
 
-CACHES = [("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q8_0", "F16"), ("F16", "Q4_0")]
+CACHES = [("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q8_0", "F16"), ("F16", "Q4_0"), ("Q4_1", "Q5_1"), ("IQ4_NL", "IQ4_NL")]
 
 
 @needs_llamacpp

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from harness.checkpoint.gguf.model import GGUFModel
+from harness.errors import Code, HarnessError
 
 NO_VOCABULARY = (None, "none", "no_vocab")
 """Values of `tokenizer.ggml.model` in files without a vocabulary."""
@@ -12,9 +13,13 @@ def write_tokenizer(model: GGUFModel, folder: Path) -> None:
     """Write tokenizer.json; nothing where the file has no vocabulary, or one that transformers does not read.
 
     Without a tokenizer, a prompt given as text is refused (NO_TOKENIZER), and token ids are taken as they are.
+
+    Raises:
+        HarnessError: DAMAGED_GGUF: there are more tokens than the model has embeddings for.
     """
     if model.headers[0].metadata.get("tokenizer.ggml.model") in NO_VOCABULARY:
         return
+    _check_size(model)
     from transformers import AutoTokenizer
 
     try:
@@ -23,3 +28,17 @@ def write_tokenizer(model: GGUFModel, folder: Path) -> None:
     except Exception:  # whatever transformers raises for a vocabulary that it does not read
         for file in folder.glob("tokenizer*"):
             file.unlink()
+
+
+def _check_size(model: GGUFModel) -> None:
+    tokens = model.headers[0].metadata.get("tokenizer.ggml.tokens")
+    num_embeddings = model.tensors["token_embd.weight"][0].shape[0]
+    if isinstance(tokens, list) and len(tokens) > num_embeddings:
+        raise HarnessError(
+            Code.DAMAGED_GGUF,
+            "the vocabulary has more tokens than the model has embeddings",
+            where=f"{model.path}: tokenizer.ggml.tokens",
+            expected=f"at most {num_embeddings}",
+            actual=len(tokens),
+            hint="convert the model again, with the tokenizer that belongs to it",
+        )

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.compare.cache_format import FORMATS, CacheFormat, Stored, quantised
+from harness.compare.cache_blocks import FORMATS, Stored, quantised, rounded_sums
+from harness.compare.cache_format import CacheFormat
 from harness.compare.conventions.attention import MODEL, probabilities
 from harness.compare.conventions.entry import Convention, Rounding, Subject, dtype_name
 from harness.metrics import rounding_unit
@@ -28,9 +29,9 @@ class _Operands:
     """What the products are made of, and by how much each element may differ where it is on a rounding tie."""
 
     query: Stored
-    """[B, N, T, H]"""
+    """[B, N, T, H], or H and one more for each block of keys with minima."""
     key: Stored
-    """[B, K, S, H]"""
+    """[B, K, S, H], or as many as queries have."""
     value: Stored
     """[B, K, S, H]"""
 
@@ -43,7 +44,7 @@ def _quantised_cache(subject: Subject) -> Iterator[Rounding]:
         return
     if not {keys.name, values.name} & set(FORMATS) or not (keys.is_known and values.is_known):
         return
-    operands = _Operands(_query(call.query, keys), keys.stored(call.key), values.stored(call.value))
+    operands = _Operands(*_query_and_key(call, keys), values.stored(call.value))
     ties = _room_of_ties(subject, call, operands)
     names = keys.name, values.name
 
@@ -72,11 +73,22 @@ def _quantised_cache(subject: Subject) -> Iterator[Rounding]:
     )
 
 
-def _query(query: torch.Tensor, keys: CacheFormat) -> Stored:
-    """Round queries to what a product with such keys takes: Q8_0 for blocks, the dtype else."""
+def _query_and_key(call: AttentionCall, keys: CacheFormat) -> tuple[Stored, Stored]:
+    """Round queries to what a product with such keys takes: Q8_0 or Q8_1 for blocks, the dtype else."""
+    key = keys.stored(call.key)
     if keys.dtype is not None:
-        return keys.stored(query)
-    return quantised(keys.turned(query), "Q8_0", is_exact=not keys.rotation)
+        return keys.stored(call.query), key
+    turned = keys.turned(call.query)
+    query = quantised(turned, "Q8_0", is_exact=not keys.rotation)
+    if key.minima is None:
+        return query, key
+    # Q8_1 keeps each block's sum in float16; minima of keys are multiplied by it: another term of the product.
+    return _with_more(query, rounded_sums(turned, is_exact=not keys.rotation)), _with_more(key, key.minima)
+
+
+def _with_more(stored: Stored, more: torch.Tensor) -> Stored:
+    """Put exact elements behind those of heads."""
+    return Stored(torch.cat((stored.values, more), dim=-1), torch.cat((stored.slack, torch.zeros_like(more)), dim=-1))
 
 
 def _attend(

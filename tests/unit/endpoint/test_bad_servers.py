@@ -152,6 +152,27 @@ def test_another_prompt_in_the_echo(plan, server):
     assert not any(findings.values())
 
 
+def text_alone(change):
+    """Refuse token ids, and change the JSON of the answer to a text."""
+
+    async def spoil(app_, scope, receive, send, body):
+        if isinstance(body["prompt"], str):
+            await changed(change)(app_, scope, receive, send, body)
+        else:
+            await reply(send, b'{"error": {"message": "text alone"}}', status=400)
+
+    return spoil
+
+
+def test_a_tokenizer_that_disagrees_is_told_by_the_number_of_tokens(plan, server):
+    app, url = server
+    app.spoil, app.spoils_all = text_alone(lambda answer: answer["usage"].update(prompt_tokens=9)), True
+    with pytest.raises(HarnessError, match="H115: the server makes other tokens of the prompt's text") as caught:
+        check(plan, url, timeout_s=30.0)
+    assert "9 tokens" in str(caught.value)
+    assert "give --model the checkpoint that is served" in str(caught.value)
+
+
 @pytest.mark.parametrize("end", ["[DONE] is missing", "the connection is lost", "an error"])
 def test_a_stream_that_hangs_up(plan, server, end):
     app, url = server

@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 
 from harness import checkpoint
 from harness.checkpoint.gguf import read_source
+from harness.checkpoint.gguf.model import open_gguf
+from harness.checkpoint.gguf.tokenizer import write_tokenizer
 from harness.checkpoint.gguf.writer import write_gguf
 from harness.errors import Code, HarnessError
 from harness.inspect import inspect_path
@@ -89,6 +91,17 @@ def test_without_a_vocabulary_texts_are_refused(checkpoints, tmp_path):
     with pytest.raises(HarnessError) as caught:
         tokenize("hu", made, where="-")
     assert caught.value.code is Code.NO_TOKENIZER
+
+
+def test_a_vocabulary_that_is_larger_than_the_model_is_refused(tmp_path):
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b", "c", "d", "e"]}
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(metadata, [("token_embd.weight", [4, 32], 0, 0)], bytes(512)))
+    with pytest.raises(
+        HarnessError, match="H100: the vocabulary has more tokens than the model has embeddings"
+    ) as caught:
+        write_tokenizer(open_gguf(path), tmp_path)
+    assert (caught.value.expected, caught.value.actual) == ("at most 4", 5)
 
 
 def test_with_hf_its_tokenizer_is_taken(checkpoints, tmp_path):
