@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.nn.functional import linear
 
 from reference_engine.attention.backend import BACKENDS, find_backend
 from reference_engine.batch import Batch, build_batch
 from reference_engine.checkpoint import load_weights
 from reference_engine.config import DTYPES, EngineConfig, ModelConfig
+from reference_engine.cpp_operators import has_bfloat16_products
 from reference_engine.device import open_device
 from reference_engine.errors import ConfigError
 from reference_engine.fused import FusedDecoder
@@ -197,9 +199,13 @@ class ModelRunner:
         )
 
     def _row_product(self, config: EngineConfig) -> RowProduct | None:
-        """Return the kernel for products of one row, where there is one that is faster than torch's."""
-        is_wanted = not config.compile_layers and self.dtype in (torch.float32, torch.bfloat16)
-        return getattr(self.backend.operators, "linear_row", None) if is_wanted else None
+        """Return what reads a plain weight faster for one row than a packed one is read; None where nothing does."""
+        linear_row: RowProduct | None = getattr(self.backend.operators, "linear_row", None)
+        if config.compile_layers or linear_row is None:
+            return None
+        if self.dtype == torch.float32:
+            return linear
+        return linear_row if self.dtype == torch.bfloat16 and has_bfloat16_products() else None
 
     def _widens_weights(self, config: EngineConfig, weights: Mapping[str, torch.Tensor], *, copies_all: bool) -> bool:
         if config.widen_weights is not None:

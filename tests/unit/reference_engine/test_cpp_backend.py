@@ -14,7 +14,7 @@ import torch
 from reference_engine import EngineConfig, LLMEngine, SamplingParams, cpp_operators, packing
 from reference_engine.attention import cpp
 from reference_engine.attention.backend import BACKENDS, find_backend
-from reference_engine.cpp_operators import find_compiler
+from reference_engine.cpp_operators import find_compiler, has_bfloat16_products
 from reference_engine.errors import ConfigError, DeviceError
 
 from .recorder import Recorder
@@ -120,9 +120,11 @@ def test_every_tap_is_there_and_as_it_was(checkpoint: Any, dtype: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("dtype", "has_kernel"), [("float32", True), ("bfloat16", True), ("float16", False)])
-def test_products_of_one_row_have_a_kernel_where_memory_holds_two_copies(
-    checkpoint: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, has_kernel: bool
+@pytest.mark.parametrize(
+    ("dtype", "reads_plain"), [("float32", True), ("bfloat16", has_bfloat16_products()), ("float16", False)]
+)
+def test_products_of_one_row_read_plain_weights_where_memory_holds_two_copies(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, reads_plain: bool
 ) -> None:
     monkeypatch.setattr(packing, "MIN_ELEMENTS", 1)
     config = EngineConfig(dtype=dtype, attention_backend="cpp", max_model_len=64)
@@ -131,7 +133,7 @@ def test_products_of_one_row_have_a_kernel_where_memory_holds_two_copies(
         monkeypatch.setattr(packing, "available_bytes", lambda num_bytes=num_bytes: num_bytes)
         with LLMEngine(checkpoint.folder, config) as engine:
             head = engine.runner.model.lm_head
-            assert (head.row_product is not None) is (has_kernel and num_bytes > 0)
+            assert (head.row_product is not None) is (reads_plain and num_bytes > 0)
             assert head.weight_OI.is_mkldnn is (packing._is_served(head.weight_OI.dtype) and head.row_product is None)
             made.append([output.token_ids for output in engine.generate([PROMPTS[0]], PARAMS)])
     assert made[0] == made[1]
