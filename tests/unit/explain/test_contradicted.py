@@ -8,11 +8,11 @@ from harness.faults.fault import Category, Fault, FaultConfig
 from harness.faults.trial import try_fault
 
 
-def second_is_behind_the_first(self, logits):
-    """For some rows both numbers are one too high, for others not."""
+def too_high_in_most_rows(self, logits):
+    """In every fourth row the last expert is chosen twice, in the others the numbers are one too high."""
     weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(self.num_chosen, dim=-1)
-    chosen = chosen.clone()
-    chosen[:, 1] = (chosen[:, 0] + 1) % logits.shape[1]
+    chosen = (chosen + 1) % logits.shape[1]
+    chosen[::4] = logits.shape[1] - 1
     return weights / weights.sum(-1, keepdim=True), chosen
 
 
@@ -28,7 +28,7 @@ def full(self, x, weights, chosen):
 @pytest.mark.parametrize(
     ("inject", "tap"),
     [
-        (routed(second_is_behind_the_first), "model.layers.0.mlp.gate.topk"),
+        (routed(too_high_in_most_rows), "model.layers.0.mlp.gate.topk"),
         (mixed(full), "model.layers.0.mlp.experts"),
     ],
     ids=["numbers-one-too-high", "output-not-added"],
