@@ -279,3 +279,10 @@ def test_splits_are_tried_at_powers_of_two_and_at_multiples_of_the_block_size(bl
     )
     blocks = {multiple * number for number in range(1, 9)}
     assert _split_sizes(failure) == sorted(size for size in {2, 4, 8, 16, 32, 64} | blocks if size < 100)
+
+
+def test_a_scale_that_is_wrong_for_one_request_alone(bench):
+    bench = bench()
+    wrong = (bench.rows().request == 0)[:, None]
+    output = torch.where(wrong, attended(bench, scale=1.0), attended(bench))
+    assert bench.explain(TAP, output).cause == f"the softmax scale is missing: 1 instead of {bench.head_dim**-0.5:.4g}"
