@@ -27,6 +27,7 @@ _DEFAULT = {
     "explain": ("test_run.py", "test_operations.py"),
 }
 _OTHERS = {
+    "compare/figures": ("test_figures.py", "test_run.py"),
     "compare/granularity": ("test_through.py",),
     "compare/judged": ("test_run.py", "test_propagated.py", "test_cache.py"),
     "compare/local": ("test_replay.py",),
@@ -43,7 +44,7 @@ _OTHERS = {
     "explain/not_finite": ("test_attention.py", "test_cache.py", "test_cache_content.py", "test_linear.py"),
     "explain/cache_replay": ("test_attention_history.py",),
     "explain/run": ("test_run.py", "test_cache.py", "test_operations.py"),
-    "explain/failure": ("test_rotary.py", "test_operations.py", "test_run.py"),
+    "explain/failure": ("test_failure.py", "test_rotary.py", "test_operations.py", "test_run.py"),
     "explain/scope": ("test_scope.py",),
     "explain/attention_table": ("test_attention_history.py",),
     "explain/content_index": ("test_content_index.py", "test_cache.py"),
@@ -52,7 +53,7 @@ _OTHERS = {
             f"explain/{name}"
             for name in ("choice", "experts", "mixture", "recurrence", "router", "shared_expert", "state")
         ),
-        ("test_mixtures.py", "test_operations.py"),
+        ("test_experts_of_rows.py", "test_mixtures.py", "test_operations.py"),
     ),
     "explain/rotation": ("test_rotary.py",),
     "oracle/caches": ("test_decode.py",),

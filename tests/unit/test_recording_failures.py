@@ -14,6 +14,7 @@ import torch
 
 from harness.errors import Code, HarnessError
 from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+from harness.recording.writer import is_unfinished
 
 ROOT = Path(__file__).parents[2]
 
@@ -180,3 +181,11 @@ def test_memory_does_not_grow_with_the_recording(tmp_path):
     assert megabytes["reading"]["RssAnon"] < 20
     assert megabytes["reading"]["RssFile"] < 60  # one step of 32 MB
     assert megabytes["end"]["RssFile"] < 20
+
+
+def test_a_folder_is_unfinished_with_steps_and_without_a_manifest(tmp_path):
+    assert not is_unfinished(tmp_path)
+    (tmp_path / "step-00000.safetensors").write_bytes(b"")
+    assert is_unfinished(tmp_path)
+    (tmp_path / "manifest.json").write_text("{}")
+    assert not is_unfinished(tmp_path)

@@ -180,3 +180,10 @@ def test_a_module_of_hfs_that_rounds_more_than_its_kind_is_bounded_by_its_contro
         module.__class__ = plain
         del module.engine_dtype
     assert one.comparison(actual.write(tmp_path / "c")).errors[name].bad.sum() > 3, "and without it they are bugs"
+
+
+def test_a_row_whose_scores_amplify_nothing_has_no_room_for_them():
+    model, expected = ErrorModel(roundings=1, scores=5), torch.ones(3, 4, dtype=torch.float64)
+    without = derived_bound(ErrorModel(roundings=1), torch.float32, Sensitivity(), expected)
+    assert torch.equal(derived_bound(model, torch.float32, Sensitivity(), expected), without)
+    assert (derived_bound(model, torch.float32, Sensitivity(score_sensitivity=torch.ones(3)), expected) > without).all()

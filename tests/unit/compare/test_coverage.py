@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from harness.compare import TOKENS
-from harness.compare.coverage import resumed_rows
+from harness.compare.coverage import resumed_rows, wanted_rows
 from harness.compare.prefixes import Prefixes
 from harness.errors import Code
 from harness.recording.manifest import RequestInfo
 from harness.results import Outcome
+from harness.taps import Kind
 
 from .conftest import LENGTHS, NUM_NEW
 
@@ -210,3 +211,15 @@ def test_a_request_that_was_preempted_may_find_more_than_it_had_computed():
 )
 def test_rows_that_cannot_have_been_found_are_missing(found):
     assert found == []
+
+
+@pytest.mark.parametrize(("kind", "num_dropped"), [(Kind.CACHE, 3), (Kind.ATTENTION, 0)])
+def test_only_a_cache_may_drop_rows_before_its_window(kind, num_dropped):
+    recording = SimpleNamespace(
+        manifest=SimpleNamespace(requests=[RequestInfo(id=0, token_ids=[1] * 6, prompt_length=3)])
+    )
+    locator = SimpleNamespace(recording=recording, recorded=lambda _tap: torch.zeros(1, 6, dtype=torch.bool))
+    graph = {"tap": SimpleNamespace(kind=kind, window=4, sampled_only=False)}
+    wanted = wanted_rows("tap", locator, graph)
+    assert wanted[0].tolist() == [False] * num_dropped + [True] * (6 - num_dropped)
+    assert wanted_rows("another", locator, graph).all()
