@@ -13,11 +13,14 @@ from harness.properties.blocks import adapter as block_manager
 from harness.properties.scheduler import adapter as scheduler
 
 FOLDER = Path(__file__).parents[2] / "docs" / "adapters"
-ENGINES = {"nano_vllm": "nanovllm", "mini_sglang": "minisgl", "vllm": "vllm"}
+ENGINES = {"nano_vllm": "nanovllm", "mini_sglang": "minisgl", "sglang": "sglang", "vllm": "vllm"}
 PROTOCOLS = {"blocks": block_manager, "scheduler": scheduler}
 FILES = [(engine, name) for engine in ENGINES for name in PROTOCOLS]
-MOST_LINES = {"nano_vllm": 60, "mini_sglang": 60, "vllm": 85}
-OTHERS = {Path("vllm", "pool.py"), Path("nano_vllm", "engine.py"), Path("nano_vllm", "cpu_attention.py")}
+MOST_LINES = {"nano_vllm": 60, "mini_sglang": 60, "sglang": 140, "vllm": 85}
+OTHERS = {
+    Path("vllm", "pool.py"), Path("nano_vllm", "engine.py"), Path("nano_vllm", "cpu_attention.py"),
+    *(Path("sglang", f"{name}.py") for name in ("pool", "cpu", "engine")),
+}  # fmt: skip
 """What adapters of the suites import, and adapters of whole engines."""
 
 
