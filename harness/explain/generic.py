@@ -9,6 +9,7 @@ from harness.compare.align import Rows, is_readback, step_rows
 from harness.explain.failure import Failure, gathered, row_inputs
 from harness.explain.formats import HALF_DTYPES, cut_off, name_of, rounded
 from harness.explain.hypothesis import Hypothesis
+from harness.explain.norm_form import form_of
 from harness.metrics import largest_rounding, rounding_unit
 from harness.taps import KINDS, Kind, Operation
 
@@ -38,7 +39,7 @@ def constant_gain(failure: Failure) -> Iterator[Hypothesis]:
             output=failure.expected * gain,
             freedom=1,
             room=1.0,
-            is_cause=not _is_contradicted(failure, lambda expected: expected * gain),
+            is_cause=not (_is_contradicted(failure, lambda expected: expected * gain) or _may_be_eps(failure)),
         )
     else:
         yield Hypothesis(
@@ -48,6 +49,11 @@ def constant_gain(failure: Failure) -> Iterator[Hypothesis]:
             freedom=len(gains),
             is_cause=False,
         )
+
+
+def _may_be_eps(failure: Failure) -> bool:
+    """Whether the operation is a norm of no known form: its eps could not be tried, and looks like a gain."""
+    return failure.operation.kind is Kind.NORM and form_of(failure) is None
 
 
 def _is_one(failure: Failure, together: torch.Tensor, apart: torch.Tensor) -> bool:

@@ -215,13 +215,14 @@ BUGS: dict[str, Bug] = {
     "theta-halved": Bug(inject=frequencies_changed(
         lambda c, f: 1 / ((c.rope.theta / 2) ** (torch.arange(0, len(f) * 2, 2).float() / (2 * len(f))))),
         truth="theta", models=("qwen2-tiny", "qwen3-tiny")),
-    "cos-and-sin-exchanged": Bug(inject=rotary(lambda x, cos, sin: x * sin + half_turned(x) * cos), truth=NOTHING),
-    "sine-missing": Bug(inject=rotary(lambda x, cos, sin: x * cos), truth=NOTHING),
+    "cos-and-sin-exchanged": Bug(inject=rotary(lambda x, cos, sin: x * sin + half_turned(x) * cos),
+                                 truth="cosine and sine"),
+    "sine-missing": Bug(inject=rotary(lambda x, cos, sin: x * cos), truth="sine is left out"),
     "key-not-rotated": Bug(inject=keys_unrotated(), truth="rotary is not applied"),
     "positions-doubled": Bug(inject=positions_changed(lambda p, chunks: p * 2),
                              truth="factor of 2|factor 0.5|at .*pos"),
-    "positions-capped": Bug(inject=positions_changed(lambda p, chunks: p.clamp(max=15)), truth=NOTHING),
-    "positions-modulo": Bug(inject=positions_changed(lambda p, chunks: p % 16), truth=NOTHING),
+    "positions-capped": Bug(inject=positions_changed(lambda p, chunks: p.clamp(max=15)), truth="positions stop at 15"),
+    "positions-modulo": Bug(inject=positions_changed(lambda p, chunks: p % 16), truth="taken modulo 16"),
     "second-half-of-the-frequencies-zero": Bug(inject=frequencies_changed(
         lambda c, f: torch.where(torch.arange(len(f)) < len(f) // 2, f, 0)), truth="partial|do not turn"),
     "q-and-k-norms-exchanged": Bug(inject=loaded(norms_of_q_and_k), truth="weight is that of", models=("qwen3-tiny",)),
@@ -270,7 +271,7 @@ BUGS: dict[str, Bug] = {
     "ids-reversed": Bug(inject=ids_changed(lambda ids: ids.flip(0)), truth="token"),
     "branch-at-nine-tenths": Bug(inject=branches(lambda x, y: x + 0.9 * y), truth="factor of 0.9"),
     "stream-halved": Bug(inject=branches(lambda x, y: 0.5 * x + y), truth="residual .*0.5|stream"),
-    "stream-clamped": Bug(inject=branches(lambda x, y: (x + y).clamp(-1, 1)), truth=NOTHING),
+    "stream-clamped": Bug(inject=branches(lambda x, y: (x + y).clamp(-1, 1)), truth="are cut off"),
     "branch-dropped-in-odd-rows": Bug(inject=branches(
         lambda x, y: x + y * (torch.arange(len(y)) % 2 == 0)[:, None].to(y.dtype)),
         truth="branch is not added|output is that of attn_residual"),

@@ -175,3 +175,11 @@ def test_an_offset_that_leaves_more_than_rounding_is_none(bench):
     gate, up = (bench.tap(f"model.layers.0.mlp.{site}_proj") for site in ("gate", "up"))
     found = bench.explain("model.layers.0.mlp.act", gate * (1.1 * gate).sigmoid() * up)
     assert not found.is_cause, found
+
+
+@pytest.mark.parametrize(("has_form", "is_cause"), [(True, True), (False, False)])
+def test_a_gain_of_a_norm_that_could_be_its_eps(bench, monkeypatch, has_form, is_cause):
+    if not has_form:
+        monkeypatch.setattr(generic, "form_of", lambda failure: None)
+    bench, tap = bench(), "model.layers.1.input_layernorm"
+    assert bench.explain(tap, bench.tap(tap) * 1.01).is_cause == is_cause
