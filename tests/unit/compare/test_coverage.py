@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.compare import TOKENS
-from harness.compare.coverage import resumed_rows, wanted_rows
+from harness.compare.coverage import check_tokens, resumed_rows, wanted_rows
 from harness.compare.prefixes import Prefixes
 from harness.errors import Code
 from harness.recording.manifest import RequestInfo
@@ -223,3 +223,13 @@ def test_only_a_cache_may_drop_rows_before_its_window(kind, num_dropped):
     wanted = wanted_rows("tap", locator, graph)
     assert wanted[0].tolist() == [False] * num_dropped + [True] * (6 - num_dropped)
     assert wanted_rows("another", locator, graph).all()
+
+
+def test_one_choice_that_was_not_reported_is_missing():
+    requests = [RequestInfo(id=0, token_ids=[1] * 5, prompt_length=3)]
+    recording = SimpleNamespace(manifest=SimpleNamespace(requests=requests))
+    locator = SimpleNamespace(recording=recording, computed=torch.ones(1, 5, dtype=torch.bool))
+    assert check_tokens(locator, 3) == []
+    (finding,) = check_tokens(locator, 2)
+    assert finding.code is Code.ROWS_MISSING
+    assert finding.message == "the engine reported its own choice at 2 of 3 sampled rows"

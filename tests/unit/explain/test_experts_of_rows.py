@@ -34,9 +34,11 @@ def test_the_bias_of_a_routers_product_is_no_bias_of_the_choice():
 def test_weights_are_known_up_to_half_as_many_experts_as_elements(num_experts, is_known):
     outputs = torch.randn(num_experts, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     weights = torch.arange(3.0 * num_experts, dtype=torch.float64).view(3, num_experts)
+    base = torch.ones(3, 8, dtype=torch.float64)
     mixture = Mixture(
-        failure=SimpleNamespace(actual=torch.einsum("re,erd->rd", weights, outputs)), module=nn.Module(),
-        x=torch.zeros(3, 8), chosen=torch.zeros(3, 1, dtype=torch.int64), weights=torch.ones(3, 1), outputs=outputs,
+        failure=SimpleNamespace(actual=base + torch.einsum("re,erd->rd", weights, outputs)), module=nn.Module(),
+        base=base, x=torch.zeros(3, 8), chosen=torch.zeros(3, 1, dtype=torch.int64), weights=torch.ones(3, 1),
+        outputs=outputs,
     )  # fmt: skip
     found = mixture.weights_used()
     assert (found is not None) == is_known
