@@ -20,9 +20,10 @@ _RMS_BOUND, _RMS_BOUND_PER_ROOT = 1.5, 4.0
 """RMS of a sound server's errors over that of HF's, at most: the first, plus the second over the root of the rows.
 
 Calibrated with tests/benchmarks/endpoint_floors.py (reports/cpu/endpoints.md)."""
-_MAX_BOUND, _MAX_BOUND_PER_ROOT = 2.5, 20.0
-"""The same for the largest error. Of a few rows one may have all the weight (the others' tokens are certain), and HF's
-error there is a single draw: a sound server had 5.6 times as much over 16 rows, in 1 of 10 to 30 checks."""
+_MAX_BOUND, _MAX_BOUND_PER_ROW = 2.5, 80.0
+"""The same for the largest error, with the second over the rows themselves. Of a few rows one may have all the weight
+(the others' tokens are certain), and HF's error there is a single draw: a sound server had 5.6 times as much over 16
+rows, in 1 of 10 to 30 checks. Of many rows several have weight."""
 MISSING_LOGPROB = -9990.0
 """At and below it a log probability says `none`: servers write minus infinity as -9999 or so."""
 _MOST_FINDINGS = 3
@@ -200,8 +201,7 @@ class _Errors:
 
 def bounds(num_rows: int) -> tuple[float, float]:
     """Return the bounds of the root mean square and of the maximum, over so many rows, in units of HF's own noise."""
-    root = math.sqrt(num_rows)
-    return _RMS_BOUND + _RMS_BOUND_PER_ROOT / root, _MAX_BOUND + _MAX_BOUND_PER_ROOT / root
+    return _RMS_BOUND + _RMS_BOUND_PER_ROOT / math.sqrt(num_rows), _MAX_BOUND + _MAX_BOUND_PER_ROW / num_rows
 
 
 def _rms(values: Sequence[float]) -> float:
