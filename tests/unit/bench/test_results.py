@@ -74,6 +74,12 @@ def test_the_machine_is_described():
 
 
 def test_a_switch_of_the_environment_is_named(monkeypatch):
+    for name in (
+        "ATEN_CPU_CAPABILITY",
+        "ONEDNN_MAX_CPU_ISA",
+        "MKL_ENABLE_INSTRUCTIONS",
+    ):  # they may be set for the tests
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     assert describe_machine("cpu").software.endswith(", TORCH_CUDNN_SDPA_DEPRIORITIZED=1")
     monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED")
