@@ -401,7 +401,7 @@ def test_a_coarser_cache_has_to_be_declared(bench, tmp_path, declared):
 def test_a_cache_of_no_dtype_is_refused(bench, tmp_path):
     one = bench()
     actual = one.recorded(engine="reference")
-    actual.numerics = Numerics(cache="Q4_1")
+    actual.numerics = Numerics(cache="Q3_K")
     with pytest.raises(HarnessError) as caught:
         one.measure(actual.write(tmp_path / "r"))
     assert caught.value.code is Code.BAD_MANIFEST
