@@ -109,17 +109,20 @@ def _norm_in_place(layer: DecoderLayer) -> DecoderLayer:
     return replace(layer, post_attention_layernorm=call)  # type: ignore[arg-type]
 
 
-def branches(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
-    """Make `change` of the stream and what the MLP gives, in the place of their sum."""
+def branches(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], *, of_input: bool = False) -> Any:
+    """Make `change` of the stream and what the MLP gives, both [T, D], in the place of their sum.
+
+    With `of_input`, the stream is the layer's input, without what attention added.
+    """
 
     def call(self: DecoderLayer, x: torch.Tensor, rotation: Any, batch: Any) -> torch.Tensor:
         normed = self.input_layernorm(x)
         batch.tap(self.prefix, "input_layernorm", normed)
-        x = x + self.attention(normed, rotation, batch, self.prefix)
-        batch.tap(self.prefix, "attn_residual", x)
-        normed = self.post_attention_layernorm(x)
+        middle = x + self.attention(normed, rotation, batch, self.prefix)
+        batch.tap(self.prefix, "attn_residual", middle)
+        normed = self.post_attention_layernorm(middle)
         batch.tap(self.prefix, "post_attention_layernorm", normed)
-        x = change(x, self.mlp(normed, batch, self.prefix))
+        x = change(x if of_input else middle, self.mlp(normed, batch, self.prefix))
         batch.tap(self.prefix, "output", x)
         return x
 

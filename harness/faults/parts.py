@@ -9,36 +9,16 @@ import torch
 from harness.faults.attention import everywhere
 from harness.faults.fault import FIRST, FIRST_SAMPLED, SECOND, Category, Fault, FaultConfig, Row
 from harness.faults.injection import replacing
+from harness.faults.norm import branches
 from harness.faults.position import frequencies_changed, positions_changed, rotary
 from harness.faults.weights import Weights, loaded
 from reference_engine.batch import Batch
-from reference_engine.model import Decoder, DecoderLayer
+from reference_engine.model import Decoder
 from reference_engine.rotary import rotate_half
 
 _LAYER = "model.layers.0."
 _LENGTH = 16
 """Positions of a table that is too short."""
-Sum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def _added(change: Sum) -> Any:
-    """Add the MLP's branch to the stream by `change`, of stream and branch [T, D]."""
-
-    def make(_: Any) -> Callable[..., torch.Tensor]:
-        def call(self: DecoderLayer, x_TD: torch.Tensor, rotation: Any, batch: Any) -> torch.Tensor:
-            normed_TD = self.input_layernorm(x_TD)
-            batch.tap(self.prefix, "input_layernorm", normed_TD)
-            x_TD = x_TD + self.attention(normed_TD, rotation, batch, self.prefix)
-            batch.tap(self.prefix, "attn_residual", x_TD)
-            normed_TD = self.post_attention_layernorm(x_TD)
-            batch.tap(self.prefix, "post_attention_layernorm", normed_TD)
-            x_TD = change(x_TD, self.mlp(normed_TD, batch, self.prefix))
-            batch.tap(self.prefix, "output", x_TD)
-            return x_TD
-
-        return call
-
-    return replacing((DecoderLayer, "__call__", make))
 
 
 def _next(num_heads: int, num_kv: int) -> torch.Tensor:
@@ -134,13 +114,14 @@ _NORM, _POSITION, _ATTENTION, _WEIGHTS, _NUMBERS = (
     Category.NORM, Category.POSITION, Category.ATTENTION, Category.WEIGHTS, Category.NUMBERS,
 )  # fmt: skip
 FAULTS = [
-    _fault("stream-scaled", _NORM, "The stream is added with a factor of 0.9.", _added(lambda x, y: 0.9 * x + y),
+    _fault("stream-scaled", _NORM, "The stream is added with a factor of 0.9.", branches(lambda x, y: 0.9 * x + y),
            "^the residual is added with a factor of 0.9;", "output"),
     _fault("stream-scaled-in-bfloat16", _NORM, "The stream is halved before the branch is added to it.",
-           _added(lambda x, y: x / 2 + y), "^the residual is added with a factor of 0.5;", "output", **_BF16),
+           branches(lambda x, y: x / 2 + y), "^the residual is added with a factor of 0.5;", "output", **_BF16),
     _fault("both-sides-scaled", _NORM, "Stream and branch are added with factors of their own.",
-           _added(lambda x, y: 0.7 * x + 1.3 * y), "factor of 0.7, and the branch with one of 1.3", "output", **_FP16),
-    _fault("sum-cut-off", _NUMBERS, "The stream is cut off at one.", _added(lambda x, y: (x + y).clamp(-1, 1)),
+           branches(lambda x, y: 0.7 * x + 1.3 * y), "factor of 0.7, and the branch with one of 1.3", "output",
+           **_FP16),
+    _fault("sum-cut-off", _NUMBERS, "The stream is cut off at one.", branches(lambda x, y: (x + y).clamp(-1, 1)),
            "values outside of -1 to 1 are cut off", "output", **_LLAMA),
     _fault("values-of-the-next-head", _ATTENTION, "Query heads read the values of the next KV head.",
            everywhere(value_heads=_next), "the values of the wrong KV heads", "attention"),

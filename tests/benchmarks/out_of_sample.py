@@ -31,7 +31,7 @@ from harness.faults.cache import stored
 from harness.faults.fault import Category, Fault, FaultConfig
 from harness.faults.injection import replacing
 from harness.faults.norm import branches, edited_layers, norm_scaled_by
-from harness.faults.position import frequencies_changed, positions_changed
+from harness.faults.position import frequencies_changed, positions_changed, rotary
 from harness.faults.scoreboard import score_fault
 from harness.faults.trial import try_fault
 from harness.faults.weights import loaded
@@ -94,10 +94,6 @@ def weight(ending: str, change: Callable[[torch.Tensor], torch.Tensor], layer: i
             weights[name] = change(weights[name]).contiguous()
 
     return loaded(changed)
-
-
-def rotary(turn: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
-    return replacing((reference_engine.model, "apply_rotary", lambda _: turn))
 
 
 def half_turned(x: torch.Tensor) -> torch.Tensor:

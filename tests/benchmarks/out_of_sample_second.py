@@ -11,19 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from out_of_sample import NOTHING, Bug, attention, branches, ids_changed, main, mlp, projected, rotary, weight
+from out_of_sample import NOTHING, Bug, attention, ids_changed, main, mlp, projected, weight
 from torch.nn.functional import gelu, silu
 
 from harness.faults.attention import attend
 from harness.faults.cache import stored
 from harness.faults.experts import mixed, routed, sum_of
 from harness.faults.injection import replacing
-from harness.faults.norm import edited_layers, norm_scaled_by
-from harness.faults.position import frequencies_changed, positions_changed
+from harness.faults.norm import branches, edited_layers, norm_scaled_by
+from harness.faults.position import frequencies_changed, positions_changed, rotary
 from harness.faults.weights import loaded
 from reference_engine.kv_cache import KVCache
 from reference_engine.layers import Expert, RMSNorm
-from reference_engine.model import DecoderLayer
 from reference_engine.rotary import rotate_half
 
 MOE = ("qwen3-moe-tiny",)
@@ -147,23 +146,6 @@ def by_layer_before(store: Any) -> Any:
     return call
 
 
-def mlp_of_old_stream(_: Any) -> Any:
-    """The MLP's branch is added to the stream as it was before attention."""
-
-    def call(self: DecoderLayer, x: torch.Tensor, rotation: Any, batch: Any) -> torch.Tensor:
-        normed = self.input_layernorm(x)
-        batch.tap(self.prefix, "input_layernorm", normed)
-        middle = x + self.attention(normed, rotation, batch, self.prefix)
-        batch.tap(self.prefix, "attn_residual", middle)
-        normed = self.post_attention_layernorm(middle)
-        batch.tap(self.prefix, "post_attention_layernorm", normed)
-        x = x + self.mlp(normed, batch, self.prefix)
-        batch.tap(self.prefix, "output", x)
-        return x
-
-    return call
-
-
 def hot(self: Any, logits: torch.Tensor) -> Any:
     weights, chosen = (2 * logits).softmax(-1, dtype=torch.float32).topk(self.num_chosen, dim=-1)
     return weights / weights.sum(-1, keepdim=True), chosen
@@ -262,7 +244,7 @@ BUGS: dict[str, Bug] = {
     # stream
     "branch-subtracted": Bug(inject=branches(lambda x, y: x - y), truth="subtracted"),
     "branch-of-the-row-before": Bug(inject=branches(lambda x, y: x + y.roll(1, 0)), truth=NOTHING),
-    "mlp-on-the-old-stream": Bug(inject=replacing((DecoderLayer, "__call__", mlp_of_old_stream)),
+    "mlp-on-the-old-stream": Bug(inject=branches(lambda stream, branch: stream + branch, of_input=True),
                                  truth="in the place of|residual is"),
     "stream-of-8-bits": Bug(inject=branches(lambda x, y: (x + y).to(torch.float8_e4m3fn).to(x.dtype)),
                             truth="float8"),
