@@ -82,7 +82,7 @@ def _on_mantissas(x: torch.Tensor, steps: int) -> torch.Tensor:
 
 def gain(failure: Failure) -> Iterator[Hypothesis]:
     """All of it comes back with one factor, or each head with its own."""
-    factor = float((failure.actual * failure.expected).sum() / failure.expected.square().sum())
+    factor = failure.factor_of(failure.expected)
     if abs(factor) < _LEAST_GAIN:
         return
     cause = f"what comes back is that with a gain of {factor:.6g}"

@@ -210,7 +210,7 @@ def _one_otherwise(mixture: Mixture, expert: int) -> Iterator[Hypothesis]:
     for cause, part in _computed_otherwise(mixture, lambda: mixture.part_of(expert)):
         yield Hypothesis(cause=f"in expert {expert}, {cause}", output=mixture.with_part_of(expert, part))
     part = own * mixture.outputs[expert]
-    factor = 1 + float(((failure.actual - failure.expected) * part).sum() / part.square().sum())
+    factor = 1 + failure.factor_of(part, failure.expected)
     if abs(factor) > _NOTHING:
         cause = f"the output of expert {expert} is scaled by {factor:.4g}"
         yield Hypothesis(cause=cause, output=failure.expected + (factor - 1) * part, freedom=1)

@@ -65,6 +65,10 @@ class Failure:
         total = float(energy.sum())
         return total**2 / float(energy.square().sum()) if total else 1.0
 
+    def factor_of(self, part: torch.Tensor, rest: torch.Tensor | float = 0.0) -> float:
+        """Return the factor by which `part` [R, W], added to `rest`, comes nearest to what was recorded."""
+        return float(((self.actual - rest) * part).sum() / part.square().sum())
+
     def select(self, keep: torch.Tensor) -> "Failure":
         """Return the failure of the rows where the mask [R] holds."""
         views, begin = [], 0

@@ -30,7 +30,7 @@ def zero_output(failure: Failure) -> Iterator[Hypothesis]:
 
 def constant_gain(failure: Failure) -> Iterator[Hypothesis]:
     """All rows are scaled by one factor; a factor of its own in each row is no cause."""
-    gain = float((failure.actual * failure.expected).sum() / failure.expected.square().sum())
+    gain = failure.factor_of(failure.expected)
     energy = failure.expected.square().sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     gains = (failure.actual * failure.expected).sum(dim=1, keepdim=True) / energy
     if _is_one(failure, failure.expected * gain, failure.expected * gains):

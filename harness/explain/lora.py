@@ -33,7 +33,7 @@ def adapter_scaled(failure: Failure) -> Iterator[Hypothesis]:
     base, rank = failure.expected - update, len(failure.module.lora_a)
     for factor, what in ((rank, "alpha, not divided by the rank"), (math.sqrt(rank), "alpha / sqrt(rank)")):
         yield Hypothesis(cause=f"the adapter's scale is {what}", output=base + factor * update)
-    factor = float(((failure.actual - base) * update).sum() / update.square().sum())
+    factor = failure.factor_of(update, base)
     if min(abs(factor - named) for named in (0, 2, rank, math.sqrt(rank))) > _SAME_SCALE:
         cause = f"the adapter's scale is {factor:.4g} times what it should be"
         yield Hypothesis(cause=cause, output=base + factor * update, freedom=1)

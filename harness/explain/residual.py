@@ -24,7 +24,7 @@ def side_missing(failure: Failure) -> Iterator[Hypothesis]:
 def scaled_branch(failure: Failure) -> Iterator[Hypothesis]:
     """The branch is added with a factor, which is fitted."""
     stream, branch = _sides(failure)
-    factor = float(((failure.actual - stream) * branch).sum() / branch.square().sum())
+    factor = failure.factor_of(branch, stream)
     cause = f"{_names(failure)[1]} is added with a factor of {factor:.4g}"
     yield Hypothesis(cause=cause, output=stream + factor * branch, freedom=1)
 
@@ -33,7 +33,7 @@ def scaled_stream(failure: Failure) -> Iterator[Hypothesis]:
     """The stream is added with a factor, or both sides are, each with one of its own."""
     stream, branch = _sides(failure)
     first, second = _names(failure)
-    factor = float(((failure.actual - branch) * stream).sum() / stream.square().sum())
+    factor = failure.factor_of(stream, branch)
     yield Hypothesis(
         cause=f"{first} is added with a factor of {factor:.4g}", output=factor * stream + branch, freedom=1
     )

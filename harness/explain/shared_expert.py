@@ -34,7 +34,7 @@ def other_sum(failure: Failure) -> Iterator[Hypothesis]:
     for cause, output in tried.items():
         yield Hypothesis(cause=cause, output=output)
     for what, part in (("shared expert", gated), ("routed experts", routed)):
-        factor = 1 + float(((failure.actual - failure.expected) * part).sum() / part.square().sum())
+        factor = 1 + failure.factor_of(part, failure.expected)
         if min(abs(factor - named) for named in (-1, 0, 2)) > _NAMED:
             output = failure.expected + (factor - 1) * part
             yield Hypothesis(cause=f"the output of the {what} is scaled by {factor:.4g}", output=output, freedom=1)
