@@ -8,8 +8,9 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tabulate import tabulate
 
@@ -88,17 +89,22 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--dtype", default="float32")
     given = parser.parse_args()
-    rows = list[list[str]]()
-    for name in given.names or architectures():
+    counts = counted(trials, given.names or architectures(), given.dtype)
+    table = [[fault, *(counts[fault, word] for word in ("named", "unnamed", "WRONG"))] for fault in TRUTHS]
+    sys.stdout.write(tabulate(table, ["fault", "named", "unnamed", "named wrongly"], tablefmt="github") + "\n")
+
+
+def counted(trials: Callable[[str, str], Iterator[list[str]]], names: Sequence[str], dtype: str) -> Counter[Any]:
+    """Print every trial of some architectures as it ends; return how often each fault got each verdict."""
+    counts = Counter[Any]()
+    for name in names:
         try:
-            for row in trials(name, given.dtype):
-                rows.append(row)
+            for row in trials(name, dtype):
+                counts[row[2], row[4]] += 1
                 sys.stderr.write(" | ".join(row) + "\n")
         except Exception as error:
             sys.stderr.write(f"{name}: {type(error).__name__}: {error}\n")
-    counts = Counter((row[2], row[4]) for row in rows)
-    table = [[fault, *(counts[fault, word] for word in ("named", "unnamed", "WRONG"))] for fault in TRUTHS]
-    sys.stdout.write(tabulate(table, ["fault", "named", "unnamed", "named wrongly"], tablefmt="github") + "\n")
+    return counts
 
 
 if __name__ == "__main__":

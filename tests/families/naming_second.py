@@ -10,7 +10,6 @@ import argparse
 import inspect
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from torch import nn
 from .check import subject
 from .faults.attention import num_heads
 from .faults.plan import from_the_middle, set_parameter
-from .naming import named
+from .naming import counted, named
 from .quiet import quiet
 from .zoo import build
 
@@ -164,16 +163,8 @@ def main() -> None:
     parser.add_argument("names", nargs="+")
     parser.add_argument("--dtype", default="float32")
     given = parser.parse_args()
-    rows = list[list[str]]()
-    for name in given.names:
-        try:
-            for row in trials(name, given.dtype):
-                rows.append(row)
-                sys.stderr.write(" | ".join(row) + "\n")
-        except Exception as error:
-            sys.stderr.write(f"{name}: {type(error).__name__}: {error}\n")
+    counts = counted(trials, given.names, given.dtype)
     words = ("named", "unnamed", "WRONG", "not detected")
-    counts = Counter((row[2], row[4]) for row in rows)
     table = [[fault.name, *(counts[fault.name, word] for word in words)] for fault in SECOND]
     sys.stdout.write(tabulate(table, ["fault", *words], tablefmt="github") + "\n")
 

@@ -41,3 +41,10 @@ class Recorder:
 
     def logits(self, request_id: int) -> torch.Tensor:
         return self.rows("lm_head", request_id)
+
+
+def assert_same_rows(request_id: int, actual: Recorder, expected: Recorder) -> None:
+    """Compare logits and cached keys of a request under two backends in float32."""
+    for tap in ("lm_head", "model.layers.1.k_cache"):
+        rows = (recorder.rows(tap, request_id) for recorder in (actual, expected))
+        torch.testing.assert_close(*rows, rtol=1e-4, atol=1e-4)

@@ -18,7 +18,7 @@ from reference_engine.attention.backend import BACKENDS, find_backend
 from reference_engine.errors import ConfigError
 
 from .kernels.launching import DEVICES, IGNORE_NUMPY, launch_on
-from .recorder import Recorder
+from .recorder import Recorder, assert_same_rows
 from .test_kv_cache import make_spec
 
 pytestmark = IGNORE_NUMPY
@@ -104,10 +104,7 @@ def test_the_engine_chooses_the_same_tokens(checkpoint: Any, device: torch.devic
     outputs = engine.generate(PROMPTS, PARAMS)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in paged]
     for output in outputs:
-        logits = (recorder.rows("lm_head", output.request_id) for recorder in (actual, expected))
-        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
-        cached = (recorder.rows("model.layers.1.k_cache", output.request_id) for recorder in (actual, expected))
-        torch.testing.assert_close(*cached, rtol=1e-4, atol=1e-4)
+        assert_same_rows(output.request_id, actual, expected)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
