@@ -43,7 +43,7 @@ class RequestSpec(BaseModel):
 
 
 class ProfileSection(BaseModel):
-    """What is profiled after the check."""
+    """The profile that follows the check."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -57,7 +57,7 @@ class ProfileSection(BaseModel):
 
 
 class CaseChanges(TypedDict, total=False):
-    """What takes the place of a case's own; None, or an empty sequence, leaves the case's."""
+    """Replacements for a case's own values; None, or an empty sequence, leaves the case's."""
 
     model: str | None
     """Folder, GGUF file, name of an embedded checkpoint, or hub id."""
@@ -85,7 +85,7 @@ class CaseChanges(TypedDict, total=False):
 
 
 class Case(BaseModel):
-    """What to check. Paths are relative to the case's file."""
+    """A check. Paths are relative to the case's file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -93,7 +93,7 @@ class Case(BaseModel):
     description: str = ""
     model: Annotated[str, Field(min_length=1)]
     hf: Annotated[str, Field(min_length=1)] | None = None
-    """Where the model is a GGUF file: the HuggingFace checkpoint that it was made from."""
+    """If the model is a GGUF file: the HuggingFace checkpoint that it was made from."""
     engine: Annotated[str, Field(min_length=1)] = "reference"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"

@@ -1,4 +1,4 @@
-"""What a check of a server found, as plain data for the reports. Nothing here imports torch."""
+"""Results of a check of a server, as plain data for the reports. Nothing here imports torch."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class Capability:
     """`token id prompts`, `logprobs`, `streaming`, ..."""
     is_there: bool
     detail: str = ""
-    """How much of it, or what the server said instead."""
+    """The extent of the feature, or the server's answer in its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class EndpointResult:
 
     url: str
     server: str
-    """What it says that it is; empty where it says nothing."""
+    """The server's own name and version; empty if it names none."""
     served_model: str
     """The name that it serves the model under."""
     model: str

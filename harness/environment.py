@@ -1,4 +1,4 @@
-"""What figures depend on besides the inputs of a run: the machine, threads, versions, the revision of the code.
+"""The conditions that figures depend on besides inputs: the machine, threads, versions, the revision of the code.
 
 The light recorder imports this module, where nothing but numpy need be installed.
 """

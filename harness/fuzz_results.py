@@ -1,4 +1,4 @@
-"""What a search of workloads found, as plain data for the reports. Nothing here imports torch."""
+"""Findings of a search of workloads, as plain data for the reports. Nothing here imports torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class SentRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentWorkload:
-    """What an engine was asked to compute."""
+    """A workload that an engine computed."""
 
     requests: tuple[SentRequest, ...]
     """Their numbers are their places here."""
@@ -48,12 +48,12 @@ class FuzzFinding:
     """A workload that an engine gets wrong."""
 
     signature: str
-    """What tells findings apart: code and operation."""
+    """Code and operation: they tell findings apart."""
     workload: SentWorkload
     run: RunResult | None
     """The judgement; None where the engine did not get to the end."""
     error: str | None
-    """What ended the engine; None where it came to its end."""
+    """The error that ended the engine; None if it finished."""
     found_s: float
     """Seconds from the beginning of the command until a workload failed."""
     shrunk_s: float

@@ -1,4 +1,4 @@
-"""What a gate found, as plain data: the reports know nothing else, and need no torch."""
+"""Results of a gate, as plain data for the reports. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class GateVerdict(StrEnum):
-    """What a gate says."""
+    """The verdict of a gate."""
 
     PASS = "pass"
     REGRESSION = "regression"
@@ -46,7 +46,7 @@ class GateChange:
 
 
 class TimeVerdict(StrEnum):
-    """What the pairs say."""
+    """The verdict of the pairs."""
 
     # In the order in which the one of several phases stands for all.
     SLOWER = "slower"
@@ -93,7 +93,7 @@ class PairedRatio:
 
 
 class Clock(StrEnum):
-    """What a step's time is read from."""
+    """The clock that a step's time is read from."""
 
     CPU = "cpu"
     """CPU time of the process: what else runs on the core is not counted. For an engine of one thread."""
@@ -117,12 +117,12 @@ class PhaseTime:
 
     @property
     def verdict(self) -> TimeVerdict:
-        """What the pairs say by that clock."""
+        """The verdict of the pairs by that clock."""
         return self.decisive.verdict
 
 
 class Subject(StrEnum):
-    """What a figure is one of."""
+    """The quantities that a gate compares."""
 
     COUNTS = "counts"
     MEMORY = "memory"
@@ -139,7 +139,7 @@ class GateResult:
     key: dict[str, str]
     """Machine kind, versions and work that both are of."""
     changes: tuple[GateChange, ...]
-    """What needs more first, by phase and operation."""
+    """The figures that grew, by phase and operation."""
     is_accepted: bool = False
     times: Mapping[str, PhaseTime] = field(default_factory=dict)
     """By phase; empty where nothing was timed."""
@@ -161,7 +161,7 @@ class GateResult:
 
     @property
     def subjects(self) -> dict[Subject, GateVerdict | TimeVerdict]:
-        """What is said of counts, of memory, and of time where it was taken."""
+        """The verdicts on counts, on memory, and on time if it was taken."""
         found: dict[Subject, GateVerdict | TimeVerdict] = {}
         for subject in (Subject.COUNTS, Subject.MEMORY):
             changes = [change for change in self.changes if change.subject is subject]

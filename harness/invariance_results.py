@@ -1,4 +1,4 @@
-"""Which changes of schedule change an engine's bits, as plain data for the reports. Nothing here imports torch."""
+"""Changes of schedule that change an engine's bits, as plain data for the reports. Nothing here imports torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from harness.results import Outcome
 
 
 class Invariance(StrEnum):
-    """What a change of schedule does to an operation whose inputs it leaves as they are."""
+    """The effect of a change of schedule on an operation whose inputs are unchanged."""
 
     SAME = "same"
     """Not a bit changes."""
@@ -35,7 +35,7 @@ class ChangedOperation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstChange:
-    """Where a change of schedule showed first: the first operation of the run in the first position."""
+    """The first place where a change of schedule shows: the first operation of the run in the first position."""
 
     tap: str
     request: int
@@ -45,11 +45,11 @@ class FirstChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleChange:
-    """What one change of schedule did."""
+    """The effect of one change of schedule."""
 
     name: str
     before: str
-    """What was run, in words."""
+    """The run before the change, in words."""
     after: str
     is_offered: bool
     """Whether the engine follows both schedules."""
@@ -57,7 +57,7 @@ class ScheduleChange:
     """In the order of the run."""
     first: FirstChange | None = None
     error: str | None = None
-    """What ended it."""
+    """The error that ended the run."""
     refusal: str | None = None
     """Why the engine cannot serve it here: no finding."""
 

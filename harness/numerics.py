@@ -1,4 +1,4 @@
-"""What an engine declares of its arithmetic: it chooses the conventions that the engine's operations are held to.
+"""The engine's declaration of its arithmetic: it chooses the conventions that its operations are held to.
 
 What is not declared is found by trial where trial is safe, and the report says so. What changes stored values, a cache
 in a coarser dtype or quantised activations, has to be declared: undeclared it is a finding.
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """Where an engine's arithmetic is not all in its dtype. Nothing here imports torch or pydantic."""
+    """The parts of an engine's arithmetic that are not in its dtype. Nothing here imports torch or pydantic."""
 
     __pydantic_config__ = {"strict": True, "extra": "forbid"}  # noqa: RUF012 (part of recordings: read strictly)
 

@@ -18,7 +18,7 @@ from harness.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is to be checked, with every name resolved."""
+    """A check to be made, with every name resolved."""
 
     model: str
     """As the user named it."""
@@ -40,7 +40,7 @@ class Plan:
     truth: str = "auto"
     """Precision of the truth: `float64`, `float32`, or `auto` for what the engine's dtype needs."""
     profile: ProfileSection | None = None
-    """How the engine is profiled after the check; None leaves that open."""
+    """The profile that follows the check; None leaves that open."""
     only: str | None = None
     """What the engine must show: `cache` (with the logits), `logits` or `tokens`; None or `all`: every tap that it does
     not declare lacking."""

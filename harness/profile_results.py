@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class BoundBy(StrEnum):
-    """What keeps a phase or an operation from being faster."""
+    """The resource that limits a phase or an operation."""
 
     COMPUTE = "compute"
     """The machine's matrix-product rate: its roof is the lower one at this arithmetic intensity."""
@@ -19,7 +19,7 @@ class BoundBy(StrEnum):
 
 
 class Category(StrEnum):
-    """What a piece of memory is for."""
+    """The use of a piece of memory."""
 
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
@@ -43,7 +43,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """What one step computes."""
+    """The rows of one step."""
 
     phase: str
     """`prefill`, `decode` or `mixed`."""
@@ -124,7 +124,7 @@ class RooflinePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """What the machine reaches, measured just before the profile."""
+    """The rates that the machine reaches, measured just before the profile."""
 
     copy_bytes_per_s: float
     """Bytes read plus bytes written by a copy larger than any cache."""
@@ -212,7 +212,7 @@ class PhaseProfile:
     snapshot: str
     """Path of the memory snapshot, likewise."""
     notes: tuple[str, ...] = ()
-    """What a reader should know of these figures."""
+    """Remarks for the reader of these figures."""
     wall_ms_range: tuple[float, float] | None = None
     """Of the fastest and of the slowest run."""
     cpu_ms: float | None = None

@@ -1,4 +1,4 @@
-"""What quantisation costs a model: one row a type, and what it was measured on."""
+"""The cost of quantisation for a model: one row a type, and the text that it was measured on."""
 
 from dataclasses import dataclass
 
@@ -21,9 +21,9 @@ class QuantRow:
     same_top: float
     """Share of the rows at which the engine's likeliest token is the original's."""
     kl_mean_format: float
-    """What the format costs: HF with the dequantised weights from HF's original."""
+    """The cost of the format: HF with the dequantised weights from HF's original."""
     kl_mean_arithmetic: float
-    """What the arithmetic costs: the engine from HF with the dequantised weights."""
+    """The cost of the arithmetic: the engine from HF with the dequantised weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class QuantResult:
 
     model: str
     text: str
-    """Where the tokens come from."""
+    """The source of the tokens."""
     num_rows: int
     """Rows at which distributions were compared."""
     perplexity: float

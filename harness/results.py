@@ -1,4 +1,4 @@
-"""What a check found, as plain data: the reports and the pytest plugin know nothing else, and need no torch.
+"""Results of a check, as plain data for the reports and the pytest plugin. Nothing here imports torch.
 
 Numbers that could not be measured are None, never 0. NaN is a measurement: the engine produced it.
 """
@@ -51,7 +51,7 @@ class Verdict(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What is to be thought of a whole check."""
+    """The verdict on a whole check."""
 
     PASS = "pass"
     MISMATCH = "mismatch"
@@ -93,9 +93,9 @@ class Explanation:
     """The way to get an operation wrong under which the engine's numbers come out."""
 
     cause: str
-    """What was done instead of what should be; says so where nothing known fits."""
+    """The mistake that was made; says so if no known one fits."""
     scope: str
-    """Which rows are wrong: `decode rows`, `request 1`, `every row`."""
+    """The wrong rows: `decode rows`, `request 1`, `every row`."""
     residual_before: float | None
     """Median error of the wrong rows in roundings, against what they should be; None where none was measured."""
     residual_after: float | None
@@ -174,7 +174,7 @@ class TapResult:
     num_bad_rows: int = 0
     first_bad: RowId | None = None
     effect: Effect | None = None
-    """What makes the verdict `systematic`."""
+    """The effect that makes the verdict `systematic`."""
     through: tuple[str, ...] = ()
     """Taps that the engine did not record and that the replay computed on the way; an error may be in any of them."""
 
@@ -233,7 +233,7 @@ class LogitResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """What was to be recorded, counted in rows of taps."""
+    """Rows of taps that were to be recorded, and those that were."""
 
     expected: int = 0
     recorded: int = 0
@@ -273,7 +273,7 @@ class RunResult:
     engine_s: float | None = None
     compare_s: float | None = None
     positions: tuple[PositionError, ...] = ()
-    """How the error grows from token to token; empty where the engine recorded no hidden state."""
+    """Growth of the error from token to token; empty if the engine recorded no hidden state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,7 +288,7 @@ class CheckResult:
     runs: tuple[RunResult, ...]
     golden_s: float | None = None
     notes: tuple[str, ...] = field(default=())
-    """What a reader should know that is neither error nor finding."""
+    """Remarks for the reader that are neither errors nor findings."""
 
     @property
     def outcome(self) -> Outcome:

@@ -37,7 +37,7 @@ _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """Where one tensor of the file lies."""
+    """The place of one tensor in the file."""
 
     name: str
     dtype: str
@@ -70,7 +70,7 @@ class Header:
     tensors: tuple[TensorEntry, ...]
     """In the order of their bytes."""
     data_offset: int
-    """Where the data section begins in the file."""
+    """The offset of the data section in the file."""
     file_bytes: int
 
     def by_name(self) -> dict[str, TensorEntry]:

@@ -14,7 +14,7 @@ DEFAULT_CHUNK_SIZE = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How requests are put into steps.
+    """A way to put requests into steps.
 
     Written `name` or `name:number`: plain, chunked, batched, mixed, prefix-hit, forked, preempted, tensor-parallel,
     `chunked:32` (tokens of a chunk), `tensor-parallel:4` (ranks).
@@ -30,7 +30,7 @@ class Schedule:
     num_ranks: int = 1
     """Processes that share the model."""
     trigger: str | None = None
-    """What the schedule is for, where that is more than batches and chunks."""
+    """The purpose of the schedule, if it is more than batches and chunks."""
 
     def __str__(self) -> str:
         if self == SCHEDULES[self.name]:

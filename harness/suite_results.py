@@ -1,4 +1,4 @@
-"""What came of a suite, as plain data for the reports. Nothing here imports torch."""
+"""Results of a suite, as plain data for the reports. Nothing here imports torch."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class CaseVerdict(StrEnum):
-    """How a case of a suite ended; every case ends in exactly one way."""
+    """The ending of a case of a suite; every case ends in exactly one way."""
 
     PASS = "pass"
     MISMATCH = "mismatch"
@@ -29,10 +29,10 @@ class CaseResult:
     name: str
     verdict: CaseVerdict
     labels: Mapping[str, str]
-    """What a reader calls its parts: case, model, engine, dtype, schedule, prompts."""
+    """Labels for the reader: case, model, engine, dtype, schedule, prompts."""
     code: str | None = None
     reason: str | None = None
-    """What is wrong, in a sentence; None for `pass`."""
+    """The reason, in a sentence; None for `pass`."""
     first_divergence: Mapping[str, Any] | None = None
     """Tap, schedule, request, position, step, phase, code and cause."""
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteDiff:
-    """What changed from one run of a suite to another."""
+    """Changes from one run of a suite to another."""
 
     new_failures: tuple[tuple[CaseResult, CaseResult], ...]
     """(old, new): passed before and do not now."""
@@ -142,7 +142,7 @@ class Revision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bisection:
-    """Which commit broke an engine."""
+    """The commit that broke an engine."""
 
     first_bad: Revision
     revisions: tuple[Revision, ...]

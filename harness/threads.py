@@ -1,4 +1,4 @@
-"""How many threads torch should use for a model: small matrices are faster on one."""
+"""The number of torch threads for a model: small matrices are faster on one."""
 
 import os
 from collections.abc import Iterator

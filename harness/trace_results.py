@@ -1,4 +1,4 @@
-"""What is in a trace and what changed between two, as plain data: the reports know nothing else, and need no torch."""
+"""Contents of a trace, and changes between two, as plain data for the reports. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TraceProduct:
 
     @property
     def flops_per_s(self) -> float:
-        """What it reached."""
+        """The rate that it reached."""
         return self.flops / self.time_us * 1e6 if self.time_us else 0.0
 
 
@@ -193,7 +193,7 @@ class TraceSummary:
 
 
 class LinkKind(StrEnum):
-    """What a link of a critical path is."""
+    """The kind of a link in a critical path."""
 
     KERNEL = "kernel"
     COPY = "copy"

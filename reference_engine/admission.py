@@ -1,4 +1,4 @@
-"""Which requests are turned away at the door: those that are malformed, and those that can never fit."""
+"""Requests that are refused on arrival: those that are malformed, and those that can never fit."""
 
 from __future__ import annotations
 

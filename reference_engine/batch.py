@@ -54,7 +54,7 @@ class Batch:
     observer: Observer | None
     """Whoever watches the intermediates."""
     plan: Any = None
-    """What the attention backend prepared once for all layers."""
+    """The attention backend's plan, made once for all layers."""
     adapters: Sequence[tuple[Adapter, torch.Tensor]] = ()
     """LoRA adapters of the step, each with its rows, int64."""
 

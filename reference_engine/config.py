@@ -1,4 +1,4 @@
-"""What a model is (config.json) and how it is to be run (`EngineConfig`).
+"""The description of a model (config.json), and the options of an engine (`EngineConfig`).
 
 One decoder serves every family: what differs between them is the table in `families`, not a copied class.
 """
@@ -131,7 +131,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How to run a model.
+    """Options of an engine.
 
     Raises:
         ConfigError: a value is impossible.
@@ -160,7 +160,7 @@ class EngineConfig:
 
     Off unless asked for: an observer does not see the rows that a hit skips, and who checks an engine wants all."""
     seed: int = 0
-    """What the draws of requests without a seed depend on, together with the order in which they were added."""
+    """The seed of requests that have none; their draws depend on it and on the order in which they were added."""
     cuda_graphs: bool = True
     """On a GPU, replay decode steps that were recorded once. Needs a backend that is made for it (`triton`); a step
     with an observer, or one of several ranks, runs as it is."""

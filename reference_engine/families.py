@@ -15,7 +15,7 @@ __all__ = ["FAMILIES", "Family", "MLPShape", "Sliding"]
 
 
 class Sliding(Enum):
-    """Which layers of a family may have a sliding window."""
+    """The layers of a family that may have a sliding window."""
 
     NEVER = "never"
     ALL_LAYERS = "all layers"
@@ -27,7 +27,7 @@ class Sliding(Enum):
 
 
 class MLPShape(Protocol):
-    """What stands in the place of a layer's MLP, where it is not one gate, one up and one down projection."""
+    """The form of a layer's MLP, if it is not one gate, one up and one down projection."""
 
     def tensors(self, prefix: str, hidden_size: int) -> Iterator[tuple[str, Placement]]:
         """Yield the checkpoint's tensors of one layer and their places; `prefix` starts their names."""
@@ -46,7 +46,7 @@ def _no_mlps(fields: Fields) -> Mapping[int, MLPShape]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What tells one family of decoders from the next, beyond the sizes in config.json."""
+    """The differences between families of decoders, beyond the sizes in config.json."""
 
     architecture: str
     qkv_bias: bool | None = None
@@ -68,7 +68,7 @@ class Family:
     sliding: Sliding = Sliding.NEVER
     activation: str = "silu"
     activation_field: str = "hidden_act"
-    """Where config.json names the activation."""
+    """The field of config.json that names the activation."""
     layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     """Norms over the hidden size in each layer: before attention and MLP, or with four also behind each."""
     has_zero_centred_norms: bool = False

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: the machine's, within the limit of the container it runs in."""
+"""Memory that this process may still take: the machine's, within the limit of the container it runs in."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ CUDA_CACHE_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
-    """What a backend needs to know to lay out its cache."""
+    """The sizes that a backend needs to lay out its cache."""
 
     num_layers: int
     num_kv_heads: int
@@ -40,7 +40,7 @@ class CacheSpec:
     layer_windows: tuple[int | None, ...]
     """Latest tokens that each layer sees; None: all of them."""
     budget_bytes: int = CPU_CACHE_BYTES
-    """What a cache without `num_blocks` may take."""
+    """Memory for a cache without `num_blocks`."""
 
     def default_num_blocks(self, block_size: int) -> int:
         """Count the blocks, the null block included, that the limits can use and the memory can hold."""

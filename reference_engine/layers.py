@@ -125,7 +125,7 @@ class ScaledEmbedding:
 
 
 class FeedForward(Protocol):
-    """What a layer does to each token by itself."""
+    """The part of a layer that treats each token by itself."""
 
     def __call__(self, x_TD: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
         """Return [T, D]; `prefix` starts the names of the taps."""

@@ -40,12 +40,12 @@ _UNSERVED = ("use_dora", "fan_in_fan_out", "modules_to_save", "layers_pattern", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
-    """What one adapter adds to one linear layer."""
+    """The update of one adapter to one linear layer."""
 
     name: str
     """The layer's module in the checkpoint."""
     first_output: int
-    """Where its outputs begin in the engine's product, in which several layers may be stacked."""
+    """The first of its outputs in the engine's product, in which several layers may be stacked."""
     a_RI: torch.Tensor
     b_OR: torch.Tensor
     scaling: float

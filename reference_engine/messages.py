@@ -1,4 +1,4 @@
-"""What rank 0 tells the others: lists of integers, a command and then its numbers."""
+"""Messages of rank 0 to the others: lists of integers, a command and then its numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Command", "decode_chunks", "encode_chunks"]
 
 
 class Command(IntEnum):
-    """What rank 0 can ask for."""
+    """The commands of rank 0."""
 
     STOP = 0
     STEP = 1

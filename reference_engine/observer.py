@@ -1,4 +1,4 @@
-"""What the engine shows of its inside: a tiny Protocol, so that observers need not be imported here.
+"""The interface of an observer of the engine: a tiny Protocol, so that observers need not be imported here.
 
 Shapes: T rows (tokens) of the step.
 """
@@ -17,7 +17,7 @@ __all__ = ["Observer", "StepInfo"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInfo:
-    """What the rows of one step are."""
+    """A description of the rows of one step."""
 
     phase: str
     """`prefill`, `decode`, `mixed`, or `readback` (the cache's content before its blocks are freed)."""

@@ -1,4 +1,4 @@
-"""What the engine hands back."""
+"""Outputs of the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """What the model made of one new token, before temperature and all other changes to the logits."""
+    """The model's probabilities for one new token, before temperature and all other changes to the logits."""
 
     logprob: float
     """Natural logarithm of the probability of the token that continues the request."""
@@ -43,7 +43,7 @@ class TokenOutput:
     finish_reason: FinishReason | None
     """Set on the request's last token."""
     logprobs: TokenLogprobs | None = None
-    """Where the request asks for them."""
+    """Present if the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

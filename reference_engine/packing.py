@@ -23,7 +23,7 @@ __all__ = ["can_widen", "copy_for_rows", "is_widened", "pack", "packed_linear", 
 MIN_ELEMENTS = 1 << 18
 """Below it a weight stays in the cache, and the operator's own overhead (10 us more than a plain product's) counts."""
 EXPECTED_ROWS = 16
-"""What the layout is chosen for. One chosen for 16 rows was the best, or close to it, from 1 row to 2048."""
+"""The number of rows that the layout is chosen for. This one was the best, or close to it, from 1 row to 2048."""
 EXPECTED_ROWS_AVX2 = 1
 """The same where vectors have 256 bits: a quarter faster than the layout for 16 at one row, as fast from 16 rows on."""
 MAX_MEMORY_SHARE = 0.5

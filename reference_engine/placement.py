@@ -1,4 +1,4 @@
-"""Where a tensor of a checkpoint goes in the engine's parameters, in which several tensors may be stacked."""
+"""Places of a checkpoint's tensors in the engine's parameters, in which several tensors may be stacked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Placement", "stacked"]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one checkpoint tensor goes."""
+    """The place of one checkpoint tensor."""
 
     parameter: str
     """The engine's parameter, in which several tensors may be stacked."""

@@ -1,4 +1,4 @@
-"""Which blocks hold the K and V of which prefix. Pure Python: torch is not imported.
+"""The map from prefixes to the blocks that hold their K and V. Pure Python: torch is not imported.
 
 K and V of a token depend on all tokens before it, so a block's content is named by everything up to the block's end: a
 chain of full blocks, each hashed together with its parent's hash. A hash only finds a candidate; whether the tokens are
@@ -56,7 +56,7 @@ class PrefixCache:
         self._hash = hash_function
         self._blocks: dict[bytes, int] = {}
         self.prefixes: dict[int, Prefix] = {}
-        """What each cached block holds, to be read only."""
+        """The prefix that each cached block holds, to be read only."""
 
     def extend(self, chain: list[Prefix], token_ids: Sequence[int], num_tokens: int, salt: str) -> None:
         """Lengthen a request's chain, in place, to the full blocks among its first `num_tokens` tokens."""

@@ -1,4 +1,4 @@
-"""How config.json says by which angles q and k are rotated.
+"""The fields of config.json that give the angles by which q and k are rotated.
 
 Both spellings are read: `rope_theta` with `rope_scaling`, and transformers 5's `rope_parameters`, which a family whose
 layers differ gives for each type of layer.

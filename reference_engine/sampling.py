@@ -1,4 +1,4 @@
-"""How one request is to be continued."""
+"""The sampling parameters of one request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SamplingParams:
     max_new_tokens: int = 16
     """Tokens to sample. The last one is never fed back, so positions up to prompt + max_new_tokens - 2 are computed."""
     temperature: float = 0.0
-    """What the logits are divided by before a token is drawn; 0: the likeliest token, nothing is drawn."""
+    """The divisor of the logits before a token is drawn; 0: the likeliest token, nothing is drawn."""
     top_k: int = 0
     """Draw among this many likeliest tokens; 0: among all."""
     top_p: float = 1.0
@@ -50,7 +50,7 @@ class SamplingParams:
     adapter: str | None = None
     """Name of the LoRA adapter that the request is computed with; None: the base model alone."""
     prefix_salt: str = field(init=False)
-    """What prefixes are told apart by besides their tokens: the salt, and the adapter."""
+    """The part of a prefix's identity besides its tokens: the salt, and the adapter."""
     is_plain: bool = field(init=False)
     """Whether the likeliest token of the unchanged logits is all that is asked for."""
     stops_at_eos: bool = field(init=False)

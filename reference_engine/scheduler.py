@@ -1,4 +1,4 @@
-"""Which tokens are computed in the next step.
+"""The scheduler: it chooses the tokens that the next step computes.
 
 One token budget and no phases: a request is behind by some tokens (its whole prompt at first, one token while it
 generates), and each step lets requests catch up, those that are one token behind first. When the blocks run out, the

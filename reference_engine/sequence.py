@@ -37,7 +37,7 @@ class Sequence:
     """The engine's own choices, forced over or not."""
     finish_reason: FinishReason | None = None
     seed: int = 0
-    """What the request's draws depend on, together with how many tokens it has sampled."""
+    """The seed of the request's draws; each also depends on how many tokens it has sampled."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One for each sampled token, where they are asked for."""
     text: str | None = None
@@ -55,7 +55,7 @@ class Sequence:
 
     @property
     def forced_token_id(self) -> int | None:
-        """What continues the request in place of the next sampled token."""
+        """The token that continues the request in place of the next sampled one."""
         forced = self.params.forced_token_ids
         index = len(self.sampled_token_ids)
         return forced[index] if forced is not None and index < len(forced) else None

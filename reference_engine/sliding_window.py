@@ -1,4 +1,4 @@
-"""Which layers see only the latest tokens.
+"""The layers that see only the latest tokens.
 
 A window of W lets position i see positions i - W + 1 to i. Families say it differently: Mistral has one window for all
 layers, Qwen a switch, a width, and the first layer that slides, Gemma how many layers there are to one that does not.

@@ -1,4 +1,4 @@
-"""What the functions return: results that can assert themselves, and that a notebook or a terminal can show."""
+"""Results of the Python API: they can assert themselves, and a notebook or a terminal can show them."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -29,7 +29,7 @@ class CheckFailedError(AssertionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CheckReport(CheckResult):
-    """What a check found. It is true where the check passed."""
+    """The result of a check. It is true if the check passed."""
 
     @classmethod
     def of(cls, result: CheckResult) -> "CheckReport":
@@ -77,7 +77,7 @@ class CheckReport(CheckResult):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ProfileReport(ProfileResult):
-    """What an engine costs, prefill and decode by themselves."""
+    """The cost of an engine, prefill and decode by themselves."""
 
     @classmethod
     def of(cls, result: ProfileResult) -> "ProfileReport":

@@ -1,4 +1,4 @@
-"""What is under test: an engine's name, an engine, or a module."""
+"""The subject of a check: an engine's name, an engine, or a module."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

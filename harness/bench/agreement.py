@@ -20,7 +20,7 @@ TIE_STDS = {"float32": 0.01, "bfloat16": 0.2, "float16": 0.05}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDivergence:
-    """Where a peer's tokens differ from the engine's for the first time, in one request."""
+    """The first token at which a peer differs from the engine, in one request."""
 
     peer: str
     workload: str
@@ -33,7 +33,7 @@ class TokenDivergence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """How far one peer agrees with the engine."""
+    """The agreement of one peer with the engine."""
 
     peer: str
     num_requests: int

@@ -1,4 +1,4 @@
-"""How fast this machine copies memory: what decoding one token at a time cannot exceed."""
+"""The copy bandwidth of this machine: decoding one token at a time cannot exceed it."""
 
 import time
 

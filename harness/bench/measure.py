@@ -34,7 +34,7 @@ from harness.progress import Progress
 
 BATCH_SIZES = (1, 16)
 Tokens = dict[str, Sequence[Sequence[int]]]
-"""What was generated for each request of a workload, by engine."""
+"""The tokens generated for each request of a workload, by engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Timed:
 
 @dataclass(slots=True)
 class Found:
-    """What all groups of engines have come to."""
+    """The results of all groups of engines."""
 
     timed: list[Timed]
     tokens: list[Tokens]

@@ -1,4 +1,4 @@
-"""How much memory a peer takes on the host: what this process has more of once the peer is open and has run."""
+"""A peer's memory on the host: the growth of this process once the peer is open and has run."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What an engine has to do to be timed, and how one is opened by name."""
+"""The interface of an engine that is timed, and how one is opened by name."""
 
 import gc
 import time
@@ -19,7 +19,7 @@ from harness.errors import Code, HarnessError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConfig:
-    """What all engines of a run have in common."""
+    """The settings that all engines of a run share."""
 
     folder: Path
     """The checkpoint."""
@@ -39,7 +39,7 @@ class BenchConfig:
 
 @dataclass(slots=True)
 class Generation:
-    """What came of a workload, and when."""
+    """The tokens of a workload, and their times."""
 
     start: float = field(default_factory=time.perf_counter)
     token_ids: list[list[int]] = field(default_factory=list)

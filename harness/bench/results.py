@@ -1,4 +1,4 @@
-"""What a benchmark found: plain data, from which every form is written."""
+"""Results of a benchmark: plain data, from which every form is written."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -40,7 +40,7 @@ class Measure:
 
     @property
     def advantages(self) -> list[float]:
-        """How many times faster the engine is than the better peer, repeat by repeat; below 1 it is slower."""
+        """Time of the better peer over the engine's, repeat by repeat; below 1 the engine is slower."""
         if self.better_peer is None:
             return []
         pairs = zip(self.samples[self.engine], self.samples[self.better_peer], strict=True)
@@ -49,7 +49,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BandwidthShare:
-    """What decoding reads, against what the machine can copy."""
+    """The bytes that decoding reads, against the machine's copy bandwidth."""
 
     batch_size: int
     bytes_per_step: int

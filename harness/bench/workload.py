@@ -1,4 +1,4 @@
-"""What the engines are given to do: prompts of random tokens, and how many tokens are to follow each."""
+"""The engines' workloads: prompts of random tokens, and how many tokens are to follow each."""
 
 import random
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnevenSize:
-    """How many requests, and between which lengths they vary."""
+    """The number of requests, and the lengths between which they vary."""
 
     num_requests: int
     prompt_lens: tuple[int, int]

@@ -79,7 +79,7 @@ def generate(
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    """What the options say of the continuation, and of the engine."""
+    """The options of the continuation, and of the engine."""
 
     max_new_tokens: int
     sampling: Mapping[str, float]

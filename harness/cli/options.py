@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
-    """How a command writes its result to standard output."""
+    """The form of a command's result on standard output."""
 
     HUMAN = "human"
     JSON = "json"
 
 
 class ReportFormat(StrEnum):
-    """How a comparison is written to standard output."""
+    """The form of a comparison on standard output."""
 
     HUMAN = "human"
     MARKDOWN = "markdown"
@@ -40,7 +40,7 @@ class Truth(StrEnum):
 
 
 class TapPreset(StrEnum):
-    """What an engine must show."""
+    """The taps that an engine must show."""
 
     ALL = "all"
     CACHE = "cache"
@@ -204,7 +204,7 @@ WORKLOAD = ("device", "truth", "prompt", "prompt_file", "token_ids", "max_new_to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CliOptions:
-    """What was given on the command line to say what is to be run; None for what was not.
+    """Options of the command line that say what is to be run; None for those that were not given.
 
     A command names the fields that are its options: see `grouped`.
     """

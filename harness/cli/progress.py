@@ -12,7 +12,7 @@ from rich.progress import Progress as ProgressBar
 from harness.progress import Progress
 
 LINE_EVERY_S = 20.0
-"""Where there is no terminal: time until a first line is written, and between two."""
+"""Without a terminal: time until a first line is written, and between two."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Where each row is: rows of recordings found by (request, position), never by step or call order."""
+"""The place of each row: rows of recordings are found by (request, position), never by step or call order."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ from harness.recording import Recording
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRows:
-    """What an engine recorded of one tap in a batch."""
+    """The recorded rows of one tap in a batch."""
 
     places: torch.Tensor
     """[rows] int64: where each row stands, request times tokens, plus token."""

@@ -1,4 +1,4 @@
-"""How large a local error rounding can explain, row by row.
+"""The largest local error that rounding can explain, row by row.
 
 Of known kinds of operation the bound is derived (docs/how-verdicts-work.md), in units of one rounding:
 
@@ -22,7 +22,7 @@ from harness.metrics import largest_rounding, rounding_unit
 from harness.taps import ErrorModel
 
 CONTROL_FACTOR = 4.0
-"""How many times its control's error a row's may be, in one operation (reports/cpu/families.md has what was seen)."""
+"""The largest ratio of a row's error to its control's, in one operation (reports/cpu/families.md has those seen)."""
 THROUGH_FACTOR = 10.0
 """The same where taps between were not recorded: errors of several operations, which add up in other ways."""
 _ONE_OPERATION = ErrorModel(roundings=1, accumulation=10)

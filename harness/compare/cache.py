@@ -52,7 +52,7 @@ def cache_errors(
 
 
 class _Writes:
-    """Where the content of each prefix was last computed, as of each step that reads the cache back."""
+    """The latest computation of each prefix's content, as of each step that reads the cache back."""
 
     def __init__(self, locator: Locator) -> None:
         self.locator = locator

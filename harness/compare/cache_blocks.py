@@ -29,7 +29,7 @@ _NEAR_SUMS = 4e-6
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a cache holds; tensors [..., W], in the order and the basis of the cache."""
+    """The content of a cache; tensors [..., W], in the order and the basis of the cache."""
 
     values: torch.Tensor
     """float64."""

@@ -1,4 +1,4 @@
-"""What a KV cache makes of the keys and values that it is given: another dtype, or blocks of integers with a scale.
+"""The format of a KV cache: another dtype, or blocks of integers with a scale.
 
 `R` rows, `W` elements of a row.
 """
@@ -16,7 +16,7 @@ from harness.numerics import Numerics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFormat:
-    """How keys or values are kept."""
+    """The format of keys, or of values."""
 
     name: str
     """A dtype of torch's, or one of `FORMATS`."""

@@ -1,4 +1,4 @@
-"""What is kept of the wrong rows of an operation while the oracle has it at hand, for their cause to be looked for."""
+"""The evidence for the causes: wrong rows of an operation, kept while the oracle has them at hand."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

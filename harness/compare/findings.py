@@ -1,4 +1,4 @@
-"""What is wrong with a tap, in words."""
+"""The findings on a tap, in words."""
 
 import math
 

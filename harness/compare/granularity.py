@@ -1,4 +1,4 @@
-"""How finely an engine recorded: which operations lie between the taps that are there."""
+"""The granularity of a recording: the operations between the taps that are there."""
 
 from harness.taps import Graph, Kind, Operation
 

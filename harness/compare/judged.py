@@ -61,7 +61,7 @@ class TapJudgement:
 
     @cached_property
     def departure(self) -> Departure | None:
-        """What the rows show together that rounding does not do, where none of them is out of bounds by itself."""
+        """The effect that the rows show together, if none of them is out of bounds by itself."""
         return None if self.is_bad or self.errors is None else departure_of(self.errors)
 
     @property
@@ -76,7 +76,7 @@ class TapJudgement:
 
     @property
     def code(self) -> Code:
-        """How the first bad row is bad, or all of them together."""
+        """The code of the first bad row, or of all rows together."""
         if self.departure is not None:
             return self.departure.code
         at, errors = self.first_bad, self.errors
@@ -90,7 +90,7 @@ class TapJudgement:
 
     @property
     def verdict(self) -> Verdict:
-        """What is to be thought of the operation."""
+        """The verdict on the operation."""
         if self.is_bad:
             return Verdict.BUG
         if self.errors is None:

@@ -49,7 +49,7 @@ class LocalErrors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalJudgement:
-    """What forced replay found."""
+    """The result of forced replay."""
 
     errors: Mapping[str, LocalErrors]
     """By tap, in the order of the run."""

@@ -1,4 +1,4 @@
-"""How the error that has built up in the hidden state grows from token to token."""
+"""The growth of the error in the hidden state from token to token."""
 
 from collections.abc import Iterator
 

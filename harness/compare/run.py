@@ -31,12 +31,12 @@ from harness.taps import Graph
 from harness.workers import Workers
 
 TOKENS = "tokens"
-"""What an engine that cannot report its own choices declares as lacking."""
+"""The unsupported tap of an engine that cannot report its own choices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What a comparison found, and what it kept for the causes to be looked for."""
+    """The result of a comparison, and the evidence for the causes."""
 
     result: RunResult
     errors: Mapping[str, LocalErrors]

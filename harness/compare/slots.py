@@ -1,4 +1,4 @@
-"""What a recording says of cache slots, held against itself: two rows of one step cannot be in the same one."""
+"""Cache slots of a recording, held against each other: two rows of one step cannot be in the same one."""
 
 import torch
 

@@ -33,7 +33,7 @@ _FLOORS = {torch.float32: 2.0, torch.float64: 2.0}
 """Least effect in roundings: a gain of 5e-8 in float32 is the reciprocal root's own, and means nothing. In 16 bits it
 is the kind's own."""
 _ACCUMULATED = 4.0
-"""How many times a channel's floor the error of one accumulated value may be, in float32."""
+"""The largest ratio of the error of one accumulated value to its channel's floor, in float32."""
 _FLOOR_OF_CHANNEL = 4.0
 """A channel of one value is rounded the same way in every row, by up to 2.3 roundings each time."""
 

@@ -1,4 +1,4 @@
-"""What a model can be asked for: conditions that depend on the model as much as on the workload."""
+"""Conditions of coverage that depend on the model as much as on the workload."""
 
 from dataclasses import dataclass
 

@@ -15,7 +15,7 @@ from harness.results import Finding
 
 @dataclass(slots=True)
 class _Seen:
-    """What the requests have done so far."""
+    """The requests' history so far."""
 
     prompt_lengths: dict[int, int]
     prefixes: Prefixes

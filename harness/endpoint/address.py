@@ -1,4 +1,4 @@
-"""Where a server is, and how patient its client is."""
+"""The address of a server, and its client's time limits."""
 
 import ipaddress
 import os

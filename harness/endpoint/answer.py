@@ -1,4 +1,4 @@
-"""What a server said to one request, in tokens."""
+"""A server's answer to one request, in tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -25,7 +25,7 @@ rounding, by which answers are judged, may differ from batch to batch."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a server was asked, and said."""
+    """The requests to a server, and its answers."""
 
     probed: Probed
     runs: tuple[Run, ...]

@@ -1,4 +1,4 @@
-"""How a server is to be asked: what the probe found it to understand, as bodies of requests."""
+"""The server's dialect, as the probe found it, and requests in it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ COMPLETIONS = "/v1/completions"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """What the bodies of completions may have."""
+    """The fields that the bodies of completions may have."""
 
     model: str
     takes_token_ids: bool = True

@@ -67,7 +67,7 @@ class Case:
 
 @dataclass(slots=True, kw_only=True)
 class Judgement:
-    """What is to be thought of the answers of one schedule."""
+    """The verdict on the answers of one schedule."""
 
     tokens: TokenResult
     logprobs: tuple[LogprobResult, ...]

@@ -8,7 +8,7 @@ from typing import Any
 from harness.errors import Code, HarnessError
 
 _ID_PREFIXES = ("token_id:", "token:")
-"""What vLLM and others write before an id where they are asked to name tokens by it."""
+"""Prefixes that vLLM and others write before an id when they are asked to name tokens by it."""
 
 
 class TokenNames:

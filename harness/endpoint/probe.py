@@ -1,4 +1,4 @@
-"""What a server can do: asked with small requests, one feature each, and assumed only where the answer shows it."""
+"""The abilities of a server: asked with small requests, one feature each, and assumed only if the answer shows them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +27,7 @@ _FATAL = (Code.ENDPOINT_UNREACHABLE, Code.ENDPOINT_TIMED_OUT, Code.ENDPOINT_HUNG
 
 @dataclass(slots=True)
 class Probed:
-    """What was found out."""
+    """The result of the probe."""
 
     dialect: Dialect
     server: str = ""

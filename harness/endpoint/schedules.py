@@ -17,7 +17,7 @@ from harness.oracle.requests import Prompt
 
 
 class Way(StrEnum):
-    """How requests are sent."""
+    """A way to send requests."""
 
     TOGETHER = "together"
     """All at once, as far as the concurrency goes: whatever batches there are."""

@@ -1,4 +1,4 @@
-"""What HF makes of the tokens that a server chose: the truth, and HF's own noise in the server's dtype.
+"""HF's truth for the tokens that a server chose, and HF's own noise in the server's dtype.
 
 The truth is forced along the server's own tokens, so a near-tie that fell the other way costs one token and no more.
 """
@@ -32,7 +32,7 @@ class Walk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruthRow:
-    """What HF says behind one position."""
+    """HF's distribution behind one position."""
 
     top: tuple[int, ...]
     """Likeliest tokens, the likeliest first."""
@@ -43,7 +43,7 @@ class TruthRow:
     logit_noise: float
     """Largest error of HF's logits in the server's dtype, over the vocabulary."""
     resolution: float
-    """What rounding the row's largest logit to float32 may do: servers take the logarithm of a softmax in float32."""
+    """The effect of rounding the row's largest logit to float32: servers take the logarithm of a softmax in float32."""
 
     def margin(self, token_id: int) -> float:
         """Return how far below the likeliest token's logit that of a wanted token is."""
@@ -51,7 +51,7 @@ class TruthRow:
 
 
 Rows = dict[int, TruthRow]
-"""What HF says along one walk, by position."""
+"""HF's rows along one walk, by position."""
 
 
 def walk_truth(

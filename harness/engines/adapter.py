@@ -1,4 +1,4 @@
-"""What an engine must offer to be put under test, and how it is found by name.
+"""The interface of an engine under test, and how one is found by name.
 
 An engine of another package joins by an entry point in the group `inference_harness.engines` that names a function
 with the signature of `OpenEngine`. docs/write-an-adapter.md shows a complete one. Nothing here imports torch, so that
@@ -45,7 +45,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What an engine is asked to compute."""
+    """The work that an engine is asked to do."""
 
     requests: Sequence[RequestInfo]
     """The tokens to be fed; those after the prompt are *forced*, so that all rows align with the golden's."""
@@ -54,7 +54,7 @@ class Workload:
     """Under a repeated schedule, the same requests in the same order, to be sent again (`prefix-hit`: when all have
     ended) or forked from the first ones (`forked`: as soon as these have made a token)."""
     timeline: Timeline | None = None
-    """Where it is given, it rules in the schedule's place; only engines with `Capabilities.control` are given one."""
+    """If given, it replaces the schedule; only engines with `Capabilities.control` are given one."""
 
     @property
     def all_requests(self) -> list[RequestInfo]:
@@ -83,7 +83,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """What of its scheduling an engine leaves to a workload: what `harness fuzz` searches."""
+    """The parts of its scheduling that an engine leaves to a workload: `harness fuzz` searches them."""
 
     limits: tuple[str, ...] = ()
     """Of `LIMITS`, those that it lets a workload set."""
@@ -95,7 +95,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What an engine can do. The harness runs every check this allows, and says which it could not."""
+    """The abilities of an engine. The harness runs every check that they allow, and says which it could not."""
 
     schedules: tuple[str, ...]
     """Names of the schedules it can follow."""
@@ -109,7 +109,7 @@ class Capabilities:
     """What a `Timeline` may say to it: requests arrive at any step, and what is named here; None: it follows schedules
     by name only."""
     numerics: Numerics | None = None
-    """Where its arithmetic is not all in its dtype: chooses the conventions that it is held to."""
+    """Set if its arithmetic is not all in its dtype: chooses the conventions that it is held to."""
 
     def all_unsupported_taps(self) -> tuple[str, ...]:
         """Return all sites and taps it cannot record."""
@@ -207,7 +207,7 @@ def open_engine(
 
 
 RENAMED = "capabilities = Capabilities(unsupported_taps=...), which was offer = Offer(lacking=...)"
-"""What an adapter for an earlier version has to change."""
+"""Changes that an adapter for an earlier version needs."""
 _OURS = ("harness.engines.reference:", "harness.engines.hf:")
 
 

@@ -95,7 +95,7 @@ class HFEngine:
 
     @cached_property
     def sources(self) -> Mapping[str, ShownTap]:
-        """What the model shows of its taps, and where."""
+        """The taps that the model shows, by HF's name of the value."""
         return {source: ShownTap(op, op.token_dim) for source, op in self._hf.graph.by_source.items()}
 
     def match_taps(self, graph: Graph) -> None:

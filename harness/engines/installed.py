@@ -9,7 +9,7 @@ from harness.errors import Code, HarnessError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePackage:
-    """What an adapter needs to have installed."""
+    """A package that an adapter needs installed."""
 
     name: str
     """As its authors write it."""

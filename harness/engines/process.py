@@ -51,7 +51,7 @@ class EngineProcess:
     """
 
     module = "harness.engines.worker"
-    """What runs in the process: its `main` answers."""
+    """The module that runs in the process: its `main` answers."""
 
     def __init__(
         self,

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDescription:
-    """What is to be run and recorded."""
+    """A run to be recorded."""
 
     engine: str
     """Name of the engine, as the user gave it."""
     folder: Path
-    """Where the recording goes: new, or empty."""
+    """The folder of the recording: new, or empty."""
     model: ModelInfo
     dtype: str
     device: str
@@ -39,7 +39,7 @@ class RunDescription:
 
     @property
     def workload(self) -> Workload:
-        """What the engine is asked to compute."""
+        """The work that the engine is asked to do."""
         return Workload(requests=self.requests, schedule=self.schedule, copies=self.copies)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What an engine must offer to be timed and profiled: its steps, one at a time, and what happens in them.
+"""The interface of an engine that is timed and profiled: its steps, one at a time, and their events.
 
 This is optional, beside `Engine`: an engine that has it gets a method `open_session`. Nothing here imports torch.
 """
@@ -25,7 +25,7 @@ ROTARY = "model.rotary_emb"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """What stands in the place of a layer's MLP."""
+    """The kind of a layer's MLP."""
 
     num_experts: int
     num_chosen: int
@@ -121,10 +121,10 @@ class Session(TokenSession, Protocol):
 
 
 class ClosableSession(Session, Protocol):
-    """What `open_session` makes of every session that can be watched."""
+    """The interface of a session that can be watched (`open_session`)."""
 
     notes: Sequence[str]
-    """What a reader of its profile should know."""
+    """Remarks for the reader of its profile."""
 
     def close(self) -> None:
         """Give the engine's memory back, where the session can; nothing else may be called afterwards."""
@@ -139,7 +139,7 @@ class Steppable(Protocol):
 
 
 class ClosableTokenSession(TokenSession, Protocol):
-    """What `open_token_session` makes of every session."""
+    """The interface of a session of tokens (`open_token_session`)."""
 
     def close(self) -> None:
         """Give the engine's memory back, where the session can; nothing else may be called afterwards."""

@@ -1,4 +1,4 @@
-"""What runs in an engine's own process: opens the engine and records runs of it, one JSON line a job.
+"""The engine's own process: it opens the engine and records runs of it, one JSON line a job.
 
 Started by `EngineProcess`, with the number of the pipe that tells of the parent's end.
 """

@@ -18,7 +18,7 @@ _MOST = 64
 
 @dataclass(frozen=True, kw_only=True)
 class _Read:
-    """What is read of another head."""
+    """A tensor that is read from another head."""
 
     cause: str
     is_key: bool

@@ -1,4 +1,4 @@
-"""What attention may read in the place of the request's own history, the likelier first."""
+"""Wrong histories that attention may read in place of the request's own, the likelier first."""
 
 from harness.explain.attention_place import wrong_place
 from harness.explain.attention_table import cache_played_back, other_block_table, past_the_context, wrong_block

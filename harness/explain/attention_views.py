@@ -1,4 +1,4 @@
-"""What attention gives over all rows of a failure, and a number fitted to some of them."""
+"""The output of attention over all rows of a failure, and a number fitted to some of them."""
 
 import math
 from collections.abc import Callable

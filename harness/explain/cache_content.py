@@ -23,7 +23,7 @@ _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 
 
 def coarser_dtype(failure: Failure) -> Iterator[Hypothesis]:
-    """What was written comes back rounded, cut off, or in 8 bits with a scale that its own numbers give."""
+    """Written values come back rounded, cut off, or in 8 bits with a scale that its own numbers give."""
     lower = "the cache is in a lower dtype"
     written, heads = failure.expected, failure.expected.unflatten(1, (-1, failure.hf.head_dim))
     for dtype in (*HALF_DTYPES, *FLOAT8_DTYPES):
@@ -145,7 +145,7 @@ def _bit_name(bit: int, dtype: torch.dtype) -> str:
 
 
 def unknown_content(failure: Failure) -> Iterator[Hypothesis]:
-    """What comes back is nothing that any row has. That is what was seen, and no cause."""
+    """The content that comes back belongs to no row. This is an observation, and no cause."""
     yield Hypothesis(
         cause=f"the slot holds what no recorded row has{at_boundary(failure)}",
         output=failure.actual,

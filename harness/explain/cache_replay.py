@@ -1,4 +1,4 @@
-"""What attention would have read: the history of each row gathered by slots, as the engine's own record has it.
+"""The history that attention would have read, gathered by slots, as the engine's own record has it.
 
 `T` query rows, `S` history rows, `M` known rows, `N` query heads, `K` KV heads, `H` head size.
 """

@@ -1,4 +1,4 @@
-"""What gives an operation's errors a direction, where no row is out of bounds (H087).
+"""Causes of errors that have a common direction, where no row is out of bounds (H087).
 
 Each row holds mostly rounding, so that no row tells a cause. All of them together do: the errors against what a cause
 would give are smaller than against the truth, by more than chance, and have that direction no more. How much likelier

@@ -1,4 +1,4 @@
-"""What may be done to every element behind an operation: values cut off at a limit, or bent by a soft cap."""
+"""Mistakes on every element behind an operation: values cut off at a limit, or bent by a soft cap."""
 
 from collections.abc import Iterator
 

@@ -44,7 +44,7 @@ class Failure:
     inputs: Sequence[torch.Tensor]
     """[R, ...] float64 each, flat; token ids [R] for the embedding."""
     dtype: torch.dtype
-    """What the operation's tensors are rounded to: the unit of its errors."""
+    """The dtype that the operation's tensors are rounded to: its rounding is the unit of the errors."""
     views: tuple[AttentionContext, ...] = ()
     """Attention only: the rows of each request with the history they read, in the order of `rows`."""
     slot_history: SlotHistory

@@ -1,4 +1,4 @@
-"""What can be said of any operation: a gain, rows or heads in another order, another input, a coarser dtype."""
+"""Causes that fit any operation: a gain, rows or heads in another order, another input, a coarser dtype."""
 
 import math
 from collections.abc import Callable, Iterator

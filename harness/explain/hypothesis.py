@@ -10,14 +10,14 @@ from harness.results import Provenance
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hypothesis:
-    """What was done instead of the operation, and what it would have given."""
+    """A mistake in place of the operation, and the values that it would have given."""
 
     cause: str
-    """What was done, in the words of the report: `rotary over neighbouring pairs`."""
+    """The mistake, in the words of the report: `rotary over neighbouring pairs`."""
     output: torch.Tensor
     """[rows, width] float64, what the wrong rows would be."""
     detail: str = ""
-    """What else is known under it: a fitted value, a list of rows."""
+    """Further facts under it: a fitted value, a list of rows."""
     freedom: int = 0
     """Numbers that were fitted, over all rows together: each costs likelihood, and needs rows that support it."""
     room: float = 2.0

@@ -102,7 +102,7 @@ def outputs_in_another_order(failure: Failure) -> Iterator[Hypothesis]:
 
 
 def _pool(failure: Failure) -> tuple[torch.Tensor, list[tuple[str, int]]]:
-    """What every output of this module and its siblings should be, [R, O of all], and each one's module and index."""
+    """All outputs of this module and its siblings, as they should be, [R, O of all]; each one's module and index."""
     columns, names = [failure.expected], [(failure.operation.site, i) for i in range(failure.expected.shape[1])]
     for operation in failure.siblings():
         weight = failure.weight(operation.tap)

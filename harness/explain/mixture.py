@@ -25,7 +25,7 @@ _SAME = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """What each expert gives for each row, and how the rows are to be mixed from that."""
+    """Each expert's output for each row, and the weights by which the rows are mixed."""
 
     failure: Failure
     module: nn.Module
@@ -93,7 +93,7 @@ class Mixture:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """What HF's module of experts is called with."""
+    """The arguments of HF's module of experts."""
 
     module: nn.Module
     x: torch.Tensor

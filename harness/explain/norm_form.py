@@ -1,4 +1,4 @@
-"""How a model's norm uses its weight, found among the ways that norms have: y = w x / sqrt(mean(x^2) + eps) + b.
+"""The form of a model's norm, found among the known ones: y = w x / sqrt(mean(x^2) + eps) + b.
 
 `R` rows, `N` heads (1 but for the norms of q and k), `D` elements that are normalised.
 """

@@ -23,7 +23,7 @@ _MATCHED = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reason:
-    """What is said of rows that are not finite."""
+    """The cause of rows that are not finite."""
 
     cause: str
     detail: str = ""

@@ -1,4 +1,4 @@
-"""What can be said of wrong rows where no known cause fits: how large, which heads and elements, how it grows."""
+"""A description of wrong rows for which no known cause fits: size, heads and elements, growth."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What the explanations of rotary embeddings share: the model's own rotation, and how far each pair was turned.
+"""Parts that the explanations of rotary embeddings share: the model's own rotation, and each pair's angle.
 
 `R` rows, `N` heads, `P` pairs of a head.
 """

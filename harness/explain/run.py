@@ -1,4 +1,4 @@
-"""What went wrong, for every operation that a comparison found wrong."""
+"""The cause of every operation that a comparison found wrong."""
 
 from contextlib import ExitStack
 from dataclasses import replace

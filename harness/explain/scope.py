@@ -1,4 +1,4 @@
-"""Which rows are wrong, in words: every row, decode rows, one request, from a position on."""
+"""The wrong rows, in words: every row, decode rows, one request, from a position on."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What a row sees, how scores are scaled and summed, and which KV head is read."""
+"""Faults of attention: visible keys, scale and sum of scores, KV heads."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Where keys and values are stored, and from where they are read."""
+"""Faults of the cache: the places where keys and values are stored, and from which they are read."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -68,7 +68,7 @@ def _with_padding_row(cache: KVCache, k: torch.Tensor, v: torch.Tensor, slots: t
 
 
 def _keys_before_rotary() -> AbstractContextManager[InjectedFault]:
-    """What is stored is what the projection gave, not what rotary made of it."""
+    """The projection's output is stored, before rotary."""
     unrotated: list[torch.Tensor] = []
 
     def project(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,7 +151,7 @@ def _takes_a_live_block(allocate: Callable[..., list[int]]) -> Callable[..., lis
 
 
 def _free_twice(free: Callable[..., None]) -> Callable[..., None]:
-    """What a request gives back stands twice in the list of free blocks."""
+    """The blocks of a finished request stand twice in the list of free blocks."""
 
     def freed(self: BlockPool, blocks: Sequence[int]) -> None:
         free(self, blocks)
@@ -283,7 +283,7 @@ _TWINS = ((*_ALIKE[0], *range(50, 58), 7), (*_ALIKE[1], *range(50, 58), 8))
 _HITS = FaultConfig(schedule="prefix-hit")
 _LAST_SLOT = 41
 _FIRST_GROWN: Row = (0, _up(PROMPT_LENGTHS[0], BLOCK_SIZE))
-"""Where the first request outgrows its blocks: into one that a preempted request has left, and will write again."""
+"""The first request outgrows its blocks, into one that a preempted request has left and will write again."""
 FAULTS = [
     _fault(
         "slot-at-boundary",

@@ -53,7 +53,7 @@ def _exponents(inv_freq: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _stretch(inv_freq: torch.Tensor, theta: float) -> torch.Tensor:
-    """What rope scaling makes of a frequency, as a factor: exactly 1 without any, as engines then have no such step."""
+    """The factor of rope scaling on a frequency: exactly 1 without any, as engines then have no such step."""
     factor = inv_freq * theta ** _exponents(inv_freq, torch.float32)
     return torch.where((factor - 1).abs() < _SAME, 1.0, factor)
 

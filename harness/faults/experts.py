@@ -38,7 +38,7 @@ def routed(change: Callable[[Experts, torch.Tensor], Route]) -> Any:
 
 
 def _best(self: Experts, logits_TE: torch.Tensor) -> Route:
-    """What the router should give, without normalising the weights."""
+    """The router's output as it should be, but with the weights left unnormalised."""
     weights_TC, chosen_TC = logits_TE.softmax(dim=-1, dtype=torch.float32).topk(self.num_chosen, dim=-1)
     return weights_TC, chosen_TC
 
@@ -135,7 +135,7 @@ def _off_by_one(self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, cho
 
 
 def _rank_missing(self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, chosen_TC: torch.Tensor) -> Any:
-    """What another rank holds of the experts, 1 and 6, is not added."""
+    """The experts of another rank, 1 and 6, are not added."""
     return sum_of(self, x_TD, weights_TC.masked_fill(chosen_TC % 5 == 1, 0), chosen_TC)
 
 
@@ -155,7 +155,7 @@ def _duplicated(weights: Weights, config: Any) -> None:
 
 
 def _stale(weights: Weights, config: Any) -> None:
-    """What one expert held before the last update of the weights."""
+    """One expert holds its weights from before the last update."""
     generator = torch.Generator().manual_seed(0)
     for name in [name for name in weights if name.startswith(_E0 + "6.")]:
         noise = torch.randn(weights[name].shape, generator=generator).to(weights[name])

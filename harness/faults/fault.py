@@ -1,4 +1,4 @@
-"""What a fault is: a bug that engines have had, put into the reference engine, with the truth of where it shows."""
+"""A fault: a bug that engines have had, put into the reference engine, with the truth of where it shows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +21,7 @@ FIRST_SAMPLED: Row = (0, PROMPT_LENGTHS[0] - 1)
 
 
 class Category(StrEnum):
-    """What part of an engine is wrong."""
+    """The part of an engine that a fault is in."""
 
     POSITION = "position"
     NORM = "norm"
@@ -36,7 +36,7 @@ class Category(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultConfig:
-    """What a check must be like for a fault to show: its trigger, in the terms of a case."""
+    """The conditions of a check under which a fault shows, in the terms of a case."""
 
     model: str = "qwen3-tiny"
     dtype: str = "float32"
@@ -53,7 +53,7 @@ class FaultConfig:
     weights_in: str | None = None
     """Dtype or format (`Q8_0`) whose values the checkpoint's matrices are rounded to."""
     numerics: Numerics | None = None
-    """What the engine declares of its arithmetic."""
+    """The engine's declaration of its arithmetic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +63,10 @@ class Fault:
     id: str
     category: Category
     summary: str
-    """What is done wrong, in one sentence."""
+    """The mistake, in one sentence."""
     inject: Callable[[], AbstractContextManager[InjectedFault]]
     tap: str | None
-    """Where it first shows, in the order of the graph; None where the engine itself raises, or a property suite."""
+    """The first tap that shows it, in the order of the graph; None if the engine itself raises, or a property suite."""
     row: Row | None
     """The first row of that tap, by request and position, that is wrong."""
     cause: str

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 @dataclass(slots=True)
 class InjectedFault:
-    """How often the changed code ran: a fault that was never reached proves nothing."""
+    """The number of times that the changed code ran: a fault that was never reached proves nothing."""
 
     num_calls: int = 0
 

@@ -1,4 +1,4 @@
-"""What numbers are kept in: 8-bit weights and caches, values cut off, sums in 16 bits, what overflows."""
+"""Faults of number formats: 8-bit weights and caches, clipping, 16-bit sums, overflow."""
 
 from collections.abc import Callable
 from dataclasses import replace

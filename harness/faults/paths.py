@@ -1,4 +1,4 @@
-"""What goes wrong only in later chunks, behind a prefix hit, after a fork or when a preempted request comes back."""
+"""Faults that show only in later chunks, after a prefix hit, after a fork or when a preempted request comes back."""
 
 from array import array
 from collections.abc import Callable

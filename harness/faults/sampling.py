@@ -1,4 +1,4 @@
-"""Which row a token is sampled from, and in what numbers."""
+"""Faults of sampling: the row, and the numbers."""
 
 from collections.abc import Callable
 from dataclasses import replace

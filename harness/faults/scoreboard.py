@@ -15,7 +15,7 @@ from harness.results import Divergence, Explanation, Finding, RunResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultScore:
-    """What was said of one fault."""
+    """The score of one fault."""
 
     fault: Fault
     detected: bool
@@ -26,7 +26,7 @@ class FaultScore:
     """A cause is asserted, and it is not the true one."""
     first: Divergence | Finding | None
     error: str | None
-    """What the engine raised."""
+    """The error that the engine raised."""
     explanation: Explanation | None
     peers: dict[str, tuple[bool, bool]]
     """Other people's rules: detected, and in the right layer first."""
@@ -34,7 +34,7 @@ class FaultScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantScore:
-    """What was said of one benign run."""
+    """The score of one benign run."""
 
     variant: Variant
     seed: int
@@ -160,7 +160,7 @@ def _first(run: RunResult) -> Divergence | Finding | None:
 
 
 def _text(explanation: Explanation) -> str:
-    """What is asserted: which rows are wrong is no part of it."""
+    """The statement of a cause, without the rows."""
     return f"{explanation.cause}; {explanation.detail}"
 
 

@@ -32,15 +32,15 @@ _VOCABULARY = range(3, 256)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What came of a check."""
+    """The result of a check."""
 
     result: CheckResult | None
     """None where the engine raised."""
     error: HarnessError | None
     num_calls: int
-    """How often the planted code ran."""
+    """The number of times that the injected code ran."""
     peers: Mapping[str, PeerVerdict]
-    """What other people's rules say of the same recording; empty where the engine raised."""
+    """The verdicts of other people's rules on the same recording; empty if the engine raised."""
 
     @property
     def is_alarm(self) -> bool:

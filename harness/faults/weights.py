@@ -1,4 +1,4 @@
-"""What is loaded, and where it goes."""
+"""Faults of loading: the tensors that are loaded, and their places."""
 
 from collections.abc import Callable
 from typing import Any
@@ -68,7 +68,7 @@ def _layer_from_another(weights: Weights, config: Any) -> None:
 
 
 def _second_shard_skipped(weights: Weights, config: Any) -> None:
-    """What the second shard of qwen2-tiny holds stays as it was allocated."""
+    """The second shard of qwen2-tiny is not loaded: its parameters stay as they were allocated."""
     second = ("model.layers.2.", "model.norm.", "lm_head.", "model.layers.1.mlp.down_proj", "model.layers.1.input_lay")
     for name in list(weights):
         if name.startswith((*second, "model.layers.1.post_att")):

@@ -21,7 +21,7 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What an engine is asked to do: some requests under a schedule."""
+    """A run of an engine: some requests under a schedule."""
 
     schedule: str
     company: str = "none"

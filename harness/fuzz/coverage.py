@@ -1,4 +1,4 @@
-"""What an engine's scheduler did in a recorded run: the conditions by which a search knows that it sees something new.
+"""Events of an engine's scheduler in a recorded run: a search sees by them that a workload does something new.
 
 Three kinds: triggers, as a check has them; what a step is made of; and what becomes of KV blocks from one step to the
 next, where the engine records its block tables.

@@ -41,7 +41,7 @@ class _Recorded:
 
 @dataclass(slots=True)
 class _Total:
-    """What a change did to one operation of all layers."""
+    """The effect of a change on one operation of all layers."""
 
     num_rows: int = 0
     num_changed: int = 0
@@ -57,7 +57,7 @@ class _Total:
 
     @property
     def state(self) -> Invariance:
-        """What it comes to."""
+        """The verdict on it."""
         if self.num_changed:
             return Invariance.BEYOND if self.is_beyond else Invariance.NOISE
         return Invariance.SAME if self.num_rows else Invariance.UNKNOWN
@@ -65,7 +65,7 @@ class _Total:
 
 @dataclass(slots=True)
 class _Found:
-    """What a change did, round after round."""
+    """The effect of a change, summed over rounds."""
 
     change: Change
     totals: dict[str, _Total] = field(default_factory=lambda: defaultdict(_Total))

@@ -24,17 +24,17 @@ from harness.taps import site_of
 
 SCHEDULE = "searched"
 _NOT_SERVED = (Code.ENGINE_CANNOT_SERVE, Code.BAD_OPTION, Code.PROMPT_TOO_LONG)
-"""What an engine raises that says beforehand what it does not do."""
+"""Codes by which an engine says beforehand that it does not serve a workload."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """What came of one workload."""
+    """The result of one workload."""
 
     run: RunResult | None = None
     """None where the engine did not come to its end."""
     error: HarnessError | None = None
-    """What ended it."""
+    """The error that ended the run."""
     conditions: frozenset[str] = field(default_factory=frozenset)
 
     @property

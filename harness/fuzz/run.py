@@ -31,7 +31,7 @@ from harness.threads import limit_threads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FuzzOptions:
-    """How to search."""
+    """Options of a search."""
 
     seconds: float = 60.0
     """Of searching; what is made before, and shrinking the last finding, come on top."""

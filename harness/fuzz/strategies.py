@@ -1,4 +1,4 @@
-"""What workloads are drawn from: lengths near boundaries, beginnings that are shared, limits that are tight."""
+"""Distributions of workloads: lengths near boundaries, beginnings that are shared, limits that are tight."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -55,7 +55,7 @@ class Searched:
 
     @property
     def cost(self) -> tuple[int, ...]:
-        """What is to be small: requests, then what happens to them, rows, steps of arrival, limits and their sizes."""
+        """The size that shrinking makes small: requests, then their events, rows, steps of arrival, and limits."""
         events = sum(request.is_aborted + 2 * (request.fork_of is not None) for request in self.requests)
         events += sum(request.arrival > 0 for request in self.requests)
         return (
@@ -72,7 +72,7 @@ class Searched:
 
 @dataclass(frozen=True)
 class Translator:
-    """What a workload has to fit: the pool, and what the engine lets a workload decide."""
+    """The limits of a workload: the pool, and the engine's control over its scheduling."""
 
     pool: Pool
     control: Control | None

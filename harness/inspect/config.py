@@ -1,4 +1,4 @@
-"""What a model's config asks for, against the tensors that are there.
+"""The tensors that a model's config asks for, against those that are there.
 
 What the config asks for is found by building HF's own module on the meta device, which takes no memory, so that every
 architecture that transformers knows is covered without a table of names here.

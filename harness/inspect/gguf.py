@@ -1,4 +1,4 @@
-"""What is in a GGUF file and its shards: metadata, tensors, types, and what is missing for its architecture."""
+"""The contents of a GGUF file and its shards: metadata, tensors, types, and those its architecture misses."""
 
 import json
 from pathlib import Path

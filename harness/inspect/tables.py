@@ -1,4 +1,4 @@
-"""What is in files of tensors, as JSON-able tables. Only headers are read."""
+"""The contents of tensor files, as JSON-able tables. Only headers are read."""
 
 from collections import Counter
 from collections.abc import Iterable

@@ -1,1 +1,1 @@
-"""What a user asks for, every name resolved: a check, a comparison, a profile. The CLI, pytest and Python run these."""
+"""A check, a comparison, a profile, with every name resolved. The CLI, pytest and Python run these."""

@@ -1,4 +1,4 @@
-"""How far rounding inside of attention may carry.
+"""Limits of rounding errors inside of attention.
 
 `B` requests, `T` queries, `S` keys, `N` query heads, `K` KV heads, `H` head size.
 """
@@ -15,7 +15,7 @@ _SCORE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSensitivity:
-    """How sensitive each row of attention, softmax(q k^T scale + mask) v, is to rounding inside of it.
+    """The sensitivity of each row of attention, softmax(q k^T scale + mask) v, to rounding inside of it.
 
     With p the probabilities and o the context of a row; all sums run over the heads as well.
     """

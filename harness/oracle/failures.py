@@ -1,4 +1,4 @@
-"""What HF's own code raises is told from what the harness raises while it watches."""
+"""Errors of HF's own code, told from those that the harness raises while it watches."""
 
 import traceback
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Which values a tensor was computed from, and by which operations: what runs is noted as it runs.
+"""The values that a tensor was computed from, and the operations: each is noted as it runs.
 
 Every storage that an operation writes is noted with its *sources*, the watched values behind it, and the operations
 since. Views share their storage's note. So the graph of a model is what its own forward did, in any architecture.
@@ -28,7 +28,7 @@ _MOVES = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a tensor comes from."""
+    """The origin of a tensor."""
 
     sources: tuple[str, ...] = ()
     """Watched values behind it, in the order in which they were used."""

@@ -55,7 +55,7 @@ class _OperationEntry(BaseModel):
 
 
 class GoldenInfo(BaseModel):
-    """What a golden was made from, and what its numbers mean."""
+    """The inputs of a golden, and the meaning of its numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -102,7 +102,7 @@ class Golden:
     def __init__(self, recording: Recording, *, is_pool: bool = False) -> None:
         self.recording = recording
         self.notes: tuple[str, ...] = ()
-        """What a reader of a comparison with it should know."""
+        """Remarks for the reader of a comparison with it."""
         self.is_pool = is_pool
         """Whether an engine may be fed any of the requests, or their beginnings, under ids of its own."""
         self.info = _read_info(recording.path)

@@ -38,7 +38,7 @@ class LoraLinear(nn.Linear):
         self.lora_b = nn.Parameter(lora_b, requires_grad=False)
         self.scaling = scaling
         self.others: dict[str, Update] = {}
-        """What other adapters, which the engine serves as well, would add here, by their folders."""
+        """Updates of other adapters, which the engine serves as well, by their folders."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return W x + b + scaling * B (A x)."""
@@ -100,7 +100,7 @@ def add_adapter(hf: HFModel, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What an adapter adds to one module: scaling * B (A x)."""
+    """The update that an adapter adds to one module: scaling * B (A x)."""
 
     a: torch.Tensor
     """[rank, inputs]"""

@@ -26,7 +26,7 @@ _RESIDENT_BYTES = 512 << 20
 
 
 class Weights(Protocol):
-    """Where a model's parameters are when they are not in use."""
+    """A model's parameters, which are loaded while they are in use."""
 
     def held(self, part: str) -> AbstractContextManager[None]:
         """Hold the weights of one part of the model, a module's path, for the duration of the block."""

@@ -32,7 +32,7 @@ from harness.taps import Operation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """What one operation gave in one of the two forwards."""
+    """The output of one operation in one of the two forwards."""
 
     operation: Operation
     rows: torch.Tensor
@@ -40,7 +40,7 @@ class Value:
     places: torch.Tensor | None = None
     """[rows] int64: request times tokens, plus token; None where all tokens of all requests are there in order."""
     call: AttentionCall | None = None
-    """What attention read; None for every other operation."""
+    """The inputs of attention; None for every other operation."""
     scores: torch.Tensor | None = None
     """[rows, n] by which a router chose; None for every other operation."""
 

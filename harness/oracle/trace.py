@@ -1,4 +1,4 @@
-"""What a model computes, traced from HF's own forward over a few tokens: each value once, and what it was made from.
+"""The trace of HF's own forward over a few tokens: each value once, and the values it was made from.
 
 A value counts if something was computed since the ones before it; what is shown twice, or moved in between, is one
 value with several names.
@@ -46,7 +46,7 @@ class Shown:
 
 @dataclass(slots=True)
 class Trace:
-    """What one forward showed."""
+    """The values of one traced forward."""
 
     num_requests: int
     num_tokens: int

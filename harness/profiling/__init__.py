@@ -1,1 +1,1 @@
-"""What prefill and decode cost, and where: passes over an engine, trace files, gates."""
+"""The cost of prefill and decode: passes over an engine, trace files, gates."""

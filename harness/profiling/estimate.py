@@ -1,4 +1,4 @@
-"""How long a profile takes, from its first plain runs: what progress is a share of."""
+"""The duration of a profile, estimated from its first plain runs, for the progress line."""
 
 from __future__ import annotations
 

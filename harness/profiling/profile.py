@@ -41,7 +41,7 @@ _MAX_CAPTURES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSpec:
-    """What is to be profiled, with every name resolved."""
+    """A profile to be made, with every name resolved."""
 
     model: str
     """As the user named it."""
@@ -63,7 +63,7 @@ class ProfileSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass:
-    """What the passes found of one phase."""
+    """The results of the passes over one phase."""
 
     window: Window
     paths: tuple[Path, ...]

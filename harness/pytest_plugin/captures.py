@@ -1,4 +1,4 @@
-"""Where the captures of a case's profile go: a folder of each case, the old one whole until the new one is."""
+"""The folders of profiles: one for each case, the old one whole until the new one is."""
 
 import os
 import tempfile

@@ -1,4 +1,4 @@
-"""What a failed case shows: our own text in place of pytest's traceback, also when it comes from an xdist worker."""
+"""The text of a failed case, in place of pytest's traceback, also when it comes from an xdist worker."""
 
 import os
 from collections.abc import Generator
@@ -61,7 +61,7 @@ class TerminalWriter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """What pytest asks for the one-line summary and for the message in a JUnit file."""
+    """The object that pytest reads for the one-line summary and for the message in a JUnit file."""
 
     message: str
 

@@ -1,4 +1,4 @@
-"""What an engine passes to the recorder, checked before anything is written.
+"""The engine's arguments to the recorder, checked before anything is written.
 
 An engine under test may be wrong in every way, and a recording that its reader would refuse is useless: a call that
 contradicts the recording's own description is BAD_RECORDER_CALL, with the values, at the call that passed it.

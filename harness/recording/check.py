@@ -19,7 +19,7 @@ _Read = Callable[[str], torch.Tensor]
 
 
 class StepRules:
-    """What the manifest says about every step's contents."""
+    """The manifest's rules for the contents of every step."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._taps = {tap.name: (tap.dtype, tuple(tap.shape)) for tap in manifest.taps}

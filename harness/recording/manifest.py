@@ -114,7 +114,7 @@ class TapEntry(_Model):
     shape: list[_Size] = Field(max_length=8)
     """Trailing dimensions, without the row."""
     shard: Shard | None = None
-    """How the ranks' parts make up the whole; null where the engine is not sharded."""
+    """The way in which the ranks' parts make up the whole; null if the engine is not sharded."""
 
     @model_validator(mode="after")
     def _is_sound(self) -> Self:
@@ -144,7 +144,7 @@ class Manifest(_Model):
     rank: int = Field(default=0, ge=0)
     world_size: int = Field(default=1, ge=1)
     numerics: Numerics | None = None
-    """What the engine says of its arithmetic, where it says anything."""
+    """The engine's declaration of its arithmetic, if it makes one."""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:

@@ -177,7 +177,7 @@ class Step:
 
     @property
     def phase(self) -> Phase:
-        """What the engine did in this step."""
+        """The phase of this step."""
         return self.entry.phase
 
     @property
@@ -288,7 +288,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """Where the tensors of a step file lie."""
+    """The layout of a step file's tensors."""
 
     tensors: dict[str, TensorEntry]
     data_offset: int

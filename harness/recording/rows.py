@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class TokenCounts:
-    """How many tokens each request has, for checking whole columns of rows at once: arrays, or tensors on the CPU."""
+    """The number of tokens of each request, for checks of whole columns of rows: arrays, or tensors on the CPU."""
 
     def __init__(self, requests: "Iterable[RequestInfo]") -> None:
         counts = sorted((request.id, len(request.token_ids)) for request in requests)

@@ -1,4 +1,4 @@
-"""Which changes of schedule change bits, for programs: keys that are always there, in finite numbers."""
+"""Changes of schedule that change bits, for programs: keys that are always there, in finite numbers."""
 
 from typing import Any
 

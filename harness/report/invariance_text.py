@@ -1,4 +1,4 @@
-"""Which changes of schedule change bits, for people at a terminal: operations against changes."""
+"""Changes of schedule that change bits, for people at a terminal: operations against changes."""
 
 import textwrap
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What every form for people says in words: numbers, the headline, the culprit, the findings, the facts at the foot."""
+"""Sentences that all forms for people share: numbers, headline, culprit, findings, the facts at the foot."""
 
 import math
 from collections import Counter

@@ -42,7 +42,7 @@ class _Column:
     cell: Callable[[Row], str]
     align: str = "right"
     rank: int = 0
-    """Where the table is too wide, the column of the highest rank goes first; rank 0 stays."""
+    """If the table is too wide, the column of the highest rank goes first; rank 0 stays."""
 
 
 _LABEL = 1
@@ -66,7 +66,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """What the lines are laid out for."""
+    """The properties of the output that the lines are laid out for."""
 
     width: int
     color: bool

@@ -1,4 +1,4 @@
-"""How far a golden moved from its sketch, and in which words that is said."""
+"""The distance between a golden and its sketch, and its description in words."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """How far a golden moved from its sketch."""
+    """The distance between a golden and its sketch."""
 
     tokens: tuple[Difference, ...]
     """Tokens that differ, or are on one side only."""

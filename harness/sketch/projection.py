@@ -42,7 +42,7 @@ def make_sketch(golden: Golden) -> Sketch:
 
 
 class _Sums:
-    """What is summed over the rows of one tap."""
+    """Sums over the rows of one tap."""
 
     def __init__(self, tap: str) -> None:
         self.tap = tap

@@ -85,7 +85,7 @@ class _Value:
     axis: str
     label: str
     changes: Mapping[str, Any]
-    """What `Case.replaced` is given."""
+    """The arguments of `Case.replaced`."""
 
 
 def _axes(matrix: Matrix) -> list[list[_Value]]:

@@ -26,7 +26,7 @@ _RESULT = TypeAdapter(CaseResult)
 
 @dataclass(slots=True)
 class Journal:
-    """What was done of a suite, kept in a file."""
+    """The finished cases of a suite, kept in a file."""
 
     path: Path
     results: dict[str, CaseResult] = field(default_factory=dict)

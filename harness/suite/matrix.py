@@ -57,7 +57,7 @@ class PromptsValue(BaseModel):
 
 
 class Rule(BaseModel):
-    """What the cases that it selects need; of several rules, the last that says it counts."""
+    """Needs of the cases that it selects; of several rules, the last that names a need counts."""
 
     model_config = _STRICT
 
@@ -71,7 +71,7 @@ class Rule(BaseModel):
 
 
 class Matrix(BaseModel):
-    """What cases are multiplied by. An axis that is left out leaves the case's own value."""
+    """The axes that cases are multiplied by. An axis that is left out leaves the case's own value."""
 
     model_config = _STRICT
 

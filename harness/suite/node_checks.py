@@ -1,4 +1,4 @@
-"""What the nodes of a cluster must have before the first task."""
+"""Requirements on the nodes of a cluster, checked before the first task."""
 
 from collections.abc import Mapping, Sequence
 

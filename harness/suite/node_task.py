@@ -25,7 +25,7 @@ _shelf = ProcessShelf(1)
 
 
 class Look(BaseModel):
-    """What there is on a node."""
+    """The machine and the versions of a node."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -1,4 +1,4 @@
-"""Where tasks run: what the driver of a suite knows of processes here, and of a cluster."""
+"""Pools that run tasks: the driver's view of processes here, and of a cluster."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before the first task: a name that stands for nothing."""
+"""Mistakes that can be found before the first task: names of nothing that exists."""
 
 import json
 import os

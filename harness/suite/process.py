@@ -61,7 +61,7 @@ class CaseProcess(EngineProcess):
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """What a process is started with; tasks of another setting need another process."""
+    """The settings that a process is started with; a task with other settings needs another process."""
 
     python: str | None
     variables: tuple[tuple[str, str], ...]

@@ -21,7 +21,7 @@ from harness.suite_results import CaseResult, CaseVerdict, SuiteResult
 MOST_ATTEMPTS = 3
 """Times that a task is tried whose worker or node was lost."""
 NO_NODE_PATIENCE_S = 60.0
-"""How long a suite waits for a machine when there is none left that can run what is left."""
+"""Time for which a suite waits for a machine when no machine is left that can run the rest."""
 _WAIT_S = 0.5
 _LOOK_AHEAD = 1000
 """Waiting tasks that are looked at for one that fits, each time that something has ended."""
@@ -29,7 +29,7 @@ _LOOK_AHEAD = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a suite is."""
+    """Counts of a suite that runs."""
 
     running: int
     done: int

@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 class DamagedBlobError(Exception):
-    """What a store holds under a digest is not what the digest is of, or is not there."""
+    """A store holds other content than the digest's, or nothing."""
 
 
 class Store:

@@ -1,4 +1,4 @@
-"""What one task of a suite is: a case or a golden, and what it needs to run. All of it travels to other machines."""
+"""A task of a suite: a case or a golden, and its needs. All of it travels to other machines."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Resources(BaseModel):
-    """What a task occupies while it runs."""
+    """Resources that a task occupies while it runs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -53,7 +53,7 @@ class SuiteCase(BaseModel):
     name: str
     case: Case
     labels: dict[str, str]
-    """What a reader calls its parts: case, model, engine, dtype, schedule, prompts."""
+    """Labels for the reader: case, model, engine, dtype, schedule, prompts."""
     resources: Resources = Resources()
     environment: str | None = None
     """Name of the environment; None for the harness's own."""
@@ -70,7 +70,7 @@ class SuiteCase(BaseModel):
 
 
 class StoredGolden(BaseModel):
-    """Where a golden is: under its name in a cache, and by content in the store."""
+    """The place of a golden: its name in a cache, and its digest in the store."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -81,7 +81,7 @@ class StoredGolden(BaseModel):
 
 
 class Task(BaseModel):
-    """What a worker is asked to do: make goldens for a case, or check it."""
+    """A request to a worker: make goldens for a case, or check it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -91,7 +91,7 @@ class Task(BaseModel):
     store: str | None = None
     """URL of the store; None where all workers share one machine's cache."""
     store_patience_s: float = 60.0
-    """How long a store may fail before the task is given up."""
+    """Time for which a store may fail before the task is given up."""
     is_forked: bool = False
     """Whether a golden is also made for the copies of the schedule `forked`."""
     goldens: tuple[StoredGolden, ...] = ()
@@ -99,7 +99,7 @@ class Task(BaseModel):
 
     @property
     def label(self) -> str:
-        """What it is, in words."""
+        """The task in words."""
         return f"golden of {self.case.name}" if self.kind == "golden" else self.case.name
 
 
@@ -111,7 +111,7 @@ class Answer(BaseModel):
     verdict: Literal["pass", "mismatch", "error"]
     code: str | None = None
     reason: str | None = None
-    """What is wrong, in a sentence."""
+    """The reason, in a sentence."""
     first_divergence: dict[str, Any] | None = None
     figures: dict[str, float] = {}
     goldens: tuple[StoredGolden, ...] = ()

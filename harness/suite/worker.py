@@ -1,4 +1,4 @@
-"""What runs in a suite's worker processes: one task after the other, each answered with what came of it."""
+"""A suite's worker process: it runs one task after the other, and answers each with its result."""
 
 import base64
 import math

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What an operation does, as far as it is known from what HF's code ran."""
+    """The kind of an operation, as far as the operators that HF's code ran tell it."""
 
     EMBEDDING = "embedding"
     COPY = "copy"
@@ -30,7 +30,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorModel:
-    """How often and where an operation of one kind rounds (harness/compare/bounds.py)."""
+    """The roundings in an operation of one kind (harness/compare/bounds.py)."""
 
     roundings: float
     """Roundings of the whole row to the engine's dtype, the worst case adding up."""
@@ -44,7 +44,7 @@ class ErrorModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindTraits:
-    """What is particular to one kind."""
+    """The properties of one kind."""
 
     error_model: ErrorModel | None
     """Its derived bound; None where the control alone says what rounding may do."""

@@ -12,7 +12,7 @@ EMBEDDING = "model.embed_tokens"
 FINAL_NORM = "model.norm"
 LOGITS = "lm_head"
 FINAL_LOGITS = "logits"
-"""What the model makes of the head's output, where it does (a soft cap, a scale)."""
+"""The head's output after a soft cap or a scale, if the model has one."""
 
 _IN_LAYER = re.compile(r"(?P<prefix>[A-Za-z_][\w.]*?\.(?P<layer>\d{1,4})\.)(?P<site>.+)", re.DOTALL | re.ASCII)
 

@@ -1,4 +1,4 @@
-"""What an attention backend is, and how one is found by name.
+"""The interface of an attention backend, and how one is found by name.
 
 Shapes: T tokens, C context tokens, N query heads, K KV heads, H head dim.
 """
@@ -28,7 +28,7 @@ class AttentionBackend(Protocol):
     """Lets each token see the earlier ones of its request."""
 
     limits: Limits
-    """What it can serve."""
+    """The limits of what it can serve."""
     has_blocks: bool
     """Whether slots and block tables mean something to an observer."""
     operators: Any | None
@@ -42,7 +42,7 @@ class AttentionBackend(Protocol):
 
     @property
     def cache(self) -> KVCache | None:
-        """Where K and V outlive the step. Without one, every step gets all rows of its requests."""
+        """The cache that keeps K and V between steps. Without one, every step gets all rows of its requests."""
 
     def plan(self, batch: Batch) -> Any:
         """Prepare what all layers of a step share; it comes back as `batch.plan`."""

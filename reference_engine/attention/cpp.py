@@ -42,7 +42,7 @@ _LIMITS: Limits = CppLimits(device_types=("cpu",))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CppPlan:
-    """How the step's rows are shared out, for all layers."""
+    """The division of the step's rows, for all layers."""
 
     num_single: int
     """Leading requests with one row."""

@@ -1,4 +1,4 @@
-"""What an attention backend can serve, said before anything is loaded."""
+"""The limits of an attention backend, known before anything is loaded."""
 
 from __future__ import annotations
 

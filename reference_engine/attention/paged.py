@@ -27,7 +27,7 @@ __all__ = ["PagedAttention", "PagedPlan"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SingleBlocks:
-    """Where the keys of requests with one row are that see their whole past: in whole blocks."""
+    """Whole blocks with the keys of requests with one row that see their whole past."""
 
     tables_RB: torch.Tensor
     max_len: int
@@ -40,7 +40,7 @@ class SingleBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SingleSlots:
-    """Where the keys of requests with one row are that see a window, which begins anywhere in a block."""
+    """Slots with the keys of requests with one row that see a window, which begins anywhere in a block."""
 
     slots_RC: torch.Tensor
     """Padded with a slot of the null block."""
@@ -50,7 +50,7 @@ class SingleSlots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedPlan:
-    """Where each request's keys are, worked out once for all layers of the same window."""
+    """The places of each request's keys, worked out once for all layers of the same window."""
 
     window: int | None
     """Latest tokens that a row sees; None: all."""

@@ -50,7 +50,7 @@ _LIMITS: Limits = TritonLimits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TritonPlan:
-    """How the step's rows are shared out, for all layers."""
+    """The division of the step's rows, for all layers."""
 
     num_single: int
     """Leading requests with one row."""

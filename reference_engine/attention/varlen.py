@@ -41,7 +41,7 @@ def _kernel() -> Callable[..., torch.Tensor] | None:
 
 
 class VarlenLimits(Limits):
-    """What FlashAttention 2 serves, where torch has it."""
+    """The limits of FlashAttention 2, if torch has it."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""What Triton's interpreter does otherwise than a GPU, made up for.
+"""Differences between Triton's interpreter and a GPU, made up for.
 
 It keeps bfloat16 as bit patterns, which it multiplies as the integers they look like, and rounds towards zero where a
 GPU rounds to nearest (triton#11584; so as of 3.9). Under the interpreter bfloat16 tiles are therefore widened to

@@ -1,4 +1,4 @@
-"""How large the tiles of the attention kernels are: from the head's shape alone, so that no result depends on a batch.
+"""Tile sizes of the attention kernels: from the head's shape alone, so that no result depends on a batch.
 
 Chosen so that compiled kernels keep everything in registers and take at most 96 KiB of shared memory (Triton 3.6, for
 compute capability 8.0, 8.9, 9.0 and 12.0). That is all that is known of them: no time has been measured on a GPU.

@@ -1,4 +1,4 @@
-"""What all answers share: their head, their counts, and several streams as one."""
+"""Parts that all answers share: their head, their counts, and several streams as one."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ TokenIds = list[Annotated[int, Field(ge=0)]]
 
 
 class StreamOptions(BaseModel):
-    """What a stream has besides the tokens."""
+    """Options of a stream."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -27,7 +27,7 @@ class StreamOptions(BaseModel):
 
 
 class _Request(BaseModel):
-    """What completions and chats share: OpenAI's fields, and below the line those that vLLM added."""
+    """Fields that completions and chats share: OpenAI's, and below the line those that vLLM added."""
 
     model_config = ConfigDict(extra="forbid")
 

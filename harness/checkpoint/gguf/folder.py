@@ -35,7 +35,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFSource:
-    """Where the weights of a checkpoint folder come from."""
+    """The source of a checkpoint folder's weights."""
 
     path: Path
     """The GGUF file, or its first shard."""

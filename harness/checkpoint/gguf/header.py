@@ -32,7 +32,7 @@ Value = int | float | bool | str | list[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFTensor:
-    """Where one tensor of the file lies."""
+    """The place of one tensor in the file."""
 
     name: str
     type: GGMLType
@@ -67,7 +67,7 @@ class GGUFHeader:
     tensors: tuple[GGUFTensor, ...]
     """In the order of the file."""
     data_offset: int
-    """Where the data section begins in the file."""
+    """The offset of the data section in the file."""
     file_bytes: int
 
 

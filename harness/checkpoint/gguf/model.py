@@ -27,7 +27,7 @@ class GGUFModel:
 
     @cached_property
     def metadata(self) -> Metadata:
-        """What the first file says of the model; the others repeat nothing of it."""
+        """The metadata of the first file; the others repeat nothing of it."""
         return Metadata(self.headers[0].metadata, self.path)
 
     @cached_property

@@ -45,7 +45,7 @@ class Subject:
     recorded: Callable[[str], torch.Tensor | None] = lambda _tap: None
     """Returns another tap at the same rows, [R, ...]; None where it was not recorded at all of them."""
     declared: Numerics = field(default_factory=Numerics)
-    """What the engine says of its arithmetic."""
+    """The engine's declaration of its arithmetic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +53,9 @@ class Rounding:
     """One legitimate order of rounding, applied to the rows at hand."""
 
     name: str
-    """What the report says."""
+    """The name in the report."""
     model: ErrorModel
-    """What is left to rounding under it."""
+    """The error that remains to rounding under it."""
     expected: Callable[[], torch.Tensor]
     """Computes what the rows should be: [R, W] float64."""
     room: torch.Tensor | None = None

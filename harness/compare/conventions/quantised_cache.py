@@ -26,7 +26,7 @@ ROUNDED_SUMS = KEPT + ", the sum of the values in their dtype (flash attention)"
 
 @dataclass(frozen=True, slots=True)
 class _Operands:
-    """What the products are made of, and by how much each element may differ where it is on a rounding tie."""
+    """The operands of the products, and the most that each element may differ by where it is on a rounding tie."""
 
     query: Stored
     """[B, N, T, H], or H and one more for each block of keys with minima."""

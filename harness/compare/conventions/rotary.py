@@ -26,7 +26,7 @@ _ROUNDINGS_OF_ANGLE = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Angles:
-    """What the angles are made of."""
+    """The factors of the angles."""
 
     positions: torch.Tensor
     """[R] int64."""

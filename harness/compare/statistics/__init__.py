@@ -1,4 +1,4 @@
-"""What is wrong with an operation of which no single row is out of bounds: one statistic a file.
+"""Statistics of an operation of which no single row is out of bounds: one a file.
 
 A new one is a member of `Verdict`, a code, a file here, and an entry of `STATISTICS`.
 """

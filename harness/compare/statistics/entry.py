@@ -1,4 +1,4 @@
-"""What a statistic of an operation says where no single row is out of bounds."""
+"""The result of a statistic over an operation of which no single row is out of bounds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from harness.results import Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Departure:
-    """What rounding does not do, seen in an operation's rows together."""
+    """An effect that rounding does not have, seen in an operation's rows together."""
 
     verdict: Verdict
     code: Code

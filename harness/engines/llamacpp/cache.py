@@ -20,7 +20,7 @@ _MOST_CELLS = 1 << 28
 
 @dataclass(slots=True)
 class CachedRows:
-    """What the cache holds of a sequence."""
+    """The cells of a sequence in the cache."""
 
     positions: torch.Tensor
     """[cells] int64, ascending."""

@@ -1,4 +1,4 @@
-"""What llama.cpp computes, node by node: its evaluation callback, and the taps of each of its small batches."""
+"""Capture of llama.cpp's graph: its evaluation callback, and the taps of each of its small batches."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ _WITH_HEADS = ("q_norm", "k_norm", "q_rope", "k_rope")
 
 @dataclass(slots=True)
 class UBatch:
-    """What llama.cpp computed at once: a batch, or a part of it."""
+    """One forward of llama.cpp: a batch, or a part of it."""
 
     taps: dict[str, torch.Tensor] = field(default_factory=dict)
     """[rows or outputs, W] in the order of HF's heads."""

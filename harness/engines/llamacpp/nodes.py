@@ -1,4 +1,4 @@
-"""Which node of llama.cpp's graph is which tap.
+"""The taps of llama.cpp's graph, node by node.
 
 Products, norms and look-ups are told by the *weight* that they use: some have no name of their own (the output
 projection of Qwen), and names change between versions. Only what has no weight is told by its name.

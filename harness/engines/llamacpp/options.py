@@ -19,7 +19,7 @@ _KNOWN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaCppOptions:
-    """How a context of llama.cpp is made; what is not given is llama.cpp's own default."""
+    """Parameters of a context of llama.cpp; None leaves llama.cpp's own default."""
 
     cache_type_k: str = "F16"
     cache_type_v: str = "F16"

@@ -105,7 +105,7 @@ class Tensor:
 
     @property
     def op(self) -> str:
-        """What computes it: `MUL_MAT`, `ADD`; of a gated unit which one: `SWIGLU`."""
+        """Its operator: `MUL_MAT`, `ADD`; of a gated unit its kind: `SWIGLU`."""
         described: bytes = _ggml().ggml_op_desc(self.address)
         return described.decode()
 

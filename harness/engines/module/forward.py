@@ -1,4 +1,4 @@
-"""How a user's module is called: token ids and positions in, logits and perhaps a cache out."""
+"""The call of a user's module: token ids and positions in, logits and perhaps a cache out."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ _FILLED_IF_REQUIRED: Mapping[str, Callable[[range, torch.device], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a forward returned."""
+    """The result of a forward."""
 
     logits: torch.Tensor
     """[rows, vocabulary]: of all tokens that were fed, or of the last one."""

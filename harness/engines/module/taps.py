@@ -1,4 +1,4 @@
-"""Which values of a user's module are taps of HF's graph, found in one run over a few tokens."""
+"""The values of a user's module that are taps of HF's graph, found in one run over a few tokens."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ _LENGTHS = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a tap is to be had."""
+    """The place of a tap in the module."""
 
     operation: Operation
     source: str
@@ -26,7 +26,7 @@ class Place:
     shown: str
     """The module's own name of it."""
     index: int
-    """Which of the tensors that are shown."""
+    """Its index among the tensors that are shown."""
     has_batch: bool
     """Whether the first dimension counts requests, of which there is one."""
     token_dim: int

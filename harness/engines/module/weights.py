@@ -1,4 +1,4 @@
-"""What a module's own tensors say of it: its dtype and its device."""
+"""Dtype and device of a module, from its own tensors."""
 
 from collections import Counter
 from collections.abc import Iterator

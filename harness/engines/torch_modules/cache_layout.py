@@ -1,4 +1,4 @@
-"""Where a paged cache keeps each element, learned from the engine's own writer."""
+"""The layout of a paged cache, learned from the engine's own writer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

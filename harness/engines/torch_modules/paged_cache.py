@@ -1,4 +1,4 @@
-"""What a live engine's paged cache holds of a request, read through its block table."""
+"""A request's keys and values in a live engine's paged cache, read through its block table."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ from harness.engines.torch_modules.values import Attribute, Fields, Split, Value
 from harness.taps import Graph
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Where a model does not say it."""
+"""HF's names of the parts of a fused module, if the model does not say them."""
 
 
 def find_table(model: nn.Module, graph: Graph, *, fused_sizes: Callable[[nn.Module], Sequence[int]]) -> list[Entry]:

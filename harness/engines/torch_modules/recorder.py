@@ -19,7 +19,7 @@ from harness.taps import Graph, Kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """What a step computes, in the order of the engine's rows."""
+    """The rows of a step, in the engine's order."""
 
     phase: str
     """`prefill`, `decode` or `mixed`."""
@@ -31,7 +31,7 @@ class StepRows:
     sampled_rows: Sequence[int] = ()
     """Indices of the rows whose logits choose a token."""
     kept: Sequence[int] | None = None
-    """Where the rows are among those of the engine's tensors; None where these have no others (padding)."""
+    """Indices of the rows in the engine's tensors; None if these hold no others (padding)."""
     sampled_kept: Sequence[int] | None = None
     """Where the sampled rows are among those of modules that see only rows to sample from; None where there are no
     others (engines also compute the logits of a prompt's piece, and throw them away)."""

@@ -25,7 +25,7 @@ from harness.taps import Graph, site_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one forward of an engine's model computes."""
+    """One forward of an engine's model."""
 
     requests: Sequence[int]
     """Ids, in the order of their rows."""
@@ -60,7 +60,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """What is between a forward of the model and the sampling behind it."""
+    """State between a forward of the model and the sampling that follows it."""
 
     batch: Batch
     rows: StepRows

@@ -15,7 +15,7 @@ Argument = int | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Which of HF's values a module shows."""
+    """The value of HF's graph that a module shows."""
 
     module: str
     """Path in the engine, `{layer}` for the number: `model.layers.{layer}.self_attn.qkv_proj`. Where one module serves

@@ -1,4 +1,4 @@
-"""How the tensors of an engine's module are cut into HF's values.
+"""HF's values, cut out of the tensors of an engine's module.
 
 A tap is named by a template: `{layer}` stands for the number of the layer, `{previous}` for the one before it (in layer
 0 the tap is left out), `{last}` for the last one.

@@ -1,4 +1,4 @@
-"""What vLLM is opened with: fields of its `EngineArgs`, from options, from a schedule, and what every run needs."""
+"""Fields of vLLM's `EngineArgs`, from options, from a schedule, and those that every run needs."""
 
 from collections.abc import Mapping
 from dataclasses import fields

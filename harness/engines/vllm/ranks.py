@@ -18,7 +18,7 @@ from harness.taps import Graph
 
 
 class RankRecorder:
-    """What vLLM adds to each of its workers (`worker_extension_cls`); called by `collective_rpc`."""
+    """Methods added to each of vLLM's workers (`worker_extension_cls`); called by `collective_rpc`."""
 
     rank: int
     model_runner: Any

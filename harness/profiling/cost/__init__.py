@@ -1,1 +1,1 @@
-"""What work costs: formulas by operation, costs by operator, the machine's roofs."""
+"""The cost of work: formulas by operation, costs by operator, the machine's roofs."""

@@ -1,4 +1,4 @@
-"""What the machine reaches at best: the two roofs that a profile is held against, measured where it is made."""
+"""The two roofs of the machine, measured where the profile is made."""
 
 from __future__ import annotations
 

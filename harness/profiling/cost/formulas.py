@@ -1,4 +1,4 @@
-"""What each operation of a decoder has to cost: FLOPs and bytes, from the model's sizes and the step's rows alone.
+"""FLOPs and bytes that each operation of a decoder needs, from the model's sizes and the step's rows alone.
 
 docs/profiling.md derives them. Bytes are those of operations that are computed one by one: each reads its inputs and
 its weights once and writes its output once. What an engine fuses moves less.

@@ -1,4 +1,4 @@
-"""What the reference engine's own operators cost, from their arguments: no other counter knows its kernels.
+"""Cost of the reference engine's own operators, from their arguments: no other counter knows its kernels.
 
 Of attention through block tables the lengths say which keys are read; they are on the device, which is waited for.
 """

@@ -1,4 +1,4 @@
-"""What one dispatched operator costs, from its own arguments: FLOPs, elements, bytes read and written.
+"""Cost of one dispatched operator, from its own arguments: FLOPs, elements, bytes read and written.
 
 FLOPs are those of matrix products and of attention, a multiply-add counting as two, as is usual for MFU (Chowdhery et
 al. 2022, appendix B). Everything pointwise is counted by itself, one for each element.

@@ -1,4 +1,4 @@
-"""How many pairs of a query and a key attention has to compute: what its cost is proportional to."""
+"""The number of pairs of a query and a key in attention: its cost is proportional to it."""
 
 
 def causal_pairs(num_queries: int, context_len: int) -> int:

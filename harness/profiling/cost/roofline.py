@@ -1,4 +1,4 @@
-"""Where a phase and its operations stand under the machine's two roofs (Williams et al. 2009)."""
+"""A phase and its operations under the machine's two roofs (Williams et al. 2009)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMPUTED_WITH = {
     "mlp.gate_proj", ROTARY: "input_layernorm", "q_rope": "self_attn.q_norm", "post_attention_layernorm":
     "attn_residual", "input_layernorm": "output", FINAL_NORM: "output",
 }  # fmt: skip
-"""Where an engine computes several operations in one, the one that stands for this one."""
+"""The operation that stands for this one in an engine that computes several in one."""
 
 
 def bound_by(flops: int, bytes_moved: int, time_s: float, ceilings: Ceilings) -> BoundBy:

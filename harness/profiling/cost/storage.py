@@ -1,4 +1,4 @@
-"""Where tensors lie in memory, those in oneDNN's own layout included, which hide their storage."""
+"""Addresses and sizes of tensors, also of those in oneDNN's own layout, which hide their storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a profile may need, stored: one entry for each kind of machine, set of versions and piece of work.
+"""The limits of a profile, stored: one entry for each kind of machine, set of versions and piece of work.
 
 A baseline file is read in review, so it is sorted, one count a line, and holds no time: times do not travel.
 """
@@ -25,7 +25,7 @@ _WORK = ("engine", "dtype", "device", "batch_size", "prompt_tokens", "max_new_to
 
 
 class PhaseNeeds(BaseModel):
-    """What one phase needs. Sums over its steps."""
+    """Counts and amounts of one phase. Sums over its steps."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -20,7 +20,7 @@ from harness.profiling.gate.versions import Version, last_line
 
 _SERVER, _PROGRAM = Path(fork_server.__file__), Path(step_worker.__file__)
 SHARED = ("numpy", "safetensors", "torch", "torch.nn.attention.bias")
-"""What engines import and no version brings along; the last one imports torch's compiler, which takes longest."""
+"""Modules that engines import and that no version is read from; the last, torch's compiler, takes longest."""
 PhaseSeconds = dict[str, dict[str, float]]
 """CPU and wall seconds (`cpu`, `wall`) of each phase."""
 

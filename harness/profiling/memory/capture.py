@@ -38,7 +38,7 @@ _MAX_CUDA_ENTRIES = 200_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCapture:
-    """What the memory pass found."""
+    """The results of the memory pass."""
 
     timeline: MemoryTimeline
     elapsed_s: float

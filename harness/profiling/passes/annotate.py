@@ -1,4 +1,4 @@
-"""What is added to a trace that has been written, so that other tools read it as it is meant.
+"""Additions to a trace that has been written, so that other tools read it correctly.
 
 torch writes a span of an engine's operation as an operator: sums of operators, TensorBoard's for one, would count it
 and all within it twice. Here spans become user annotations. Tracks of counters show the running requests and the K and

@@ -1,4 +1,4 @@
-"""What a profile makes an engine compute, and which steps of it each phase is judged by.
+"""The requests of a profile, and the steps that each phase is judged by.
 
 Every pass runs the same requests again, so the steps that a first run found are those of every later one.
 """
@@ -29,7 +29,7 @@ class ProfileRequests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureSchedule:
-    """How much of a phase is captured, in the words of torch.profiler."""
+    """The part of a phase that is captured, in the terms of torch.profiler."""
 
     wait: int = 1
     """Units left alone: steps of decode, whole runs of the other phases, which come but once in each run."""

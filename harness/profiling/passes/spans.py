@@ -20,7 +20,7 @@ from harness.profiling.span_names import STEP, layer_of
 
 @dataclass(frozen=True, slots=True)
 class _Boundary:
-    """What happens where one operation ends and the next begins; all looked up beforehand, to keep the gap short."""
+    """The calls between two operations; all looked up beforehand, to keep the gap short."""
 
     name: str
     """Of the operation that ends."""

@@ -46,7 +46,7 @@ class _Layer:
     name: str
     sum: _Sum = field(default_factory=_Sum)
     operators: Counter[str] = field(default_factory=Counter)
-    """What makes it identical with another one."""
+    """How often each operator ran. Two layers are identical if these are equal."""
 
 
 def tables(events: TraceEvents, names: Collection[str]) -> PhaseTables:

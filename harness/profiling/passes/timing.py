@@ -106,7 +106,7 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class _Used:
-    """What the process has used so far."""
+    """Resources that the process has used so far."""
 
     cpu_s: float
     num_switches: int

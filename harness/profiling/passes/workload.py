@@ -13,7 +13,7 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileWorkload:
-    """How many requests of which length.
+    """The number and the lengths of the requests.
 
     Raises:
         HarnessError: BAD_OPTION: a number is not positive.

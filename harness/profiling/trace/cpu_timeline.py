@@ -1,4 +1,4 @@
-"""What each thread of the CPU did at every moment: its innermost operator, or call of the device's runtime."""
+"""The activity of each CPU thread at every moment: its innermost operator, or call of the device's runtime."""
 
 from __future__ import annotations
 

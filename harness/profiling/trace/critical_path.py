@@ -1,4 +1,4 @@
-"""What a trace waited for at every moment: the chain of operators, launches and kernels that its duration is made of.
+"""The critical path of a trace: the chain of operators, launches and kernels that its duration is made of.
 
 The chain is followed from its end to its begin. A kernel began when the one before it in its stream ended, or when the
 host launched it, or when another stream was done; a call that waits for the GPU ended with the kernel that it waited
@@ -38,7 +38,7 @@ class _Link:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the chain goes on: at the end of a kernel, or on a thread of the CPU."""
+    """The event at which the chain goes on: the end of a kernel, or a CPU thread."""
 
     kernel: int | None
     thread: int | None

@@ -1,4 +1,4 @@
-"""What a GPU did in a trace: how long it was busy and why it was not, what launches cost, what communication hid.
+"""A GPU's time in a trace: how long it was busy and why it was not, launches, hidden communication.
 
 Definitions are those of HolisticTraceAnalysis where it has them, so that figures can be compared: idle time is taken by
 stream, between one kernel and the next, and launch delay is from the end of the launching call to the kernel.

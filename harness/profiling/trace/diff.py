@@ -1,4 +1,4 @@
-"""What changed between two traces: how often each operator ran, then how long, by phase."""
+"""Changes between two traces: how often each operator ran, then how long, by phase."""
 
 from __future__ import annotations
 

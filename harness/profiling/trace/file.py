@@ -62,7 +62,7 @@ class Trace:
     processes: NDArray[np.int32]
     """Of each thread the number of its process."""
     correlation: NDArray[np.int64]
-    """What a kernel and the call that launched it have in common; -1 for everything else."""
+    """The id that a kernel shares with the call that launched it; -1 for everything else."""
     begin_us: float
     """Of the first event, on the file's own clock."""
     shapes: tuple[str, ...]

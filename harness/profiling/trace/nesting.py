@@ -1,4 +1,4 @@
-"""Which event of a trace is nested in which."""
+"""The nesting of a trace's events."""
 
 from __future__ import annotations
 

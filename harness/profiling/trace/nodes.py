@@ -65,7 +65,7 @@ class MemoryEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceEvents:
-    """What a trace holds of the engine's own thread."""
+    """The events of the engine's own thread."""
 
     steps: tuple[Node, ...]
     """The spans of whole steps."""

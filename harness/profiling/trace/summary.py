@@ -1,4 +1,4 @@
-"""What a Chrome trace of torch holds, counted and summed up by phase, operation and operator."""
+"""A Chrome trace of torch, counted and summed up by phase, operation and operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the attention suite asks of an attention function's adapter.
+"""The interface of an attention function under test.
 
 Shapes: T rows of all requests one after the other, R requests, C context tokens, N query heads, K KV heads, H head dim,
 B blocks, S slots in a block, P parts of a split.

@@ -22,7 +22,7 @@ fit into float32, which any kernel sums in; float16 goes up to a few times below
 SCORE_LEVELS = (1.0, 0.0, 0.01, 8.0, 300.0, 10000.0)
 """Up to 10,000: products of float16 queries and keys are then beyond 65504, as are their sums."""
 MOST_ROUNDED_SCORE = 8.0
-"""Where scores are rounded to the dtype, larger ones leave nothing of the softmax."""
+"""The largest score if scores are rounded to the dtype: larger ones leave nothing of the softmax."""
 
 GARBAGE = (math.nan, 100.0, math.inf)
 """Content of unallocated slots."""
@@ -52,7 +52,7 @@ KEYWORD_OF = {"scale": "scale", "window": "window", "soft cap": "softcap", "spli
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What the function under test takes."""
+    """The inputs that the function under test takes."""
 
     dtypes: Sequence[str] = DTYPES
     head_dims: Sequence[int] = HEAD_DIMS

@@ -33,7 +33,7 @@ class CacheCase:
     num_kv_heads: int
     head_dim: int
     slots: tuple[int, ...]
-    """Where rows go to; the adapter's `pad_slot` for rows that go nowhere."""
+    """The slot of each row; the adapter's `pad_slot` for rows that are not stored."""
     seed: int
     device: str
 

@@ -18,7 +18,7 @@ __all__ = ["AttentionCase", "Tensors"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensors:
-    """What `attend` gets."""
+    """The arguments of `attend`."""
 
     q_TNH: torch.Tensor
     k_cache_BSKH: torch.Tensor
@@ -76,7 +76,7 @@ class AttentionCase:
 
     @property
     def true_scale(self) -> float:
-        """What the scores are multiplied by."""
+        """The factor of the scores."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
@@ -92,7 +92,7 @@ class AttentionCase:
 
     @property
     def order(self) -> list[int]:
-        """Where each block lies, in the order in which they are needed."""
+        """The pool's index of each block, in the order in which they are needed."""
         order = list(range(self.num_blocks))
         if self.placement:
             random.Random(self.placement).shuffle(order)

@@ -35,7 +35,7 @@ _PRODUCTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What attention ought to give."""
+    """The output that attention should give."""
 
     out_TNH: torch.Tensor
     """float64."""

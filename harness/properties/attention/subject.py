@@ -17,7 +17,7 @@ __all__ = ["AttentionUnderTest", "not_checked"]
 
 
 class AttentionUnderTest(Target):
-    """What `--attention` names: a function, or a class or object with a method `attend`.
+    """The object that `--attention` names: a function, or a class or object with a method `attend`.
 
     Raises:
         HarnessError: BAD_ADAPTER: it is neither.

@@ -44,7 +44,7 @@ def test_placement(attention: Any, property_settings: settings, suite_record: An
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_it_offers(attention: Any, property_settings: settings, check: Any, offer: str, suite_record: Any) -> None:
-    """What an adapter offers besides does what it should."""
+    """Optional methods of an adapter do what they should."""
     if not AttentionUnderTest(attention).declares(offer):
         pytest.skip(f"the adapter has no {offer}")
     suite_record.add_rejections(f"attention: {offer}", check(attention, property_settings))

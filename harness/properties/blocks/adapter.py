@@ -1,4 +1,4 @@
-"""What the block suite asks of a block manager's adapter.
+"""The interface of a block manager under test.
 
 Requests have numbers; tokens are small integers. K and V are never written: when the suite says that tokens are
 computed, it notes for each slot of the block table which prefix stands there now.

@@ -1,4 +1,4 @@
-"""What a prefix cache lists, and which block it may give up first: invariants 8, 9, 11 and 18."""
+"""Entries of a prefix cache, and the block that it may give up first: invariants 8, 9, 11 and 18."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,7 +13,7 @@ Place = tuple[int, int, int]
 
 
 class CacheEntries:
-    """What `cached_blocks()` lists, held against the content of the blocks, and compared from call to call.
+    """The answers of `cached_blocks()`, held against the content of the blocks, and compared from call to call.
 
     `note` is called with violations after which the example can go on.
     """

@@ -1,4 +1,4 @@
-"""What an engine does with a block manager, call by call; each answer is compared with what was known before."""
+"""The calls of an engine to a block manager; each answer is compared with the earlier ones."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a pool of blocks is made for: an adapter declares it, and it bounds the inputs and their shrinking."""
+"""The abilities of a pool of blocks: an adapter declares them, and they bound the inputs and their shrinking."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ __all__ = ["PoolCapabilities", "declared_choice", "declared_pool", "declared_siz
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCapabilities:
-    """What an adapter declares about its blocks, by attributes of the same names."""
+    """An adapter's declaration of its blocks, by attributes of the same names."""
 
     block_sizes: tuple[int, ...] = (1, 2, 3, 4)
     """Tokens in a block."""
@@ -22,7 +22,7 @@ class PoolCapabilities:
     """Whether a prompt may take several steps. If not, it is computed right after its blocks are allocated, and no
     scheduler has a budget that is smaller than `max_model_len`."""
     may_lose_duplicates: bool = False
-    """Where two requests have computed the same block, the cache may forget the one that is in use."""
+    """If two requests have computed the same block, the cache may forget the one that is in use."""
     windows: tuple[int | None, ...] = (None,)
     """By group of layers with tables of their own: the tokens that a position attends to, None for all of them."""
 

@@ -15,7 +15,7 @@ Content = tuple[int, int]
 
 
 class ContentOracle:
-    """What the slots of a cache would hold, had there been one."""
+    """The content that the slots of a cache would have."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size

@@ -1,4 +1,4 @@
-"""What a prefix cache must still find: invariant 17."""
+"""Hits that a prefix cache must have: invariant 17."""
 
 from collections.abc import Iterable
 

@@ -13,7 +13,7 @@ __all__ = ["Owner", "Request", "Tables"]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """What the suite knows of one request."""
+    """The suite's own record of one request."""
 
     request_id: int
     token_ids: list[int]

@@ -1,1 +1,1 @@
-"""What all suites share: actions that can be run again, the search, what is found, and how it is made small."""
+"""Parts that all suites share: actions that can be run again, the search, its findings, and their shrinking."""

@@ -1,4 +1,4 @@
-"""What an option names: any callable or object, how a program imports it, and what it declares about itself."""
+"""The object that an option names: how a program imports it, and its declarations about itself."""
 
 import inspect
 from collections.abc import Callable

@@ -17,9 +17,9 @@ __all__ = ["Sample", "difference"]
 INVARIANT = 27
 MOST_RUNS = 400
 RUNS_OF_ONE = 4
-"""How often a shorter example is run before it counts as giving the same answers."""
+"""Runs of a shorter example before it counts as giving the same answers."""
 RUNS_IF_CERTAIN = 5
-"""How often each sample is run again where the search has met a difference."""
+"""Further runs of each sample where the search has seen a difference."""
 NO_INVARIANT = 0
 """Nobody violates it, so that an example runs through."""
 

@@ -1,4 +1,4 @@
-"""What a suite finds: a property that does not hold, told by the shortest program that shows it."""
+"""The finding of a suite: a property that does not hold, told by the shortest program that shows it."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -58,7 +58,7 @@ class Finding:
     """One property that does not hold."""
 
     property: str
-    """What ought to hold, in one sentence."""
+    """The property that should hold, in one sentence."""
     what: str
     """One sentence with the values that disagree."""
     program: str

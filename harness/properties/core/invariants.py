@@ -41,7 +41,7 @@ INVARIANTS = {
 
 
 class Severity(IntEnum):
-    """What a broken invariant does to the users of an engine, the worst first."""
+    """The harm of a broken invariant to the users of an engine, the worst first."""
 
     WRONG_OUTPUT = 0
     """A request reads what is not its own, or not computed."""

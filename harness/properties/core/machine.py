@@ -23,7 +23,7 @@ Step = tuple[str, dict[str, Any]]
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., None])
 CHOICES = st.integers(0, 7)
-"""Which of several: the number is taken modulo how many there are."""
+"""The choice among several: the number is taken modulo their count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Action:
     """When an action is run, and with what."""
 
     weight: int
-    """How often it is chosen, against the others."""
+    """Its frequency, against the others."""
     when: Callable[[Any], object]
     """Whether the machine has something for it to work on."""
     arguments: "Arguments"

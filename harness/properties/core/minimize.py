@@ -35,7 +35,7 @@ class Smallest:
 
     @property
     def cost(self) -> Cost:
-        """What is to be small: calls, then the numbers in their arguments, then their sum."""
+        """The size that shrinking makes small: calls, then the numbers in their arguments, then their sum."""
         numbers = [number for _, arguments in self.trace for value in arguments.values() for number in _numbers(value)]
         return len(self.machine.subject.calls), len(numbers), sum(numbers)
 

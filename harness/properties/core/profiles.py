@@ -1,4 +1,4 @@
-"""How long the suites search: three named sets of Hypothesis settings."""
+"""The effort of the suites: three named sets of Hypothesis settings."""
 
 from dataclasses import dataclass
 

@@ -34,7 +34,7 @@ class EnoughFoundError(BaseException):
 
 @dataclass(slots=True, kw_only=True)
 class SearchReport:
-    """What a search found."""
+    """The result of a search."""
 
     findings: list[Finding] = field(default_factory=list)
     """The worst first."""
@@ -96,7 +96,7 @@ def _run(found: "_Found", settings: Settings) -> bool:
 
 
 class _Found:
-    """What the examples so far have broken."""
+    """The violations of the examples so far."""
 
     def __init__(self, make: Callable[[], Machine], *, is_first_enough: bool) -> None:
         self._make = make

@@ -1,4 +1,4 @@
-"""What the engine suite asks of a whole engine's adapter."""
+"""The interface of a whole engine under test."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol

@@ -156,7 +156,7 @@ class _Installed:
 
 
 class _Run:
-    """What an engine recorded of a run."""
+    """The record of an engine's run."""
 
     def __init__(self) -> None:
         self.first = 0

@@ -1,4 +1,4 @@
-"""What the suites of single operations ask of their adapter: every method is optional, and what is lacking is said."""
+"""The adapter of single operations: every method is optional, and the suites say which are missing."""
 
 from typing import Any
 
@@ -28,11 +28,11 @@ ATTRIBUTES = {
     "checkpoint": "folder with a checkpoint that `load` and `num_generated` can read, in one file model.safetensors",
     "load_errors": "tuple of the exceptions with which `load` refuses a damaged file, by default (ValueError, OSError)",
 }
-"""What an adapter may declare besides."""
+"""Attributes that an adapter may declare."""
 
 
 class OpsUnderTest(Target):
-    """What `--ops` names."""
+    """The object that `--ops` names."""
 
     def __init__(self, named: Any) -> None:
         super().__init__(named, "ops")

@@ -24,7 +24,7 @@ from harness.properties.ops.adapter import OpsUnderTest
 __all__ = ["Request", "check_frequency", "check_sampling"]
 
 _SLACK = 1e-5
-"""How far a sum of probabilities in float32 may be off at the edge of top-p or min-p."""
+"""The room for a sum of probabilities in float32 at the edge of top-p or min-p."""
 _NUM_DRAWS = 2000
 _LEAST_EXPECTED = 5
 """Draws that a cell of the chi-square test needs."""

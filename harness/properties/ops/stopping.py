@@ -25,14 +25,14 @@ TOKENS = st.integers(0, 7)
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What a checkpoint says of the end, and the tokens of a request."""
+    """The end tokens of a checkpoint, and the tokens of a request."""
 
     eos: int | tuple[int, ...]
     token_ids: tuple[int, ...]
 
     @property
     def document(self) -> dict[str, Any]:
-        """What generation_config.json holds."""
+        """The content of generation_config.json."""
         return {"eos_token_id": self.eos if isinstance(self.eos, int) else list(self.eos)}
 
     @property

@@ -30,7 +30,7 @@ class Ops:
     """Everything that the engine has: it has no LayerNorm, and rotates half-split only."""
 
     alphabet = " abcdefghiklmnoprstuvwz|"
-    """What the embedded tokenizer has learnt; it drops all else."""
+    """The characters that the embedded tokenizer has learnt; it drops all others."""
     load_errors = (EngineError,)
 
     def __init__(self) -> None:

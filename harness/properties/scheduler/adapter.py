@@ -1,4 +1,4 @@
-"""What the scheduler suite asks of a scheduler's adapter.
+"""The interface of a scheduler under test.
 
 What a scheduler is made for (sizes, what its limits limit, steps in flight, drafts) its adapter declares by attributes:
 the fields of `SchedulerCapabilities`.

@@ -1,4 +1,4 @@
-"""What an engine does with a scheduler: it plans a step, computes it and reports it, perhaps after planning the next.
+"""The calls of an engine to a scheduler: it plans a step, computes it and reports it, perhaps after planning the next.
 
 A step is computed when it is planned, in the order of the steps, as on the stream of a GPU. What it samples is decided
 then, too, and reported later: the scheduler learns it from `update`.

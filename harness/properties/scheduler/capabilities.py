@@ -1,4 +1,4 @@
-"""What a scheduler is made for: an adapter declares it, and it bounds the inputs, their shrinking and the checks."""
+"""The abilities of a scheduler: an adapter declares them, and they bound the inputs, their shrinking and the checks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ __all__ = ["SchedulerCapabilities"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerCapabilities(PoolCapabilities):
-    """What an adapter declares about its scheduler, by attributes of the same names."""
+    """An adapter's declaration of its scheduler, by attributes of the same names."""
 
     budgets: tuple[int, ...] = (1, 2, 3, 5, 50)
     """Values of `max_num_batched_tokens`; for larger blocks as many times larger."""

@@ -12,7 +12,7 @@ __all__ = ["Limits"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a scheduler was made with; `note` takes violations after which the example can go on."""
+    """The limits of a scheduler; `note` takes violations after which the example can go on."""
 
     declared: SchedulerCapabilities
     budget: int

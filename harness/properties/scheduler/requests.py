@@ -10,7 +10,7 @@ __all__ = ["Chunk", "ScheduledRequest", "Step"]
 
 
 class Chunk(NamedTuple):
-    """What one step computes of one request: the positions `start` to `stop - 1`."""
+    """The part of one request that one step computes: the positions `start` to `stop - 1`."""
 
     request_id: int
     start: int

@@ -18,7 +18,7 @@ from harness.properties.scheduler.machine import SchedulerMachine
 __all__ = ["check_scheduler", "not_checked", "search_scheduler"]
 
 REFUSAL = 21
-"""Where it is accepted that impossible requests are not refused, none are queued."""
+"""The invariant that impossible requests are refused; if its violation is accepted, none are queued."""
 
 
 def check_scheduler(factory: Callable[..., Any], settings: Settings, *, accepted: Collection[int] = ()) -> None:

@@ -125,7 +125,7 @@ def pytest_runtest_makereport(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where adapters are named, run their suites and no others: those of the reference engine are left out."""
+    """If adapters are named, run their suites and no others: those of the reference engine are left out."""
     given = {name for name in ADAPTERS if config.getoption(name)}
     if given:
         kept = [item for item in items if given & set(getattr(item, "fixturenames", ()))]

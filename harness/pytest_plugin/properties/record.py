@@ -1,4 +1,4 @@
-"""What the property suites found, as data: for the JUnit file, the terminal and a JSON file."""
+"""Findings of the property suites, as data: for the JUnit file, the terminal and a JSON file."""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ ATTRIBUTE = "harness_properties"
 
 
 class SuiteRecord:
-    """What one test of a suite found, and what it did not check."""
+    """The findings of one test of a suite, and the properties that it did not check."""
 
     def __init__(self, accepted: Mapping[int, str]) -> None:
         self._accepted = accepted

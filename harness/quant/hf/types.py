@@ -22,9 +22,9 @@ class HFType:
     models: Callable[..., tuple[Any, HFModel]]
     """Takes the original's folder and one for scratch; returns the quantised model, and the dequantised one."""
     columns: int = 1
-    """What the inputs of each linear layer must be a multiple of."""
+    """The inputs of each linear layer must be a multiple of this number."""
     rows: int = 1
-    """What its outputs must be a multiple of."""
+    """Its outputs must be a multiple of this number."""
 
 
 GROUP = 32

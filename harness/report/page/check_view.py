@@ -1,4 +1,4 @@
-"""What the page says of a check, the verdict first."""
+"""The page's view of a check, the verdict first."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CulpritView:
     size: str
     cause: str | None
     details: tuple[str, ...]
-    """How well the cause fits, and where it leads."""
+    """How well the cause fits the rows, and further facts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

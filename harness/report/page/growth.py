@@ -1,4 +1,4 @@
-"""How error grows along depth, operation by operation, and along position, token by token."""
+"""Growth of the error along depth, operation by operation, and along position, token by token."""
 
 from __future__ import annotations
 

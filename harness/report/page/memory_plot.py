@@ -29,7 +29,7 @@ class MemoryPlot:
     """Name, and bytes at the peak, of those that are ever in use."""
     peak: str
     floor: str | None
-    """Where the axis begins, if not at zero."""
+    """The beginning of the axis, if it is not zero."""
     peak_stack: tuple[str, ...]
     data: dict[str, Any]
     """For the script: `points` [x %, y %, microseconds, bytes, index of the stack], `stacks`, `frames`."""

@@ -28,9 +28,9 @@ class Dot:
     label: str = ""
     """Written beside it."""
     name: str = ""
-    """What the label stands for, where that is listed below the plot."""
+    """The meaning of the label, if it is listed below the plot."""
     side: str = ""
-    """Where the label is: `right`, `left`, `above` or `below`; empty: where there is more room."""
+    """The label's side: `right`, `left`, `above` or `below`; empty: the side with more room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

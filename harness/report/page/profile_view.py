@@ -1,4 +1,4 @@
-"""What the page says of a profile: latencies, a bar for each phase, and where the time and the memory of each go."""
+"""The page's view of a profile: latencies, a bar for each phase, time and memory by operation."""
 
 from __future__ import annotations
 

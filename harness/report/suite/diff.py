@@ -1,4 +1,4 @@
-"""What changed between two runs of a suite, for people and for programs."""
+"""Changes between two runs of a suite, for people and for programs."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -25,7 +25,7 @@ class Cell:
 
     @property
     def counts(self) -> str:
-        """How many ended in which way: `3 pass, 1 mismatch`."""
+        """The count of each ending: `3 pass, 1 mismatch`."""
         found = [(verdict, sum(case.verdict is verdict for case in self.cases)) for verdict in SEVERITY]
         return ", ".join(f"{number} {verdict}" for verdict, number in found if number)
 
