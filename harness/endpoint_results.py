@@ -41,12 +41,12 @@ class LogprobResult:
 
     @property
     def rms_ratio(self) -> float:
-        """Error over noise; 0 where both vanish."""
+        """Error over noise; 0 if both vanish."""
         return _ratio(self.rms, self.rms_noise)
 
     @property
     def max_ratio(self) -> float:
-        """Largest error over largest noise; 0 where both vanish."""
+        """Largest error over largest noise; 0 if both vanish."""
         return _ratio(self.max, self.max_noise)
 
 
@@ -70,7 +70,7 @@ class ScheduleResult:
     num_parted: int = 0
     """Requests that part from the first schedule at a tie; what comes behind it is not judged."""
     max_difference: float | None = None
-    """Largest difference of a log probability to the first schedule's, nats; None where nothing is shared."""
+    """Largest difference of a log probability to the first schedule's, nats; None if nothing is shared."""
     seconds: float = 0.0
     """From the first request to the last answer; other schedules than `together` and `alone` share this time."""
     findings: tuple[Finding, ...] = ()

@@ -55,7 +55,7 @@ class Machine:
     device: str
     """The processor's or GPU's name."""
     cpu_flags: tuple[str, ...]
-    """Those of `FLAGS` that the processor has; empty where the system does not tell."""
+    """Those of `FLAGS` that the processor has; empty if the system does not tell."""
     num_threads: int
     """Threads of torch, and of peers that have their own."""
     versions: dict[str, str]

@@ -51,7 +51,7 @@ class FuzzFinding:
     """Code and operation: they tell findings apart."""
     workload: SentWorkload
     run: RunResult | None
-    """The judgement; None where the engine did not get to the end."""
+    """The judgement; None if the engine did not get to the end."""
     error: str | None
     """The error that ended the engine; None if it finished."""
     found_s: float
@@ -66,7 +66,7 @@ class FuzzFinding:
     workload_file: str | None = None
     """File that repeats it with `harness fuzz --replay`."""
     case_file: str | None = None
-    """Case that was seen to fail in the same way; None where no case can say what the workload says."""
+    """Case that was seen to fail in the same way; None if no case can say what the workload says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

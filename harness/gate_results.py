@@ -25,7 +25,7 @@ class GateChange:
 
     phase: str
     operation: str | None
-    """Tap name without the layer; None where the figure is of the whole phase."""
+    """Tap name without the layer; None if the figure is of the whole phase."""
     measure: str
     """An operator (`aten::copy_`), or `flops`, `peak_bytes`, `num_allocations`, ..."""
     before: int
@@ -142,7 +142,7 @@ class GateResult:
     """The figures that grew, by phase and operation."""
     is_accepted: bool = False
     times: Mapping[str, PhaseTime] = field(default_factory=dict)
-    """By phase; empty where nothing was timed."""
+    """By phase; empty if nothing was timed."""
 
     @property
     def verdict(self) -> GateVerdict:

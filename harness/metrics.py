@@ -47,7 +47,7 @@ class RowMetrics:
 
     @property
     def relative_l2(self) -> torch.Tensor:
-        """Error norm over expected norm; 0 where both vanish."""
+        """Error norm over expected norm; 0 if both vanish."""
         return torch.where(
             (self.error_norm == 0) & (self.expected_norm == 0), 0.0, self.error_norm / self.expected_norm
         )
@@ -149,7 +149,7 @@ def _ulps(e: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def row_errors(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return ||actual - expected|| / ||expected|| of every row, [rows] float64: 0 where both vanish.
+    """Return ||actual - expected|| / ||expected|| of every row, [rows] float64: 0 if both vanish.
 
     Computed in the finer dtype of the two, which for a norm is enough; rows whose squares leave its range are computed
     in float64. A row that is not finite gives NaN or Inf.

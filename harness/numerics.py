@@ -24,6 +24,6 @@ class Numerics:
     """Size of the Hadamard matrix by which heads of keys and of values turn before they are quantised; 0 for none."""
     interleaved_heads: int = 0
     """Size of the heads whose keys are stored as interleaved rotary pairs, which decides what shares a block of a
-    quantised cache; 0 where they are stored as halves."""
+    quantised cache; 0 if they are stored as halves."""
     num_ranks: int | None = None
-    """Processes that share each product; None where that is not known, 1 for none."""
+    """Processes that share each product; None if that is not known, 1 for none."""

@@ -104,7 +104,7 @@ class TableRow:
     spread: tuple[float, float] | None = None
     """Smallest and largest total_us among the collapsed ones."""
     device_us: float | None = None
-    """Time of the GPU kernels launched inside; None where the trace has no kernels."""
+    """Time of the GPU kernels launched inside; None if the trace has no kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +251,7 @@ class ProfileResult:
     ttft_ms: Percentiles
     """From the arrival of all requests to the first token of each."""
     tpot_ms: Percentiles | None
-    """Of each request: the mean time between its tokens after the first; None where there is no second one."""
+    """Of each request: the mean time between its tokens after the first; None if there is no second one."""
     inter_token_ms: Percentiles | None
     """Every single gap between two tokens of a request; None likewise."""
     tokens_per_second: float

@@ -31,7 +31,7 @@ class Verdict(StrEnum):
     color: str
     """In which a terminal shows it."""
     failure: str
-    """`wrong` where the operation is at fault, `missing` where it was not recorded; empty where nothing failed."""
+    """`wrong` where the operation is at fault, `missing` where it was not recorded; empty if nothing failed."""
 
     def __new__(cls, word: str, color: str, failure: str = "") -> Self:
         """Make a member whose value is its name."""
@@ -74,12 +74,12 @@ class Provenance:
 
     layer: int
     head: int | None
-    """KV head that is furthest off; None where all are alike."""
+    """KV head that is furthest off; None if all are alike."""
     request: int
     """Whose history the place belongs to."""
     position: int
     block: int | None
-    """Physical block, of the engine's own numbering; None where the engine did not say."""
+    """Physical block, of the engine's own numbering; None if the engine did not say."""
     slot: int | None
     writer_request: int | None
     """Request whose step wrote the slot last, as the recorded slot mappings tell; None if no step did."""
@@ -97,9 +97,9 @@ class Explanation:
     scope: str
     """The wrong rows: `decode rows`, `request 1`, `every row`."""
     residual_before: float | None
-    """Median error of the wrong rows in roundings, against what they should be; None where none was measured."""
+    """Median error of the wrong rows in roundings, against what they should be; None if none was measured."""
     residual_after: float | None
-    """The same against what they would be under the cause; None where no known cause fits."""
+    """The same against what they would be under the cause; None if no known cause fits."""
     num_rows: int
     """Wrong rows that were looked at."""
     num_explained: int
@@ -107,7 +107,7 @@ class Explanation:
     num_fitted: int = 0
     """Numbers that were fitted to these rows, over all of them."""
     is_cause: bool = True
-    """Whether a cause is asserted; False where only what was seen is said."""
+    """Whether a cause is asserted; False if only what was seen is said."""
     detail: str = ""
     provenance: Provenance | None = None
 
@@ -119,7 +119,7 @@ class Effect:
     kind: str
     """`gain`, `gain of head`, `trend` (gain from the first position to the last), or `offset` (of one channel)."""
     which: str
-    """Head or channel; empty where it is all of them."""
+    """Head or channel; empty if it is all of them."""
     size: float
     """Relative: 3e-4 is a gain of 1.0003; an offset is in units of the channel's RMS."""
     low: float

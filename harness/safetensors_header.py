@@ -66,7 +66,7 @@ class Header:
     header_bytes: int
     """Length of the JSON header, its padding included."""
     metadata: dict[str, str]
-    """The file's `__metadata__`; empty where it has none."""
+    """The file's `__metadata__`; empty if it has none."""
     tensors: tuple[TensorEntry, ...]
     """In the order of their bytes."""
     data_offset: int

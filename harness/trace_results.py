@@ -182,11 +182,11 @@ class TraceSummary:
     operations: tuple[TraceOperation, ...]
     """In order of their first appearance; empty for a trace without spans of ours."""
     modules: tuple[TraceModule, ...] = ()
-    """In order of their first call; empty where the trace has no `nn.Module` events."""
+    """In order of their first call; empty if the trace has no `nn.Module` events."""
     module_kernels: tuple[ModuleKernel, ...] = ()
-    """Those that take longest first; empty where the trace has no `nn.Module` events, or no kernels."""
+    """Those that take longest first; empty if the trace has no `nn.Module` events, or no kernels."""
     products: tuple[TraceProduct, ...] = ()
-    """Those that take longest first; empty where the trace has no shapes."""
+    """Those that take longest first; empty if the trace has no shapes."""
     devices: tuple[DeviceActivity, ...] = ()
     rank: int | None = None
     """Of the process in a distributed run, where the trace says it."""
@@ -221,7 +221,7 @@ class PathLink:
 
     kind: LinkKind
     name: str
-    """Of the operator, call or kernel; of what comes before a kernel, the kernel's; empty where there is none."""
+    """Of the operator, call or kernel; of what comes before a kernel, the kernel's; empty if there is none."""
     count: int
     total_us: float
 
@@ -244,7 +244,7 @@ class CriticalPath:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorChange:
-    """One operator or kernel within one phase, before and after; counts are 0 where it does not occur."""
+    """One operator or kernel within one phase, before and after; counts are 0 if it does not occur."""
 
     phase: str | None
     name: str

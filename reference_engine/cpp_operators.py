@@ -38,7 +38,7 @@ TIME_LIMIT_S = 600
 
 
 def find_compiler() -> list[str]:
-    """Return the command that compiles C++: that of the variable CXX, or the system's; empty where there is none."""
+    """Return the command that compiles C++: that of the variable CXX, or the system's; empty if there is none."""
     command = shlex.split(os.environ.get("CXX", ""))
     for name in command[:1] or ["c++", "g++", "clang++"]:
         if shutil.which(name) is not None:

@@ -68,7 +68,7 @@ class DecodeGraphs:
         self._recorded: dict[int, _Recorded] = {}
 
     def run(self, batch: Batch) -> torch.Tensor | None:
-        """Return the logits [R, V], valid until the next step; or None where this batch is not one of them."""
+        """Return the logits [R, V], valid until the next step; or None if this batch is not one of them."""
         num_rows = len(batch.query_lens)
         if not self._is_served(batch):
             return None

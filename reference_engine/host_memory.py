@@ -18,7 +18,7 @@ CONTROL_GROUPS = (
 
 
 def available_bytes() -> int:
-    """Return the bytes that can be taken without swapping; 0 where the system does not tell (not Linux)."""
+    """Return the bytes that can be taken without swapping; 0 if the system does not tell (not Linux)."""
     found = [_machine_bytes()]
     for limit, used in CONTROL_GROUPS:
         limit_bytes, used_bytes = _number(limit), _number(used)
@@ -36,7 +36,7 @@ def _machine_bytes() -> int:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None where there is no such file, or it says `max`."""
+    """Return the number in a file; None if there is no such file, or it says `max`."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except OSError:

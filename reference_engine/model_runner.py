@@ -199,7 +199,7 @@ class ModelRunner:
         )
 
     def _row_product(self, config: EngineConfig) -> RowProduct | None:
-        """Return what reads a plain weight faster for one row than a packed one is read; None where nothing does."""
+        """Return what reads a plain weight faster for one row than a packed one is read; None if nothing does."""
         linear_row: RowProduct | None = getattr(self.backend.operators, "linear_row", None)
         if config.compile_layers or linear_row is None:
             return None

@@ -48,7 +48,7 @@ def packed_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Ten
 
 
 def widen(weight_OI: torch.Tensor) -> torch.Tensor | None:
-    """Return a second copy of a weight, packed in float32; None where `is_widened` says that it brings nothing."""
+    """Return a second copy of a weight, packed in float32; None if `is_widened` says that it brings nothing."""
     return _reordered(weight_OI.to(torch.float32)) if is_widened(weight_OI) else None
 
 
@@ -59,7 +59,7 @@ def widened_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Te
 
 
 def copy_for_rows(weight_OI: torch.Tensor) -> torch.Tensor | None:
-    """Return a second copy of a weight, packed, in float32 where that is faster; None where it brings nothing."""
+    """Return a second copy of a weight, packed, in float32 where that is faster; None if it brings nothing."""
     if not _is_large(weight_OI):
         return None
     widened_OI = widen(weight_OI)

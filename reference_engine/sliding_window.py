@@ -21,7 +21,7 @@ MAX_LAYERS = 10_000  # a typing error must not become a list that fills the memo
 
 
 def layer_windows(fields: Fields, family: Family) -> tuple[int | None, ...]:
-    """Return the window of each layer, None where it sees everything.
+    """Return the window of each layer, None if it sees everything.
 
     Raises:
         ConfigError: the fields contradict each other.

@@ -18,7 +18,7 @@ class ResidentMemory:
 
     def __init__(self) -> None:
         self.grown_bytes: Counter[str] = Counter()
-        """By peer; empty where the system does not tell (not Linux)."""
+        """By peer; empty if the system does not tell (not Linux)."""
 
     @contextmanager
     def of(self, peer: str) -> Iterator[None]:

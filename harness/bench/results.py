@@ -31,7 +31,7 @@ class Measure:
 
     @property
     def better_peer(self) -> str | None:
-        """The peer with the better median; None where the engine is alone, or was not timed."""
+        """The peer with the better median; None if the engine is alone, or was not timed."""
         peers = {name: value for name, value in self.medians.items() if name != self.engine}
         if self.engine not in self.samples:
             return None

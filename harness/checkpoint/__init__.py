@@ -153,7 +153,7 @@ def embedded_cases() -> Path:
 
 
 def _embedded(model: str) -> Path | None:
-    """Return the folder of the embedded checkpoint of that name; None where there is none."""
+    """Return the folder of the embedded checkpoint of that name; None if there is none."""
     if not _EMBEDDED_NAME.fullmatch(model):
         return None
     folder = embedded_cases() / "checkpoints" / model

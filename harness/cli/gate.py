@@ -57,7 +57,7 @@ class TimingOptions:
             raise HarnessError(Code.BAD_OPTION, what, where=option, hint=hint)
 
     def time(self, profile: Path) -> "dict[str, PhaseTime] | None":
-        """Time the profile's engine in turn with the other version; None where none is named."""
+        """Time the profile's engine in turn with the other version; None if none is named."""
         if self.against is None:
             return None
         from harness.profiling.gate.against import TimingLength, time_against

@@ -69,7 +69,7 @@ class Batch:
         return [(step, own, _as_slice(self._row[own])) for step, own in zip(steps.tolist(), places, strict=True)]
 
     def recorded(self, tap: str) -> RecordedRows | None:
-        """Return the rows of a tap that were recorded; None where there are none."""
+        """Return the rows of a tap that were recorded; None if there are none."""
         parts = list(self._parts(tap))
         if not parts:
             return None

@@ -27,7 +27,7 @@ class CacheFormat:
 
     @classmethod
     def declared(cls, numerics: Numerics, part: Literal["k", "v"]) -> "CacheFormat | None":
-        """Return the declared format of keys or of values; None where none is declared."""
+        """Return the declared format of keys or of values; None if none is declared."""
         is_key = part == "k"
         name = numerics.cache if is_key or numerics.cache_values is None else numerics.cache_values
         if name is None:

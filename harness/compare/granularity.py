@@ -6,7 +6,7 @@ from harness.taps import Graph, Kind, Operation
 def ways(graph: Graph, usable: set[str]) -> dict[str, tuple[str, ...] | None]:
     """Return, for each recorded tap whose inputs were not all recorded, the taps that are computed on the way to it.
 
-    None where the way begins at the tokens: then the whole model so far would be judged as one operation, and
+    None if the way begins at the tokens: then the whole model so far would be judged as one operation, and
     propagation judges that better.
     """
     found: dict[str, tuple[str, ...] | None] = {}

@@ -36,15 +36,15 @@ class LocalErrors:
     """bool: out of bounds."""
     exact: bool
     dtype: torch.dtype | None = None
-    """The unit: what the operation's tensors are rounded to; None where nothing was measured in roundings."""
+    """The unit: what the operation's tensors are rounded to; None if nothing was measured in roundings."""
     control: torch.Tensor | None = None
-    """float64: what HF's own module loses in the engine's dtype on the same inputs; None where it was not run."""
+    """float64: what HF's own module loses in the engine's dtype on the same inputs; None if it was not run."""
     is_bounded_by_control: bool = False
     convention: str | None = None
     effect: Effect | None = None
     """A direction that the errors have over all rows, and that neither truth nor control has."""
     through: tuple[str, ...] = ()
-    """Taps that were not recorded and were computed on the way; empty where the operation was judged by itself."""
+    """Taps that were not recorded and were computed on the way; empty if the operation was judged by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

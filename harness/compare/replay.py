@@ -64,7 +64,7 @@ class Judge(Protocol):
     def ways(self) -> Mapping[str, tuple[str, ...] | None]:
         """For a tap whose inputs were not all recorded, the taps that are computed on the way to it.
 
-        None where the way begins at the tokens.
+        None if the way begins at the tokens.
         """
 
     def add(self, rows: TapRows, through: tuple[str, ...]) -> None:
@@ -99,7 +99,7 @@ class Replay:
 
     @property
     def logit_positions(self) -> list[int] | None:
-        """Positions at which the head was recorded; None where it was nowhere."""
+        """Positions at which the head was recorded; None if it was nowhere."""
         recorded = [self._recorded(tap) for tap in self._judge.heads]
         places = torch.cat([torch.zeros(0, dtype=torch.int64), *(each.places for each in recorded if each is not None)])
         positions: list[int] = (places % self._batch.num_tokens).unique().tolist()

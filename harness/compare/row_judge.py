@@ -52,7 +52,7 @@ class RowErrors:
 
     @property
     def typical(self) -> float:
-        """Mean error of the rows that can be judged; 0 where there are none."""
+        """Mean error of the rows that can be judged; 0 if there are none."""
         known = self.roundings[self.roundings.isfinite()]
         return float(known.mean()) if len(known) else 0.0
 
@@ -164,7 +164,7 @@ class RowJudge:
     def under_best_convention(self, rows: TapRows, errors: RowErrors) -> RowErrors | None:
         """Hold rows against the conventions that apply: the one with the fewest bad rows, and of these the nearest.
 
-        None where no convention applies.
+        None if no convention applies.
         """
         subject, sensitivity = self._subject(rows, errors.dtype), self._sensitivity(rows)
         tried = (_under(rounding, rows, errors, sensitivity) for rounding in conventions(subject))
@@ -187,7 +187,7 @@ class RowJudge:
 
 
 def _recorded(rows: TapRows, tap: str) -> torch.Tensor | None:
-    """Return another tap at the same rows, [R, ...]; None where it was not recorded at all of them."""
+    """Return another tap at the same rows, [R, ...]; None if it was not recorded at all of them."""
     found = rows.batch.recorded(tap)
     if found is None:
         return None

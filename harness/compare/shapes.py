@@ -35,7 +35,7 @@ def engine_dtype(recording: Recording) -> torch.dtype:
 
 
 def cache_format(recording: Recording, part: Literal["k", "v"]) -> CacheFormat | None:
-    """Return how the engine declares to keep keys or values; None where it declares nothing.
+    """Return how the engine declares to keep keys or values; None if it declares nothing.
 
     Raises:
         HarnessError: BAD_MANIFEST: the manifest names no floating-point dtype of torch and no format that is known.

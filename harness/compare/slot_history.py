@@ -95,7 +95,7 @@ class SlotHistory:
         return entries
 
     def table(self, step: int, request: int) -> list[int]:
-        """Return the block table of a request in a step; empty where the engine did not say."""
+        """Return the block table of a request in a step; empty if the engine did not say."""
         if step not in self._tables:
             self._tables[step] = self.recording.steps[step].block_tables or {}
         return self._tables[step].get(request, [])

@@ -141,13 +141,13 @@ class Effects:
         return share * (_ACCUMULATED if self.dtype in (torch.float32, torch.float64) else 1.0)
 
     def like(self, effect: Effect) -> Effect | None:
-        """Return the same effect of these rows, of the same head or channel; None where it was not measured."""
+        """Return the same effect of these rows, of the same head or channel; None if it was not measured."""
         if effect.kind == "offset":
             return self._offset(sum(map(len, self.positions)), int(effect.which)) if self.all() else None
         return next((each for each in self.all() if (each.kind, each.which) == (effect.kind, effect.which)), None)
 
     def all(self) -> list[Effect]:
-        """Return every effect that was looked for, whatever its size; empty where there are too few rows."""
+        """Return every effect that was looked for, whatever its size; empty if there are too few rows."""
         if sum(map(len, self.positions)) < MIN_ROWS or self.scale is None:
             return []
         rows, squares, position = (torch.cat(parts) for parts in (self.row_products, self.row_squares, self.positions))
@@ -241,7 +241,7 @@ def _excess(effect: Effect, control: Effect) -> Effect:
 
 
 def _ratio(value: float, deviation: float) -> float:
-    """Value over deviation; infinite where every row has the same value, 0 where there is none."""
+    """Value over deviation; infinite where every row has the same value, 0 if there is none."""
     return value / deviation if deviation else math.copysign(math.inf, value) if value else 0.0
 
 

@@ -12,9 +12,9 @@ class Traits:
     num_groups: int
     """Query heads of one KV head."""
     window: int | None
-    """Smallest sliding window of any layer; None where all see everything."""
+    """Smallest sliding window of any layer; None if all see everything."""
     original_positions: int | None
-    """Positions the model was trained on before its rotary embedding was stretched; None where it was not."""
+    """Positions the model was trained on before its rotary embedding was stretched; None if it was not."""
 
     @classmethod
     def of(cls, hf: HFModel) -> "Traits":

@@ -49,7 +49,7 @@ class Address:
 
 
 def api_key() -> str | None:
-    """Return the key of the environment; None where there is none."""
+    """Return the key of the environment; None if there is none."""
     return os.environ.get(API_KEY) or None
 
 

@@ -16,11 +16,11 @@ class Answer:
     finish_reason: str | None
     """`length`, `stop`, or whatever else the server says."""
     logprobs: Logprobs | None = None
-    """Of each new token; None where the server gives none."""
+    """Of each new token; None if the server gives none."""
     num_top: int = 0
     """Likeliest tokens that it gives at least, of each."""
     prompt_logprobs: Logprobs | None = None
-    """Of each token of the prompt; the first is empty. None where the server gives none."""
+    """Of each token of the prompt; the first is empty. None if the server gives none."""
     text: str | None = None
     seconds: float = 0.0
     """From the request to the end of the answer."""

@@ -22,7 +22,7 @@ class Dialect:
     options: tuple[tuple[str, Any], ...] = ()
     """Fields of its own that name token ids, or that go on behind an end of text."""
     prompt_logprobs: tuple[tuple[str, Any], ...] = ()
-    """Fields that ask for log probabilities of the prompt; empty where it has none."""
+    """Fields that ask for log probabilities of the prompt; empty if it has none."""
 
     def body(
         self, prompt: Sequence[int], max_tokens: int, names: TokenNames, *, with_prompt: bool = False

@@ -34,7 +34,7 @@ class TokenNames:
 
     @cached_property
     def _ids(self) -> dict[str, int | None]:
-        """Ids by text; None where several tokens have it."""
+        """Ids by text; None if several tokens have it."""
         ids = range(len(self._tokenizer))
         found: dict[str, int | None] = {}
         for token_id, text in zip(ids, self._tokenizer.batch_decode([[each] for each in ids]), strict=True):
@@ -44,14 +44,14 @@ class TokenNames:
         return found
 
     def id_of(self, name: str) -> int | None:
-        """Return the id of a token that a server names; None where it cannot be told."""
+        """Return the id of a token that a server names; None if it cannot be told."""
         for prefix in _ID_PREFIXES:
             if name.startswith(prefix) and name.removeprefix(prefix).isdecimal():
                 return int(name.removeprefix(prefix))
         return self._ids.get(name) if self.is_there else None
 
     def text_of(self, token_ids: Sequence[int]) -> str | None:
-        """Return the text that becomes exactly these tokens; None where no text does."""
+        """Return the text that becomes exactly these tokens; None if no text does."""
         for skip in (True, False):  # most tokenizers put their special tokens before a text themselves
             text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip)
             if self.encode(text) == list(token_ids):

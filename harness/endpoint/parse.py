@@ -82,7 +82,7 @@ class Entry:
 
 
 def logprob_entries(given: Any, names: TokenNames) -> list[Entry] | None:
-    """Return the tokens of an answer's `logprobs`; None where it has none."""
+    """Return the tokens of an answer's `logprobs`; None if it has none."""
     if not isinstance(given, dict):
         return None
     if isinstance(given.get("content"), list):

@@ -17,7 +17,7 @@ def walk_of(prompt: Prompt, all_sent: Sequence[Sent], eos: Set[int]) -> Walk | N
         eos: tokens that end a text.
 
     Returns:
-        None where the first request failed: there is nothing to go along.
+        None if the first request failed: there is nothing to go along.
     """
     first = all_sent[0].result
     if not isinstance(first, Answer):

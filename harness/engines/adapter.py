@@ -35,7 +35,7 @@ class Timeline:
     limits: Mapping[str, int | bool] = field(default_factory=dict)
     """By names of `Control.limits`; what is absent is the engine's own choice."""
     arrivals: Mapping[int, int] = field(default_factory=dict)
-    """Steps that the engine has run when a request is added, by the request's id; 0 where it is absent. An engine that
+    """Steps that the engine has run when a request is added, by the request's id; 0 if it is absent. An engine that
     has nothing left to do is given the next one at once."""
     aborted: frozenset[int] = frozenset()
     """Requests that ask for one token more than they need, and are aborted as soon as the last row is computed."""

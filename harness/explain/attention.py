@@ -122,7 +122,7 @@ def padding_attended(failure: Failure) -> Iterator[Hypothesis]:
 
 
 def _how_many_keys(failure: Failure, number: torch.Tensor) -> str | None:
-    """Say what the numbers of keys of padding [R] follow; None where each row has another."""
+    """Say what the numbers of keys of padding [R] follow; None if each row has another."""
     longest, own = [], []
     for request, index in zip(failure.rows.request.tolist(), failure.rows.step.tolist(), strict=True):
         step = failure.recording.steps[index]

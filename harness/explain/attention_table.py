@@ -141,7 +141,7 @@ def other_block_table(failure: Failure) -> Iterator[Hypothesis]:
 
 
 def _table_before(failure: Failure, step: int, request: int) -> list[int]:
-    """Return a request's block table as it was in its last step before this one; empty where there is none."""
+    """Return a request's block table as it was in its last step before this one; empty if there is none."""
     steps = [each for each in failure.recording.steps[:step] if request in (each.block_tables or {})]
     return (steps[-1].block_tables or {})[request] if steps else []
 

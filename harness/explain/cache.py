@@ -165,7 +165,7 @@ def _cause(failure: Failure, places: list[tuple[int, Write | None]], *, is_recor
 
 
 def _own_position(prefixes: Prefixes, request: int, write: Write) -> int | None:
-    """Return which position of a request a written row is, going by the tokens up to it; None where it is none."""
+    """Return which position of a request a written row is, going by the tokens up to it; None if it is none."""
     own, other = (prefixes.up_to(each, write.position + 1).tolist() for each in (request, write.request))
     return write.position if len(own) == len(other) and own[-1] == other[-1] else None
 

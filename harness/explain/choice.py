@@ -109,7 +109,7 @@ def _choice(failure: Failure, cause: str, chosen: torch.Tensor) -> Hypothesis:
 
 
 def _bias(failure: Failure) -> torch.Tensor | None:
-    """Return what a router adds to its scores for the choice alone, [E] float64; None where it adds nothing."""
+    """Return what a router adds to its scores for the choice alone, [E] float64; None if it adds nothing."""
     parent: Any = failure.hf.module(failure.operation.module.rpartition(".")[0])
     tensor: torch.Tensor
     for holder in (failure.module, parent):

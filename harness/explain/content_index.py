@@ -112,7 +112,7 @@ class ContentIndex:
 
 
 def _taps(graph: Graph, layer: int) -> dict[str, str]:
-    """Return the taps of a layer's keys and values; empty where it has no attention that HF's interface shows."""
+    """Return the taps of a layer's keys and values; empty if it has no attention that HF's interface shows."""
     attention = graph.attention_of(layer)
     if attention is None:
         return {}
@@ -122,7 +122,7 @@ def _taps(graph: Graph, layer: int) -> dict[str, str]:
 
 
 def _head(content: torch.Tensor | None, meant: torch.Tensor | None, head_dim: int) -> int | None:
-    """Return the KV head that is furthest off; None where all are off alike, within a factor of two."""
+    """Return the KV head that is furthest off; None if all are off alike, within a factor of two."""
     if content is None or meant is None or content.shape != meant.shape:
         return None
     error = (content - meant).view(-1, head_dim).norm(dim=1)

@@ -69,7 +69,7 @@ def _fits(failure: Failure, effect: Effect, before: torch.Tensor) -> list[_Fit]:
 
 
 def _fit(failure: Failure, effect: Effect, before: torch.Tensor, hypothesis: Hypothesis) -> _Fit | None:
-    """Return how well a hypothesis does; None where the direction stays, or the rows are not clearly likelier."""
+    """Return how well a hypothesis does; None if the direction stays, or the rows are not clearly likelier."""
     if hypothesis.output.shape != failure.actual.shape or not bool(hypothesis.output.isfinite().all()):
         return None
     after = _roundings(failure, hypothesis.output)

@@ -58,7 +58,7 @@ def _capped(failure: Failure, cap: float, freedom: int) -> Hypothesis:
 
 
 def _fitted_cap(failure: Failure) -> float | None:
-    """Return the cap that takes what should be nearest to what is; None where none would be seen.
+    """Return the cap that takes what should be nearest to what is; None if none would be seen.
 
     One over the cap, c, is fitted by Newton's steps, which begin where the series has it:
     tanh(c x) / c = x - c**2 x**3 / 3.

@@ -239,7 +239,7 @@ def _computed_otherwise(mixture: Mixture, run: Callable[[], torch.Tensor]) -> It
 
 
 def _gate_and_up_exchanged(module: nn.Module) -> Callable[[str, torch.Tensor], torch.Tensor] | None:
-    """Return what exchanges both halves of the first product's weight; None where a module has no such."""
+    """Return what exchanges both halves of the first product's weight; None if a module has no such."""
     own = dict(module.named_parameters(recurse=False))
     if not {"gate_up_proj", "down_proj"} <= own.keys():
         return None
@@ -290,7 +290,7 @@ def _is_often_right(mixture: Mixture, expert: int, recorded: torch.Tensor) -> bo
 
 
 def _only_expert(mixture: Mixture) -> int | None:
-    """Return the expert that all wrong rows chose, and that hardly any right row did; None where that could be chance.
+    """Return the expert that all wrong rows chose, and that hardly any right row did; None if that could be chance.
 
     Rows of other experts are right, so its own computation is at fault, whatever that is.
     """

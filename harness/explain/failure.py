@@ -106,7 +106,7 @@ class Failure:
         return self._is_expected(self._replayed(self.inputs, self.positions))
 
     def replay(self, inputs: Sequence[torch.Tensor], positions: torch.Tensor) -> torch.Tensor | None:
-        """Return what the operation gives on other inputs or positions: [rows, W] float64; None where it cannot be."""
+        """Return what the operation gives on other inputs or positions: [rows, W] float64; None if it cannot be."""
         return self._replayed(inputs, positions) if self.can_replay else None
 
     def _replayed(self, inputs: Sequence[torch.Tensor], positions: torch.Tensor) -> torch.Tensor | None:
@@ -121,7 +121,7 @@ class Failure:
 
     @cached_property
     def rotation(self) -> Rotation | None:
-        """The rotation that takes the operation's input to what it should be; None where the model has no such."""
+        """The rotation that takes the operation's input to what it should be; None if the model has no such."""
         if self.operation.kind is not Kind.ROTARY or self.inputs[0].shape[1] != self.expected.shape[1]:
             return None
         if self.expected.shape[1] % self.hf.head_dim:
@@ -132,7 +132,7 @@ class Failure:
     def weight(self, tap: str, name: str = "weight") -> torch.Tensor | None:
         """Return a parameter of a tap's module in float64, a matrix as [out, in].
 
-        None where there is none, or it is too large to be held.
+        None if there is none, or it is too large to be held.
         """
         if tap not in self.graph:
             return None
@@ -184,7 +184,7 @@ def row_in_step(step: Step, tap: str, request: int, position: int) -> int | None
 
 
 def row_inputs(locator: Locator, operation: Operation, rows: Rows) -> list[torch.Tensor] | None:
-    """Return the inputs of an operation at some rows; None where one was not recorded."""
+    """Return the inputs of an operation at some rows; None if one was not recorded."""
     if operation.kind is Kind.EMBEDDING or not operation.inputs:
         return [token_ids(locator.recording, rows)]
     inputs = [gathered(locator, tap, rows) for tap in operation.inputs]

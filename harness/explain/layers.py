@@ -18,7 +18,7 @@ _MAX_ROWS = 192
 def layers_that_did_not_run(
     operation: Operation, errors: LocalErrors, hf: HFModel, locator: Locator, dtype: torch.dtype, scope: str
 ) -> Explanation | None:
-    """Explain an operation that stands behind layers of which nothing was recorded; None where it stands elsewhere.
+    """Explain an operation that stands behind layers of which nothing was recorded; None if it stands elsewhere.
 
     Args:
         operation: of which some rows are wrong, judged through taps that were not recorded.

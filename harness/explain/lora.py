@@ -73,7 +73,7 @@ def outputs_of_adapter_in_another_order(failure: Failure) -> Iterator[Hypothesis
 
 
 def _update(failure: Failure) -> torch.Tensor | None:
-    """Return what the adapter adds, [R, O]; None where there is none."""
+    """Return what the adapter adds, [R, O]; None if there is none."""
     if not hasattr(failure.module, "lora_a"):
         return None
     tap = failure.operation.tap

@@ -41,7 +41,7 @@ class Mixture:
     base: torch.Tensor
     """[R, D] float64, what the experts' outputs are added to: zero, or what the same operation computes besides."""
     scores: torch.Tensor | None = None
-    """[R, 1] float64, what the experts' input was multiplied by; None where the weights are those of the outputs."""
+    """[R, 1] float64, what the experts' input was multiplied by; None if the weights are those of the outputs."""
 
     @property
     def num_experts(self) -> int:
@@ -50,7 +50,7 @@ class Mixture:
 
     @property
     def table(self) -> torch.Tensor:
-        """[R, E]: the weight of every expert in every row, 0 where it is not chosen."""
+        """[R, E]: the weight of every expert in every row, 0 if it is not chosen."""
         return self.spread(self.weights)
 
     def spread(self, weights: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class Mixture:
         return self.base + run_experts(module or self.module, self.x, self.chosen, self.weights)
 
     def weights_used(self) -> torch.Tensor | None:
-        """Return the weights [R, E] under which the experts give the recorded rows best; None where that is not known.
+        """Return the weights [R, E] under which the experts give the recorded rows best; None if that is not known.
 
         More experts than elements of a row would give anything.
         """
@@ -104,7 +104,7 @@ class _Call:
 
 
 def mixture_of(failure: Failure) -> Mixture | None:
-    """Return the experts behind the rows; None where the operation is no mixture that HF's module gives apart."""
+    """Return the experts behind the rows; None if the operation is no mixture that HF's module gives apart."""
     if len(failure.operation.inputs) != len(failure.inputs):
         return None
     with exactly(failure):
@@ -147,7 +147,7 @@ def _of_two(failure: Failure) -> _Call | None:
 
 
 def routed(failure: Failure, x: torch.Tensor) -> torch.Tensor | None:
-    """Return the experts [rows, C] that HF's router chooses for rows [rows, D]; None where it does not say them."""
+    """Return the experts [rows, C] that HF's router chooses for rows [rows, D]; None if it does not say them."""
     for tap in failure.operation.inputs:
         router: Any = failure.hf.module(failure.graph[tap].module)
         if ":" in failure.graph[tap].source and isinstance(getattr(router, "weight", None), torch.Tensor):
@@ -257,7 +257,7 @@ def others_like(failure: Failure) -> list[Operation]:
 
 
 def recorded_choices(mixture: Mixture) -> torch.Tensor | None:
-    """Return the experts of every row that was recorded, right or wrong: [rows, C] int64; None where they are not."""
+    """Return the experts of every row that was recorded, right or wrong: [rows, C] int64; None if they are not."""
     failure = mixture.failure
     tap = choice_of(failure)
     if tap is not None:

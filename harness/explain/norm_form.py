@@ -55,7 +55,7 @@ class NormForm:
 
 
 def form_of(failure: Failure) -> NormForm | None:
-    """Return the form under which a norm's inputs give what they should; None where it is none that is known."""
+    """Return the form under which a norm's inputs give what they should; None if it is none that is known."""
     module: Any = failure.module
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if not isinstance(weight, torch.Tensor):
@@ -67,7 +67,7 @@ def form_of(failure: Failure) -> NormForm | None:
 
 
 def _form(failure: Failure, weight: torch.Tensor, bias: torch.Tensor | None) -> NormForm | None:
-    """Return the form of a norm with this weight [D]; None where it gives something else."""
+    """Return the form of a norm with this weight [D]; None if it gives something else."""
     module: Any = failure.module
     x = failure.inputs[0].flatten(1)
     if weight.dim() != 1 or x.shape[1] % len(weight):

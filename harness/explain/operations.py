@@ -12,7 +12,7 @@ from harness.taps import Kind, Operation
 
 
 def replay(hf: HFModel, operation: Operation, inputs: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return what an operation gives row by row: [rows, W] float64; None where it cannot be computed by itself.
+    """Return what an operation gives row by row: [rows, W] float64; None if it cannot be computed by itself.
 
     Args:
         hf: the model, the operation's part of it held in float64.
@@ -62,6 +62,6 @@ def factors_of(operation: Operation, inputs: Sequence[torch.Tensor]) -> tuple[to
 
 
 def activation_of(hf: HFModel, operation: Operation) -> Any:
-    """Return the activation function beside the module that reads a gated product; None where there is none."""
+    """Return the activation function beside the module that reads a gated product; None if there is none."""
     parent = hf.module(operation.module.rpartition(".")[0])
     return next((getattr(parent, name) for name in ("act_fn", "activation_fn", "act") if hasattr(parent, name)), None)

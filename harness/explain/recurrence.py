@@ -101,7 +101,7 @@ class Recurrence:
 
 
 def recurrence_of(failure: Failure) -> Recurrence | None:
-    """Return the mixer behind an operation; None where it has none that gives what it should on the recorded rows."""
+    """Return the mixer behind an operation; None if it has none that gives what it should on the recorded rows."""
     path = _mixer_of(failure)
     if path is None:
         return None
@@ -133,7 +133,7 @@ def history(failure: Failure, request: int, count: int) -> Rows:
 def _mixer_of(failure: Failure) -> str | None:
     """Return the innermost module around the operation with parameters that no other operation shows.
 
-    None where there is none, or attention stands in it.
+    None if there is none, or attention stands in it.
     """
     shown = {op.module for op in failure.graph if op.kind in (Kind.LINEAR, Kind.NORM)}
     path = failure.operation.module

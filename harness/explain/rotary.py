@@ -264,13 +264,13 @@ def coarse_table(failure: Failure, own: Rotation) -> Causes:
 
 
 def _parameters(failure: Failure) -> dict[str, Any]:
-    """Return the rope parameters of the config; empty where it has them otherwise, by type of layer for one."""
+    """Return the rope parameters of the config; empty if it has them otherwise, by type of layer for one."""
     parameters = getattr(failure.hf.config, "rope_parameters", None)
     return dict(parameters) if isinstance(parameters, dict) else {}
 
 
 def _with_parameters(failure: Failure, own: Rotation, parameters: dict[str, Any]) -> Rotation | None:
-    """Return the rotation that HF's own code makes of other rope parameters; None where it makes none."""
+    """Return the rotation that HF's own code makes of other rope parameters; None if it makes none."""
     config = copy.deepcopy(failure.hf.config)
     config.rope_parameters = parameters
     try:

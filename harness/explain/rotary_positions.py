@@ -71,7 +71,7 @@ def _named_positions(failure: Failure, best: torch.Tensor) -> str | None:
 
 
 def _bounded(own: torch.Tensor, best: torch.Tensor) -> str | None:
-    """Say up to where the positions go, if they stay there or begin again; None where they go on.
+    """Say up to where the positions go, if they stay there or begin again; None if they go on.
 
     Every row behind that place is wrong then, so the first wrong one is where it begins.
     """

@@ -98,7 +98,7 @@ def _used_otherwise(failure: Failure, own: _Form, logits: torch.Tensor, chosen: 
 
 
 def _chosen(failure: Failure) -> torch.Tensor | None:
-    """Return the experts [R, C] that the weights are those of; None where the operation makes no weights."""
+    """Return the experts [R, C] that the weights are those of; None if the operation makes no weights."""
     own = failure.operation
     for operation in reversed(failure.graph.of_layer(own.layer)):
         if operation.kind is Kind.CHOICE and operation.module == own.module:
@@ -109,7 +109,7 @@ def _chosen(failure: Failure) -> torch.Tensor | None:
 
 
 def logits_of(failure: Failure) -> torch.Tensor | None:
-    """Return the router's product [R, E] at the rows; None where it was not recorded."""
+    """Return the router's product [R, E] at the rows; None if it was not recorded."""
     for tap in failure.operation.inputs:
         if failure.graph[tap].kind is Kind.LINEAR:
             return failure.tap(tap)

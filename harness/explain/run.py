@@ -111,7 +111,7 @@ class _Explainer:
         return replace(finding, explanation=explanation)
 
     def explain(self, operation: Operation) -> Explanation | None:
-        """Explain one operation; None where nothing was kept of its rows."""
+        """Explain one operation; None if nothing was kept of its rows."""
         if operation.kind is Kind.CACHE:
             errors = self.found.caches.get(operation.tap)
             evidence = None if errors is None else self._cache_evidence(operation, errors)

@@ -35,7 +35,7 @@ class Trial:
     """The result of a check."""
 
     result: CheckResult | None
-    """None where the engine raised."""
+    """None if the engine raised."""
     error: HarnessError | None
     num_calls: int
     """The number of times that the injected code ran."""

@@ -58,7 +58,7 @@ def _write_case(
 
 
 def case_toml(finding: FuzzFinding, plan: Plan) -> str | None:
-    """Return the text of a case with the same prompts, lengths and limits; None where a case cannot say it."""
+    """Return the text of a case with the same prompts, lengths and limits; None if a case cannot say it."""
     workload = finding.workload
     if any(request.arrival or request.is_aborted or request.fork_of is not None for request in workload.requests):
         return None

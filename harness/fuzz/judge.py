@@ -32,7 +32,7 @@ class Judged:
     """The result of one workload."""
 
     run: RunResult | None = None
-    """None where the engine did not come to its end."""
+    """None if the engine did not come to its end."""
     error: HarnessError | None = None
     """The error that ended the run."""
     conditions: frozenset[str] = field(default_factory=frozenset)
@@ -44,7 +44,7 @@ class Judged:
 
     @property
     def signature(self) -> str | None:
-        """Code and operation of what is wrong; None where nothing is, or the engine refused the workload."""
+        """Code and operation of what is wrong; None if nothing is, or the engine refused the workload."""
         if self.error is not None:
             return None if self.is_rejected else f"{self.error.code}: {_first_words(self.error)}"
         if self.run is None or self.run.outcome is Outcome.PASS:

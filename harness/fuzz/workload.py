@@ -44,7 +44,7 @@ class Searched:
     """For an engine without `Control`, and then there is nothing of limits, arrivals, aborts and forks."""
 
     def limit(self, name: str) -> int | None:
-        """Return a limit, None where the workload does not set it."""
+        """Return a limit, None if the workload does not set it."""
         return dict(self.limits).get(name)
 
     def with_limit(self, name: str, value: int | bool | None) -> "Searched":

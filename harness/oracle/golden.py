@@ -108,7 +108,7 @@ class Golden:
         self.info = _read_info(recording.path)
         """None for another engine's recording, and for a golden of the first version."""
         self.noise = _read_noise(recording, self.graph, self.info)
-        """Relative L2 error per row of every tap, float64 [rows], in the order of the steps; empty where unknown."""
+        """Relative L2 error per row of every tap, float64 [rows], in the order of the steps; empty if unknown."""
 
     @property
     def requests(self) -> Sequence[RequestInfo]:

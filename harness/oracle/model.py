@@ -65,7 +65,7 @@ class HFModel:
 
     @property
     def max_positions(self) -> int | None:
-        """Number of positions the model was made for; None where its config sets no limit."""
+        """Number of positions the model was made for; None if its config sets no limit."""
         for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "context_length"):
             limit = getattr(self.config, name, None)
             if isinstance(limit, int) and limit > 0:  # -1 says that there is none
@@ -103,7 +103,7 @@ class HFModel:
     def eager_attention(self, module: nn.Module) -> Callable[..., Any] | None:
         """Return HF's eager attention of the file that defines an attention module, or what that is derived from.
 
-        None where there is none.
+        None if there is none.
         """
         files = (sys.modules[each.__module__] for each in type(module).__mro__)
         return next((file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")), None)

@@ -38,7 +38,7 @@ class Value:
     rows: torch.Tensor
     """[rows, ...] in the forward's dtype."""
     places: torch.Tensor | None = None
-    """[rows] int64: request times tokens, plus token; None where all tokens of all requests are there in order."""
+    """[rows] int64: request times tokens, plus token; None if all tokens of all requests are there in order."""
     call: AttentionCall | None = None
     """The inputs of attention; None for every other operation."""
     scores: torch.Tensor | None = None

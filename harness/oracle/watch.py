@@ -87,7 +87,7 @@ class Seeing:
 
 
 def window_of(call: AttentionCall) -> int | None:
-    """Return the sliding window of an attention; None where it sees everything before it."""
+    """Return the sliding window of an attention; None if it sees everything before it."""
     window = call.options.get("sliding_window") or getattr(call.module, "sliding_window", None)
     return window if isinstance(window, int) else None
 

@@ -14,7 +14,7 @@ _FOLDER = "captures"
 
 
 def captures_folder(path: Path, config: pytest.Config) -> Path | None:
-    """Return the folder of the captures of a case file; None where the session keeps none."""
+    """Return the folder of the captures of a case file; None if the session keeps none."""
     chosen, junit = config.getoption("captures"), config.getoption("xmlpath", None)
     if not chosen and not junit:
         return None

@@ -84,7 +84,7 @@ class StepRules:
 
 
 def _index_layout(name: str, num_rows: int, tensors: Mapping[str, TensorEntry]) -> tuple[str, tuple[int, ...]] | None:
-    """Return the dtype and shape of an index tensor; None where the name is not one of an index tensor."""
+    """Return the dtype and shape of an index tensor; None if the name is not one of an index tensor."""
     own = tensors[name].shape
     if name in ("rows.request", "rows.position"):
         return "I32", (num_rows,)

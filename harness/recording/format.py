@@ -16,7 +16,7 @@ DTYPES = {
 
 
 def dtype_name(tensor: Any) -> str | None:
-    """Return the safetensors name of a tensor's dtype; None where no recording holds it."""
+    """Return the safetensors name of a tensor's dtype; None if no recording holds it."""
     return DTYPES.get(str(tensor.dtype).removeprefix("torch."))
 
 

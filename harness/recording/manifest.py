@@ -80,7 +80,7 @@ class StepEntry(_Model):
     num_bytes: int = Field(ge=8)
     """Size of the file."""
     sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
-    """Digest of the whole file; null where the producer computes none: the file is then reported as unverified."""
+    """Digest of the whole file; null if the producer computes none: the file is then reported as unverified."""
 
 
 class Concat(_Model):

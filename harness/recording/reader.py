@@ -164,7 +164,7 @@ class Step:
         self.entry = entry
         self.digest: Future[None] | None = None
         self.names: Mapping[str, str] = {}
-        """Stored name of each tap by the name under which it is shown; empty where they are the same."""
+        """Stored name of each tap by the name under which it is shown; empty if they are the same."""
         self._folder = folder
         self._rules = rules
         self._checked_layout: _Layout | None = None
@@ -192,17 +192,17 @@ class Step:
 
     @property
     def sampled(self) -> torch.Tensor | None:
-        """The engine's choice after each row, -1 for none: int64[rows]; None where it sampled nothing."""
+        """The engine's choice after each row, -1 for none: int64[rows]; None if it sampled nothing."""
         return self._optional("rows.sampled")
 
     @property
     def slot_mapping(self) -> torch.Tensor | None:
-        """KV cache slot of each row, -1 for none: int64[rows]; None where the engine did not say."""
+        """KV cache slot of each row, -1 for none: int64[rows]; None if the engine did not say."""
         return self._optional("kv.slot_mapping")
 
     @property
     def block_tables(self) -> Mapping[int, list[int]] | None:
-        """KV cache blocks of each request, by request id; None where the engine did not say."""
+        """KV cache blocks of each request, by request id; None if the engine did not say."""
         requests, table = self._optional("kv.requests"), self._optional("kv.block_table")
         if requests is None or table is None:
             return None

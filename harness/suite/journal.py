@@ -61,7 +61,7 @@ class Journal:
         return journal
 
     def result_of(self, case: SuiteCase) -> CaseResult | None:
-        """Return what came of a case; None where it was lost, or the name was another case's."""
+        """Return what came of a case; None if it was lost, or the name was another case's."""
         found = self.results.get(case.name)
         is_done = found is not None and found.verdict is not CaseVerdict.LOST
         return found if is_done and self._digests[case.name] == case.digest() else None

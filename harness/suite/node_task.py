@@ -33,7 +33,7 @@ class Look(BaseModel):
     versions: dict[str, str]
     missing_models: list[str]
     environments: dict[str, dict[str, str] | None]
-    """By name of an environment: its versions, None where it has no interpreter with the harness."""
+    """By name of an environment: its versions, None if it has no interpreter with the harness."""
     store_error: str | None
 
 

@@ -24,7 +24,7 @@ class Pool(Protocol):
         """Tasks of one CPU that can run at once."""
 
     def refusal(self, case: SuiteCase) -> str | None:
-        """Say what there is, where no machine has all that a case asks for; None where one has."""
+        """Say what there is, where no machine has all that a case asks for; None if one has."""
 
     def has_room(self, task: Task) -> bool:
         """Whether the task can be handed over now."""

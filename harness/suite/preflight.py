@@ -81,7 +81,7 @@ def check_environments(environments: Mapping[str, Environment]) -> None:
 
 
 def versions_in(environment: Environment) -> dict[str, str] | None:
-    """Return the `fingerprint` of an environment; None where it has no harness, or no interpreter."""
+    """Return the `fingerprint` of an environment; None if it has no harness, or no interpreter."""
     command = [environment.python or sys.executable, "-m", "harness.suite.fingerprint"]
     variables = {**os.environ, **environment.variables}
     try:

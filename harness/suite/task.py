@@ -89,7 +89,7 @@ class Task(BaseModel):
     case: SuiteCase
     environment: Environment = Environment()
     store: str | None = None
-    """URL of the store; None where all workers share one machine's cache."""
+    """URL of the store; None if all workers share one machine's cache."""
     store_patience_s: float = 60.0
     """Time for which a store may fail before the task is given up."""
     is_forked: bool = False

@@ -29,7 +29,7 @@ class Operation:
     `:key`, `:value` and `:context` at the attention interface, `PATH:linear` and `PATH:topk` for what a router calls
     itself, `PATH:1` for a second output. Empty for what only an engine has (a cache)."""
     shape: tuple[int, ...] = ()
-    """Dimensions of a row; empty where they are not known."""
+    """Dimensions of a row; empty if they are not known."""
     token_dim: int = 1
     """Dimension of HF's tensor that counts the tokens: 1 in [batch, tokens, ...], 2 in [batch, heads, tokens, ...], 0
     where batch and tokens are one."""

@@ -47,7 +47,7 @@ class KindTraits:
     """The properties of one kind."""
 
     error_model: ErrorModel | None
-    """Its derived bound; None where the control alone says what rounding may do."""
+    """Its derived bound; None if the control alone says what rounding may do."""
     causes: tuple[str, ...] = ("generic",)
     """Modules of `harness.explain` with the ways to get it wrong, the likelier first."""
     least_effect: float = 0.05

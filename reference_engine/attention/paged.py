@@ -33,7 +33,7 @@ class SingleBlocks:
     max_len: int
     """Keys of the longest request."""
     padding: torch.Tensor | None
-    """Places in [R, B, S], flattened, behind the ends of shorter requests; None where all are equally long."""
+    """Places in [R, B, S], flattened, behind the ends of shorter requests; None if all are equally long."""
     mask_R11C: torch.Tensor | None
     """False on padding."""
 
@@ -45,7 +45,7 @@ class SingleSlots:
     slots_RC: torch.Tensor
     """Padded with a slot of the null block."""
     mask_R11C: torch.Tensor | None
-    """False on padding; None where all are equally long."""
+    """False on padding; None if all are equally long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,7 +96,7 @@ def _logprobs(
     logprobs: Sequence[TokenLogprobs | None],
     offset: int,
 ) -> dict[str, Any] | None:
-    """Return OpenAI's four lists; None where none were asked for."""
+    """Return OpenAI's four lists; None if none were asked for."""
     if request.logprobs is None:
         return None
     as_ids = request.return_tokens_as_token_ids

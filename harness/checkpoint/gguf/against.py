@@ -145,7 +145,7 @@ class _Originals:
         return self._headers
 
     def get(self, name: str) -> "torch.Tensor | None":
-        """Return a tensor in float32; None where there is none."""
+        """Return a tensor in float32; None if there is none."""
         from safetensors import safe_open
 
         if name not in self._headers:
@@ -164,7 +164,7 @@ class _Blocks:
 
 
 def _bad_blocks(values: "torch.Tensor", original: "torch.Tensor", kind: str) -> _Blocks | None:
-    """Return the blocks that differ; None where all are as near as the type permits."""
+    """Return the blocks that differ; None if all are as near as the type permits."""
     ours, theirs = _blocked(values), _blocked(original)
     norms = theirs.norm(dim=1)
     error = (ours - theirs).norm(dim=1)

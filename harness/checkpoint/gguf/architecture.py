@@ -58,7 +58,7 @@ class Metadata:
         return FAMILIES[self.architecture]
 
     def get(self, key: str) -> Value | None:
-        """Return a value as it is, by its key without the architecture; None where there is none."""
+        """Return a value as it is, by its key without the architecture; None if there is none."""
         return self._values.get(f"{self.architecture}.{key}")
 
     def count(self, key: str, default: int | None = None) -> int:

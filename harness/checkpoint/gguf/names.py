@@ -35,18 +35,18 @@ ROPE_FACTORS = "rope_freqs.weight"
 def hf_name(name: str) -> str | None:
     """Return HF's name of a GGUF tensor: `model.layers.3.mlp.up_proj.weight` of `blk.3.ffn_up.weight`.
 
-    None where these families have no such tensor.
+    None if these families have no such tensor.
     """
     return _renamed(name, _GGUF_LAYER, _HF_LAYER, _OUTSIDE, _IN_LAYER)
 
 
 def gguf_name(name: str) -> str | None:
-    """Return the GGUF name of one of HF's tensors; None where these families have no such tensor."""
+    """Return the GGUF name of one of HF's tensors; None if these families have no such tensor."""
     return _renamed(name, _HF_LAYER, _GGUF_LAYER, _OUTSIDE_REVERSED, _IN_LAYER_REVERSED)
 
 
 def _renamed(name: str, layers: str, other: str, outside: Mapping[str, str], in_layer: Mapping[str, str]) -> str | None:
-    """Return the other side's name, whose layers are called `other`; None where a table has none."""
+    """Return the other side's name, whose layers are called `other`; None if a table has none."""
     found = _NAME.fullmatch(name)
     if found is None or found["layers"] not in (None, layers):
         return None

@@ -94,7 +94,7 @@ def _attend(subject: Subject, call: AttentionCall, stored: Round, used: Round | 
         subject: the rows.
         call: what attention read, before it was stored.
         stored: rounds keys and values.
-        used: rounds queries and probabilities; None where they are not rounded.
+        used: rounds queries and probabilities; None if they are not rounded.
     """
     query, key, value = (x.to(torch.float64) for x in (call.query, stored(call.key), stored(call.value)))
     query, used = (query, _as_it_is) if used is None else (used(query), used)

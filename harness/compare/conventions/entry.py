@@ -43,7 +43,7 @@ class Subject:
     call: AttentionCall | None = None
     """Of attention."""
     recorded: Callable[[str], torch.Tensor | None] = lambda _tap: None
-    """Returns another tap at the same rows, [R, ...]; None where it was not recorded at all of them."""
+    """Returns another tap at the same rows, [R, ...]; None if it was not recorded at all of them."""
     declared: Numerics = field(default_factory=Numerics)
     """The engine's declaration of its arithmetic."""
 

@@ -98,7 +98,7 @@ def _nearest(own: Rotation, x: torch.Tensor, angles: _Angles, actual: torch.Tens
 
 
 def _own_rotation(subject: Subject, x: torch.Tensor) -> Rotation | None:
-    """Return the rotation that takes the input to what it should be; None where the model has no such."""
+    """Return the rotation that takes the input to what it should be; None if the model has no such."""
     expected, size = subject.expected.to("cpu", torch.float64), subject.hf.head_dim
     if x.shape != expected.shape or x.shape[1] % size:
         return None

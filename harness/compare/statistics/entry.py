@@ -19,4 +19,4 @@ class Departure:
 
 
 Statistic = Callable[[LocalErrors], Departure | None]
-"""Looks at an operation whose rows are all within bounds, and returns None where they are as rounding leaves them."""
+"""Looks at an operation whose rows are all within bounds, and returns None if they are as rounding leaves them."""

@@ -104,7 +104,7 @@ def halves_of_pairs(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def _kept_rows(node: Tensor) -> torch.Tensor | None:
-    """Return the indices by which an operand's rows were picked; None where all were kept."""
+    """Return the indices by which an operand's rows were picked; None if all were kept."""
     operand = node.source(0)
     picked = operand.source(1) if operand is not None and operand.op == "GET_ROWS" else None
     return None if picked is None else picked.values().flatten()

@@ -115,7 +115,7 @@ class Tensor:
         return tuple(reversed(self._fields.ne))
 
     def source(self, index: int) -> "Tensor | None":
-        """Return an operand; None where there is none."""
+        """Return an operand; None if there is none."""
         address = self._fields.src[index]
         return Tensor(address) if address else None
 

@@ -29,7 +29,7 @@ class TorchEngine:
         Args:
             module: with its weights, on one device.
             device: where it is.
-            names: paths of its modules, and HF's paths of the same; None where they are called as in HF's model. With
+            names: paths of its modules, and HF's paths of the same; None if they are called as in HF's model. With
                 an empty mapping none of them needs to be: its logits alone are compared then.
 
         Raises:

@@ -35,7 +35,7 @@ class Answer:
     logits: torch.Tensor
     """[rows, vocabulary]: of all tokens that were fed, or of the last one."""
     cache: Any
-    """None where it returned none."""
+    """None if it returned none."""
 
 
 class Forward:

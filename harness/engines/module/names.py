@@ -59,7 +59,7 @@ class ModuleNames:
 
 
 def operation_of(graph: Graph, name: str) -> Operation | None:
-    """Return the operation whose tap HF shows under a name; None where that is no tap."""
+    """Return the operation whose tap HF shows under a name; None if that is no tap."""
     return graph.by_source.get(name) or graph.by_tap.get(graph.canonical(name))
 
 
@@ -102,7 +102,7 @@ class _Entry:
         return len(components) >= len(self.path) and all(own in (_ANY, other) for own, other in pairs)
 
     def translated(self, path: str, part: str) -> str | None:
-        """Return HF's name of a value; None where the entry is not about it."""
+        """Return HF's name of a value; None if the entry is not about it."""
         components = _components(path)
         if not self.fits(path) or (self.part and (self.part != part or len(components) > len(self.path))):
             return None

@@ -33,7 +33,7 @@ class Place:
     """1 or 2, counted with the batch."""
 
     def rows(self, tensors: Sequence[torch.Tensor], num_tokens: int) -> torch.Tensor | None:
-        """Return [tokens, ...]; None where the value has another shape than in the run it was found in."""
+        """Return [tokens, ...]; None if the value has another shape than in the run it was found in."""
         if len(tensors) <= self.index:
             return None
         tensor = tensors[self.index] if self.has_batch else tensors[self.index][None]
@@ -117,7 +117,7 @@ def _place(
     only: int | None,
     num_tokens: int,
 ) -> Place | None:
-    """Return the tensor that fits a tap; None where none does, or several do.
+    """Return the tensor that fits a tap; None if none does, or several do.
 
     A norm returns the sum that it normed beside its result; of anything else two tensors of one shape may be anything.
     """

@@ -88,7 +88,7 @@ class _Table:
         return {} if tap is None else {place: tap}
 
     def _tap(self, name: str) -> str | None:
-        """Return the tap of that name, once; None where HF's graph has none, or another module shows it."""
+        """Return the tap of that name, once; None if HF's graph has none, or another module shows it."""
         tap = self._graph.canonical(name)
         if tap not in self._graph or tap in self._taken:
             return None

@@ -33,7 +33,7 @@ class StepRows:
     kept: Sequence[int] | None = None
     """Indices of the rows in the engine's tensors; None if these hold no others (padding)."""
     sampled_kept: Sequence[int] | None = None
-    """Where the sampled rows are among those of modules that see only rows to sample from; None where there are no
+    """Where the sampled rows are among those of modules that see only rows to sample from; None if there are no
     others (engines also compute the logits of a prompt's piece, and throw them away)."""
     paging: Mapping[str, Any] = field(default_factory=dict)
     """`slot_mapping` and `block_tables` as `RecordingWriter.begin_step` takes them."""

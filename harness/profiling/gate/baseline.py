@@ -99,7 +99,7 @@ def read_profile(path: Path) -> Entry:
 
 
 def read_baseline(path: Path) -> Baseline | None:
-    """Read a baseline; None where there is no file.
+    """Read a baseline; None if there is no file.
 
     Raises:
         HarnessError: BAD_BASELINE.

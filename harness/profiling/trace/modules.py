@@ -23,7 +23,7 @@ _OPERATORS = {"cpu_op", "Operator"}
 def module_times(trace: Trace) -> tuple[tuple[TraceModule, ...], tuple[ModuleKernel, ...]]:
     """Return the modules by their path of classes, in order of their first call, and the kernels of each.
 
-    Both are empty where the trace has no modules.
+    Both are empty if the trace has no modules.
     """
     names = [_MODULE.match(name) for _, name in trace.labels]
     is_module = np.array([match is not None for match in names], bool)[trace.label]

@@ -66,7 +66,7 @@ class Served:
     has_masked_rows: bool = False
 
     def refusal(self, focus: str) -> str | None:
-        """Return why a focus of `FOCUSES` cannot be checked; None where it can."""
+        """Return why a focus of `FOCUSES` cannot be checked; None if it can."""
         keyword = KEYWORD_OF.get(focus)
         if keyword is not None and keyword not in self.keywords:
             if self.hides_keywords:

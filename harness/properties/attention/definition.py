@@ -122,7 +122,7 @@ def _bound(
     *,
     rounds_scores: bool,
 ) -> torch.Tensor:
-    """Return the bound in roundings; 0 where no key is seen, so that the output must be 0."""
+    """Return the bound in roundings; 0 if no key is seen, so that the output must be 0."""
     dtype = case.torch_dtype
     unit = rounding_unit(dtype)
     fine = rounding_unit(torch.float32) / unit

@@ -72,7 +72,7 @@ class BlockManagerCalls(Machine):
         return {"salt": salt} if salt else {}
 
     def ask_optional(self, invariant: int, method: str, *args: object, **kwargs: object) -> Any:
-        """Ask an optional question; None where it is not offered."""
+        """Ask an optional question; None if it is not offered."""
         return self.subject.ask(invariant, method, *args, **kwargs) if self.offers[method] else None
 
     def begin_request(self, request: Request, *, looks_up: bool, computes: bool) -> bool:

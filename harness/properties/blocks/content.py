@@ -58,7 +58,7 @@ class ContentOracle:
         return None if last is None else self._spell(last[1])[1]
 
     def last_prefix_in(self, block: int) -> int | None:
-        """Return the prefix in the last slot of a block; None where nothing was written."""
+        """Return the prefix in the last slot of a block; None if nothing was written."""
         content = self._content.get((block, self.block_size - 1))
         return None if content is None else content[1]
 
@@ -67,7 +67,7 @@ class ContentOracle:
         self._content[block, offset] = content
 
     def read(self, table: Sequence[int], position: int) -> Content | None:
-        """Return what a position's slot holds; None where nothing was ever written."""
+        """Return what a position's slot holds; None if nothing was ever written."""
         return self._content.get((table[position // self.block_size], position % self.block_size))
 
     def copy(self, source: Hashable, target: Hashable) -> None:
@@ -82,7 +82,7 @@ class ContentOracle:
     def first_wrong(
         self, table: Sequence[int], prefixes: Sequence[int], group: int, positions: Iterable[int]
     ) -> int | None:
-        """Return the first of some positions whose slot does not hold its own prefix, None where all do."""
+        """Return the first of some positions whose slot does not hold its own prefix, None if all do."""
         size, content = self.block_size, self._content
         for position in positions:
             slot = (table[position // size], position % size)

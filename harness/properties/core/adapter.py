@@ -86,7 +86,7 @@ def hides_parameters(function: Callable[..., Any]) -> bool:
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
-    """Return the parameters by name; None where they cannot be read."""
+    """Return the parameters by name; None if they cannot be read."""
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):

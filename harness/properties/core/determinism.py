@@ -43,7 +43,7 @@ class Difference:
 
 
 def difference(make: Callable[[], Machine], samples: Sequence[Sample], *, is_certain: bool = False) -> Finding | None:
-    """Run samples a second time, and return the shortest example whose answers differ; None where there is none.
+    """Run samples a second time, and return the shortest example whose answers differ; None if there is none.
 
     `is_certain`: the search has met a difference already, so that one is reported even if it does not come again.
     """

@@ -37,7 +37,7 @@ class Violation(Counterexample):
     Attributes:
         invariant: its number in `INVARIANTS`.
         ending: the last lines of the program, after the recorded calls: an assertion that fails. They may name
-            `result`, the value of the last call. Empty where that call itself raises.
+            `result`, the value of the last call. Empty if that call itself raises.
         question: a line that stands before the last call, for an `ending` that compares the two.
         hangs: whether the last call does not return.
     """

@@ -34,7 +34,7 @@ class Drawn:
     """
 
     strategy: st.SearchStrategy[Any] | None
-    """None where there is nothing to choose."""
+    """None if there is nothing to choose."""
     resolve: Callable[[Any, Any], Any]
     """Returns the value for a machine and what was drawn."""
 

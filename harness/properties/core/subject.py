@@ -21,7 +21,7 @@ class Call:
 
     source: str
     result: str | None
-    """Its value as source text; None where it raised."""
+    """Its value as source text; None if it raised."""
     answer: str = ""
     """The value as a text that is equal for equal values."""
 
@@ -62,7 +62,7 @@ class Subject:
         return takes(getattr(self._target, method), keyword)
 
     def attribute(self, name: str) -> Any:
-        """Return an optional attribute, None where it is absent."""
+        """Return an optional attribute, None if it is absent."""
         return getattr(self._target, name, None)
 
     def do(self, invariant: int, method: str, *args: object, **kwargs: object) -> Any:

@@ -62,7 +62,7 @@ def check_engine(factory: Any, settings: Settings, relation: str = "all") -> Rej
 
 
 def refusal(factory: Any, relation: str) -> str | None:
-    """Return why a relation cannot be checked of an engine; None where it can."""
+    """Return why a relation cannot be checked of an engine; None if it can."""
     adapter = Adapter.of(factory)
     missing = [option for option in RELATIONS[relation].options if not adapter.takes(option)]
     reasons: Mapping[str, str] = adapter.declares("refusals", {})

@@ -15,7 +15,7 @@ _MAX_DOTS = 400
 
 
 def growth_along_depth(run: RunResult) -> Plot | None:
-    """Plot the propagated error of every tap in the order of computation; None where none was measured."""
+    """Plot the propagated error of every tap in the order of computation; None if none was measured."""
     taps = [(tap, ratio) for tap in run.taps if (ratio := tap.propagated_ratio_max) is not None]
     if len(taps) < 2:
         return None
@@ -48,7 +48,7 @@ def growth_along_depth(run: RunResult) -> Plot | None:
 
 
 def growth_along_position(errors: Sequence[PositionError], first_bad: int | None) -> Plot | None:
-    """Plot the error that has built up by the end of the model over the positions; None where none was measured."""
+    """Plot the error that has built up by the end of the model over the positions; None if none was measured."""
     if len(errors) < 2:
         return None
     x = linear_scale([error.position for error in errors], low=min(error.position for error in errors))

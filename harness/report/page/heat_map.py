@@ -29,7 +29,7 @@ class HeatRow:
 
     label: str
     cells: tuple[Cell | None, ...]
-    """None where a layer has no such operation."""
+    """None if a layer has no such operation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class HeatMap:
 
 
 def heat_map(taps: Sequence[TapResult], culprit: str | None) -> HeatMap | None:
-    """Return the heat map of the taps of a run, None where there are none."""
+    """Return the heat map of the taps of a run, None if there are none."""
     if not taps:
         return None
     layers = sorted({tap.layer for tap in taps if tap.layer is not None})

@@ -36,7 +36,7 @@ class MemoryPlot:
 
 
 def memory_plot(timeline: MemoryTimeline) -> MemoryPlot | None:
-    """Return the memory of a phase; None where nothing was recorded."""
+    """Return the memory of a phase; None if nothing was recorded."""
     if not timeline.points:
         return None
     points = timeline.points

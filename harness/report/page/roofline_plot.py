@@ -15,7 +15,7 @@ _SIDES = {"right": (1, 0), "left": (-1, 0), "above": (0, 1), "below": (0, -1)}
 
 
 def roofline_plot(phase: PhaseProfile, roofs: Ceilings) -> Plot | None:
-    """Plot a phase and its operations; None where nothing has FLOPs and a time."""
+    """Plot a phase and its operations; None if nothing has FLOPs and a time."""
     points = [(point, rate) for point in phase.roofline if (rate := _rate(point)) and point.intensity > 0]
     if not points:
         return None

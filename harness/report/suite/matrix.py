@@ -14,7 +14,7 @@ class Cell:
 
     @property
     def verdict(self) -> CaseVerdict | None:
-        """The worst; None where there is no case."""
+        """The worst; None if there is no case."""
         return max((case.verdict for case in self.cases), key=SEVERITY.index, default=None)
 
     @property
