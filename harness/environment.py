@@ -28,7 +28,7 @@ PACKAGES = ("torch", "transformers", "triton", "llama-cpp-python")
 
 
 def environment() -> dict[str, str | int]:
-    """Return what is written into a recording: versions, and of torch, where it is imported, how it runs."""
+    """Return what is written into a recording: versions, and of torch if it is imported, how it runs."""
     found: dict[str, str | int] = {"python": platform.python_version(), "cores": os.cpu_count() or 0}
     found |= _versions(("torch", "transformers"))
     torch = sys.modules.get("torch")
@@ -97,7 +97,7 @@ def describe_machine(device: str) -> Machine:
 
 
 def _revision() -> str:
-    """Return the commit of the working folder, where it is a checkout: that of the engine under test, as a rule."""
+    """Return the commit of the working folder if it is a checkout: that of the engine under test, as a rule."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

@@ -72,7 +72,7 @@ class PairedRatio:
 
     ratio: Interval
     noise: Interval
-    """The same of the two A of each block over those of the next: what is measured where nothing has changed."""
+    """The same of the two A of each block over those of the next: what is measured if nothing has changed."""
     num_blocks: int
     tolerance: float
     """Slowdown that is worth an alarm: 0.03 is 3 %."""
@@ -134,7 +134,7 @@ _OF_MEMORY = {"peak_bytes", "bytes_allocated", "kv_bytes", "num_allocations", "n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateResult:
-    """A profile against a baseline, and its engine against another version of it where that was timed."""
+    """A profile against a baseline, and its engine against another version of it if that was timed."""
 
     key: dict[str, str]
     """Machine kind, versions and work that both are of."""

@@ -16,10 +16,10 @@ class Numerics:
     weights: tuple[str, ...] = ()
     """Formats of the matrices, as GGUF names them: `F16`, `Q8_0`, `Q4_K`; the judging model holds them dequantised."""
     cache: str | None = None
-    """Dtype of the KV cache, as torch names it (`float16`), or its format, as ggml does (`Q8_0`), where it is coarser
+    """Dtype of the KV cache, as torch names it (`float16`), or its format, as ggml does (`Q8_0`) if it is coarser
     than the engine's."""
     cache_values: str | None = None
-    """The same of the values, where it is not that of the keys."""
+    """The same of the values if it is not that of the keys."""
     cache_rotations: tuple[int, int] = (0, 0)
     """Size of the Hadamard matrix by which heads of keys and of values turn before they are quantised; 0 for none."""
     interleaved_heads: int = 0

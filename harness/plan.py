@@ -26,7 +26,7 @@ class Plan:
     engine: str
     """Name of the engine."""
     subject: Engine | None = None
-    """The engine itself, where it is at hand; None: the installed one of that name is opened."""
+    """The engine itself if it is at hand; None: the installed one of that name is opened."""
     dtype: str
     device: str
     prompts: tuple[Prompt, ...]

@@ -31,7 +31,7 @@ class Verdict(StrEnum):
     color: str
     """In which a terminal shows it."""
     failure: str
-    """`wrong` where the operation is at fault, `missing` where it was not recorded; empty if nothing failed."""
+    """`wrong` if the operation is at fault, `missing` if it was not recorded; empty if nothing failed."""
 
     def __new__(cls, word: str, color: str, failure: str = "") -> Self:
         """Make a member whose value is its name."""
@@ -60,7 +60,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowId:
-    """One token of one request, and an element of the row where that is meant."""
+    """One token of one request, and an element of the row if that is meant."""
 
     request: int
     position: int
@@ -147,7 +147,7 @@ class TapResult:
     judged_by: str = "none"
     """`local` (replay), `propagated` (against the golden's noise), `cache` (bit for bit), or `none`."""
     convention: str | None = None
-    """The legitimate convention the engine follows, where it is not the default one."""
+    """The legitimate convention the engine follows if it is not the default one."""
     local_roundings_median: float | None = None
     local_roundings_p99: float | None = None
     local_roundings_max: float | None = None
@@ -170,7 +170,7 @@ class TapResult:
     num_nan: int = 0
     num_inf: int = 0
     worst: RowId | None = None
-    """Row of the largest local error, or of the largest propagated one where nothing is local."""
+    """Row of the largest local error, or of the largest propagated one if nothing is local."""
     num_bad_rows: int = 0
     first_bad: RowId | None = None
     effect: Effect | None = None

@@ -44,7 +44,7 @@ class ModelConfig:
     qk_norm: bool
     rope: RopeConfig
     local_rope: RopeConfig | None
-    """Of layers with a window, where it is another; None: `rope`."""
+    """Of layers with a window if it is another; None: `rope`."""
     layer_windows: tuple[int | None, ...]
     """Latest tokens that each layer sees, itself included; None: all of them."""
     mlps: Mapping[int, MLPShape]

@@ -66,7 +66,7 @@ def load_operators() -> SimpleNamespace:
 
 
 def _compiled() -> Path:
-    """Return the compiled library, from the cache where it is there."""
+    """Return the compiled library, from the cache if it is there."""
     torch_folder = Path(torch.__file__).parent
     include, libraries = torch_folder / "include", torch_folder / "lib"
     vectors = VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())

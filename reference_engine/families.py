@@ -62,7 +62,7 @@ class Family:
     default_max_position_embeddings: int = 32768
     default_rope_theta: float = 10_000.0
     default_local_rope_theta: float | None = None
-    """Rotary base of the layers with a window, where they have one of their own; None: that of the others."""
+    """Rotary base of the layers with a window if they have one of their own; None: that of the others."""
     ties_head_by_default: bool = False
     """Whether the head is the embedding where config.json does not say."""
     sliding: Sliding = Sliding.NEVER

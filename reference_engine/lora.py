@@ -35,7 +35,7 @@ _ADAPTED = re.compile(r"model\.layers\.\d+\.(self_attn\.(qkv|o)_proj|mlp\.(gate_
 """The engine's products that adapters add to; a router and its experts are none."""
 _SIDES = (".lora_A.weight", ".lora_B.weight")
 _UNSERVED = ("use_dora", "fan_in_fan_out", "modules_to_save", "layers_pattern", "lora_bias", "trainable_token_indices")
-"""Fields that make another product of the same tensors, and are served where they are off."""
+"""Fields that make another product of the same tensors, and are served if they are off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

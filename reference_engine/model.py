@@ -154,7 +154,7 @@ class Decoder:
     norm: RMSNorm
     lm_head: Linear | VocabParallelHead
     local_rotary: RotaryEmbedding | None = None
-    """Of the layers with a window, where they have one of their own."""
+    """Of the layers with a window if they have one of their own."""
     local_layers: frozenset[int] = frozenset()
     """Numbers of those layers."""
 

@@ -170,7 +170,7 @@ class ModelRunner:
         return FusedDecoder.of(self.model, self.backend.operators)
 
     def _open_rotary(self, config: ModelConfig) -> tuple[RotaryEmbedding, RotaryEmbedding | None]:
-        """Return what rotates the layers, and what rotates those with a window where that is another."""
+        """Return what rotates the layers, and what rotates those with a window if that is another."""
         rotary = RotaryEmbedding(config, self.device, self.dtype)
         if config.local_rope is None:
             return rotary, None

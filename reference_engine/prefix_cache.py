@@ -27,7 +27,7 @@ class Prefix:
     """All tokens up to the end of one full block. Never changed; not frozen, which would cost four times as much."""
 
     key: bytes
-    """Hash of the parent's key and this block's tokens; of the salt, where there is no parent."""
+    """Hash of the parent's key and this block's tokens; of the salt if there is no parent."""
     parent: Prefix | None
     token_ids: tuple[int, ...]
     """The block's own tokens."""

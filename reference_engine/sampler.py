@@ -31,7 +31,7 @@ class Sampled:
 
 
 def sample(logits_RV: torch.Tensor, sequences: Seq[Sequence]) -> Sampled:
-    """Choose each row's next token; the lowest id among equally likely ones where nothing is drawn."""
+    """Choose each row's next token; the lowest id among equally likely ones if nothing is drawn."""
     params = [sequence.params for sequence in sequences]
     if all(own.is_plain for own in params):
         # max and not argmax: both give the first of equals, and on a CPU in bfloat16 this is six times faster.

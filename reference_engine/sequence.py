@@ -39,7 +39,7 @@ class Sequence:
     seed: int = 0
     """The seed of the request's draws; each also depends on how many tokens it has sampled."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One for each sampled token, where they are asked for."""
+    """One for each sampled token if they are asked for."""
     text: str | None = None
     """The continuation's text, where stop strings are looked for or the prompt was text."""
 

@@ -35,10 +35,10 @@ class Chosen:
     checkpoint: str | None = None
     """Says what is right; None for the embedded default."""
     label: str | None = None
-    """Name of the checkpoint in reports, where that is not its path."""
+    """Name of the checkpoint in reports if that is not its path."""
 
     def opened(self, plan: "AnyPlan") -> "AnyPlan":
-        """Return a plan of a check or of a profile with the engine itself, where it is not opened by its name."""
+        """Return a plan of a check or of a profile with the engine itself if it is not opened by its name."""
         subject = self.open and self.open(plan.folder, plan.dtype, plan.device)
         return replace(plan, subject=subject, model=self.label or plan.model)
 

@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python's low-level interface, where it is installed."""
+"""llama.cpp through llama-cpp-python's low-level interface if it is installed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

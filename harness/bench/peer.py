@@ -81,7 +81,7 @@ class Peer(Protocol):
 
 
 class PeerMissingError(Exception):
-    """A peer is not installed; `package` is what pip would have to install, the peer's own extra where it is None."""
+    """A peer is not installed; `package` is what pip would have to install, the peer's own extra if it is None."""
 
     def __init__(self, reason: str, *, package: str | None = None) -> None:
         super().__init__(reason)
@@ -113,7 +113,7 @@ def _llamacpp(setting: BenchConfig) -> Peer:
 
 
 OURS = "reference"
-"""The engine that is timed where none is named."""
+"""The engine that is timed if none is named."""
 PEERS: dict[str, Callable[[BenchConfig], Peer]] = {
     OURS: partial(_engine, OURS),
     "hf-generate": _hf_generate,

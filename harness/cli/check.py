@@ -104,7 +104,7 @@ def _by_dtype(plan: "Plan", dtypes: Sequence[str], out: Path | None) -> "Iterato
 
 
 def _checked(plan: "Plan", folder: Path | None, report: "Progress") -> "CheckResult":
-    """Run a check, and write its page where there is a folder for it."""
+    """Run a check, and write its page if there is a folder for it."""
     from harness.jobs.check import keep_page, run_check
 
     result = run_check(plan, out=folder, progress=report)

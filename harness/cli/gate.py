@@ -46,7 +46,7 @@ class TimingOptions:
     )
 
     def check(self) -> None:
-        """Refuse options about another version where none is named.
+        """Refuse options about another version if none is named.
 
         Raises:
             HarnessError: BAD_OPTION.

@@ -153,7 +153,7 @@ def _engine_source(name: str, folder: Path, token_ids: list[int], ask: _Ask) -> 
 
 
 def embedded_model() -> str:
-    """Return the model that is used where none is named."""
+    """Return the model that is used if none is named."""
     return load_case(embedded_cases() / "default.toml").model
 
 

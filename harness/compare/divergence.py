@@ -32,7 +32,7 @@ def first_divergence(
 
 
 def _of_values(judged: TapJudgement, actual: Recording) -> Divergence:
-    """Describe the first bad row of a wrong tap, or the first row of all where none is bad by itself."""
+    """Describe the first bad row of a wrong tap, or the first row of all if none is bad by itself."""
     errors = judged.errors
     at = judged.first_bad if judged.is_bad else judged.rows.first(torch.ones(len(judged.rows), dtype=torch.bool))
     step = int(judged.rows.step[at])

@@ -38,7 +38,7 @@ def tap_result(judged: TapJudgement) -> TapResult:
 
 
 def _row_id(judged: TapJudgement, at: int) -> RowId:
-    """Name a row, and within it the element that is furthest off where that was measured."""
+    """Name a row, and within it the element that is furthest off if that was measured."""
     request, position = int(judged.rows.request[at]), int(judged.rows.position[at])
     index = -1
     if judged.propagated is not None:

@@ -31,7 +31,7 @@ class TapJudgement:
 
     @property
     def errors(self) -> LocalErrors | None:
-        """The sharpest judgement, where there is one besides propagation."""
+        """The sharpest judgement if there is one besides propagation."""
         return self.local or self.cache
 
     @property

@@ -17,7 +17,7 @@ from harness.results import LogitResult
 from harness.taps import Graph, Kind
 
 RATIO_BOUND = 10.0
-"""Largest ratio of a row's error to HF's own that passes where nothing but propagation can judge. HF's eager against
+"""Largest ratio of a row's error to HF's own that passes if nothing but propagation can judge. HF's eager against
 HF's sdpa reaches 4 on the tiny models (reports/cpu/noise-floors.md); a bug upstream gives hundreds."""
 
 

@@ -34,7 +34,7 @@ class RowErrors:
     expected: torch.Tensor
     """[R, W] what the rows were held to: the truth's, or what the convention gives."""
     control: torch.Tensor | None = None
-    """float64: the control's own errors, where it was run in this dtype."""
+    """float64: the control's own errors if it was run in this dtype."""
     is_bounded_by_control: bool = False
     convention: str | None = None
     room: float = 0.0
@@ -136,7 +136,7 @@ class RowJudge:
         self, model: ErrorModel, rows: TapRows, roundings: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         if rows.operation.kind is Kind.LINEAR:
-            # Amplification takes a pass over the weights, and only adds to the bound: looked at where it may decide.
+            # Amplification takes a pass over the weights, and only adds to the bound: looked at if it may decide.
             bound = derived_bound(model, dtype, Sensitivity(), rows.expected)
             if not bool((roundings > bound).any()):
                 return bound

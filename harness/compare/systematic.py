@@ -48,7 +48,7 @@ class Effects:
     """Heads that a row is made of, where its tensor shows them."""
     seen: set[float] = field(default_factory=set)
     scale: torch.Tensor | None = None
-    """[W] RMS of each channel in the first chunk; infinite where it is zero."""
+    """[W] RMS of each channel in the first chunk; infinite if it is zero."""
     positions: list[torch.Tensor] = field(default_factory=list)
     row_products: list[torch.Tensor] = field(default_factory=list)
     """[rows, N] each: sums of p over the channels of a head."""

@@ -80,7 +80,7 @@ def _refuse_silence(run: Run) -> None:
 
 
 def _eos_ids(hf: HFModel) -> frozenset[int]:
-    """Return the tokens that end a text, those of generation_config.json where it is there."""
+    """Return the tokens that end a text, those of generation_config.json if it is there."""
     from transformers import GenerationConfig
 
     try:

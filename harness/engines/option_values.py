@@ -21,7 +21,7 @@ def parse_flag(name: str, text: str) -> bool:
 
 
 def parse_value(text: str) -> Any:
-    """Return what a text says as JSON, or as Python's True, False or None; the text itself where it says neither."""
+    """Return what a text says as JSON, or as Python's True, False or None; the text itself if it says neither."""
     if text in _PYTHON:
         return _PYTHON[text]
     try:

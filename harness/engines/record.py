@@ -70,7 +70,7 @@ def record(engine: Engine, run: RunDescription) -> None:
 
 
 def open_writer(engine: Engine, run: RunDescription, *, schedule: str | None = None) -> RecordingWriter:
-    """Begin the recording of a run; `schedule` is what it is called where that is not the schedule's name.
+    """Begin the recording of a run; `schedule` is what it is called if that is not the schedule's name.
 
     Raises:
         HarnessError: as `RecordingWriter`.

@@ -151,7 +151,7 @@ class _Driver:
                 self._follow(output)
 
     def _add(self, step: int) -> None:
-        """Add the requests that have arrived by now; the next one where there is nothing else to do."""
+        """Add the requests that have arrived by now; the next one if there is nothing else to do."""
         while self._arriving:
             is_idle = not self._engine.has_unfinished()
             if not is_idle and self._timeline.arrivals.get(self._arriving[0].id, 0) > step:

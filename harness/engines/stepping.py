@@ -56,7 +56,7 @@ class ModelShape:
     has_norms_behind: bool = False
     """Whether what attention and MLP make is normed before it is added."""
     experts: Mapping[int, Experts] = field(default_factory=dict)
-    """By layer, where it has some."""
+    """By layer if it has some."""
 
     @property
     def kv_bytes_per_token(self) -> int:

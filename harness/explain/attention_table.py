@@ -52,7 +52,7 @@ def _reading_nothing(failure: Failure, reads: Sequence[CacheRead]) -> torch.Tens
 
 
 def _filled(failure: Failure, reads: Sequence[CacheRead]) -> list[CacheRead]:
-    """Put what the cache gives back in the places that nobody wrote, where that was recorded."""
+    """Put what the cache gives back in the places that nobody wrote if that was recorded."""
     prefix, filled = prefix_of(failure.operation.tap), []
     for read in reads:
         empty = torch.tensor([write is None for write in read.writes])

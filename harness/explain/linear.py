@@ -220,7 +220,7 @@ def _to_tf32(x: torch.Tensor) -> torch.Tensor:
 
 
 def nobodys_weights(failure: Failure) -> Iterator[Hypothesis]:
-    """The outputs are linear in the inputs, under a weight that is nobody's: fitted where there are rows enough."""
+    """The outputs are linear in the inputs, under a weight that is nobody's: fitted if there are rows enough."""
     x = _x(failure)
     if len(x) > 1.5 * (x.shape[1] + 1):
         ones = torch.cat((x, torch.ones(len(x), 1, dtype=torch.float64)), dim=1)

@@ -48,7 +48,7 @@ def _of_module(module: Any, operation: Operation, x: torch.Tensor) -> torch.Tens
 
 
 def factors_of(operation: Operation, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return gate and up of an activation, [rows, W]; None for up where it has none.
+    """Return gate and up of an activation, [rows, W]; None for up if it has none.
 
     Both may come as one, gate first, from a fused projection.
     """

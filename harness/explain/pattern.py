@@ -28,7 +28,7 @@ def _size(failure: Failure) -> str:
 
 
 def _blocks(failure: Failure) -> str:
-    """Name the heads that carry the error, or the run of elements, where that is not all of them."""
+    """Name the heads that carry the error, or the run of elements if that is not all of them."""
     error = (failure.actual - failure.expected).norm(dim=0)
     head_dim = failure.hf.head_dim if KINDS[failure.operation.kind].has_heads else 0
     if head_dim and len(error) > head_dim and not len(error) % head_dim:

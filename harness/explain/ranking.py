@@ -28,7 +28,7 @@ _TOLD_IN_FLOAT32 = 50.0
 """Roundings to float32 by which two causes differ that float32 would tell apart."""
 _GENERIC = "generic"
 _EXACT_ROOM = 2.0
-"""Roundings that the right cause may leave where none is allowed: a factor may be rounded, too."""
+"""Roundings that the right cause may leave if none is allowed: a factor may be rounded, too."""
 
 
 def rank_hypotheses(failure: Failure, roundings: torch.Tensor, bound: torch.Tensor, scope: str) -> Explanation:

@@ -84,7 +84,7 @@ def _bounded(own: torch.Tensor, best: torch.Tensor) -> str | None:
 
 
 def _offsets_by_request(failure: Failure, offsets: torch.Tensor) -> str | None:
-    """Say by how much the positions of each request are off, where that is the same in all rows of it."""
+    """Say by how much the positions of each request are off if that is the same in all rows of it."""
     found = {}
     for request in failure.rows.request.unique().tolist():
         own = offsets[failure.rows.request == request]

@@ -78,7 +78,7 @@ class Fault:
     instance: str = ""
     """A public report of the same bug."""
     equivalent: str = ""
-    """The proof that nothing can show it, where that is so."""
+    """The proof that nothing can show it if that is so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

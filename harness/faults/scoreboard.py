@@ -20,7 +20,7 @@ class FaultScore:
     fault: Fault
     detected: bool
     localised: bool
-    """The first alarm is at the true tap and row; or the engine raised where that is the truth."""
+    """The first alarm is at the true tap and row; or the engine raised if that is the truth."""
     named: bool
     named_wrongly: bool
     """A cause is asserted, and it is not the true one."""

@@ -22,7 +22,7 @@ class DeadlineError(BaseException):
 def deadline(limit_s: float) -> Iterator[None]:
     """Raise DeadlineError in the block after so many seconds; the timer and handler of others are put back.
 
-    Outside of the main thread, and where there is no SIGALRM, nothing is limited.
+    Outside of the main thread, and if there is no SIGALRM, nothing is limited.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield

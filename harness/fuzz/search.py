@@ -34,7 +34,7 @@ class SearchEndError(BaseException):
 
 @dataclass(kw_only=True)
 class Search:
-    """A search and what it has found so far: that stays where it is interrupted."""
+    """A search and what it has found so far: that stays if it is interrupted."""
 
     judge: Judge
     translator: Translator

@@ -189,7 +189,7 @@ def _wanted(plan: Plan, capabilities: Capabilities, graph: Graph) -> list[str]:
 
 
 def _what_was_judged(plan: Plan, runs: Sequence[RunResult], graph: Graph) -> Iterator[str]:
-    """Say it where that is less than a reader of `pass` takes it for."""
+    """Say it if that is less than a reader of `pass` takes it for."""
     judged = {tap.name for run in runs for tap in run.taps if tap.judged_by != "none"}
     if plan.stops_early and any(run.outcome is Outcome.MISMATCH for run in runs):
         yield "stopped at the first operation that is wrong, as asked: what is behind it was not judged"

@@ -88,7 +88,7 @@ class HFModel:
             return self.model(**inputs)
 
     def module(self, path: str) -> nn.Module:
-        """Return the module at a path; raises AttributeError where there is none."""
+        """Return the module at a path; raises AttributeError if there is none."""
         return self.model.get_submodule(path)  # type: ignore[no-any-return]
 
     @cached_property

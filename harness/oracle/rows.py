@@ -25,7 +25,7 @@ def token_dim(tensor: torch.Tensor, num_requests: int, num_tokens: int) -> int |
 
 
 def as_rows(tensor: torch.Tensor, dim: int, num_requests: int, num_tokens: int) -> torch.Tensor:
-    """Return [requests * tokens, ...] of a tensor whose dimension `dim` counts the tokens; a view where it can be."""
+    """Return [requests * tokens, ...] of a tensor whose dimension `dim` counts the tokens; a view if it can be."""
     if dim == 2:
         tensor = tensor.transpose(1, 2)
     if dim == 0 and tensor.shape[0] == num_requests * num_tokens:

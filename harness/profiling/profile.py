@@ -49,7 +49,7 @@ class ProfileSpec:
     engine: str
     """Name of the engine."""
     subject: Engine | None = None
-    """The engine itself, where it is at hand; None: the installed one of that name is opened."""
+    """The engine itself if it is at hand; None: the installed one of that name is opened."""
     dtype: str
     device: str
     engine_options: Mapping[str, str] = field(default_factory=dict)

@@ -63,7 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
-    """Declare the options of the property suites where they are asked for."""
+    """Declare the options of the property suites if they are asked for."""
     if any("harness.properties" in arg or "harness/properties" in arg for arg in args):
         from harness.pytest_plugin import properties
 

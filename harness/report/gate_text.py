@@ -15,7 +15,7 @@ MAX_PLACES = 3
 
 
 def gate_text(result: GateResult) -> str:
-    """Return the verdict, every figure that changed, and the times of each phase where they were taken."""
+    """Return the verdict, every figure that changed, and the times of each phase if they were taken."""
     key = result.key
     said = " · ".join(f"{subject}: {verdict}" for subject, verdict in result.subjects.items())
     what = " · ".join(key[name] for name in ("engine", "model", "dtype", "device"))

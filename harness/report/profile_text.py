@@ -73,7 +73,7 @@ def bound_text(phase: PhaseProfile) -> str:
 
 
 def _against(measured: int, formula: int) -> str:
-    """Say how a measured count stands to its formula; nothing where it is equal."""
+    """Say how a measured count stands to its formula; nothing if it is equal."""
     if measured == formula:
         return ""
     return f"x{measured / formula:.4f}" if formula else "none"

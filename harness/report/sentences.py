@@ -177,7 +177,7 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
 
 
 def _control(result: CheckResult) -> str | None:
-    """Say what HF itself reaches on the engine's inputs, where that was measured."""
+    """Say what HF itself reaches on the engine's inputs if that was measured."""
     taps = [tap for tap in merge_taps(result.runs) if tap.control_bound_share_max is not None and not tap.convention]
     if not taps:
         return None

@@ -43,11 +43,11 @@ class Row:
     role: Role
     num_taps: int = 1
     num_failed: int = 0
-    """Taps among them that have the row's verdict, where that is a failure."""
+    """Taps among them that have the row's verdict if that is a failure."""
 
     @property
     def remark(self) -> str:
-        """The verdict in words, with its extent where it is a failure."""
+        """The verdict in words, with its extent if it is a failure."""
         if self.role is Role.DOWNSTREAM:
             return self.role.value
         return f"{self.tap.verdict}{self._extent()}"

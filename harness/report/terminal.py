@@ -46,7 +46,7 @@ class _Column:
 
 
 _LABEL = 1
-"""Index of the column that is shortened where nothing is left to leave out."""
+"""Index of the column that is shortened if nothing is left to leave out."""
 
 _COLUMNS = (
     _Column("layer", lambda row: row.layers),
@@ -159,7 +159,7 @@ def _tabulated(rows: Sequence[Row], columns: Sequence[_Column], label_width: int
 
 
 def _hide_repeats(cells: Sequence[list[str]]) -> None:
-    """Leave the layer out where it is the one of the row above."""
+    """Leave the layer out if it is the one of the row above."""
     for above, below in reversed(list(pairwise(cells))):
         if above[0] == below[0]:
             below[0] = ""

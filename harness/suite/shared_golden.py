@@ -26,7 +26,7 @@ def share_golden(folder: Path, store: Store) -> StoredGolden:
 
 
 def fetch_goldens(goldens: Sequence[StoredGolden], store: Store) -> None:
-    """Put goldens into this machine's cache, where they are not there already.
+    """Put goldens into this machine's cache if they are not there already.
 
     Raises:
         DamagedBlobError: a file is not in the store any more, or is another one.

@@ -109,7 +109,7 @@ class Graph:
         return tuple(operation for operation in self.operations if operation.layer == layer)
 
     def attention_of(self, layer: int | None) -> Operation | None:
-        """Return the attention of a layer, where it has one that HF's interface shows."""
+        """Return the attention of a layer if it has one that HF's interface shows."""
         return next((op for op in self.of_layer(layer) if op.kind is Kind.ATTENTION), None)
 
     @cached_property

@@ -23,12 +23,12 @@ _CONTEXT_TOKENS = 5
 
 @dataclass(slots=True, kw_only=True)
 class Piece:
-    """Some tokens of a continuation, one where it is streamed and all of them where not."""
+    """Some tokens of a continuation, one if it is streamed, else all of them."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One for each token, where they were asked for."""
+    """One for each token if they were asked for."""
     finish_reason: str | None = None
     """`length` or `stop`; None while there is more to come."""
 

@@ -45,7 +45,7 @@ class Text:
         return self._tokenizer.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones; nothing where there is no tokenizer."""
+        """Return the text of tokens, without special ones; nothing if there is no tokenizer."""
         return "" if self._tokenizer is None else self._tokenizer.decode(token_ids)
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:

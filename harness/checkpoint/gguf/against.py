@@ -190,7 +190,7 @@ def _blocked(values: "torch.Tensor") -> "torch.Tensor":
 def _cause(
     name: str, values: "torch.Tensor", kind: str, originals: _Originals, bad: _Blocks, config: Mapping[str, Any]
 ) -> str:
-    """Say what was done to a tensor that differs, where it is one of the known mistakes."""
+    """Say what was done to a tensor that differs if it is one of the known mistakes."""
     original = originals.get(name)
     assert original is not None
     if is_query_or_key(name):

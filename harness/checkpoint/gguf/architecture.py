@@ -45,7 +45,7 @@ class Metadata:
 
     @property
     def family(self) -> Family:
-        """The family; raises HarnessError (UNSUPPORTED_ARCHITECTURE) where it is none of those that are served."""
+        """The family; raises HarnessError (UNSUPPORTED_ARCHITECTURE) if it is none of those that are served."""
         if self.architecture not in FAMILIES:
             raise HarnessError(
                 Code.UNSUPPORTED_ARCHITECTURE,

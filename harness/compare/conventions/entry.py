@@ -71,6 +71,6 @@ class Convention:
     kinds: tuple[Kind, ...]
     """Operations that it may apply to."""
     roundings: Callable[[Subject], Iterator[Rounding]]
-    """Yields the ways in which it applies to the rows; nothing where it does not."""
+    """Yields the ways in which it applies to the rows; nothing if it does not."""
     is_declared: bool = False
     """Whether it is tried only where the engine declares it (`harness.numerics`)."""

@@ -26,7 +26,7 @@ ROUNDED_SUMS = KEPT + ", the sum of the values in their dtype (flash attention)"
 
 @dataclass(frozen=True, slots=True)
 class _Operands:
-    """The operands of the products, and the most that each element may differ by where it is on a rounding tie."""
+    """The operands of the products, and the most that each element may differ on a rounding tie."""
 
     query: Stored
     """[B, N, T, H], or H and one more for each block of keys with minima."""
@@ -94,7 +94,7 @@ def _with_more(stored: Stored, more: torch.Tensor) -> Stored:
 def _attend(
     subject: Subject, call: AttentionCall, operands: _Operands, values: CacheFormat, used: torch.dtype | None
 ) -> torch.Tensor:
-    """Compute attention in float64: [R, N*H]. Probabilities are rounded to `used`, where it is given."""
+    """Compute attention in float64: [R, N*H]. Probabilities are rounded to `used` if it is given."""
     parts = [
         (p if used is None else p.to(used).to(torch.float64)) @ v
         for p, v in probabilities(call, operands.query.values, operands.key.values, operands.value.values)

@@ -166,7 +166,7 @@ class _Run:
                     self._read_back(piece.sequence)
 
     def _forked(self, sequence: LlamaSequence) -> list[LlamaSequence]:
-        """Fork a sequence that has just made its first token, where it is to be."""
+        """Fork a sequence that has just made its first token if it is to be."""
         request = sequence.request
         if sequence.num_computed != request.prompt_length or request.id not in self._forks:
             return []

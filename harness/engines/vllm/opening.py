@@ -22,7 +22,7 @@ def opened_engine(arguments: Mapping[str, Any], *, is_in_process: bool = True) -
         HarnessError: ENGINE_CANNOT_SERVE, with what vLLM says.
     """
     if arguments.get("tensor_parallel_size", 1) > 1:
-        # On a CPU vLLM binds each rank to a NUMA node of its own, and refuses where there are fewer nodes than ranks.
+        # On a CPU vLLM binds each rank to a NUMA node of its own, and refuses if there are fewer nodes than ranks.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     engine = None
     try:

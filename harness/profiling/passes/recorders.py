@@ -37,7 +37,7 @@ def profiling(profiler: profile) -> Iterator[None]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     try:
         with _blaming_profiler(), warnings.catch_warnings():
-            # Each cycle is exported by itself. Torch 2.11 warns of that, even where there is one cycle.
+            # Each cycle is exported by itself. Torch 2.11 warns of that, even if there is one cycle.
             warnings.filterwarnings("ignore", "Warning: Profiler clears events")
             yield
             profiler.stop()

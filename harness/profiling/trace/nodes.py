@@ -101,7 +101,7 @@ def read_events(path: Path) -> TraceEvents:
 
 
 def _is_on_cpu(category: str, name: str) -> bool:
-    """Whether an event is one of the tree: annotations are, where they are spans of ours."""
+    """Whether an event is one of the tree: annotations are if they are spans of ours."""
     return category in _CPU_CATEGORIES or (category == "user_annotation" and bool(SPAN.match(name)))
 
 

@@ -51,7 +51,7 @@ KEYWORDS = {
     "softcap": "softcap: float | None: scores s become softcap * tanh(s / softcap)",
     "num_splits": "num_splits: int: keys are cut into so many parts, which are merged",
 }
-"""Optional parameters of `attend`, by name. What one of them does is checked where it is there."""
+"""Optional parameters of `attend`, by name. What one of them does is checked if it is there."""
 
 OPTIONAL = {
     "store": "store(k_TKH, v_TKH, slots_T, k_cache_BSKH, v_cache_BSKH): write row t to slot block * S + offset",

@@ -13,7 +13,7 @@ __all__ = ["OPTIONAL", "REQUIRED", "BlockManagerAdapter"]
 class BlockManagerAdapter(Protocol):
     """The methods that every adapter has. The optional ones are in `OPTIONAL`.
 
-    Any exception that leaves a method is a finding: a manager that raises where there is no room needs an adapter that
+    Any exception that leaves a method is a finding: a manager that raises if there is no room needs an adapter that
     returns None or False there.
     """
 
@@ -62,4 +62,4 @@ OPTIONAL = {
     "swap_in": ("swap_in(request_id) -> [(host_block, block)] or None for no room: copies back", (3, 7)),
     "num_free_host": ("num_free_host() -> int: free blocks of host memory", (1,)),
 }
-"""By method: its signature, and the invariants that are checked, or checked harder, where it is offered."""
+"""By method: its signature, and the invariants that are checked, or checked harder if it is offered."""

@@ -78,7 +78,7 @@ def declared_sizes(adapter: Adapter, name: str) -> tuple[int, ...]:
 
 
 def declared_choice(adapter: Adapter, name: str, choices: tuple[Any, ...]) -> Any:
-    """Return an attribute that is one of some values, the first of them where it is absent.
+    """Return an attribute that is one of some values, the first of them if it is absent.
 
     Raises:
         HarnessError: BAD_ADAPTER: it is another.

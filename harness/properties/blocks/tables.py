@@ -30,7 +30,7 @@ class Request:
 
     @property
     def table(self) -> list[int]:
-        """The only table, where there are no groups."""
+        """The only table if there are no groups."""
         return self.tables[0]
 
 

@@ -62,7 +62,7 @@ class Finding:
     what: str
     """One sentence with the values that disagree."""
     program: str
-    """Plain Python: the code under test, torch where there are tensors, and nothing else."""
+    """Plain Python: the code under test, torch if there are tensors, and nothing else."""
     invariant: int | None = None
     """Its number in `INVARIANTS`; None for properties of single calls."""
 

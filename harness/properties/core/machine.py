@@ -130,7 +130,7 @@ class Machine:
     request_arguments: ClassVar[Set[str]] = frozenset({"request_id", "child_id"})
     """Arguments of actions that number a request."""
     enlarged: ClassVar[Set[str]] = frozenset({"budget"})
-    """Arguments of `start` that may save steps where they are larger."""
+    """Arguments of `start` that may save steps if they are larger."""
     unusual: ClassVar[Set[str]] = frozenset({"hash_bits"})
     """Arguments of `start` that are None in a usual run."""
 
@@ -209,7 +209,7 @@ class Machine:
         self.check()
 
     def run_step(self, name: str, arguments: dict[str, Any]) -> None:
-        """Run one action, write it down, and verify what must always hold; nothing where it does not apply."""
+        """Run one action, write it down, and verify what must always hold; nothing if it does not apply."""
         self.trace.append((name, deepcopy(arguments)))
         try:
             getattr(self, name)(**arguments)

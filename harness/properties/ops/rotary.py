@@ -196,7 +196,7 @@ def _products(q_TNH: torch.Tensor, k_TNH: torch.Tensor) -> torch.Tensor:
 
 
 def _permutation(rotation: Rotation) -> None:
-    """Compare the two ways with each other, where there are two."""
+    """Compare the two ways with each other if there are two."""
     if rotation.method != "rotary" or not rotation.target.offers("rotary_interleaved"):
         return
     half = rotation.x_TNH.shape[-1] // 2

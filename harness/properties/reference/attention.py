@@ -152,7 +152,7 @@ class RecomputeAttention(Backend):
 
 
 class TritonAttention(PagedAttention):
-    """The backend `triton`, by its interpreter where there is no GPU (TRITON_INTERPRET=1)."""
+    """The backend `triton`, by its interpreter if there is no GPU (TRITON_INTERPRET=1)."""
 
     backend = "triton"
     is_batch_invariant = True

@@ -26,7 +26,7 @@ class SchedulerAdapter(Protocol):
         """
 
     def add(self, request_id: int, token_ids: Sequence[int], max_new_tokens: int) -> None:
-        """Queue a request, or raise an error with the numbers where it can never be served.
+        """Queue a request, or raise an error with the numbers if it can never be served.
 
         With a keyword `salt: str`, requests of different salts share nothing.
         """
@@ -67,5 +67,5 @@ OPTIONAL = {
     "propose": ("propose(request_id, token_ids): draft tokens for the request's next step", (7, 8, 19)),
     "take_swaps": ('take_swaps() -> [("out", block, host_block) or ("in", host_block, block)], in order', (7,)),
 }
-"""By method: its signature, and the invariants that are checked, or checked harder, where it is offered. With groups of
+"""By method: its signature, and the invariants that are checked, or checked harder if it is offered. With groups of
 layers (`windows`), `block_table` takes the number of a group as well."""

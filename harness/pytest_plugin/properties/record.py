@@ -47,7 +47,7 @@ class SuiteRecord:
             self.add_finding(finding)
 
     def add_finding(self, finding: "Finding") -> None:
-        """Note a finding, and the reason where it is accepted."""
+        """Note a finding, and the reason if it is accepted."""
         self.findings.append(
             {
                 "invariant": finding.invariant,

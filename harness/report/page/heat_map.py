@@ -19,7 +19,7 @@ class Cell:
     """One operation of one layer."""
 
     style: str
-    """Classes: `level-3`, and `wrong`, `missing`, `culprit` or `downstream` where it is that."""
+    """Classes: `level-3`, and `wrong`, `missing`, `culprit` or `downstream` if it is that."""
     title: str
 
 

@@ -23,7 +23,7 @@ def roofline_plot(phase: PhaseProfile, roofs: Ceilings) -> Plot | None:
     ridge = peak / roofs.copy_bytes_per_s
     x = log_scale([*(point.intensity for point, _ in points), ridge / 3, ridge * 3], least_decades=2)
     y = log_scale([*(rate for _, rate in points), peak], least_decades=2)
-    # The slanted roof enters at the left edge, or at the floor where that is higher.
+    # The slanted roof enters at the left edge, or at the floor if that is higher.
     start = max(x.low, y.low / roofs.copy_bytes_per_s)
     roof = [(start, start * roofs.copy_bytes_per_s), (ridge, peak), (x.high, peak)]
     points.sort(key=lambda pair: (pair[0].name != phase.name, -pair[0].flops))
