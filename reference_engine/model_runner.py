@@ -113,9 +113,10 @@ class ModelRunner:
         if self._ranks is not None:
             self._ranks.broadcast([Command.STEP, observer is not None, *encode_chunks(computed)])
             observer = observer and ShardedTaps(self._ranks, observer)
+        batch = self._build_batch(computed, observer)
         if observer is not None:
             observer.begin_step(describe(chunks, computed, self.backend))
-        logits_RV = self._forward(computed, observer)
+        logits_RV = self._forward(batch)
         sequences = [chunk.sequence for chunk in chunks if chunk.samples]
         sampled = Sampled([], []) if logits_RV is None else sample(logits_RV, sequences)
         if observer is not None:
@@ -143,7 +144,7 @@ class ModelRunner:
     def follow(self, computed: Seq[Chunk], *, is_observed: bool) -> None:
         """Compute this rank's part of a step that rank 0 runs."""
         assert self._ranks is not None
-        self._forward(computed, ShardedTaps(self._ranks, None) if is_observed else None)
+        self._forward(self._build_batch(computed, ShardedTaps(self._ranks, None) if is_observed else None))
 
     def follow_copy(self, source: int, target: int) -> None:
         """Copy a block of this rank's cache alone."""
@@ -156,15 +157,24 @@ class ModelRunner:
         assert self._ranks is not None
         show_cache(sequence, self.backend, self.model_config.num_hidden_layers, ShardedTaps(self._ranks, None))
 
-    def _forward(self, computed: Seq[Chunk], observer: Observer | None) -> torch.Tensor | None:
+    def _build_batch(self, computed: Seq[Chunk], observer: Observer | None) -> Batch:
+        """Return a step's batch; an observed one with its plan, so that no observer takes planning for an operation."""
         batch = build_batch(computed, self.backend.block_size, self.device, observer, self.adapters)
-        logits_RV = self._graphs.run(batch) if self._graphs is not None and observer is None else None
-        return self._compute(batch) if logits_RV is None else logits_RV
+        return batch if observer is None else self._planned(batch)
+
+    def _planned(self, batch: Batch) -> Batch:
+        return replace(batch, plan=self.backend.plan(batch))
+
+    def _forward(self, batch: Batch) -> torch.Tensor | None:
+        if batch.observer is not None:
+            return self._compute(batch)
+        logits_RV = None if self._graphs is None else self._graphs.run(batch)
+        return self._compute(self._planned(batch)) if logits_RV is None else logits_RV
 
     def _compute(self, batch: Batch) -> torch.Tensor | None:
         model = self._unobserved if batch.observer is None else self._observed
         with self._numerics():
-            return model(replace(batch, plan=self.backend.plan(batch)))
+            return model(batch)
 
     def _fused(self) -> Callable[[Batch], torch.Tensor | None]:
         return FusedDecoder.of(self.model, self.backend.operators)
@@ -186,7 +196,7 @@ class ModelRunner:
         """Return what records decode steps with `capture` and replays them."""
 
         def forward(batch: Batch) -> torch.Tensor:
-            logits_RV = self._compute(batch)
+            logits_RV = self._compute(self._planned(batch))
             assert logits_RV is not None, "every row of a decode step is sampled"
             return logits_RV
 

@@ -143,3 +143,17 @@ def test_an_observer_may_come_and_go_between_steps(checkpoint: Any) -> None:
     engine.observer = None
     engine.step()
     assert [step.phase for step in recorder.steps] == ["decode"]
+
+
+@pytest.mark.parametrize("checkpoint", ["qwen3"], indirect=True)
+def test_a_step_is_prepared_before_it_begins(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first operation would else be charged with the batch and the plan."""
+    recorder, engine = record(checkpoint, [[4, 5, 6]], num_new=1)
+    num_steps = []
+    plan = engine.runner.backend.plan
+    monkeypatch.setattr(
+        engine.runner.backend, "plan", lambda batch: num_steps.append(len(recorder.steps)) or plan(batch)
+    )
+    before = len(recorder.steps)
+    engine.generate([[4, 5, 6]], SamplingParams(max_new_tokens=2, ignore_eos=True))
+    assert num_steps == [before, before + 1]
