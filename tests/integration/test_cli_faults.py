@@ -16,9 +16,11 @@ def test_the_score_of_one_fault(capsys):
 
 
 def test_the_score_for_people(capsys):
-    assert run(["faults", "--category", "numbers"]) == 0
+    of_sampling = "logits-of-the-row-before"
+    assert run(["faults", "--category", "numbers", "--only", "logits-bf16", "--only", of_sampling]) == 0
     text = capsys.readouterr().out
     assert "logits-bf16" in text
+    assert of_sampling not in text
     assert "allclose 1e-3" in text
 
 
