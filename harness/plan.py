@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 
 from harness.case import DTYPES, Case, CaseChanges, ProfileSection, RequestSpec, load_case
-from harness.checkpoint import CONFIG_NAME, embedded_cases, read_config, resolve
+from harness.checkpoint import CONFIG_NAME, Checkpoint, embedded_cases, resolve
 from harness.engines import Engine, is_foreign
 from harness.errors import Code, HarnessError
 from harness.oracle.requests import Prompt
@@ -22,7 +21,7 @@ class Plan:
 
     model: str
     """As the user named it."""
-    folder: Path
+    checkpoint: Checkpoint
     engine: str
     """Name of the engine."""
     subject: Engine | None = None
@@ -57,6 +56,11 @@ class Plan:
     """Folder of a LoRA adapter that truth and engine add to the model; the engine finds it as its option `lora`."""
     other_loras: tuple[Path, ...] = ()
     """Folders of adapters that the engine serves to other requests: a row that was given one of them is told so."""
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the checkpoint."""
+        return self.checkpoint.folder
 
     @property
     def isolates_engine(self) -> bool:
@@ -154,16 +158,16 @@ def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
     Raises:
         HarnessError: any of it cannot be resolved.
     """
-    folder = resolve(case.model, local_files_only=local_files_only, hf=case.hf)
+    checkpoint = Checkpoint(resolve(case.model, local_files_only=local_files_only, hf=case.hf))
     check_device(case.device)
     _refuse_limit_without_process(case.isolate, case.engine_timeout_s)
-    prompts = _prompts(case, folder)
+    prompts = _prompts(case, checkpoint)
     schedules, skipped = _schedules(case.schedules, [len(prompt.token_ids) for prompt in prompts])
     return Plan(
         model=case.model,
-        folder=folder,
+        checkpoint=checkpoint,
         engine=case.engine,
-        dtype=resolve_dtype(case.dtype, folder),
+        dtype=resolve_dtype(case.dtype, checkpoint),
         device=case.device,
         truth=case.truth,
         prompts=prompts,
@@ -202,12 +206,11 @@ def _refuse_limit_without_process(isolate: bool | None, timeout_s: float | None)
         )
 
 
-def resolve_dtype(dtype: str, folder: Path) -> str:
+def resolve_dtype(dtype: str, checkpoint: Checkpoint) -> str:
     """Return the dtype's full name; `auto` is the one that config.json names."""
-    where, config = "--dtype", read_config(folder)
+    where, own = "--dtype", checkpoint.dtype
     if dtype == "auto":
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-        where = f"{folder / CONFIG_NAME}: dtype"
+        dtype, where = own, f"{checkpoint.folder / CONFIG_NAME}: dtype"
     if dtype not in DTYPES:
         raise HarnessError(
             Code.BAD_OPTION,
@@ -244,16 +247,14 @@ def check_device(device: str) -> None:
         )
 
 
-def _prompts(case: Case, folder: Path) -> tuple[Prompt, ...]:
-    """Return the requests of a case in token ids; the tokenizer is loaded once, and only if a request is a text."""
-    tokenizer = cache(lambda: _load_tokenizer(folder))
+def _prompts(case: Case, checkpoint: Checkpoint) -> tuple[Prompt, ...]:
+    """Return the requests of a case in token ids; the tokenizer is loaded only if a request is a text."""
 
     def prompt(index: int, request: RequestSpec) -> Prompt:
         token_ids = request.token_ids
         if token_ids is None:
             assert request.prompt is not None
-            _refuse_empty(request.prompt, f"request {index}")
-            token_ids = _encode(tokenizer(), request.prompt, folder)
+            token_ids = tokenize(request.prompt, checkpoint, where=f"request {index}")
         if request.continuation is not None:
             fed = (*token_ids, *request.continuation)
             return Prompt(token_ids=fed, max_new_tokens=1, prompt_length=len(token_ids))
@@ -262,44 +263,10 @@ def _prompts(case: Case, folder: Path) -> tuple[Prompt, ...]:
     return tuple(prompt(index, request) for index, request in enumerate(case.requests))
 
 
-def tokenize(text: str, folder: Path, *, where: str) -> list[int]:
+def tokenize(text: str, checkpoint: Checkpoint, *, where: str) -> list[int]:
     """Return the token ids of a text under the checkpoint's own tokenizer."""
-    _refuse_empty(text, where)
-    return _encode(_load_tokenizer(folder), text, folder)
-
-
-def _refuse_empty(text: str, where: str) -> None:
     if not text.strip():
         raise HarnessError(
             Code.EMPTY_PROMPT, "the prompt is empty", where=where, actual=repr(text), hint="give some text"
         )
-
-
-def _load_tokenizer(folder: Path) -> Any:
-    if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
-        raise HarnessError(
-            Code.NO_TOKENIZER,
-            "the checkpoint has no tokenizer",
-            where=folder,
-            expected="tokenizer.json",
-            hint="give the prompt as --token-ids 1,2,3",
-        )
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise _unusable_tokenizer(folder, error) from error
-
-
-def _encode(tokenizer: Any, text: str, folder: Path) -> list[int]:
-    try:
-        return [int(token) for token in tokenizer(text)["input_ids"]]
-    except Exception as error:  # likewise
-        raise _unusable_tokenizer(folder, error) from error
-
-
-def _unusable_tokenizer(folder: Path, error: Exception) -> HarnessError:
-    return HarnessError(
-        Code.NO_TOKENIZER, f"the tokenizer cannot be loaded: {error}", where=folder, hint="give --token-ids"
-    )
+    return checkpoint.encode(text)

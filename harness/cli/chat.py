@@ -1,22 +1,16 @@
 """A prompt in the words of the checkpoint's chat template."""
 
-from pathlib import Path
-
+from harness.checkpoint import Checkpoint
 from harness.errors import Code, HarnessError
 
 
-def chat_token_ids(text: str, folder: Path) -> list[int]:
+def chat_token_ids(text: str, checkpoint: Checkpoint) -> list[int]:
     """Return the tokens of one user's message, up to where the assistant's answer begins.
 
     Raises:
         HarnessError: NO_TOKENIZER; NO_CHAT_TEMPLATE: the tokenizer has none, or it does not take the message.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise HarnessError(Code.NO_TOKENIZER, f"the tokenizer cannot be loaded: {error}", where=folder) from error
+    tokenizer, folder = checkpoint.tokenizer, checkpoint.folder
     if not tokenizer.chat_template:
         raise HarnessError(
             Code.NO_CHAT_TEMPLATE, "the tokenizer has no chat template", where=folder,

@@ -95,7 +95,7 @@ def _by_dtype(plan: "Plan", dtypes: Sequence[str], out: Path | None) -> "Iterato
     """Yield the plan for each dtype, and the folder of its results: of several dtypes each has one of its own."""
     from harness.plan import resolve_dtype
 
-    names = list(dict.fromkeys(resolve_dtype(name, plan.folder) for name in dtypes))
+    names = list(dict.fromkeys(resolve_dtype(name, plan.checkpoint) for name in dtypes))
     if len(names) < 2:
         yield plan, out
         return

@@ -2,15 +2,14 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from harness.checkpoint import read_config
+from harness.checkpoint import Checkpoint
 from harness.errors import Code, HarnessError
 
 
 def continue_prompt(
     name: str,
-    folder: Path,
+    checkpoint: Checkpoint,
     prompt: Sequence[int],
     *,
     dtype: str,
@@ -33,9 +32,9 @@ def continue_prompt(
             Code.BAD_OPTION, "no token is asked for", where="--max-new-tokens", expected="at least 1",
             actual=max_new_tokens,
         )  # fmt: skip
-    engine = open_engine(name, folder, dtype=dtype, device=device, options=options)
+    engine = open_engine(name, checkpoint.folder, dtype=dtype, device=device, options=options)
     continuation = Continuation(engine, max_num_tokens=len(prompt) + max_new_tokens, max_num_seqs=1)
-    return _tokens(continuation.steps([prompt], [max_new_tokens]), max_new_tokens, _end_tokens(folder))
+    return _tokens(continuation.steps([prompt], [max_new_tokens]), max_new_tokens, _end_tokens(checkpoint))
 
 
 def _tokens(
@@ -49,10 +48,10 @@ def _tokens(
         yield token, "length" if number == num_wanted else None
 
 
-def _end_tokens(folder: Path) -> frozenset[int]:
+def _end_tokens(checkpoint: Checkpoint) -> frozenset[int]:
     """Return the end-of-sequence tokens that generation_config.json names, or else config.json."""
-    path = folder / "generation_config.json"
+    path = checkpoint.folder / "generation_config.json"
     configs = [json.loads(path.read_text(encoding="utf-8"))] if path.is_file() else []
-    named = (config.get("eos_token_id") for config in (*configs, read_config(folder)))
+    named = (config.get("eos_token_id") for config in (*configs, checkpoint.config))
     ends = next((ids for ids in named if ids is not None), ())
     return frozenset([ends] if isinstance(ends, int) else ends)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from harness.case import load_case
-from harness.checkpoint import embedded_cases, read_config, resolve
+from harness.checkpoint import Checkpoint, embedded_cases, resolve
 from harness.cli import options as opt
 from harness.cli.answer import Answer
 from harness.cli.output import write, write_json
@@ -64,10 +64,10 @@ def generate(
         else:
             _refuse_sampling(engine, ask)
             open_source = partial(_engine_source, engine)
-        folder = resolve(model or embedded_model(), local_files_only=local_files_only)
-        token_ids = _token_ids(prompt, folder, chat=chat)
-        source = open_source(folder, token_ids, ask)
-    answer = _answer(source, folder, len(token_ids), _show if stream else None)
+        checkpoint = Checkpoint(resolve(model or embedded_model(), local_files_only=local_files_only))
+        token_ids = _token_ids(prompt, checkpoint, chat=chat)
+        source = open_source(checkpoint, token_ids, ask)
+    answer = _answer(source, checkpoint, len(token_ids), _show if stream else None)
     if format is opt.Format.JSON:
         write_json(answer.json())
     else:
@@ -108,13 +108,13 @@ def _sampling_params(ask: _Ask) -> "SamplingParams":
         return SamplingParams(max_new_tokens=ask.max_new_tokens, adapter=adapter, **ask.sampling)  # type: ignore[arg-type]
 
 
-def _reference_source(params: "SamplingParams", folder: Path, token_ids: list[int], ask: _Ask) -> _Source:
+def _reference_source(params: "SamplingParams", checkpoint: Checkpoint, token_ids: list[int], ask: _Ask) -> _Source:
     adapters = {} if ask.lora is None else {"lora": ask.lora}
     engine = open_reference_engine(
-        folder, dtype=ask.dtype, device=ask.device, options=ask.engine_options, adapters=adapters
+        checkpoint, dtype=ask.dtype, device=ask.device, options=ask.engine_options, adapters=adapters
     )
     dtype = str(engine.runner.dtype).removeprefix("torch.")
-    return _Source(_reference_tokens(engine, folder, token_ids, params), str(engine.runner.device), dtype)
+    return _Source(_reference_tokens(engine, checkpoint.folder, token_ids, params), str(engine.runner.device), dtype)
 
 
 def _reference_tokens(
@@ -138,16 +138,16 @@ def _refuse_sampling(engine: str, ask: _Ask) -> None:
             )  # fmt: skip
 
 
-def _engine_source(name: str, folder: Path, token_ids: list[int], ask: _Ask) -> _Source:
+def _engine_source(name: str, checkpoint: Checkpoint, token_ids: list[int], ask: _Ask) -> _Source:
     from harness.cli.continue_prompt import continue_prompt
     from harness.plan import check_device, resolve_dtype
 
     device = ask.device or "cpu"
     check_device(device)
-    dtype = resolve_dtype(ask.dtype or "auto", folder)
+    dtype = resolve_dtype(ask.dtype or "auto", checkpoint)
     options = opt.parse_engine_options(ask.engine_options)
     tokens = continue_prompt(
-        name, folder, token_ids, dtype=dtype, device=device, options=options, max_new_tokens=ask.max_new_tokens
+        name, checkpoint, token_ids, dtype=dtype, device=device, options=options, max_new_tokens=ask.max_new_tokens
     )
     return _Source(tokens, device, dtype)
 
@@ -157,23 +157,23 @@ def embedded_model() -> str:
     return load_case(embedded_cases() / "default.toml").model
 
 
-def _token_ids(prompt: str, folder: Path, *, chat: bool) -> list[int]:
-    if not (folder / "tokenizer.json").is_file():
+def _token_ids(prompt: str, checkpoint: Checkpoint, *, chat: bool) -> list[int]:
+    if not (checkpoint.folder / "tokenizer.json").is_file():
         raise HarnessError(
-            Code.NO_TOKENIZER, "the checkpoint has no tokenizer", where=folder, expected="tokenizer.json",
+            Code.NO_TOKENIZER, "the checkpoint has no tokenizer", where=checkpoint.folder, expected="tokenizer.json",
             hint="copy it there: text goes in and comes out",
         )  # fmt: skip
     if chat:
         from harness.cli.chat import chat_token_ids
 
-        return chat_token_ids(prompt, folder)
+        return chat_token_ids(prompt, checkpoint)
     from harness.plan import tokenize
 
-    return tokenize(prompt, folder, where="--prompt")
+    return tokenize(prompt, checkpoint, where="--prompt")
 
 
 def open_reference_engine(
-    folder: Path,
+    checkpoint: Checkpoint,
     *,
     dtype: str | None,
     device: str | None,
@@ -192,26 +192,27 @@ def open_reference_engine(
 
     check_device(device or "cpu")
     given = {"max_num_seqs": 1, **parse_reference_options(opt.parse_engine_options(options))}
-    with reference_errors(folder):
-        config = EngineConfig(dtype=resolve_dtype(dtype or "auto", folder), device=device or "cpu", **given)
-        return LLMEngine(folder, config, adapters=adapters)
+    with reference_errors(checkpoint.folder):
+        config = EngineConfig(dtype=resolve_dtype(dtype or "auto", checkpoint), device=device or "cpu", **given)
+        return LLMEngine(checkpoint.folder, config, adapters=adapters)
 
 
-def _answer(source: _Source, folder: Path, num_prompt_tokens: int, show: Callable[[str], None] | None) -> Answer:
+def _answer(
+    source: _Source, checkpoint: Checkpoint, num_prompt_tokens: int, show: Callable[[str], None] | None
+) -> Answer:
     """Take the tokens, and hand each piece of text to `show` when it is there."""
     from harness.engines.reference_errors import reference_errors
     from harness.threads import limit_threads
     from reference_engine.detokenizer import Detokenizer
     from reference_engine.tokenizer import Tokenizer
 
-    with reference_errors(folder):
-        detokenizer = Detokenizer(Tokenizer(folder).decode)
+    with reference_errors(checkpoint.folder):
+        detokenizer = Detokenizer(Tokenizer(checkpoint.folder).decode)
     pieces: list[str] = []
     generated: list[int] = []
     seconds: list[float] = []
     finish_reason = "length"
-    hidden_size = int(read_config(folder).get("hidden_size", 0))
-    with limit_threads(hidden_size) if source.device == "cpu" else nullcontext():
+    with limit_threads(checkpoint.hidden_size) if source.device == "cpu" else nullcontext():
         start = time.perf_counter()
         for token, reason in source.tokens:
             seconds.append(time.perf_counter() - start)

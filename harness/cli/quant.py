@@ -101,7 +101,7 @@ def _sequences(
     if text_file is None:
         said = sample_text(hf, num_sequences=num_sequences, num_tokens=num_tokens, seed=seed)
         return said, f"its own text, seed {seed}"
-    token_ids = tokenize(_read(text_file), hf.folder, where=str(text_file))
+    token_ids = tokenize(_read(text_file), hf.checkpoint, where=str(text_file))
     return split_text(token_ids, hf, num_tokens), text_file.name
 
 

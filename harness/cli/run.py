@@ -94,7 +94,7 @@ def _continued(plan: "Plan", report: "Progress") -> "tuple[list[RequestInfo], Gr
     from harness.oracle.make_golden import cached_golden
     from harness.oracle.model import load_model
 
-    hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
+    hf = load_model(plan.checkpoint, dtype=getattr(torch, plan.dtype), device=plan.device)
     return list(cached_golden(hf, plan.prompts, truth=plan.truth, progress=report).requests), hf.graph
 
 
@@ -102,7 +102,7 @@ def _planned_by_golden(
     golden: Path, given: opt.CliOptions, local_files_only: bool
 ) -> "tuple[Plan, list[RequestInfo], Graph]":
     """Return what the golden and the remaining options say, the golden's requests, and the model's graph."""
-    from harness.checkpoint import resolve
+    from harness.checkpoint import Checkpoint, resolve
     from harness.oracle.golden import Golden
     from harness.plan import Plan, check_device
     from harness.recording import Recording
@@ -123,7 +123,7 @@ def _planned_by_golden(
     model = given.model or manifest.model.id
     plan = Plan(
         model=model,
-        folder=resolve(model, local_files_only=local_files_only),
+        checkpoint=Checkpoint(resolve(model, local_files_only=local_files_only)),
         engine=given.engine or "reference",
         dtype=manifest.dtype,
         device=given.device or "cpu",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.checkpoint import resolve
+from harness.checkpoint import Checkpoint, resolve
 from harness.cli import options as opt
 from harness.cli.output import write
 from harness.cli.progress import progress_bar
@@ -54,12 +54,14 @@ def serve(
         from reference_engine.server.text import Text
 
         adapters = _adapters(lora)
-        folder = resolve(model or embedded_model(), local_files_only=local_files_only)
+        checkpoint = Checkpoint(resolve(model or embedded_model(), local_files_only=local_files_only))
+        served = name or model or checkpoint.folder.name
         options = ["max_num_seqs=64", "enable_prefix_caching=true", *(engine_option or [])]
-        with open_reference_engine(folder, dtype=dtype, device=device, options=options, adapters=adapters) as engine:
-            app = build_app(
-                engine, Text(folder), model=name or model or folder.name, api_key=os.environ.get(API_KEY) or None
-            )
+        with open_reference_engine(
+            checkpoint, dtype=dtype, device=device, options=options, adapters=adapters
+        ) as engine:
+            api_key = os.environ.get(API_KEY) or None
+            app = build_app(engine, Text(checkpoint.folder), model=served, api_key=api_key)
             report("serving", 1, 1)
             is_cpu = engine.runner.device.type == "cpu"
             with limit_threads(engine.model_config.hidden_size) if is_cpu else nullcontext():

@@ -54,7 +54,7 @@ async def ask(
         progress: told what is being done.
     """
     progress("probe", 0, 1)
-    names = TokenNames(plan.folder)
+    names = TokenNames(plan.checkpoint)
     async with Client(address) as client:
         probed = await probe(client, plan.prompts[0].token_ids[:_PROBE_TOKENS], names, fallback_model=plan.model)
         blocks = _Blocks(prompts=plan.prompts, begin=num_again, eos=eos, add_walks=add_walks)

@@ -45,7 +45,7 @@ def check_endpoint(
     """
     begin, report = time.perf_counter(), progress or (lambda _label, _done, _total: None)
     report("model", 0, 1)
-    hf = load_adapted(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device, lora=plan.lora)
+    hf = load_adapted(plan.checkpoint, dtype=getattr(torch, plan.dtype), device=plan.device, lora=plan.lora)
     for index, prompt in enumerate(plan.prompts):
         check_prompt(hf, prompt, index)
     eos, loaded = _eos_ids(hf), time.perf_counter()

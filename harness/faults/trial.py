@@ -139,7 +139,7 @@ class _Declaring:
 
 def _golden(plan: Plan) -> Golden:
     """Return the golden that the check was made against."""
-    hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
+    hf = load_model(plan.checkpoint, dtype=getattr(torch, plan.dtype), device=plan.device)
     golden, _ = with_duplicate_requests(plan, cached_golden(hf, plan.prompts, truth=plan.truth), plan.schedules[0], hf)
     return golden
 

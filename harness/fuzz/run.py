@@ -231,7 +231,7 @@ class _Subject:
                 actual=", ".join(engine.capabilities.schedules) or "no schedule",
             )  # fmt: skip
         report("oracle", 0, 1)
-        hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
+        hf = load_model(plan.checkpoint, dtype=getattr(torch, plan.dtype), device=plan.device)
         return cls(plan=plan, options=options, engine=engine, hf=hf, report=report, began=began)
 
     def threads(self) -> AbstractContextManager[None]:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from harness import checkpoint
+from harness.checkpoint import Checkpoint
 from harness.checkpoint.gguf import is_gguf
 from harness.errors import Code, HarnessError
 from harness.files import exists
@@ -12,6 +12,7 @@ from harness.inspect.config import against_config
 from harness.inspect.gguf import inspect_gguf
 from harness.inspect.tables import file_tables
 from harness.inspect.text import render_text
+from harness.safetensors_header import read_header
 
 __all__ = ["inspect_path", "render_text"]
 
@@ -36,19 +37,18 @@ def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(path)
     if path.is_dir():
-        return _inspect_checkpoint(path)
+        return _inspect_checkpoint(Checkpoint(path))
     if not exists(path):
         what = "there is no such file or folder"
         raise HarnessError(Code.NOT_A_CHECKPOINT, what, where=path, hint="check the path")
     if is_gguf(path):
         return inspect_gguf(path)
-    return file_tables("file", path, [path])
+    return file_tables("file", path, {path: read_header(path)})
 
 
-def _inspect_checkpoint(folder: Path) -> dict[str, Any]:
-    config = checkpoint.read_config(folder)
-    headers = checkpoint.tensor_headers(folder)
-    info = file_tables("checkpoint", folder, checkpoint.shards(folder))
+def _inspect_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+    config, tensors = checkpoint.config, checkpoint.tensors
+    info = file_tables("checkpoint", checkpoint.folder, checkpoint.headers)
     info["config"] = {key: config[key] for key in _SUMMARY if key in config}
-    info["against_config"] = against_config(folder, config, {name: entry for name, (entry, _) in headers.items()})
-    return info
+    against = against_config(checkpoint.folder, config, {name: entry for name, (entry, _) in tensors.items()})
+    return info | {"against_config": against}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from harness import checkpoint
+from harness.checkpoint import CONFIG_NAME
 from harness.errors import Code, HarnessError
 from harness.safetensors_header import TensorEntry
 
@@ -58,7 +58,7 @@ def _meta_model(folder: Path, config: Mapping[str, Any]) -> "PreTrainedModel":
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    where = folder / checkpoint.CONFIG_NAME
+    where = folder / CONFIG_NAME
     kind, num_layers = config.get("model_type"), config.get("num_hidden_layers")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         what = "transformers does not know this model_type"

@@ -1,18 +1,17 @@
 """The contents of tensor files, as JSON-able tables. Only headers are read."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.safetensors_header import Header, TensorEntry, read_header
+from harness.safetensors_header import Header, TensorEntry
 
 
-def file_tables(kind: str, path: Path, files: Iterable[Path]) -> dict[str, Any]:
+def file_tables(kind: str, path: Path, headers: Mapping[Path, Header]) -> dict[str, Any]:
     """Describe safetensors files and what is in them."""
-    headers = [(file, read_header(file)) for file in files]
-    total = totals([entry for _, header in headers for entry in header.tensors])
-    tables = [_file_table(file, header) for file, header in headers]
+    total = totals([entry for header in headers.values() for entry in header.tensors])
+    tables = [_file_table(file, header) for file, header in headers.items()]
     return {"schema_version": 1, "kind": kind, "path": str(path), "files": tables, "totals": total}
 
 

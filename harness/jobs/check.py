@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from harness.checkpoint import config_hash, weights_hash
 from harness.compare import Comparison, compare_run
 from harness.engines import Capabilities, Engine, TapMatcher, engine_errors, open_engine
 from harness.engines.isolated import IsolatedEngine, isolated_engine
@@ -64,7 +63,7 @@ def _check_engine(plan: Plan, engine: Engine | IsolatedEngine, out: Path | None,
     begin = time.perf_counter()
     report("oracle", 0, 1)
     dtype = getattr(torch, plan.dtype)
-    hf = load_adapted(plan.folder, dtype=dtype, device=plan.device, lora=plan.lora, others=plan.other_loras)
+    hf = load_adapted(plan.checkpoint, dtype=dtype, device=plan.device, lora=plan.lora, others=plan.other_loras)
     runs = []
     with limit_threads(int(getattr(hf.config, "hidden_size", 0))):
         match_taps(plan, engine, hf.graph)
@@ -226,9 +225,10 @@ def open_planned(plan: Plan) -> Iterator[Engine | IsolatedEngine]:
     """Open the plan's engine for the block, and refuse it if it cannot follow a schedule that was asked for.
 
     Raises:
-        HarnessError: ENGINE_CANNOT_SERVE, or as `open_engine` and `isolated_engine`.
+        HarnessError: ENGINE_CANNOT_SERVE; CHECKPOINT_CHANGED, if it was written again by the end of the block; as
+            `open_engine` and `isolated_engine`.
     """
-    with _opened(plan) as engine:
+    with plan.checkpoint.unchanged(), _opened(plan) as engine:
         followed_schedules(plan, engine)
         yield engine
 
@@ -264,7 +264,10 @@ def describe_run(
         engine=plan.engine,
         folder=folder.absolute(),
         model=ModelInfo(
-            id=plan.model, revision=None, config_hash=config_hash(plan.folder), weights_hash=weights_hash(plan.folder)
+            id=plan.model,
+            revision=None,
+            config_hash=plan.checkpoint.config_hash,
+            weights_hash=plan.checkpoint.weights_hash,
         ),
         dtype=plan.dtype,
         device=plan.device,

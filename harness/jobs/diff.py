@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from harness.case import DTYPES, TRIGGERS
-from harness.checkpoint import resolve, weights_hash
+from harness.checkpoint import Checkpoint, resolve
 from harness.compare import TOKENS, compare_run
 from harness.errors import Code, HarnessError
 from harness.explain import explain_run
@@ -89,10 +89,10 @@ def _oracle(
     if model is None:
         return None, []
     check_device(device)
-    folder = resolve(model, local_files_only=local_files_only)
-    is_same = recording.manifest.model.weights_hash in (None, weights_hash(folder))
+    checkpoint = Checkpoint(resolve(model, local_files_only=local_files_only))
+    is_same = recording.manifest.model.weights_hash in (None, checkpoint.weights_hash)
     notes = [] if is_same else [f"ACTUAL was recorded from other weights than those of {model}, which judge it"]
-    return load_model(folder, dtype=_dtype(recording), device=device), notes
+    return load_model(checkpoint, dtype=_dtype(recording), device=device), notes
 
 
 def _wanted(globs: Sequence[str], lacking: Sequence[str], names: Sequence[str], graph: Graph) -> list[str]:

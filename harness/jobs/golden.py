@@ -25,7 +25,7 @@ def run_golden(plan: Plan, *, out: Path | None = None, progress: Progress | None
         HarnessError: the input cannot be used, or `out` cannot be written.
     """
     with nullcontext() if out is None else new_output_dir(out):
-        hf = load_adapted(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device, lora=plan.lora)
+        hf = load_adapted(plan.checkpoint, dtype=getattr(torch, plan.dtype), device=plan.device, lora=plan.lora)
         if out is None:
             return cached_golden(hf, plan.prompts, truth=plan.truth, progress=progress)
         return make_golden(hf, plan.prompts, out, truth=plan.truth, progress=progress)

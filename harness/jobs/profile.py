@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.case import ProfileSection
-from harness.checkpoint import embedded_cases, resolve
+from harness.checkpoint import Checkpoint, embedded_cases, resolve
 from harness.files import write_text
 from harness.plan import Plan, check_device, resolve_dtype
 from harness.profile_results import ProfileResult
@@ -25,7 +25,7 @@ def planned_profile(plan: Plan) -> ProfileSpec:
     section = plan.profile or ProfileSection()
     return ProfileSpec(
         model=plan.model,
-        folder=plan.folder,
+        checkpoint=plan.checkpoint,
         engine=plan.engine,
         subject=plan.subject,
         dtype=plan.dtype,
@@ -75,13 +75,13 @@ def resolve_profile(
         HarnessError: any of it cannot be resolved.
     """
     name = model or str(embedded_cases() / "checkpoints" / "qwen3-tiny")
-    folder = resolve(name, local_files_only=local_files_only)
+    checkpoint = Checkpoint(resolve(name, local_files_only=local_files_only))
     check_device(device)
     return ProfileSpec(
         model=name,
-        folder=folder,
+        checkpoint=checkpoint,
         engine=engine,
-        dtype=resolve_dtype(dtype, folder),
+        dtype=resolve_dtype(dtype, checkpoint),
         device=device,
         engine_options=engine_options or {},
         workload=ProfileWorkload(batch_size=batch_size, num_prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens),

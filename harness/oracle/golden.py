@@ -105,7 +105,7 @@ class Golden:
         """Remarks for the reader of a comparison with it."""
         self.is_pool = is_pool
         """Whether an engine may be fed any of the requests, or their beginnings, under ids of its own."""
-        self.info = _read_info(recording.path)
+        self.info = _read_info(recording)
         """None for another engine's recording, and for a golden of the first version."""
         self.noise = _read_noise(recording, self.graph, self.info)
         """Relative L2 error per row of every tap, float64 [rows], in the order of the steps; empty if unknown."""
@@ -141,10 +141,10 @@ def write_golden_files(folder: Path, key: Mapping[str, Any], graph: Graph, noise
         raise HarnessError(Code.CANNOT_WRITE, f"the golden cannot be written: {error}", where=folder) from error
 
 
-def _read_info(folder: Path) -> GoldenInfo | None:
+def _read_info(recording: Recording) -> GoldenInfo | None:
+    folder = recording.path
     try:
         info = GoldenInfo.model_validate_json(read_bytes(folder / INFO_FILE))
-        manifest = _sha256(folder / MANIFEST_NAME)
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
@@ -153,7 +153,7 @@ def _read_info(folder: Path) -> GoldenInfo | None:
         ) from error
     if info.digest() != info.sha256:
         raise _bad_info(folder, "what the golden was made from was altered: its sha256 differs")
-    if manifest != info.manifest_sha256:
+    if recording.manifest_sha256 != info.manifest_sha256:
         raise _bad_info(folder, "the golden's manifest is not the one that it was made with: its sha256 differs")
     return info
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from harness.checkpoint import Checkpoint
 from harness.errors import Code, HarnessError
 from harness.files import read_text
 from harness.oracle.model import HFModel, load_model
@@ -47,12 +48,17 @@ class LoraLinear(nn.Linear):
 
 
 def load_adapted(
-    folder: Path, *, dtype: torch.dtype, device: str = "cpu", lora: Path | None = None, others: Sequence[Path] = ()
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    lora: Path | None = None,
+    others: Sequence[Path] = (),
 ) -> HFModel:
     """Load the HF model of a checkpoint, with an adapter where one is given.
 
     Args:
-        folder: the checkpoint.
+        checkpoint: its weights.
         dtype: of the model.
         device: where it is.
         lora: the adapter's folder.
@@ -61,7 +67,7 @@ def load_adapted(
     Raises:
         HarnessError: as `load_model`, and BAD_LORA as `add_adapter`.
     """
-    hf = load_model(folder, dtype=dtype, device=device, stays=lora is not None)
+    hf = load_model(checkpoint, dtype=dtype, device=device, stays=lora is not None)
     if lora is not None:
         add_adapter(hf, lora)
         for other in others:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from harness.checkpoint import cache_dir, config_hash, weights_hash
+from harness.checkpoint import cache_dir
 from harness.environment import environment
 from harness.errors import Code, HarnessError
 from harness.metrics import row_errors
@@ -38,8 +38,8 @@ def golden_key(hf: HFModel, prompts: Sequence[Prompt], truth: str = "auto") -> d
     return {
         "harness": __version__,
         "oracle": ORACLE_VERSION,
-        "weights": weights_hash(hf.folder),
-        "config": config_hash(hf.folder),
+        "weights": hf.checkpoint.weights_hash,
+        "config": hf.checkpoint.config_hash,
         "prompts": [_prompt_key(prompt) for prompt in prompts],
         "dtype": str(hf.dtype),
         "truth": str(truth_dtype(truth, hf.dtype)),
@@ -120,7 +120,8 @@ def make_golden(
         progress: told what is being done.
 
     Raises:
-        HarnessError: a prompt is empty, too long, or holds a token outside the vocabulary; `out` cannot be written.
+        HarnessError: a prompt is empty, too long, or holds a token outside the vocabulary; `out` cannot be written;
+            CHECKPOINT_CHANGED.
     """
     report = progress or (lambda _label, _done, _total: None)
     for index, prompt in enumerate(prompts):
@@ -153,6 +154,7 @@ def _make(hf: HFModel, prompts: Sequence[Prompt], folder: Path, truth: str, repo
             _record(hf, batch, writer, noise, truth, partial(report, f"truth {index + 1}/{len(groups)}"))
     joined = {tap: torch.cat(parts) for tap, parts in noise.items()}
     _check_finite(hf, joined)
+    hf.checkpoint.refuse_changes()  # the key names the weights as they were
     write_golden_files(folder, golden_key(hf, prompts, truth), hf.graph, joined)
 
 
@@ -280,8 +282,8 @@ def _writer(hf: HFModel, requests: Sequence[RequestInfo], out: Path) -> Recordin
         model=ModelInfo(
             id=str(hf.folder),
             revision=None,
-            config_hash=config_hash(hf.folder),
-            weights_hash=weights_hash(hf.folder),
+            config_hash=hf.checkpoint.config_hash,
+            weights_hash=hf.checkpoint.weights_hash,
         ),
         dtype=str(hf.dtype).removeprefix("torch."),
         device=hf.device.type,

@@ -1,5 +1,6 @@
 """A HuggingFace model as the oracle uses it: its modules, its weights, and the graph of its operations."""
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from harness.checkpoint import CONFIG_NAME, read_config, shards
+from harness.checkpoint import CONFIG_NAME, Checkpoint
 from harness.errors import Code, HarnessError
-from harness.inspect import inspect_path
+from harness.inspect.config import against_config
 from harness.oracle.failures import hf_failures
 from harness.oracle.patches import check_is_unpatched
 from harness.oracle.quiet import quiet_transformers
@@ -38,7 +39,7 @@ class HFModel:
 
     model: Any
     """The `PreTrainedModel` in eval mode; its parameters may be on the meta device while they are not used."""
-    folder: Path
+    checkpoint: Checkpoint
     dtype: torch.dtype
     """Of the engine, and so of the weights."""
     device: torch.device
@@ -52,6 +53,11 @@ class HFModel:
         from harness.oracle.graph import trace_graph
 
         return trace_graph(self)
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the checkpoint."""
+        return self.checkpoint.folder
 
     @property
     def config(self) -> Any:
@@ -121,11 +127,13 @@ def _parts(module: nn.Module, path: str) -> Iterator[str]:
             yield own
 
 
-def load_model(folder: Path, *, dtype: torch.dtype, device: str = "cpu", stays: bool = False) -> HFModel:
-    """Load the HF model of a checkpoint folder in `dtype`, with SDPA attention where the family has it.
+def load_model(
+    checkpoint: Checkpoint | str | os.PathLike[str], *, dtype: torch.dtype, device: str = "cpu", stays: bool = False
+) -> HFModel:
+    """Load the HF model of a checkpoint in `dtype`, with SDPA attention where the family has it.
 
     Args:
-        folder: a checkpoint.
+        checkpoint: a checkpoint, or its folder.
         dtype: of the weights.
         device: where to run.
         stays: whether to load all weights at once, however large: for a model that is run more than a few times.
@@ -134,16 +142,16 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: str = "cpu", stays: 
         HarnessError: the architecture is unknown to transformers, which may not be patched (ORACLE_PATCHED), or the
             tensors do not fit the config.
     """
-    _check_tensors(folder)
-    where = torch.device(device)
-    if stays or sum(shard.stat().st_size for shard in shards(folder)) <= _RESIDENT_BYTES:
-        model = _from_pretrained(folder, dtype).to(where).eval().requires_grad_(False)
+    checkpoint, where = Checkpoint.of(checkpoint), torch.device(device)
+    _check_tensors(checkpoint)
+    if stays or checkpoint.num_bytes <= _RESIDENT_BYTES:
+        model = _from_pretrained(checkpoint.folder, dtype).to(where).eval().requires_grad_(False)
         check_is_unpatched(model)
-        return HFModel(model=model, folder=folder, dtype=dtype, device=where)
-    model = _skeleton(folder, dtype, where)
+        return HFModel(model=model, checkpoint=checkpoint, dtype=dtype, device=where)
+    model = _skeleton(checkpoint.folder, dtype, where)
     check_is_unpatched(model)
-    weights = StreamedWeights(model, folder, dtype=dtype, device=where)
-    return HFModel(model=model, folder=folder, dtype=dtype, device=where, weights=weights)
+    weights = StreamedWeights(model, checkpoint, dtype=dtype, device=where)
+    return HFModel(model=model, checkpoint=checkpoint, dtype=dtype, device=where, weights=weights)
 
 
 def _skeleton(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
@@ -162,9 +170,10 @@ def _skeleton(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     return model.eval()
 
 
-def _check_tensors(folder: Path) -> None:
+def _check_tensors(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint whose tensors are not those that its config asks for, before any of them is read."""
-    if read_config(folder).get("quantization_config"):
+    folder, config = checkpoint.folder, checkpoint.config
+    if config.get("quantization_config"):
         raise HarnessError(
             Code.UNSUPPORTED_ARCHITECTURE,
             "the checkpoint's weights are quantised",
@@ -172,7 +181,7 @@ def _check_tensors(folder: Path) -> None:
             expected="weights in float32, bfloat16 or float16",
             hint="pass the model it was quantised from",
         )
-    against = inspect_path(folder)["against_config"]
+    against = against_config(folder, config, {name: entry for name, (entry, _) in checkpoint.tensors.items()})
     if not against["compared"]:
         return
     for kind in ("misshapen", "missing", "unexpected"):

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from harness.checkpoint import tensor_headers
+from harness.checkpoint import Checkpoint
 from harness.errors import Code, HarnessError
 from harness.oracle.quiet import quiet_transformers
 from harness.safetensors_header import TensorEntry
@@ -35,12 +35,12 @@ class ResidentWeights:
 class StreamedWeights:
     """Weights that are read while they are needed."""
 
-    def __init__(self, model: Any, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: Any, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> None:
         """Plan which tensors of the checkpoint make up which part of the model; nothing is read.
 
         Args:
             model: an HF model whose parameters are on the meta device.
-            folder: the checkpoint.
+            checkpoint: that it is read from.
             dtype: of the loaded weights.
             device: where they go.
 
@@ -57,7 +57,7 @@ class StreamedWeights:
             dtype_plan=model._get_dtype_plan(dtype),
             weight_mapping=get_model_conversion_mapping(model, None, None),
         )
-        self._folder, self._headers = folder, tensor_headers(folder)
+        self._folder, self._headers = checkpoint.folder, checkpoint.tensors
         self._converted: set[str] = set()
         """Parameters that are not the tensor of the checkpoint as it stands."""
         self._keys_of = self._plan()

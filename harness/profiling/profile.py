@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from harness.checkpoint import read_config
+from harness.checkpoint import Checkpoint
 from harness.engines import Engine, open_engine
 from harness.engines.stepping import ClosableSession, open_session
 from harness.environment import describe_environment
@@ -45,7 +45,7 @@ class ProfileSpec:
 
     model: str
     """As the user named it."""
-    folder: Path
+    checkpoint: Checkpoint
     engine: str
     """Name of the engine."""
     subject: Engine | None = None
@@ -59,6 +59,11 @@ class ProfileSpec:
     schedule: CaptureSchedule = field(default_factory=CaptureSchedule)
     num_runs: int = 5
     """Runs of the load without a profiler."""
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the checkpoint."""
+        return self.checkpoint.folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +88,7 @@ def run_profile(spec: ProfileSpec, out: Path, progress: Progress | None = None) 
     """
     report = progress or no_progress
     report("loading", 0, 1)
-    with limit_threads(int(read_config(spec.folder).get("hidden_size", 0))):
+    with limit_threads(spec.checkpoint.hidden_size):
         engine = spec.subject or open_engine(
             spec.engine, spec.folder, dtype=spec.dtype, device=spec.device, options=spec.engine_options
         )
@@ -211,7 +216,7 @@ class _Profile:
         """Trace a window, again where the system took the thread away so that too little is attributed."""
         names = {name for step in window.steps for name in step.names}
         folder = self._out / "trace"
-        about = {**self._about, "config": read_config(self._spec.folder)}
+        about = {**self._about, "config": self._spec.checkpoint.config}
         for attempt in range(_MAX_CAPTURES):
             paths = trace(self._session, window, folder, worker=worker, device=self._spec.device, about=about)
             found = tables(read_events(paths[-1]), names)

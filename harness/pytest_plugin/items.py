@@ -116,7 +116,7 @@ class CaseItem(pytest.Item):
         from harness.oracle.make_golden import cached_golden
         from harness.oracle.model import load_model
 
-        hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
+        hf = load_model(plan.checkpoint, dtype=getattr(torch, plan.dtype), device=plan.device)
         golden = cached_golden(hf, plan.prompts, truth=plan.truth)
         if self.config.getoption("golden_update"):
             self.add_report_section("call", GOLDEN_UPDATE, f"{self.where}: {sketch.update(self.path, golden)}")

@@ -69,7 +69,7 @@ def _run(each: str | Path, hf: HFModel, sequences: Sequences, options: LlamaCppO
 
 def _run_file(name: str, path: Path, hf: HFModel, sequences: Sequences, options: LlamaCppOptions) -> TypeRun:
     file = open_gguf(path)
-    dequantised = load_model(checkpoint_of_gguf(path, cache_dir() / "gguf", hf=hf.folder), dtype=torch.float32)
+    dequantised = load_model(checkpoint_of_gguf(path, cache_dir() / "gguf", hf=hf.checkpoint), dtype=torch.float32)
     return TypeRun(
         name=name,
         size_bytes=file.num_bytes,

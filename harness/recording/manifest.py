@@ -4,6 +4,7 @@ A recording crosses the boundary of the process and often of the language, so ev
 what contradicts itself across fields is refused here too, before any step file is opened.
 """
 
+import hashlib
 import reprlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -174,8 +175,8 @@ class _Version(BaseModel):
     schema_version: int
 
 
-def load_manifest(path: Path) -> Manifest:
-    """Read and validate the manifest at `path`.
+def load_manifest(path: Path) -> tuple[Manifest, str]:
+    """Read and validate the manifest at `path`, and return it with the sha256 of its bytes.
 
     Raises:
         HarnessError: BAD_MANIFEST with the path of the field, or UNKNOWN_SCHEMA.
@@ -192,7 +193,7 @@ def load_manifest(path: Path) -> Manifest:
                 actual=version,
                 hint="read it with the version of the harness that wrote it, or record again",
             )
-        return Manifest.model_validate_json(text)
+        return Manifest.model_validate_json(text), hashlib.sha256(text).hexdigest()
     except ValidationError as error:
         raise _bad_manifest(path, error) from None
 

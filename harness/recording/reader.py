@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -49,15 +50,18 @@ class Recording:
 
     path: Path
     manifest: Manifest
+    manifest_sha256: str
+    """Digest of the bytes that the manifest was read from; empty if it was not read from a file."""
     steps: Sequence["Step"]
 
     taps: Sequence[TapEntry]
     """Its taps, under the names that `with_names` gives them."""
 
-    def __init__(self, path: Path, manifest: Manifest, steps: Sequence["Step"]) -> None:
+    def __init__(self, path: Path, manifest: Manifest, steps: Sequence["Step"], *, manifest_sha256: str = "") -> None:
         """Use `Recording.open`."""
         self.path = path
         self.manifest = manifest
+        self.manifest_sha256 = manifest_sha256
         self.steps = steps
         self.taps = manifest.taps
 
@@ -92,13 +96,13 @@ class Recording:
             HarnessError: NOT_A_RECORDING, BAD_MANIFEST, UNKNOWN_SCHEMA, STEP_MISSING, STEP_TRUNCATED, STEP_MALFORMED.
         """
         path = Path(path)
-        manifest = load_manifest(_manifest_path(path))
+        manifest, digest = load_manifest(_manifest_path(path))
         rules = StepRules(manifest)
         small = _small_files(manifest.steps)
         steps = [Step(path, entry, rules, is_kept=entry.index in small) for entry in manifest.steps]
         for step in steps:
             step.check()
-        recording = cls(path, manifest, steps)
+        recording = cls(path, manifest, steps, manifest_sha256=digest)
         if verify:
             recording._start_digests()
         return recording
@@ -263,12 +267,16 @@ class Step:
             self.digest.result()
 
     def _optional(self, name: str) -> torch.Tensor | None:
-        return self._index(name) if name in self._layout().tensors else None
+        layout = self._layout()
+        return self._read_index(layout, name) if name in layout.tensors else None
 
     def _index(self, name: str) -> torch.Tensor:
-        """Return an index tensor; they are small and asked for often, so they stay."""
+        return self._read_index(self._layout(), name)
+
+    def _read_index(self, layout: "_Layout", name: str) -> torch.Tensor:
+        """Return an index tensor; they are small and asked for often, so what was checked stays."""
         if name not in self._indices:
-            self._indices[name] = _read_tensor(self.path, self._layout(), name)
+            self._indices[name] = _read_tensor(self.path, layout, name)
         return self._indices[name]
 
     def _layout(self) -> "_Layout":
@@ -277,7 +285,7 @@ class Step:
             path = _step_path(self._folder, self.entry)
             try:
                 layout = _Layout.read(path, self.entry)
-                self._rules.check(path, self.entry, layout.tensors, lambda name: _read_tensor(path, layout, name))
+                self._rules.check(path, self.entry, layout.tensors, partial(self._read_index, layout))
             except HarnessError:
                 if self.entry.sha256 is not None:
                     _check_digest(path, self.entry.sha256)  # if the file was altered, that is what to say

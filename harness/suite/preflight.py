@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from harness.checkpoint import read_config, resolve
+from harness.checkpoint import Checkpoint, resolve
 from harness.engines import engine_names
 from harness.errors import Code, HarnessError
 from harness.suite.task import Environment, SuiteCase
@@ -42,7 +42,7 @@ def check_models(cases: Sequence[SuiteCase], *, local_files_only: bool) -> None:
     """
     for model, case in {case.case.model: case for case in reversed(cases)}.items():
         try:
-            read_config(resolve(model, local_files_only=local_files_only))
+            _ = Checkpoint(resolve(model, local_files_only=local_files_only)).config
         except HarnessError as error:
             where = f"{case.name}: {error.where}"
             raise HarnessError(

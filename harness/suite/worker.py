@@ -72,7 +72,7 @@ def _make_goldens(task: Task, store: Store | None) -> Answer:
 
         from harness.oracle.model import load_model
 
-        hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
+        hf = load_model(plan.checkpoint, dtype=getattr(torch, plan.dtype), device=plan.device)
         larger, _ = with_duplicate_requests(plan, golden, SCHEDULES["forked"], hf)
         folders.append(larger.recording.path)
     shared = () if store is None else tuple(share_golden(folder, store) for folder in folders)

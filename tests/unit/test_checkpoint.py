@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from harness import checkpoint
+from harness.checkpoint import Checkpoint, locations
 from harness.errors import Code, HarnessError
 
 
@@ -103,27 +106,93 @@ class TestResolve:
 
 class TestConfig:
     def test_read(self, folder):
-        assert checkpoint.read_config(folder) == {"model_type": "llama"}
-        assert checkpoint.config_hash(folder) == hashlib.sha256(b'{"model_type": "llama"}').hexdigest()
+        assert Checkpoint(folder).config == {"model_type": "llama"}
+        assert Checkpoint(folder).config_hash == hashlib.sha256(b'{"model_type": "llama"}').hexdigest()
 
     @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"3", b'{"a": \xff}', b"[" * 100_000, b'{"a": 1' + b"0" * 5000])
     def test_bad(self, folder, text):
         (folder / "config.json").write_bytes(text)
-        refused(Code.BAD_CONFIG, checkpoint.read_config, folder)
+        refused(Code.BAD_CONFIG, lambda: Checkpoint(folder).config)
 
     def test_missing(self, tmp_path):
-        refused(Code.NOT_A_CHECKPOINT, checkpoint.read_config, tmp_path)
+        refused(Code.NOT_A_CHECKPOINT, lambda: Checkpoint(tmp_path).config)
+
+
+class TestOpenedOnce:
+    def test_what_was_read_stays(self, sharded):
+        opened = Checkpoint(sharded)
+        first = opened.config, opened.config_hash, opened.tensors
+        (sharded / "config.json").write_text("{}")
+        (sharded / checkpoint.INDEX_NAME).unlink()
+        assert (opened.config, opened.config_hash, opened.tensors) == first
+        assert Checkpoint(sharded).config == {}
+
+    def test_a_folder_or_a_checkpoint_itself(self, folder):
+        opened = Checkpoint(folder)
+        assert Checkpoint.of(opened) is opened
+        assert Checkpoint.of(str(folder)) == Checkpoint.of(folder) == opened
+
+    @pytest.mark.parametrize("text", ["{}", '{"dtype": null}', '{"torch_dtype": "float32"}'])
+    def test_the_dtype_is_float32_where_none_is_named(self, folder, text):
+        (folder / "config.json").write_text(text)
+        assert Checkpoint(folder).dtype == "float32"
+
+    def test_the_dtype_under_both_its_names(self, folder):
+        (folder / "config.json").write_text('{"torch_dtype": "float16"}')
+        assert Checkpoint(folder).dtype == "float16"
+        (folder / "config.json").write_text('{"torch_dtype": "float16", "dtype": "bfloat16"}')
+        assert Checkpoint(folder).dtype == "bfloat16"
+
+
+class TestChanges:
+    def test_none(self, sharded):
+        with Checkpoint(sharded).unchanged():
+            (sharded / "tokenizer.json").write_text("{}")
+
+    @pytest.mark.parametrize("name", ["config.json", "model-00002-of-00002.safetensors"])
+    def test_a_file_that_is_written_again(self, sharded, name):
+        def write():
+            with Checkpoint(sharded).unchanged():
+                content = (sharded / name).read_bytes()
+                (sharded / name).unlink()
+                (sharded / name).write_bytes(content)
+                os.utime(sharded / name, ns=(0, 0))
+
+        message = refused(Code.CHECKPOINT_CHANGED, write)
+        assert str(sharded / name) in message
+
+    def test_a_file_that_is_gone(self, sharded):
+        opened = Checkpoint(sharded)
+        assert opened.num_bytes == sum(file.stat().st_size for file in sharded.glob("*.safetensors"))
+        (sharded / "model-00001-of-00002.safetensors").unlink()
+        refused(Code.CHECKPOINT_CHANGED, opened.refuse_changes)
+
+    def test_another_blob_behind_a_link(self, sharded):
+        shard = sharded / "model-00001-of-00002.safetensors"
+        shard.rename(sharded.parent / "blob")
+        shutil.copy2(sharded.parent / "blob", sharded.parent / "other")
+        shard.symlink_to("../blob")
+        opened = Checkpoint(sharded)
+        opened.refuse_changes()
+        shard.unlink()
+        shard.symlink_to("../other")
+        refused(Code.CHECKPOINT_CHANGED, opened.refuse_changes)
+
+    def test_what_the_block_raises_comes_first(self, sharded):
+        with pytest.raises(ZeroDivisionError), Checkpoint(sharded).unchanged():  # noqa: PT012
+            (sharded / "config.json").unlink()
+            raise ZeroDivisionError
 
 
 class TestShards:
     def test_single_file(self, folder):
         save_file({"a": torch.zeros(2)}, folder / "model.safetensors")
-        assert checkpoint.shards(folder) == [folder / "model.safetensors"]
-        assert set(checkpoint.tensor_headers(folder)) == {"a"}
+        assert Checkpoint(folder).shards == (folder / "model.safetensors",)
+        assert set(Checkpoint(folder).tensors) == {"a"}
 
     def test_sharded(self, sharded):
-        assert [shard.name[:11] for shard in checkpoint.shards(sharded)] == ["model-00001", "model-00002"]
-        headers = checkpoint.tensor_headers(sharded)
+        assert [shard.name[:11] for shard in Checkpoint(sharded).shards] == ["model-00001", "model-00002"]
+        headers = Checkpoint(sharded).tensors
         assert {name: (entry.shape, shard.name[:11]) for name, (entry, shard) in headers.items()} == {
             "a": ((2,), "model-00001"),
             "b": ((3,), "model-00002"),
@@ -131,14 +200,14 @@ class TestShards:
         }
 
     def test_no_weights(self, folder):
-        assert "neither model.safetensors nor" in refused(Code.NOT_A_CHECKPOINT, checkpoint.shards, folder)
+        assert "neither model.safetensors nor" in refused(Code.NOT_A_CHECKPOINT, lambda: Checkpoint(folder).shards)
         (folder / "pytorch_model.bin").touch()
-        message = refused(Code.NOT_A_CHECKPOINT, checkpoint.shards, folder)
+        message = refused(Code.NOT_A_CHECKPOINT, lambda: Checkpoint(folder).shards)
         assert "convert pytorch_model.bin to safetensors" in message
 
     def test_missing_shard(self, sharded):
         (sharded / "model-00002-of-00002.safetensors").unlink()
-        message = refused(Code.MISSING_SHARD, checkpoint.shards, sharded)
+        message = refused(Code.MISSING_SHARD, lambda: Checkpoint(sharded).shards)
         assert "the shard model-00002-of-00002.safetensors is missing" in message
         assert "actual:   model-00001-of-00002.safetensors" in message
 
@@ -148,18 +217,18 @@ class TestShards:
     )
     def test_malformed_index(self, sharded, index):
         (sharded / checkpoint.INDEX_NAME).write_text(json.dumps(index))
-        refused(Code.BAD_CONFIG, checkpoint.shards, sharded)
+        refused(Code.BAD_CONFIG, lambda: Checkpoint(sharded).shards)
 
     @pytest.mark.parametrize("name", ["../x.safetensors", "/x.safetensors", "a/../../x.safetensors"])
     def test_a_shard_outside_of_the_folder(self, sharded, name):
         (sharded / checkpoint.INDEX_NAME).write_text(json.dumps({"weight_map": {"a": name}}))
-        assert "outside of the checkpoint's folder" in refused(Code.BAD_CONFIG, checkpoint.shards, sharded)
+        assert "outside of the checkpoint's folder" in refused(Code.BAD_CONFIG, lambda: Checkpoint(sharded).shards)
 
     def test_shards_that_are_links_as_in_the_hubs_cache(self, sharded):
         shard = sharded / "model-00001-of-00002.safetensors"
         shard.rename(sharded.parent / "blob")
         shard.symlink_to("../blob")
-        assert len(checkpoint.tensor_headers(sharded)) == 3
+        assert len(Checkpoint(sharded).tensors) == 3
 
     @pytest.mark.parametrize(
         ("numbers", "message"),
@@ -170,36 +239,36 @@ class TestShards:
     )
     def test_an_index_that_contradicts_its_shards(self, sharded, numbers, message):
         write_index(sharded, numbers)
-        assert message in refused(Code.TENSORS_CONTRADICT_CONFIG, checkpoint.tensor_headers, sharded)
+        assert message in refused(Code.TENSORS_CONTRADICT_CONFIG, lambda: Checkpoint(sharded).tensors)
 
     def test_a_tensor_in_two_shards(self, sharded):
         save_file({"a": torch.zeros(2), "b": torch.ones(3)}, sharded / "model-00001-of-00002.safetensors")
-        message = refused(Code.TENSORS_CONTRADICT_CONFIG, checkpoint.tensor_headers, sharded)
+        message = refused(Code.TENSORS_CONTRADICT_CONFIG, lambda: Checkpoint(sharded).tensors)
         assert "two shards hold the same tensor" in message
 
 
 class TestWeightsHash:
     def test_is_that_of_the_bytes_in_order(self, sharded):
-        content = b"".join(shard.read_bytes() for shard in checkpoint.shards(sharded))
-        assert checkpoint.weights_hash(sharded) == hashlib.sha256(content).hexdigest()
+        content = b"".join(shard.read_bytes() for shard in Checkpoint(sharded).shards)
+        assert Checkpoint(sharded).weights_hash == hashlib.sha256(content).hexdigest()
 
     def test_is_remembered_until_a_shard_changes(self, sharded, cache):
-        first = checkpoint.weights_hash(sharded)
+        first = Checkpoint(sharded).weights_hash
         (memo,) = (cache / "weights").iterdir()
         memo.write_text("0" * 64)
-        assert checkpoint.weights_hash(sharded) == "0" * 64
+        assert Checkpoint(sharded).weights_hash == "0" * 64
         save_file({"a": torch.ones(2)}, sharded / "model-00001-of-00002.safetensors")
-        assert checkpoint.weights_hash(sharded) not in (first, "0" * 64)
+        assert Checkpoint(sharded).weights_hash not in (first, "0" * 64)
 
     def test_a_damaged_memo_is_not_believed(self, sharded, cache):
-        first = checkpoint.weights_hash(sharded)
+        first = Checkpoint(sharded).weights_hash
         (memo,) = (cache / "weights").iterdir()
         memo.write_bytes(b"\xff")
-        assert checkpoint.weights_hash(sharded) == first
+        assert Checkpoint(sharded).weights_hash == first
 
     def test_a_cache_that_cannot_be_written(self, sharded, cache):
         cache.write_text("a file")
-        assert len(checkpoint.weights_hash(sharded)) == 64
+        assert len(Checkpoint(sharded).weights_hash) == 64
 
 
 def test_cache_dir(monkeypatch, tmp_path):
@@ -211,7 +280,7 @@ def test_cache_dir(monkeypatch, tmp_path):
 
 def test_embedded_cases(tmp_path, monkeypatch):
     assert checkpoint.embedded_cases() == Path(__file__).parents[2] / "cases"
-    monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / "harness" / "checkpoint" / "__init__.py"))
+    monkeypatch.setattr(locations, "__file__", str(tmp_path / "harness" / "checkpoint" / "locations.py"))
     refused(Code.BAD_CASE, checkpoint.embedded_cases)
     (tmp_path / "harness" / "embedded").mkdir(parents=True)
     assert checkpoint.embedded_cases() == tmp_path / "harness" / "embedded"

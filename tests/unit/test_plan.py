@@ -1,5 +1,7 @@
 """Plans: names resolved once, for the command line and for Python."""
 
+import shutil
+
 import pytest
 from transformers import AutoTokenizer
 
@@ -73,6 +75,15 @@ def test_an_engine_at_hand_is_not_looked_for_by_its_name():
     plan = plan_request(model="llama-tiny", requests=REQUESTS, engine="nobody has installed it", subject=engine)
     with open_planned(plan) as opened:
         assert opened is engine
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_checkpoint_that_changes_while_its_engine_is_open_is_refused(name, checkpoints, tmp_path):
+    folder = shutil.copytree(checkpoints / "llama-tiny", tmp_path / "model")
+    plan = plan_request(model=str(folder), requests=REQUESTS, schedules=["plain"], subject=Plain())
+    with pytest.raises(HarnessError) as caught, open_planned(plan):
+        (folder / name).write_bytes((folder / name).read_bytes() + b" ")
+    assert caught.value.code is Code.CHECKPOINT_CHANGED
 
 
 def test_an_engine_that_finds_its_taps_is_told_the_graph():

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import BertConfig, BertLMHeadModel
 
+from harness.checkpoint import Checkpoint
 from harness.errors import Code, HarnessError
 from harness.oracle.model import HFModel, load_model
 from harness.taps import KINDS, Graph, Kind, Operation, graph_of_taps, layer_of, layer_prefix, prefix_of, site_of
@@ -34,7 +35,7 @@ def test_the_graph_is_the_contract(checkpoints, name, has_qk_norm):
 @pytest.mark.parametrize("num_layers", [1, 12])
 def test_the_graph_is_the_contract_whatever_the_number_of_layers(num_layers):
     model = tiny_model("llama", num_hidden_layers=num_layers)
-    hf = HFModel(model=model, folder=Path(), dtype=torch.float32, device=torch.device("cpu"))
+    hf = HFModel(model=model, checkpoint=Checkpoint(Path()), dtype=torch.float32, device=torch.device("cpu"))
     assert in_brief(hf.graph) == contract(num_layers, has_qk_norm=False)
 
 
@@ -47,7 +48,7 @@ def test_the_graph_does_not_depend_on_what_overflows():
     for scale in (1, 1e6):
         model = tiny_model("llama").to(torch.float16)
         model.model.layers[0].mlp.down_proj.weight.data.mul_(scale)
-        hf = HFModel(model=model, folder=Path(), dtype=torch.float16, device=torch.device("cpu"))
+        hf = HFModel(model=model, checkpoint=Checkpoint(Path()), dtype=torch.float16, device=torch.device("cpu"))
         graphs.append(in_brief(hf.graph))
     assert graphs[0] == graphs[1]
 
@@ -78,7 +79,7 @@ def test_a_mask_is_no_tap(low, is_tap):
     model = tiny_model("llama")
     mlp = model.model.layers[0].mlp
     mlp.down_proj = First(Masked(mlp.down_proj, low))
-    hf = HFModel(model=model, folder=Path(), dtype=torch.float32, device=torch.device("cpu"))
+    hf = HFModel(model=model, checkpoint=Checkpoint(Path()), dtype=torch.float32, device=torch.device("cpu"))
     assert any(op.source.endswith("down_proj.0:1") for op in hf.graph) is is_tap
 
 
@@ -271,7 +272,7 @@ def test_a_model_whose_rows_see_later_tokens_is_refused(spread):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(spread if parameter.dim() > 1 else 1)
-    hf = HFModel(model=model, folder=Path("bert"), dtype=torch.float32, device=torch.device("cpu"))
+    hf = HFModel(model=model, checkpoint=Checkpoint(Path("bert")), dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(HarnessError) as caught:
         assert hf.graph
     assert caught.value.code is Code.UNSUPPORTED_ARCHITECTURE

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.checkpoint.checkpoint import Checkpoint
 from harness.checkpoint.gguf.architecture import hf_config
 from harness.checkpoint.gguf.model import GGUFModel
 from harness.checkpoint.gguf.names import gguf_name, is_query_or_key
 from harness.checkpoint.gguf.weights import rows_of_gguf, rows_of_hf
 from harness.errors import Code, HarnessError
+from harness.safetensors_header import TensorEntry
 
 if TYPE_CHECKING:
     import torch
@@ -42,19 +44,18 @@ class _Difference:
     actual: str
 
 
-def check_against(model: GGUFModel, hf: Path, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
+def check_against(model: GGUFModel, hf: Checkpoint, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
     """Hold a GGUF model against an HF checkpoint.
 
     Args:
         model: the file.
-        hf: folder of the checkpoint that it was made from.
+        hf: the checkpoint that it was made from.
         tensors: the file's tensors by HF's names, dequantised, in HF's order.
 
     Raises:
         HarnessError: GGUF_DIFFERS, with the first difference and its cause.
     """
-    config = json.loads((hf / "config.json").read_bytes())
-    differences = [*_metadata(model, config), *_vocabulary(model, hf), *_tensors(model, hf, tensors, config)]
+    differences = [*_metadata(model, hf.config), *_vocabulary(model, hf.folder), *_tensors(model, hf, tensors)]
     if not differences:
         return
     first, more = differences[0], len(differences) - 1
@@ -107,10 +108,8 @@ def _vocabulary(model: GGUFModel, hf: Path) -> Iterator[_Difference]:
             return
 
 
-def _tensors(
-    model: GGUFModel, hf: Path, tensors: "Iterable[tuple[str, torch.Tensor]]", config: Mapping[str, Any]
-) -> Iterator[_Difference]:
-    originals = _Originals(hf)
+def _tensors(model: GGUFModel, hf: Checkpoint, tensors: "Iterable[tuple[str, torch.Tensor]]") -> Iterator[_Difference]:
+    originals = _Originals(hf.tensors)
     missing = set(originals.names)
     for name, values in tensors:
         missing.discard(name)
@@ -124,7 +123,7 @@ def _tensors(
             cause, shapes = "a tensor has another shape", (str(list(original.shape)), str(list(values.shape)))
             yield _Difference(name=name, cause=cause, expected=shapes[0], actual=shapes[1])
         elif (bad := _bad_blocks(values, original, kind)) is not None:
-            cause = _cause(name, values, kind, originals, bad, config)
+            cause = _cause(name, values, kind, originals, bad, hf.config)
             largest = f"at most {_LARGEST_ERROR.get(kind, _OTHERS):.2g} of the weights, the format's own error"
             yield _Difference(name=name, cause=cause, expected=largest, actual=f"{bad.largest:.3g}")
     for name in sorted(missing):
@@ -135,22 +134,20 @@ def _tensors(
 class _Originals:
     """Tensors of the HF checkpoint, read when they are asked for."""
 
-    def __init__(self, folder: Path) -> None:
-        from harness.checkpoint import tensor_headers
-
-        self._headers = tensor_headers(folder)
+    def __init__(self, tensors: Mapping[str, tuple[TensorEntry, Path]]) -> None:
+        self._tensors = tensors
 
     @property
     def names(self) -> Iterable[str]:
-        return self._headers
+        return self._tensors
 
     def get(self, name: str) -> "torch.Tensor | None":
         """Return a tensor in float32; None if there is none."""
         from safetensors import safe_open
 
-        if name not in self._headers:
+        if name not in self._tensors:
             return None
-        with safe_open(self._headers[name][1], framework="pt") as file:
+        with safe_open(self._tensors[name][1], framework="pt") as file:
             return file.get_tensor(name).float()  # type: ignore[no-any-return]
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.checkpoint.checkpoint import Checkpoint
 from harness.checkpoint.gguf.against import check_against
 from harness.checkpoint.gguf.architecture import FAMILIES, hf_config
 from harness.checkpoint.gguf.model import GGUFModel, open_gguf
@@ -52,7 +53,7 @@ def read_source(folder: Path) -> GGUFSource | None:
         return None
 
 
-def checkpoint_of_gguf(path: Path, cache: Path, *, hf: Path | None = None) -> Path:
+def checkpoint_of_gguf(path: Path, cache: Path, *, hf: Checkpoint | None = None) -> Path:
     """Return the folder of a GGUF model's checkpoint, made first where the cache does not have it.
 
     Args:
@@ -84,24 +85,24 @@ def checkpoint_of_gguf(path: Path, cache: Path, *, hf: Path | None = None) -> Pa
     return folder
 
 
-def _identity(model: GGUFModel, hf: Path | None) -> str:
+def _identity(model: GGUFModel, hf: Checkpoint | None) -> str:
     """Return a name that changes whenever a file is another, or was written again."""
     paths = [header.path for header in model.headers]
     if hf is not None:
-        paths += sorted(file for file in hf.iterdir() if file.is_file())
+        paths += sorted(file for file in hf.folder.iterdir() if file.is_file())
     stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     return hashlib.sha256(json.dumps([VERSION, hf is None, stats]).encode()).hexdigest()[:32]
 
 
-def _write(model: GGUFModel, folder: Path, hf: Path | None) -> None:
-    config = gguf_config(model) if hf is None else json.loads((hf / "config.json").read_bytes())
+def _write(model: GGUFModel, folder: Path, hf: Checkpoint | None) -> None:
+    config = gguf_config(model) if hf is None else hf.config
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     if hf is None:
         write_tokenizer(model, folder)
     else:
         for name in _TOKENIZER_FILES:
-            if (hf / name).is_file():
-                shutil.copy(hf / name, folder / name)
+            if (hf.folder / name).is_file():
+                shutil.copy(hf.folder / name, folder / name)
         check_against(model, hf, tensors(model, config))
     _write_weights(model, folder, config)
     types = {hf_name(name): tensor.type.name for name, (tensor, _) in model.tensors.items() if hf_name(name)}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.checkpoint.checkpoint import Checkpoint
 from harness.checkpoint.gguf.architecture import FAMILIES, llama3_factors
 from harness.checkpoint.gguf.names import ROPE_FACTORS, gguf_name, is_query_or_key
 from harness.checkpoint.gguf.types import BY_NAME, PLAIN
@@ -93,10 +94,8 @@ def _tensors(folder: Path, config: Any, change: Change | None) -> "Iterator[tupl
     import torch
     from safetensors import safe_open
 
-    from harness.checkpoint import tensor_headers
-
     permutes = FAMILIES[config.model_type].permutes_heads
-    for name, (_, shard) in tensor_headers(folder).items():
+    for name, (_, shard) in Checkpoint(folder).tensors.items():
         with safe_open(shard, framework="pt") as file:
             values = file.get_tensor(name)
         if change is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from harness.checkpoint import Checkpoint
 from harness.engines.adapter import Engine
 from harness.engines.module.engine import TorchEngine
 from harness.engines.module.hf_object import HFObjectEngine
@@ -46,7 +47,8 @@ def module_engine(
         )
     if names is None and isinstance(module, PreTrainedModel) and _is_called_as_hf(module):
         dtypes = getattr(torch, dtype)
-        return HFObjectEngine(HFModel(model=module, folder=folder, dtype=dtypes, device=torch.device(device)))
+        checkpoint, where = Checkpoint(folder), torch.device(device)
+        return HFObjectEngine(HFModel(model=module, checkpoint=checkpoint, dtype=dtypes, device=where))
     return TorchEngine(module, device=device, names=names)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from harness import threads
-from harness.checkpoint import read_config
+from harness.checkpoint import Checkpoint
 from harness.engines import open_engine
 from harness.engines.stepping import open_session
 
@@ -37,7 +37,7 @@ def serve(spec: dict[str, Any]) -> None:
     """Answer each line of standard input until it ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries that print must not do so into the answers
-    with limit_threads(int(read_config(Path(spec["folder"])).get("hidden_size", 0))):
+    with limit_threads(Checkpoint.of(spec["folder"]).hidden_size):
         held = _shift_memory(spec["placement"])
         run = Run(spec)
         gc.collect()

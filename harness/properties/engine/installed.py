@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint import embedded_cases, read_config, resolve
+from harness.checkpoint import Checkpoint, embedded_cases, resolve
 from harness.engines import Engine, Timeline, Workload, engine_errors, open_engine
 from harness.engines.adapter import TapMatcher
 from harness.engines.record import RunDescription, open_writer
@@ -50,8 +50,9 @@ def installed_engine(name: str, model: str | None = None, dtype: str = "float32"
     Raises:
         HarnessError: as `resolve` and `open_engine`; ENGINE_LACKS_METHOD: it cannot run requests together.
     """
-    folder = resolve(model or str(embedded_cases() / "checkpoints" / "qwen3-tiny"), local_files_only=True)
-    engine = open_engine(name, folder, dtype=dtype, device="cpu")
+    name_of_model = model or str(embedded_cases() / "checkpoints" / "qwen3-tiny")
+    checkpoint = Checkpoint(resolve(name_of_model, local_files_only=True))
+    engine = open_engine(name, checkpoint.folder, dtype=dtype, device="cpu")
     control = engine.capabilities.control
     if control is None and "batched" not in engine.capabilities.schedules:
         raise HarnessError(
@@ -59,15 +60,15 @@ def installed_engine(name: str, model: str | None = None, dtype: str = "float32"
             expected="Capabilities.control, or the schedule batched", actual=", ".join(engine.capabilities.schedules),
             hint="harness check takes it",
         )  # fmt: skip
-    _match_taps(engine, folder, dtype)
+    _match_taps(engine, checkpoint, dtype)
     limits = () if control is None else control.limits
     described = {
         "keywords": tuple(option for option, limit in _LIMITS.items() if limit in limits),
         "refusals": {option: _refusal(option) for option in OPTIONS},
-        "vocab_size": int(read_config(folder)["vocab_size"]),
+        "vocab_size": int(checkpoint.config["vocab_size"]),
         "max_model_len": MAX_MODEL_LEN,
         "engine": engine,
-        "folder": folder,
+        "folder": checkpoint.folder,
         "dtype": dtype,
     }
     return type(f"Installed_{name}", (_Installed,), described)
@@ -78,12 +79,12 @@ def _refusal(option: str) -> str:
     return f"Capabilities.control does not name {limit}" if limit else f"no workload of the harness decides {option}"
 
 
-def _match_taps(engine: Engine, folder: Path, dtype: str) -> None:
+def _match_taps(engine: Engine, checkpoint: Checkpoint, dtype: str) -> None:
     """Tell an engine whose taps depend on the model what the model's taps are."""
     if isinstance(engine, TapMatcher):
         from harness.oracle.model import load_model
 
-        engine.match_taps(load_model(folder, dtype=getattr(torch, dtype), device="cpu").graph)
+        engine.match_taps(load_model(checkpoint, dtype=getattr(torch, dtype), device="cpu").graph)
 
 
 class _Installed:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from harness.checkpoint import Checkpoint
 from harness.oracle.model import HFModel, load_model
 from harness.quant.hf.loading import load_quantised
 
@@ -24,8 +25,8 @@ def compressed_models(preset: str, folder: Path, scratch: Path, group_size: int 
     if not path.exists():
         _write_compressed(folder, path, preset, group_size)
     exact = load_quantised(path, quantization_config=CompressedTensorsConfig(dequantize=True))
-    model = HFModel(model=exact, folder=folder, dtype=torch.float32, device=torch.device("cpu"))
-    return load_quantised(path), model
+    checkpoint, where = Checkpoint(folder), torch.device("cpu")
+    return load_quantised(path), HFModel(model=exact, checkpoint=checkpoint, dtype=torch.float32, device=where)
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ def run_hf_type(name: str, hf: HFModel, sequences: Sequences, scratch: Path) -> 
     with quantising(name):
         model, dequantised = kind.models(hf.folder, scratch)
         size = sum(_num_bytes(each) for each in model.parameters())  # before a run, which may unpack them
-        quantised = HFModel(model=model, folder=hf.folder, dtype=torch.float32, device=hf.device)
+        quantised = HFModel(model=model, checkpoint=hf.checkpoint, dtype=torch.float32, device=hf.device)
         return TypeRun(
             name=name,
             size_bytes=size,

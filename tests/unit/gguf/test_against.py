@@ -61,7 +61,7 @@ def test_rows_that_were_reordered_twice(found):
 
 @pytest.mark.parametrize("type_name", TYPES)
 def test_a_tensor_of_another_layer(type_name, found, checkpoints):
-    other = checkpoint.tensor_headers(checkpoints / "llama-tiny")
+    other = checkpoint.Checkpoint(checkpoints / "llama-tiny").tensors
     assert "model.layers.2.mlp.up_proj.weight" in other
     from safetensors.torch import load_file
 

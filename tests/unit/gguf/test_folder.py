@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from harness import checkpoint
+from harness.checkpoint import Checkpoint
 from harness.checkpoint.gguf import read_source
 from harness.checkpoint.gguf.model import open_gguf
 from harness.checkpoint.gguf.tokenizer import write_tokenizer
@@ -32,7 +33,7 @@ def _cache(tmp_path, monkeypatch):
 
 
 def weights(folder):
-    shards = checkpoint.shards(folder)
+    shards = Checkpoint(folder).shards
     return {name: values.float() for shard in shards for name, values in load_file(shard).items()}
 
 
@@ -48,7 +49,7 @@ def test_float32_comes_back_bit_for_bit(name, checkpoints, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_configuration_is_the_models_own(name, checkpoints, tmp_path):
     made = checkpoint.resolve(str(write_gguf(checkpoints / name, tmp_path / "model.gguf")))
-    ours, theirs = checkpoint.read_config(made), checkpoint.read_config(checkpoints / name)
+    ours, theirs = Checkpoint(made).config, Checkpoint(checkpoints / name).config
     for key in ("architectures", "hidden_size", "num_key_value_heads", "rope_parameters", "tie_word_embeddings"):
         assert ours[key] == theirs[key], key
 
@@ -83,13 +84,15 @@ def test_it_is_made_once_and_again_when_the_file_changes(checkpoints, tmp_path):
 def test_a_byte_level_vocabulary(checkpoints, tmp_path):
     made = checkpoint.resolve(str(write_gguf(checkpoints / "qwen2-tiny", tmp_path / "model.gguf")))
     text = "hu rin pun | hu"
-    assert tokenize(text, made, where="-") == tokenize(text, checkpoints / "qwen2-tiny", where="-")
+    assert tokenize(text, Checkpoint(made), where="-") == tokenize(
+        text, Checkpoint(checkpoints / "qwen2-tiny"), where="-"
+    )
 
 
 def test_without_a_vocabulary_texts_are_refused(checkpoints, tmp_path):
     made = checkpoint.resolve(str(write_gguf(checkpoints / "llama-tiny", tmp_path / "model.gguf")))
     with pytest.raises(HarnessError) as caught:
-        tokenize("hu", made, where="-")
+        tokenize("hu", Checkpoint(made), where="-")
     assert caught.value.code is Code.NO_TOKENIZER
 
 
@@ -107,7 +110,9 @@ def test_a_vocabulary_that_is_larger_than_the_model_is_refused(tmp_path):
 def test_with_hf_its_tokenizer_is_taken(checkpoints, tmp_path):
     path = str(write_gguf(checkpoints / "llama-tiny", tmp_path / "model.gguf"))
     made = checkpoint.resolve(path, hf=str(checkpoints / "llama-tiny"))
-    assert tokenize("hu rin", made, where="-") == tokenize("hu rin", checkpoints / "llama-tiny", where="-")
+    assert tokenize("hu rin", Checkpoint(made), where="-") == tokenize(
+        "hu rin", Checkpoint(checkpoints / "llama-tiny"), where="-"
+    )
 
 
 def test_hf_without_a_gguf_file_is_refused(checkpoints):

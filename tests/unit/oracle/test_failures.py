@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.checkpoint import Checkpoint
 from harness.errors import Code, HarnessError
 from harness.oracle.model import HFModel
 from harness.oracle.paired import run_pair
@@ -16,7 +17,9 @@ from .test_paired import Notes
 
 @pytest.fixture
 def hf():
-    return HFModel(model=tiny_model("llama"), folder=Path("tiny"), dtype=torch.float32, device=torch.device("cpu"))
+    return HFModel(
+        model=tiny_model("llama"), checkpoint=Checkpoint(Path("tiny")), dtype=torch.float32, device=torch.device("cpu")
+    )
 
 
 def test_what_hf_raises_names_hf(hf):

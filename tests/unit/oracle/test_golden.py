@@ -228,17 +228,29 @@ def test_the_key_follows_the_prompts_the_dtype_and_the_truth(load):
 
 
 def test_the_key_follows_config_and_weights(own_checkpoint, cache):
-    hf = load_model(own_checkpoint, dtype=torch.float32)
-    keys = [golden_key(hf, PROMPTS)]
+    opened = [load_model(own_checkpoint, dtype=torch.float32)]
+    keys = [golden_key(opened[0], PROMPTS)]
     config = own_checkpoint / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 2e-5}))
-    keys.append(golden_key(hf, PROMPTS))
+    opened.append(load_model(own_checkpoint, dtype=torch.float32))
+    keys.append(golden_key(opened[1], PROMPTS))
     weights = own_checkpoint / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    keys.append(golden_key(hf, PROMPTS))
+    opened.append(load_model(own_checkpoint, dtype=torch.float32))
+    keys.append(golden_key(opened[2], PROMPTS))
     assert len({key_name(key) for key in keys}) == 3
+    assert [golden_key(hf, PROMPTS) for hf in opened] == keys  # a model keeps the key of the weights that it has
+
+
+def test_no_golden_is_kept_of_a_checkpoint_that_changed_meanwhile(own_checkpoint, cache):
+    hf = load_model(own_checkpoint, dtype=torch.float32)
+    (own_checkpoint / "config.json").write_text((own_checkpoint / "config.json").read_text() + " ")
+    with pytest.raises(HarnessError) as caught:
+        cached_golden(hf, PROMPTS)
+    assert caught.value.code is Code.CHECKPOINT_CHANGED
+    assert not list(cache.iterdir())
 
 
 def test_the_key_does_not_follow_the_folders_name(own_checkpoint, load):

@@ -62,7 +62,7 @@ def pair(hf, token_ids, *, dtype=torch.float64, observer=None, **options):
 def plain_forward(hf, model, token_ids):
     """Rows of every tap of a forward that the oracle has no part in but for looking at it."""
     taps, operations = {}, hf.graph.by_source
-    other = type(hf)(model=model, folder=hf.folder, dtype=hf.dtype, device=hf.device)
+    other = type(hf)(model=model, checkpoint=hf.checkpoint, dtype=hf.dtype, device=hf.device)
 
     def sink(source, value):
         operation = operations.get(source)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from harness.checkpoint import Checkpoint
 from harness.oracle.model import HFModel
 from harness.oracle.trace import unmistakable_sizes
 from harness.taps import Kind
@@ -17,7 +18,7 @@ PREFIX = "model.layers.1."
 
 
 def hf_of(model):
-    return HFModel(model=model, folder=Path(), dtype=torch.float32, device=torch.device("cpu"))
+    return HFModel(model=model, checkpoint=Checkpoint(Path()), dtype=torch.float32, device=torch.device("cpu"))
 
 
 def with_mlp(build, **changes):

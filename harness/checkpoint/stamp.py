@@ -1,0 +1,19 @@
+"""What the file system says of a file without opening it, which changes whenever the file is written again."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+
+class FileStamp(NamedTuple):
+    """Place, size and time of a file."""
+
+    path: str
+    """With links resolved."""
+    num_bytes: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, file: Path) -> "FileStamp":
+        """Return a file's stamp; raises OSError where the file is gone."""
+        status = file.stat()
+        return cls(str(file.resolve()), status.st_size, status.st_mtime_ns)
