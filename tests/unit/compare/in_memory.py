@@ -5,7 +5,13 @@ from types import SimpleNamespace
 
 import torch
 
+from harness.compare.align import Rows
+from harness.compare.batch import RecordedRows
+from harness.compare.replay import TapRows
+from harness.oracle.paired import Value
+from harness.oracle.watch import AttentionCall
 from harness.recording import RequestInfo
+from harness.taps import Operation
 
 Row = tuple[int, int]
 """Request and position."""
@@ -59,3 +65,43 @@ def recording_of(requests: Mapping[int, Sequence[int]], steps: Sequence[Step], *
     ]
     given = {"dtype": "float32", "numerics": None, "schedule": "by hand"} | manifest
     return SimpleNamespace(path="memory", steps=list(steps), manifest=SimpleNamespace(requests=infos, **given))
+
+
+def tap_rows(
+    operation: Operation,
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    *,
+    control: torch.Tensor | None = None,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    places: Sequence[int] | None = None,
+    recorded: Mapping[str, RecordedRows] | None = None,
+    num_tokens: int = 100,
+    num_places: int = 200,
+    call: AttentionCall | None = None,
+    scores: torch.Tensor | None = None,
+) -> TapRows:
+    """Rows of one operation that are to be judged; requests have so many tokens, and are numbered as in the batch."""
+    at = torch.arange(len(actual)) if places is None else torch.tensor(places)
+
+    def identity(places: torch.Tensor) -> Rows:
+        return Rows(request=places // num_tokens, position=places % num_tokens, step=torch.zeros_like(places))
+
+    batch = SimpleNamespace(
+        num_tokens=num_tokens,
+        num_places=num_places,
+        rows=identity,
+        recorded=(recorded or {}).get,
+        token_ids=torch.arange(num_places).view(-1, num_tokens),
+    )
+    return TapRows(
+        operation=operation,
+        batch=batch,
+        places=at,
+        actual=actual,
+        expected=expected,
+        control=control,
+        control_scores=None,
+        values=dict(inputs or {}),
+        value=Value(operation=operation, rows=expected, call=call, scores=scores),
+    )
