@@ -29,9 +29,11 @@ _DEFAULT = {
 _OTHERS = {
     "compare/figures": ("test_figures.py", "test_run.py"),
     "compare/granularity": ("test_through.py",),
-    "compare/judged": ("test_run.py", "test_propagated.py", "test_cache.py"),
+    "compare/cache": ("test_cache_rows.py", "test_cache.py"),
+    "compare/judged": ("test_judged.py", "test_run.py"),
+    "compare/statistics/direction": ("test_findings.py",),
     "compare/local": ("test_replay.py",),
-    "compare/local_judge": ("test_bounds.py", "test_conventions.py", "test_run.py"),
+    "compare/local_judge": ("test_local_judge.py", "test_bounds.py", "test_conventions.py", "test_run.py"),
     "compare/replay": ("test_replay.py", "test_through.py", "test_run.py"),
     "compare/row_judge": ("test_row_judge.py", "test_bounds.py", "test_conventions.py", "test_run.py"),
     "compare/slot_history": ("test_slot_history.py", "test_sequences.py"),
@@ -40,7 +42,6 @@ _OTHERS = {
         f"compare/conventions/{name}": (f"conventions/test_{name}.py", "test_conventions.py")
         for name in ("attention", "linear", "quantised", "quantised_cache", "rotary")
     },
-    "compare/positions": ("test_sequences.py",),
     "compare/propagated": ("test_propagated.py", "test_cache.py"),
     "compare/prefixes": ("test_cache.py", "test_triggers.py"),
     "compare/traits": ("test_triggers.py",),
