@@ -62,7 +62,7 @@ def quantised(x: torch.Tensor, name: str, *, is_exact: bool = True) -> Stored:
         scale = _largest(blocks) / -levels
         scaled = torch.where(scale != 0, blocks * (1 / scale), 0.0)
         shifted = scaled + (levels + 0.5)
-        size, integers = scaled.abs().maximum(shifted), shifted.floor().clamp(0, 2 * levels - 1) - levels
+        size, integers = scaled.abs().maximum(shifted), shifted.floor().clamp(max=2 * levels - 1) - levels
     step = _float16(scale)
     slack = torch.where(_is_tie(scaled, size, is_exact), step.abs(), 0.0)
     if not is_exact:
@@ -76,7 +76,7 @@ def _from_minimum(blocks: torch.Tensor, num_steps: int, is_exact: bool) -> Store
     scale = (largest - least) / num_steps
     scaled = torch.where(scale != 0, (blocks - least) * (1 / scale), 0.0)
     shifted = scaled + 0.5
-    integers, step, minimum = shifted.floor().clamp(0, num_steps), _float16(scale), _float16(least)
+    integers, step, minimum = shifted.floor().clamp(max=num_steps), _float16(scale), _float16(least)
     slack = torch.where(_is_tie(scaled, shifted, is_exact), step, 0.0)
     if not is_exact:
         extent = blocks.abs().amax(dim=-1, keepdim=True)  # of which the errors of turning are a share
@@ -95,13 +95,13 @@ def _in_codebook(blocks: torch.Tensor, is_exact: bool) -> Stored:
     weight = wide.square()
     total = (weight * chosen.square()).sum(dim=-1, keepdim=True)
     scale = torch.where(total > 0, (weight * chosen * wide).sum(dim=-1, keepdim=True) / total, 0.0)
-    scale = torch.where(blocks.abs().amax(dim=-1, keepdim=True) < 1e-15, 0.0, scale).to(torch.float32)
+    scale = scale.to(torch.float32)  # of a block of almost nothing float16 makes 0, as ggml does before
     step = _float16(scale)
     to_tie, nearest = (scaled.to(torch.float64)[..., None] - middles).abs().min(dim=-1)
     is_tie = to_tie <= _TIE * scaled.abs() if is_exact else to_tie < _TIE_ROTATED
     other = torch.where(is_tie, (levels[1:] - levels[:-1])[nearest], 0.0)
     # Another level for one value changes the scale of all: d' - d = -d w q (q' - q) / sum w q², to first order.
-    moved = (weight * chosen.abs() * other).sum(dim=-1, keepdim=True) / total.clamp_min(1e-300) * step.abs()
+    moved = (weight * chosen.abs() * other).sum(dim=-1, keepdim=True) / total * step.abs()
     moved = torch.where(moved > 0, 2 * moved + _room(scale, 2.0**-11), 0.0)
     slack = other * step.abs() + chosen.abs() * (moved + _room(scale, _NEAR_SUMS))
     return Stored((chosen * step).flatten(-2), slack.flatten(-2))

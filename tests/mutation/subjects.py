@@ -29,13 +29,19 @@ _DEFAULT = {
 _OTHERS = {
     "compare/figures": ("test_figures.py", "test_run.py"),
     "compare/granularity": ("test_through.py",),
-    "compare/judged": ("test_run.py", "test_propagated.py", "test_cache.py"),
+    "compare/cache": ("test_cache_rows.py", "test_cache.py"),
+    "compare/judged": ("test_judged.py", "test_run.py"),
+    "compare/statistics/direction": ("test_findings.py",),
     "compare/local": ("test_replay.py",),
-    "compare/local_judge": ("test_bounds.py", "test_conventions.py", "test_run.py"),
+    "compare/local_judge": ("test_local_judge.py", "test_bounds.py", "test_conventions.py", "test_run.py"),
     "compare/replay": ("test_replay.py", "test_through.py", "test_run.py"),
-    "compare/row_judge": ("test_bounds.py", "test_conventions.py", "test_run.py"),
-    "compare/slot_history": ("test_slots.py", "test_sequences.py"),
-    "compare/positions": ("test_sequences.py",),
+    "compare/row_judge": ("test_row_judge.py", "test_bounds.py", "test_conventions.py", "test_run.py"),
+    "compare/slot_history": ("test_slot_history.py", "test_sequences.py"),
+    "compare/systematic": ("test_effects.py", "test_systematic.py"),
+    **{
+        f"compare/conventions/{name}": (f"conventions/test_{name}.py", "test_conventions.py")
+        for name in ("attention", "linear", "quantised", "quantised_cache", "rotary")
+    },
     "compare/propagated": ("test_propagated.py", "test_cache.py"),
     "compare/prefixes": ("test_cache.py", "test_triggers.py"),
     "compare/traits": ("test_triggers.py",),
@@ -77,7 +83,8 @@ def files_of_tests(path: str, *, all_tests: bool) -> tuple[str, ...]:
         return (f"tests/unit/{package}",)
     own = f"test_{module}.py"
     has_own = (ROOT / "tests" / "unit" / package / own).is_file()
-    names = _OTHERS.get(f"{package}/{module}", (own,) if has_own else _DEFAULT[package])
+    by_default = _OTHERS.get(f"{package}/{module}", (own,) if has_own else _DEFAULT[package])
+    names = _OTHERS.get(path.removeprefix("harness/").removesuffix(".py"), by_default)
     return tuple(f"tests/unit/{package}/{name}" for name in names)
 
 

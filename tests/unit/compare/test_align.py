@@ -5,9 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.compare.align import Locator, Rows, match_requests, take
+from harness.compare.align import Locator, Rows, all_rows, chunks, joined, match_requests, step_rows, take
 from harness.errors import Code, HarnessError
 from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+
+from .in_memory import Step, recording_of
 
 TAP, PARTIAL = "model.embed_tokens", "lm_head"
 
@@ -223,3 +225,94 @@ def request_recording(folder, requests):
         writer.tap(TAP, torch.ones(1, 2))
         writer.end_step()
     return Recording.open(folder)
+
+
+# Parts that need no file.
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([(2048, 0), (2047, 0), (1, 0), (5, 0)], [1, 2, 1]),
+        ([(1, 64 << 20), (1, (64 << 20) - 1), (1, 1), (2047, 0)], [1, 2, 1]),
+        ([(1, 1)] * 3, [3]),
+        ([(2047, 0), (2047, 0), (2047, 0), (1, 0)], [2, 2]),
+        ([(1, (64 << 20) - 2)] * 4, [2, 2]),
+        ([], []),
+    ],
+)
+def test_steps_are_grouped_until_they_hold_enough_rows_or_bytes(sizes, expected):
+    steps = [Step([(0, 0)] * num_rows, num_bytes=num_bytes) for num_rows, num_bytes in sizes]
+    grouped = list(chunks(steps))
+    assert [len(chunk) for chunk in grouped] == expected
+    assert [step for chunk in grouped for step in chunk] == steps
+
+
+def test_tensors_are_joined_along_rows_and_one_is_not_copied():
+    one, other = torch.arange(6.0).view(2, 3), torch.arange(3.0).view(1, 3)
+    assert joined([one]) is one
+    assert torch.equal(joined([one, other]), torch.tensor([[0.0, 1, 2], [3, 4, 5], [0, 1, 2]]))
+
+
+def test_rows_that_are_one_part_are_that_part():
+    rows = rows_at((7, 0), (2, 9))
+    assert Rows.concat([rows]) is rows
+    assert Rows.concat([rows, rows]).step.tolist() == [0] * 4
+
+
+def test_the_rows_of_a_step_and_of_a_tap_in_it():
+    rows = [(8, 0), (3, 2), (8, 1), (5, 0)]
+    taps = {"all": torch.zeros(4, 1), "some": torch.zeros(2, 1)}
+    steps = [Step([(5, 0)]), Step(rows, taps=taps, rows_of={"some": [3, 1]})]
+    recorded = recording_of({8: [1, 2], 3: [1, 2, 3], 5: [1]}, steps)
+    for found, expected in (
+        (all_rows(recorded.steps[1]), rows),
+        (step_rows(recorded.steps[1], "all"), rows),
+        (step_rows(recorded.steps[1], "some"), [(5, 0), (3, 2)]),
+    ):
+        assert list(zip(found.request.tolist(), found.position.tolist(), strict=True)) == expected
+        assert found.step.tolist() == [1] * len(expected)
+        assert {x.dtype for x in (found.request, found.position, found.step)} == {torch.int64}
+
+
+def test_a_row_that_was_only_read_back_was_not_computed():
+    requests = {8: [1, 2, 3], 3: [1, 2], 5: [1]}
+    steps = [Step([(8, 0), (3, 1)]), Step([(5, 0), (8, 2)], phase="readback"), Step([(8, 1)], phase="decode")]
+    locator = Locator(recording_of(requests, steps))
+    assert locator.computed.tolist() == [[False, True, False], [False] * 3, [True, True, False]]
+    assert Locator(recording_of({}, [])).computed.shape == (0, 0)
+
+
+def test_taps_that_were_recorded_at_the_same_rows_share_a_signature():
+    x = torch.zeros(2, 1)
+    steps = [
+        Step([(0, 0), (0, 1)], taps={"a": x, "b": x, "c": x, "d": x[:1], "e": x[:1]}, rows_of={"d": [0], "e": [1]}),
+        Step([(0, 2), (0, 3)], taps={"a": x, "b": x}),
+    ]
+    locator = Locator(recording_of({0: [1] * 4}, steps))
+    assert locator.signature("a") == locator.signature("b")
+    assert len({locator.signature(tap) for tap in ("a", "c", "d", "e")}) == 4
+    assert locator.signature("nowhere") == ()
+    assert locator.taps() == ["a", "b", "c", "d", "e"]
+    for tap, expected in (("a", [1, 1, 1, 1]), ("c", [1, 1, 0, 0]), ("d", [1, 0, 0, 0]), ("e", [0, 1, 0, 0])):
+        assert locator.recorded(tap).int().tolist() == [expected]
+
+
+def test_the_tokens_or_lengths_that_differ_are_said():
+    def refused(theirs, ours):
+        with pytest.raises(HarnessError) as caught:
+            match_requests(recording_of({3: theirs}, []), recording_of({3: ours}, []))
+        return str(caught.value)
+
+    assert "token 9" in (said := refused([1, 9, 2], [1, 8, 2]))
+    assert "token 8" in said
+    assert "position 1" in said
+    assert "3 tokens" in (said := refused([1, 9, 2], [1, 9]))
+    assert "2 tokens" in said
+    assert "position" not in said
+
+
+def test_an_alias_may_be_the_id_of_another_original():
+    steps = [Step([(0, 0), (1, 0)], taps={TAP: torch.zeros(2, 1)})]
+    locator = Locator(recording_of({0: [5], 1: [6]}, steps), {0: 1, 1: 0})
+    assert locator.find(TAP, rows_at((0, 0), (1, 0)))[:, 1].tolist() == [1, 0]
