@@ -19,6 +19,9 @@ from harness.taps import prefix_of
 _NOWHERE = -1
 """A slot that does not exist: zeros."""
 
+_MAX_TRIED = 4096
+"""Pairs of a block that is read elsewhere and the block that is read in its place, up to which all are tried."""
+
 _Extent = Callable[[int, int, int], int]
 
 
@@ -215,7 +218,7 @@ def wrong_block(failure: Failure) -> Iterator[Hypothesis]:
     table = memory.table(step, request)
     known = sorted({slot // memory.block_size for slot in memory.written_slots(step)} | set(table) | {0})
     used = -(-(int(view.rows.position[0]) + 1) // memory.block_size)
-    if used * len(known) > 4096:
+    if used * len(known) > _MAX_TRIED:
         return
     probe = replace(failure, views=(view.select(torch.tensor([0])),), rows=view.rows.select(torch.tensor([0])),
                     expected=failure.expected[:1], actual=failure.actual[:1])  # fmt: skip
@@ -248,7 +251,7 @@ def _block_replaced(failure: Failure, at: int, block: int, table: Sequence[int],
     if not reads:
         return
     position = at * (memory.block_size or 1)
-    read = next((each for each in reads if each.request == request), reads[0])
+    read = reads[0]
     whose = f"its own block {source}" if source is not None else f"physical block {block}"
     yield Hypothesis(
         cause="reads one block of its history from a wrong place",

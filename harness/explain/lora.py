@@ -41,13 +41,14 @@ def adapter_scaled(failure: Failure) -> Iterator[Hypothesis]:
 
 def adapter_transposed(failure: Failure) -> Iterator[Hypothesis]:
     """A and B are swapped, which only a square layer lets through: the update is the transposed one."""
-    update, tap = _update(failure), failure.operation.tap
-    a, b = failure.weight(tap, "lora_a"), failure.weight(tap, "lora_b")
-    if update is None or a is None or b is None or a.shape[1] != b.shape[0]:
+    factors = _factors(failure)
+    if factors is None:
         return
-    swapped = failure.inputs[0].flatten(1) @ b @ a * failure.module.scaling
-    cause = "A and B of the adapter are swapped, or their product is transposed"
-    yield Hypothesis(cause=cause, output=failure.expected - update + swapped)
+    a, b = factors
+    if a.shape[1] == b.shape[0]:
+        swapped = _applied(failure, b.T, a.T)
+        cause = "A and B of the adapter are swapped, or their product is transposed"
+        yield Hypothesis(cause=cause, output=failure.expected - _applied(failure, a, b) + swapped)
 
 
 def adapter_of_another(failure: Failure) -> Iterator[Hypothesis]:
@@ -74,13 +75,18 @@ def outputs_of_adapter_in_another_order(failure: Failure) -> Iterator[Hypothesis
 
 def _update(failure: Failure) -> torch.Tensor | None:
     """Return what the adapter adds, [R, O]; None if there is none."""
-    if not hasattr(failure.module, "lora_a"):
-        return None
-    tap = failure.operation.tap
-    a, b = failure.weight(tap, "lora_a"), failure.weight(tap, "lora_b")
-    if a is None or b is None:
-        return None
+    factors = _factors(failure)
+    return None if factors is None else _applied(failure, *factors)
+
+
+def _applied(failure: Failure, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return failure.inputs[0].flatten(1) @ a.T @ b.T * float(failure.module.scaling)
+
+
+def _factors(failure: Failure) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return A [rank, I] and B [O, rank]; None where there is no adapter."""
+    a, b = (failure.weight(failure.operation.tap, name) for name in ("lora_a", "lora_b"))
+    return None if a is None or b is None else (a, b)
 
 
 EXPLANATIONS = (

@@ -1,10 +1,7 @@
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
-
-from harness.explain.attention import _split_sizes
 
 from ..tiny_models import WINDOW
 from .conftest import BLOCK_SIZE
@@ -270,15 +267,6 @@ def test_one_more_in_the_sum_of_the_exponentials(bench):
     found = bench.explain(TAP, attended(bench, softmax=with_a_one))
     assert "one is added to the sum of the exponentials: a key of zeros, or a sink whose logit is 0" in found.cause
     assert found.num_fitted == 0
-
-
-@pytest.mark.parametrize(("block_size", "multiple"), [(12, 12), (None, 16)])
-def test_splits_are_tried_at_powers_of_two_and_at_multiples_of_the_block_size(block_size, multiple):
-    failure = SimpleNamespace(
-        views=[SimpleNamespace(key=torch.zeros(100, 1))], slot_history=SimpleNamespace(block_size=block_size)
-    )
-    blocks = {multiple * number for number in range(1, 9)}
-    assert _split_sizes(failure) == sorted(size for size in {2, 4, 8, 16, 32, 64} | blocks if size < 100)
 
 
 def test_a_scale_that_is_wrong_for_one_request_alone(bench):
