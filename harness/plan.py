@@ -264,9 +264,9 @@ def _prompts(case: Case, checkpoint: Checkpoint) -> tuple[Prompt, ...]:
 
 
 def tokenize(text: str, checkpoint: Checkpoint, *, where: str) -> list[int]:
-    """Return the token ids of a text under the checkpoint's own tokenizer."""
+    """Return the token ids of a text under a checkpoint's own tokenizer."""
     if not text.strip():
         raise HarnessError(
             Code.EMPTY_PROMPT, "the prompt is empty", where=where, actual=repr(text), hint="give some text"
         )
-    return checkpoint.encode(text)
+    return checkpoint.tokenizer.encode(text)

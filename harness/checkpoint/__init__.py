@@ -4,12 +4,14 @@ from harness.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from harness.checkpoint.locations import cache_dir, embedded_cases
 from harness.checkpoint.names import resolve
 from harness.checkpoint.shards import INDEX_NAME, WEIGHTS_NAME
+from harness.checkpoint.tokenizer import Tokenizer
 
 __all__ = [
     "CONFIG_NAME",
     "INDEX_NAME",
     "WEIGHTS_NAME",
     "Checkpoint",
+    "Tokenizer",
     "cache_dir",
     "embedded_cases",
     "resolve",

@@ -18,7 +18,7 @@ from harness.checkpoint.refusals import not_a_checkpoint
 from harness.checkpoint.shards import ShardIndex, locate_tensors, read_shard_index
 from harness.checkpoint.stamp import FileStamp
 from harness.checkpoint.table import read_table
-from harness.checkpoint.tokenizer import encode, has_tokenizer, load_tokenizer
+from harness.checkpoint.tokenizer import Tokenizer, has_tokenizer
 from harness.errors import Code, HarnessError
 from harness.safetensors_header import Header, TensorEntry, read_header
 
@@ -119,13 +119,9 @@ class Checkpoint:
         return has_tokenizer(self.folder)
 
     @cached_property
-    def tokenizer(self) -> Any:
-        """The tokenizer of transformers; raises HarnessError (NO_TOKENIZER)."""
-        return load_tokenizer(self.folder)
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text; raises HarnessError (NO_TOKENIZER)."""
-        return encode(text, self.tokenizer, self.folder)
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; raises HarnessError (NO_TOKENIZER)."""
+        return Tokenizer.load(self.folder)
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

@@ -166,7 +166,7 @@ def _token_ids(prompt: str, checkpoint: Checkpoint, *, chat: bool) -> list[int]:
     if chat:
         from harness.cli.chat import chat_token_ids
 
-        return chat_token_ids(prompt, checkpoint)
+        return chat_token_ids(prompt, checkpoint.tokenizer)
     from harness.plan import tokenize
 
     return tokenize(prompt, checkpoint, where="--prompt")

@@ -23,7 +23,7 @@ class TokenNames:
     @cached_property
     def _ids(self) -> dict[str, int | None]:
         """Ids by text; None if several tokens have it."""
-        tokenizer = self._checkpoint.tokenizer
+        tokenizer = self._checkpoint.tokenizer.hf
         ids = range(len(tokenizer))
         found: dict[str, int | None] = {}
         for token_id, text in zip(ids, tokenizer.batch_decode([[each] for each in ids]), strict=True):
@@ -42,14 +42,14 @@ class TokenNames:
     def text_of(self, token_ids: Sequence[int]) -> str | None:
         """Return the text that becomes exactly these tokens; None if no text does."""
         for skip in (True, False):  # most tokenizers put their special tokens before a text themselves
-            text: str = self._checkpoint.tokenizer.decode(list(token_ids), skip_special_tokens=skip)
+            text: str = self._checkpoint.tokenizer.hf.decode(list(token_ids), skip_special_tokens=skip)
             if self.encode(text) == list(token_ids):
                 return text
         return None
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
-        return self._checkpoint.encode(text)
+        return self._checkpoint.tokenizer.encode(text)
 
     def continuation(self, prompt: Sequence[int], text: str, num_tokens: int | None) -> tuple[int, ...] | None:
         """Return the tokens of a continuation's text, if they can be told: so many, behind the prompt's."""

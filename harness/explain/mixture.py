@@ -66,9 +66,9 @@ class Mixture:
         """Return [R, D] where one expert gives `other` [R, D]."""
         return self.failure.expected + self.table[:, expert, None] * (other - self.outputs[expert])
 
-    def part_of(self, expert: int, x: torch.Tensor | None = None) -> torch.Tensor:
-        """Return what the module gives now if a row of `x` [R, D] goes to one expert, with weight 1: [R, D]."""
-        return one_expert(self.module, self.x if x is None else x, expert)
+    def part_of(self, expert: int) -> torch.Tensor:
+        """Return what the module gives now if each row goes to one expert, with weight 1: [R, D]."""
+        return one_expert(self.module, self.x, expert)
 
     def run(self, module: nn.Module | None = None) -> torch.Tensor:
         """Return what the module, or another of its shape, gives now: [R, D]."""

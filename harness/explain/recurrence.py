@@ -72,13 +72,13 @@ class Recurrence:
         wanted = _identities(self.failure.rows)
         return torch.stack([found[row] for row in wanted]) if found.keys() >= set(wanted) else None
 
-    def convolved(self, sequences: Sequences | None = None) -> Convolved:
-        """Return what the mixer's convolutions give at each row if rows follow each other as given; empty without any.
+    def convolved(self) -> Convolved:
+        """Return what the mixer's convolutions give at each row; empty without any.
 
         A row that is there twice counts where it is last.
         """
         seen: Convolved = {}
-        self.run(sequences, seen=seen)
+        self.run(seen=seen)
         return seen
 
     def _values(self, rows: Rows) -> dict[str, torch.Tensor] | None:

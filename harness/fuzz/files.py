@@ -8,7 +8,7 @@ from pathlib import Path
 from harness.case import load_case
 from harness.errors import HarnessError
 from harness.files import write_text
-from harness.fuzz.judge import Judged
+from harness.fuzz.judge import Judgement
 from harness.fuzz.workload_file import header, table, toml, workload_toml
 from harness.fuzz_results import FuzzFinding
 from harness.jobs.check import run_check
@@ -48,9 +48,9 @@ def _write_case(
     write_text(path, text)
     try:
         with planted():
-            judged = Judged(run=run_check(plan_case(load_case(path))).runs[0])
+            judged = Judgement(run=run_check(plan_case(load_case(path))).runs[0])
     except HarnessError as error:
-        judged = Judged(error=error)
+        judged = Judgement(error=error)
     if judged.signature == finding.signature:
         return path
     path.unlink()

@@ -28,7 +28,7 @@ _NOT_SERVED = (Code.ENGINE_CANNOT_SERVE, Code.BAD_OPTION, Code.PROMPT_TOO_LONG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class Judgement:
     """The result of one workload."""
 
     run: RunResult | None = None
@@ -79,14 +79,14 @@ class Judge:
     planted: Callable[[], AbstractContextManager[object]] = nullcontext
     """Puts a known bug into the engine, anew for each workload."""
 
-    def judge(self, workload: SentWorkload, *, explain: bool = False, limit_s: float | None = None) -> Judged:
+    def judge(self, workload: SentWorkload, *, explain: bool = False, limit_s: float | None = None) -> Judgement:
         """Run one workload and judge every row of it."""
         with tempfile.TemporaryDirectory(prefix="harness-fuzz-") as folder:
             path = Path(folder) / "recording"
             try:
                 self._record(workload, path, limit_s or self.limit_s)
             except HarnessError as error:
-                return Judged(error=error)
+                return Judgement(error=error)
             with Recording.open(path, verify=False) as actual:  # written a moment ago by ourselves
                 return self._compared(actual, explain=explain)
 
@@ -97,10 +97,10 @@ class Judge:
         with writer, engine_errors(self.plan.engine), _timed(self.plan.engine, limit_s), self.planted():
             self.engine.run(asked, writer)
 
-    def _compared(self, actual: Recording, *, explain: bool) -> Judged:
+    def _compared(self, actual: Recording, *, explain: bool) -> Judgement:
         found = compare_planned(self.plan, self.engine.capabilities, actual, self.golden, self.hf)
         run = explain_run(found, actual, self.golden, self.hf) if explain else found.result
-        return Judged(run=run, conditions=conditions(actual))
+        return Judgement(run=run, conditions=conditions(actual))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from harness.engines import Engine, open_engine
 from harness.errors import Code, HarnessError
 from harness.fuzz.files import write_findings
 from harness.fuzz.invariance import Comparer
-from harness.fuzz.judge import Judge, Judged
+from harness.fuzz.judge import Judge, Judgement
 from harness.fuzz.pool import Pool, make_pool
 from harness.fuzz.search import Search
 from harness.fuzz.strategies import SEARCHED, searched_schedules
@@ -153,7 +153,7 @@ def run_again(
     )
 
 
-def _finding(judged: Judged, workload: SentWorkload, found_s: float) -> tuple[FuzzFinding, ...]:
+def _finding(judged: Judgement, workload: SentWorkload, found_s: float) -> tuple[FuzzFinding, ...]:
     if judged.signature is None:
         return ()
     finding = FuzzFinding(

@@ -11,7 +11,7 @@ from hypothesis import settings as Settings  # noqa: N812  # a type, whatever Hy
 from hypothesis.errors import Unsatisfiable
 
 from harness.fuzz.coverage import pairs
-from harness.fuzz.judge import Judge, Judged
+from harness.fuzz.judge import Judge, Judgement
 from harness.fuzz.shrink import shrink
 from harness.fuzz.strategies import Strategies
 from harness.fuzz.workload import Searched, Translator
@@ -112,7 +112,7 @@ class Search:
         found = f", {len(self.findings)} found" if self.findings else ""
         return f"{self.judge.plan.engine}, searching{found}"
 
-    def _note(self, workload: Searched, judged: Judged, took_s: float) -> None:
+    def _note(self, workload: Searched, judged: Judgement, took_s: float) -> None:
         if judged.is_rejected:
             assert judged.error is not None
             self.rejected[judged.error.what.splitlines()[0]] += 1

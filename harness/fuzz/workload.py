@@ -168,22 +168,3 @@ def engine_workload(sent: SentWorkload) -> Workload:
         forks={number: request.fork_of for number, request in pairs if request.fork_of is not None},
     )
     return Workload(requests=infos, schedule=SCHEDULES["batched"], timeline=timeline)
-
-
-def searched(sent: SentWorkload) -> Searched:
-    """Return a workload whose pool is `Pool.of(sent)`."""
-    return Searched(
-        requests=tuple(
-            Request(
-                sequence=number,
-                prompt_length=request.prompt_length,
-                num_new=request.num_new_tokens,
-                arrival=request.arrival,
-                is_aborted=request.is_aborted,
-                fork_of=request.fork_of,
-            )
-            for number, request in enumerate(sent.requests)
-        ),
-        limits=tuple((name, sent.limits[name]) for name in LIMITS if name in sent.limits),
-        schedule=sent.schedule,
-    )

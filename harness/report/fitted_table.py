@@ -11,7 +11,6 @@ def fitted_table(
     rows: Sequence[Sequence[object]],
     header: Sequence[str],
     *,
-    num_names: int = 1,
     width: int | None = None,
     dispensable: Sequence[str] = (),
 ) -> str:
@@ -20,26 +19,25 @@ def fitted_table(
     Args:
         rows: cells of each row.
         header: names of the columns.
-        num_names: columns at the left that are names, and never go.
         width: columns of the terminal; None: any width fits.
         dispensable: names of columns that may go, the first one first.
     """
     shown = list(range(len(header)))
-    table = _tabulated(rows, header, shown, num_names)
+    table = _tabulated(rows, header, shown)
     for name in dispensable:
         if width is None or max(map(len, table.splitlines())) <= width:
             break
         if name in header:
             shown.remove(header.index(name))
-            table = _tabulated(rows, header, shown, num_names)
+            table = _tabulated(rows, header, shown)
     return table
 
 
-def _tabulated(rows: Sequence[Sequence[object]], header: Sequence[str], shown: Sequence[int], num_names: int) -> str:
+def _tabulated(rows: Sequence[Sequence[object]], header: Sequence[str], shown: Sequence[int]) -> str:
     return tabulate(
         [[row[column] for column in shown] for row in rows],
         [header[column] for column in shown],
         tablefmt="simple",
         disable_numparse=True,
-        colalign=["left" if column < num_names else "right" for column in shown],
+        colalign=["left" if column == 0 else "right" for column in shown],
     )

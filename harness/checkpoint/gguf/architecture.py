@@ -20,12 +20,11 @@ class Family:
     class_name: str
     permutes_heads: bool = False
     """Whether the rows of q and k stand in the order of interleaved rotary pairs."""
-    has_qkv_bias: bool = False
 
 
 FAMILIES = {
     "llama": Family(model_type="llama", class_name="LlamaForCausalLM", permutes_heads=True),
-    "qwen2": Family(model_type="qwen2", class_name="Qwen2ForCausalLM", has_qkv_bias=True),
+    "qwen2": Family(model_type="qwen2", class_name="Qwen2ForCausalLM"),
     "qwen3": Family(model_type="qwen3", class_name="Qwen3ForCausalLM"),
 }
 """By `general.architecture`. Mistral's files say llama."""

@@ -97,7 +97,7 @@ class Context:
                 hint="a quantised cache of values needs flash attention and rows of whole blocks",
             )
         self._apply_adapters()
-        self.num_batch, self.num_ubatch = int(params.n_batch), int(params.n_ubatch)
+        self.num_batch = int(params.n_batch)
         self.vocab_size = model.vocab_size
         self._batch = Batch(self.num_batch, self.vocab_size)
 
@@ -139,10 +139,6 @@ class Context:
     def share(self, source: int, target: int, num_positions: int) -> None:
         """Let a sequence have the first positions of another's cache."""
         self._llama.llama_memory_seq_cp(self._memory, source, target, 0, num_positions)
-
-    def drop(self, sequence: int) -> None:
-        """Take a sequence out of the cache."""
-        self._llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
 
     def read_back(self, sequence: int) -> CachedRows:
         """Return what the cache holds of a sequence, by llama.cpp's own function that saves it."""

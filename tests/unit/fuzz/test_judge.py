@@ -8,7 +8,7 @@ import torch
 from harness.case import RequestSpec
 from harness.engines import Capabilities
 from harness.errors import Code, HarnessError
-from harness.fuzz.judge import Judge, Judged
+from harness.fuzz.judge import Judge, Judgement
 from harness.fuzz_results import SentRequest, SentWorkload
 from harness.jobs import check
 from harness.numerics import Numerics
@@ -31,16 +31,22 @@ def wrong(code, tap="model.layers.3.self_attn.q_proj"):
 @pytest.mark.parametrize(
     ("judged", "signature"),
     [
-        (Judged(run=run(Outcome.PASS)), None),
-        (Judged(run=run(Outcome.NOTHING)), "H051"),
-        (Judged(run=run(divergence=wrong(Code.LOCAL_ERROR))), "H040: self_attn.q_proj"),
-        (Judged(run=run(divergence=wrong(Code.NOT_FINITE))), "H040: self_attn.q_proj"),
-        (Judged(run=run(divergence=wrong(Code.CACHE_DIFFERS, "model.layers.0.k_cache"))), "H047: k_cache"),
-        (Judged(run=run(findings=[Finding(code=Code.ROWS_MISSING, message="", tap="model.norm")])), "H045: model.norm"),
-        (Judged(run=run(findings=[Finding(code=Code.TOKENS_DIFFER, message="")])), "H048"),
-        (Judged(error=HarnessError(Code.ENGINE_FAILED, "block 17 is free\nand more")), "H017: block ## is free"),
-        (Judged(error=HarnessError(Code.ENGINE_CANNOT_SERVE, "too long")), None),
-        (Judged(error=HarnessError(Code.BAD_RECORDER_CALL, "no rows")), "H028: no rows"),
+        (Judgement(run=run(Outcome.PASS)), None),
+        (Judgement(run=run(Outcome.NOTHING)), "H051"),
+        (Judgement(run=run(divergence=wrong(Code.LOCAL_ERROR))), "H040: self_attn.q_proj"),
+        (Judgement(run=run(divergence=wrong(Code.NOT_FINITE))), "H040: self_attn.q_proj"),
+        (Judgement(run=run(divergence=wrong(Code.CACHE_DIFFERS, "model.layers.0.k_cache"))), "H047: k_cache"),
+        (
+            Judgement(run=run(findings=[Finding(code=Code.ROWS_MISSING, message="", tap="model.norm")])),
+            "H045: model.norm",
+        ),
+        (Judgement(run=run(findings=[Finding(code=Code.TOKENS_DIFFER, message="")])), "H048"),
+        (
+            Judgement(error=HarnessError(Code.ENGINE_FAILED, "block 17 is free\nand more")),
+            "H017: block ## is free",
+        ),
+        (Judgement(error=HarnessError(Code.ENGINE_CANNOT_SERVE, "too long")), None),
+        (Judgement(error=HarnessError(Code.BAD_RECORDER_CALL, "no rows")), "H028: no rows"),
     ],
 )
 def test_a_signature_is_code_and_operation(judged, signature):

@@ -2,8 +2,9 @@
 
 import pytest
 
+from harness.engines import LIMITS
 from harness.fuzz.pool import SEGMENT, Pool
-from harness.fuzz.workload import Request, Searched, Translator, engine_workload, searched
+from harness.fuzz.workload import Request, Searched, SentWorkload, Translator, engine_workload
 
 
 def workload(*requests, **limits):
@@ -99,6 +100,25 @@ def test_an_engine_without_control_is_told_a_schedule():
     assert asked.timeline is None
     assert asked.schedule.name == "prefix-hit"
     assert [(copy.id, copy.token_ids) for copy in asked.copies] == [(1, [1, 2, 3, 4])]
+
+
+def searched(sent: SentWorkload) -> Searched:
+    """Return a workload whose pool is `Pool.of(sent)`."""
+    return Searched(
+        requests=tuple(
+            Request(
+                sequence=number,
+                prompt_length=request.prompt_length,
+                num_new=request.num_new_tokens,
+                arrival=request.arrival,
+                is_aborted=request.is_aborted,
+                fork_of=request.fork_of,
+            )
+            for number, request in enumerate(sent.requests)
+        ),
+        limits=tuple((name, sent.limits[name]) for name in LIMITS if name in sent.limits),
+        schedule=sent.schedule,
+    )
 
 
 def test_a_workload_that_was_sent_can_be_searched_again(translator):
