@@ -168,10 +168,10 @@ class EngineConfig:
     """With the backends `triton` and `cpp`, norms with residuals, norms of heads with rotary, and SiLU with its product
     are one kernel each; layers that are compiled are not fused by hand as well."""
     widen_weights: bool | None = None
-    """Keep a second copy of large weights for products of several rows: on a CPU without instructions for the dtype one
-    in float32, three times the memory in all, in which these take a fraction of the time; and with the backend `cpp`,
-    which reads plain weights for one row, a packed one. None: where the copies fit into half of the available
-    memory."""
+    """Keep a second copy of large weights in 16 bits for products of several rows. On a CPU without instructions for
+    the dtype it is one in float32, three times the memory in all, with which these take a fraction of the time; the
+    backend `cpp` needs none there. On a CPU that has them, `cpp` keeps a packed copy beside the plain weights, which it
+    reads for one row. None: where the copies fit into half of the available memory."""
     compile_layers: bool = False
     """Let torch.compile fuse what a layer does between its matrix products. The first steps then take a minute or so; a
     step with an observer runs as it is written. Meant for a GPU: on the CPU the compiler cannot read packed

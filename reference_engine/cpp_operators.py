@@ -21,10 +21,12 @@ import torch
 
 from reference_engine.errors import DeviceError
 
-__all__ = ["find_compiler", "has_bfloat16_products", "load_operators"]
+__all__ = ["find_compiler", "load_operators"]
 
 SOURCE = Path(__file__).parent / "kernels" / "cpu.cpp"
-NAMES = ("rms_norm", "add_norm", "norm_rotate", "silu_mul", "linear_row", "store_kv", "paged_decode")
+HEADERS = SOURCE.with_suffix("")
+"""The folder of what it includes."""
+NAMES = ("rms_norm", "add_norm", "norm_rotate", "silu_mul", "linear", "store_kv", "paged_decode")
 OPTIONS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp-simd")
 """The last one allows the loops that say so to become vectors; no other threads than torch's are started."""
 EXACTNESS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -46,11 +48,6 @@ def find_compiler() -> list[str]:
     return []
 
 
-def has_bfloat16_products() -> bool:
-    """Whether one instruction adds products of 16 bits: only then `linear_row` is faster than torch's product."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported()
-
-
 @cache
 def load_operators() -> SimpleNamespace:
     """Return the operators by name, after compiling them if this machine has not done so yet.
@@ -70,13 +67,12 @@ def _compiled() -> Path:
     torch_folder = Path(torch.__file__).parent
     include, libraries = torch_folder / "include", torch_folder / "lib"
     vectors = VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())
-    if has_bfloat16_products():
-        vectors = (*vectors, "-mavx512bf16")
     command = [
         *find_compiler(), *OPTIONS, *EXACTNESS, *vectors, f"-I{include}", f"-I{include / 'torch/csrc/api/include'}",
         str(SOURCE), f"-L{libraries}", "-ltorch", "-ltorch_cpu",
     ]  # fmt: skip
-    made_of = "\n".join([SOURCE.read_text(encoding="utf-8"), torch.__version__, *command])
+    sources = [path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(HEADERS.glob("*.h")))]
+    made_of = "\n".join([*sources, torch.__version__, *command])
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reference_engine"
     library = folder / f"kernels-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     if not library.is_file():

@@ -30,9 +30,9 @@ __all__ = [
     "Expert",
     "Experts",
     "FeedForward",
+    "FewRows",
     "Linear",
     "RMSNorm",
-    "RowProduct",
     "ScaledEmbedding",
     "ZeroCentredRMSNorm",
     "build_mlp",
@@ -45,8 +45,14 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """By the name in config.json."""
 
 
-RowProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""From x [1, I], a plain weight [O, I] and a bias [O], x W^T + bias: [1, O]."""
+@dataclass(frozen=True, slots=True)
+class FewRows:
+    """A product for few rows, where torch's is slower."""
+
+    product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    """From x [T, I], a plain weight [O, I] and a bias [O], x W^T + bias: [T, O]."""
+    max_rows: int
+    """The most rows with which it is faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +64,13 @@ class Linear:
     bias_O: torch.Tensor | None = None
     widened_OI: torch.Tensor | None = None
     """A second copy for products of several rows (see `packing.copy_for_rows`). One row is read from `weight_OI`."""
-    row_product: RowProduct | None = None
-    """Computes products of one row, where torch's are not as fast as the weight comes from memory."""
+    few_rows: FewRows | None = None
+    """Computes products of few rows from a plain `weight_OI`."""
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Return [T, O]."""
-        if self.row_product is not None and len(x_TI) == 1:
-            return self.row_product(x_TI, self.weight_OI, self.bias_O)
+        if self.few_rows is not None and len(x_TI) <= self.few_rows.max_rows:
+            return self.few_rows.product(x_TI, self.weight_OI, self.bias_O)
         if self.widened_OI is not None and len(x_TI) > 1:
             return widened_linear(x_TI, self.widened_OI, self.bias_O)
         if self.weight_OI.is_mkldnn:

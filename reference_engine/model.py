@@ -18,9 +18,9 @@ from reference_engine.huge_pages import collapse_pages
 from reference_engine.layers import (
     Embedding,
     FeedForward,
+    FewRows,
     Linear,
     RMSNorm,
-    RowProduct,
     ScaledEmbedding,
     ZeroCentredRMSNorm,
     build_mlp,
@@ -170,19 +170,19 @@ class Decoder:
         local_rotary: RotaryEmbedding | None = None,
         packs_weights: bool = True,
         widens_weights: bool = False,
-        row_product: RowProduct | None = None,
+        few_rows: FewRows | None = None,
     ) -> Decoder:
         """Assemble the decoder from the parameters that `load_weights` returns.
 
         Those of matrix products are taken out of `weights`, so that a packed one replaces the plain one in memory. A
-        compiler cannot read packed ones, nor can `row_product`, beside which only second copies are packed.
+        compiler cannot read packed ones, nor can `few_rows`, beside which only second copies are packed.
         """
         table, layers = weights[TOKEN_EMBEDDING], range(config.num_hidden_layers)
         copies: list[torch.Tensor] = []
 
         def product(weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> Linear:
-            if row_product is not None:
-                made = Linear(weight_OI, bias_O, copy_for_rows(weight_OI), row_product)
+            if few_rows is not None:
+                made = Linear(weight_OI, bias_O, copy_for_rows(weight_OI), few_rows)
             elif packs_weights:
                 made = Linear(pack(weight_OI), bias_O, widen(weight_OI) if widens_weights else None)
             else:

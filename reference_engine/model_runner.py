@@ -9,25 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch.nn.functional import linear
 
 from reference_engine.attention.backend import BACKENDS, find_backend
 from reference_engine.batch import Batch, build_batch
 from reference_engine.checkpoint import load_weights
 from reference_engine.config import DTYPES, EngineConfig, ModelConfig
-from reference_engine.cpp_operators import has_bfloat16_products
 from reference_engine.device import open_device
 from reference_engine.errors import ConfigError
 from reference_engine.fused import FusedDecoder
 from reference_engine.graphs import Capture, CudaCapture, DecodeGraphs
 from reference_engine.kv_cache import CacheSpec, cache_budget_bytes
-from reference_engine.layers import RowProduct
+from reference_engine.layers import FewRows
 from reference_engine.lora import read_adapter
 from reference_engine.messages import Command, encode_chunks
 from reference_engine.model import Decoder
 from reference_engine.numerics import step_numerics
 from reference_engine.observer import Observer
-from reference_engine.packing import can_widen
+from reference_engine.packing import can_widen, max_few_rows
 from reference_engine.parallel import Ranks, ShardedTaps, shard_config
 from reference_engine.rotary import RotaryEmbedding
 from reference_engine.sampler import Sampled, sample
@@ -75,12 +73,14 @@ class ModelRunner:
         weights = load_weights(model_dir, model_config, self.dtype, self.device, ranks)
         # After the weights, so that on a GPU the cache takes its share of what they leave.
         self.backend = open_backend(replace(spec, budget_bytes=self._cache_budget_bytes()))
-        row_product = self._row_product(config)
-        widens_weights = self._widens_weights(config, weights, copies_all=row_product is not None)
+        few_rows = self._few_rows(config)
+        widens_weights = self._widens_weights(config, weights, has_few_rows=few_rows is not None)
+        if few_rows is not None and few_rows.max_rows == 1 and not widens_weights:
+            few_rows = None  # packed weights serve one row, and plain ones several, less well
         self.model = Decoder.build(
             self.model_config, weights, rotary, self.backend, ranks,
             local_rotary=local_rotary, packs_weights=not config.compile_layers, widens_weights=widens_weights,
-            row_product=row_product if widens_weights else None,
+            few_rows=few_rows,
         )  # fmt: skip
         is_fusable = model_config.family.is_fusable and self.backend.operators is not None and not config.compile_layers
         self.adapters = {
@@ -208,21 +208,19 @@ class ModelRunner:
             capture=capture,
         )
 
-    def _row_product(self, config: EngineConfig) -> RowProduct | None:
-        """Return what reads a plain weight faster for one row than a packed one is read; None if nothing does."""
-        linear_row: RowProduct | None = getattr(self.backend.operators, "linear_row", None)
-        if config.compile_layers or linear_row is None:
+    def _few_rows(self, config: EngineConfig) -> FewRows | None:
+        """Return the backend's own product of few rows; None if it has none."""
+        linear = getattr(self.backend.operators, "linear", None)
+        if config.compile_layers or linear is None:
             return None
-        if self.dtype == torch.float32:
-            return linear
-        return linear_row if self.dtype == torch.bfloat16 and has_bfloat16_products() else None
+        return FewRows(linear, max_few_rows(self.dtype))
 
-    def _widens_weights(self, config: EngineConfig, weights: Mapping[str, torch.Tensor], *, copies_all: bool) -> bool:
+    def _widens_weights(self, config: EngineConfig, weights: Mapping[str, torch.Tensor], *, has_few_rows: bool) -> bool:
         if config.widen_weights is not None:
             return config.widen_weights
         products = [weight for name, weight in weights.items() if name != TOKEN_EMBEDDING]
         num_engines = 1 if self._ranks is None else self._ranks.size
-        return can_widen(products, num_engines=num_engines, copies_all=copies_all)
+        return can_widen(products, num_engines=num_engines, has_few_rows=has_few_rows)
 
     def _cache_budget_bytes(self) -> int:
         if self._ranks is None:

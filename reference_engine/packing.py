@@ -12,13 +12,23 @@ Shapes: T tokens, I inputs, O outputs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import torch
 
 from reference_engine.host_memory import available_bytes
 
-__all__ = ["can_widen", "copy_for_rows", "is_widened", "pack", "packed_linear", "widen", "widened_linear"]
+__all__ = [
+    "can_widen",
+    "copy_for_rows",
+    "is_widened",
+    "max_few_rows",
+    "pack",
+    "packed_linear",
+    "widen",
+    "widened_linear",
+]
 
 MIN_ELEMENTS = 1 << 18
 """Below it a weight stays in the cache, and the operator's own overhead (10 us more than a plain product's) counts."""
@@ -28,6 +38,8 @@ EXPECTED_ROWS_AVX2 = 1
 """The same where vectors have 256 bits: a quarter faster than the layout for 16 at one row, as fast from 16 rows on."""
 MAX_MEMORY_SHARE = 0.5
 """Of the memory that is available, what second copies may take."""
+MAX_FEW_ROWS = 48
+"""Rows in float32 from which MKL's product, which packs plain weights anew in every call, is the faster one."""
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -59,13 +71,18 @@ def widened_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Te
 
 
 def copy_for_rows(weight_OI: torch.Tensor) -> torch.Tensor | None:
-    """Return a second copy of a weight, packed, in float32 where that is faster; None if it brings nothing."""
-    if not _is_large(weight_OI):
-        return None
-    widened_OI = widen(weight_OI)
-    if widened_OI is not None:
-        return widened_OI
-    return _reordered(weight_OI) if _is_served(weight_OI.dtype) else None
+    """Return a second copy of a weight, packed, beside `few_rows`; None if it brings nothing."""
+    return _reordered(weight_OI) if _is_copied(weight_OI) else None
+
+
+def max_few_rows(dtype: torch.dtype) -> int:
+    """Return up to how many rows the kernel `linear` of `cpp_operators` is as fast as oneDNN or faster.
+
+    That is one where oneDNN has instructions for 16 bits, any number where it has none.
+    """
+    if dtype == torch.float32:
+        return MAX_FEW_ROWS
+    return 1 if _is_served(dtype) else sys.maxsize
 
 
 def is_widened(weight_OI: torch.Tensor) -> bool:
@@ -74,18 +91,22 @@ def is_widened(weight_OI: torch.Tensor) -> bool:
     return is_wanted and _is_served(torch.float32) and not _is_served(weight_OI.dtype)
 
 
-def can_widen(weights: Iterable[torch.Tensor], *, num_engines: int = 1, copies_all: bool = False) -> bool:
+def can_widen(weights: Iterable[torch.Tensor], *, num_engines: int = 1, has_few_rows: bool = False) -> bool:
     """Whether memory holds the second copies, for each of `num_engines` that are opened on this machine together.
 
-    They are those of `copy_for_rows` with `copies_all`, else those of `widen`.
+    They are those of `copy_for_rows` with `has_few_rows`, else those of `widen`.
     """
     num_bytes = 0
     for weight in weights:
-        if is_widened(weight):
+        if has_few_rows:
+            num_bytes += weight.nbytes if _is_copied(weight) else 0
+        elif is_widened(weight):
             num_bytes += weight.numel() * torch.float32.itemsize
-        elif copies_all and _is_large(weight):
-            num_bytes += weight.nbytes
     return num_bytes * num_engines <= MAX_MEMORY_SHARE * available_bytes()
+
+
+def _is_copied(weight_OI: torch.Tensor) -> bool:
+    return weight_OI.dtype in SIXTEEN_BITS and _is_large(weight_OI) and _is_served(weight_OI.dtype)
 
 
 def _is_large(weight_OI: torch.Tensor) -> bool:

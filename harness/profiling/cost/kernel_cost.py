@@ -109,11 +109,11 @@ _KERNELS: Mapping[str, KernelCost] = {
             + _nbytes(own["cos"], own["sin"])
         ),
     ),
-    "linear_row": KernelCost(
-        flops=lambda own: 2 * own["weight"].numel(),
+    "linear": KernelCost(
+        flops=lambda own: 2 * len(own["x"]) * own["weight"].numel(),
         bytes_moved=lambda own: (
             _nbytes(own["x"], own["weight"])
-            + len(own["weight"]) * own["weight"].element_size()
+            + len(own["x"]) * len(own["weight"]) * own["weight"].element_size()
             + (0 if own.get("bias") is None else _nbytes(own["bias"]))
         ),
     ),

@@ -67,10 +67,11 @@ def test_an_engine_of_kernels_counts_what_the_formulas_say(open_on, find_window,
     assert {own.operation for own in norms} == {"attn_residual", "output"}
 
 
-def test_a_product_of_one_row_reads_its_weight_once():
-    x, weight, bias = torch.zeros(1, 40), torch.zeros(6, 40), torch.zeros(6)
-    assert cost("linear_row", x=x, weight=weight, bias=None) == (2 * 6 * 40, 0, (40 + 6 * 40 + 6) * 4)
-    assert cost("linear_row", x=x, weight=weight, bias=bias)[2] == (40 + 6 * 40 + 6 + 6) * 4
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_product_of_few_rows_reads_its_weight_once(rows):
+    x, weight, bias = torch.zeros(rows, 40), torch.zeros(6, 40), torch.zeros(6)
+    assert cost("linear", x=x, weight=weight, bias=None) == (rows * 2 * 6 * 40, 0, (rows * 40 + 6 * 40 + rows * 6) * 4)
+    assert cost("linear", x=x, weight=weight, bias=bias)[2] == (rows * 40 + 6 * 40 + rows * 6 + 6) * 4
 
 
 @pytest.mark.skipif(not find_compiler(), reason="no C++ compiler")

@@ -14,7 +14,7 @@ import torch
 from reference_engine import EngineConfig, LLMEngine, SamplingParams, cpp_operators, packing
 from reference_engine.attention import cpp
 from reference_engine.attention.backend import BACKENDS, find_backend
-from reference_engine.cpp_operators import find_compiler, has_bfloat16_products
+from reference_engine.cpp_operators import find_compiler
 from reference_engine.errors import ConfigError, DeviceError
 
 from .recorder import Recorder, assert_same_rows
@@ -118,23 +118,34 @@ def test_every_tap_is_there_and_as_it_was(checkpoint: Any, dtype: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("dtype", "reads_plain"), [("float32", True), ("bfloat16", has_bfloat16_products()), ("float16", False)]
-)
-def test_products_of_one_row_read_plain_weights_where_memory_holds_two_copies(
-    checkpoint: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, reads_plain: bool
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_few_rows_are_multiplied_by_plain_weights_and_copies_made_for_more_of_them_in_16_bits(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, has_memory: bool
 ) -> None:
     monkeypatch.setattr(packing, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(packing, "available_bytes", lambda: has_memory << 40)
     config = EngineConfig(dtype=dtype, attention_backend="cpp", max_model_len=64)
-    made = []
-    for num_bytes in (1 << 40, 0):
-        monkeypatch.setattr(packing, "available_bytes", lambda num_bytes=num_bytes: num_bytes)
-        with LLMEngine(checkpoint.folder, config) as engine:
-            head = engine.runner.model.lm_head
-            assert (head.row_product is not None) is (reads_plain and num_bytes > 0)
-            assert head.weight_OI.is_mkldnn is (packing._is_served(head.weight_OI.dtype) and head.row_product is None)
-            made.append([output.token_ids for output in engine.generate([PROMPTS[0]], PARAMS)])
-    assert made[0] == made[1]
+    is_copied = dtype != "float32" and packing._is_served(getattr(torch, dtype))
+    with LLMEngine(checkpoint.folder, config) as engine:
+        head = engine.runner.model.lm_head
+        assert (head.few_rows is not None) is (has_memory or not is_copied)
+        assert head.weight_OI.is_mkldnn is (is_copied and not has_memory)
+        assert (head.widened_OI is not None) is (is_copied and has_memory)
+        made = [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
+    with LLMEngine(checkpoint.folder, replace(config, attention_backend="paged")) as engine:
+        assert made == [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
+
+
+@pytest.mark.parametrize("is_served", [True, False])
+def test_rows_of_the_own_product_by_what_onednn_has_instructions_for(
+    monkeypatch: pytest.MonkeyPatch, is_served: bool
+) -> None:
+    monkeypatch.setattr(packing, "_is_served", lambda dtype: is_served)
+    assert packing.max_few_rows(torch.float32) == packing.MAX_FEW_ROWS
+    for dtype in (torch.bfloat16, torch.float16):
+        assert (packing.max_few_rows(dtype) == 1) is is_served
+        assert packing.max_few_rows(dtype) >= 1
 
 
 @needs_compiler

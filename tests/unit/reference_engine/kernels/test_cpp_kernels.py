@@ -96,16 +96,37 @@ def test_silu_of_single_numbers(operators: Any, gate: float) -> None:
     assert operators.silu_mul(torch.tensor([[torch.nan, 1.0]])).isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 31), (5, 32), (300, 1000)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 31), (5, 32), (61, 100), (300, 1000)])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_linear_row(operators: Any, dtype: torch.dtype, outputs: int, inputs: int, has_bias: bool) -> None:
-    x, weight = random(dtype, 1, inputs), random(dtype, outputs, inputs)
-    bias = random(dtype, outputs) if has_bias else None
-    expected = linear(x.double(), weight.double(), None if bias is None else bias.double())
-    actual = operators.linear_row(x, weight, bias)
-    assert (actual.dtype, actual.shape) == (dtype, (1, outputs))
-    assert relative_l2(actual, expected) < TOLERANCE[dtype]
+def test_linear(operators: Any, dtype: torch.dtype, outputs: int, inputs: int, has_bias: bool) -> None:
+    weight, bias = random(dtype, outputs, inputs), random(dtype, outputs) if has_bias else None
+    for rows in (*range(1, 34), 50, 97):
+        x = random(dtype, rows, inputs)
+        expected = linear(x.double(), weight.double(), None if bias is None else bias.double())
+        actual = operators.linear(x, weight, bias)
+        assert (actual.dtype, actual.shape) == (dtype, (rows, outputs))
+        assert relative_l2(actual, expected) < TOLERANCE[dtype], rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_depends_on_its_own_row_alone(operators: Any, dtype: torch.dtype) -> None:
+    x, weight = random(dtype, 40, 1000), random(dtype, 301, 1000)
+    together = operators.linear(x, weight, None)
+    for rows in (1, 2, 7, 33):
+        assert torch.equal(operators.linear(x[:rows], weight, None), together[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_without_numbers_spoils_no_other(operators: Any, dtype: torch.dtype) -> None:
+    x, weight = random(dtype, 5, 35), random(dtype, 9, 35)
+    expected = operators.linear(x, weight, None)
+    x[1], weight[4] = torch.nan, torch.inf
+    actual = operators.linear(x, weight, None)
+    assert not actual[1].isfinite().any()
+    assert not actual[:, 4].isfinite().any()
+    rows, outputs = [0, 2, 3, 4], [0, 1, 2, 3, 5, 6, 7, 8]
+    assert torch.equal(actual[rows][:, outputs], expected[rows][:, outputs])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
