@@ -34,15 +34,16 @@ _OTHERS = {
     "compare/statistics/direction": ("test_findings.py",),
     "compare/local": ("test_replay.py",),
     "compare/local_judge": ("test_local_judge.py", "test_bounds.py", "test_conventions.py", "test_run.py"),
-    "compare/replay": ("test_replay.py", "test_through.py", "test_run.py"),
+    "compare/replay": ("test_replay_rows.py", "test_replay.py", "test_through.py"),
     "compare/row_judge": ("test_row_judge.py", "test_bounds.py", "test_conventions.py", "test_run.py"),
     "compare/slot_history": ("test_slot_history.py", "test_sequences.py"),
+    "compare/run": ("test_outcomes.py", "test_run.py"),
     "compare/systematic": ("test_effects.py", "test_systematic.py"),
     **{
         f"compare/conventions/{name}": (f"conventions/test_{name}.py", "test_conventions.py")
         for name in ("attention", "linear", "quantised", "quantised_cache", "rotary")
     },
-    "compare/propagated": ("test_propagated.py", "test_cache.py"),
+    "compare/propagated": ("test_propagated_rows.py", "test_propagated.py"),
     "compare/prefixes": ("test_cache.py", "test_triggers.py"),
     "compare/traits": ("test_triggers.py",),
     "explain/attention_place": ("test_attention_history.py", "test_run.py"),
