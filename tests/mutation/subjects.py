@@ -64,9 +64,10 @@ _OTHERS = {
     ),
     "explain/rotation": ("test_rotary.py",),
     "oracle/caches": ("test_decode.py",),
-    "oracle/graph": ("test_trace.py",),
+    "oracle/graph": ("test_graph.py", "test_trace.py"),
+    "oracle/model": ("test_model.py", "test_weights.py"),
     "oracle/parts": ("test_lockstep.py",),
-    "oracle/rotation": ("../explain/test_rotary.py", "../explain/test_operations.py", "../compare/test_conventions.py"),
+    "oracle/rotation": ("test_rotation.py", "../explain/test_rotary.py"),
 }
 
 
