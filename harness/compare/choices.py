@@ -38,10 +38,9 @@ def _distances(s: torch.Tensor, chosen: torch.Tensor, meant: torch.Tensor) -> to
     missed = s.masked_fill(~(theirs & ~ours), -torch.inf).amax(dim=1)
     extra = s.masked_fill(~(ours & ~theirs), torch.inf).amin(dim=1)
     distance = (missed - extra).clamp(min=0).nan_to_num(0.0, posinf=torch.inf)
-    num_wanted = theirs.sum(dim=1)
-    lacks_one = (missed > -torch.inf) & (ours.sum(dim=1) < num_wanted)
-    has_nonsense = (ours.sum(dim=1) < chosen.shape[1]) & ((num_wanted == chosen.shape[1]) | (missed > -torch.inf))
-    return distance.masked_fill(lacks_one | has_nonsense, torch.inf)
+    is_full = theirs.sum(dim=1) == chosen.shape[1]
+    has_nonsense = (ours.sum(dim=1) < chosen.shape[1]) & (is_full | (missed > -torch.inf))
+    return distance.masked_fill(has_nonsense, torch.inf)
 
 
 def _members(indices: torch.Tensor, count: int) -> torch.Tensor:

@@ -34,15 +34,16 @@ _OTHERS = {
     "compare/statistics/direction": ("test_findings.py",),
     "compare/local": ("test_replay.py",),
     "compare/local_judge": ("test_local_judge.py", "test_bounds.py", "test_conventions.py", "test_run.py"),
-    "compare/replay": ("test_replay.py", "test_through.py", "test_run.py"),
+    "compare/replay": ("test_replay_rows.py", "test_replay.py", "test_through.py"),
     "compare/row_judge": ("test_row_judge.py", "test_bounds.py", "test_conventions.py", "test_run.py"),
     "compare/slot_history": ("test_slot_history.py", "test_sequences.py"),
+    "compare/run": ("test_outcomes.py", "test_run.py"),
     "compare/systematic": ("test_effects.py", "test_systematic.py"),
     **{
         f"compare/conventions/{name}": (f"conventions/test_{name}.py", "test_conventions.py")
         for name in ("attention", "linear", "quantised", "quantised_cache", "rotary")
     },
-    "compare/propagated": ("test_propagated.py", "test_cache.py"),
+    "compare/propagated": ("test_propagated_rows.py", "test_propagated.py"),
     "compare/prefixes": ("test_cache.py", "test_triggers.py"),
     "compare/traits": ("test_triggers.py",),
     "explain/attention": ("test_attention_by_hand.py", "test_attention_context.py", "test_attention.py"),
@@ -65,9 +66,10 @@ _OTHERS = {
     ),
     "explain/rotation": ("test_rotary.py",),
     "oracle/caches": ("test_decode.py",),
-    "oracle/graph": ("test_trace.py",),
+    "oracle/graph": ("test_graph.py", "test_trace.py"),
+    "oracle/model": ("test_model.py", "test_weights.py"),
     "oracle/parts": ("test_lockstep.py",),
-    "oracle/rotation": ("../explain/test_rotary.py", "../explain/test_operations.py", "../compare/test_conventions.py"),
+    "oracle/rotation": ("test_rotation.py", "../explain/test_rotary.py"),
 }
 
 

@@ -52,7 +52,7 @@ class Step:
 
     def rows_of(self, tap: str) -> torch.Tensor | None:
         covered = self._rows_of.get(tap)
-        return None if covered is None else torch.tensor(covered)
+        return None if covered is None else torch.tensor(covered, dtype=torch.int64)
 
 
 def recording_of(requests: Mapping[int, Sequence[int]], steps: Sequence[Step], *, prompt_length: int = 1, **manifest):

@@ -1,5 +1,6 @@
 """How large a local error may be: derived where the kind is known, by the control where it is not."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -187,3 +188,69 @@ def test_a_row_whose_scores_amplify_nothing_has_no_room_for_them():
     without = derived_bound(ErrorModel(roundings=1), torch.float32, Sensitivity(), expected)
     assert torch.equal(derived_bound(model, torch.float32, Sensitivity(), expected), without)
     assert (derived_bound(model, torch.float32, Sensitivity(score_sensitivity=torch.ones(3)), expected) > without).all()
+
+
+# Figures by hand.
+
+FLOAT16_STEP = 2.0**-24
+"""The distance of neighbours below the smallest normal number."""
+
+
+@pytest.mark.parametrize("norm", [1.0, 1e-3, 1e-6])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 9), (2, 3, 3)])
+def test_room_for_subnormal_numbers_by_hand(norm, shape):
+    """One step for each element, as a share of the row's norm, in roundings."""
+    expected = torch.ones(shape, dtype=torch.float64)
+    width = expected[0].numel()
+    expected *= norm / math.sqrt(width)
+    found = derived_bound(ErrorModel(roundings=1), torch.float16, Sensitivity(), expected)
+    steps = math.sqrt(width) * FLOAT16_STEP / norm / rounding_unit(torch.float16)
+    assert found.tolist() == pytest.approx([largest_rounding(torch.float16) + steps] * shape[0], rel=1e-12)
+
+
+def test_a_row_of_zeros_has_no_room_for_subnormal_numbers():
+    expected = torch.tensor([[0.0, 0.0], [1e-6, 0.0]], dtype=torch.float64)
+    found = derived_bound(ErrorModel(roundings=1), torch.float16, Sensitivity(), expected)
+    assert found[0] == pytest.approx(largest_rounding(torch.float16))
+    assert found[1] > found[0]
+    assert derived_bound(ErrorModel(roundings=1), torch.float16, Sensitivity(), expected[:0]).shape == (0,)
+
+
+def test_what_does_not_round_has_no_room_for_subnormal_numbers_either():
+    tiny = torch.full((2, 4), 1e-7, dtype=torch.float64)
+    assert derived_bound(ErrorModel(roundings=0), torch.float16, Sensitivity(), tiny).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_term_of_a_derived_bound_by_itself(dtype):
+    fine = rounding_unit(torch.float32) / rounding_unit(dtype)
+    expected, a, s = torch.ones(2, 4, dtype=torch.float64), [0.5, 3.0], [2.0, 7.0]
+    both = Sensitivity(
+        amplification=torch.tensor(a, dtype=torch.float64), score_sensitivity=torch.tensor(s, dtype=torch.float64)
+    )
+    for model, terms in (
+        (ErrorModel(roundings=0, accumulation=5), [5 * (1 + x) * fine for x in a]),
+        (ErrorModel(roundings=0, products=3), [3 * x for x in a]),
+        (ErrorModel(roundings=0, scores=6), [6 * x * fine for x in s]),
+    ):
+        assert derived_bound(model, dtype, both, expected).tolist() == pytest.approx(terms)
+    alone = derived_bound(ErrorModel(roundings=0, accumulation=5, products=3, scores=6), dtype, Sensitivity(), expected)
+    assert alone.tolist() == pytest.approx([5 * fine] * 2)
+
+
+def test_an_amplification_that_is_no_number_gives_no_room():
+    nothing = Sensitivity(amplification=torch.tensor([torch.nan, 1.0], dtype=torch.float64))
+    found = derived_bound(ErrorModel(roundings=0, products=3), torch.float32, nothing, torch.ones(2, 4))
+    assert found.tolist() == [0, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", [None, ErrorModel(roundings=2, accumulation=7)])
+def test_a_control_bound_by_hand(dtype, model):
+    fine = rounding_unit(torch.float32) / rounding_unit(dtype)
+    floor = largest_rounding(dtype) + 10 * fine if model is None else 2 * largest_rounding(dtype) + 7 * fine
+    control = torch.tensor([3.0, 0.5, torch.inf, 2.0, torch.nan, -torch.inf], dtype=torch.float64)
+    found = control_bound(control, dtype, factor=3.0, model=model)
+    assert found.tolist() == pytest.approx([floor + 3 * x for x in (3.0, 2.0, 2.0, 2.0, 2.0, 2.0)])
+    nothing = control_bound(torch.full((2,), torch.nan, dtype=torch.float64), dtype, factor=3.0, model=model)
+    assert nothing.tolist() == pytest.approx([floor] * 2)

@@ -94,3 +94,100 @@ def test_what_is_declared():
     assert CacheFormat.declared(Numerics(cache="Q4_0"), "v") == CacheFormat(name="Q4_0")
     assert CacheFormat.declared(Numerics(), "k") is None
     assert not CacheFormat(name="Q9").is_known
+
+
+# Order and basis by hand.
+
+
+def by_sign(size):
+    """Sylvester's matrix: an element is negative where row and column share an odd number of bits."""
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
+    return torch.tensor(signs, dtype=torch.float64) / size**0.5
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 32])
+def test_heads_turn_by_a_hadamard_matrix_part_by_part(size):
+    x, kept = ROWS[:3, :64].double(), CacheFormat(name="float32", rotation=size)
+    expected = torch.cat([part @ by_sign(size) for part in x.split(size, dim=1)], dim=1)
+    torch.testing.assert_close(kept.turned(x), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(kept.unturned(expected), x, rtol=0, atol=1e-12)
+    assert kept.turned(x.float()).dtype is torch.float64
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+def test_heads_are_interleaved_one_by_one(size):
+    x, kept = ROWS[:2, :16].view(2, 1, 16), CacheFormat(name="float32", interleaved_heads=size)
+    expected = torch.zeros_like(x)
+    for head in range(0, 16, size):
+        for pair in range(size // 2):
+            expected[..., head + 2 * pair] = x[..., head + pair]
+            expected[..., head + 2 * pair + 1] = x[..., head + size // 2 + pair]
+    assert torch.equal(kept.turned(x), expected)
+    assert torch.equal(kept.unturned(expected), x)
+
+
+def test_interleaved_heads_are_turned_and_back():
+    x, kept = ROWS[:2].double(), CacheFormat(name="float32", interleaved_heads=32, rotation=16)
+    plain = CacheFormat(name="float32", interleaved_heads=32).turned(x)
+    torch.testing.assert_close(kept.turned(x), CacheFormat(name="float32", rotation=16).turned(plain))
+    torch.testing.assert_close(kept.unturned(kept.turned(x)), x)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("float16", torch.float16), ("bfloat16", torch.bfloat16)])
+def test_a_dtype_keeps_what_it_rounds_to(name, dtype):
+    held = CacheFormat(name=name).stored(ROWS)
+    assert torch.equal(held.values, ROWS.to(dtype).double())
+    assert not held.slack.any()
+    assert held.slack.shape == ROWS.shape
+    turned = CacheFormat(name=name, interleaved_heads=64)
+    assert torch.equal(turned.stored(ROWS).values, turned.turned(ROWS).to(dtype).double())
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "is_known"),
+    [("float16", torch.float16, True), ("Q8_0", None, True), ("int8", None, False), ("Tensor", None, False),
+     ("Q9", None, False), ("float64", torch.float64, True)],
+)  # fmt: skip
+def test_what_a_format_is(name, dtype, is_known):
+    assert (CacheFormat(name=name).dtype, CacheFormat(name=name).is_known) == (dtype, is_known)
+
+
+def test_values_have_a_rotation_of_their_own_and_no_order():
+    numerics = Numerics(cache="Q8_0", cache_rotations=(64, 32), interleaved_heads=16)
+    assert CacheFormat.declared(numerics, "k") == CacheFormat(name="Q8_0", interleaved_heads=16, rotation=64)
+    assert CacheFormat.declared(numerics, "v") == CacheFormat(name="Q8_0", rotation=32)
+    only = Numerics(cache_values="Q4_0")
+    assert CacheFormat.declared(only, "k") is None
+    assert CacheFormat.declared(only, "v") == CacheFormat(name="Q4_0")
+
+
+@pytest.mark.parametrize("rotation", [0, 32])
+def test_how_far_off_a_value_may_be_read(rotation):
+    """Not at all; where the basis is undone in float32, by a millionth of the largest of its row."""
+    kept = CacheFormat(name="float32", rotation=rotation)
+    x = ROWS[:4, :32].double().float()
+    held = kept.stored(x).values
+    largest = held.abs().amax(dim=1)
+    for share, differs in ((0.0, False), (0.9e-6, not rotation), (1.1e-6, True)):
+        off = held.clone()
+        off[1, 7] += share * largest[1]
+        off[3, 0] -= share * largest[3]
+        found = kept.differs(kept.unturned(off), x)
+        assert found.tolist() == [False, differs, False, differs]
+
+
+def test_what_is_not_a_number_differs():
+    read = ROWS[:2].clone()
+    read[1, 3] = torch.nan
+    assert CacheFormat(name="float32").differs(read, ROWS[:2]).tolist() == [False, True]
+
+
+def test_a_value_on_a_tie_may_differ_by_its_step_and_no_more():
+    row = torch.zeros(1, 32)
+    row[0, 0], row[0, 5] = 127.0, 2.5
+    kept = CacheFormat(name="Q8_0")
+    read = kept.stored(row).values
+    for more, differs in ((1 + 0.9e-6, False), (1 + 1.2e-6, True)):
+        off = read.clone()
+        off[0, 5] += more
+        assert kept.differs(off, row).tolist() == [differs]

@@ -256,3 +256,4 @@ def test_what_neither_has_is_left_out():
     assert errors.rows.request.tolist() == [2]
     nothing = Step([(6, 2)], phase="readback", taps={"k_cache": GOLDEN[:1]})
     assert found([nothing], golden=golden) == found([read]) == {}
+    assert found([nothing, read], golden=golden)["k_cache"].rows.step.tolist() == [1]

@@ -1,5 +1,7 @@
 """What a router chose: equal, tied within the noise, or wrong, and the experts judged on the engine's own choice."""
 
+import math
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from harness.compare.choices import choice_errors
 from harness.engines import hf as hf_engine
 from harness.errors import Code
+from harness.metrics import rounding_unit
 from harness.oracle.watch import Seeing
 from harness.results import Outcome, Verdict
 from harness.taps import Kind
@@ -214,3 +217,49 @@ def test_an_engine_that_does_not_tell_its_choice(one, tmp_path):
     run = one.compare(actual.write(tmp_path / "r"), wanted=wanted)
     assert run.findings == ()
     assert set(tap(run, EXPERTS).through) == {f"{ROUTER}.topk", f"{ROUTER}.1"}
+
+
+# Against a loop over rows.
+
+
+def by_loop(scores, control, chosen, meant):
+    """How far a row's choice is from what its scores ask for, and the noise of its scores."""
+    num, distance = len(scores), 0.0
+    seen = {at for at in range(num) if scores[at] > -math.inf}
+    wanted, taken = set(meant) & seen, {at for at in chosen if 0 <= at < num}
+    missed, extra = [scores[at] for at in wanted - taken], [scores[at] for at in taken - wanted]
+    is_whole = len(taken) == len(chosen)
+    if missed and extra:
+        distance = max(0.0, max(missed) - min(extra))
+    if (missed and len(taken) < len(wanted)) or (not is_whole and (len(wanted) == len(chosen) or missed)):
+        distance = math.inf
+    both = [at for at in range(num) if math.isfinite(scores[at]) and math.isfinite(control[at])]
+    noise = max((abs(control[at] - scores[at]) for at in both), default=0.0)
+    unit = rounding_unit(torch.float32)
+    return distance, max(noise, unit * max((abs(scores[at]) for at in both), default=0.0))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_choices_are_judged_as_a_loop_judges_them(seed):
+    generator = random.Random(seed)
+    num, k, rows = generator.randint(2, 6), generator.randint(1, 3), generator.randint(1, 5)
+    k = min(k, num)
+    scores = [[generator.choice([-math.inf, *map(float, range(6))]) for _ in range(num)] for _ in range(rows)]
+    control = [[x + generator.choice([0.0, 0.25, -0.5]) for x in row] for row in scores]
+    meant = [sorted(range(num), key=lambda at, row=row: -row[at])[:k] for row in scores]
+    chosen = [
+        generator.choice([row, generator.sample(range(num), k), [generator.randint(-1, num) for _ in range(k)]])
+        for row in meant
+    ]
+    parts = [by_loop(*each) for each in zip(scores, control, chosen, meant, strict=True)]
+    median = sorted(noise for _, noise in parts)[(rows - 1) // 2]
+    expected = [0.0 if distance == 0 else distance / (2 * max(noise, median)) for distance, noise in parts]
+    found = errors(torch.tensor(scores), chosen, meant, control=torch.tensor(control, dtype=torch.float32))
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_noise_is_a_rounding_of_the_scores_at_least(dtype):
+    scores = torch.tensor([[8.0, 4.0, 3.0]])
+    (found,) = errors(scores, [[2]], [[1]], control=scores.to(dtype))
+    assert found == pytest.approx(1.0 / (2 * 8 * rounding_unit(dtype)))

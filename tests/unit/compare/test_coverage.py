@@ -1,19 +1,30 @@
 """What is not there, or was never reached, is said: nothing passes because it was not looked at."""
 
+import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from harness.compare import TOKENS
-from harness.compare.coverage import check_tokens, resumed_rows, wanted_rows
+from harness.compare.align import Locator
+from harness.compare.coverage import (
+    check_caches,
+    check_coverage,
+    check_tokens,
+    resumed_rows,
+    shared_rows,
+    wanted_rows,
+)
 from harness.compare.prefixes import Prefixes
+from harness.compare.traits import Traits
 from harness.errors import Code
 from harness.recording.manifest import RequestInfo
 from harness.results import Outcome
-from harness.taps import Kind
+from harness.taps import Graph, Kind, Operation
 
 from .conftest import LENGTHS, NUM_NEW
+from .in_memory import Step, recording_of
 
 NUM_ROWS = sum(LENGTHS) + len(LENGTHS) * (NUM_NEW - 1)
 NUM_SAMPLED = len(LENGTHS) * NUM_NEW
@@ -233,3 +244,169 @@ def test_one_choice_that_was_not_reported_is_missing():
     (finding,) = check_tokens(locator, 2)
     assert finding.code is Code.ROWS_MISSING
     assert finding.message == "the engine reported its own choice at 2 of 3 sampled rows"
+
+
+# On recordings by hand, against loops over requests and positions.
+
+REQUESTS = {6: (1, 2, 3, 4, 5, 6, 7), 2: (1, 2, 3, 9), 4: (1, 2), 8: (1, 2, 3, 4, 5, 6, 8)}
+PROMPT = 3
+GRAPH = Graph(
+    (
+        Operation(tap="hidden", kind=Kind.ADD),
+        Operation(tap="k_cache", kind=Kind.CACHE, inputs=("k",), window=3),
+        Operation(tap="v_cache", kind=Kind.CACHE, inputs=("v",)),
+        Operation(tap="logits", kind=Kind.LINEAR, sampled_only=True),
+    )
+)
+
+
+def made(steps):
+    return recording_of(REQUESTS, steps, prompt_length=PROMPT)
+
+
+def prompt_of(request):
+    return min(PROMPT, len(REQUESTS[request]))
+
+
+@pytest.mark.parametrize(
+    ("tap", "sampled_only", "begin"),
+    [
+        ("hidden", (), lambda _request: 0),
+        ("hidden", ("hidden",), lambda request: prompt_of(request) - 1),
+        ("logits", (), lambda request: prompt_of(request) - 1),
+        ("unknown", (), lambda _request: 0),
+        ("unknown", ["unknown"], lambda request: prompt_of(request) - 1),
+        ("k_cache", (), lambda request: max(0, len(REQUESTS[request]) - 2)),
+        ("k_cache", ("k_cache",), lambda request: max(prompt_of(request) - 1, len(REQUESTS[request]) - 2)),
+        ("v_cache", (), lambda _request: 0),
+    ],
+)
+def test_rows_that_are_wanted(tap, sampled_only, begin):
+    wanted = wanted_rows(tap, Locator(made([])), GRAPH, sampled_only)
+    for row, request in enumerate(sorted(REQUESTS)):
+        num = len(REQUESTS[request])
+        assert wanted[row].int().tolist() == [int(begin(request) <= at < num) for at in range(7)]
+
+
+def content(request, position):
+    return REQUESTS[request][: position + 1]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_that_were_taken_over_from_others(seed):
+    generator = random.Random(seed)
+    recorded = torch.zeros(4, 7, dtype=torch.bool)
+    for row, request in enumerate(sorted(REQUESTS)):
+        for at in range(len(REQUESTS[request])):
+            recorded[row, at] = generator.random() < 0.3
+    known = {content(sorted(REQUESTS)[row], at) for row, at in recorded.nonzero().tolist()}
+    requests = made([]).manifest.requests
+    found = shared_rows(recorded, Prefixes(requests))
+    for row, request in enumerate(sorted(REQUESTS)):
+        first = next((at for at in range(7) if recorded[row, at]), 0)
+        expected = [int(at < first and content(request, at) in known) for at in range(7)]
+        assert found[row].int().tolist() == expected
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_that_were_left_out_in_the_midst_of_a_prompt(seed):
+    generator = random.Random(seed)
+    steps = []
+    for _ in range(7):
+        rows = []
+        for request in generator.sample(sorted(REQUESTS), 2):
+            begin = generator.randrange(len(REQUESTS[request]))
+            rows += [(request, at) for at in range(begin, min(begin + generator.randint(1, 3), len(REQUESTS[request])))]
+        generator.shuffle(rows)
+        steps.append(Step(rows, phase=generator.choice(["prefill", "prefill", "readback"])))
+    prompt_length, known, reached, expected = 6, set(), {}, set()
+    for step in steps:
+        if step.phase == "readback":
+            continue
+        rows = list(zip(step.request.tolist(), step.position.tolist(), strict=True))
+        for request in {request for request, _ in rows}:
+            own = [position for of, position in rows if of == request]
+            begin, end = reached.get(request, 0), min(min(own), min(prompt_length, len(REQUESTS[request])) - 1)
+            if begin > 0:
+                expected |= {(request, at) for at in range(begin, end) if content(request, at) in known}
+            reached[request] = max(begin, max(own) + 1)
+        known |= {content(*row) for row in rows}
+    recording = recording_of(REQUESTS, steps, prompt_length=prompt_length)
+    found = resumed_rows(recording, Prefixes(recording.manifest.requests))
+    assert {(sorted(REQUESTS)[row], at) for row, at in found.nonzero().tolist()} == expected
+
+
+ALL = [(request, at) for request, tokens in REQUESTS.items() for at in range(len(tokens))]
+
+
+def counted(taps, *, rows=ALL, wanted=None, also=(), require=(), **given):
+    """Coverage of one step that holds the rows of these taps; the others are wanted and not there."""
+    tensors = {tap: torch.zeros(len(here), 1) for tap, here in taps.items()}
+    step = Step(rows, taps=tensors, rows_of={tap: [rows.index(row) for row in here] for tap, here in taps.items()})
+    locator = Locator(made([step]))
+    return check_coverage(locator, GRAPH, wanted or list(taps), also=also, require=require, **given)
+
+
+def test_what_is_missing_is_counted_and_named():
+    some = [row for row in ALL if row not in [(8, 4), (6, 5), (6, 2), (2, 3)]]
+    coverage, findings = counted({"hidden": some, "logits": ALL}, wanted=["hidden", "logits"])
+    sampled = sum(len(tokens) - prompt_of(request) + 1 for request, tokens in REQUESTS.items())
+    assert coverage.expected == len(ALL) + sampled
+    assert (coverage.recorded, coverage.missing) == (len(ALL) + sampled - 4, 4)
+    (finding,) = findings
+    assert finding.message == "4 rows of hidden are missing, the first at request 2, position 3"
+    assert (finding.code, finding.tap, finding.request, finding.position) == (Code.ROWS_MISSING, "hidden", 2, 3)
+    assert counted({"hidden": ALL})[1] == []
+
+
+def test_rows_that_need_not_be_there_do_not_count():
+    last = [(request, len(tokens) - 1) for request, tokens in REQUESTS.items()]
+    coverage, findings = counted({"hidden": ALL}, sampled_only=["hidden"])
+    assert (coverage.expected, coverage.recorded) == (13, 13)
+    coverage, findings = counted({"hidden": last}, sampled_only=["hidden"])
+    assert (coverage.missing, len(findings)) == (9, 1)
+
+
+@pytest.mark.parametrize(
+    ("num", "shown"),
+    [(1, "t0"), (4, "t0, t1, t2, t3"), (5, "t0, t1, t2, t3 and 1 more"), (9, "t0, t1, t2, t3 and 5 more")],
+)
+def test_taps_that_are_not_there_are_named(num, shown):
+    missing = [f"t{at}" for at in range(num)]
+    coverage, findings = counted({"hidden": ALL}, wanted=[*missing, "hidden"], not_offered=["x"])
+    (finding,) = findings
+    assert finding.message == f"not recorded: {shown}"
+    assert (finding.code, finding.tap) == (Code.TAP_MISSING, "t0")
+    assert coverage.missing_taps == tuple(missing)
+    assert coverage.missing == num * len(ALL)
+    assert coverage.not_offered == ("x",)
+
+
+def test_what_was_reached_and_what_not():
+    coverage, findings = counted({"hidden": ALL}, also=["near_tie"], require=["near_tie", "batch", "decode", "unheard"])
+    assert set(coverage.triggers) == {"near_tie", "batch", "ragged_batch"}
+    assert [finding.code for finding in findings] == [Code.NO_DECODE, Code.TRIGGER_NOT_REACHED]
+    assert "'unheard'" in findings[1].message
+    grouped = Traits(num_groups=2, window=None, original_positions=None)
+    assert "gqa" in counted({"hidden": ALL}, traits=grouped)[0].triggers
+
+
+def test_caches_that_nothing_was_held_to():
+    locator = Locator(made([Step([(2, 0)], taps={"k_cache": torch.zeros(1, 1), "hidden": torch.zeros(1, 1)})]))
+
+    def unjudged(usable, judged):
+        return [(each.code, each.tap, each.message) for each in check_caches(locator, GRAPH, usable, judged)]
+
+    message = "k_cache was read back, and neither recording has k to compare it with"
+    assert unjudged(["k_cache", "v_cache", "hidden"], []) == [(Code.CACHE_NOT_JUDGED, "k_cache", message)]
+    assert unjudged(["k_cache"], ["k_cache"]) == unjudged([], []) == []
+
+
+@pytest.mark.parametrize(("computed", "expected"), [(range(7), 13), (range(2), 13), (range(5, 7), 10)])
+def test_choices_are_expected_at_rows_that_were_computed(computed, expected):
+    """A beginning that was taken over with what another computed there has no choice of its own."""
+    steps = [Step([(6, at) for at in range(7)]), Step([(8, at) for at in computed])]
+    locator = Locator(made(steps))
+    assert check_tokens(locator, expected) == []
+    (finding,) = check_tokens(locator, expected - 1)
+    assert finding.message.endswith(f"at {expected - 1} of {expected} sampled rows")

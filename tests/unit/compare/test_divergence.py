@@ -6,7 +6,11 @@ import torch
 from harness.compare.divergence import first_divergence
 from harness.compare.shapes import check_taps
 from harness.errors import Code
-from harness.results import Outcome, Verdict
+from harness.results import Effect, Outcome, Verdict
+from harness.taps import Graph, Kind, Operation
+
+from .in_memory import Step, recording_of
+from .judgements import errors_of, judgement, propagated_of
 
 EARLY, MIDDLE, LATE = (f"model.layers.1.{site}" for site in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj"))
 ROW = (2, 5)
@@ -143,3 +147,72 @@ def test_nothing_is_wrong(one):
     recording, graph = one.golden.recording, one.hf.graph
     assert check_taps(recording, recording, graph)[0] == []
     assert first_divergence([], [], graph, recording) is None
+
+
+# By hand: the order of the graph, and the row that is told.
+
+GRAPH = Graph(tuple(Operation(tap=tap, kind=Kind.ADD) for tap in ("a", "b", "c")))
+STEPS = [
+    Step([(0, 0)], phase="prefill", taps={"c": torch.zeros(1, 1)}),
+    Step([(7, 1), (2, 5), (2, 3)], phase="decode", taps={"b": torch.zeros(2, 1)}, rows_of={"b": [1, 2]}),
+    Step([(9, 0)], phase="mixed", taps={"b": torch.zeros(1, 1), "a": torch.zeros(0, 1)}, rows_of={"a": []}),
+    Step([(9, 1)], phase="late", taps={}),
+]
+BAD, SOUND = (9.0, 3.0, 4.0, 0.5), (1.0, 0.0, 0.0, 0.5)
+
+
+def first(judged, misshapen=()):
+    found = first_divergence(judged, misshapen, GRAPH, recording_of({0: range(9)}, STEPS))
+    return found and (found.tap, found.request, found.position, found.step, found.phase, found.code)
+
+
+def test_the_first_wrong_operation_at_its_first_bad_row():
+    judged = [
+        judgement(errors_of(SOUND), tap="a"),
+        judgement(errors_of(BAD), tap="b"),
+        judgement(errors_of(BAD), tap="c"),
+    ]
+    found = first_divergence(judged, [], GRAPH, recording_of({0: range(9)}, STEPS))
+    assert (found.tap, found.request, found.position, found.step, found.phase) == ("b", 2, 3, 2, "mixed")
+    assert (found.local_roundings, found.bound_roundings, found.propagated_ratio) == (4.0, 2.0, None)
+    assert (found.verdict, found.code, found.schedule) == (Verdict.BUG, Code.LOCAL_ERROR, "by hand")
+
+
+def test_what_all_rows_show_together_is_told_at_the_first_of_them():
+    effect = Effect(kind="gain", which="", size=1.0, low=0.9, high=1.1, roundings=3.0, statistic=20.0, num_rows=50)
+    propagated = propagated_of([5.0, 6.0, 7.0, 8.0])
+    judged = judgement(errors_of(SOUND, effect=effect), propagated=propagated, tap="b")
+    found = first_divergence([judged], [], GRAPH, recording_of({0: range(9)}, STEPS))
+    assert (found.request, found.position, found.local_roundings, found.propagated_ratio) == (2, 3, 0.0, 7.0)
+    assert (found.verdict, found.code) == (Verdict.SYSTEMATIC, Code.SYSTEMATIC_ERROR)
+
+
+def test_a_distance_to_the_golden_has_no_roundings():
+    judged = judgement(propagated=propagated_of([99.0, 1.0, 1.0, 1.0]), tap="c")
+    found = first_divergence([judged], [], GRAPH, recording_of({0: range(9)}, STEPS))
+    assert (found.request, found.local_roundings, found.bound_roundings, found.propagated_ratio) == (
+        7,
+        None,
+        None,
+        99.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "misshapen", "expected"),
+    [
+        ("c", ["b"], ("b", 2, 5, 1, "decode", Code.TAP_MISMATCH)),
+        ("c", ["c", "b"], ("b", 2, 5, 1, "decode", Code.TAP_MISMATCH)),
+        ("a", ["b"], ("a", 2, 3, 2, "mixed", Code.LOCAL_ERROR)),
+        ("b", ["b"], ("b", 2, 3, 2, "mixed", Code.LOCAL_ERROR)),
+        ("c", ["a"], ("c", 2, 3, 2, "mixed", Code.LOCAL_ERROR)),
+        ("unknown", ["c"], ("c", 0, 0, 0, "prefill", Code.TAP_MISMATCH)),
+        ("c", ["unknown"], ("c", 2, 3, 2, "mixed", Code.LOCAL_ERROR)),
+        (None, ["c"], ("c", 0, 0, 0, "prefill", Code.TAP_MISMATCH)),
+        (None, ["a"], None),
+        (None, ["unknown"], None),
+    ],
+)
+def test_a_shape_or_values_whichever_comes_first(wrong, misshapen, expected):
+    """A shape without any row, of `a` here, says nothing of a row."""
+    assert first([] if wrong is None else [judgement(errors_of(BAD), tap=wrong)], misshapen) == expected

@@ -129,3 +129,7 @@ def test_an_effect_is_shown_where_no_row_is_bad():
     )  # fmt: skip
     assert tap_result(judgement(errors_of([1.0] * 4, effect=effect))).effect is effect
     assert tap_result(judgement(errors_of([9.0] * 4, effect=effect))).effect is None
+
+
+def test_rows_without_an_error_take_nothing_of_a_bound_of_zero():
+    assert tap_result(judgement(errors_of([0.0] * 4, [0.0, 1.0, 0.0, 2.0]))).local_bound_share_max == 0

@@ -130,6 +130,22 @@ def test_a_table_that_leads_to_other_tokens_is_not_followed(tmp_path):
     assert found[0] == (1, expected(1, {0: 0, 1: 0, 2: 2}), expected(1, {0: 0, 1: 0, 2: 2}))
 
 
+def test_other_tokens_are_not_followed_whichever_request_came_first(tmp_path):
+    steps = [[(9, 0), (9, 1)], [(1, 0), (1, 1)], [(9, 2)]]
+    tables = [{9: [0]}, {1: [1]}, {9: [1, 2]}]
+    found = epochs(record(tmp_path / "r", steps, requests=TWINS, tables=tables))
+    assert found[-1] == (9, expected(9, {0: 0, 1: 0, 2: 2}), expected(9, {0: 0, 1: 0, 2: 2}))
+
+
+def test_slots_that_nobody_wrote_say_nothing_of_those_behind_them(tmp_path):
+    """A table whose first block was never written, and whose second is another's of the same tokens."""
+    steps = [[(1, 0), (1, 1), (1, 2), (1, 3)], [(5, 2), (5, 3)], [(1, 4)]]
+    tables = [{1: [0, 1]}, {5: [8, 4]}, {1: [9, 4, 7]}]
+    found = epochs(record(tmp_path / "r", steps, requests=TWINS, tables=tables))
+    last = {request: values for request, _, values in found}[1]
+    assert last == expected(1, {0: 0, 1: 0}) | expected(5, {2: 1, 3: 1}) | expected(1, {4: 2})
+
+
 def test_what_others_compute_later_was_not_found(tmp_path):
     twins = {1: [7] * 20, 5: [7] * 20}
     steps = [[(1, 0), (1, 1)], [(1, 4)], [(5, at) for at in range(4)]]

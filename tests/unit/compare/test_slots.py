@@ -5,7 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from harness.compare.slots import slot_conflicts
 from harness.errors import Code
+
+from .in_memory import Step, recording_of
 
 
 @pytest.fixture
@@ -74,3 +77,46 @@ def test_rows_without_a_slot_are_in_no_one_elses(one, tmp_path):
     for step in actual.computing():
         step.slot_mapping = [-1] * len(step.request)
     assert codes(one.measure(actual.write(tmp_path / "r"))) == set()
+
+
+# On steps by hand.
+
+TOKENS = {1: (7, 7, 7), 5: (7, 7, 8), 9: (7, 7, 7)}
+
+
+def conflicts(*steps):
+    return slot_conflicts(recording_of(TOKENS, steps))
+
+
+@pytest.mark.parametrize(
+    ("rows", "slots", "pair"),
+    [
+        ([(1, 0), (1, 1), (1, 2)], [3, 3, 3], None),
+        ([(1, 2), (9, 2)], [3, 3], None),
+        ([(1, 1), (5, 1)], [0, 0], None),
+        ([(1, 2), (5, 2)], [0, 0], (0, 1)),
+        ([(5, 2), (1, 1), (1, 2)], [4, 2, 4], (0, 2)),
+        ([(1, 2), (5, 2)], [-1, -1], None),
+        ([(1, 2), (5, 2)], [2, 3], None),
+        ([(1, 0), (5, 1), (9, 2), (1, 2)], [6, 5, 5, 6], (1, 2)),
+        ([(1, 2), (9, 2), (5, 2)], [6, 6, 6], (1, 2)),
+    ],
+)
+def test_rows_of_different_requests_and_tokens_in_one_slot(rows, slots, pair):
+    found = conflicts(Step(rows, slots=slots))
+    if pair is None:
+        assert found == []
+        return
+    (finding,) = found
+    (one, at), (other, there) = (rows[row] for row in pair)
+    told = f"request {one}, position {at}, and request {other}, position {there}"
+    assert finding.message == f"step 0 writes slot {slots[pair[0]]} twice: {told}"
+    assert (finding.code, finding.request, finding.position) == (Code.SLOT_WRITTEN_TWICE, other, there)
+
+
+def test_the_first_step_with_a_conflict_is_told():
+    sound, wrong = Step([(1, 2), (5, 2)], slots=[0, 1]), [(1, 2), (5, 2)]
+    (finding,) = conflicts(sound, Step(wrong), Step(wrong, slots=[2, 2], phase="readback"),
+                           Step(wrong, slots=[4, 4]), Step(wrong, slots=[8, 8]))  # fmt: skip
+    assert finding.message.startswith("step 3 writes slot 4 twice")
+    assert conflicts() == []

@@ -1,13 +1,19 @@
 """Choices of the engine against those of the truth: equal, tied within the noise, or wrong."""
 
+import math
+import random
+
 import pytest
 import torch
 
-from harness.compare import TOKENS
+from harness.compare import TOKENS, tokens
+from harness.compare.align import Locator
+from harness.compare.tokens import compare_tokens
 from harness.errors import Code
 from harness.oracle.golden import LOGIT_NOISE
 
 from .conftest import LENGTHS, NUM_NEW
+from .in_memory import Step, recording_of
 from .recordings import Copy
 
 ROW = (1, LENGTHS[1])
@@ -114,3 +120,72 @@ def test_choices_that_were_never_reported(one, tmp_path):
     recording = actual.write(tmp_path / "b")
     assert [finding.code for finding in one.measure(recording).findings] == [Code.ROWS_MISSING]
     assert one.measure(recording, not_offered=[TOKENS]).findings == ()
+
+
+# On logits by hand, against a loop over the rows.
+
+VOCABULARY, REQUESTS = 6, {7: (1, 2, 3, 4), 2: (5, 6, 7), 9: (8, 9)}
+EVERY = [(request, at) for request, ids in REQUESTS.items() for at in range(len(ids))]
+
+
+def drawn(seed):
+    """An engine's steps with its choices, and a golden's logits of some rows; logits are small integers."""
+    generator = random.Random(seed)
+    golden = {row: [generator.randint(0, 4) for _ in range(VOCABULARY)] for row in EVERY if generator.random() < 0.8}
+    own = {row: [generator.randint(0, 4) for _ in range(VOCABULARY)] for row in EVERY if generator.random() < 0.8}
+    steps, chosen = [], []
+    for _ in range(3):
+        rows = generator.sample(EVERY, 4)
+        sampled = [generator.choice([-1, *range(VOCABULARY + 2)]) for _ in rows]
+        taps = {"logits": torch.tensor([own.get(row, [0] * VOCABULARY) for row in rows], dtype=torch.float32)}
+        here = [at for at, row in enumerate(rows) if row in own]
+        taps["logits"] = taps["logits"][here]
+        steps.append(Step(rows, sampled=sampled, taps=taps if here else {}, rows_of={"logits": here}))
+        chosen += [(row, token) for row, token in zip(rows, sampled, strict=True) if token >= 0 and row in golden]
+    steps.append(Step(EVERY[:2], phase="decode"))
+    known = list(golden)
+    expected = Step(known, taps={"logits": torch.tensor(list(golden.values()), dtype=torch.float32)})
+    return steps, expected, chosen, golden, own
+
+
+@pytest.mark.parametrize("is_sound", [False, True])
+@pytest.mark.parametrize("block", [1, 3, 256])
+@pytest.mark.parametrize("seed", range(6))
+def test_choices_are_counted_as_a_loop_counts_them(monkeypatch, seed, block, is_sound):
+    monkeypatch.setattr(tokens, "_BLOCK_ROWS", block)
+    steps, expected, chosen, golden, own = drawn(seed)
+    threshold, equal, ties, wrong = 2.0, 0, 0, []
+    for row, token in chosen:
+        margin = max(golden[row]) - golden[row][token] if token < VOCABULARY else math.inf
+        if margin == 0:
+            equal += 1
+        elif margin <= threshold or (
+            is_sound and row in own and token < VOCABULARY and own[row][token] == max(own[row])
+        ):
+            ties += 1
+        else:
+            wrong.append((row, token, margin))
+    actual = recording_of(REQUESTS, steps)
+    result, findings = compare_tokens(
+        actual, Locator(recording_of(REQUESTS, [expected])), "logits", torch.tensor([0.3, 1.0, 0.0]),
+        sound=Locator(actual) if is_sound else None,
+    )  # fmt: skip
+    assert (result.compared, result.equal, result.ties) == (len(chosen), equal, ties)
+    assert [((each.request, each.position), each.tap, each.code) for each in findings] == [
+        (row, "logits", Code.TOKENS_DIFFER) for row, _, _ in wrong
+    ]
+    for finding, ((request, position), token, margin) in zip(findings, wrong, strict=True):
+        best = golden[request, position].index(max(golden[request, position]))
+        assert finding.message == (
+            f"request {request} chose token {token} after position {position}, expected {best}: "
+            f"its logit is {margin:.3g} below the best, noise allows 2"
+        )
+
+
+@pytest.mark.parametrize("noise", [None, torch.zeros(0)])
+def test_without_noise_or_choices(noise):
+    golden = Locator(recording_of(REQUESTS, [Step(EVERY[:1], taps={"logits": torch.tensor([[1.0, 2.0]])})]))
+    for sampled, compared, num_wrong in (([0], 1, 1), ([1], 1, 0), ([-1], 0, 0), (None, 0, 0)):
+        actual = recording_of(REQUESTS, [Step(EVERY[:1], sampled=sampled)])
+        result, findings = compare_tokens(actual, golden, "logits", noise)
+        assert (result.compared, len(findings)) == (compared, num_wrong)

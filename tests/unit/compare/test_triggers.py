@@ -1,5 +1,6 @@
 """Conditions of the model and of the workload that a case can require."""
 
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from harness.oracle.model import load_model
 from harness.recording.manifest import RequestInfo
 
 from ..tiny_models import WINDOW
+from . import in_memory
 
 PLAIN = Traits(num_groups=1, window=None, original_positions=None)
 
@@ -110,3 +112,101 @@ def test_a_requirement_that_is_not_reached_fails(bench, tmp_path):
     (finding,) = bench.compare(sound, require=("window_exceeded",)).findings
     assert finding.code is Code.TRIGGER_NOT_REACHED
     assert "sliding window" in finding.message
+
+
+# A loop over steps and requests that knows nothing of the code: every condition by its definition.
+
+
+def by_definition(steps, requests):
+    """Conditions that steps reach; each step is rows, sampled rows or None, block tables or None, and its phase."""
+    reached, computed, num_blocks = set(), {}, {}
+    for rows, sampled, tables, phase in steps:
+        if any(len(blocks) > 1 for blocks in (tables or {}).values()):
+            reached.add("block_boundary")
+        if phase == "readback":
+            continue
+        present = {request: [at for of, at in rows if of == request] for request in sorted({of for of, _ in rows})}
+        if len(present) > 1:
+            reached.add("batch")
+            if len({max(positions) for positions in present.values()}) > 1:
+                reached.add("ragged_batch")
+        for request, positions in present.items():
+            tokens, prompt_length = requests[request]
+            chose = positions if sampled is None else [at for of, at in sampled if of == request]
+            blocks = len((tables or {}).get(request, ()))
+            if len(chose) == 1 and chose[0] >= prompt_length:
+                reached.add("decode")
+                if request in num_blocks and blocks > num_blocks[request]:
+                    reached.add("new_block")
+            num_blocks[request] = blocks
+            first = min(positions)
+            if request not in computed and first > 0:
+                reached.add("prefix_hit")
+                others = [other for other in present if set(range(first)) <= computed.get(other, set())]
+                if any(requests[other][0][:first] == tokens[:first] for other in others):
+                    reached.add("forked")
+            before = computed.setdefault(request, set())
+            if tables and before & set(positions):
+                reached.add("preempted")
+            if set(positions) - before and max(positions) < prompt_length - 1 and (sampled is None or not chose):
+                reached.add("chunked_prefill")
+            before |= set(positions)
+    return reached
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_conditions_are_those_of_the_loop(seed):
+    generator = random.Random(seed)
+    shared = [generator.randint(1, 2) for _ in range(9)]
+    requests = {id_: (tuple(shared[:4] + [id_] * 2 if id_ != 5 else [7] * 6), 4) for id_ in (2, 5, 9)}
+    steps = []
+    for _ in range(generator.randint(1, 4)):
+        rows = []
+        for request in generator.sample([2, 5, 9], generator.randint(1, 3)):
+            begin = generator.randint(0, 4)
+            rows += [(request, at) for at in range(begin, min(begin + generator.randint(1, 5), 6))]
+        generator.shuffle(rows)
+        sampled = generator.sample(rows, generator.randint(0, min(2, len(rows)))) if generator.random() < 0.7 else None
+        tables = None
+        if generator.random() < 0.5:
+            tables = {request: [0] * generator.randint(1, 3) for request in generator.sample([2, 5, 9], 2)}
+        steps.append((rows, sampled, tables, generator.choice(["mixed", "mixed", "mixed", "readback"])))
+    made = [
+        in_memory.Step(
+            rows, phase=phase, tables=tables,
+            sampled=None if sampled is None else [9 if row in sampled else -1 for row in rows],
+        )
+        for rows, sampled, tables, phase in steps
+    ]  # fmt: skip
+    recorded = in_memory.recording_of({id_: tokens for id_, (tokens, _) in requests.items()}, made, prompt_length=4)
+    assert set(reached_triggers(recorded)) == by_definition(steps, requests)
+
+
+@pytest.mark.parametrize(
+    ("last", "reached"), [(3, set()), (4, {"window_exceeded"}), (5, {"window_exceeded", "rope_extended"})]
+)
+def test_the_last_position_decides_what_the_model_was_asked_for(last, reached):
+    traits = Traits(num_groups=1, window=4, original_positions=5)
+    steps = [in_memory.Step([(0, 0), (0, last)]), in_memory.Step([]), in_memory.Step([(0, 1)])]
+    recorded = in_memory.recording_of({0: range(9)}, steps, prompt_length=9)
+    found = set(reached_triggers(recorded, traits))
+    assert found & {"window_exceeded", "rope_extended"} == reached
+    nothing = in_memory.recording_of({0: range(9)}, [])
+    assert reached_triggers(nothing, Traits(num_groups=2, window=0, original_positions=0)) == ()
+    one = in_memory.recording_of({0: range(9)}, [in_memory.Step([(0, 0)])], prompt_length=9)
+    assert "gqa" in reached_triggers(one, Traits(num_groups=2, window=None, original_positions=None))
+
+
+@pytest.mark.parametrize(
+    ("config", "num_groups"),
+    [({"num_attention_heads": 6, "num_key_value_heads": 2}, 3), ({"num_attention_heads": 6}, 1), ({}, 1),
+     ({"num_attention_heads": 6, "num_key_value_heads": None}, 1)],
+)  # fmt: skip
+def test_traits_of_a_configuration(config, num_groups):
+    def hf(windows, **config):
+        graph = [SimpleNamespace(window=window) for window in windows]
+        return SimpleNamespace(config=SimpleNamespace(**config), graph=graph)
+
+    assert Traits.of(hf([None, 8, 4], **config)) == Traits(num_groups=num_groups, window=4, original_positions=None)
+    rope = {"rope_parameters": {"original_max_position_embeddings": 77}}
+    assert Traits.of(hf([None], **rope)) == Traits(num_groups=1, window=None, original_positions=77)

@@ -36,3 +36,29 @@ def test_rows_and_back(shape, dim, rows):
     request, token = 1, 4
     own = x[request * 11 + token] if dim == 0 else x[request, token] if dim == 1 else x[request, :, token]
     assert torch.equal(found[request * 11 + token], own)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [
+        ((2, 11), 1), ((3, 11), None), ((2, 5, 11), 2), ((3, 5, 11), None), ((22,), None), ((22, 3), 0), ((44, 3), 0),
+        ((33, 3), None), ((0, 22), None), ((2, 3, 4, 11), None), ((11, 2), None), ((2, 11, 11), None), ((22, 11), 0),
+        ((2, 22), None), ((1, 22, 11), None),
+    ],
+)  # fmt: skip
+def test_which_dimension_counts_two_requests_of_eleven_tokens(shape, dim):
+    assert token_dim(torch.zeros(shape), 2, 11) == dim
+
+
+@pytest.mark.parametrize(("num_requests", "num_tokens"), [(1, 1), (1, 7), (7, 1)])
+def test_one_request_or_one_token(num_requests, num_tokens):
+    x = torch.zeros(num_requests, num_tokens, 5)
+    assert token_dim(x, num_requests, num_tokens) == (None if num_tokens == 1 and num_requests == 1 else 1)
+
+
+def test_several_rows_for_each_token_are_one_row():
+    """Experts that each token is sent to, one behind the other."""
+    x = torch.arange(66.0).view(33, 2)
+    rows = as_rows(x, 0, 1, 11)
+    assert rows.tolist() == x.view(11, 6).tolist()
+    assert torch.equal(from_rows(rows, x, 0), x)

@@ -1,0 +1,68 @@
+"""How many requests and tokens are run at once, by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from harness.oracle import batching
+from harness.oracle.batching import batch_requests, batch_tokens, padded
+from harness.recording import RequestInfo
+
+
+def requests_of(*lengths):
+    return [RequestInfo(id=at, token_ids=[at + 1] * length, prompt_length=1) for at, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ((3, 4, 2), [[3, 4, 2]]),
+        ((3, 5, 2), [[3, 5], [2]]),
+        ((6, 6, 1), [[6, 6], [1]]),
+        ((6, 7, 1), [[6], [7], [1]]),
+        ((1, 7, 4, 4, 4, 4), [[1], [7], [4, 4, 4], [4]]),
+        ((20, 1, 1), [[20], [1, 1]]),
+        ((), []),
+    ],
+)
+def test_requests_stay_in_order_and_within_the_tokens_padding_included(monkeypatch, lengths, expected):
+    monkeypatch.setattr(batching, "batch_tokens", lambda _hf: 12)
+    groups = batch_requests(None, requests_of(*lengths))
+    assert [[len(request.token_ids) for request in group] for group in groups] == expected
+    assert [request.id for group in groups for request in group] == list(range(len(lengths)))
+
+
+def hf(*shapes, **config):
+    parameters = [torch.zeros(shape, device="meta") for shape in shapes]
+    return SimpleNamespace(model=SimpleNamespace(parameters=lambda: parameters), config=SimpleNamespace(**config))
+
+
+LARGEST = 256 << 20
+
+
+@pytest.mark.parametrize(
+    ("model", "width"),
+    [
+        (hf((5000, 4), (3000, 4), (9000,)), 5000),
+        (hf((50000, 4), hidden_size=1000, intermediate_size=4000), 4000),
+        (hf((50000, 4), hidden_size=1000, ffn_dim=7000, n_inner=None), 7000),
+        (hf((50000, 4), n_inner=2000), 2000),
+        (hf((3000, 4), hidden_size=1000, intermediate_size=4000), 3000),
+        (hf((3, 3, 3)), 1),
+        (hf((0, 3)), 1),
+    ],
+)
+def test_tokens_whose_widest_values_fit_into_memory(model, width):
+    """Eight values of eight bytes each."""
+    assert batch_tokens(model) == max(512, LARGEST // (64 * width))
+
+
+def test_512_tokens_at_least():
+    assert batch_tokens(hf((8192, 1))) == 512
+    assert batch_tokens(hf((8190, 1))) == 512
+    assert batch_tokens(hf((8000, 1))) == LARGEST // (64 * 8000) == 524
+
+
+def test_shorter_requests_are_padded_behind_their_end():
+    assert padded(requests_of(2, 4, 1)).tolist() == [[1, 1, 0, 0], [2, 2, 2, 2], [3, 0, 0, 0]]

@@ -1,0 +1,139 @@
+"""What is read off a model and its configuration, on small modules by hand."""
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from harness.errors import Code
+from harness.oracle.model import HFModel, _loading_error, _with_attention
+
+
+class Decoder(nn.Module):
+    """Two embeddings side by side, a stack of layers within a stack, a norm, a head, and an empty list."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Module()
+        self.body.embed = nn.Embedding(7, 4)
+        self.body.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)])
+        self.body.norm = nn.LayerNorm(4)
+        self.none = nn.Module()
+        self.none.empty = nn.ModuleList()
+        self.head = nn.Linear(4, 7)
+
+    def get_input_embeddings(self):
+        return self.body.embed
+
+    def forward(self, x):
+        return x + 1
+
+
+def hf():
+    return HFModel(model=Decoder(), folder=Path("folder"), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_parts_run_one_after_the_other():
+    parts = ("body.embed", "body.layers.0", "body.layers.1", "body.norm", "none", "head")
+    assert hf().parts == parts
+
+
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        ("body.layers.0", "body.layers.0"), ("body.layers.0.0", "body.layers.0"), ("body.layers.10", "body.layers.10"),
+        ("body.layers.1.q:input", "body.layers.1"), ("head", "head"), ("header", "header"), ("body", "body"),
+    ],
+)  # fmt: skip
+def test_the_part_that_holds_a_module(path, part):
+    assert hf().part_of(path) == part
+
+
+def test_sizes_of_a_model():
+    one = hf()
+    assert one.vocab_size == 7
+    assert one.module("body.layers.1") is one.model.body.layers[1]
+    assert one.run(x=2) == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        ({"max_position_embeddings": 32}, 32), ({"n_positions": 16}, 16), ({"max_sequence_length": 8}, 8),
+        ({"max_seq_len": 1}, 1), ({"context_length": 5}, 5), ({}, None), ({"max_position_embeddings": -1}, None),
+        ({"max_position_embeddings": 0, "n_positions": 9}, 9), ({"max_position_embeddings": "32", "max_seq_len": 4}, 4),
+        ({"n_positions": 16, "max_position_embeddings": 32}, 32), ({"max_position_embeddings": None}, None),
+    ],
+)  # fmt: skip
+def test_the_number_of_positions(config, limit):
+    assert HFModel.max_positions.fget(SimpleNamespace(config=SimpleNamespace(**config))) == limit
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"head_dim": 24, "hidden_size": 64, "num_attention_heads": 4}, 24),
+        ({"head_dim": None, "hidden_size": 64, "num_attention_heads": 4}, 16),
+        ({"hidden_size": 65, "num_attention_heads": 4}, 16),
+    ],
+)
+def test_the_size_of_a_head(config, size):
+    assert HFModel.head_dim.fget(SimpleNamespace(config=SimpleNamespace(**config))) == size
+
+
+def test_eager_attention_is_that_of_the_file_of_the_class_or_of_what_it_is_derived_from(monkeypatch):
+    base, derived, plain = (ModuleType(name) for name in ("file_of_base", "file_of_derived", "file_of_plain"))
+    base.eager_attention_forward = print
+    for module in (base, derived, plain):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    Base = type("Base", (nn.Module,), {"__module__": base.__name__})
+    Derived = type("Derived", (Base,), {"__module__": derived.__name__})
+    Plain = type("Plain", (nn.Module,), {"__module__": plain.__name__})
+    assert hf().eager_attention(Base()) is hf().eager_attention(Derived()) is print
+    assert hf().eager_attention(Plain()) is None
+    derived.eager_attention_forward = repr
+    assert hf().eager_attention(Derived()) is repr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (ValueError("The model type `x` is unknown"), Code.UNSUPPORTED_ARCHITECTURE, "The model type `x` is unknown"),
+        (ValueError("Unrecognized configuration class"), Code.UNSUPPORTED_ARCHITECTURE, "Unrecognized"),
+        (ValueError("transformers does not recognize it"), Code.UNSUPPORTED_ARCHITECTURE, "does not recognize"),
+        (RuntimeError("a size Mismatch\nof many lines"), Code.TENSORS_CONTRADICT_CONFIG, "a size Mismatch"),
+        (type("SafetensorError", (Exception,), {})("bad header"), Code.DAMAGED_SAFETENSORS, "bad header"),
+        (KeyError(), Code.BAD_CONFIG, "KeyError"),
+        (OSError("  \n"), Code.BAD_CONFIG, "OSError"),
+    ],
+)
+def test_why_a_model_cannot_be_loaded(error, code, text):
+    found = _loading_error(Path("folder"), error)
+    assert found.code is code
+    assert text in str(found)
+    assert "of many lines" not in str(found)
+
+
+@pytest.mark.parametrize("said", ["attn_implementation is unknown", "no scaled_dot_product_attention here"])
+def test_a_family_without_sdpa_is_built_with_eager_attention(said):
+    asked = []
+
+    def build(name, *, attn_implementation, dtype):
+        asked.append((name, attn_implementation, dtype))
+        if attn_implementation == "sdpa":
+            raise ValueError(said)
+        return "built"
+
+    assert _with_attention(build, "a", dtype=1) == "built"
+    assert asked == [("a", "sdpa", 1), ("a", "eager", 1)]
+
+
+def test_other_errors_are_not_about_attention():
+    def build(*, attn_implementation):
+        raise ValueError(f"not {attn_implementation}")
+
+    with pytest.raises(ValueError, match="not sdpa"):
+        _with_attention(build)

@@ -1,0 +1,80 @@
+"""Rotations of heads, against complex numbers pair by pair."""
+
+import cmath
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from harness.oracle.rotation import Rotation, rotations
+
+SIZE, HEADS, POSITIONS = 6, 2, torch.tensor([0, 1, 5, 1000])
+
+
+def rotation(num_pairs=3, **given):
+    frequencies = torch.tensor([1.0, 0.3, 0.07])[:num_pairs]
+    return Rotation(frequencies=frequencies, module=None, name="inv_freq", head_dim=SIZE, **given)
+
+
+def draw(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("num_pairs", [3, 2, 1])
+@pytest.mark.parametrize("scaling", [1.0, 0.5])
+def test_each_pair_turns_by_position_times_frequency(is_interleaved, num_pairs, scaling):
+    own, x = rotation(num_pairs, is_interleaved=is_interleaved, scaling=scaling), draw(4, HEADS * SIZE)
+    expected = x.clone().view(4, HEADS, SIZE)
+    for row, position in enumerate(POSITIONS.tolist()):
+        for pair in range(num_pairs):
+            first, second = (2 * pair, 2 * pair + 1) if is_interleaved else (pair, pair + num_pairs)
+            angle = float(np.float32(position) * np.float32(own.frequencies[pair]))
+            for head in range(HEADS):
+                turned = complex(x.view(4, HEADS, SIZE)[row, head, first], x.view(4, HEADS, SIZE)[row, head, second])
+                turned *= cmath.exp(1j * angle) * scaling
+                expected[row, head, first], expected[row, head, second] = turned.real, turned.imag
+    torch.testing.assert_close(own.turn(x, POSITIONS), expected.flatten(1), rtol=1e-12, atol=1e-12)
+    pairs = own.pairs(own.heads(x))
+    assert pairs.shape == (4, HEADS, num_pairs, 2)
+    assert pairs.is_contiguous()
+    heads = x.view(4, HEADS, SIZE)
+    for pair in range(num_pairs):
+        first, second = (2 * pair, 2 * pair + 1) if is_interleaved else (pair, pair + num_pairs)
+        assert torch.equal(pairs[:, :, pair, 0], heads[..., first])
+        assert torch.equal(pairs[:, :, pair, 1], heads[..., second])
+
+
+def test_phases_are_rounded_to_float32_and_of_any_frequencies():
+    own, others = rotation(), torch.tensor([0.1, 0.2], dtype=torch.float64)
+    assert own.phases(POSITIONS).dtype is torch.float64
+    assert torch.equal(own.phases(POSITIONS), (POSITIONS[:, None].float() * own.frequencies).double())
+    expected = (POSITIONS[:, None].float() * others.float()).double()
+    assert torch.equal(own.phases(POSITIONS, others), expected)
+    cos, sin = own.angles(POSITIONS, others)
+    assert torch.equal(cos, expected.cos()[:, None])
+    assert torch.equal(sin, expected.sin()[:, None])
+    assert cos.shape == (4, 1, 2)
+
+
+def test_rotations_of_a_model():
+    first, second = nn.Module(), nn.Module()
+    first.register_buffer("inv_freq", torch.tensor([1.0, 0.5], dtype=torch.bfloat16))
+    first.register_buffer("original_inv_freq", torch.ones(2))
+    first.register_buffer("other", torch.ones(2))
+    first.attention_scaling = 2
+    second.register_buffer("sliding_inv_freq", torch.tensor([0.25]))
+    second.sliding_attention_scaling, second.attention_scaling = 3.0, 4.0
+    second.register_buffer("full_inv_freq", torch.tensor([0.125]))
+    hf = SimpleNamespace(model=nn.ModuleList([first, second]), head_dim=4)
+    found = list(rotations(hf))
+    assert [(each.name, each.is_interleaved, each.scaling) for each in found] == [
+        ("inv_freq", False, 2), ("inv_freq", True, 2), ("sliding_inv_freq", False, 3), ("sliding_inv_freq", True, 3),
+        ("full_inv_freq", False, 1), ("full_inv_freq", True, 1),
+    ]  # fmt: skip
+    assert [each.frequencies.tolist() for each in found[::2]] == [[1.0, 0.5], [0.25], [0.125]]
+    assert {each.frequencies.dtype for each in found} == {torch.float32}
+    assert [each.module for each in found[::2]] == [first, second, second]
+    assert {each.head_dim for each in found} == {4}
