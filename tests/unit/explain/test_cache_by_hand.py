@@ -1,5 +1,7 @@
 """What the cache gives back that is not what was written, on a toy cache of two requests."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -279,6 +281,13 @@ def test_a_prefix_that_two_requests_share_is_the_same_row(tmp_path):
 def test_without_recorded_rows_there_is_none_to_match(tmp_path):
     toy = made(tmp_path, omitted=(KEY,))
     assert found(cache.other_row, toy.cache_failure(lambda place: toy.tensors[KEY][1, 2], [(0, 1)])) == {}
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_what_is_matched_is_of_the_caches_own_layer(toy, layer):
+    failure = toy.cache_failure(lambda place: ZEROS)
+    operation = next(each for each in failure.graph if each.tap == f"model.layers.{layer}.k_cache")
+    assert cache.provenance_of(replace(failure, operation=operation), 0).layer == layer
 
 
 def test_every_explanation_is_tried(toy):

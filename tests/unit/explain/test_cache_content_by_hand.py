@@ -81,7 +81,7 @@ def test_coarser_dtypes(of):
 @pytest.mark.parametrize("largest", [127, 90, 31, 2])
 def test_a_grid_of_whole_numbers(of, scale, largest):
     """What is cut off at the largest number comes out there."""
-    step = float(WRITTEN.abs().max()) / largest * 1.25
+    step = float(WRITTEN.abs().max()) / largest / 1.25
     actual = (WRITTEN / step).round().clamp(-largest, largest) * step
     (hypothesis,) = (
         h for h in found(cache_content.grid, of(scale * actual, scale * WRITTEN)).values() if "int8" in h.cause
