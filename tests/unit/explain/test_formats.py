@@ -48,6 +48,7 @@ def test_float8_uses_its_whole_range(dtype):
     scaled = (given * largest / 3).float().to(dtype).double() * 3 / largest
     assert torch.allclose(float8(given, dtype, (1,)), scaled, rtol=1e-12)
     assert float8(given, dtype, (1,))[0, 0] == pytest.approx(3.0)
+    assert torch.allclose(float8(given / 64, dtype, (1,)), scaled / 64, rtol=1e-12)
 
 
 def changes(found):

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from harness.explain.norm import changed_weights, mean_subtracted, norm_skipped, weight_plus_one, wrong_eps
+from harness.explain.norm import (
+    changed_weights,
+    mean_subtracted,
+    norm_skipped,
+    weight_plus_one,
+    weight_skipped,
+    wrong_eps,
+)
 from harness.explain.norm_form import form_of
 
 WIDTH, EPS = 24, 1e-5
@@ -96,3 +103,54 @@ def test_a_norm_without_a_weight_over_heads():
     found = failure(Plain())
     found.hf = SimpleNamespace(head_dim=8)
     assert form_of(found).x.shape == (7, 3, 8)
+
+
+def test_a_norm_without_a_weight_is_as_wide_as_its_input_or_as_a_head():
+    class Plain(nn.Module):
+        eps = EPS
+
+        def __init__(self, width):
+            super().__init__()
+            self.width = width
+
+        def forward(self, x):
+            heads = x.unflatten(-1, (-1, self.width))
+            return (heads * (heads.square().mean(-1, keepdim=True) + EPS).rsqrt()).flatten(1)
+
+    for width, head_dim in ((WIDTH, 4), (6, 6)):
+        given = failure(Plain(width))
+        given.hf = SimpleNamespace(head_dim=head_dim)
+        assert form_of(given).weight.tolist() == [1.0] * width
+    given = failure(Plain(8))
+    given.hf = SimpleNamespace(head_dim=6)
+    assert form_of(given) is None
+
+
+def test_a_weight_that_is_no_row_of_factors_has_no_form():
+    given = failure(layer_norm())
+    for weight in (random(2, WIDTH), random(5), random(WIDTH, WIDTH)):
+        given.module = SimpleNamespace(weight=weight, eps=EPS)
+        assert form_of(given) is None
+
+
+def test_a_form_holds_for_every_row_rows_of_zeros_too():
+    given = failure(OnePlus(random(WIDTH, seed=1)))
+    given.inputs[0][2] = 0
+    given.expected = given.module(given.inputs[0]).detach()
+    assert form_of(given) is not None
+    given.expected[3] *= 1 + 1.1e-5
+    assert form_of(given) is None
+    given.expected[3] /= 1 + 0.3e-5
+    assert form_of(given) is not None
+
+
+@pytest.mark.parametrize("module", [OnePlus(random(WIDTH, seed=1)), layer_norm()])
+def test_what_an_explanation_yields_has_the_bias(module):
+    given = failure(module)
+    form = form_of(given)
+    weight = form.of_weight(random(WIDTH, seed=5))
+    plain = form.x[:, 0] * (form.x[:, 0].square().mean(-1, keepdim=True) + EPS).rsqrt()
+    assert torch.allclose(weight, random(WIDTH, seed=5) + form.is_offset)
+    (hypothesis,) = weight_skipped(given)
+    assert hypothesis.output.shape == given.expected.shape
+    assert torch.allclose(hypothesis.output, plain if form.bias is None else plain + form.bias)

@@ -28,10 +28,13 @@ STEPS = (
     {0: range(8, 9)},
 )
 """The positions of each request that a step computes."""
+READBACK = len(STEPS)
+"""The step in which the cache is read back."""
 TABLES = {0: [3, 1, 5], 1: [2, 4, 6]}
 Q, KEY, RAW, VALUE, OUT = (
     "model.layers.1." + name for name in ("q_rope", "k_rope", "self_attn.k_norm", "self_attn.v_proj", "attention")
 )
+K_CACHE, V_CACHE = "model.layers.1.k_cache", "model.layers.1.v_cache"
 Place = tuple[int, int]
 """Request and position."""
 
@@ -57,6 +60,8 @@ def graph() -> tuple[Operation, ...]:
             Operation(tap=q, kind=Kind.ROTARY),
             Operation(tap=k, kind=Kind.ROTARY, inputs=(raw,)),
             Operation(tap=v, kind=Kind.LINEAR),
+            Operation(tap=f"{prefix}k_cache", kind=Kind.CACHE, inputs=(k,)),
+            Operation(tap=f"{prefix}v_cache", kind=Kind.CACHE, inputs=(v,)),
             Operation(tap=f"{prefix}attention", kind=Kind.ATTENTION, inputs=(q, k, v)),
         ]
     return tuple(found)
@@ -75,12 +80,13 @@ class Toy:
             tables: gives the block table of a request in a step, as long as it ever gets.
             parts: of the attention: `window`, `softcap`, `sinks`, `scale`; `misplaced`, a slot by place; `readback`,
                 tensors by place for each of the cache's taps; `is_slotted`, whether slots are recorded; `omitted`, taps
-                that are not recorded.
+                that are not recorded; `tokens` of both requests.
         """
         self._tables = tables or (lambda request, _step: TABLES[request])
         self.misplaced: Mapping[Place, int] = parts.pop("misplaced", {})
         self.readback: Mapping[str, Mapping[Place, torch.Tensor]] = parts.pop("readback", {})
         self.is_slotted, self.omitted = parts.pop("is_slotted", True), parts.pop("omitted", ())
+        self.tokens = parts.pop("tokens", None)
         self.parts = {"scale": 0.4, "window": None, **parts}
         others = {f"model.layers.{layer}.{name}": K for layer in (0, 2) for name in ("k_rope", "self_attn.v_proj")}
         widths = {Q: N, KEY: K, RAW: K, VALUE: K, **others}
@@ -99,8 +105,10 @@ class Toy:
             steps.append({
                 "phase": "readback", "taps": taps,
                 "request": [place[0] for place in places], "position": [place[1] for place in places],
+                **({"block_tables": {r: list(self._tables(r, READBACK)) for r in (0, 1)}} if self.is_slotted else {}),
             })  # fmt: skip
-        return recorded(folder, steps, lengths=tuple(zip(LENGTHS, PROMPTS, strict=True)), dtype="float64")
+        lengths = tuple(zip(LENGTHS, PROMPTS, strict=True))
+        return recorded(folder, steps, lengths=lengths, dtype="float64", tokens=self.tokens)
 
     def _step(self, step: Mapping[int, range], at: int) -> dict[str, object]:
         places = [(request, position) for request, positions in step.items() for position in positions]
@@ -198,6 +206,26 @@ class Toy:
             views=tuple(self._view([place for place in places if place[0] == request])
                         for request in dict.fromkeys(place[0] for place in places)),
             **others,
+        )  # fmt: skip
+
+    def cache_failure(
+        self,
+        actual: Callable[[Place], torch.Tensor],
+        places: Sequence[Place] = PLACES,
+        *,
+        tap: str = K_CACHE,
+        dtype: torch.dtype = torch.float32,
+    ) -> Failure:
+        """Return the failure of rows [K, H] of the cache that are read back as `actual` gives them of each place."""
+        operations = graph()
+        own = next(operation for operation in operations if operation.tap == tap)
+        written = self.tensors[own.inputs[0]]
+        return failure_of(
+            own, torch.stack([actual(place).flatten() for place in places]),
+            torch.stack([written[place].flatten() for place in places]),
+            model=ToyModel(*operations, head_dim=H), recording=self.recording, dtype=dtype,
+            request=[place[0] for place in places], position=[place[1] for place in places],
+            step=[READBACK] * len(places),
         )  # fmt: skip
 
     def _view(self, places: Sequence[Place]) -> AttentionContext:

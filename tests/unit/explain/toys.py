@@ -131,9 +131,10 @@ def failure_of(
 def found(explain: Callable[[Failure], Iterable[Hypothesis]], failure: Failure) -> dict[str, Hypothesis]:
     """Return what an explanation yields by its cause; of one that it yields twice, the first."""
     by_cause: dict[str, Hypothesis] = {}
-    for each in explain(failure):
-        assert each.output.shape == failure.actual.shape, each.cause
-        by_cause.setdefault(each.cause, each)
+    with torch.no_grad():  # as where explanations are run
+        for each in explain(failure):
+            assert each.output.shape == failure.actual.shape, each.cause
+            by_cause.setdefault(each.cause, each)
     return by_cause
 
 
