@@ -107,7 +107,4 @@ class EndpointResult:
     @property
     def outcome(self) -> Outcome:
         """Mismatch if any schedule has a finding; pass if all judged something."""
-        outcomes = {run.outcome for run in self.runs}
-        if Outcome.MISMATCH in outcomes:
-            return Outcome.MISMATCH
-        return Outcome.PASS if outcomes == {Outcome.PASS} else Outcome.NOTHING
+        return Outcome.of_all(run.outcome for run in self.runs)

@@ -3,6 +3,7 @@
 Numbers that could not be measured are None, never 0. NaN is a measurement: the engine produced it.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Self
@@ -56,6 +57,14 @@ class Outcome(StrEnum):
     PASS = "pass"
     MISMATCH = "mismatch"
     NOTHING = "nothing"
+
+    @classmethod
+    def of_all(cls, outcomes: Iterable["Outcome"]) -> "Outcome":
+        """Return a mismatch if any is one, a pass only if all are and there is one."""
+        found = set(outcomes)
+        if cls.MISMATCH in found:
+            return cls.MISMATCH
+        return cls.PASS if found == {cls.PASS} else cls.NOTHING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,10 +302,7 @@ class CheckResult:
     @property
     def outcome(self) -> Outcome:
         """Mismatch if any run mismatches; nothing if no run compared anything."""
-        outcomes = {run.outcome for run in self.runs}
-        if Outcome.MISMATCH in outcomes:
-            return Outcome.MISMATCH
-        return Outcome.PASS if outcomes == {Outcome.PASS} else Outcome.NOTHING
+        return Outcome.of_all(run.outcome for run in self.runs)
 
     @property
     def first_divergence(self) -> Divergence | None:

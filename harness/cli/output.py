@@ -37,7 +37,8 @@ def print_results(
 
     Where there are profiles there is one for each check, and it stands behind it.
     """
-    from harness.report.dtypes import dtypes_json, dtypes_text, worst_outcome
+    from harness.report.dtypes import dtypes_json, dtypes_text
+    from harness.results import Outcome
 
     if form is ReportFormat.JSON:
         documents = [_document(*pair) for pair in zip_longest(results, profiles)]
@@ -47,7 +48,7 @@ def print_results(
             write(dtypes_text(results, tablefmt="github" if form is ReportFormat.MARKDOWN else "simple") + "\n")
         for result, profile in zip_longest(results, profiles):
             _print_texts(result, profile, form)
-    return STATUS[worst_outcome(results)]
+    return STATUS[Outcome.of_all(result.outcome for result in results)]
 
 
 def _document(result: "CheckResult", profile: "ProfileResult | None") -> dict[str, Any]:

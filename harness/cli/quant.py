@@ -15,6 +15,7 @@ from harness.scratch import scratch_folder
 if TYPE_CHECKING:
     from harness.oracle.model import HFModel
     from harness.quant.text import Sequences
+    from harness.quant_results import QuantResult
 
 DEFAULT_MODEL = "llama-tiny"
 DEFAULT_TYPES = "F16,Q8_0,Q4_0"
@@ -67,7 +68,7 @@ def quant(
         from harness.quant.hf.types import HF_TYPES, check_package
         from harness.quant.padding import pad_checkpoint
         from harness.quant.run import measure_types
-        from harness.report.quant import quant_json, quant_svg, quant_text
+        from harness.report.quant import quant_svg, quant_text
 
         wanted: list[str | Path] = [*(check_type(name) for name in types.split(",")), *(file or [])]
         options = parse_llamacpp_options(opt.parse_engine_options(engine_option))
@@ -84,6 +85,12 @@ def quant(
             out.mkdir(parents=True, exist_ok=True)
             write_text(out / PLOT_NAME, quant_svg(result))
             write_text(out / TABLE_NAME, quant_text(result, "github") + "\n")
+    return _print(result, format)
+
+
+def _print(result: "QuantResult", format: opt.ReportFormat) -> int:
+    from harness.report.quant import quant_json, quant_text
+
     if format is opt.ReportFormat.JSON:
         write_json(quant_json(result))
     else:

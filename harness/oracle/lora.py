@@ -161,10 +161,17 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     if unserved or settings.get("bias", "none") != "none":
         raise _bad("the adapter is a variant that is not served", where=path, actual=", ".join(unserved) or "bias")
     for name in ("r", "lora_alpha"):
-        value = settings.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise _bad(f"{name} is impossible", where=path, expected="a number above 0", actual=value)
+        if not _is_positive(settings.get(name)):
+            raise _bad(f"{name} is impossible", where=path, expected="a number above 0", actual=settings.get(name))
+    for name in ("rank_pattern", "alpha_pattern"):
+        pattern = settings.get(name) or {}
+        if not isinstance(pattern, dict) or not all(map(_is_positive, pattern.values())):
+            raise _bad(f"{name} is impossible", where=path, expected="numbers above 0 by module", actual=pattern)
     return settings
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -11,19 +11,11 @@ from harness.report.sentences import number
 from harness.results import CheckResult, Outcome, TapResult
 
 
-def worst_outcome(results: Sequence[CheckResult]) -> Outcome:
-    """Return a mismatch if any check has one, a pass only if all do."""
-    outcomes = {result.outcome for result in results}
-    if Outcome.MISMATCH in outcomes:
-        return Outcome.MISMATCH
-    return Outcome.PASS if outcomes == {Outcome.PASS} else Outcome.NOTHING
-
-
 def dtypes_json(results: Sequence[CheckResult], documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one document of the checks and what each is by itself."""
     return {
         "schema_version": SCHEMA_VERSION,
-        "verdict": worst_outcome(results),
+        "verdict": Outcome.of_all(result.outcome for result in results),
         "dtypes": [result.dtype for result in results],
         "checks": list(documents),
     }

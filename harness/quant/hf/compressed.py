@@ -10,12 +10,14 @@ from harness.oracle.model import HFModel, load_model
 from harness.quant.hf.loading import load_quantised
 
 
-def compressed_models(preset: str, folder: Path, scratch: Path, group_size: int | None = None) -> tuple[Any, HFModel]:
+def compressed_models(
+    preset: str, checkpoint: Checkpoint, scratch: Path, group_size: int | None = None
+) -> tuple[Any, HFModel]:
     """Return the quantised model, and HuggingFace's own dequantised form of it.
 
     Args:
         preset: the name that compressed-tensors gives to a scheme.
-        folder: the original.
+        checkpoint: the original.
         scratch: folder for the compressed checkpoint.
         group_size: of the weights that share a scale, in place of the preset's.
     """
@@ -23,19 +25,19 @@ def compressed_models(preset: str, folder: Path, scratch: Path, group_size: int 
 
     path = scratch / f"{preset}-{group_size}"
     if not path.exists():
-        _write_compressed(folder, path, preset, group_size)
+        _write_compressed(checkpoint, path, preset, group_size)
     exact = load_quantised(path, quantization_config=CompressedTensorsConfig(dequantize=True))
-    checkpoint, where = Checkpoint(folder), torch.device("cpu")
+    where = torch.device("cpu")
     return load_quantised(path), HFModel(model=exact, checkpoint=checkpoint, dtype=torch.float32, device=where)
 
 
 @torch.no_grad()
-def _write_compressed(folder: Path, out: Path, preset: str, group_size: int | None) -> None:
+def _write_compressed(checkpoint: Checkpoint, out: Path, preset: str, group_size: int | None) -> None:
     """Round each weight to the nearest step between its group's smallest and largest, with no calibration."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
 
-    model = load_model(folder, dtype=torch.float32, stays=True).model
+    model = load_model(checkpoint, dtype=torch.float32, stays=True).model
     scheme = preset_name_to_scheme(preset, ["Linear"])
     if group_size is not None:
         scheme.weights.group_size = group_size

@@ -26,7 +26,7 @@ def run_hf_type(name: str, hf: HFModel, sequences: Sequences, scratch: Path) -> 
     _check_shapes(name, kind, hf)
     check_package(name)
     with quantising(name):
-        model, dequantised = kind.models(hf.folder, scratch)
+        model, dequantised = kind.models(hf.checkpoint, scratch)
         size = sum(_num_bytes(each) for each in model.parameters())  # before a run, which may unpack them
         quantised = HFModel(model=model, checkpoint=hf.checkpoint, dtype=torch.float32, device=hf.device)
         return TypeRun(

@@ -7,26 +7,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from harness.checkpoint import Checkpoint
 from harness.oracle.model import HFModel, load_model
 from harness.quant.hf.loading import load_quantised
 
 
 @torch.no_grad()
-def torchao_models(module: str, config: str, folder: Path, scratch: Path, **options: Any) -> tuple[Any, HFModel]:
+def torchao_models(
+    module: str, config: str, checkpoint: Checkpoint, scratch: Path, **options: Any
+) -> tuple[Any, HFModel]:
     """Return the quantised model, and the original with the dequantised weights.
 
     Args:
         module: that has the configuration's class.
         config: the name of that class.
-        folder: the original.
+        checkpoint: the original.
         scratch: not used.
         options: of the configuration.
     """
     from transformers import TorchAoConfig
 
     made = getattr(importlib.import_module(module), config)(**options)
-    quantised = load_quantised(folder, quantization_config=TorchAoConfig(made))
-    exact = load_model(folder, dtype=torch.float32, stays=True)
+    quantised = load_quantised(checkpoint.folder, quantization_config=TorchAoConfig(made))
+    exact = load_model(checkpoint, dtype=torch.float32, stays=True)
     for path, part in quantised.named_modules():
         if isinstance(part, nn.Linear) and hasattr(part.weight, "__tensor_flatten__"):
             exact.module(path).weight.copy_(_dequantised(part.weight))  # type: ignore[operator]

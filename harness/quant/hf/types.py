@@ -20,7 +20,7 @@ class HFType:
 
     package: str
     models: Callable[..., tuple[Any, HFModel]]
-    """Takes the original's folder and one for scratch; returns the quantised model, and the dequantised one."""
+    """Takes the original and a folder for scratch; returns the quantised model, and the dequantised one."""
     columns: int = 1
     """The inputs of each linear layer must be a multiple of this number."""
     rows: int = 1

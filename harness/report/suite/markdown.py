@@ -2,29 +2,18 @@
 
 from collections.abc import Iterator
 
-from tabulate import tabulate
-
 from harness.report.markdown import escaped
-from harness.report.suite.matrix import Cell, matrix_of
+from harness.report.suite.matrix import Cell, matrix_lines
 from harness.report.suite.text import MOST_SHOWN, facts, headline
 from harness.suite_results import CaseVerdict, SuiteResult
 
 
 def suite_markdown(result: SuiteResult) -> str:
     """Return a suite as Markdown: counts, matrix, and what did not pass, linked to its own report."""
-    lines = [f"### {escaped(headline(result))}", "", *_matrix(result), "", *_failed(result), ""]
+    matrix = matrix_lines(result.cases, tablefmt="pipe", name=escaped, cell=_cell)
+    lines = [f"### {escaped(headline(result))}", "", *matrix, "", *_failed(result), ""]
     lines += [f"- {label}: {escaped(sentence)}" for label, sentence in facts(result)]
     return "\n".join(lines) + "\n"
-
-
-def _matrix(result: SuiteResult) -> list[str]:
-    matrix = matrix_of(result.cases)
-    rows = [
-        [escaped(model), *(_cell(cell) for cell in cells)]
-        for model, cells in zip(matrix.models, matrix.cells, strict=True)
-    ]
-    headers = ["model", *map(escaped, matrix.engines)]
-    return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True).splitlines()
 
 
 def _cell(cell: Cell) -> str:

@@ -1,7 +1,9 @@
 """A suite as a matrix: models down, engines across, in each cell how its cases ended."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from tabulate import tabulate
 
 from harness.suite_results import SEVERITY, CaseResult, CaseVerdict
 
@@ -49,3 +51,13 @@ def matrix_of(cases: Sequence[CaseResult]) -> Matrix:
     engines = tuple(dict.fromkeys(engine for _, engine in by_place))
     cells = [[Cell(cases=tuple(by_place.get((model, engine), ()))) for engine in engines] for model in models]
     return Matrix(models=models, engines=engines, cells=tuple(map(tuple, cells)))
+
+
+def matrix_lines(
+    cases: Sequence[CaseResult], *, tablefmt: str, name: Callable[[str], str], cell: Callable[[Cell], str]
+) -> list[str]:
+    """Return the table of a matrix; `name` and `cell` say how a name and a cell are written."""
+    matrix = matrix_of(cases)
+    rows = [[name(model), *map(cell, cells)] for model, cells in zip(matrix.models, matrix.cells, strict=True)]
+    headers = ["model", *map(name, matrix.engines)]
+    return tabulate(rows, headers, tablefmt=tablefmt, disable_numparse=True).splitlines()

@@ -3,10 +3,8 @@
 import textwrap
 from collections.abc import Iterator
 
-from tabulate import tabulate
-
 from harness.report.sentences import number, printable
-from harness.report.suite.matrix import Cell, matrix_of
+from harness.report.suite.matrix import Cell, matrix_lines
 from harness.report.table import count
 from harness.suite_results import CaseResult, CaseVerdict, SuiteResult
 
@@ -19,7 +17,8 @@ _CELL_WIDTH = 28
 def suite_text(result: SuiteResult, *, width: int) -> str:
     """Return a suite as lines; those of the list have at most `width` columns (80 at least)."""
     width = max(width, MIN_WIDTH)
-    blocks = [[headline(result)], list(_matrix(result)), list(_failed(result, width)), list(_facts(result))]
+    matrix = matrix_lines(result.cases, tablefmt="simple", name=printable, cell=_cell)
+    blocks = [[headline(result)], matrix, list(_failed(result, width)), list(_facts(result))]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
@@ -42,16 +41,6 @@ def facts(result: SuiteResult) -> list[tuple[str, str]]:
     if retried:
         found.append(("retried", f"{count(retried, 'case')} ran more than once, since a worker or a node was lost"))
     return [*found, *(("note", note) for note in result.notes)]
-
-
-def _matrix(result: SuiteResult) -> Iterator[str]:
-    matrix = matrix_of(result.cases)
-    rows = [
-        [printable(model), *(_cell(cell) for cell in cells)]
-        for model, cells in zip(matrix.models, matrix.cells, strict=True)
-    ]
-    headers = ["model", *map(printable, matrix.engines)]
-    yield from tabulate(rows, headers, tablefmt="simple", disable_numparse=True).splitlines()
 
 
 def _cell(cell: Cell) -> str:

@@ -153,12 +153,13 @@ def test_options():
     options = parse_llamacpp_options({"cache_type": "q8_0", "cache_type_v": "f16", "flash_attention": "on"})
     assert options.cache_names == ("Q8_0", "F16")
     assert options.cache_types == (8, 1)
+    assert not parse_llamacpp_options({"repack": "off"}).repack
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [("cache_type", "Q9"), ("threads", "0"), ("threads", "x"), ("flash_attention", "maybe"), ("gguf", "/none.gguf"),
-     ("rope_freq_base", "-1"), ("rope_freq_base", "nan"), ("nobody", "1")],
+     ("rope_freq_base", "-1"), ("rope_freq_base", "nan"), ("repack", "maybe"), ("type", "Q4_K"), ("nobody", "1")],
 )  # fmt: skip
 def test_impossible_options_are_refused(name, value):
     with pytest.raises(HarnessError) as caught:

@@ -55,7 +55,7 @@ def steps_of(name, weight):
 @pytest.mark.parametrize("name", ALL)
 def test_dequantised_weights_are_the_originals_rounded_to_steps(name, hf, tmp_path):
     with quantising(name):
-        _, dequantised = HF_TYPES[name].models(hf.folder, tmp_path)
+        _, dequantised = HF_TYPES[name].models(hf.checkpoint, tmp_path)
     for part in PROJECTIONS:
         path = f"model.layers.1.{part}"
         original, rounded = hf.module(path).weight, dequantised.module(path).weight
