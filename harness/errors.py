@@ -196,6 +196,13 @@ class HarnessError(Exception):
         """Exit status of a command that ends with this error."""
         return exit_status(self.code)
 
+    @property
+    def summary(self) -> str:
+        """What is wrong, in one line, without the code and the hint."""
+        details = {"where": self.where, "expected": self.expected, "actual": self.actual}
+        told = "; ".join(f"{name}: {value}" for name, value in details.items() if value is not None)
+        return printable(" ".join((f"{self.what} ({told})" if told else self.what).split()))
+
     def __str__(self) -> str:
         lines = [f"{self.code}: {self.what}"]
         details = {"where": self.where, "expected": self.expected, "actual": self.actual, "try": self.hint}

@@ -76,7 +76,7 @@ class EngineProcess:
         lifeline, self._lifeline = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [*self._command(python, brings_harness), str(lifeline)],
+                [*self._command(python, brings_harness, variables or {}), str(lifeline)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=[lifeline],
@@ -96,10 +96,12 @@ class EngineProcess:
             os.close(lifeline)
         self._unread = b""
 
-    def _command(self, python: str, brings_harness: bool) -> list[str]:
+    def _command(self, python: str, brings_harness: bool, variables: Mapping[str, str]) -> list[str]:
         if brings_harness:
             return [python, "-c", _START_ELSEWHERE.replace("{module}", self.module), str(_PACKAGE)]
         paths = [path for path in sys.path if path] if python == sys.executable else []
+        if paths and "PYTHONPATH" in variables:  # ours replace what Python has made of it
+            paths = [path for path in variables["PYTHONPATH"].split(os.pathsep) if path] + paths
         return [python, "-c", _START.format(module=self.module), json.dumps(paths)]
 
     @property

@@ -28,12 +28,14 @@ def expand(files: Sequence[Path], matrix: Matrix | None = None, *, where: object
     matrix = matrix or Matrix()
     found: list[tuple[Path | None, Case]] = [(path, load_case(path)) for path in _case_files(files)]
     cases: list[SuiteCase] = []
-    sources: dict[str, object] = {}
+    sources: dict[str, tuple[object, str]] = {}
+    """By name of a case: its file, and its model."""
     for path, case in found or [(None, _from_matrix(matrix, where))]:
         for expanded in _multiplied(path, case, matrix):
+            source = path or where, expanded.case.model
             if expanded.name in sources:
-                raise _duplicate(expanded.name, sources[expanded.name], path or where)
-            sources[expanded.name] = path or where
+                raise _duplicate(expanded.name, sources[expanded.name], source)
+            sources[expanded.name] = source
             cases.append(expanded)
     _refuse_unknown_labels(matrix, cases, where)
     kept = [_ruled(case, matrix.rules) for case in cases if not _is_any(case, matrix.exclude)]
@@ -156,12 +158,14 @@ def _refuse_unknown_labels(matrix: Matrix, cases: Sequence[SuiteCase], where: ob
                 )
 
 
-def _duplicate(name: str, first: object, second: object) -> HarnessError:
+def _duplicate(name: str, first: tuple[object, str], second: tuple[object, str]) -> HarnessError:
+    """Say what has the same name: two files, or two models of one file; else two values of an axis."""
+    differing = [f"{one} and {other}" for one, other in zip(first, second, strict=True) if one != other]
     return HarnessError(
         Code.BAD_SUITE,
         "two cases have one name",
         where=name,
         expected="a name for each case",
-        actual=str(first) if first == second else f"{first} and {second}",
+        actual=differing[0] if differing else "two values of one axis",
         hint='rename a file, or give the value of the matrix a name: {name = "...", path = "..."}',
     )

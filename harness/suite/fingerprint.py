@@ -1,13 +1,38 @@
-"""The versions that a check's numbers depend on: all machines of a suite have the same ones."""
+"""What an interpreter has: the versions that a check's numbers depend on, the same on all machines, and engines."""
 
-import json
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
+from pydantic import BaseModel, ConfigDict
+
+from harness.engines import engine_names
 from harness.version import __version__
 
 _PACKAGES = ("torch", "transformers", "safetensors")
+_NOT_INSTALLED = "not installed"
+
+
+class Installation(BaseModel):
+    """What an interpreter can do for a suite."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    versions: dict[str, str]
+    """See `fingerprint`."""
+    engines: list[str]
+    """Names of the engines that are installed."""
+
+    @property
+    def missing_packages(self) -> list[str]:
+        """Return the packages without which it can check nothing."""
+        return [name for name, found in self.versions.items() if found == _NOT_INSTALLED]
+
+
+def installation() -> Installation:
+    """Return what this interpreter has."""
+    return Installation(versions=fingerprint(), engines=engine_names())
 
 
 def fingerprint() -> dict[str, str]:
@@ -25,8 +50,8 @@ def _version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
-        return "not installed"
+        return _NOT_INSTALLED if find_spec(name) is None else "unknown"
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(fingerprint()))
+    sys.stdout.write(installation().model_dump_json())

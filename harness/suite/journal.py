@@ -4,6 +4,7 @@ It is what `--resume` reads. A line that was cut off in the middle, by a machine
 there: what it said is done again.
 """
 
+import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,7 @@ class Journal:
     def begin(cls, folder: Path) -> "Journal":
         """Begin a suite's journal in a folder that has none."""
         journal = cls(folder / JOURNAL_NAME)
-        journal._open(os.O_EXCL)
+        journal._open(os.O_CREAT | os.O_EXCL)
         journal._write({"record": "suite", "schema_version": SCHEMA_VERSION, "versions": fingerprint()})
         return journal
 
@@ -50,14 +51,15 @@ class Journal:
         """Go on with the journal of a suite that was interrupted.
 
         Raises:
-            HarnessError: BAD_SUITE_RESULT: there is none, it is no journal, or it is of other versions.
+            HarnessError: BAD_SUITE_RESULT: there is none, it is no journal, it is of other versions, or its suite
+                still runs.
         """
         journal = cls(folder / JOURNAL_NAME)
         records = _read(journal.path)
         _check_head(journal.path, records)
-        for record in records[1:]:
-            journal._remember(record)
         journal._open(0)
+        for record in _read(journal.path)[1:]:  # until it was ours alone, another process may have written
+            journal._remember(record)
         return journal
 
     def result_of(self, case: SuiteCase) -> CaseResult | None:
@@ -92,9 +94,21 @@ class Journal:
 
     def _open(self, flags: int) -> None:
         with writing(self.path):
-            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | flags, 0o644)
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | flags, 0o644)
+            self._lock()
             if not flags:
                 os.write(self._descriptor, b"\n")  # ends a line that was cut off
+
+    def _lock(self) -> None:
+        """Hold the file for this process alone, as long as it lives."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.close()
+            what, hint = "another process runs the suite in this folder", "wait until it has ended, or end it"
+            raise HarnessError(Code.BAD_SUITE_RESULT, what, where=self.path, hint=hint) from error
+        except OSError:  # a file system without locks
+            return
 
     def _write(self, record: Mapping[str, Any]) -> None:
         with writing(self.path):

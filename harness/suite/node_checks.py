@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from harness.errors import Code, HarnessError
 from harness.suite.fingerprint import fingerprint
 from harness.suite.node_task import Look
+from harness.suite.preflight import unknown_engine
 from harness.suite.task import SuiteCase
 
 
@@ -27,10 +28,10 @@ def refuse_differences(looks: Sequence[Look]) -> None:
     """
     own = fingerprint()
     for seen in looks:
-        if seen.versions != own:
-            raise _differing("a node has other versions than this machine", seen.name, own, seen.versions)
+        if seen.own.versions != own:
+            raise _differing("a node has other versions than this machine", seen.name, own, seen.own.versions)
     for name in sorted({name for seen in looks for name in seen.environments}):
-        having = [(seen.name, versions) for seen in looks if (versions := seen.environments.get(name)) is not None]
+        having = [(seen.name, found.versions) for seen in looks if (found := seen.environments.get(name)) is not None]
         for node, versions in having:
             if versions != having[0][1]:
                 what = f"the environment {name!r} has other versions on two nodes"
@@ -50,10 +51,10 @@ def _differing(what: str, where: str, expected: Mapping[str, str], actual: Mappi
 
 
 def refuse_missing(looks: Sequence[Look], cases: Sequence[SuiteCase]) -> None:
-    """Refuse cases whose model or environment no node has.
+    """Refuse cases whose model, environment or engine no node has.
 
     Raises:
-        HarnessError: NOT_A_CHECKPOINT, BAD_SUITE.
+        HarnessError: NOT_A_CHECKPOINT, BAD_SUITE, UNKNOWN_ENGINE.
     """
     for case in cases:
         if all(case.case.model in seen.missing_models for seen in looks):
@@ -62,7 +63,11 @@ def refuse_missing(looks: Sequence[Look], cases: Sequence[SuiteCase]) -> None:
                 Code.NOT_A_CHECKPOINT, what, where=case.name, expected="a folder or a cached hub id",
                 actual=case.case.model, hint=hint,
             )  # fmt: skip
-        if case.environment and all(seen.environments.get(case.environment) is None for seen in looks):
+        places = [found for seen in looks if (found := seen.installed(case.environment)) is not None]
+        if not places:
             what = f"no node has the environment {case.environment!r}"
             hint = "install it, with the harness in it, at the same path on at least one node"
             raise HarnessError(Code.BAD_SUITE, what, where=case.name, hint=hint)
+        if all(case.case.engine not in found.engines for found in places):
+            known = sorted({engine for found in places for engine in found.engines})
+            raise unknown_engine(case, f"no node has an engine called {case.case.engine!r}", known)

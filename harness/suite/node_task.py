@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict
 
 from harness.errors import HarnessError
 from harness.scratch import scratch_folder
-from harness.suite.fingerprint import fingerprint, node_name
-from harness.suite.preflight import missing_models, versions_in
+from harness.suite.fingerprint import Installation, installation, node_name
+from harness.suite.preflight import installed_in, missing_models
 from harness.suite.process import ProcessShelf
 from harness.suite.store import DamagedBlobError, Store
 from harness.suite.task import Answer, Environment, Loss, Task
@@ -30,11 +30,16 @@ class Look(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     name: str
-    versions: dict[str, str]
+    own: Installation
+    """Of the Python that the cluster runs there."""
     missing_models: list[str]
-    environments: dict[str, dict[str, str] | None]
-    """By name of an environment: its versions, None if it has no interpreter with the harness."""
+    environments: dict[str, Installation | None]
+    """By name of an environment: what it has, None if it cannot run the harness."""
     store_error: str | None
+
+    def installed(self, environment: str | None) -> Installation | None:
+        """Return what an environment has, None being the node's own; None if it is not there."""
+        return self.own if environment is None else self.environments.get(environment)
 
 
 def look(models: Sequence[str], environments: Mapping[str, Mapping[str, Any]], store: str, probe: str) -> str:
@@ -48,12 +53,17 @@ def look(models: Sequence[str], environments: Mapping[str, Mapping[str, Any]], s
     """
     found = Look(
         name=node_name(),
-        versions=fingerprint(),
+        own=installation(),
         missing_models=missing_models(models),
-        environments={name: versions_in(Environment(**each)) for name, each in environments.items()},
+        environments={name: _installed_in(Environment(**each)) for name, each in environments.items()},
         store_error=_store_error(store, probe),
     )
     return found.model_dump_json()
+
+
+def _installed_in(environment: Environment) -> Installation | None:
+    found = installed_in(environment)
+    return None if found is None or found.missing_packages else found
 
 
 def run_on_node(task: str) -> str:
@@ -78,5 +88,5 @@ def _store_error(url: str, probe: str) -> str | None:
     except DamagedBlobError as error:
         return f"{error}: it is another folder than the driver's"
     except HarnessError as error:
-        return str(error)
+        return error.summary
     return None

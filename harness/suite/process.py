@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -90,7 +91,9 @@ class ProcessShelf:
         try:
             process = self._take(setting)
         except (HarnessError, OSError) as error:
-            return Loss(reason=f"no process could be started for it: {error}")
+            why = error.summary if isinstance(error, HarnessError) else str(error)
+            return Loss(reason=f"no process could be started for it: {why}")
+        begin = time.perf_counter()
         try:
             message = {"task": task.model_dump(mode="json")}
             said = process.ask(message, doing=task.label, timeout_s=task.case.time_limit_s)
@@ -98,7 +101,8 @@ class ProcessShelf:
             self._give_back(process, None)
             if _KILLED.search(error.what):
                 return Loss(reason=error.what)
-            return Answer(verdict="error", code=error.code.value, reason=error.what)
+            seconds = time.perf_counter() - begin
+            return Answer(verdict="error", code=error.code.value, reason=error.what, seconds=seconds)
         self._give_back(process, setting)
         return Loss.model_validate(said["loss"]) if "loss" in said else Answer.model_validate(said["answer"])
 

@@ -48,9 +48,10 @@ class Node:
         )
 
     def has(self, case: SuiteCase) -> bool:
-        """Return whether the node has the model, the environment, and, when it is idle, the resources."""
-        has_environment = case.environment is None or self.look.environments.get(case.environment) is not None
-        return case.case.model not in self.look.missing_models and has_environment and case.resources.within(self.all)
+        """Return whether the node has the model, environment and engine, and, when it is idle, the resources."""
+        place = self.look.installed(case.environment)
+        has_engine = place is not None and case.case.engine in place.engines
+        return case.case.model not in self.look.missing_models and has_engine and case.resources.within(self.all)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +77,7 @@ class RayPool:
 
         Raises:
             HarnessError: NO_CLUSTER; STORE_FAILED; NODES_DIFFER; NOT_A_CHECKPOINT: no node has a model of the suite;
-                BAD_SUITE: no node has an environment.
+                BAD_SUITE: no node has an environment. UNKNOWN_ENGINE: no node has an engine.
         """
         self._ray = connected(address)
         self._models = sorted({case.case.model for case in cases})
@@ -193,7 +194,7 @@ class RayPool:
             seen = Look.model_validate_json(self._ray.get(reference))
         except self._ray.exceptions.RayError:
             return  # it is lost already, or is looked at once more
-        if seen.versions != fingerprint() or seen.store_error or id not in alive:
+        if seen.own.versions != fingerprint() or seen.store_error or id not in alive:
             self._refused.add(id)
             self._nodes.pop(id, None)
         elif id in self._nodes:

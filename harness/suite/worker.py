@@ -49,8 +49,8 @@ def run_task(task: Task) -> Answer | Loss:
         return Loss(reason=f"its golden did not arrive: {error}", needs_golden=True)
     except HarnessError as error:
         if error.code is Code.STORE_FAILED:
-            return Loss(reason=str(error))
-        found = _error(error.code, _one_line(error))
+            return Loss(reason=f"{error.code}: {error.summary}")
+        found = _error(error.code, error.summary)
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(where.filename).name}, line {where.lineno}"
@@ -130,12 +130,6 @@ def _figures(result: CheckResult) -> dict[str, float]:
 
 def _error(code: Code, reason: str) -> Answer:
     return Answer(verdict="error", code=code.value, reason=reason)
-
-
-def _one_line(error: HarnessError) -> str:
-    details = {"where": error.where, "expected": error.expected, "actual": error.actual}
-    told = "; ".join(f"{name}: {value}" for name, value in details.items() if value is not None)
-    return f"{error.what} ({told})" if told else error.what
 
 
 def _packed(text: str) -> str:

@@ -127,7 +127,7 @@ def _preflight(cases: "list[SuiteCase]", matrix: "Matrix", *, is_local: bool, lo
     check_engines(cases)
     if is_local:
         check_models(cases, local_files_only=local_files_only)
-        check_environments(matrix.environments)
+        check_engines(cases, check_environments(matrix.environments))
 
 
 @contextmanager

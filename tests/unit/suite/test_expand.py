@@ -148,6 +148,16 @@ def test_two_files_of_one_name_are_both_said(cases, tmp_path):
     assert caught.value.actual == f"{cases / 'a.toml'} and {other}"
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("model = ['a/x', 'b/x']", "a/x and b/x"), ("dtype = ['float32', 'float32']", "two values of one axis")],
+)
+def test_two_values_of_one_name_are_both_said(expanded, text, says):
+    with pytest.raises(HarnessError) as caught:
+        expanded(text)
+    assert caught.value.actual == says
+
+
 @pytest.mark.parametrize("files", [[], ["empty"]])
 def test_nothing_to_run_is_an_error(tmp_path, files):
     (tmp_path / "empty").mkdir()

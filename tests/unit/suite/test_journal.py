@@ -61,6 +61,15 @@ def test_a_suite_of_other_versions_is_not_gone_on_with(journal):
     assert caught.value.actual["torch"] == "1.0"
 
 
+def test_a_suite_that_still_runs_is_not_gone_on_with(journal):
+    running = Journal.resume(journal.parent)
+    with pytest.raises(HarnessError, match="another process runs the suite in this folder") as caught:
+        Journal.resume(journal.parent)
+    assert caught.value.code is Code.BAD_SUITE_RESULT
+    running.close()
+    Journal.resume(journal.parent).close()
+
+
 @pytest.mark.parametrize("content", [None, b"", b"{}", b"\xff\n", b'{"record": "suite", "schema_version": 9}'])
 def test_what_is_no_journal_is_said(tmp_path, content):
     if content is not None:

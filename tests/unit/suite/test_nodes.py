@@ -6,7 +6,7 @@ import pytest
 
 from harness.errors import Code, HarnessError
 from harness.suite import node_task
-from harness.suite.fingerprint import fingerprint
+from harness.suite.fingerprint import Installation, fingerprint, installation
 from harness.suite.node_checks import refuse_differences, refuse_missing, refuse_store
 from harness.suite.node_task import Look, look
 from harness.suite.ray_pool import Node, RayPool, _Running
@@ -15,8 +15,12 @@ from harness.suite.task import Answer, Loss, Resources, Task
 
 
 def seen(name: str = "n", **more) -> Look:
-    found = {"versions": fingerprint(), "missing_models": [], "environments": {}, "store_error": None}
+    found = {"own": installation(), "missing_models": [], "environments": {}, "store_error": None}
     return Look(name=name, **{**found, **more})
+
+
+def installed(*engines: str, **versions: str) -> Installation:
+    return Installation(versions=versions, engines=list(engines))
 
 
 def node(name: str, *, cpus: float = 2.0, gpus: float = 0.0, **more) -> Node:
@@ -47,15 +51,19 @@ def test_a_case_goes_where_its_model_has_run_and_else_where_most_is_free(pool, m
 
 def test_a_case_goes_only_where_model_environment_and_resources_are(pool, make_case):
     case = make_case("x", gpus=1.0).model_copy(update={"environment": "old"})
+    old = {"old": installed("reference")}
     lacking = {
-        "no model": node("no model", gpus=1.0, missing_models=["some/model"], environments={"old": {}}),
+        "no model": node("no model", gpus=1.0, missing_models=["some/model"], environments=old),
         "no environment": node("no environment", gpus=1.0, environments={"old": None}),
-        "no gpu": node("no gpu", environments={"old": {}}),
+        "no gpu": node("no gpu", environments=old),
+        "no engine": node("no engine", gpus=1.0, missing_models=["some/model"], environments={"old": installed("hf")}),
     }
     pool._nodes = dict(lacking)
     assert place(pool, case) is None
     assert pool.refusal(case) == "no environment has 2 CPUs, 8 GiB, 1 GPUs; no gpu has 2 CPUs, 8 GiB"
-    pool._nodes["all"] = node("all", gpus=1.0, environments={"old": {}})
+    pool._nodes["no engine"].look.missing_models.clear()
+    assert place(pool, case) is None
+    pool._nodes["all"] = node("all", gpus=1.0, environments=old)
     assert place(pool, case) == "all"
     assert pool.refusal(case) is None
 
@@ -102,7 +110,7 @@ def test_a_golden_that_is_gone_says_nothing_of_the_node(pool, make_case):
 
 
 def test_versions_that_differ_are_refused_with_the_node_and_both_versions():
-    other = seen("odd", versions={**fingerprint(), "torch": "1.0"})
+    other = seen("odd", own=installed(**{**fingerprint(), "torch": "1.0"}))
     with pytest.raises(HarnessError) as caught:
         refuse_differences([seen(), other])
     error = caught.value
@@ -110,10 +118,10 @@ def test_versions_that_differ_are_refused_with_the_node_and_both_versions():
 
 
 def test_an_environment_that_is_another_one_on_another_node_is_refused():
-    looks = [seen(name, environments={"old": versions}) for name, versions in (("a", {"torch": "2"}), ("b", None))]
+    looks = [seen("a", environments={"old": installed(torch="2")}), seen("b", environments={"old": None})]
     refuse_differences(looks)
     with pytest.raises(HarnessError, match="the environment 'old' has other versions on two nodes") as caught:
-        refuse_differences([*looks, seen("c", environments={"old": {"torch": "1"}})])
+        refuse_differences([*looks, seen("c", environments={"old": installed(torch="1")})])
     assert (caught.value.where, caught.value.actual) == ("a and c", {"torch": "1"})
 
 
@@ -127,6 +135,17 @@ def test_a_model_or_environment_that_no_node_has_is_refused_with_its_case(make_c
         refuse_missing([seen(environments={"old": None})], [case.model_copy(update={"environment": "old"})])
 
 
+def test_an_engine_that_no_node_has_is_refused_with_its_case_and_place(make_case):
+    case, without = make_case("x"), seen(own=installed("hf", "mine"))
+    refuse_missing([without, seen()], [case])
+    with pytest.raises(HarnessError, match="no node has an engine called 'reference'") as caught:
+        refuse_missing([without], [case])
+    error = caught.value
+    assert (error.code, error.where, error.expected) == (Code.UNKNOWN_ENGINE, "x", "hf, mine")
+    with pytest.raises(HarnessError, match="no node has an engine called 'reference' in the environment 'old'"):
+        refuse_missing([seen(environments={"old": without.own})], [case.model_copy(update={"environment": "old"})])
+
+
 def test_a_node_says_what_it_has(tmp_path):
     store = Store(str(tmp_path / "store"))
     store.check()
@@ -136,9 +155,10 @@ def test_a_node_says_what_it_has(tmp_path):
     environments = {"own": {}, "none": {"python": "/no/python"}}
     found = Look.model_validate_json(look(models, environments, str(tmp_path / "store"), digest))
     assert found.missing_models == ["/no/such/model"]
-    assert found.environments["own"] == fingerprint()
+    assert found.environments["own"] == found.own == installation()
     assert found.environments["none"] is None
-    assert found.versions == fingerprint()
+    assert found.own.versions == fingerprint()
+    assert "reference" in found.own.engines
     assert found.store_error is None
 
 

@@ -81,6 +81,7 @@ def test_every_case_ends_in_one_way_whatever_becomes_of_its_process(worker, make
     assert "exit status 7" in reasons["exit"]
     assert "SIGKILL" in reasons["killed"]
     assert "0.3 s" in reasons["hang"]
+    assert next(case.seconds for case in result.cases if case.name == "hang") >= 0.3
     assert reasons["bad-prompt"] == "its golden: the prompt is too long"
     assert {case.name: case.attempts for case in result.cases} == dict.fromkeys(found, 1) | {
         "killed": 3, "once-killed": 2, "gone": 2,
