@@ -28,6 +28,7 @@ from harness.bench.shape import Shape, build_checkpoint, find_shape
 from harness.bench.workload import Workload, even_workload, uneven_workload
 from harness.case import DTYPES
 from harness.engines.adapter import engine_module, refuse_unknown_options
+from harness.engines.reference_backend import choose_backend
 from harness.environment import describe_machine
 from harness.errors import Code, HarnessError
 from harness.progress import Progress
@@ -93,6 +94,7 @@ def run_bench(
         setting = _setting(folder, workloads, dtype=dtype, device=device, engine=engine, engine_options=engine_options)
         groups = peer_groups(peer_names, device, engine)
         found = _run_groups(groups, workloads, setting, [engine, *peer_names], repeats, progress)
+        backend = _reference_backend(found, setting)
     return BenchResult(
         shape=shape_name,
         num_parameters=num_parameters,
@@ -110,7 +112,16 @@ def run_bench(
         absent=found.absent,
         engine=engine,
         resident_bytes=found.grown_bytes,
+        reference_backend=backend,
     )
+
+
+def _reference_backend(found: Found, setting: BenchConfig) -> str:
+    """Describe the backend of the reference engine, the one that is timed or a peer; empty where it is neither."""
+    if not any(OURS in own for own in found.tokens):
+        return ""
+    options = setting.engine_options if setting.engine == OURS else {}
+    return choose_backend(options, folder=setting.folder, device=setting.device).description
 
 
 def _check_engine(engine: str, options: Mapping[str, str]) -> None:

@@ -185,13 +185,19 @@ def open_reference_engine(
     Raises:
         HarnessError: the device is not there, or the engine cannot serve the checkpoint.
     """
+    from harness.engines.reference_backend import choose_backend
     from harness.engines.reference_errors import reference_errors
     from harness.engines.reference_options import parse_reference_options
     from harness.plan import check_device, resolve_dtype
     from reference_engine import EngineConfig, LLMEngine
 
     check_device(device or "cpu")
-    given = {"max_num_seqs": 1, **parse_reference_options(opt.parse_engine_options(options))}
+    chosen = choose_backend(
+        opt.parse_engine_options(options), folder=folder, device=device or "cpu", has_adapters=bool(adapters)
+    )
+    if chosen.why_slower:
+        typer.echo(chosen.description, err=True)
+    given = {"max_num_seqs": 1, **parse_reference_options(chosen.options)}
     with reference_errors(folder):
         config = EngineConfig(dtype=resolve_dtype(dtype or "auto", folder), device=device or "cpu", **given)
         return LLMEngine(folder, config, adapters=adapters)
