@@ -21,7 +21,7 @@ import torch
 
 from reference_engine.errors import DeviceError
 
-__all__ = ["find_compiler", "load_operators"]
+__all__ = ["cache_folder", "find_compiler", "load_operators"]
 
 SOURCE = Path(__file__).parent / "kernels" / "cpu.cpp"
 HEADERS = SOURCE.with_suffix("")
@@ -38,6 +38,11 @@ VECTORS = {
 """By torch's own choice of instructions, which the variable ATEN_CPU_CAPABILITY can lower; others: the compiler's."""
 TIME_LIMIT_S = 600
 HINT = "Set the variable CXX to a compiler for C++20, or choose attention_backend=paged."
+
+
+def cache_folder() -> Path:
+    """Return where this package keeps what it has made for the machine; it need not be there."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reference_engine"
 
 
 def find_compiler() -> list[str]:
@@ -77,8 +82,7 @@ def _compiled() -> Path:
     ]  # fmt: skip
     sources = [path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(HEADERS.glob("*.h")))]
     made_of = "\n".join([*sources, torch.__version__, *command])
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reference_engine"
-    library = folder / f"kernels-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
+    library = cache_folder() / f"kernels-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     if not library.is_file():
         try:
             _compile(command, library)

@@ -29,6 +29,7 @@ from harness.bench.workload import Workload, even_workload, uneven_workload
 from harness.case import DTYPES
 from harness.engines.adapter import engine_module, refuse_unknown_options
 from harness.engines.reference_backend import choose_backend
+from harness.engines.reference_threads import engine_threads
 from harness.environment import describe_machine
 from harness.errors import Code, HarnessError
 from harness.progress import Progress
@@ -87,7 +88,11 @@ def run_bench(
     _check_engine(engine, engine_options)
     _check_dtype(dtype)
     workloads = _workloads(shape, seed, num_requests or shape.uneven.num_requests)
-    with quiet_peers(), tempfile.TemporaryDirectory() as temporary:
+    with (
+        quiet_peers(),
+        engine_threads(shape.hidden_size, device) as threads,
+        tempfile.TemporaryDirectory() as temporary,
+    ):
         folder = Path(temporary)
         progress("building the model", 0, 1)
         num_parameters = build_checkpoint(shape, folder, dtype=dtype, seed=seed, device=device)
@@ -95,13 +100,14 @@ def run_bench(
         groups = peer_groups(peer_names, device, engine)
         found = _run_groups(groups, workloads, setting, [engine, *peer_names], repeats, progress)
         backend = _reference_backend(found, setting)
+        machine = describe_machine(device)
     return BenchResult(
         shape=shape_name,
         num_parameters=num_parameters,
         dtype=dtype,
         seed=seed,
         repeats=repeats,
-        machine=describe_machine(device),
+        machine=machine,
         copy_bytes_per_second=median(found.copies),
         copy_spread=(min(found.copies), max(found.copies)),
         measures=_measures(found.timed, engine),
@@ -112,6 +118,7 @@ def run_bench(
         absent=found.absent,
         engine=engine,
         resident_bytes=found.grown_bytes,
+        threads=threads,
         reference_backend=backend,
     )
 

@@ -17,6 +17,7 @@ def _head(result: BenchResult) -> str:
             f"{result.shape}, {result.num_parameters / 1e6:.3g}M parameters, {result.dtype}, {result.repeats} repeats",
             result.machine.hardware,
             result.machine.software,
+            *([f"threads: {result.threads}"] if result.threads else []),
             *([f"{OURS}: {result.reference_backend}"] if result.reference_backend else []),
         ]
     )

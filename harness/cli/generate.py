@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -206,7 +205,7 @@ def open_reference_engine(
 def _answer(source: _Source, folder: Path, num_prompt_tokens: int, show: Callable[[str], None] | None) -> Answer:
     """Take the tokens, and hand each piece of text to `show` when it is there."""
     from harness.engines.reference_errors import reference_errors
-    from harness.threads import limit_threads
+    from harness.engines.reference_threads import engine_threads
     from reference_engine.detokenizer import Detokenizer
     from reference_engine.tokenizer import Tokenizer
 
@@ -217,7 +216,7 @@ def _answer(source: _Source, folder: Path, num_prompt_tokens: int, show: Callabl
     seconds: list[float] = []
     finish_reason = "length"
     hidden_size = int(read_config(folder).get("hidden_size", 0))
-    with limit_threads(hidden_size) if source.device == "cpu" else nullcontext():
+    with engine_threads(hidden_size, source.device):
         start = time.perf_counter()
         for token, reason in source.tokens:
             seconds.append(time.perf_counter() - start)
