@@ -21,7 +21,7 @@ import torch
 
 from reference_engine.errors import DeviceError
 
-__all__ = ["find_compiler", "load_operators"]
+__all__ = ["cache_folder", "find_compiler", "load_operators"]
 
 SOURCE = Path(__file__).parent / "kernels" / "cpu.cpp"
 HEADERS = SOURCE.with_suffix("")
@@ -37,6 +37,12 @@ VECTORS = {
 }
 """By torch's own choice of instructions, which the variable ATEN_CPU_CAPABILITY can lower; others: the compiler's."""
 TIME_LIMIT_S = 600
+HINT = "Set the variable CXX to a compiler for C++20, or choose attention_backend=paged."
+
+
+def cache_folder() -> Path:
+    """Return where this package keeps what it has made for the machine; it need not be there."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reference_engine"
 
 
 def find_compiler() -> list[str]:
@@ -64,36 +70,36 @@ def load_operators() -> SimpleNamespace:
 
 def _compiled() -> Path:
     """Return the compiled library, from the cache if it is there."""
+    compiler = find_compiler()
+    if not compiler:
+        raise DeviceError("there is no C++ compiler", hint=HINT)
     torch_folder = Path(torch.__file__).parent
     include, libraries = torch_folder / "include", torch_folder / "lib"
     vectors = VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())
     command = [
-        *find_compiler(), *OPTIONS, *EXACTNESS, *vectors, f"-I{include}", f"-I{include / 'torch/csrc/api/include'}",
+        *compiler, *OPTIONS, *EXACTNESS, *vectors, f"-I{include}", f"-I{include / 'torch/csrc/api/include'}",
         str(SOURCE), f"-L{libraries}", "-ltorch", "-ltorch_cpu",
     ]  # fmt: skip
     sources = [path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(HEADERS.glob("*.h")))]
     made_of = "\n".join([*sources, torch.__version__, *command])
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reference_engine"
-    library = folder / f"kernels-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
+    library = cache_folder() / f"kernels-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     if not library.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        _compile(command, library)
-    return library
-
-
-def _compile(command: list[str], library: Path) -> None:
-    """Write the library in one go: other processes may be doing the same."""
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
         try:
-            subprocess.run(
-                [*command, "-o", str(made)], check=True, capture_output=True, text=True, timeout=TIME_LIMIT_S
-            )
+            _compile(command, library)
         except (OSError, subprocess.SubprocessError) as error:
             raise DeviceError(
                 "the C++ kernels could not be compiled",
                 where=command[0],
                 actual=(getattr(error, "stderr", None) or str(error)).strip()[-1000:],
-                hint="Set the variable CXX to another compiler (C++20), or choose attention_backend=paged.",
+                hint=HINT,
             ) from error
+    return library
+
+
+def _compile(command: list[str], library: Path) -> None:
+    """Write the library in one go: other processes may be doing the same."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True, timeout=TIME_LIMIT_S)
         made.replace(library)

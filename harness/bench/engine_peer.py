@@ -6,6 +6,7 @@ from harness.bench.peer import OURS, BenchConfig, Generation
 from harness.bench.workload import Workload
 from harness.engines import open_engine
 from harness.engines.continuation import Continuation
+from harness.engines.reference_backend import choose_backend
 from harness.engines.reference_errors import reference_errors
 from harness.engines.reference_options import parse_reference_options
 from reference_engine import EngineConfig
@@ -25,6 +26,7 @@ class EnginePeer:
         """
         options = setting.engine_options if name == setting.engine else {}
         if name == OURS:
+            options = choose_backend(options, folder=setting.folder, device=setting.device).options
             options = {**_reference_sizes(setting, options), **options}
         engine = open_engine(name, setting.folder, dtype=setting.dtype, device=setting.device, options=options)
         self.name = name

@@ -28,6 +28,8 @@ from harness.bench.shape import Shape, build_checkpoint, find_shape
 from harness.bench.workload import Workload, even_workload, uneven_workload
 from harness.case import DTYPES
 from harness.engines.adapter import engine_module, refuse_unknown_options
+from harness.engines.reference_backend import choose_backend
+from harness.engines.reference_threads import engine_threads
 from harness.environment import describe_machine
 from harness.errors import Code, HarnessError
 from harness.progress import Progress
@@ -86,20 +88,26 @@ def run_bench(
     _check_engine(engine, engine_options)
     _check_dtype(dtype)
     workloads = _workloads(shape, seed, num_requests or shape.uneven.num_requests)
-    with quiet_peers(), tempfile.TemporaryDirectory() as temporary:
+    with (
+        quiet_peers(),
+        engine_threads(shape.hidden_size, device) as threads,
+        tempfile.TemporaryDirectory() as temporary,
+    ):
         folder = Path(temporary)
         progress("building the model", 0, 1)
         num_parameters = build_checkpoint(shape, folder, dtype=dtype, seed=seed, device=device)
         setting = _setting(folder, workloads, dtype=dtype, device=device, engine=engine, engine_options=engine_options)
         groups = peer_groups(peer_names, device, engine)
         found = _run_groups(groups, workloads, setting, [engine, *peer_names], repeats, progress)
+        backend = _reference_backend(found, setting)
+        machine = describe_machine(device)
     return BenchResult(
         shape=shape_name,
         num_parameters=num_parameters,
         dtype=dtype,
         seed=seed,
         repeats=repeats,
-        machine=describe_machine(device),
+        machine=machine,
         copy_bytes_per_second=median(found.copies),
         copy_spread=(min(found.copies), max(found.copies)),
         measures=_measures(found.timed, engine),
@@ -110,7 +118,17 @@ def run_bench(
         absent=found.absent,
         engine=engine,
         resident_bytes=found.grown_bytes,
+        threads=threads,
+        reference_backend=backend,
     )
+
+
+def _reference_backend(found: Found, setting: BenchConfig) -> str:
+    """Describe the backend of the reference engine, the one that is timed or a peer; empty where it is neither."""
+    if not any(OURS in own for own in found.tokens):
+        return ""
+    options = setting.engine_options if setting.engine == OURS else {}
+    return choose_backend(options, folder=setting.folder, device=setting.device).description
 
 
 def _check_engine(engine: str, options: Mapping[str, str]) -> None:

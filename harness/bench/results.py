@@ -82,6 +82,11 @@ class BenchResult:
     resident_bytes: Mapping[str, int] = field(default_factory=dict)
     """By engine: what the process grew by on the host when it was opened and had run every workload once."""
 
+    threads: str = ""
+    """How many threads all engines had, and how that number was found."""
+    reference_backend: str = ""
+    """The reference engine's attention backend, where it is timed, and why it is not the fast one."""
+
     def json(self) -> dict[str, Any]:
         """Return everything as JSON-able data."""
         measures = [

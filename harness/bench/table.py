@@ -2,6 +2,7 @@
 
 from tabulate import tabulate
 
+from harness.bench.peer import OURS
 from harness.bench.results import BenchResult, Measure
 
 
@@ -16,6 +17,8 @@ def _head(result: BenchResult) -> str:
             f"{result.shape}, {result.num_parameters / 1e6:.3g}M parameters, {result.dtype}, {result.repeats} repeats",
             result.machine.hardware,
             result.machine.software,
+            *([f"threads: {result.threads}"] if result.threads else []),
+            *([f"{OURS}: {result.reference_backend}"] if result.reference_backend else []),
         ]
     )
 

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -185,13 +184,19 @@ def open_reference_engine(
     Raises:
         HarnessError: the device is not there, or the engine cannot serve the checkpoint.
     """
+    from harness.engines.reference_backend import choose_backend
     from harness.engines.reference_errors import reference_errors
     from harness.engines.reference_options import parse_reference_options
     from harness.plan import check_device, resolve_dtype
     from reference_engine import EngineConfig, LLMEngine
 
     check_device(device or "cpu")
-    given = {"max_num_seqs": 1, **parse_reference_options(opt.parse_engine_options(options))}
+    chosen = choose_backend(
+        opt.parse_engine_options(options), folder=checkpoint.folder, device=device or "cpu", has_adapters=bool(adapters)
+    )
+    if chosen.why_slower:
+        typer.echo(chosen.description, err=True)
+    given = {"max_num_seqs": 1, **parse_reference_options(chosen.options)}
     with reference_errors(checkpoint.folder):
         config = EngineConfig(dtype=resolve_dtype(dtype or "auto", checkpoint), device=device or "cpu", **given)
         return LLMEngine(checkpoint.folder, config, adapters=adapters)
@@ -202,7 +207,7 @@ def _answer(
 ) -> Answer:
     """Take the tokens, and hand each piece of text to `show` when it is there."""
     from harness.engines.reference_errors import reference_errors
-    from harness.threads import limit_threads
+    from harness.engines.reference_threads import engine_threads
     from reference_engine.detokenizer import Detokenizer
     from reference_engine.tokenizer import Tokenizer
 
@@ -212,7 +217,7 @@ def _answer(
     generated: list[int] = []
     seconds: list[float] = []
     finish_reason = "length"
-    with limit_threads(checkpoint.hidden_size) if source.device == "cpu" else nullcontext():
+    with engine_threads(checkpoint.hidden_size, source.device):
         start = time.perf_counter()
         for token, reason in source.tokens:
             seconds.append(time.perf_counter() - start)

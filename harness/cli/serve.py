@@ -2,7 +2,6 @@
 
 import os
 import socket
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,7 +48,7 @@ def serve(
         report("loading", 0, 1)
         _refuse_without_packages()
         from harness.cli.generate import embedded_model, open_reference_engine
-        from harness.threads import limit_threads
+        from harness.engines.reference_threads import engine_threads
         from reference_engine.server.app import build_app
         from reference_engine.server.text import Text
 
@@ -63,8 +62,7 @@ def serve(
             api_key = os.environ.get(API_KEY) or None
             app = build_app(engine, Text(checkpoint.folder), model=served, api_key=api_key)
             report("serving", 1, 1)
-            is_cpu = engine.runner.device.type == "cpu"
-            with limit_threads(engine.model_config.hidden_size) if is_cpu else nullcontext():
+            with engine_threads(engine.model_config.hidden_size, str(engine.runner.device)):
                 _run(app, listener)
     return ExitStatus.PASS
 

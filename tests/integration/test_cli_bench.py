@@ -57,6 +57,8 @@ def test_all_measures_of_all_peers(harness, tmp_path):
     )
     assert document["copy_bytes_per_second"] > 1e8
     assert document["machine"]["num_threads"] >= 1
+    assert document["reference_backend"] == "attention_backend=paged"  # of a model this small
+    assert "\nreference: attention_backend=paged\n" in ran.out
 
 
 def test_json_goes_to_standard_output(harness):

@@ -24,8 +24,8 @@ constexpr int64_t kTileRows = 4, kTileOutputs = 6;  // sums in 24 of 32 register
 #else
 constexpr int64_t kTileRows = 4, kTileOutputs = 3;  // sums in 12 of 16
 #endif
-// Outputs of a single row that are computed at once: enough sums to hide the time that an addition takes.
-constexpr int64_t kRowOutputs = 8;
+// Outputs of a single row that are computed at once. One or two streams of weights come faster than four or eight.
+constexpr int64_t kRowOutputs = 2;
 // Rows of x that stay in the second cache while weights go by.
 constexpr int64_t kBlockRows = 32;
 // Outputs that a thread takes at once; whoever is done first takes the next.

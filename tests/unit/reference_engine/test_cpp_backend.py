@@ -53,6 +53,20 @@ def test_the_variable_cxx_names_the_compiler(monkeypatch: pytest.MonkeyPatch) ->
     assert find_compiler() == []
 
 
+def test_without_a_compiler_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpp_operators, "find_compiler", list)
+    with pytest.raises(DeviceError, match=r"^there is no C\+\+ compiler\. Set the variable CXX"):
+        cpp_operators._compiled()
+
+
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", sys.executable)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(DeviceError, match=r"could not be compiled, in .*: found .*file/reference_engine"):
+        cpp_operators._compiled()
+
+
 def test_a_compiler_that_fails_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", f"{sys.executable} --no-such-option")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
