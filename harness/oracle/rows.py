@@ -30,11 +30,8 @@ def as_rows(tensor: torch.Tensor, dim: int, num_requests: int, num_tokens: int) 
         tensor = tensor.transpose(1, 2)
     if dim == 0 and tensor.shape[0] == num_requests * num_tokens:
         return tensor
-    return (
-        tensor.reshape(num_requests * num_tokens, *tensor.shape[2 if dim else 0 :])
-        if dim
-        else tensor.reshape(num_requests * num_tokens, -1)
-    )
+    rest = tensor.shape[2:] if dim else (-1,)
+    return tensor.reshape(num_requests * num_tokens, *rest)
 
 
 def from_rows(rows: torch.Tensor, like: torch.Tensor, dim: int) -> torch.Tensor:

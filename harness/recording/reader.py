@@ -80,8 +80,9 @@ class Recording:
             for name, stored in names.items()
             if stored == entry.name
         ]
+        is_as_stored = list(names) == [entry.name for entry in self.manifest.taps]
         for step in self.steps:
-            step.names = {} if all(name == stored for name, stored in names.items()) else names
+            step.names = {} if is_as_stored else names
         return self
 
     @classmethod

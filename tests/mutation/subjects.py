@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _RECORDING = ("test_recording.py", "test_recording_failures.py", "test_recording_hostile.py")
+_RECORDING_OWN = {"merge": ("test_merge_ranks.py",)}
 _ENGINE = {
     "scheduler": ("test_scheduler.py", "test_engine.py"),
     "block_pool": ("test_block_pool.py", "test_block_manager.py", "test_engine_sharing.py"),
@@ -95,7 +96,8 @@ def files_of_tests(path: str, *, all_tests: bool) -> tuple[str, ...]:
     if folder.count("/") == 2:  # a package in a package is tested in one file
         module = folder.rpartition("/")[2]
     if package == "recording":
-        return tuple(f"tests/unit/{name}" for name in _RECORDING)
+        own = _RECORDING_OWN.get(module, (f"recording/test_{module}.py",))
+        return tuple(f"tests/unit/{name}" for name in (*own, *_RECORDING) if (ROOT / "tests" / "unit" / name).is_file())
     if package == "reference_engine":
         return tuple(f"tests/unit/reference_engine/{name}" for name in _ENGINE[module])
     if all_tests:

@@ -94,3 +94,57 @@ def test_a_tap_that_one_rank_alone_has(tmp_path):
 def test_a_part_that_is_neither(tmp_path):
     error = refused(tmp_path, *(rank(tmp_path / str(n), HEADS[:, :3]) for n in range(2)))
     assert (error.code, error.expected, error.actual) == (Code.ENGINE_FAILED, "12 or 6 elements", 9)
+
+
+def steps_of(path, *steps):
+    """A recording whose steps hold the taps that are given; nothing is sampled."""
+    with writer(path) as out:
+        for taps in steps:
+            out.begin_step(phase="decode", request=[7, 7], position=[0, 1])
+            for name, x in taps.items():
+                out.tap(name, x)
+            out.end_step()
+    return Recording.open(path)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("whole heads", "whole"), ("whole", "whole heads"), ("whole", "heads")])
+def test_taps_that_one_rank_lacks_are_named_whichever_it_is(tmp_path, ours, theirs):
+    taps = {"whole": WHOLE, "heads": HEADS}
+    first, second = (
+        steps_of(tmp_path / str(at), {name: taps[name] for name in names.split()})
+        for at, names in enumerate((ours, theirs))
+    )
+    error = refused(tmp_path, first, second)
+    assert (error.code, error.where) == (Code.RANKS_DIFFER, "step 0, rank 1")
+    assert error.actual == "heads"
+
+
+def test_every_step_and_one_rank_alone_are_merged(tmp_path):
+    steps = [{"whole": WHOLE}, {"whole": WHOLE + 1}, {"unknown": HEADS}]
+    ranks = [steps_of(tmp_path / str(at), *steps) for at in range(3)]
+    found = merged(tmp_path, *ranks).steps
+    assert [step.tap_names for step in found] == [["whole"], ["whole"], ["unknown"]]
+    assert torch.equal(found[1].tap("whole"), WHOLE + 1)
+    assert torch.equal(found[2].tap("unknown"), HEADS), "whose size is not known: all of it"
+    assert [step.sampled for step in found] == [None] * 3
+    alone = rank(tmp_path / "alone", HEADS, num_steps=1)
+    with writer(tmp_path / "of one") as out:
+        merge_ranks([alone], GRAPH, out)
+    (step,) = Recording.open(tmp_path / "of one").steps
+    assert torch.equal(step.tap("heads"), HEADS)
+    assert step.sampled.tolist() == [-1, 3]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_part_that_is_neither_all_nor_its_share(tmp_path, width):
+    ranks = [steps_of(tmp_path / str(at), {"heads": HEADS[:, :width]}) for at in range(2)]
+    error = refused(tmp_path, *ranks)
+    assert (error.code, error.where) == (Code.ENGINE_FAILED, "heads, step 0")
+    assert (error.expected, error.actual) == ("12 or 6 elements", 3 * width)
+    larger = [steps_of(tmp_path / f"larger{at}", {"whole": torch.ones(2, 3)}) for at in range(2)]
+    assert refused(tmp_path, *larger).expected == "2 or 1 elements"
+
+
+def test_rows_that_only_the_last_rank_has_otherwise(tmp_path):
+    ranks = [rank(tmp_path / str(at), HEADS[:, :1], positions=(0, 1 + (at == 3))) for at in range(4)]
+    assert refused(tmp_path, *ranks).where == "step 0, rank 3"
