@@ -139,6 +139,9 @@ def test_a_cache_keeps_every_bit(dtype):
     assert wrong.roundings.tolist() == pytest.approx([distance / rounding_unit(dtype)], rel=1e-9)
     zero = torch.zeros(WIDTH, dtype=dtype)
     assert one(zero, -zero, dtype=name).roundings.tolist() == [math.inf]
+    broken = row.clone()
+    broken[1] = torch.nan
+    assert one(row, broken, dtype=name).roundings.tolist() == [math.inf]
     nan = zero / zero
     assert one(nan, nan, dtype=name).exact
     assert one(nan, off_by_a_bit(nan), dtype=name).bad.tolist() == [True]

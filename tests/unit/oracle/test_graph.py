@@ -180,3 +180,44 @@ def test_caches_stand_before_the_attention_that_reads_them():
     assert [each.inputs for each in caches[:2]] == [("model.layers.0.k",), ("model.layers.0.v",)]
     assert [each.shape for each in caches] == [(1, 1), (1, 1), (2, 1), (2, 1)]
     assert {each.source for each in caches} == {""}
+
+
+def shown(source, sources=(), *ran, width=3):
+    origin = Origin(tuple(sources), tuple(ran))
+    return Shown(source=source, origin=origin, token_dim=1, rows=torch.zeros(2, width))
+
+
+def test_the_operations_of_a_run():
+    values = [
+        shown("model.embed", (), "embedding"),
+        shown("model.layers.0.norm", ["model.embed"], "rsqrt", "mul"),
+        shown("model.layers.0.mlp", ["model.layers.0.norm"], "mm", width=5),
+        shown("model.layers.0.part", ["model.layers.0.mlp"]),
+        shown("model.layers.0", ["model.embed", "model.layers.0.part"], "add"),
+        shown("model.norm", ["model.layers.0"], "rsqrt"),
+        shown("lm_head", ["model.norm"], "mm"),
+    ]
+    aliases = {"logits": "lm_head", "model.norm:input": "model.layers.0", "lost": "nowhere"}
+    seen = SimpleNamespace(shown={each.source: each for each in values}, aliases=aliases, windows={})
+    found = graph._named(hf(), seen)
+    assert [(each.tap, each.kind, each.inputs) for each in found] == [
+        ("model.embed", Kind.EMBEDDING, ()),
+        ("model.layers.0.norm", Kind.NORM, ("model.embed",)),
+        ("model.layers.0.mlp", Kind.LINEAR, ("model.layers.0.norm",)),
+        ("model.layers.0.output", Kind.ADD, ("model.embed", "model.layers.0.mlp")),
+        ("model.norm", Kind.NORM, ("model.layers.0.output",)),
+        ("lm_head", Kind.LINEAR, ("model.norm",)),
+    ]
+    assert [each.sampled_only for each in found] == [False] * 4 + [True, True]
+    assert [each.is_head for each in found] == [False] * 5 + [True]
+    assert [each.shape for each in found] == [(3,), (3,), (5,), (3,), (3,), (3,)]
+    assert found.aliases == {
+        "logits": "lm_head", "model.norm:input": "model.layers.0.output", "model.layers.0": "model.layers.0.output",
+        "model.norm.input": "model.layers.0.output",
+    }  # fmt: skip
+
+
+def test_without_layers_nothing_is_the_head():
+    values = [shown("model.embed", (), "embedding"), shown("lm_head", ["model.embed"], "mm")]
+    seen = SimpleNamespace(shown={each.source: each for each in values}, aliases={}, windows={})
+    assert [each.sampled_only for each in graph._named(hf(("lm_head",)), seen)] == [False, False]

@@ -61,14 +61,14 @@ def test_phases_are_rounded_to_float32_and_of_any_frequencies():
 
 def test_rotations_of_a_model():
     first, second = nn.Module(), nn.Module()
-    first.register_buffer("inv_freq", torch.tensor([1.0, 0.5], dtype=torch.bfloat16))
-    first.register_buffer("original_inv_freq", torch.ones(2))
     first.register_buffer("other", torch.ones(2))
+    first.register_buffer("original_inv_freq", torch.ones(2))
+    first.register_buffer("inv_freq", torch.tensor([1.0, 0.5], dtype=torch.bfloat16))
     first.attention_scaling = 2
     second.register_buffer("sliding_inv_freq", torch.tensor([0.25]))
     second.sliding_attention_scaling, second.attention_scaling = 3.0, 4.0
     second.register_buffer("full_inv_freq", torch.tensor([0.125]))
-    hf = SimpleNamespace(model=nn.ModuleList([first, second]), head_dim=4)
+    hf = SimpleNamespace(model=nn.ModuleList([nn.ModuleList([first]), second]), head_dim=4)
     found = list(rotations(hf))
     assert [(each.name, each.is_interleaved, each.scaling) for each in found] == [
         ("inv_freq", False, 2), ("inv_freq", True, 2), ("sliding_inv_freq", False, 3), ("sliding_inv_freq", True, 3),

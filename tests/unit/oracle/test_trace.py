@@ -1,14 +1,25 @@
 """What is a tap, told from runs of two lengths: rows as wide as the history are none, copies of several values are."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from harness.checkpoint import Checkpoint
+from harness.oracle.flow import Origin
 from harness.oracle.model import HFModel
-from harness.oracle.trace import unmistakable_sizes
+from harness.oracle.trace import (
+    _SAME,
+    _SAME_ROUNDINGS,
+    Shown,
+    Trace,
+    _bridged,
+    _is_causal,
+    _is_mask,
+    unmistakable_sizes,
+)
 from harness.taps import Kind
 
 from ..decoder_graph import decoder_graph
@@ -169,3 +180,106 @@ def test_chosen_keys_are_no_tap(num_keys):
     graph = hf_of(tiny_model("axk2", index_topk=num_keys)).graph
     assert f"{PREFIX}self_attn.indexer.k_norm" in graph
     assert f"{PREFIX}self_attn.indexer.topk" not in graph
+
+
+# Parts of it by hand.
+
+LOW = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_mask"),
+    [
+        ([[0.0, LOW], [LOW, 0.0]], True), ([[0.0, LOW * 0.51], [LOW, LOW]], True), ([[0.0, LOW * 0.49]], False),
+        ([[0.0, 0.0]], False), ([[LOW, 1e-30]], False), ([[1.0, 2.0]], False), ([[-torch.inf, 0.0]], True),
+    ],
+)  # fmt: skip
+def test_what_is_a_mask(rows, is_mask):
+    assert _is_mask(torch.tensor(rows)) == is_mask
+    assert not _is_mask(torch.tensor(rows).nan_to_num(neginf=0).clamp(-9, 9).to(torch.int64))
+
+
+def two_requests(differ=(), by=1.0):
+    """Rows of two requests of four tokens, whose last differs, and of a third; two elements each."""
+    rows = torch.ones(12, 2)
+    rows[7], rows[8:] = 5.0, 9.0
+    rows[list(differ), 0] += by
+    return rows
+
+
+def test_only_the_last_row_may_see_the_last_token():
+    assert _is_causal(two_requests(), 4)
+    assert _is_causal(two_requests(differ=[3, 11]), 4)
+    for at in (0, 2, 4, 6):
+        assert not _is_causal(two_requests(differ=[at]), 4)
+    assert _is_causal(two_requests(differ=[2, 6], by=torch.nan), 4), "both are not finite"
+    assert not _is_causal(two_requests(differ=[2], by=torch.inf), 4)
+    assert _is_causal(two_requests(differ=[0]).to(torch.int64), 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_are_the_same_to_some_roundings(dtype):
+    rows = two_requests().to(dtype)
+    limit = min(_SAME, _SAME_ROUNDINGS * torch.finfo(dtype).eps) * 2**0.5  # of the norm of a row
+    for share, is_causal in ((0.9, True), (1.3, False)):
+        off = rows.clone()
+        off[1, 1] += share * limit
+        assert _is_causal(off, 4) == is_causal
+
+
+def sizes_of(parameters=(), **config):
+    tensors = [torch.zeros(shape, device="meta") for shape in parameters]
+    return SimpleNamespace(model=SimpleNamespace(parameters=lambda: tensors), config=SimpleNamespace(**config))
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "expected"),
+    [(None, 3), (4, 3), (3, 5), (6, 5), (15, 7), (105, 11), (3 * 5 * 7 * 11, 13), (3 * 5 * 7 * 11 * 2, 13)],
+)
+def test_requests_divide_no_number_of_experts(num_experts, expected):
+    config = {} if num_experts is None else {"num_local_experts": num_experts, "experts_shared": 0}
+    assert unmistakable_sizes(sizes_of(**config))[0] == expected
+
+
+def test_numbers_of_tokens_are_no_size_of_the_models():
+    requests, (few, more) = unmistakable_sizes(sizes_of())
+    for taken in (few, few * requests, more, more * requests):
+        for hf in (sizes_of([(taken, 2)]), sizes_of([(2, taken)]), sizes_of(hidden_size=taken)):
+            _, found = unmistakable_sizes(hf)
+            assert taken not in {n * times for n in found for times in (1, requests)}
+    assert unmistakable_sizes(sizes_of(name="text", scale=float(few), flag=True))[1] == (few, more)
+    assert few != more
+
+
+def of(*sources, ran=()):
+    return Origin(tuple(sources), tuple(ran))
+
+
+def value(source, origin, width=2):
+    return Shown(source=source, origin=origin, token_dim=1, rows=torch.zeros(3, width))
+
+
+def test_a_value_that_is_another_as_a_whole_is_its_alias():
+    seen = Trace(1, 3)
+    seen.shown = {"a": value("a", of())}
+    seen.aliases = {"b": "a"}
+    assert seen._shown_already(of("a"), 2) == seen._shown_already(of("b"), 2) == "a"
+    assert seen._shown_already(of("a"), 1) is None, "a part"
+    assert seen._shown_already(of("a", ran=["add"]), 2) is None
+    assert seen._shown_already(of("a", "c"), 2) is None
+    assert seen._shown_already(of(), 2) is None
+    assert seen._shown_already(of("c"), 2) is None
+    assert value("a", of(), 5).width == 5
+
+
+def test_what_is_computed_from_a_value_that_is_left_out_comes_from_what_is_behind_that():
+    shown = {
+        "a": value("a", of()), "left": value("left", of("a", "b", ran=["mul"])), "b": value("b", of()),
+        "more": value("more", of("left", "unseen")), "end": value("end", of("more", "b", ran=["add"])),
+    }  # fmt: skip
+    kept = {name: shown[name] for name in ("a", "b", "end")}
+    found = dict(_bridged(shown, kept))
+    assert list(found) == ["a", "b", "end"]
+    assert found["end"].origin.sources == ("a", "b", "unseen")
+    assert found["end"].origin.operations[-1] == "add"
+    assert found["a"].origin == of()

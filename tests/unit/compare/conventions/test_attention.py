@@ -162,6 +162,22 @@ def test_queries_are_taken_as_many_at_a_time_as_there_is_room_for_their_scores(m
     assert torch.equal(whole[1][:, 2], call.value[:, 1])
 
 
+@pytest.mark.parametrize("num_bytes", [1, 1 << 30])
+def test_more_queries_than_a_head_has_elements(monkeypatch, num_bytes):
+    """One at a time and all at once: the context of each is at its place."""
+    monkeypatch.setattr(attention, "_SCORE_BYTES", num_bytes)
+    x = torch.randn(1, 1, 3 * SIZE, SIZE, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    call = AttentionCall(path="", module=nn.Module(), query=x, key=x, value=x, mask=None, options={})
+    rows = torch.tensor([3 * SIZE - 1, 4, SIZE])
+    (found,) = COARSE_CACHE(replace(subject_of(call, cache="float8_e4m3fn"), rows=rows, positions=rows))
+    kept = x[0, 0].to(torch.float8_e4m3fn).double()
+    for at, place in enumerate(rows.tolist()):
+        weights = (kept[: place + 1] @ x[0, 0, place] * SIZE**-0.5).softmax(0)
+        torch.testing.assert_close(found.expected()[at], weights @ kept[: place + 1])
+    shapes = {p.shape for p, _ in probabilities(call, x, x, x)}
+    assert shapes == {(1, 1, 1 if num_bytes == 1 else 3 * SIZE, 3 * SIZE)}
+
+
 def test_an_additive_mask_hides_what_it_makes_small():
     call = call_of(ADDITIVE)
     hidden = torch.cat([p for p, _ in probabilities(call, call.query, call.key, call.value)], dim=2) == 0
