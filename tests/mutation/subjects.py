@@ -82,6 +82,7 @@ _OTHERS = {
     "explain/rotary_positions": ("test_rotary_by_hand.py", "test_rotary.py"),
     "explain/rotation": ("test_rotary_by_hand.py",),
     "oracle/caches": ("test_decode.py",),
+    "oracle/golden": ("test_golden_files.py", "test_golden.py"),
     "oracle/graph": ("test_graph.py", "test_trace.py"),
     "oracle/model": ("test_model.py", "test_weights.py"),
     "oracle/parts": ("test_lockstep.py",),

@@ -1,5 +1,6 @@
 """An adapter in HF's model: in float64 it is the merged weights, and nothing else fits."""
 
+import hashlib
 import json
 
 import pytest
@@ -8,12 +9,21 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from harness.errors import Code, HarnessError
-from harness.oracle.lora import LoraLinear, add_adapter
+from harness.oracle.lora import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    LoraLinear,
+    _check_shapes,
+    add_adapter,
+    load_adapted,
+    read_adapter,
+)
 from harness.oracle.model import load_model
 
 from ..lora_adapter import FOLDER, write_adapter
 
 IDS = torch.tensor([[1, 64, 155, 143, 3, 64]])
+FILES = (CONFIG_FILE, WEIGHTS_FILE)
 KEY = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
@@ -88,3 +98,122 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path, config, tensors, says
 def test_a_folder_without_files(tmp_path):
     with pytest.raises(HarnessError, match="H119: the adapter's config cannot be read"):
         add_adapter(load_model(FOLDER, dtype=torch.float32, stays=True), tmp_path)
+
+
+# By hand: small modules, and an adapter's files as they are read.
+
+
+def test_a_linear_module_with_an_adapter_beside_it():
+    base, x = torch.nn.Linear(3, 2, dtype=torch.float64).requires_grad_(False), torch.randn(4, 3, dtype=torch.float64)
+    a, b = torch.randn(1, 3, dtype=torch.float64), torch.randn(2, 1, dtype=torch.float64)
+    module = LoraLinear(base, a, b, 0.25)
+    expected = x @ base.weight.T + base.bias + 0.25 * (x @ a.T) @ b.T
+    torch.testing.assert_close(module(x), expected)
+    assert module.weight is base.weight
+    assert module.bias is base.bias
+    without = LoraLinear(torch.nn.Linear(3, 2, bias=False), a, b, 0.25)
+    assert without.bias is None
+    assert not module.lora_a.requires_grad
+
+
+def small_adapter(folder, tensors=None, **settings):
+    folder.mkdir(parents=True)
+    given = {"peft_type": "LORA", "r": 2, "lora_alpha": 3.0} | settings
+    (folder / "adapter_config.json").write_text(json.dumps(given))
+    if tensors is None:
+        tensors = {"a.b": (2, 3, 4), "c": (2, 5, 6)}
+    save_file(
+        {
+            f"base_model.model.{path}.lora_{part}.weight": torch.full(shape, float(rank))
+            for path, (rank, num_in, num_out) in tensors.items()
+            for part, shape in (("A", (rank, num_in)), ("B", (num_out, rank)))
+        },
+        folder / "adapter_model.safetensors",
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "scaling", "rank"),
+    [
+        ({}, (1.5, 1.5), (2, 2)),
+        ({"use_rslora": True}, (3 / 2**0.5, 3 / 2**0.5), (2, 2)),
+        ({"alpha_pattern": {"b": 10}}, (5.0, 1.5), (2, 2)),
+        ({"alpha_pattern": {"a.b": 10, "b": 20}}, (5.0, 1.5), (2, 2)),
+        ({"alpha_pattern": {"c": 1, ".b": 9, "xa.b": 9}}, (1.5, 0.5), (2, 2)),
+        ({"rank_pattern": {"c": 7}}, (1.5, 1.5), (2, 7)),
+        ({"alpha_pattern": None, "r": 1}, (1.5, 1.5), (1, 1)),
+        ({"lora_alpha": 0.5, "r": 0.5}, (0.25, 0.25), (0.5, 0.5)),
+    ],
+)
+def test_what_an_adapter_says_of_each_module(tmp_path, settings, scaling, rank):
+    found = read_adapter(small_adapter(tmp_path / "adapter", **settings))
+    assert list(found) == ["a.b", "c"]
+    assert [update.scaling for update in found.values()] == pytest.approx(scaling)
+    assert [update.rank for update in found.values()] == list(rank)
+    assert [(*update.a.shape, *update.b.shape) for update in found.values()] == [(2, 3, 4, 2), (2, 5, 6, 2)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"lora_alpha": 0}, "lora_alpha is impossible"), ({"lora_alpha": -1}, "lora_alpha"), ({"r": True}, "r is"),
+        ({"r": "4"}, "r is"), ({"r": None}, "r is"), ({"peft_type": None}, "no LoRA"), ({"bias": "all"}, "variant"),
+        ({"use_dora": True}, "use_dora"), ({"modules_to_save": ["x"], "lora_bias": True}, "modules_to_save, lora_bias"),
+    ],
+)  # fmt: skip
+def test_what_an_adapter_may_not_say(tmp_path, settings, says):
+    with pytest.raises(HarnessError, match=says):
+        read_adapter(small_adapter(tmp_path / "adapter", **settings))
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{", '"LORA"'])
+def test_a_config_that_is_none(tmp_path, text):
+    folder = small_adapter(tmp_path / "adapter")
+    (folder / "adapter_config.json").write_text(text)
+    with pytest.raises(HarnessError) as caught:
+        read_adapter(folder)
+    assert caught.value.code is Code.BAD_LORA
+
+
+def test_weights_that_cannot_be_read(tmp_path):
+    folder = small_adapter(tmp_path / "adapter")
+    (folder / "adapter_model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(HarnessError, match="weights cannot be read"):
+        read_adapter(folder)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(HarnessError, match="weights cannot be read"):
+        read_adapter(folder)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "fits"),
+    [
+        ((2, 3), (4, 2), True), ((2, 3), (4, 1), False), ((2, 2), (4, 2), False), ((2, 3), (3, 2), False),
+        ((2, 4), (3, 2), False), ((2, 3), (5, 2), False), ((2, 3, 1), (4, 2), False), ((2, 3), (4,), False),
+    ],
+)  # fmt: skip
+def test_shapes_that_fit_a_module(a, b, fits):
+    base, tensors = torch.nn.Linear(3, 4), (torch.zeros(a), torch.zeros(b))
+    if fits:
+        _check_shapes(*tensors, base, "path")
+        return
+    with pytest.raises(HarnessError, match="do not fit the module") as caught:
+        _check_shapes(*tensors, base, "path")
+    assert (caught.value.where, caught.value.expected) == ("path", "A [rank, 3], B [4, rank]")
+    assert caught.value.actual == f"A {list(a)}, B {list(b)}"
+
+
+def test_other_adapters_are_known_at_the_modules_that_have_one(tmp_path):
+    first = write_adapter(tmp_path / "first", seed=1, modules=("q_proj",))
+    second = write_adapter(tmp_path / "second", seed=2, modules=("q_proj", "k_proj"), rank=2)
+    hf = load_adapted(FOLDER, dtype=torch.float32, lora=first, others=[second])
+    layer = hf.model.model.layers[1].self_attn
+    assert isinstance(layer.q_proj, LoraLinear)
+    assert not isinstance(layer.k_proj, LoraLinear)
+    (folder,) = layer.q_proj.others
+    assert folder == str(second)
+    update = layer.q_proj.others[folder]
+    assert torch.equal(update.a, read_adapter(second)["model.layers.1.self_attn.q_proj"].a)
+    assert hf.lora_hash == hashlib.sha256(b"".join((first / name).read_bytes() for name in FILES)).hexdigest()
+    assert not any(isinstance(each, LoraLinear) for each in load_adapted(FOLDER, dtype=torch.float32).model.modules())

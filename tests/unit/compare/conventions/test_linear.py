@@ -138,6 +138,20 @@ def test_inputs_that_are_no_multiple_are_not_shared():
     assert [each.name for each in SHARED(subject_of(draw(OUT, 12), x))] == [PARTIAL_SUMS.format(n) for n in (2, 4)]
 
 
+def test_three_ranks_round_one_sum_in_between():
+    found = list(SHARED(subject_of(draw(OUT, 9), draw(ROWS, 9), num_ranks=3)))
+    assert [each.name for each in found] == [PARTIAL_SUMS.format(3), SUMS_IN_DTYPE.format("bfloat16", 3)]
+
+
+def test_parts_that_cancel_to_nothing_have_no_room():
+    weight, x = draw(OUT, IN), draw(ROWS, IN)
+    weight[:, IN // 2 :] = -weight[:, : IN // 2]
+    x[1, IN // 2 :] = x[1, : IN // 2]
+    (_, in_dtype) = SHARED(subject_of(weight, x, num_ranks=4))
+    assert in_dtype.expected()[1].tolist() == [0.0] * OUT
+    assert [bool(room) for room in in_dtype.room] == [True, False, True]
+
+
 # Inputs rounded to the dtype of the weight.
 
 

@@ -1,0 +1,183 @@
+"""The files of a golden by hand: a small recording, its noise and what it was made from, each altered in turn."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from harness.errors import Code, HarnessError
+from harness.metrics import rounding_unit
+from harness.oracle.golden import (
+    _MOST_NOISE,
+    INFO_FILE,
+    LOGIT_NOISE,
+    NOISE_FILE,
+    _num_rows,
+    key_name,
+    open_golden,
+    write_golden_files,
+)
+from harness.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
+from harness.taps import Graph, Kind, Operation
+
+GRAPH = Graph((
+    Operation(tap="model.embed_tokens", kind=Kind.EMBEDDING, shape=(2,)), Operation(tap="model.norm", kind=Kind.NORM),
+    Operation(tap="lm_head", kind=Kind.LINEAR, sampled_only=True, is_head=True, inputs=("model.norm",)),
+), {"logits": "lm_head"})  # fmt: skip
+UNIT = rounding_unit(torch.bfloat16)
+
+
+def recorded(folder, dtype="bfloat16"):
+    """Two requests; logits [3, 4] of the last row of each alone."""
+    writer = RecordingWriter(
+        folder, producer=Producer(name="x", version="1"), model=ModelInfo(id="x"), dtype=dtype, device="cpu",
+        environment={}, requests=[RequestInfo(id=at, token_ids=[1, 2, 3], prompt_length=2) for at in range(2)],
+    )  # fmt: skip
+    with writer:
+        for request in range(2):
+            writer.begin_step(
+                phase="prefill",
+                request=[request] * 3,
+                position=[0, 1, 2],
+                partial_rows={"lm_head": [1, 2][: 2 - request]},
+            )
+            for tap in ("model.embed_tokens", "model.norm", "other"):
+                writer.tap(tap, torch.ones(3, 2))
+            writer.tap("lm_head", torch.tensor([[3.0, 4.0], [6.0, 8.0]])[: 2 - request])
+            writer.end_step()
+    return folder
+
+
+def noise_of(**changed):
+    noise = {
+        "model.embed_tokens": torch.zeros(6),
+        "model.norm": torch.full((6,), UNIT),
+        "lm_head": torch.full((3,), UNIT),
+    }
+    noise[LOGIT_NOISE] = torch.full((3,), 0.1 * UNIT)
+    return {name: x.double() for name, x in (noise | changed).items()}
+
+
+def golden(folder, **changed):
+    recorded(folder)
+    write_golden_files(folder, {"a": 1}, GRAPH, noise_of(**changed))
+    return open_golden(folder)
+
+
+def refused(folder, code, says):
+    with pytest.raises(HarnessError) as caught:
+        open_golden(folder)
+    assert caught.value.code is code
+    assert says in str(caught.value)
+    return caught.value
+
+
+def test_what_was_written_is_read(tmp_path):
+    found = golden(tmp_path / "g")
+    assert found.graph == GRAPH
+    assert found.info.key == {"a": 1}
+    assert {name: x.tolist() for name, x in found.noise.items()} == {name: x.tolist() for name, x in noise_of().items()}
+    assert [request.id for request in found.requests] == [0, 1]
+    assert (found.notes, found.is_pool) == ((), False)
+    assert _num_rows(found.recording) == {"model.embed_tokens": 6, "model.norm": 6, "other": 6, "lm_head": 3}
+
+
+def test_another_recording_has_neither_noise_nor_a_graph_of_its_own(tmp_path):
+    recorded(tmp_path / "r")
+    found = open_golden(tmp_path / "r")
+    assert (found.noise, found.info) == ({}, None)
+    assert "lm_head" in found.graph
+
+
+@pytest.mark.parametrize("field", ["key", "aliases", "noise_sha256", "manifest_sha256", "sha256"])
+def test_an_altered_description_is_refused(tmp_path, field):
+    golden(tmp_path / "g")
+    path = tmp_path / "g" / INFO_FILE
+    info = json.loads(path.read_text())
+    info[field] = {"b": "c"} if isinstance(info[field], dict) else "0" * 64
+    path.write_text(json.dumps(info))
+    refused(tmp_path / "g", Code.BAD_MANIFEST, "sha256 differs")
+
+
+def test_a_description_that_is_none_is_refused(tmp_path):
+    golden(tmp_path / "g")
+    (tmp_path / "g" / INFO_FILE).write_text("{}")
+    refused(tmp_path / "g", Code.BAD_MANIFEST, "cannot be read")
+
+
+def test_the_manifest_and_the_noise_are_those_it_was_made_with(tmp_path):
+    golden(tmp_path / "g")
+    manifest = tmp_path / "g" / "manifest.json"
+    text = manifest.read_text()
+    manifest.write_text(text + " ")
+    refused(tmp_path / "g", Code.BAD_MANIFEST, "not the one that it was made with")
+    manifest.write_text(text)
+    save_file(noise_of(lm_head=torch.full((3,), 0.9 * UNIT)), tmp_path / "g" / NOISE_FILE)
+    refused(tmp_path / "g", Code.DAMAGED_SAFETENSORS, "not the one that was measured")
+    (tmp_path / "g" / NOISE_FILE).write_bytes(b"x")
+    refused(tmp_path / "g", Code.DAMAGED_SAFETENSORS, "cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"model.norm": torch.zeros(5)}, "noise of model.norm has shape [5]"),
+        ({"model.norm": torch.zeros(6, 1)}, "noise of model.norm has shape [6, 1]"),
+        ({"lm_head": torch.zeros(6)}, "noise of lm_head has shape [6]"),
+        ({LOGIT_NOISE: torch.zeros(2)}, f"noise of {LOGIT_NOISE} has shape [2]"),
+        ({"unknown": torch.zeros(6)}, "noise of unknown has shape [6]"),
+        ({"model.norm": torch.tensor([0, 0, 0, 0, 0, -1e-9])}, "not finite, or negative"),
+        ({"model.norm": torch.tensor([0, 0, 0, 0, 0, math.inf])}, "not finite, or negative"),
+        ({"model.norm": torch.tensor([math.nan, 0, 0, 0, 0, 0])}, "not finite, or negative"),
+    ],
+)
+def test_noise_that_is_none(tmp_path, changed, says):
+    recorded(tmp_path / "g")
+    write_golden_files(tmp_path / "g", {}, GRAPH, noise_of(**changed))
+    refused(tmp_path / "g", Code.DAMAGED_SAFETENSORS, says)
+
+
+def limit(depth):
+    return min(1.0, _MOST_NOISE * UNIT * math.sqrt(depth))
+
+
+@pytest.mark.parametrize(
+    ("tap", "num_rows", "depth"),
+    [("model.embed_tokens", 6, 1), ("model.norm", 6, 2), ("lm_head", 3, 3), ("other", 6, 4)],
+)
+def test_noise_may_be_as_large_as_roundings_so_far_can_make_it(tmp_path, tap, num_rows, depth):
+    """By its median: half of the rows may be worse."""
+    for name, share, is_fine in (("a", 0.999, True), ("b", 1.001, False)):
+        values = torch.full((num_rows,), limit(depth) * share)
+        values[: num_rows // 2] = 0.99
+        if is_fine:
+            golden(tmp_path / name, **{tap: values, LOGIT_NOISE: torch.zeros(3)})
+            continue
+        recorded(tmp_path / name)
+        values[: num_rows // 2 + (num_rows % 2 == 0)] = limit(depth) * share
+        write_golden_files(tmp_path / name, {}, GRAPH, noise_of(**{tap: values, LOGIT_NOISE: torch.zeros(3)}))
+        error = refused(tmp_path / name, Code.DAMAGED_SAFETENSORS, f"noise of {tap} is more than bfloat16 can make")
+        assert error.expected == f"a median of at most {limit(depth):.2g}"
+
+
+@pytest.mark.parametrize(("share", "is_fine"), [(1.0, True), (1 + 1e-5, False)])
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_no_logit_is_further_off_than_its_row(tmp_path, share, is_fine, row):
+    """The norms of the logits are 5, 10 and 5."""
+    values = torch.zeros(3, dtype=torch.float64)
+    values[row] = UNIT * (5.0, 10.0, 5.0)[row] * share
+    changed = {LOGIT_NOISE: values, "lm_head": torch.full((3,), UNIT, dtype=torch.float64)}
+    if is_fine:
+        golden(tmp_path / "g", **changed)
+        return
+    recorded(tmp_path / "g")
+    write_golden_files(tmp_path / "g", {}, GRAPH, noise_of(**changed))
+    refused(tmp_path / "g", Code.DAMAGED_SAFETENSORS, f"noise of {LOGIT_NOISE} is larger than that of lm_head")
+
+
+def test_the_name_of_a_key_tells_it_from_any_other():
+    assert key_name({"a": 1, "b": 2}) == key_name({"b": 2, "a": 1})
+    assert key_name({"a": 1}) != key_name({"a": 2})
+    assert len(key_name({})) == 32
