@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from harness.checkpoint import Checkpoint
 from harness.errors import Code
 from harness.oracle.model import HFModel, _loading_error, _with_attention
 
@@ -33,7 +34,8 @@ class Decoder(nn.Module):
 
 
 def hf():
-    return HFModel(model=Decoder(), folder=Path("folder"), dtype=torch.float32, device=torch.device("cpu"))
+    checkpoint = Checkpoint(Path("folder"))
+    return HFModel(model=Decoder(), checkpoint=checkpoint, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_parts_run_one_after_the_other():
