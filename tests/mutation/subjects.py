@@ -29,11 +29,11 @@ _DEFAULT = {
 }
 _OTHERS = {
     "compare/figures": ("test_figures.py", "test_run.py"),
-    "compare/granularity": ("test_through.py",),
+    "compare/granularity": ("test_granularity.py", "test_through.py"),
     "compare/cache": ("test_cache_rows.py", "test_cache.py"),
     "compare/judged": ("test_judged.py", "test_run.py"),
     "compare/statistics/direction": ("test_findings.py",),
-    "compare/local": ("test_replay.py",),
+    "compare/local": ("test_local.py", "test_replay.py"),
     "compare/local_judge": ("test_local_judge.py", "test_bounds.py", "test_conventions.py", "test_run.py"),
     "compare/replay": ("test_replay_rows.py", "test_replay.py", "test_through.py"),
     "compare/row_judge": ("test_row_judge.py", "test_bounds.py", "test_conventions.py", "test_run.py"),
@@ -45,7 +45,6 @@ _OTHERS = {
         for name in ("attention", "linear", "quantised", "quantised_cache", "rotary")
     },
     "compare/propagated": ("test_propagated_rows.py", "test_propagated.py"),
-    "compare/prefixes": ("test_cache.py", "test_triggers.py"),
     "compare/traits": ("test_triggers.py",),
     "explain/attention": ("test_attention_by_hand.py", "test_attention_context.py", "test_attention.py"),
     "explain/attention_place": ("test_attention_place.py", "test_attention_history.py"),

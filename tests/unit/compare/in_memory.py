@@ -33,7 +33,7 @@ class Step:
         num_bytes: int = 0,
     ) -> None:
         self.index, self.phase = -1, phase
-        self.request, self.position = torch.tensor(rows, dtype=torch.int32).view(-1, 2).unbind(1)
+        self.request, self.position = (torch.tensor([row[at] for row in rows], dtype=torch.int32) for at in range(2))
         self.taps, self._rows_of = dict(taps or {}), dict(rows_of or {})
         self.sampled = None if sampled is None else torch.tensor(sampled)
         self.slot_mapping = None if slots is None else torch.tensor(slots)

@@ -18,7 +18,7 @@ ROWS: tuple[Row, ...] = ((7, 1), (2, 5), (2, 3), (9, 0))
 
 
 def rows_of(rows: Sequence[Row], step: int = 0) -> Rows:
-    request, position = torch.tensor(rows, dtype=torch.int64).view(-1, 2).unbind(1)
+    request, position = (torch.tensor([row[at] for row in rows], dtype=torch.int64) for at in range(2))
     return Rows(request=request, position=position, step=torch.arange(len(rows)) + step)
 
 
