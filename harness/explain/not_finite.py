@@ -82,10 +82,10 @@ def _is_overflow(failure: Failure, predicted: torch.Tensor, *, is_sum: bool) -> 
     is_broken = ~failure.actual.isfinite()
     if predicted.shape != is_broken.shape:
         is_broken = is_broken.view(*predicted.shape, -1).any(dim=-1)
-    if float(predicted[is_broken].float().mean()) < _MATCHED:
+    if float(predicted[is_broken].double().mean()) < _MATCHED:
         return False
     # A sum of magnitudes is the most that a partial sum can reach: not each that is too large overflows.
-    return is_sum or float(is_broken[predicted].float().mean()) >= _MATCHED
+    return is_sum or float(is_broken[predicted].double().mean()) >= _MATCHED
 
 
 def _magnitudes(failure: Failure) -> Iterator[tuple[str, torch.Tensor]]:

@@ -90,7 +90,7 @@ def of(actual=None, parameters=PLAIN, *, positions=range(R), x=X, dtype=torch.fl
     own, scaling = module.inv_freq.tolist(), module.attention_scaling
     expected = by(own, positions, x=x, scaling=scaling)
     return failure_of(
-        OPERATION, expected if actual is None else actual, expected, x, model=model, dtype=dtype,
+        OPERATION, expected if actual is None else actual, expected, x, random(len(x), 5), model=model, dtype=dtype,
         position=list(positions), **others,
     )  # fmt: skip
 
@@ -171,6 +171,12 @@ def test_a_factor_of_all_frequencies_is_fitted(factor):
     check(rotary.other_scaling, of(actual), {cause: (actual, 1)})
 
 
+def test_frequencies_that_are_right_have_no_factor():
+    assert not any(each.freedom for each in found(rotary.other_scaling, of()).values())
+    of_two = by([each / 2 for each in frequencies()])
+    assert not any(each.freedom for each in found(rotary.other_scaling, of(of_two)).values()), "which is a usual one"
+
+
 def test_values_of_the_scaling_that_are_others():
     values = {
         "factor": (1.0, *FACTORS), "low_freq_factor": (1, 2, 4, 8), "high_freq_factor": (1, 2, 4, 8, 16),
@@ -191,6 +197,7 @@ def test_values_of_the_scaling_that_are_others():
                 assert cause not in given, cause
             elif cause in given:
                 torch.testing.assert_close(given[cause].output, output, rtol=1e-5, atol=1e-6, msg=cause)
+                assert given[cause].freedom == 0
                 seen += 1
     assert seen >= 15
     assert any(cause.endswith("instead of llama3") and "linear with factor 2," in cause for cause in given)
@@ -357,6 +364,18 @@ def test_frequencies_in_another_order(order):
     assert set(given) == {ORDER}
     assert (given[ORDER].detail, given[ORDER].freedom) == (f"pairs {moved[0]} to {moved[-1]} of 8", len(moved))
     torch.testing.assert_close(given[ORDER].output, actual, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("still", [2, 5])
+def test_tables_with_a_factor_turn_pairs_as_well(still):
+    """YaRN's cosine and sine are multiplied by a number besides."""
+    yarn = {**PLAIN, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    positions = range(100, 100 + 40 * R, 40)
+    own, scaling = scaled(yarn)
+    actual = by([0.0 if at == still else each for at, each in enumerate(own)], positions, scaling=scaling)
+    given = found(rotary_pairs.frequencies_of_other_pairs, of(actual, yarn, positions=positions))
+    assert (given[STILL].detail, given[STILL].freedom) == (f"pairs {still} of 8", 2)
+    torch.testing.assert_close(given[STILL].output, actual, rtol=1e-4, atol=1e-5)
 
 
 def test_pairs_that_turn_as_they_should_or_none_that_turns():
