@@ -251,6 +251,20 @@ def test_a_bias_of_the_choice(tmp_path, where):
     }
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("name", "score"), [(SOFTMAX, lambda x: x.softmax(1)), (SIGMOID, torch.sigmoid)])
+def test_a_bias_is_added_to_the_scores_as_it_is(tmp_path, sign, name, score):
+    logits, bias = random(40, 6, seed=6), 0.3 * random(6, seed=7)
+    actual = (score(logits) + sign * bias).topk(2).indices.double()
+    right = logits.topk(2).indices
+    others = {"weight": random(6, seed=8).view(2, 3), "bias": random(6, seed=9), "bias_scale": torch.tensor(2.0)}
+    gate = Gate(**others, score_bias=bias)
+    failure = of(tmp_path / "r", right.double(), actual, kind=Kind.CHOICE, logits=logits, chosen=right, gate=gate)
+    which = "without its groups" if sign > 0 else "with the sign of its bias turned"
+    assert holds(choice.choice_by_other_scores, failure) == {f"the router chooses by {name} {which}"}
+    assert len(found(choice.choice_by_other_scores, failure)) == 5
+
+
 def test_a_choice_without_a_bias_has_no_other_scores(tmp_path):
     assert found(choice.choice_by_other_scores, of_choice(tmp_path / "r", CHOSEN.tolist())) == {}
     failure = of_choice(tmp_path / "s", CHOSEN.tolist(), gate=Gate(e_score_correction_bias=BIAS))
