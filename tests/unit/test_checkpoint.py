@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from harness import checkpoint
 from harness.checkpoint import Checkpoint, locations
+from harness.checkpoint import checkpoint as opened_module
 from harness.errors import Code, HarnessError
 
 
@@ -126,6 +127,15 @@ class TestOpenedOnce:
         (sharded / checkpoint.INDEX_NAME).unlink()
         assert (opened.config, opened.config_hash, opened.tensors) == first
         assert Checkpoint(sharded).config == {}
+
+    def test_each_header_and_the_index_are_read_once(self, sharded, monkeypatch):
+        read, read_header, read_index = [], opened_module.read_header, opened_module.read_shard_index
+        monkeypatch.setattr(opened_module, "read_header", lambda file: read.append(file) or read_header(file))
+        monkeypatch.setattr(opened_module, "read_shard_index", lambda path: read.append(path) or read_index(path))
+        opened = Checkpoint(sharded)
+        for _ in range(2):
+            _ = opened.tensors, opened.headers, opened.weights_hash, opened.num_bytes
+        assert read == [sharded, *opened.shards]
 
     def test_a_folder_or_a_checkpoint_itself(self, folder):
         opened = Checkpoint(folder)
