@@ -147,6 +147,11 @@ class TestOpenedOnce:
         (folder / "config.json").write_text(text)
         assert Checkpoint(folder).dtype == "float32"
 
+    @pytest.mark.parametrize(("text", "size"), [('{"hidden_size": 96}', 96), ('{"hidden_size": "x"}', 0), ("{}", 0)])
+    def test_the_hidden_size(self, folder, text, size):
+        (folder / "config.json").write_text(text)
+        assert Checkpoint(folder).hidden_size == size
+
     def test_the_dtype_under_both_its_names(self, folder):
         (folder / "config.json").write_text('{"torch_dtype": "float16"}')
         assert Checkpoint(folder).dtype == "float16"
