@@ -68,8 +68,9 @@ class Checkpoint:
 
     @property
     def hidden_size(self) -> int:
-        """The config's hidden size; 0 where it names none."""
-        return int(self.config.get("hidden_size", 0))
+        """The config's hidden size; 0 where it names no number."""
+        size = self.config.get("hidden_size")
+        return size if isinstance(size, int) else 0
 
     @cached_property
     def _index(self) -> tuple[ShardIndex, Mapping[Path, FileStamp]]:

@@ -14,7 +14,6 @@ from harness.errors import Code, ExitStatus, HarnessError
 
 if TYPE_CHECKING:
     from harness.plan import Plan
-    from harness.progress import Progress
     from harness.recording import RequestInfo
     from harness.taps import Graph
 
@@ -40,6 +39,7 @@ def run(
     with progress_bar() as report:
         report("loading libraries", 0, 1)
         from harness.jobs.check import match_taps, new_output_dir, open_planned, record_run
+        from harness.jobs.golden import run_golden
 
         plan, requests, graph = _planned(replace(given, schedule=[schedule]), golden, local_files_only)
         if len(plan.schedules) != 1:
@@ -47,7 +47,8 @@ def run(
             raise HarnessError(Code.BAD_OPTION, what, where="--schedule", expected="one", actual=schedule)
         with new_output_dir(out), open_planned(plan) as subject:
             if graph is None:
-                requests, graph = _continued(plan, report)
+                made = run_golden(plan, progress=report)
+                requests, graph = list(made.requests), made.graph
             match_taps(plan, subject, graph)
             report(f"{plan.engine}, {schedule}", 0, 1)
             record_run(plan, subject, plan.schedules[0], requests, out)
@@ -85,17 +86,6 @@ def _planned(
     if golden is None:
         return given.plan(local_files_only=local_files_only), [], None
     return _planned_by_golden(golden, given, local_files_only)
-
-
-def _continued(plan: "Plan", report: "Progress") -> "tuple[list[RequestInfo], Graph]":
-    """Return the plan's prompts with the continuation of their golden, and the model's graph."""
-    import torch
-
-    from harness.oracle.make_golden import cached_golden
-    from harness.oracle.model import load_model
-
-    hf = load_model(plan.checkpoint, dtype=getattr(torch, plan.dtype), device=plan.device)
-    return list(cached_golden(hf, plan.prompts, truth=plan.truth, progress=report).requests), hf.graph
 
 
 def _planned_by_golden(

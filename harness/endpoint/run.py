@@ -5,8 +5,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from harness.endpoint.address import Address
 from harness.endpoint.answer import Answer
 from harness.endpoint.ask import ask
@@ -17,7 +15,7 @@ from harness.endpoint.schedules import Run, Sent
 from harness.endpoint.truth import Rows
 from harness.endpoint_results import EndpointResult, ScheduleResult
 from harness.errors import Code, HarnessError
-from harness.oracle.lora import load_adapted
+from harness.jobs.model import planned_model
 from harness.oracle.model import HFModel
 from harness.oracle.requests import Prompt, check_prompt
 from harness.plan import Plan
@@ -45,7 +43,7 @@ def check_endpoint(
     """
     begin, report = time.perf_counter(), progress or (lambda _label, _done, _total: None)
     report("model", 0, 1)
-    hf = load_adapted(plan.checkpoint, dtype=getattr(torch, plan.dtype), device=plan.device, lora=plan.lora)
+    hf = planned_model(plan)
     for index, prompt in enumerate(plan.prompts):
         check_prompt(hf, prompt, index)
     eos, loaded = _eos_ids(hf), time.perf_counter()

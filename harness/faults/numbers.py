@@ -43,10 +43,10 @@ def _cut_off(x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tens
     return (x.float().view(torch.int32) & -(1 << bits)).view(torch.float32).to(x.dtype)
 
 
-def _weights(change: Change, ending: str = "mlp.down_proj.weight") -> Any:
+def _weights(change: Change) -> Any:
     def changed(weights: Weights, config: Any) -> None:
         for name in weights:
-            if name.endswith(ending):
+            if name.endswith("mlp.down_proj.weight"):
                 weights[name] = change(weights[name])
 
     return loaded(changed)

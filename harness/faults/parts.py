@@ -68,11 +68,11 @@ def _logits_capped(cap: float) -> Any:
     return replacing((Decoder, "logits", make))
 
 
-def _rows_changed(ending: str, change: Callable[[torch.Tensor], None], layer: int = 1) -> Any:
-    """Change rows of one weight in place."""
+def _rows_changed(ending: str, change: Callable[[torch.Tensor], None]) -> Any:
+    """Change rows of one weight of layer 1 in place."""
 
     def changed(weights: Weights, _config: Any) -> None:
-        name = f"model.layers.{layer}.{ending}.weight"
+        name = f"model.layers.1.{ending}.weight"
         weights[name] = weights[name].clone()
         change(weights[name])
 

@@ -19,10 +19,10 @@ from harness.faults.formats import in_format
 from harness.faults.injection import InjectedFault
 from harness.faults.peers import PeerVerdict, judge_as_peers
 from harness.jobs.check import run_check, with_duplicate_requests
+from harness.jobs.model import planned_model
 from harness.numerics import Numerics
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import cached_golden
-from harness.oracle.model import load_model
 from harness.plan import Plan, plan_request
 from harness.recording import Recording, RecordingWriter
 from harness.results import CheckResult, Outcome
@@ -139,7 +139,7 @@ class _Declaring:
 
 def _golden(plan: Plan) -> Golden:
     """Return the golden that the check was made against."""
-    hf = load_model(plan.checkpoint, dtype=getattr(torch, plan.dtype), device=plan.device)
+    hf = planned_model(plan)
     golden, _ = with_duplicate_requests(plan, cached_golden(hf, plan.prompts, truth=plan.truth), plan.schedules[0], hf)
     return golden
 

@@ -6,8 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from harness.compare.traits import Traits
 from harness.engines import Engine, open_engine
 from harness.errors import Code, HarnessError
@@ -21,9 +19,10 @@ from harness.fuzz.workload import Translator
 from harness.fuzz_results import FuzzFinding, FuzzResult, SentWorkload
 from harness.invariance_results import InvarianceResult
 from harness.jobs.check import match_taps
+from harness.jobs.model import planned_model
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import cached_golden
-from harness.oracle.model import HFModel, load_model
+from harness.oracle.model import HFModel
 from harness.plan import Plan
 from harness.progress import Progress
 from harness.threads import limit_threads
@@ -231,7 +230,7 @@ class _Subject:
                 actual=", ".join(engine.capabilities.schedules) or "no schedule",
             )  # fmt: skip
         report("oracle", 0, 1)
-        hf = load_model(plan.checkpoint, dtype=getattr(torch, plan.dtype), device=plan.device)
+        hf = planned_model(plan)
         return cls(plan=plan, options=options, engine=engine, hf=hf, report=report, began=began)
 
     def threads(self) -> AbstractContextManager[None]:

@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from harness.compare import Comparison, compare_run
 from harness.engines import Capabilities, Engine, TapMatcher, engine_errors, open_engine
 from harness.engines.isolated import IsolatedEngine, isolated_engine
@@ -16,9 +14,9 @@ from harness.engines.record import RunDescription, record
 from harness.errors import Code, HarnessError
 from harness.explain import explain_run
 from harness.files import write_text
+from harness.jobs.model import planned_model
 from harness.oracle.forks import forked_prompts
 from harness.oracle.golden import Golden
-from harness.oracle.lora import load_adapted
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel
 from harness.oracle.requests import duplicate_requests
@@ -62,8 +60,7 @@ def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
 def _check_engine(plan: Plan, engine: Engine | IsolatedEngine, out: Path | None, report: Progress) -> CheckResult:
     begin = time.perf_counter()
     report("oracle", 0, 1)
-    dtype = getattr(torch, plan.dtype)
-    hf = load_adapted(plan.checkpoint, dtype=dtype, device=plan.device, lora=plan.lora, others=plan.other_loras)
+    hf = planned_model(plan)
     runs = []
     with limit_threads(int(getattr(hf.config, "hidden_size", 0))):
         match_taps(plan, engine, hf.graph)

@@ -3,11 +3,9 @@
 from contextlib import nullcontext
 from pathlib import Path
 
-import torch
-
 from harness.jobs.check import new_output_dir
+from harness.jobs.model import planned_model
 from harness.oracle.golden import Golden
-from harness.oracle.lora import load_adapted
 from harness.oracle.make_golden import cached_golden, make_golden
 from harness.plan import Plan
 from harness.progress import Progress
@@ -25,7 +23,7 @@ def run_golden(plan: Plan, *, out: Path | None = None, progress: Progress | None
         HarnessError: the input cannot be used, or `out` cannot be written.
     """
     with nullcontext() if out is None else new_output_dir(out):
-        hf = load_adapted(plan.checkpoint, dtype=getattr(torch, plan.dtype), device=plan.device, lora=plan.lora)
+        hf = planned_model(plan)
         if out is None:
             return cached_golden(hf, plan.prompts, truth=plan.truth, progress=progress)
         return make_golden(hf, plan.prompts, out, truth=plan.truth, progress=progress)

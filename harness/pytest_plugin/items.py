@@ -110,14 +110,10 @@ class CaseItem(pytest.Item):
             raise GateFailedError(result, command)
 
     def _check_sketch(self, plan: "Plan") -> None:
-        import torch
-
         from harness import sketch
-        from harness.oracle.make_golden import cached_golden
-        from harness.oracle.model import load_model
+        from harness.jobs.golden import run_golden
 
-        hf = load_model(plan.checkpoint, dtype=getattr(torch, plan.dtype), device=plan.device)
-        golden = cached_golden(hf, plan.prompts, truth=plan.truth)
+        golden = run_golden(plan)
         if self.config.getoption("golden_update"):
             self.add_report_section("call", GOLDEN_UPDATE, f"{self.where}: {sketch.update(self.path, golden)}")
         else:

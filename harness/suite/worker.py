@@ -60,19 +60,16 @@ def run_task(task: Task) -> Answer | Loss:
 
 def _make_goldens(task: Task, store: Store | None) -> Answer:
     from harness.jobs.check import with_duplicate_requests
-    from harness.jobs.golden import run_golden
+    from harness.jobs.model import planned_model
+    from harness.oracle.make_golden import cached_golden
     from harness.plan import plan_case
     from harness.schedule import SCHEDULES
 
     plan = plan_case(task.case.case)
-    golden = run_golden(plan)
+    hf = planned_model(plan)
+    golden = cached_golden(hf, plan.prompts, truth=plan.truth)
     folders = [golden.recording.path]
     if task.is_forked:
-        import torch
-
-        from harness.oracle.model import load_model
-
-        hf = load_model(plan.checkpoint, dtype=getattr(torch, plan.dtype), device=plan.device)
         larger, _ = with_duplicate_requests(plan, golden, SCHEDULES["forked"], hf)
         folders.append(larger.recording.path)
     shared = () if store is None else tuple(share_golden(folder, store) for folder in folders)

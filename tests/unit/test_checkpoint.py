@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from harness import checkpoint
 from harness.checkpoint import Checkpoint, locations
+from harness.checkpoint import checkpoint as opened_module
 from harness.errors import Code, HarnessError
 
 
@@ -127,6 +128,15 @@ class TestOpenedOnce:
         assert (opened.config, opened.config_hash, opened.tensors) == first
         assert Checkpoint(sharded).config == {}
 
+    def test_each_header_and_the_index_are_read_once(self, sharded, monkeypatch):
+        read, read_header, read_index = [], opened_module.read_header, opened_module.read_shard_index
+        monkeypatch.setattr(opened_module, "read_header", lambda file: read.append(file) or read_header(file))
+        monkeypatch.setattr(opened_module, "read_shard_index", lambda path: read.append(path) or read_index(path))
+        opened = Checkpoint(sharded)
+        for _ in range(2):
+            _ = opened.tensors, opened.headers, opened.weights_hash, opened.num_bytes
+        assert read == [sharded, *opened.shards]
+
     def test_a_folder_or_a_checkpoint_itself(self, folder):
         opened = Checkpoint(folder)
         assert Checkpoint.of(opened) is opened
@@ -136,6 +146,11 @@ class TestOpenedOnce:
     def test_the_dtype_is_float32_where_none_is_named(self, folder, text):
         (folder / "config.json").write_text(text)
         assert Checkpoint(folder).dtype == "float32"
+
+    @pytest.mark.parametrize(("text", "size"), [('{"hidden_size": 96}', 96), ('{"hidden_size": "x"}', 0), ("{}", 0)])
+    def test_the_hidden_size(self, folder, text, size):
+        (folder / "config.json").write_text(text)
+        assert Checkpoint(folder).hidden_size == size
 
     def test_the_dtype_under_both_its_names(self, folder):
         (folder / "config.json").write_text('{"torch_dtype": "float16"}')

@@ -1,0 +1,17 @@
+"""The HF model of a plan."""
+
+import torch
+
+from harness.oracle.lora import load_adapted
+from harness.oracle.model import HFModel
+from harness.plan import Plan
+
+
+def planned_model(plan: Plan) -> HFModel:
+    """Load the model that says what is right: in the plan's dtype, on its device, with its adapter.
+
+    Raises:
+        HarnessError: as `load_adapted`.
+    """
+    dtype = getattr(torch, plan.dtype)
+    return load_adapted(plan.checkpoint, dtype=dtype, device=plan.device, lora=plan.lora, others=plan.other_loras)
