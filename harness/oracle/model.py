@@ -130,7 +130,7 @@ def _parts(module: nn.Module, path: str) -> Iterator[str]:
 def load_model(
     checkpoint: Checkpoint | str | os.PathLike[str], *, dtype: torch.dtype, device: str = "cpu", stays: bool = False
 ) -> HFModel:
-    """Load the HF model of a checkpoint in `dtype`, with SDPA attention where the family has it.
+    """Load the HF model of a checkpoint in `dtype`, with SDPA attention where it computes what the family does.
 
     Args:
         checkpoint: a checkpoint, or its folder.
@@ -146,9 +146,11 @@ def load_model(
     _check_tensors(checkpoint)
     if stays or checkpoint.num_bytes <= _RESIDENT_BYTES:
         model = _from_pretrained(checkpoint.folder, dtype).to(where).eval().requires_grad_(False)
+        _leave_sdpa_if_scores_are_capped(model)
         check_is_unpatched(model)
         return HFModel(model=model, checkpoint=checkpoint, dtype=dtype, device=where)
     model = _skeleton(checkpoint.folder, dtype, where)
+    _leave_sdpa_if_scores_are_capped(model)
     check_is_unpatched(model)
     weights = StreamedWeights(model, checkpoint, dtype=dtype, device=where)
     return HFModel(model=model, checkpoint=checkpoint, dtype=dtype, device=where, weights=weights)
@@ -210,6 +212,16 @@ def _with_attention(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
         if "attn_implementation" not in str(error) and "scaled_dot_product_attention" not in str(error):
             raise
         return build(*args, attn_implementation="eager", **kwargs)
+
+
+def _leave_sdpa_if_scores_are_capped(model: Any) -> None:
+    """Set eager attention for a family that caps its scores (Gemma 2).
+
+    SDPA has no cap: transformers 5.17 leaves it out without a word, later versions refuse.
+    """
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        with quiet_transformers():
+            model.set_attn_implementation("eager")
 
 
 def _from_pretrained(folder: Path, dtype: torch.dtype) -> Any:

@@ -194,7 +194,8 @@ def fused() -> None:
 def _small_operations(num_rows: int) -> Iterator[tuple[Call, Call]]:
     x, delta, weight = randn(num_rows, 4096), randn(num_rows, 4096), randn(4096)
     yield lambda: add_norm(x, delta, weight, 1e-6), lambda: RMSNorm(weight, 1e-6)(x + delta)
-    qkv, cos, sin, own = randn(num_rows, 6144), randn(num_rows, 1, 128), randn(num_rows, 1, 128), randn(128)
+    qkv, own = randn(num_rows, 6144), randn(128)
+    cos, sin = (randn(num_rows, 1, 64).repeat(1, 1, 2) for _ in range(2))
     q, k = qkv[:, :4096].view(num_rows, 32, 128), qkv[:, 4096:5120].view(num_rows, 8, 128)
     norm = RMSNorm(own, 1e-6)
     yield (

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 import transformers
+from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .architectures import NOT_CAUSAL, architectures, excluded
@@ -105,6 +106,8 @@ def test_a_saved_model_is_loaded_as_it_was(tmp_path) -> None:
     ],
 )
 def test_every_type_of_layer_occurs_once(name: str, types: list[str] | None) -> None:
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     config = tiny_config(name)
 
     assert getattr(config, "layer_types", None) == types

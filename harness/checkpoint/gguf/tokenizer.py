@@ -1,6 +1,8 @@
 """The vocabulary of a GGUF file as HuggingFace's tokenizer, as far as transformers can make one of it."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from harness.checkpoint.gguf.model import GGUFModel
 from harness.errors import Code, HarnessError
@@ -17,17 +19,36 @@ def write_tokenizer(model: GGUFModel, folder: Path) -> None:
     Raises:
         HarnessError: DAMAGED_GGUF: there are more tokens than the model has embeddings for.
     """
-    if model.headers[0].metadata.get("tokenizer.ggml.model") in NO_VOCABULARY:
+    metadata = model.headers[0].metadata
+    if metadata.get("tokenizer.ggml.model") in NO_VOCABULARY:
         return
     _check_size(model)
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path.parent, gguf_file=model.path.name, local_files_only=True)
+        begin_as_the_file_says(tokenizer, metadata)
         tokenizer.save_pretrained(folder)
     except Exception:  # whatever transformers raises for a vocabulary that it does not read
         for file in folder.glob("tokenizer*"):
             file.unlink()
+
+
+def begin_as_the_file_says(tokenizer: Any, metadata: Mapping[str, Any]) -> None:
+    """Put the token that begins a text before every text, where the file asks for it.
+
+    transformers 5.17 leaves it out of byte-level vocabularies.
+    """
+    from tokenizers.processors import TemplateProcessing
+
+    token_id = metadata.get("tokenizer.ggml.bos_token_id")
+    if metadata.get("tokenizer.ggml.add_bos_token") is not True or token_id is None:
+        return
+    if tokenizer.encode("a")[:1] != [token_id]:
+        token = metadata["tokenizer.ggml.tokens"][token_id]
+        tokenizer.bos_token = token
+        template = TemplateProcessing(single=[token, "$A"], special_tokens=[(token, token_id)])
+        tokenizer.backend_tokenizer.post_processor = template
 
 
 def _check_size(model: GGUFModel) -> None:

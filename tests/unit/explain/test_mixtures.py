@@ -248,7 +248,7 @@ def _of_cache(name: str) -> Callable[..., None]:
         mixer = model.model.layers[0].mamba
 
         def states(cache_params: object, **rest: object) -> Held:
-            held = getattr(cache_params, f"get_{name}_state")(mixer.layer_idx, state_idx=0)
+            held = getattr(cache_params.layers[mixer.layer_idx], f"{name}_states")[0]
             return [(lambda: held, held.copy_)]
 
         _held_wrongly(mixer, states, is_kept)

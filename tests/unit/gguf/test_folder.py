@@ -6,12 +6,14 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers.processors import ByteLevel
+from transformers import AutoTokenizer
 
 from harness import checkpoint
 from harness.checkpoint import Checkpoint
 from harness.checkpoint.gguf import read_source
 from harness.checkpoint.gguf.model import open_gguf
-from harness.checkpoint.gguf.tokenizer import write_tokenizer
+from harness.checkpoint.gguf.tokenizer import begin_as_the_file_says, write_tokenizer
 from harness.checkpoint.gguf.writer import write_gguf
 from harness.errors import Code, HarnessError
 from harness.inspect import inspect_path
@@ -87,6 +89,19 @@ def test_a_byte_level_vocabulary(checkpoints, tmp_path):
     assert tokenize(text, Checkpoint(made), where="-") == tokenize(
         text, Checkpoint(checkpoints / "qwen2-tiny"), where="-"
     )
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_text_begins_as_the_file_says(checkpoints, tmp_path, adds):
+    """Transformers 5.17 reads a byte-level vocabulary without the token that begins a text."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints / "qwen2-tiny")
+    expected = tokenizer.encode("hu rin")
+    tokenizer.backend_tokenizer.post_processor, tokenizer.bos_token = ByteLevel(), None
+    metadata = open_gguf(write_gguf(checkpoints / "qwen2-tiny", tmp_path / "model.gguf")).headers[0].metadata
+    begin_as_the_file_says(tokenizer, {**metadata, "tokenizer.ggml.add_bos_token": adds})
+    tokenizer.save_pretrained(tmp_path / "made")
+    made = AutoTokenizer.from_pretrained(tmp_path / "made")
+    assert made.encode("hu rin") == (expected if adds else expected[1:])
 
 
 def test_without_a_vocabulary_texts_are_refused(checkpoints, tmp_path):

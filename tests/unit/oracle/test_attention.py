@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch import nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from harness.oracle import attention
 from harness.oracle.attention import attention_sensitivity, scaling, visible_keys
+from harness.oracle.model import load_model
 from harness.oracle.paired import run_pair
 from harness.oracle.watch import AttentionCall
 
@@ -216,6 +218,15 @@ def test_attention_of_a_family_is_read_as_hf_reads_it(tiny, family, dtype):
         )
         assert relative(expected.context.flatten(0, 1), rows) < 1e-12
         assert_same(attention_sensitivity(call), expected)
+
+
+def test_a_cap_on_the_scores_is_not_left_to_sdpa(tiny_folder, streamed, monkeypatch):
+    """Transformers 5.17 says that Gemma 2 may run with SDPA, which has no cap."""
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
+    folder = tiny_folder("gemma2")
+    for hf in (load_model(folder, dtype=torch.float32), streamed(folder)):
+        assert hf.config.attn_logit_softcapping is not None
+        assert hf.config._attn_implementation == "eager"
 
 
 def test_keys_may_come_in_any_order():
