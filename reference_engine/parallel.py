@@ -63,7 +63,7 @@ class Ranks:
         a GPU.
         """
         place, num_on_device = _place(torch.device(device), rank, num_local or size)
-        with _blaming("joining the others"):
+        with _rank_errors("joining the others"):
             host, _, port = address.rpartition(":")
             store = dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=JOIN_LIMIT)  # type: ignore[attr-defined]
             # What rank 0 tells is made and read on the host: with gloo, no rank waits for its device to hear it.
@@ -91,21 +91,21 @@ class Ranks:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks, on every rank: in float32, so that the order of the ranks is not seen."""
         total = x.to(torch.float32)
-        with _blaming("adding up"):
+        with _rank_errors("adding up"):
             dist.all_reduce(total, group=self.tensors)
         return total.to(x.dtype)
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return all ranks' parts side by side along `dim`, on every rank."""
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        with _blaming("joining parts"):
+        with _rank_errors("joining parts"):
             dist.all_gather(parts, x.contiguous(), group=self.tensors)
         return torch.cat(parts, dim=dim)
 
     def least(self, number: int) -> int:
         """Return the smallest of all ranks' numbers, on every rank, however long the slowest needs for its own."""
         smallest = torch.tensor([number])
-        with _blaming("comparing numbers"):
+        with _rank_errors("comparing numbers"):
             dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
         return int(smallest)
 
@@ -127,7 +127,7 @@ class Ranks:
 
     def _broadcast(self, numbers: torch.Tensor, limit: timedelta) -> torch.Tensor:
         """Send or receive; with gloo, who sends waits until all have received."""
-        with _blaming("passing on a step"):
+        with _rank_errors("passing on a step"):
             dist.broadcast(numbers, src=0, async_op=True).wait(limit)
         return numbers
 
@@ -143,7 +143,7 @@ def _place(device: torch.device, rank: int, num_local: int) -> tuple[torch.devic
 
 
 @contextmanager
-def _blaming(doing: str) -> Iterator[None]:
+def _rank_errors(doing: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:

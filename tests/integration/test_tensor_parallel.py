@@ -112,7 +112,7 @@ if ranks.rank:
 else:
     engine = LLMEngine(sys.argv[1], config, ranks=ranks)
     print(engine.generate([[10, 11, 12]], SamplingParams(max_new_tokens=4, ignore_eos=True))[0].token_ids)
-    ranks.tell([Command.STOP])
+    ranks.broadcast([Command.STOP])
 ranks.leave()
 """
 

@@ -36,7 +36,7 @@ def profiling(profiler: profile) -> Iterator[None]:
     # Or the profiler announces each of its starts on standard error, at a level above its errors.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     try:
-        with _blaming_profiler(), warnings.catch_warnings():
+        with _profiler_errors(), warnings.catch_warnings():
             # Each cycle is exported by itself. Torch 2.11 warns of that, even if there is one cycle.
             warnings.filterwarnings("ignore", "Warning: Profiler clears events")
             yield
@@ -49,7 +49,7 @@ def profiling(profiler: profile) -> Iterator[None]:
 
 
 @contextmanager
-def _blaming_profiler() -> Iterator[None]:
+def _profiler_errors() -> Iterator[None]:
     try:
         yield
     except HarnessError:
