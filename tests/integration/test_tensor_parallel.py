@@ -1,9 +1,7 @@
 """Two processes on the loopback address: the same tokens, the same rows, and an end when one of them ends."""
 
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -97,36 +95,3 @@ def test_heads_that_do_not_divide_are_said_before_anything_starts(checkpoints: P
         parallel_engine(checkpoints / "qwen3-tiny", EngineConfig(), 4),
     ):
         pass
-
-
-SCRIPT = """
-import sys
-from reference_engine import EngineConfig, LLMEngine, SamplingParams
-from reference_engine.messages import Command
-from reference_engine.parallel import Ranks
-from reference_engine.worker import serve
-
-ranks, config = Ranks.from_torchrun(), EngineConfig(dtype="float32")
-if ranks.rank:
-    serve(sys.argv[1], config, ranks)
-else:
-    engine = LLMEngine(sys.argv[1], config, ranks=ranks)
-    print(engine.generate([[10, 11, 12]], SamplingParams(max_new_tokens=4, ignore_eos=True))[0].token_ids)
-    ranks.broadcast([Command.STOP])
-ranks.leave()
-"""
-
-
-@pytest.mark.slow
-def test_torchrun_starts_the_ranks(checkpoints: Path, tmp_path: Path) -> None:
-    (tmp_path / "run.py").write_text(SCRIPT)
-    folder = checkpoints / "qwen3-tiny"
-    expected = LLMEngine(folder, EngineConfig(dtype="float32")).generate(
-        [[10, 11, 12]], SamplingParams(max_new_tokens=4, ignore_eos=True)
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29611",
-         str(tmp_path / "run.py"), str(folder)],
-        capture_output=True, text=True, check=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert str(expected[0].token_ids) in done.stdout
