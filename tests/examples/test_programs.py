@@ -1,0 +1,19 @@
+"""Pages with one short program each, run in this process."""
+
+import re
+import time
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("page", ["fuzz", "gates", "generate"])
+def test_the_program_of_a_page_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(ROOT)
+    ticks = count()
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks) * 1e-3)  # no real clock decides a test
+    exec(compile(program, f"docs/{page}.md", "exec"), {"__name__": page})
