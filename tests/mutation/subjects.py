@@ -85,6 +85,7 @@ _OTHERS = {
     "oracle/caches": ("test_decode.py",),
     "oracle/golden": ("test_golden_files.py", "test_golden.py"),
     "oracle/graph": ("test_graph.py", "test_trace.py"),
+    "oracle/make_golden": ("test_make_golden.py", "test_golden.py"),
     "oracle/model": ("test_model.py", "test_weights.py"),
     "oracle/parts": ("test_lockstep.py",),
     "oracle/rotation": ("test_rotation.py", "../explain/test_rotary.py"),
