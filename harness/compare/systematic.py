@@ -248,4 +248,4 @@ def _ratio(value: float, deviation: float) -> float:
 def _variance(sums: torch.Tensor) -> float:
     """Variance of the total of some independent sums, about their mean."""
     count = len(sums)
-    return float((sums - sums.mean()).square().sum()) * count / max(1, count - 1)
+    return float((sums - sums.mean()).square().sum()) * count / (count - 1)

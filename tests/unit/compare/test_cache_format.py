@@ -143,6 +143,17 @@ def test_a_dtype_keeps_what_it_rounds_to(name, dtype):
     assert torch.equal(turned.stored(ROWS).values, turned.turned(ROWS).to(dtype).double())
 
 
+@pytest.mark.parametrize("rotation", [0, 32])
+def test_values_that_were_turned_are_no_longer_the_engines_own_bits(rotation):
+    """Ties of them are wider, and so is their room."""
+    kept = CacheFormat(name="Q4_1", rotation=rotation)
+    held, expected = kept.stored(ROWS), quantised(kept.turned(ROWS), "Q4_1", is_exact=not rotation)
+    assert torch.equal(held.values, expected.values)
+    assert torch.equal(held.slack, expected.slack)
+    other = quantised(kept.turned(ROWS), "Q4_1", is_exact=bool(rotation))
+    assert not torch.equal(held.slack, other.slack)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "is_known"),
     [("float16", torch.float16, True), ("Q8_0", None, True), ("int8", None, False), ("Tensor", None, False),

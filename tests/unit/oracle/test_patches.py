@@ -1,12 +1,15 @@
 """The library as its files define it is accepted; whatever replaces a part of it for the whole process is not."""
 
 import functools
+import importlib.util
+import sys
 
 import pytest
 import torch
 from transformers.models.llama import modeling_llama as llama
 
 from harness.errors import Code, HarnessError
+from harness.oracle import patches
 from harness.oracle.model import load_model
 from harness.oracle.patches import check_is_unpatched
 
@@ -59,3 +62,64 @@ def test_a_module_of_one_model_may_be_replaced(checkpoints):
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt2", "mamba", "qwen3_moe"])
 def test_families_are_accepted_as_they_are(tiny_folder, family):
     check_is_unpatched(load_model(tiny_folder(family), dtype=torch.float32).model)
+
+
+SOURCE = """
+import functools
+
+
+class Part:
+    @property
+    def size(self):
+        return 1
+
+    @functools.cached_property
+    def kept(self):
+        return 2
+
+    @classmethod
+    def made(cls):
+        return 3
+
+    @staticmethod
+    def plain():
+        return 4
+
+    def forward(self):
+        return 5
+
+
+def function():
+    return 6
+
+
+CONSTANT = 7
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """A file of the library's with everything that a class may define."""
+    name, path = "transformers.models.own", tmp_path / "own.py"
+    path.write_text(SOURCE)
+    monkeypatch.setattr(patches, "_LIBRARIES", (str(tmp_path),))
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    patches._defined.cache_clear()
+    yield module
+    patches._defined.cache_clear()
+
+
+def test_whatever_a_class_defines_is_looked_at(file):
+    assert list(patches._replaced(file)) == []
+    file.Part.size = property(lambda _self: 9)
+    file.Part.kept = functools.cached_property(lambda _self: 9)
+    file.Part.made = classmethod(lambda _cls: 9)
+    file.Part.plain = staticmethod(lambda: 9)
+    file.Part.forward = lambda _self: 9
+    file.function = lambda: 9
+    assert [name for name, _ in patches._replaced(file)] == [
+        "Part.size", "Part.kept", "Part.made", "Part.plain", "Part.forward", "function",
+    ]  # fmt: skip

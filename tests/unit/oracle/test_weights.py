@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import core_model_loading
 
 from harness.errors import Code, HarnessError
 from harness.oracle import model as model_module
@@ -265,3 +266,31 @@ def test_no_code_of_a_checkpoint_is_run(checkpoints, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     assert type(model_module._from_pretrained(folder, torch.float32)).__name__ == "LlamaForCausalLM"
     assert not mark.exists()
+
+
+FIRST, SECOND = (f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1))
+
+
+def renaming(monkeypatch, names):
+    """Let transformers rename some tensors of the checkpoint."""
+    rename = core_model_loading.rename_source_key
+
+    def other(key, *arguments):
+        return (names[key], None) if key in names else rename(key, *arguments)
+
+    monkeypatch.setattr(core_model_loading, "rename_source_key", other)
+
+
+def test_a_tensor_is_that_of_the_parameter_that_it_is_renamed_to(monkeypatch, streamed, checkpoints):
+    renaming(monkeypatch, {FIRST: SECOND, SECOND: FIRST})
+    keys = streamed(checkpoints / "llama-tiny", torch.float32).weights._keys_of
+    assert (keys[FIRST], keys[SECOND]) == ([SECOND], [FIRST])
+
+
+def test_a_tensor_that_is_renamed_to_nothing_keeps_its_name_where_that_is_a_parameters(
+    monkeypatch, streamed, checkpoints
+):
+    renaming(monkeypatch, {FIRST: "nobody"})
+    keys = streamed(checkpoints / "llama-tiny", torch.float32).weights._keys_of
+    assert keys[FIRST] == [FIRST]
+    assert "nobody" not in keys

@@ -33,7 +33,9 @@ def test_the_first_index_that_is_wrong(seed):
     """What names no row comes before what names one twice."""
     generator = random.Random(seed)
     num_rows = generator.randint(1, 8)
-    values = generator.choices(range(-1 if seed % 3 == 0 else 0, num_rows + (seed % 4 == 0)), k=generator.randint(0, 5))
+    values = generator.choices(
+        range(-1 if seed % 3 == 0 else 0, num_rows + 3 * (seed % 4 == 0)), k=generator.randint(0, 5)
+    )
     outside = [at for at, value in enumerate(values) if not 0 <= value < num_rows]
     repeated = [at for at, value in enumerate(values) if value in values[:at]]
     expected = (outside or repeated or [None])[0]
