@@ -94,6 +94,13 @@ def test_which_of_masked_scores_are_chosen_does_not_matter(chosen, is_right):
     assert error == (0 if is_right else torch.inf)
 
 
+@pytest.mark.parametrize(("chosen", "is_right"), [([0, 1, 9], True), ([0, -1, 9], False), ([0, 0, 3], False)])
+def test_an_expert_that_does_not_exist_in_the_place_of_a_masked_one(chosen, is_right):
+    """It does not matter, but where an expert that counts is left out."""
+    scores = torch.tensor([[5.0, 3.0, -torch.inf, -torch.inf]])
+    assert errors(scores, [chosen], [[0, 1, 2]], control=scores + 0.1) == [0 if is_right else torch.inf]
+
+
 def test_masked_scores_of_one_row_make_no_noise_for_the_others():
     scores = torch.tensor([[5.0, -torch.inf, -torch.inf], [5.0, 3.0, 0.0]])
     assert errors(scores, [[0, 1], [0, 2]], [[0, 2], [0, 1]], control=scores + 0.1) == pytest.approx([0, 3.0 / 0.2])

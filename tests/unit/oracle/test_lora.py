@@ -217,3 +217,15 @@ def test_other_adapters_are_known_at_the_modules_that_have_one(tmp_path):
     assert torch.equal(update.a, read_adapter(second)["model.layers.1.self_attn.q_proj"].a)
     assert hf.lora_hash == hashlib.sha256(b"".join((first / name).read_bytes() for name in FILES)).hexdigest()
     assert not any(isinstance(each, LoraLinear) for each in load_adapted(FOLDER, dtype=torch.float32).model.modules())
+
+
+@pytest.mark.parametrize(
+    "name", ["base_model.model.a.weight", "model.a.lora_A.weight", "base_model.model.a.lora_A.bias"]
+)
+def test_a_tensor_of_another_name_is_no_part_of_a_lora(tmp_path, name):
+    folder = small_adapter(tmp_path / "adapter")
+    weights = load_file(folder / "adapter_model.safetensors")
+    save_file(weights | {name: torch.zeros(1)}, folder / "adapter_model.safetensors")
+    with pytest.raises(HarnessError, match="no part of a LoRA") as caught:
+        read_adapter(folder)
+    assert caught.value.actual == name
