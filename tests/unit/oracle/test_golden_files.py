@@ -104,7 +104,8 @@ def test_an_altered_description_is_refused(tmp_path, field):
 def test_a_description_that_is_none_is_refused(tmp_path):
     golden(tmp_path / "g")
     (tmp_path / "g" / INFO_FILE).write_text("{}")
-    refused(tmp_path / "g", Code.BAD_MANIFEST, "cannot be read")
+    error = refused(tmp_path / "g", Code.BAD_MANIFEST, "cannot be read")
+    assert error.what.endswith("validation errors for GoldenInfo"), "the first of many lines"
 
 
 def test_the_manifest_and_the_noise_are_those_it_was_made_with(tmp_path):

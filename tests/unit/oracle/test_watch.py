@@ -2,13 +2,14 @@
 
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AttentionInterface, DynamicCache
 
 from harness.oracle.rows import as_rows
-from harness.oracle.watch import Seeing, run_attention, watching, window_of
+from harness.oracle.watch import Seeing, _input_key, _Run, run_attention, watching, window_of
 from harness.taps import Kind
 
 from .state import bits, surroundings
@@ -444,3 +445,75 @@ def test_a_forward_is_shown_to_the_watcher_of_its_thread_alone(load, token_ids):
         assert heard["here"] == []
         run(hf, token_ids, num_decoded=0)
     assert heard["here"] == heard["there"] != []
+
+
+# Parts by hand.
+
+X, IDS = torch.ones(2), torch.ones(2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "key"),
+    [
+        ((X,), {}, 0), ((IDS, X, X), {}, 1), ((IDS,), {"mask": None, "x": X}, "x"),
+        ((), {"a": IDS, "b": X, "c": X}, "b"),
+        ((X,), {"hidden_states": X}, "hidden_states"), ((X,), {"hidden_states": None}, 0), ((IDS, None, "x"), {}, None),
+        ((), {}, None), ((), {"hidden_states": IDS}, "hidden_states"),
+    ],
+)  # fmt: skip
+def test_the_first_input_that_is_shown(args, kwargs, key):
+    assert _input_key(args, kwargs) == key
+
+
+def running(modules=()):
+    """A forward that is watched, of modules by their paths, and what it shows."""
+    found = []
+    watcher = SimpleNamespace(
+        see=lambda source, value: found.append((source, value)), choose=lambda *each: found.append(each)
+    )
+    hf = SimpleNamespace(module=dict(modules).__getitem__)
+    return _Run(hf, watcher), found
+
+
+def test_the_module_that_is_run_is_the_innermost_that_has_not_returned():
+    run, _ = running()
+    assert run.path == ""
+    for path in ("a", "a.b", "a.b.c"):
+        run.enter(path)
+        assert run.path == path
+    run.leave("a.b.c")
+    assert run.path == "a.b"
+    run.enter("a.b.d")
+    run.enter("a.b.d.e")  # which raised, and was caught by what calls it
+    run.leave("a.b.d")
+    assert run.path == "a.b"
+    run.leave("a")
+    assert run.path == ""
+    run.leave("a")
+    assert run.path == ""
+
+
+def test_what_is_shown_again_says_how_often():
+    run, found = running()
+    for source in ("a", "b", "a", "a"):
+        run.show(source, X)
+    run.show("a", IDS)
+    run.show("a", None)
+    run.enter("gate")
+    run.show_choice(X, IDS)
+    run.show_choice(X, IDS)
+    assert [source for source, *_ in found] == ["a", "b", "a@2", "a@3", "gate:topk", "gate:topk@2"]
+
+
+def test_a_weight_is_own_to_a_module_that_is_no_linear_one():
+    gate, linear = torch.nn.Module(), torch.nn.Linear(2, 2)
+    gate.weight = torch.nn.Parameter(torch.ones(2, 2))
+    run, _ = running({"gate": gate, "linear": linear, "plain": torch.nn.Module()})
+    assert not run.is_own_weight(gate.weight), "no module is being run"
+    for path, weight, is_own in (
+        ("gate", gate.weight, True), ("gate", linear.weight, False), ("linear", linear.weight, False),
+        ("plain", gate.weight, False),
+    ):  # fmt: skip
+        run.enter(path)
+        assert run.is_own_weight(weight) == is_own
+        run.leave(path)
