@@ -459,3 +459,29 @@ def test_the_lowest_number_of_the_truths_dtype_is_one_of_it(make):
         assert torch.full((2,), 0.5).dtype == torch.float32
         assert torch.tensor(3).dtype == torch.int64
     assert make(0.5).dtype == torch.float32
+
+
+def test_only_a_float_without_dimensions_is_a_number():
+    with preserve_precision(torch.float64):
+        assert torch.tensor(1.5).dtype is torch.float64
+        assert torch.full((), 1.5).dtype is torch.full([], 1.5).dtype is torch.float64
+        assert torch.tensor(3).dtype is torch.full((), 3).dtype is torch.int64
+        assert torch.tensor([1.5]).dtype is torch.full((2,), 1.5).dtype is torch.float32
+        assert torch.full((), fill_value=1.5) == 1.5
+        assert torch.tensor(1.5, dtype=torch.float16).dtype is torch.float16
+
+
+def test_what_is_no_lower_dtype_is_given_as_asked_for():
+    x = torch.ones(2, dtype=torch.float64)
+    with preserve_precision(torch.float64):
+        assert x.to(torch.int64).dtype is x.long().dtype is x.type_as(torch.ones(1, dtype=torch.int32)).long().dtype
+        assert x.to(torch.bool).dtype is torch.bool
+        assert x.new_zeros(2, dtype=torch.int32).dtype is torch.int32
+        assert (
+            x.float().dtype is x.to(dtype=torch.bfloat16).dtype is x.type_as(other=torch.ones(1)).dtype is torch.float64
+        )
+        assert torch.ones(2).to(torch.bfloat16).dtype is torch.bfloat16, "a tensor of another dtype"
+    with preserve_precision(torch.float32):
+        y = torch.ones(2)
+        assert y.to(torch.float64).dtype is y.double().dtype is torch.float64
+        assert y.to(torch.float16).dtype is y.half().dtype is torch.float32

@@ -294,3 +294,12 @@ def test_a_tensor_that_is_renamed_to_nothing_keeps_its_name_where_that_is_a_para
     keys = streamed(checkpoints / "llama-tiny", torch.float32).weights._keys_of
     assert keys[FIRST] == [FIRST]
     assert "nobody" not in keys
+
+
+def test_no_parameter_asks_for_a_gradient(streamed, checkpoints):
+    hf = streamed(checkpoints / "qwen3-tiny", torch.float32)
+    assert not any(parameter.requires_grad for parameter in hf.model.parameters())
+    for part in hf.parts:
+        with hf.weights.held(part):
+            assert not any(parameter.requires_grad for parameter in hf.module(part).parameters())
+    assert not any(parameter.requires_grad for parameter in hf.model.parameters())
