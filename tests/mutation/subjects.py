@@ -66,6 +66,7 @@ _OTHERS = {
     ),
     "explain/cache_replay": ("test_cache_replay.py", "test_attention_place.py", "test_attention_table.py"),
     "explain/run": ("test_run_by_hand.py", "test_run.py", "test_cache.py"),
+    "explain/operations": ("test_operations_by_hand.py", "test_operations.py"),
     "explain/direction": ("test_direction_by_hand.py", "test_direction.py"),
     "explain/embedding": ("test_embedding_by_hand.py", "test_embedding.py"),
     "explain/tokens": ("test_tokens_by_hand.py", "test_tokens.py"),
