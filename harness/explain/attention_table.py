@@ -220,8 +220,8 @@ def wrong_block(failure: Failure) -> Iterator[Hypothesis]:
     used = -(-(int(view.rows.position[0]) + 1) // memory.block_size)
     if used * len(known) > _MAX_TRIED:
         return
-    probe = replace(failure, views=(view.select(torch.tensor([0])),), rows=view.rows.select(torch.tensor([0])),
-                    expected=failure.expected[:1], actual=failure.actual[:1])  # fmt: skip
+    first = view.select(torch.tensor([0]))
+    probe = replace(failure, views=(first,), rows=first.rows, actual=failure.actual[:1])
     best: tuple[float, int, int] | None = None
     for at in range(min(used, len(table))):
         for block in known:

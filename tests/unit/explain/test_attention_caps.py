@@ -109,6 +109,15 @@ def test_one_more_is_off_from_the_first_row_on(plain, places, is_said):
     assert (ONE in found(attention_caps.other_sinks, failure)) == is_said
 
 
+@pytest.mark.parametrize(("position", "is_said"), [(2, True), (3, False)])
+def test_the_first_row_may_come_behind_a_prefix_that_was_there(plain, position, is_said):
+    """Positions 0 and 1 were in the cache before."""
+    failure = plain.failure(with_sinks(plain, [0.0] * N), [(0, position), (0, 6)])
+    (view,) = failure.views
+    view.key_step[:2] = -1
+    assert (ONE in found(attention_caps.other_sinks, failure)) == is_said
+
+
 @pytest.mark.parametrize("shift", [0.7, -1.25])
 def test_sinks_that_are_all_off_by_one_number(sunk, shift):
     failure = sunk.failure(with_sinks(sunk, (SINKS + shift).tolist()), expected=with_sinks(sunk, SINKS.tolist()))

@@ -54,6 +54,13 @@ def test_zeros(toy, places, cause):
     assert (provenance.request, provenance.position, provenance.holds) == (*places[0], "zeros")
 
 
+def test_rows_that_were_not_read_back_need_not_be_wrong(tmp_path):
+    read = {tap: dict.fromkeys([(1, 2), (1, 4), (0, 1)], ZEROS) for tap in (K_CACHE, V_CACHE)}
+    toy = Toy(tmp_path / "r", readback=read)
+    for places, cause in (([(1, 2), (1, 4)], NEVER), ([(1, 4)], MAYBE)):
+        assert list(found(cache.never_written, toy.cache_failure(lambda place: ZEROS, places))) == [cause]
+
+
 def elsewhere(request, step):
     """The cache is read back through blocks that nobody wrote, but for the first of request 1."""
     return TABLES[request] if step < READBACK else [0, 8, 9] if request == 0 else [2, 8, 9]

@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from harness.explain import experts
-from harness.explain.mixture import changed, experts_of, mixture_of, others_like, recorded_choices
+from harness.explain.mixture import (
+    changed,
+    experts_of,
+    mixture_of,
+    one_expert,
+    others_like,
+    recorded_choices,
+    run_experts,
+)
 from harness.taps import Kind, Operation
 
 from .test_experts_by_hand import Experts, expert
@@ -257,3 +265,19 @@ def test_parameters_are_changed_for_a_block_and_those_of_inner_modules_are_not()
         assert torch.equal(module.down_proj, before["down_proj"] + 1)
         assert torch.equal(module.inner.weight, before["inner.weight"])
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.named_parameters())
+
+
+@pytest.mark.parametrize("is_tuple", [True, False])
+def test_a_single_expert_is_there_twice_for_families_that_know_no_single_one(is_tuple):
+    class Pairs(Experts):
+        def forward(self, x, chosen, weights):
+            assert chosen.shape == weights.shape == (len(x), 2)
+            assert weights[:, 1].tolist() == [0] * len(x)
+            output = super().forward(x, chosen, weights)
+            return (output, None) if is_tuple else output
+
+    given = one_expert(Pairs(1), X, 2)
+    torch.testing.assert_close(given, torch.stack([expert(2, row) for row in X]))
+    both = run_experts(Pairs(1), X, CHOSEN[:, None], torch.full((ROWS, 1), 0.5, dtype=torch.float64))
+    halves = [0.5 * expert(number, row) for number, row in zip(CHOSEN.tolist(), X, strict=True)]
+    torch.testing.assert_close(both, torch.stack(halves))

@@ -74,3 +74,46 @@ def test_few_rows_or_positions_show_no_growth():
     assert "position" not in said(wrong, positions=torch.arange(ROWS) % 7)
     shuffled = torch.tensor([5, 1, 9, 3, 11, 0, 7, 2, 10, 4, 8, 6])
     assert "position" not in said(wrong, positions=shuffled)
+
+
+@pytest.mark.parametrize("size", [1e-6, 0.1, 40.0])
+@pytest.mark.parametrize(("share", "is_said"), [(0.009, False), (0.011, True)])
+def test_what_carries_a_hundredth_of_the_largest_error_carries_it_too(size, share, is_said):
+    actual = RIGHT.clone()
+    actual[:, 6] += size
+    actual[:, 7] += share * size
+    assert ("only in elements 6 to 7" in said(actual)) == is_said
+    assert ("only in elements 6 to 6" in said(actual)) != is_said
+    actual = RIGHT.clone()
+    actual[:, 6] += size
+    actual[:, 1] += share * size
+    heads = "only in heads 0, 1 of 4" if is_said else "only in heads 1 of 4"
+    assert heads in said(actual, kind=Kind.ATTENTION)
+
+
+@pytest.mark.parametrize(("cosine", "is_unrelated"), [(0.29, True), (0.31, False), (-0.29, True), (-0.31, False)])
+def test_rows_are_unrelated_below_a_cosine(cosine, is_unrelated):
+    across = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    unit = torch.nn.functional.normalize(RIGHT, dim=1)
+    across = torch.nn.functional.normalize(across - (across * unit).sum(dim=1, keepdim=True) * unit, dim=1)
+    actual = RIGHT.norm(dim=1, keepdim=True) * (cosine * unit + (1 - cosine**2) ** 0.5 * across)
+    assert said(actual).startswith("unrelated") == is_unrelated
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_error_that_hardly_follows_the_position(sign):
+    """Ranks that are exchanged: 0.9 and 0.79 are at both sides of the limit."""
+    for order, is_said in (
+        ([1, 0, 3, 2, 5, 4, 9, 6, 7, 8, 11, 10], True),
+        ([3, 2, 1, 0, 7, 6, 5, 4, 11, 10, 9, 8], False),
+    ):
+        ranks = torch.tensor(order, dtype=torch.float64)
+        correlation = float(torch.corrcoef(torch.stack((torch.arange(12.0).double(), ranks)))[0, 1])
+        assert (correlation > 0.8) == is_said
+        wrong = RIGHT * (1 + (sign * ranks + 20)[:, None] / 100)
+        assert ("with the position" in said(wrong, positions=torch.arange(12))) == is_said
+
+
+def test_eight_rows_show_growth():
+    wrong = RIGHT * (1 + torch.arange(1, ROWS + 1)[:, None] / 100)
+    assert "grows" in said(wrong[:8], positions=torch.arange(8), expected=RIGHT[:8])

@@ -148,3 +148,72 @@ def test_where_no_rounding_is_allowed_two_may_be_left(monkeypatch, left, cause):
     own, generic = Hypothesis(cause="own", output=output), [Hypothesis(cause="generic", output=WRONG)]
     found = explained(monkeypatch, own, bound=0.0, generic=generic)
     assert found.cause == cause
+
+
+@pytest.mark.parametrize(("left", "cause"), [(0.9, "own"), (1.1, "generic")])
+def test_a_bound_below_one_rounding_leaves_one(monkeypatch, left, cause):
+    output = WRONG + left * UNIT * WRONG.norm(dim=1, keepdim=True) * torch.nn.functional.normalize(random(4), dim=1)
+    own, generic = Hypothesis(cause="own", output=output), [Hypothesis(cause="generic", output=WRONG)]
+    assert explained(monkeypatch, own, bound=0.3, generic=generic).cause.startswith(cause)
+
+
+def test_where_generic_causes_fit_best_those_alone_are_said(monkeypatch):
+    """A fitted number leaves something to explain, and a cause without one does so at less cost."""
+    fitted = Hypothesis(cause="own", output=WRONG, freedom=3)
+    generic = [Hypothesis(cause=name, output=WRONG.clone()) for name in ("one", "other")]
+    assert explained(monkeypatch, fitted, generic=generic).cause == "one, or other"
+    later = [Hypothesis(cause=name, output=WRONG.clone(), freedom=3) for name in ("one", "other")]
+    assert explained(monkeypatch, fitted, generic=later).cause == "own, or one, or other"
+
+
+@pytest.mark.parametrize("other", [
+    {"is_cause": True}, {"freedom": 0}, {"output": WRONG * (1 + 2 * UNIT)}, {"output": random(3)},
+])  # fmt: skip
+def test_numbers_of_each_row_beat_one_number_only_if_they_are_better_ones(monkeypatch, other):
+    near = Hypothesis(cause="one number", output=WRONG * (1 + 2 * UNIT), freedom=1)
+    given = {"output": WRONG, "freedom": ROWS, "is_cause": False, **other}
+    found = explained(monkeypatch, near, Hypothesis(cause="one each", **given))
+    assert found.cause.startswith("one each" if given["is_cause"] else "one number")
+
+
+def test_numbers_of_each_row_that_only_a_few_rows_bear_out_beat_nothing(monkeypatch):
+    few = random(3)
+    few[: ROWS // 2 - 1] = WRONG[: ROWS // 2 - 1]
+    near = Hypothesis(cause="one number", output=WRONG * (1 + 2 * UNIT), freedom=1)
+    assert explained(monkeypatch, near, Hypothesis(cause="each", output=few, freedom=2, is_cause=False)).is_cause
+
+
+def test_where_it_is_said_only_if_nothing_says_what(monkeypatch):
+    where = Hypothesis(cause="where", output=WRONG, is_fallback=True)
+    found = explained(monkeypatch, where)
+    assert (found.cause, found.is_cause) == ("where", True)
+    assert explained(monkeypatch, where, Hypothesis(cause="what", output=WRONG)).cause == "what"
+    other = Hypothesis(cause="other", output=WRONG, is_fallback=True)
+    assert explained(monkeypatch, where, other).cause == "where", "the first of them"
+
+
+def test_rows_that_are_finite_are_explained_by_themselves(monkeypatch):
+    class Finite(Wrong):
+        def select(self, keep):
+            return Finite(self.actual[keep], expected=self.expected[keep])
+
+    actual = WRONG.clone()
+    actual[1, 4] = torch.nan
+    monkeypatch.setattr(subject, "not_finite", lambda failure, roundings, scope: "not finite")
+
+    def ranked(output):
+        hypothesis = Hypothesis(cause="yes", output=output[[0, *range(2, ROWS)]])
+        monkeypatch.setattr(subject, "_explanations", lambda name: [lambda failure: iter([hypothesis])])
+        ones = torch.ones(ROWS, dtype=torch.float64)
+        return rank_hypotheses(Finite(actual), 1e6 * ones, ones, "all")
+
+    assert (ranked(WRONG).cause, ranked(WRONG).num_rows) == ("yes", ROWS - 1)
+    assert ranked(random(5)) == "not finite"
+
+
+def test_most_rows_are_85_in_a_hundred(monkeypatch):
+    """Eleven of twelve are, ten are not."""
+    for num_right, text in ((11, ""), (10, "some rows have another cause")):
+        most = random(3)
+        most[:num_right] = WRONG[:num_right]
+        assert explained(monkeypatch, Hypothesis(cause="most", output=most)).detail == text

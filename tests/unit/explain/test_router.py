@@ -231,6 +231,16 @@ def test_scores_that_are_equal_in_16_bits(tmp_path, name, step):
     assert f"the experts are chosen by scores in {name}" in causes
 
 
+def test_of_many_equal_scores_the_first_are_chosen(tmp_path):
+    logits = torch.zeros(3, 256, dtype=torch.float64)
+    logits[:, 1::2] += 2.0**-13  # which no 16-bit dtype keeps beside 1
+    logits += 1
+    chosen, actual = logits.topk(4).indices, torch.arange(4.0, dtype=torch.float64).expand(3, -1)
+    failure = of(tmp_path / "r", chosen.double(), actual, kind=Kind.CHOICE, logits=logits, chosen=chosen)
+    causes = holds(choice.other_choice, failure)
+    assert {f"the experts are chosen by scores in {name}" for name in ("bfloat16", "float16")} <= causes
+
+
 BIAS = torch.tensor([0.0, 0.0, 5.0, 1.0], dtype=torch.float64)
 
 
