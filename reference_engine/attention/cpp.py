@@ -88,10 +88,10 @@ class CppAttention(PagedAttention):
         self.operators.store_kv(k_TKH, v_TKH, batch.slot_mapping_T, k_cache_BSKH, v_cache_BSKH)
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         if num_single:
+            # The kernel takes a row for each context length: those behind the single ones are left as they are.
             self.operators.paged_decode(
-                q_TNH[:num_single], k_cache_BSKH, v_cache_BSKH, plan.tables_RB, plan.context_lens_R,
-                out_TNH[:num_single], window=window,
-            )  # fmt: skip
+                q_TNH, k_cache_BSKH, v_cache_BSKH, plan.tables_RB, plan.context_lens_R, out_TNH, window=window
+            )
         if num_single < len(q_TNH):
             rows = batch.query_lens[num_single:]
             chunks = zip(q_TNH[num_single:].split(rows), out_TNH[num_single:].split(rows), strict=True)

@@ -144,7 +144,7 @@ class Attention {
   std::vector<float> wide_;
 };
 
-// Threads share out requests and KV heads: a row's bits do not depend on the rest of the batch.
+// Of q and out [T, N, H] the first rows are used, one for each request. Threads share out requests and KV heads: a row's bits do not depend on the rest of the batch.
 void paged_decode(
     const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_tables,
     const Tensor& context_lens, const Tensor& out, std::optional<int64_t> window) {
@@ -157,7 +157,7 @@ void paged_decode(
   const int64_t item_elements = 2 * group * head_dim * std::min(longest, window.value_or(longest));
   by_dtype(q, [&](auto zero) {
     using T = decltype(zero);
-    for_ranges(q.size(0) * num_kv_heads, item_elements, [&](int64_t begin, int64_t end) {
+    for_ranges(context_lens.size(0) * num_kv_heads, item_elements, [&](int64_t begin, int64_t end) {
       for (int64_t item = begin; item < end;) {
         const int64_t request = item / num_kv_heads, head = item % num_kv_heads;
         const int64_t num_own = std::min(num_kv_heads - head, end - item);

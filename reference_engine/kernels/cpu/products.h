@@ -39,14 +39,14 @@ inline void prefetch(const void* from, int64_t size) {
   }
 }
 
-// What will be read next, asked for step by step.
+// Rows of weights that are read next, of which each tile asks for its share, input by input.
+template <typename T>
 struct Ahead {
-  const char* from;
-  int64_t bytes_a_step;
+  const T* rows_OI;
+  int64_t num_inputs, first, step, end;
 
-  void step() {
-    prefetch(from, bytes_a_step);
-    from += bytes_a_step;
+  void ask(int64_t input) const {
+    for (int64_t o = first; o < end; o += step) prefetch(rows_OI + o * num_inputs + input, kLanes * sizeof(T));
   }
 };
 
@@ -74,14 +74,14 @@ void dot_row(const float* x_P, const T* weight_OI, int64_t num_inputs, float* pr
 }
 
 // Dot products [kRows, kTileOutputs], of which the first kOutputs are computed, of widened rows.
-template <int64_t kRows, int64_t kOutputs>
-void dot_tile(const float* x_TP, const float* weight_OP, int64_t stride, Ahead& ahead, float* products) {
+template <int64_t kRows, int64_t kOutputs, typename T>
+void dot_tile(const float* x_TP, const float* weight_OP, int64_t stride, const Ahead<T>& ahead, float* products) {
   Vector sums[kRows][kOutputs];
   for (auto& row : sums) {
     for (auto& own : row) own = zero();
   }
   for (int64_t i = 0; i < stride; i += kLanes) {
-    ahead.step();
+    ahead.ask(i);
     Vector weights[kOutputs];
     for (int64_t o = 0; o < kOutputs; ++o) weights[o] = load(weight_OP + o * stride + i);
     for (int64_t t = 0; t < kRows; ++t) {
@@ -95,9 +95,9 @@ void dot_tile(const float* x_TP, const float* weight_OP, int64_t stride, Ahead& 
 }
 
 // The same for up to kRows rows.
-template <int64_t kRows, int64_t kOutputs>
+template <int64_t kRows, int64_t kOutputs, typename T>
 void dot_tile_of(
-    int64_t num_rows, const float* x_TP, const float* weight_OP, int64_t stride, Ahead& ahead, float* products) {
+    int64_t num_rows, const float* x_TP, const float* weight_OP, int64_t stride, const Ahead<T>& ahead, float* products) {
   if constexpr (kRows > 1) {
     if (num_rows < kRows) return dot_tile_of<kRows - 1, kOutputs>(num_rows, x_TP, weight_OP, stride, ahead, products);
   }
@@ -175,19 +175,17 @@ class Product {
 
   void compute_block(int64_t first, int64_t last, int64_t output, int64_t num_own, const float* weight_OP) const {
     const int64_t num_tiles = (last - first + kTileRows - 1) / kTileRows;
-    const T* next = weight_OI_ + (output + kTileOutputs) * num_inputs_;
-    const int64_t step_bytes = kTileOutputs * kLanes * static_cast<int64_t>(sizeof(T));
-    Ahead ahead{reinterpret_cast<const char*>(next), first == 0 ? step_bytes / num_tiles : 0};
-    Ahead nothing{};
+    const T* next_OI = weight_OI_ + (output + kTileOutputs) * num_inputs_;
     float products[kTileRows * kTileOutputs];
-    for (int64_t row = first; row < last; row += kTileRows) {
-      const int64_t num_rows = std::min(kTileRows, last - row);
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+      const int64_t row = first + tile * kTileRows, num_rows = std::min(kTileRows, last - row);
       const float* x_TP = wide_TP_.get() + row * stride_;
       if (num_own == kTileOutputs) {
+        const Ahead<T> ahead{next_OI, num_inputs_, tile, num_tiles, first == 0 ? kTileOutputs : 0};
         dot_tile_of<kTileRows, kTileOutputs>(num_rows, x_TP, weight_OP, stride_, ahead, products);
       } else {
         for (int64_t o = 0; o < num_own; ++o) {
-          dot_tile_of<kTileRows, 1>(num_rows, x_TP, weight_OP + o * stride_, stride_, nothing, products + o);
+          dot_tile_of<kTileRows, 1>(num_rows, x_TP, weight_OP + o * stride_, stride_, Ahead<T>{}, products + o);
         }
       }
       for (int64_t t = 0; t < num_rows; ++t) {

@@ -152,11 +152,13 @@ def test_few_rows_are_multiplied_by_plain_weights_and_copies_made_for_more_of_th
 
 
 @pytest.mark.parametrize("is_served", [True, False])
-def test_rows_of_the_own_product_by_what_onednn_has_instructions_for(
-    monkeypatch: pytest.MonkeyPatch, is_served: bool
+@pytest.mark.parametrize("vectors", ["AVX512", "AVX2", "DEFAULT"])
+def test_rows_of_the_own_product_by_what_the_cpu_has_instructions_for(
+    monkeypatch: pytest.MonkeyPatch, is_served: bool, vectors: str
 ) -> None:
     monkeypatch.setattr(packing, "_is_served", lambda dtype: is_served)
-    assert packing.max_few_rows(torch.float32) == packing.MAX_FEW_ROWS
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
+    assert packing.max_few_rows(torch.float32) == (256 if vectors == "AVX512" else 64)
     for dtype in (torch.bfloat16, torch.float16):
         assert (packing.max_few_rows(dtype) == 1) is is_served
         assert packing.max_few_rows(dtype) >= 1
