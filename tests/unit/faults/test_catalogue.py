@@ -154,8 +154,11 @@ def test_what_is_not_there_is_refused(ids, categories):
     assert caught.value.code is Code.BAD_OPTION
 
 
-ROUNDING_HIDES_THE_FIRST_ROWS = ("product-cut-off", "product-cut-off-fp16")
-"""Faults that are there from the first row on, and within its bound: cutting off makes twice the error of rounding."""
+ROUNDING_HIDES_THE_FIRST_ROWS = ("product-cut-off", "product-cut-off-fp16", "slow-pairs-not-turned-in-float16")
+"""Faults that are there from the first row on, and within its bound.
+
+Cutting off makes twice the error of rounding. The fastest of the slow pairs turns by 0.00125 a position, 2.6 roundings.
+"""
 
 
 @pytest.mark.slow
