@@ -10,7 +10,7 @@ from torch import nn
 
 from harness.checkpoint import Checkpoint
 from harness.errors import Code
-from harness.oracle.model import HFModel, _loading_error, _with_attention
+from harness.oracle.model import HFModel, _contradiction, _loading_error, _with_attention
 
 
 class Decoder(nn.Module):
@@ -139,3 +139,18 @@ def test_other_errors_are_not_about_attention():
 
     with pytest.raises(ValueError, match="not sdpa"):
         _with_attention(build)
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [(["a"], "a"), (["a", "b", "c"], "a, b, c"), (["a", "b", "c", "d"], "a, b, c and 1 more"),
+     (list("abcdefg"), "a, b, c and 4 more")],
+)  # fmt: skip
+def test_tensors_that_contradict_the_config_are_named(names, shown):
+    found = _contradiction(Path("folder"), "missing", names)
+    assert found.what.endswith(f"missing: {shown}")
+    assert (found.code, found.expected, found.actual) == (Code.TENSORS_CONTRADICT_CONFIG, None, None)
+    tensors = [{"name": name, "expected": [at], "actual": [at + 1]} for at, name in enumerate(names)]
+    found = _contradiction(Path("folder"), "misshapen", tensors)
+    assert found.what.endswith(f"misshapen: {shown}")
+    assert (found.expected, found.actual) == ([0], [1])

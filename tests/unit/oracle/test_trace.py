@@ -190,7 +190,8 @@ LOW = torch.finfo(torch.float32).min
 @pytest.mark.parametrize(
     ("rows", "is_mask"),
     [
-        ([[0.0, LOW], [LOW, 0.0]], True), ([[0.0, LOW * 0.51], [LOW, LOW]], True), ([[0.0, LOW * 0.49]], False),
+        ([[0.0, LOW], [LOW, 0.0]], True), ([[0.0, LOW / 2]], True), ([[0.0, LOW * 0.51], [LOW, LOW]], True),
+        ([[0.0, LOW * 0.49]], False),
         ([[0.0, 0.0]], False), ([[LOW, 1e-30]], False), ([[1.0, 2.0]], False), ([[-torch.inf, 0.0]], True),
     ],
 )  # fmt: skip

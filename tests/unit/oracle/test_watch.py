@@ -517,3 +517,18 @@ def test_a_weight_is_own_to_a_module_that_is_no_linear_one():
         run.enter(path)
         assert run.is_own_weight(weight) == is_own
         run.leave(path)
+
+
+def test_products_with_a_weight_of_the_modules_own_are_shown_however_it_is_given():
+    gate, other = torch.nn.Module(), torch.eye(2)
+    gate.weight = torch.nn.Parameter(2 * torch.eye(2), requires_grad=False)
+    run, found = running({"gate": gate})
+    run.enter("gate")
+    with run.calls:
+        for weight in (gate.weight, other):
+            assert (
+                torch.nn.functional.linear(X, weight).tolist() == torch.nn.functional.linear(X, weight=weight).tolist()
+            )
+        torch.topk(X, 1)
+        X.topk(1)
+    assert [source for source, *_ in found] == ["gate:linear", "gate:topk", "gate:topk@2"]

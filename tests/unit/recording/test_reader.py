@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from harness.errors import Code, HarnessError
 from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, reader
 
 
@@ -95,3 +96,19 @@ def test_tensors_are_the_same_mapped_or_read_or_kept(recording, monkeypatch, map
     assert again.steps[0].position.tolist() == [0, 1]
     assert again.unverified == ()
     again.close()
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 20])
+def test_a_file_that_is_kept_is_read_once(recording, monkeypatch, kept):
+    monkeypatch.setattr(reader, "_KEPT_BYTES", kept)
+    again = Recording.open(recording.path)
+    again.verify_all()
+    (step,) = again.steps
+    assert step.tap("first").tolist() == [[1.0], [2.0]]
+    step.path.unlink()
+    if kept:
+        assert step.tap("second").tolist() == [[3.0], [4.0]]
+        return
+    with pytest.raises(HarnessError) as caught:
+        step.tap("second")
+    assert caught.value.code is Code.STEP_MISSING

@@ -165,6 +165,11 @@ def test_what_a_killed_writer_left_is_removed(tmp_path):
     assert not is_unfinished(kept)
 
 
+def test_folders_above_the_recording_are_made(tmp_path):
+    writer_of(tmp_path / "a" / "b" / "r").close()
+    assert Recording.open(tmp_path / "a" / "b" / "r").steps == []
+
+
 def test_a_recording_that_is_given_up_leaves_what_was_there_before(tmp_path):
     (tmp_path / "there").mkdir()
     for name, remains in (("made", False), ("there", True)):
