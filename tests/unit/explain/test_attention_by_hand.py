@@ -331,16 +331,17 @@ def old_and_own(place):
 
 
 def test_pieces_that_are_merged_wrongly(toy):
+    places = [(0, 0), (0, 3), (0, 5), (0, 8), (1, 4), (1, 6)]
     cuts = {f"pieces of {size} tokens": in_sizes(size) for size in (2, 3, 4, 6, 8)}
     cuts |= {f"{count} pieces": in_pieces(count) for count in range(2, 9)}
     cuts["keys of earlier steps, and those of the step itself"] = old_and_own
-    failure = toy.failure()
+    failure = toy.failure(places=places)
     given = {(h.cause, h.detail): h.output for h in attention.splits_merged_wrongly(failure)}
     wanted = {(cause, cut) for cause in (*MERGES, *UNWEIGHTED) for cut in cuts}
     wanted.remove(("split KV: only the last piece counts", "keys of earlier steps, and those of the step itself"))
     assert set(given) == wanted
     for cause, cut in wanted:
-        output = toy.contexts(PLACES, lambda place, cause=cause, cut=cut: merged(toy, place, cuts[cut](place), cause))
+        output = toy.contexts(places, lambda place, cause=cause, cut=cut: merged(toy, place, cuts[cut](place), cause))
         torch.testing.assert_close(given[cause, cut], output, msg=f"{cause}, {cut}")
 
 

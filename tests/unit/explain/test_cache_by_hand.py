@@ -8,8 +8,8 @@ import torch
 from harness.explain import cache
 from harness.metrics import rounding_unit
 
-from .toy_attention import BLOCK, K_CACHE, KEY, PLACES, RAW, READBACK, TABLES, V_CACHE, VALUE, H, K, Toy, step_of
-from .toys import assert_outputs, found, outputs, random
+from .toy_attention import BLOCK, K_CACHE, KEY, PLACES, RAW, READBACK, TABLES, V_CACHE, VALUE, H, K, Toy, graph, step_of
+from .toys import ToyModel, assert_outputs, failure_of, found, outputs, random, recorded
 
 ZEROS = torch.zeros(K, H, dtype=torch.float64)
 NEVER, MAYBE = "never written: zeros come back", "zeros come back: never written, or written over with zeros"
@@ -59,6 +59,20 @@ def test_rows_that_were_not_read_back_need_not_be_wrong(tmp_path):
     toy = Toy(tmp_path / "r", readback=read)
     for places, cause in (([(1, 2), (1, 4)], NEVER), ([(1, 4)], MAYBE)):
         assert list(found(cache.never_written, toy.cache_failure(lambda place: ZEROS, places))) == [cause]
+
+
+def test_a_step_that_read_back_something_else_does_not_count(tmp_path):
+    """K and V are read back by steps of their own, of other rows."""
+    steps = [
+        {"request": [0] * 3, "position": [0, 1, 2], "taps": {KEY: torch.zeros(3, 8), VALUE: torch.zeros(3, 8)}},
+        {"phase": "readback", "request": [0, 0], "position": [0, 2], "taps": {K_CACHE: torch.zeros(2, 8)}},
+        {"phase": "readback", "request": [0], "position": [1], "taps": {V_CACHE: torch.zeros(1, 8)}},
+    ]
+    operation = next(each for each in graph() if each.tap == K_CACHE)
+    zeros, written = torch.zeros(2, 8, dtype=torch.float64), random(2, 8)
+    failure = failure_of(operation, zeros, written, model=ToyModel(*graph()), recording=recorded(tmp_path / "r", steps),
+                         position=[0, 2], step=[1, 1])  # fmt: skip
+    assert list(found(cache.never_written, failure)) == [NEVER]
 
 
 def elsewhere(request, step):

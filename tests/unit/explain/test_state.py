@@ -96,8 +96,8 @@ def _without_gradients():
         yield
 
 
-@pytest.fixture
-def of(tmp_path):
+@pytest.fixture(scope="module")
+def of(tmp_path_factory):
     def make(actual=None, places=PLACES, *, own=OWN, dtype=torch.float32, expected=None, omitted=()):
         own_operation = Operation(tap=Y, kind=Kind.OTHER, inputs=(IN,), source=f"{OUT}:input")
         operations = (
@@ -113,7 +113,7 @@ def of(tmp_path):
             steps.append(
                 {"request": [r for r, _ in here], "position": [p for _, p in here], "taps": {ENTRY: rows, IN: rows}}
             )
-        recording = recorded(tmp_path / f"r{len(list(tmp_path.iterdir()))}", steps, lengths=((9, 6), (6, 3)))
+        recording = recorded(tmp_path_factory.mktemp("state") / "r", steps, lengths=((9, 6), (6, 3)))
         modules = {path: nn.Module() for path in ("model", "model.layers", "model.layers.1", ENTRY)}
         for path, mixer in ((MIXER, own), (THEIRS, OTHER)):
             modules[path] = mixer
@@ -128,6 +128,12 @@ def of(tmp_path):
         )  # fmt: skip
 
     return make
+
+
+@pytest.fixture(scope="module")
+def right(of):
+    """What is tried, and what it would give."""
+    return found(state.wrong_state, of())
 
 
 def test_the_mixer_run_again_gives_what_it_should(of):
@@ -202,23 +208,22 @@ BEGINNINGS = {
 
 
 @pytest.mark.parametrize("cause", BEGINNINGS)
-def test_states_that_begin_elsewhere(of, cause):
+def test_states_that_begin_elsewhere(right, cause):
     sequences = [sequence for history in HISTORIES.values() for sequence in BEGINNINGS[cause](history)]
-    wrong, right = {}, {}
+    wrong, own = {}, {}
     for sequence in sequences:
         wrong |= taken(sequence)
     for history in HISTORIES.values():
-        right |= taken(history)
-    given = found(state.wrong_state, of())
+        own |= taken(history)
     expected = {
         "the state": of_sequences(sequences),
         "the convolution's state": of_sequences(HISTORIES.values(), convolved=wrong),
-        "the recurrence's state": of_sequences(sequences, convolved=right),
+        "the recurrence's state": of_sequences(sequences, convolved=own),
     }
     for which, output in expected.items():
         name = cause.format(which).replace("no the ", "no ")
-        assert name in given, f"{name} is not among {list(given)}"
-        torch.testing.assert_close(given[name].output, output, msg=name)
+        assert name in right, f"{name} is not among {list(right)}"
+        torch.testing.assert_close(right[name].output, output, msg=name)
 
 
 def test_rows_that_are_alone_in_their_steps_show_nothing_from_row_to_row(of):
@@ -270,10 +275,10 @@ def test_parameters_that_are_others(of, dtype):
         torch.testing.assert_close(given[cause].output, of_sequences(HISTORIES.values(), **change), msg=cause)
 
 
-def test_a_decay_whose_sign_is_wrong(of):
+def test_a_decay_whose_sign_is_wrong(right):
     output = of_sequences(HISTORIES.values(), is_growing=True)
     cause = "the sign of the state's decay is wrong: the state grows"
-    torch.testing.assert_close(found(state.wrong_state, of())[cause].output, output)
+    torch.testing.assert_close(right[cause].output, output)
 
 
 @pytest.mark.parametrize(
@@ -300,13 +305,13 @@ def test_a_factor_that_has_a_name_is_not_fitted(of, factor, is_said):
 
 
 @pytest.mark.parametrize("factor", [1.3, 0.6])
-def test_a_decay_that_is_scaled(of, factor):
+def test_a_decay_that_is_scaled(of, right, factor):
     actual = of_sequences(HISTORIES.values(), a_log=OWN.A_log + math.log(factor))
     given = found(state.wrong_state, of(actual))
     hypothesis = given[f"the decay of the state is scaled by {factor:.4g}"]
     torch.testing.assert_close(hypothesis.output, actual, rtol=1e-4, atol=1e-5)
     assert hypothesis.freedom == 1
-    assert not any(cause.startswith("the decay") for cause in found(state.wrong_state, of()))
+    assert not any(cause.startswith("the decay") for cause in right)
 
 
 def test_a_model_is_as_it_was_afterwards(of):
