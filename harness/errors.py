@@ -198,7 +198,7 @@ class HarnessError(Exception):
 
     @property
     def summary(self) -> str:
-        """What is wrong, in one line, without the code and the hint."""
+        """The error in one line, without the code and the hint."""
         details = {"where": self.where, "expected": self.expected, "actual": self.actual}
         told = "; ".join(f"{name}: {value}" for name, value in details.items() if value is not None)
         return printable(" ".join((f"{self.what} ({told})" if told else self.what).split()))

@@ -1,4 +1,4 @@
-"""How many threads a decode step should have, measured once a machine.
+"""The number of threads of a decode step, measured once a machine.
 
 A step of few rows reads all weights, so threads help until they have the memory's whole bandwidth. More than the
 machine gives, as in a container with a quota or on the second threads of cores, make it slower. Prefill gains from each
@@ -30,9 +30,9 @@ NUM_ROUNDS = 7
 MAX_LOAD = 0.5
 """Processes that want to run, a processor, above which nothing is measured."""
 QUOTAS = ("/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-"""Where Linux says how much of its processors a container may use."""
+"""The file in which Linux gives a container's share of the processors."""
 SLACK = 0.1
-"""What a larger number may be slower by than the fastest."""
+"""The ratio by which a larger number may be slower than the fastest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ThreadCount:
     source: str
     """`measured`, or in words."""
     milliseconds: Mapping[int, float]
-    """Time to read the weights, by number of threads; empty where nothing was measured."""
+    """Time to read the weights, by number of threads; empty if nothing was measured."""
 
     def __str__(self) -> str:
         """Return one line."""
@@ -125,7 +125,7 @@ def _lines(path: str) -> list[str]:
 
 
 def _read(path: Path) -> dict[int, float]:
-    """Return what `_keep` wrote; empty where there is nothing, or nothing that can be read."""
+    """Return what `_keep` wrote; empty if there is nothing, or nothing that can be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {int(number): float(own) for number, own in found.items()}

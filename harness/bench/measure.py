@@ -124,7 +124,7 @@ def run_bench(
 
 
 def _reference_backend(found: Found, setting: BenchConfig) -> str:
-    """Describe the backend of the reference engine, the one that is timed or a peer; empty where it is neither."""
+    """Describe the backend of the reference engine, the one that is timed or a peer; empty if it is neither."""
     if not any(OURS in own for own in found.tokens):
         return ""
     options = setting.engine_options if setting.engine == OURS else {}

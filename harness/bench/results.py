@@ -83,7 +83,7 @@ class BenchResult:
     """By engine: what the process grew by on the host when it was opened and had run every workload once."""
 
     threads: str = ""
-    """How many threads all engines had, and how that number was found."""
+    """The number of threads of all engines, and its source."""
     reference_backend: str = ""
     """The reference engine's attention backend, where it is timed, and why it is not the fast one."""
 

@@ -68,7 +68,7 @@ class Checkpoint:
 
     @property
     def hidden_size(self) -> int:
-        """The config's hidden size; 0 where it names no number."""
+        """The config's hidden size; 0 if it names no number."""
         size = self.config.get("hidden_size")
         return size if isinstance(size, int) else 0
 

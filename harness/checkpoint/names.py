@@ -51,7 +51,7 @@ def resolve(model: str, *, local_files_only: bool = False, revision: str | None 
 
 
 def _embedded(model: str) -> Path | None:
-    """Return the folder of the embedded checkpoint of that name; None where there is none."""
+    """Return the folder of the embedded checkpoint of that name; None if there is none."""
     if not _EMBEDDED_NAME.fullmatch(model):
         return None
     folder = embedded_cases() / "checkpoints" / model

@@ -1,4 +1,4 @@
-"""What is said of a folder that is no checkpoint, or of a file in it that cannot be used."""
+"""Errors of a folder that is no checkpoint, or of a file in it that cannot be used."""
 
 from typing import NoReturn
 

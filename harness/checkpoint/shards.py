@@ -1,4 +1,4 @@
-"""Which safetensors files make up a checkpoint, and which of them holds which tensor."""
+"""The safetensors files of a checkpoint, and the place of each tensor in them."""
 
 import reprlib
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class ShardIndex:
     files: tuple[Path, ...]
     """The single one, or those that the index names, by name."""
     file_of: Mapping[str, Path] = field(default_factory=dict)
-    """What the index says of each tensor; empty for a single file, which has no index."""
+    """The shard of each tensor, by the index; empty for a single file, which has no index."""
 
 
 def read_shard_index(folder: Path) -> ShardIndex:

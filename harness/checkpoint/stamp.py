@@ -1,4 +1,4 @@
-"""What the file system says of a file without opening it, which changes whenever the file is written again."""
+"""A stamp of a file, read without opening it, which changes whenever the file is written again."""
 
 from pathlib import Path
 from typing import NamedTuple

@@ -25,7 +25,7 @@ class BackendChoice:
 
     options: Mapping[str, str]
     why_slower: str = ""
-    """What keeps the fast backend from a CPU where it would serve; empty where nothing does."""
+    """The reason why the fast backend is not used on a CPU that it would serve; empty if there is none."""
 
     @property
     def description(self) -> str:

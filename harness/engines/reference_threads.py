@@ -1,4 +1,4 @@
-"""How many threads an engine has where tokens are wanted and speed counts.
+"""The number of an engine's threads in commands that generate tokens.
 
 A check keeps torch's own number: the sums of a matrix product may depend on it.
 """

@@ -84,7 +84,7 @@ def _applied(failure: Failure, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor
 
 
 def _factors(failure: Failure) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return A [rank, I] and B [O, rank]; None where there is no adapter."""
+    """Return A [rank, I] and B [O, rank]; None if there is no adapter."""
     a, b = (failure.weight(failure.operation.tap, name) for name in ("lora_a", "lora_b"))
     return None if a is None or b is None else (a, b)
 

@@ -1,4 +1,4 @@
-"""What an interpreter has: the versions that a check's numbers depend on, the same on all machines, and engines."""
+"""Versions and engines of an interpreter: a check's numbers depend on them, so they must be equal on all machines."""
 
 import platform
 import sys
@@ -15,7 +15,7 @@ _NOT_INSTALLED = "not installed"
 
 
 class Installation(BaseModel):
-    """What an interpreter can do for a suite."""
+    """The versions and engines of an interpreter."""
 
     model_config = ConfigDict(extra="forbid")
 
