@@ -53,7 +53,7 @@ def test_the_tied_head_of_a_mixture_is_not_loaded(checkpoints):
     """A bug of SGLang 0.5.23, which reports/cpu/sglang_tied_head.py shows without the harness."""
     outcome, first = check(checkpoints / "qwen3-moe-tiny")
     assert outcome.startswith("plain|mismatch|")
-    assert first == "lm_head: the weights are zero: not loaded"
+    assert first.startswith("lm_head: ")  # not loaded: zeros, or what the memory holds
 
 
 ROTARY = """

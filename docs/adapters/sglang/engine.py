@@ -1,6 +1,7 @@
 """SGLang 0.5.23 on a CPU, operation by operation, without its kernels: see cpu.py."""
 
 from array import array
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from unittest.mock import MagicMock
@@ -16,6 +17,8 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from harness.engines import Capabilities
 from harness.engines.torch_modules import Batch, PagedCache, StepWatcher, find_table
 
+ROUTING = ("mlp.gate.topk", "mlp.gate.1")
+"""Which experts a row takes, and their weights: the table does not know the module that chooses them."""
 RESERVE = 4
 """Slots beyond those of the longest request that its scheduler wants to be free."""
 
@@ -48,10 +51,7 @@ class LoneScheduler(Scheduler):
 
 class Engine:
     name = "sglang"
-    capabilities = Capabilities(
-        schedules=("plain", "chunked", "batched", "mixed", "prefix-hit", "preempted"),
-        unsupported_taps=("mlp.gate.topk", "mlp.gate.1"),  # which experts a row takes: its logits and their sum are there
-    )
+    capabilities = Capabilities(schedules=("plain", "chunked", "batched", "mixed", "prefix-hit", "preempted"))
 
     def __init__(self, folder, dtype, **arguments):
         arguments = ServerArgs(
@@ -64,6 +64,8 @@ class Engine:
         self.runner = self.scheduler.tp_worker.model_runner
 
     def match_taps(self, graph):
+        unsupported = ROUTING if any(operation.site in ROUTING for operation in graph) else ()
+        self.capabilities = replace(self.capabilities, unsupported_taps=unsupported)
         self.table = find_table(self.runner.model, graph, fused_sizes=attrgetter("output_partition_sizes"))
 
     def run(self, workload, writer):
