@@ -23,7 +23,18 @@ def block(language: str) -> str:
 @pytest.fixture
 def check(harness, llama, workload):
     return lambda engine, *options: harness(
-        "check", "--model", llama, *workload, "--schedule", "plain", "--engine", engine, "--format", "json", *options
+        "check",
+        "--model",
+        llama,
+        *workload,
+        "--schedule",
+        "plain",
+        "--engine",
+        engine,
+        "--no-isolate",
+        "--format",
+        "json",
+        *options,
     )
 
 
