@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -193,7 +194,8 @@ class TritonAttention(PagedAttention):
         """Open the backend."""
         backend: Any = super().open(spec)
         if self._is_split:
-            backend._decode = partial(backend._decode, min_split_keys=backend._tiling.keys)
+            decode = partial(backend.operators.paged_decode, min_split_keys=backend._tiling.keys)
+            backend.operators = SimpleNamespace(**{**vars(backend.operators), "paged_decode": decode})
         opened: AttentionBackend = backend
         return opened
 
