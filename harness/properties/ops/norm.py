@@ -100,18 +100,21 @@ class Norm:
         """Return the norm in float64, and the bound [T] in roundings."""
         x, weight, bias = self.x.double(), self.weight.double(), self.bias.double()
         centred = x - x.mean(-1, keepdim=True) if self.is_centred else x
-        normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.case.eps) * weight
+        scale_T1 = torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.case.eps)
+        normed = centred * scale_T1 * weight
         out = normed + bias if self.is_centred else normed
         dtype = self.x.dtype
         fine = rounding_unit(torch.float32) / rounding_unit(dtype)
         norm_T = out.norm(dim=-1)
         # What the mean takes away, and what the bias takes away again, leaves its rounding behind.
-        lost_T = x.norm(dim=-1) / centred.norm(dim=-1)
-        size_T = normed.norm(dim=-1) / norm_T
+        centred_T, size_T = centred.norm(dim=-1), normed.norm(dim=-1) / norm_T
+        most_T = scale_T1[:, 0] * weight.abs().max()  # of a row of equal elements, of which nothing is left
+        gain_T = torch.where(centred_T > 0, normed.norm(dim=-1) / centred_T, most_T)
+        lost_T = x.norm(dim=-1) * gain_T / norm_T
         smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
         underflow_T = x.shape[-1] ** 0.5 * smallest / (norm_T * rounding_unit(dtype))
         roundings_T = largest_rounding(dtype) * (2 * size_T + (1 if self.is_centred else 0))
-        return out, roundings_T + 8 * fine * (1 + lost_T) * size_T + 2 * underflow_T
+        return out, roundings_T + 8 * fine * (size_T + lost_T) + 2 * underflow_T
 
 
 def _definition(norm: Norm) -> None:

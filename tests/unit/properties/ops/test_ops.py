@@ -12,8 +12,9 @@ from harness.properties.core.findings import Counterexample, PropertyError
 from harness.properties.core.profiles import PROFILES
 from harness.properties.ops.adapter import OpsUnderTest, not_checked
 from harness.properties.ops.loader import check_loader
-from harness.properties.ops.norm import check_norms
+from harness.properties.ops.norm import Norm, NormCase, check_norms
 from harness.properties.ops.rotary import check_rotary
+from harness.properties.ops.rows import Rows
 from harness.properties.ops.sampling import Request, check_frequency, check_sampling
 from harness.properties.ops.stopping import check_stopping
 from harness.properties.ops.tokenizer import check_tokenizer
@@ -174,3 +175,12 @@ def test_a_biased_sampler_is_told_as_a_program_that_shows_it(logits: tuple[float
     with pytest.raises(AssertionError):
         exec(compile(caught.value.program, "program", "exec"), {})
     exec(compile(caught.value.program.replace("TooWarm", "Ops"), "program", "exec"), {})
+
+
+def test_a_row_of_equal_elements_has_a_bound() -> None:
+    """The mean takes all of it away: what is left is the bias, and the rounding of the mean."""
+    rows = Rows(shape=(1, 2), dtype="bfloat16", level=0.0, offset=-1.3, seed=0)
+    norm = Norm(OpsUnderTest(More()), "layer_norm", NormCase(x=rows, eps=1e-6, factor=1.0))
+    out, bound_T = norm.expected()
+    assert torch.equal(out, norm.bias.double()[None])
+    assert 1 < float(bound_T) < 100
