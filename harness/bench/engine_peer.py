@@ -24,9 +24,9 @@ class EnginePeer:
         Raises:
             HarnessError: as `open_engine`; ENGINE_LACKS_METHOD.
         """
-        options = setting.engine_options if name == setting.engine else {}
+        options = setting.options_of(name)
         if name == OURS:
-            options = choose_backend(options, folder=setting.folder, device=setting.device).options
+            options = choose_backend(options, hidden_size=setting.hidden_size, device=setting.device).options
             options = {**_reference_sizes(setting, options), **options}
         engine = open_engine(name, setting.folder, dtype=setting.dtype, device=setting.device, options=options)
         self.name = name

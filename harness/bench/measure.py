@@ -96,7 +96,9 @@ def run_bench(
         folder = Path(temporary)
         progress("building the model", 0, 1)
         num_parameters = build_checkpoint(shape, folder, dtype=dtype, seed=seed, device=device)
-        setting = _setting(folder, workloads, dtype=dtype, device=device, engine=engine, engine_options=engine_options)
+        setting = _setting(
+            folder, shape, workloads, dtype=dtype, device=device, engine=engine, engine_options=engine_options
+        )
         groups = peer_groups(peer_names, device, engine)
         found = _run_groups(groups, workloads, setting, [engine, *peer_names], repeats, progress)
         backend = _reference_backend(found, setting)
@@ -127,8 +129,8 @@ def _reference_backend(found: Found, setting: BenchConfig) -> str:
     """Describe the backend of the reference engine, the one that is timed or a peer; empty if it is neither."""
     if not any(OURS in own for own in found.tokens):
         return ""
-    options = setting.engine_options if setting.engine == OURS else {}
-    return choose_backend(options, folder=setting.folder, device=setting.device).description
+    chosen = choose_backend(setting.options_of(OURS), hidden_size=setting.hidden_size, device=setting.device)
+    return chosen.description
 
 
 def _check_engine(engine: str, options: Mapping[str, str]) -> None:
@@ -158,6 +160,7 @@ def _workloads(shape: Shape, seed: int, num_requests: int) -> list[Workload]:
 
 def _setting(
     folder: Path,
+    shape: Shape,
     workloads: Sequence[Workload],
     *,
     dtype: str,
@@ -170,6 +173,7 @@ def _setting(
     ]
     return BenchConfig(
         folder=folder,
+        hidden_size=shape.hidden_size,
         dtype=dtype,
         device=device,
         num_threads=torch.get_num_threads(),

@@ -23,6 +23,7 @@ class BenchConfig:
 
     folder: Path
     """The checkpoint."""
+    hidden_size: int
     dtype: str
     device: str
     num_threads: int
@@ -35,6 +36,10 @@ class BenchConfig:
     """Options of `engine`."""
     engine: str = "reference"
     """The engine that is compared with its peers."""
+
+    def options_of(self, name: str) -> Mapping[str, str]:
+        """Return the options of an engine; only the one that is compared with its peers has some."""
+        return self.engine_options if name == self.engine else {}
 
 
 @dataclass(slots=True)

@@ -192,7 +192,10 @@ def open_reference_engine(
 
     check_device(device or "cpu")
     chosen = choose_backend(
-        opt.parse_engine_options(options), folder=checkpoint.folder, device=device or "cpu", has_adapters=bool(adapters)
+        opt.parse_engine_options(options),
+        hidden_size=checkpoint.hidden_size,
+        device=device or "cpu",
+        has_adapters=bool(adapters),
     )
     if chosen.why_slower:
         typer.echo(chosen.description, err=True)

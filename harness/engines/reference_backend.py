@@ -5,11 +5,9 @@ A check names its backend, or takes the engine's own default: what it judges mus
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from harness.checkpoint import Checkpoint
 from harness.threads import SMALL_HIDDEN_SIZE
 from reference_engine import EngineConfig
 from reference_engine.cpp_operators import load_operators
@@ -34,7 +32,7 @@ class BackendChoice:
 
 
 def choose_backend(
-    options: Mapping[str, str], *, folder: Path, device: str, has_adapters: bool = False
+    options: Mapping[str, str], *, hidden_size: int, device: str, has_adapters: bool = False
 ) -> BackendChoice:
     """Return engine options in which the backend is named: the caller's, else `cpp` on a CPU, else the default.
 
@@ -43,7 +41,7 @@ def choose_backend(
     """
     slower = {OPTION: EngineConfig().attention_backend, **options}
     is_served = torch.device(device).type == "cpu" and not has_adapters and "compile_layers" not in options
-    if OPTION in options or not is_served or Checkpoint(folder).hidden_size < SMALL_HIDDEN_SIZE:
+    if OPTION in options or not is_served or hidden_size < SMALL_HIDDEN_SIZE:
         return BackendChoice(slower)
     try:
         load_operators()

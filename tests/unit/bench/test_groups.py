@@ -53,8 +53,8 @@ def setting(tmp_path, log, monkeypatch):
     monkeypatch.setattr(
         measure, "judge_divergences", lambda divergences, *_, **__: {own.peer: [0.1] for own in divergences}
     )
-    return BenchConfig(folder=tmp_path, dtype="float32", device="cuda", num_threads=1, max_request_len=3,
-                       max_total_len=3, max_requests=1, engine_options={})  # fmt: skip
+    return BenchConfig(folder=tmp_path, hidden_size=64, dtype="float32", device="cuda", num_threads=1,
+                       max_request_len=3, max_total_len=3, max_requests=1, engine_options={})  # fmt: skip
 
 
 def run(setting, names, device):
