@@ -3,13 +3,14 @@
 import hashlib
 import json
 import re
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from harness.checkpoint.locations import cache_dir
 from harness.checkpoint.stamp import FileStamp
+from harness.errors import HarnessError
+from harness.files import write_text
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -26,13 +27,6 @@ def weights_digest(stamps: Mapping[Path, FileStamp]) -> str:
         with file.open("rb", buffering=0) as stream:
             while chunk := stream.read(1 << 20):
                 digest.update(chunk)
-    with suppress(OSError):  # a cache that cannot be written costs time, not correctness
-        _write_atomically(memo, digest.hexdigest())
+    with suppress(HarnessError):  # a cache that cannot be written costs time, not correctness
+        write_text(memo, digest.hexdigest())
     return digest.hexdigest()
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(text)
-    Path(file.name).replace(path)

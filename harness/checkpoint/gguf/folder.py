@@ -21,6 +21,7 @@ from harness.checkpoint.gguf.model import GGUFModel, open_gguf
 from harness.checkpoint.gguf.names import ROPE_FACTORS, hf_name, is_query_or_key
 from harness.checkpoint.gguf.tokenizer import write_tokenizer
 from harness.checkpoint.gguf.weights import read_tensor, rows_of_hf
+from harness.checkpoint.stamp import FileStamp
 from harness.errors import Code, HarnessError
 from harness.scratch import scratch_folder
 
@@ -90,8 +91,8 @@ def _identity(model: GGUFModel, hf: Checkpoint | None) -> str:
     paths = [header.path for header in model.headers]
     if hf is not None:
         paths += sorted(file for file in hf.folder.iterdir() if file.is_file())
-    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    return hashlib.sha256(json.dumps([VERSION, hf is None, stats]).encode()).hexdigest()[:32]
+    stamps = [FileStamp.of(path) for path in paths]
+    return hashlib.sha256(json.dumps([VERSION, hf is None, stamps]).encode()).hexdigest()[:32]
 
 
 def _write(model: GGUFModel, folder: Path, hf: Checkpoint | None) -> None:
