@@ -11,9 +11,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("page", ["fuzz", "gates", "generate"])
-def test_the_program_of_a_page_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_of_a_page_runs(
+    page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
     monkeypatch.chdir(ROOT)
     ticks = count()
     monkeypatch.setattr(time, "perf_counter", lambda: next(ticks) * 1e-3)  # no real clock decides a test
     exec(compile(program, f"docs/{page}.md", "exec"), {"__name__": page})
+    assert bool(capsys.readouterr().out) == ("print(" in program)
