@@ -24,6 +24,9 @@ SCORE_LEVELS = (1.0, 0.0, 0.01, 8.0, 300.0, 10000.0)
 MOST_ROUNDED_SCORE = 8.0
 """The largest score if scores are rounded to the dtype: larger ones leave nothing of the softmax."""
 
+TILE = 16
+"""Keys of the smallest tile that kernels compute in: some contexts fill their last tile, where few would by chance."""
+
 GARBAGE = (math.nan, 100.0, math.inf)
 """Content of unallocated slots."""
 
@@ -137,6 +140,8 @@ def _lengths(draw: DrawFn, focus: str) -> tuple[int, int]:
     # A range within the other, not beside it: a long context can be made shorter step by step.
     longest_context = draw(st.sampled_from((24, 90)))
     context_len = draw(st.integers(3 if focus == "chunk" else 1, longest_context))
+    if draw(st.sampled_from((False, False, False, True))):
+        context_len = -(-context_len // TILE) * TILE
     longest = min(context_len, 24)
     query_lens = {
         "decode": st.just(1),

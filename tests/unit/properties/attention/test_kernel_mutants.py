@@ -13,8 +13,10 @@ from harness.properties.core.profiles import PROFILES
 from ...reference_engine.kernels.launching import IGNORE_NUMPY, launch_on
 from .kernel_mutants import MUTANTS, PACKAGE, SURVIVORS, Mutant
 
-# Some mutants divide by 0, of which numpy warns: what is judged is what comes out.
-IGNORE_DIVISION = pytest.mark.filterwarnings("ignore:(invalid value|divide by zero) encountered:RuntimeWarning")
+# Some mutants divide by 0 or overflow, of which numpy warns: what is judged is what comes out.
+IGNORE_ARITHMETIC = pytest.mark.filterwarnings(
+    "ignore:(invalid value|divide by zero|overflow) encountered:RuntimeWarning"
+)
 pytestmark = IGNORE_NUMPY
 DEV = PROFILES["dev"].settings()
 QUICK = ("merged in base e", "K stored in place of V")
@@ -28,7 +30,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     launch_on("cpu", monkeypatch)
 
 
-@IGNORE_DIVISION
+@IGNORE_ARITHMETIC
 @pytest.mark.parametrize("mutant", MARKED)
 def test_a_mutant_is_killed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(falsify, "PHASES", (Phase.generate,))  # the first example will do
