@@ -87,12 +87,11 @@ def find_backend(name: str, spec: CacheSpec) -> BackendClass:
     Raises:
         ConfigError: there is none, or it cannot serve `spec`; the message lists those that can.
     """
-    fitting = [other for other, backend in BACKENDS.items() if not backend.limits.refusals(spec)]
     if name not in BACKENDS:
         raise ConfigError(
             "unknown attention backend",
             where="EngineConfig.attention_backend",
-            expected=f"one of {', '.join(fitting)}",
+            expected=f"one of {', '.join(_fitting(spec))}",
             actual=name,
         )
     refusals = BACKENDS[name].limits.refusals(spec)
@@ -102,6 +101,10 @@ def find_backend(name: str, spec: CacheSpec) -> BackendClass:
             where="EngineConfig.attention_backend",
             expected="; ".join(expected for expected, _ in refusals),
             actual="; ".join(actual for _, actual in refusals),
-            hint=f"Backends that do: {', '.join(fitting) or 'none'}.",
+            hint=f"Backends that do: {', '.join(_fitting(spec)) or 'none'}.",
         )
     return BACKENDS[name]
+
+
+def _fitting(spec: CacheSpec) -> list[str]:
+    return [name for name, backend in BACKENDS.items() if not backend.limits.refusals(spec)]

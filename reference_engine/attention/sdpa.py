@@ -6,7 +6,6 @@ Shapes: T rows of one request, R requests, C context tokens, N query heads, K KV
 from __future__ import annotations
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 __all__ = ["attend_chunk", "attend_single", "first_key"]
@@ -28,7 +27,7 @@ def attend_chunk(
         mask = _band(num_rows, context_len, window, q_TNH.device)
     elif 1 < num_rows < context_len:
         # is_causal aligns the mask at the top left, which is wrong for fewer rows than keys.
-        mask = causal_lower_right(num_rows, context_len)
+        mask = _lower_right(num_rows, context_len, q_TNH.device)
     context_1NTH = scaled_dot_product_attention(
         q_TNH.transpose(0, 1)[None],
         k_CKH.transpose(0, 1)[None],
@@ -44,6 +43,15 @@ def attend_chunk(
 def first_key(context_len: int, num_rows: int, window: int | None) -> int:
     """Return the first of `context_len` positions that the last `num_rows` of them see."""
     return 0 if window is None else max(0, context_len - num_rows - window + 1)
+
+
+def _lower_right(num_rows: int, context_len: int, device: torch.device) -> torch.Tensor:
+    """Return [T, C]: row t is position C - T + t and sees all positions up to it."""
+    if device.type == "cpu":
+        return _band(num_rows, context_len, context_len, device)
+    from torch.nn.attention.bias import causal_lower_right  # here, since it imports torch's compiler, which takes 1.6 s
+
+    return causal_lower_right(num_rows, context_len)
 
 
 def _band(num_rows: int, context_len: int, window: int, device: torch.device) -> torch.Tensor:
