@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -36,6 +37,8 @@ _USUAL_VALUES: dict[str, tuple[float, ...]] = {
     "beta_slow": (1.0, 2.0, 4.0),
 }
 """Of parameters of scalings, in published models."""
+_MADE: WeakKeyDictionary[torch.nn.Module, dict[str, Rotation | None]] = WeakKeyDictionary()
+"""Rotations by the model's own rotary module, and by the parameters that they were made of."""
 
 
 @with_rotation
@@ -270,11 +273,23 @@ def _parameters(failure: Failure) -> dict[str, Any]:
 
 
 def _with_parameters(failure: Failure, own: Rotation, parameters: dict[str, Any]) -> Rotation | None:
-    """Return the rotation that HF's own code makes of other rope parameters; None if it makes none."""
-    config = copy.deepcopy(failure.hf.config)
-    config.rope_parameters = parameters
+    """Return the rotation that HF's own code makes of other rope parameters; None if it makes none.
+
+    Every layer and schedule asks for the same ones, and HF takes half a millisecond for each: they are remembered.
+    """
+    known = _MADE.setdefault(own.module, {})
+    key = f"{own.name} {sorted(parameters.items())}"
+    if key not in known:
+        known[key] = _make(failure.hf.config, own, parameters)
+    made = known[key]
+    return made and replace(made, is_interleaved=own.is_interleaved, head_dim=own.head_dim)
+
+
+def _make(config: Any, own: Rotation, parameters: dict[str, Any]) -> Rotation | None:
+    changed = copy.copy(config)
+    changed.rope_parameters = dict(parameters)
     try:
-        module = type(own.module)(config)
+        module = type(own.module)(changed)
     except Exception:  # a family whose module needs more than its config
         return None
     frequencies = getattr(module, own.name).detach().cpu().to(torch.float32)
