@@ -88,7 +88,7 @@ def smaller_traces(machine: Machine) -> Iterator[list[Step]]:
         for smaller in _smaller_sizes(size, served[key]) if key in served else _smaller_values(size, least=1):
             yield [("start", trace[0][1] | {key: smaller}), *trace[1:]]
     for index, (name, arguments) in enumerate(trace[1:], start=1):
-        for key in arguments.keys() - machine.request_arguments:
+        for key in sorted(arguments.keys() - machine.request_arguments):
             for smaller in _smaller_values(arguments[key], least=0):
                 yield [*trace[:index], (name, arguments | {key: smaller}), *trace[index + 1 :]]
 
@@ -118,7 +118,7 @@ def _larger_instead_of_steps(
 ) -> Iterator[list[Step]]:
     """Yield examples where a size of the start is as large as it may be, and some later steps are left out for it."""
     sizes = trace[0][1]
-    for key in sizes.keys() & enlarged:
+    for key in sorted(sizes.keys() & enlarged):
         largest: Step = ("start", sizes | {key: max(served[key])})
         for number in (4, 3, 2, 1) if sizes[key] < max(served[key]) else ():
             for first in range(1, len(trace) - number + 1):
@@ -196,17 +196,21 @@ def _smaller_values(value: object, *, least: int) -> Iterator[object]:
 
 def _smaller_lists(values: list[Any]) -> Iterator[list[Any]]:
     """Yield lists without some elements; of long lists, whose elements are mostly equal, without some at the end."""
-    size, is_long = len(values), len(values) > LONG
-    while size:
+    is_long = len(values) > LONG
+    for size in _cuts(len(values)):
         if not is_long or size * 8 > len(values):
             for first in range(0, len(values), size):
                 yield values[:first] + values[first + size :]
         else:
             yield values[:-size]
-        size //= 2
     for index, element in enumerate(() if is_long else values):
         for smaller in _smaller_values(element, least=0):
             yield [*values[:index], smaller, *values[index + 1 :]]
+
+
+def _cuts(size: int) -> list[int]:
+    """Return how many elements to leave out: all, then powers of two, since most blocks have such a size."""
+    return [size, *(1 << power for power in reversed(range((size - 1).bit_length())))] if size else []
 
 
 def _numbers(value: object) -> list[int]:

@@ -16,7 +16,10 @@ class Profile:
     num_steps: int
     """Rules that a state machine runs in one example."""
     derandomize: bool
-    """Whether every run tries the same examples; otherwise `--hypothesis-seed` chooses."""
+    """Whether every run tries the same examples; otherwise `--hypothesis-seed` chooses.
+
+    Among them are numbers that stand in the loaded modules: with other code, a few examples are others.
+    """
 
     def settings(self) -> settings:
         """Return what Hypothesis understands. No deadline: an engine's first call may compile."""

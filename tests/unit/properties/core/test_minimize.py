@@ -66,6 +66,26 @@ def test_steps_and_arguments_become_as_small_as_they_can() -> None:
     )
 
 
+class WholeBlocks(CounterMachine):
+    """Fails where the words fill blocks of 16."""
+
+    def check(self) -> None:
+        words = self.trace[-1][1].get("words")
+        if words and len(words) % 16 == 0:
+            raise Violation(1, f"{len(words)} words", "assert False")
+
+
+@pytest.mark.parametrize("num_words", [32, 48, 112])
+def test_a_prompt_of_whole_blocks_becomes_one_block(num_words: int) -> None:
+    trace = [
+        ("start", {"num_blocks": 8, "block_size": 16}),
+        ("add", {"number": 3, "words": [0] * num_words}),
+    ]
+    found = minimize(WholeBlocks, trace, 1)
+    assert found is not None
+    assert found.trace[-1] == ("add", {"number": 3, "words": [0] * 16})
+
+
 def test_what_does_not_happen_again_cannot_be_made_smaller() -> None:
     assert minimize(CounterMachine, [("start", {"num_blocks": 1, "block_size": 1})], 1) is None
 
