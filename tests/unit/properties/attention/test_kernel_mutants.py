@@ -11,6 +11,7 @@ from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 
 from ...reference_engine.kernels.launching import IGNORE_NUMPY, launch_on
+from ..sampling import sampled
 from .kernel_mutants import MUTANTS, PACKAGE, SURVIVORS, Mutant
 
 # Some mutants divide by 0 or overflow, of which numpy warns: what is judged is what comes out.
@@ -19,10 +20,6 @@ IGNORE_ARITHMETIC = pytest.mark.filterwarnings(
 )
 pytestmark = IGNORE_NUMPY
 DEV = PROFILES["dev"].settings()
-QUICK = ("merged in base e", "K stored in place of V")
-MARKED = [
-    pytest.param(mutant, id=mutant.name, marks=[] if mutant.name in QUICK else pytest.mark.slow) for mutant in MUTANTS
-]
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +28,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @IGNORE_ARITHMETIC
-@pytest.mark.parametrize("mutant", MARKED)
+@pytest.mark.parametrize("mutant", sampled(MUTANTS, 3), ids=lambda mutant: mutant.name)
 def test_a_mutant_is_killed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(falsify, "PHASES", (Phase.generate,))  # the first example will do
     with mutant.planted(), pytest.raises(PropertyError) as caught:

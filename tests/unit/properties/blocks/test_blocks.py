@@ -12,6 +12,7 @@ from harness.properties.core.profiles import PROFILES
 from harness.properties.reference.blocks import BlockManager
 
 from ..programs import assert_fails_in_its_last_line
+from ..sampling import sampled
 from . import chained, radix
 
 DEV = PROFILES["dev"].settings()
@@ -64,7 +65,7 @@ def test_a_correct_block_manager_passes(manager: type) -> None:
     check_block_manager(manager, DEV)
 
 
-@pytest.mark.parametrize(("manager", "invariants"), BUGS)
+@pytest.mark.parametrize(("manager", "invariants"), sampled(BUGS, 4))
 def test_a_known_bug_is_found_and_told_as_a_program(manager: type, invariants: set[int]) -> None:
     report = search_block_manager(manager, CI, is_first_enough=True)
     with pytest.raises(PropertyError) as caught:

@@ -7,12 +7,13 @@ from harness.properties.core.profiles import PROFILES
 from harness.properties.reference.blocks import BlockManager
 
 from ..mutation import Mutant
+from ..sampling import sampled
 from .mutants import BLOCK_MUTANTS
 
 CI = PROFILES["ci"].settings()
 
 
-@pytest.mark.parametrize("mutant", BLOCK_MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", sampled(BLOCK_MUTANTS, 7), ids=lambda mutant: mutant.name)
 def test_the_block_suite_kills(mutant: Mutant) -> None:
     with mutant.planted():
         findings = search_block_manager(BlockManager, CI, is_first_enough=True).findings

@@ -7,6 +7,7 @@ from harness.properties.core.profiles import PROFILES
 from harness.properties.scheduler.suite import check_scheduler, not_checked, search_scheduler
 
 from ..programs import assert_fails_in_its_last_line
+from ..sampling import sampled
 from . import ahead
 
 DEV = PROFILES["dev"].settings()
@@ -36,7 +37,7 @@ def test_a_correct_scheduler_passes(scheduler: type) -> None:
     check_scheduler(scheduler, DEV)
 
 
-@pytest.mark.parametrize(("scheduler", "invariants"), BUGS)
+@pytest.mark.parametrize(("scheduler", "invariants"), sampled(BUGS, 4))
 def test_a_bug_is_found_and_told_as_a_program(scheduler: type, invariants: set[int]) -> None:
     report = search_scheduler(scheduler, CI, is_first_enough=True)
     with pytest.raises(PropertyError) as caught:

@@ -10,6 +10,7 @@ from harness.properties.scheduler.suite import check_scheduler, search_scheduler
 from ..blocks.mutants import BLOCK_MUTANTS
 from ..mutation import Mutant
 from ..programs import assert_fails_in_its_last_line
+from ..sampling import sampled
 from . import groups
 
 DEV = PROFILES["dev"].settings()
@@ -42,7 +43,7 @@ def test_a_correct_scheduler_passes(scheduler: type) -> None:
     check_scheduler(scheduler, DEV)
 
 
-@pytest.mark.parametrize(("scheduler", "invariants"), BUGS)
+@pytest.mark.parametrize(("scheduler", "invariants"), sampled(BUGS, 2))
 def test_a_bug_is_found_and_told_as_a_program(scheduler: type, invariants: set[int]) -> None:
     report = search_scheduler(scheduler, CI, is_first_enough=True)
     with pytest.raises(PropertyError) as caught:
@@ -51,7 +52,9 @@ def test_a_bug_is_found_and_told_as_a_program(scheduler: type, invariants: set[i
     assert_fails_in_its_last_line(caught.value.program, scheduler)
 
 
-@pytest.mark.parametrize("mutant", [m for m in BLOCK_MUTANTS if m.name in REUSE], ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize(
+    "mutant", sampled([m for m in BLOCK_MUTANTS if m.name in REUSE], 3), ids=lambda mutant: mutant.name
+)
 def test_a_bug_of_the_prefix_cache_is_found_through_the_scheduler(mutant: Mutant) -> None:
     with mutant.planted():
         findings = search_scheduler(Scheduler, CI, is_first_enough=True).findings

@@ -7,12 +7,13 @@ from harness.properties.reference.scheduler import Scheduler
 from harness.properties.scheduler.suite import search_scheduler
 
 from ..mutation import Mutant
+from ..sampling import sampled
 from .mutants import SCHEDULER_MUTANTS, SURVIVORS
 
 CI = PROFILES["ci"].settings()
 
 
-@pytest.mark.parametrize("mutant", SCHEDULER_MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", sampled(SCHEDULER_MUTANTS, 4), ids=lambda mutant: mutant.name)
 def test_the_scheduler_suite_kills(mutant: Mutant) -> None:
     with mutant.planted():
         findings = search_scheduler(Scheduler, CI, is_first_enough=True).findings
