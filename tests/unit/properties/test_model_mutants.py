@@ -9,8 +9,8 @@ from harness.properties.core import falsify
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 
+from ..sampling import sampled
 from .model_mutants import MUTANTS, SURVIVORS, Mutant
-from .sampling import sampled
 
 DEV = PROFILES["dev"].settings()
 

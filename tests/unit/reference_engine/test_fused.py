@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from reference_engine import EngineConfig, LLMEngine, SamplingParams, StepInfo
 from reference_engine.model import Decoder
 
+from ..sampling import sampled
 from .kernels.launching import DEVICES, IGNORE_NUMPY, launch_on
 
 pytestmark = IGNORE_NUMPY
@@ -47,8 +49,11 @@ def observed(folder: Any, config: EngineConfig) -> list[tuple[str, torch.Tensor]
     return everything.taps
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("checkpoint", ["qwen3", "qwen2-sliding", "llama"], indirect=True)
+@pytest.mark.parametrize(
+    ("checkpoint", "dtype"),
+    sampled(list(product(["qwen3", "qwen2-sliding", "llama"], ["float32", "bfloat16"])), 3),
+    indirect=["checkpoint"],
+)
 def test_every_tap_is_there_and_as_it_was(checkpoint: Any, device: torch.device, dtype: str) -> None:
     config = EngineConfig(
         dtype=dtype, device=str(device), attention_backend="triton", max_model_len=64, max_num_batched_tokens=20

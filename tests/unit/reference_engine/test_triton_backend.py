@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from reference_engine.attention import triton as triton_backend
 from reference_engine.attention.backend import BACKENDS, find_backend
 from reference_engine.errors import ConfigError
 
+from ..sampling import sampled
 from .kernels.launching import DEVICES, IGNORE_NUMPY, launch_on
 from .recorder import Recorder, assert_same_rows
 from .test_kv_cache import make_spec
@@ -92,8 +94,9 @@ PROMPTS = [list(range(4, 41)), [5, 6, 7], list(range(4, 24)), [44]]
 PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)
 
 
-@pytest.mark.parametrize("limits", LIMITS, ids=["chunked", "whole"])
-@pytest.mark.parametrize("checkpoint", ["qwen3", "qwen2-sliding"], indirect=True)
+@pytest.mark.parametrize(
+    ("checkpoint", "limits"), sampled(list(product(["qwen3", "qwen2-sliding"], LIMITS)), 2), indirect=["checkpoint"]
+)
 def test_the_engine_chooses_the_same_tokens(checkpoint: Any, device: torch.device, limits: dict[str, Any]) -> None:
     config = EngineConfig(
         dtype="float32", device=str(device), max_model_len=64, enable_prefix_caching=True, debug_checks=True, **limits

@@ -11,7 +11,7 @@ from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 
 from ...reference_engine.kernels.launching import IGNORE_NUMPY, launch_on
-from ..sampling import sampled
+from ...sampling import sampled
 from .kernel_mutants import MUTANTS, PACKAGE, SURVIVORS, Mutant
 
 # Some mutants divide by 0 or overflow, of which numpy warns: what is judged is what comes out.

@@ -11,8 +11,8 @@ from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 from harness.properties.reference.blocks import BlockManager
 
+from ...sampling import sampled
 from ..programs import assert_fails_in_its_last_line
-from ..sampling import sampled
 from . import chained, radix
 
 DEV = PROFILES["dev"].settings()

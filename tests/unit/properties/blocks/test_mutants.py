@@ -6,8 +6,8 @@ from harness.properties.blocks.suite import search_block_manager
 from harness.properties.core.profiles import PROFILES
 from harness.properties.reference.blocks import BlockManager
 
+from ...sampling import sampled
 from ..mutation import Mutant
-from ..sampling import sampled
 from .mutants import BLOCK_MUTANTS
 
 CI = PROFILES["ci"].settings()

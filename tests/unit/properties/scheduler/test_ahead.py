@@ -6,8 +6,8 @@ from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 from harness.properties.scheduler.suite import check_scheduler, not_checked, search_scheduler
 
+from ...sampling import sampled
 from ..programs import assert_fails_in_its_last_line
-from ..sampling import sampled
 from . import ahead
 
 DEV = PROFILES["dev"].settings()

@@ -7,10 +7,10 @@ from harness.properties.core.profiles import PROFILES
 from harness.properties.reference.scheduler import Scheduler
 from harness.properties.scheduler.suite import check_scheduler, search_scheduler
 
+from ...sampling import sampled
 from ..blocks.mutants import BLOCK_MUTANTS
 from ..mutation import Mutant
 from ..programs import assert_fails_in_its_last_line
-from ..sampling import sampled
 from . import groups
 
 DEV = PROFILES["dev"].settings()

@@ -6,8 +6,8 @@ from harness.properties.core.profiles import PROFILES
 from harness.properties.reference.scheduler import Scheduler
 from harness.properties.scheduler.suite import search_scheduler
 
+from ...sampling import sampled
 from ..mutation import Mutant
-from ..sampling import sampled
 from .mutants import SCHEDULER_MUTANTS, SURVIVORS
 
 CI = PROFILES["ci"].settings()
