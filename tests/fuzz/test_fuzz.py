@@ -13,7 +13,7 @@ from .mutate import damaged, damaged_header, damaged_json
 from .targets import Templates, targets
 
 INPUTS = 12
-SECONDS_OF_A_TARGET = 1.0
+SECONDS_OF_A_TARGET = 0.5
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Optional parameters are seen whatever form the attention has: a bug behind each of them is found."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from harness.properties.core.adapter import Adapter
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 
+from ...sampling import sampled
 from . import forms
 
 DEV = PROFILES["dev"].settings()
@@ -23,8 +25,7 @@ def adapter(form: str, broken: str = "") -> Adapter:
     return Adapter.at(f"{forms.__name__}:{name}", getattr(forms, name))
 
 
-@pytest.mark.parametrize("form", forms.FORMS)
-@pytest.mark.parametrize("keyword", forms.KEYWORDS)
+@pytest.mark.parametrize(("form", "keyword"), sampled(list(product(forms.FORMS, forms.KEYWORDS)), 8))
 def test_a_bug_behind_a_keyword_is_found(form: str, keyword: str) -> None:
     with pytest.raises(PropertyError) as caught:
         check_definition(adapter(form, keyword), DEV, forms.KEYWORDS[keyword])
