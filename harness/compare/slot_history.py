@@ -72,6 +72,8 @@ class SlotHistory:
             )
             if agreeing > most:
                 best, most = size, agreeing
+            if most == len(sample):  # a larger size cannot do better
+                break
         return best
 
     def _sample(self) -> list[tuple[int, int, Sequence[int]]]:
