@@ -32,6 +32,10 @@ def test_the_command_finds_what_the_page_shows(project: Path, command: str, find
     done = run(project, "-m", *command.split(), "-p", "no:cacheprovider")
     assert done.returncode == 1
     assert finding in done.stdout
+
+
+@pytest.mark.parametrize("finding", FINDINGS)
+def test_the_program_of_a_finding_shows_it(project: Path, finding: str) -> None:
     program = "\n".join(finding.splitlines()[3:])
     assert run(project, "-c", program).stderr.rstrip().splitlines()[-1].startswith("AssertionError")
 

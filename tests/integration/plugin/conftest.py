@@ -25,16 +25,15 @@ addopts = -p no:unraisableexception -p no:hypothesispytest -p no:anyio
 
 ROTARY_BROKEN = """\
 import pytest
-import torch
-from reference_engine import rotary
 
 patch = pytest.MonkeyPatch()
 
 def interleaved(x):
+    import torch
     return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
 
-def pytest_configure():
-    patch.setattr(rotary, "rotate_half", interleaved)
+def pytest_collection_finish():  # not in a process that only hands tests to workers
+    patch.setattr("reference_engine.rotary.rotate_half", interleaved)
 
 def pytest_unconfigure():
     patch.undo()
