@@ -10,6 +10,7 @@ import torch
 
 from reference_engine import EngineConfig, FinishReason, LLMEngine, SamplingParams, packing
 from reference_engine.attention import cpp
+from reference_engine.cpp_operators import find_compiler
 from reference_engine.errors import CapacityError, ConfigError, DeviceError, RequestError
 
 from .recorder import Recorder
@@ -250,6 +251,7 @@ def test_cuda_agrees(checkpoint: Any, goldens: Any, backend: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not find_compiler(), reason="no C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_layers_make_the_same_tokens(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "MIN_ELEMENTS", 1)  # all weights are packed where nothing is compiled
