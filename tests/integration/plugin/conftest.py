@@ -46,6 +46,14 @@ def case_text(checkpoints: Path) -> str:
 
 
 @pytest.fixture(scope="session")
+def plain_case_text(case_text: str) -> str:
+    """The case under one schedule: another would only cost time."""
+    text = case_text.replace('["plain", "chunked:4"]', '["plain"]')
+    assert text != case_text
+    return text
+
+
+@pytest.fixture(scope="session")
 def sketch_text(case_text: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Sketch of the case. Making it fills the cache of goldens, and loads what must outlive pytester's own imports."""
     import torch

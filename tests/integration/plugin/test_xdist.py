@@ -8,7 +8,7 @@ pytest_plugins = ["pytester"]
 
 
 def test_two_workers_on_an_empty_cache(
-    broken_project: pytest.Pytester, case_text: str, sketch_text: str, monkeypatch: pytest.MonkeyPatch
+    broken_project: pytest.Pytester, plain_case_text: str, sketch_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both workers want the same golden at once; the engine is wrong in both; their reports come back whole."""
     cache = broken_project.mkdir("cache")
@@ -16,7 +16,7 @@ def test_two_workers_on_an_empty_cache(
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("CI", "false")
     for name in ("tiny", "twin"):
-        (broken_project.path / "cases" / f"{name}.toml").write_text(case_text.replace(', "chunked:4"', ""))
+        (broken_project.path / "cases" / f"{name}.toml").write_text(plain_case_text)
     result = broken_project.runpytest_subprocess(
         "-n2", "--golden-update", "--color=yes", "--junitxml=junit.xml", "-p", "no:cacheprovider"
     )
