@@ -10,20 +10,19 @@ Shapes: T tokens, I inputs, O outputs, R rank.
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch.nn.functional import linear
 
 from reference_engine.config import ModelConfig
-from reference_engine.errors import CheckpointError, ConfigError, UnsupportedModelError
+from reference_engine.errors import CheckpointError
+from reference_engine.lora_config import LoraConfig, read_lora_config
 from reference_engine.weights import Placement, weight_table
 
 __all__ = ["Adapter", "LowRank", "read_adapter"]
@@ -34,8 +33,6 @@ _PREFIX = "base_model.model."
 _ADAPTED = re.compile(r"model\.layers\.\d+\.(self_attn\.(qkv|o)_proj|mlp\.(gate_up|down)_proj)\.weight")
 """The engine's products that adapters add to; a router and its experts are none."""
 _SIDES = (".lora_A.weight", ".lora_B.weight")
-_UNSERVED = ("use_dora", "fan_in_fan_out", "modules_to_save", "layers_pattern", "lora_bias", "trainable_token_indices")
-"""Fields that make another product of the same tensors, and are served if they are off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,54 +88,33 @@ def read_adapter(
         CheckpointError: the weights are missing or damaged, or do not fit the model or the ranks.
     """
     folder = Path(folder)
-    settings = _read_settings(folder / CONFIG_FILE)
-    table = {parameter.removesuffix(".weight"): place for parameter, place in weight_table(config).items()}
-    tensors = _read_tensors(folder / WEIGHTS_FILE)
+    settings = read_lora_config(folder / CONFIG_FILE)
+    path = folder / WEIGHTS_FILE
+    tensors = _read_tensors(path)
+    adapted = {key.removesuffix(side) for key in tensors for side in _SIDES if key.endswith(side)}
+    if not adapted:
+        raise CheckpointError("the adapter has no weights", where=path)
+    places = {parameter.removesuffix(".weight"): place for parameter, place in weight_table(config).items()}
     updates: dict[str, list[LowRank]] = {}
-    for module in sorted({key.removesuffix(side) for key in tensors for side in _SIDES if key.endswith(side)}):
-        place = table.get(module)
+    for module in sorted(adapted):
+        place = places.get(module)
         if place is None or not _ADAPTED.fullmatch(place.parameter):
             raise CheckpointError(
-                "the adapter changes a module that is no linear layer of the model", where=folder / WEIGHTS_FILE,
+                "the adapter changes a module that is no linear layer of the model", where=path,
                 expected="q, k, v, o, gate, up and down projections", actual=module,
             )  # fmt: skip
-        pair = _pair(tensors, module, place, folder / WEIGHTS_FILE)
-        rank = len(pair[0])
-        _check_rank(settings, module, rank, folder)
-        a_RI, b_OR = (tensor.to(device, dtype) for tensor in pair)
+        a_RI, b_OR = (tensor.to(device, dtype) for tensor in _pair(tensors, module, place, path))
+        _check_rank(settings, module, len(a_RI), path)
         update = LowRank(
             name=module,
             first_output=place.row,
             a_RI=a_RI,
             b_OR=b_OR,
-            scaling=_scaling(settings, module, rank),
+            scaling=settings.scaling_of(module),
         )
         updates.setdefault(place.parameter.removesuffix(".weight"), []).append(update)
-    if not updates:
-        raise CheckpointError("the adapter has no weights", where=folder / WEIGHTS_FILE)
+    _check_targets(settings, places, adapted, path)
     return Adapter(name=name, updates={product: tuple(own) for product, own in updates.items()})
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the adapter's config cannot be read: {error}", where=path) from error
-    if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
-        actual = settings.get("peft_type") if isinstance(settings, dict) else settings
-        raise UnsupportedModelError("the adapter is no LoRA", where=path, expected="peft_type LORA", actual=actual)
-    for field in _UNSERVED:
-        if settings.get(field):
-            raise UnsupportedModelError(
-                f"{field} is not served", where=path, expected="none", actual=str(settings[field])[:80]
-            )
-    if settings.get("bias", "none") != "none":
-        raise UnsupportedModelError("biases of adapters are not served", where=path, actual=settings["bias"])
-    for field in ("r", "lora_alpha"):
-        value = settings.get(field)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise ConfigError(f"{field} is impossible", where=path, expected="a number above 0", actual=value)
-    return settings
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -175,22 +151,25 @@ def _pair(
     return a, b
 
 
-def _check_rank(settings: Mapping[str, Any], module: str, rank: int, folder: Path) -> None:
-    stated = _own(settings, "rank_pattern", module, settings["r"])
-    if rank != stated:
+def _check_rank(settings: LoraConfig, module: str, rank: int, path: Path) -> None:
+    if rank != settings.rank_of(module):
         raise CheckpointError(
-            "the adapter's rank is not the one that its config states", where=f"{folder / WEIGHTS_FILE}: {module}",
-            expected=stated, actual=rank,
+            "the adapter's rank is not the one that its config states", where=f"{path}: {module}",
+            expected=settings.rank_of(module), actual=rank,
         )  # fmt: skip
 
 
-def _scaling(settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return alpha / r; alpha / sqrt(r) for rank-stabilised LoRA (Kalajdzievski 2023)."""
-    alpha = float(_own(settings, "alpha_pattern", module, settings["lora_alpha"]))
-    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-
-
-def _own(settings: Mapping[str, Any], pattern: str, module: str, default: Any) -> Any:
-    """Return what a pattern says of a module: its keys are ends of module names."""
-    patterns = settings.get(pattern) or {}
-    return next((value for key, value in patterns.items() if module == key or module.endswith(f".{key}")), default)
+def _check_targets(settings: LoraConfig, places: Mapping[str, Placement], adapted: Collection[str], path: Path) -> None:
+    """Refuse an adapter whose weights are not those of the modules that its config names, all and no others."""
+    for module in sorted(adapted):
+        if not settings.changes(module):
+            what = "the adapter has weights of a module that its config does not target"
+            raise CheckpointError(what, where=path, actual=module)
+    if settings.changes_all_linear:
+        modules = {module for module, place in places.items() if _ADAPTED.fullmatch(place.parameter)}
+    else:
+        modules = {module for name in places for module in accumulate(name.split("."), "{}.{}".format)} | {"lm_head"}
+    for module in sorted(modules.difference(adapted)):
+        if settings.changes(module):
+            what = "the adapter's config targets a module that it has no weights for"
+            raise CheckpointError(what, where=path, expected=module)

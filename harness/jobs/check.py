@@ -17,6 +17,7 @@ from harness.files import write_text
 from harness.jobs.model import planned_model
 from harness.oracle.forks import forked_prompts
 from harness.oracle.golden import Golden
+from harness.oracle.lora import adapter_notes
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel
 from harness.oracle.requests import duplicate_requests
@@ -81,7 +82,7 @@ def _check_engine(plan: Plan, engine: Engine | IsolatedEngine, out: Path | None,
         num_requests=len(plan.prompts),
         runs=tuple(runs),
         golden_s=golden_s,
-        notes=(*plan.notes, *golden.notes, *_what_was_judged(plan, runs, hf.graph)),
+        notes=(*plan.notes, *golden.notes, *adapter_notes(hf), *_what_was_judged(plan, runs, hf.graph)),
     )
 
 

@@ -5,12 +5,9 @@ merged weights' product; in the engine's dtype it is what an engine computes tha
 """
 
 import hashlib
-import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -19,14 +16,12 @@ from torch import nn
 from torch.nn import functional
 
 from harness.checkpoint import Checkpoint
-from harness.errors import Code, HarnessError
-from harness.files import read_text
+from harness.errors import HarnessError
+from harness.oracle.lora_config import CONFIG_FILE, LoraConfig, bad_lora, read_lora_config
 from harness.oracle.model import HFModel, load_model
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-_UNSERVED = ("use_dora", "fan_in_fan_out", "modules_to_save", "lora_bias", "trainable_token_indices")
-"""Fields that make another product of the same tensors."""
 
 
 class LoraLinear(nn.Linear):
@@ -91,17 +86,29 @@ def add_adapter(hf: HFModel, folder: Path) -> None:
     Raises:
         HarnessError: BAD_LORA: the folder holds no LoRA, or one whose names, shapes or ranks do not fit the model.
     """
-    settings, tensors = _read_settings(folder), _read_tensors(folder)
-    for path in _modules(tensors, folder):
-        base = _linear(hf, path, folder)
-        update = _update(settings, tensors, path)
-        _check_shapes(update.a, update.b, base, path)
-        _check_rank(update, path)
+    config = read_lora_config(folder)
+    updates = _read_updates(config, folder)
+    bases = {path: _linear(hf, path, folder) for path in updates}
+    for path, update in updates.items():
+        _check_shapes(update.a, update.b, bases[path], path)
+    _check_targets(hf, config, updates, folder)
+    for path, update in updates.items():
         parent, _, name = path.rpartition(".")
         a, b = update.a.to(hf.device, hf.dtype), update.b.to(hf.device, hf.dtype)
-        setattr(hf.module(parent), name, LoraLinear(base, a, b, update.scaling).eval())
+        setattr(hf.module(parent), name, LoraLinear(bases[path], a, b, update.scaling).eval())
     files = [(folder / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)]
     hf.lora_hash = hashlib.sha256(b"".join(files)).hexdigest()
+
+
+def adapter_notes(hf: HFModel) -> Iterator[str]:
+    """Say it if a model's adapter changes nothing: no check sees whether an engine applies it."""
+    adapted = [module for module in hf.model.modules() if isinstance(module, LoraLinear)]
+    num_idle = sum(not (module.lora_a.any() and module.lora_b.any()) for module in adapted)
+    if num_idle:
+        yield (
+            f"the adapter changes nothing at {num_idle} of its {len(adapted)} modules, where A or B is all zeros: "
+            "whether the engine applies it there was not seen"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +120,6 @@ class Update:
     b: torch.Tensor
     """[outputs, rank]"""
     scaling: float
-    rank: int
-    """As the config states it."""
 
 
 def read_adapter(folder: Path) -> dict[str, Update]:
@@ -123,55 +128,45 @@ def read_adapter(folder: Path) -> dict[str, Update]:
     Raises:
         HarnessError: BAD_LORA.
     """
-    settings, tensors = _read_settings(folder), _read_tensors(folder)
-    return {path: _update(settings, tensors, path) for path in _modules(tensors, folder)}
+    return _read_updates(read_lora_config(folder), folder)
 
 
-def _modules(tensors: Mapping[str, torch.Tensor], folder: Path) -> list[str]:
-    modules = sorted({key.removesuffix(_A).removesuffix(_B) for key in tensors})
-    if not modules:
-        raise _bad("the adapter has no weights", where=folder / WEIGHTS_FILE)
-    return modules
+def _read_updates(config: LoraConfig, folder: Path) -> dict[str, Update]:
+    tensors = _read_tensors(folder)
+    paths = sorted({key.removesuffix(_A).removesuffix(_B) for key in tensors})
+    if not paths:
+        raise bad_lora("the adapter has no weights", where=folder / WEIGHTS_FILE)
+    return {path: _update(config, tensors, path) for path in paths}
 
 
-def _update(settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], path: str) -> Update:
+def _update(config: LoraConfig, tensors: Mapping[str, torch.Tensor], path: str) -> Update:
     a, b = tensors.get(path + _A), tensors.get(path + _B)
     if a is None or b is None:
-        raise _bad("the adapter has one of two tensors", where=path, expected=path + (_A if a is None else _B))
-    rank = _own(settings, "rank_pattern", path, settings["r"])
-    return Update(a=a, b=b, scaling=_scaling(settings, path, len(a)), rank=rank)
-
-
-def _check_rank(update: Update, path: str) -> None:
-    if len(update.a) != update.rank:
+        raise bad_lora("the adapter has one of two tensors", where=path, expected=path + (_A if a is None else _B))
+    if not config.targets(path):
+        raise _not_targeted(path)
+    if a.shape[:1] != (config.rank(path),):
         what = "the adapter's rank is not the one that its config states"
-        raise _bad(what, where=path, expected=update.rank, actual=len(update.a))
+        raise bad_lora(what, where=path, expected=config.rank(path), actual=list(a.shape)[:1])
+    return Update(a=a, b=b, scaling=config.scaling(path))
 
 
-def _read_settings(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG_FILE
-    try:
-        settings = json.loads(read_text(path))
-    except (OSError, ValueError) as error:
-        raise _bad(f"the adapter's config cannot be read: {error}", where=path) from error
-    if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
-        actual = settings.get("peft_type") if isinstance(settings, dict) else None
-        raise _bad("the adapter is no LoRA", where=path, expected="peft_type LORA", actual=actual)
-    unserved = [name for name in _UNSERVED if settings.get(name)]
-    if unserved or settings.get("bias", "none") != "none":
-        raise _bad("the adapter is a variant that is not served", where=path, actual=", ".join(unserved) or "bias")
-    for name in ("r", "lora_alpha"):
-        if not _is_positive(settings.get(name)):
-            raise _bad(f"{name} is impossible", where=path, expected="a number above 0", actual=settings.get(name))
-    for name in ("rank_pattern", "alpha_pattern"):
-        pattern = settings.get(name) or {}
-        if not isinstance(pattern, dict) or not all(map(_is_positive, pattern.values())):
-            raise _bad(f"{name} is impossible", where=path, expected="numbers above 0 by module", actual=pattern)
-    return settings
+def _check_targets(hf: HFModel, config: LoraConfig, updates: Mapping[str, Update], folder: Path) -> None:
+    """Refuse weights that are not there, and those of a head, which `all-linear` leaves out."""
+    modules = dict(hf.model.named_modules())
+    if config.targets_all_linear:
+        head = hf.model.get_output_embeddings()
+        modules = {path: each for path, each in modules.items() if isinstance(each, nn.Linear) and each is not head}
+    targets = {path for path in modules if path and config.targets(path)}
+    if missing := sorted(targets.difference(updates)):
+        what = "the adapter's config targets a module that it has no weights for"
+        raise bad_lora(what, where=folder / WEIGHTS_FILE, expected=missing[0] + _A)
+    if others := sorted(set(updates).difference(targets)):
+        raise _not_targeted(others[0])
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+def _not_targeted(path: str) -> HarnessError:
+    return bad_lora("the adapter has weights of a module that its config does not target", where=path)
 
 
 def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -179,11 +174,11 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     try:
         tensors = safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
-        raise _bad(f"the adapter's weights cannot be read: {error}", where=path) from error
+        raise bad_lora(f"the adapter's weights cannot be read: {error}", where=path) from error
     others = [key for key in tensors if not key.startswith(_PREFIX) or not key.endswith((_A, _B))]
     if others:
         what = "the adapter has a tensor that is no part of a LoRA"
-        raise _bad(what, where=path, expected=f"{_PREFIX}MODULE{_A} and {_B}", actual=others[0])
+        raise bad_lora(what, where=path, expected=f"{_PREFIX}MODULE{_A} and {_B}", actual=others[0])
     return {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items()}
 
 
@@ -191,33 +186,16 @@ def _linear(hf: HFModel, path: str, folder: Path) -> nn.Linear:
     module = dict(hf.model.named_modules()).get(path)
     if not isinstance(module, nn.Linear):
         what = "the adapter changes a module that is no linear one of the model"
-        raise _bad(what, where=folder / WEIGHTS_FILE, expected="a linear module", actual=path)
+        raise bad_lora(what, where=folder / WEIGHTS_FILE, expected="a linear module", actual=path)
     return module
 
 
 def _check_shapes(a: torch.Tensor, b: torch.Tensor, base: nn.Linear, path: str) -> None:
     fits = a.dim() == b.dim() == 2 and (a.shape[1], b.shape[0]) == (base.in_features, base.out_features)
     if not fits or a.shape[0] != b.shape[1]:
-        raise _bad(
+        raise bad_lora(
             "the adapter's tensors do not fit the module",
             where=path,
             expected=f"A [rank, {base.in_features}], B [{base.out_features}, rank]",
             actual=f"A {list(a.shape)}, B {list(b.shape)}",
         )
-
-
-def _scaling(settings: Mapping[str, Any], path: str, rank: int) -> float:
-    """Return alpha / r; alpha / sqrt(r) for rank-stabilised LoRA."""
-    alpha = float(_own(settings, "alpha_pattern", path, settings["lora_alpha"]))
-    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-
-
-def _own(settings: Mapping[str, Any], pattern: str, path: str, default: Any) -> Any:
-    """Return what a pattern says of a module: its keys are ends of paths."""
-    patterns = settings.get(pattern) or {}
-    return next((value for key, value in patterns.items() if path == key or path.endswith(f".{key}")), default)
-
-
-def _bad(what: str, *, where: object, expected: object = None, actual: object = None) -> HarnessError:
-    hint = "give the folder that PEFT's save_pretrained wrote, for this base model"
-    return HarnessError(Code.BAD_LORA, what, where=where, expected=expected, actual=actual, hint=hint)

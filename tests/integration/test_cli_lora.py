@@ -132,6 +132,17 @@ def test_the_golden_of_an_adapter_is_another_one(harness, adapter, tmp_path):
     assert plain.json["golden"] != adapted.json["golden"]
 
 
+def test_an_adapter_that_changes_nothing_is_said(harness, tmp_path):
+    folder = write_adapter(tmp_path / "zeros", seed=1, modules=("q_proj", "v_proj"))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    zeros = {key: tensor * (not key.endswith("q_proj.lora_B.weight")) for key, tensor in tensors.items()}
+    save_file(zeros, folder / "adapter_model.safetensors")
+    ran = harness("check", *WORKLOAD, "--lora", folder, "--dtype", "float32", "--schedule", "plain", "--format", "json")
+    assert ran.status == 0
+    says = "the adapter changes nothing at 3 of its 6 modules, where A or B is all zeros: whether the engine applies it"
+    assert [note for note in ran.json["notes"] if note.startswith(says)]
+
+
 def test_a_folder_that_is_no_adapter(harness, tmp_path):
     ran = harness("check", *WORKLOAD, "--lora", tmp_path)
     assert ran.status == 2

@@ -63,12 +63,18 @@ def swap(tensors):
     tensors[a], tensors[b] = tensors[b].T, tensors[a].T
 
 
+def pair_at(path):
+    """Add A and B of a module to an adapter's tensors."""
+    a, b = f"base_model.model.{path}.lora_A.weight", f"base_model.model.{path}.lora_B.weight"
+    return lambda tensors: tensors.update({a: torch.ones(4, 96), b: torch.ones(96, 4)})
+
+
 @pytest.mark.parametrize(
     ("config", "tensors", "says"),
     [
         (lambda c: c.update(peft_type="IA3"), None, "no LoRA"),
-        (lambda c: c.update(use_dora=True), None, "variant that is not served"),
-        (lambda c: c.update(bias="all"), None, "variant that is not served"),
+        (lambda c: c.update(use_dora=True), None, "use_dora is not served"),
+        (lambda c: c.update(bias="all"), None, "bias is not served"),
         (lambda c: c.update(r=0), None, "r is impossible"),
         (lambda c: c.update(rank_pattern=[4]), None, "rank_pattern is impossible"),
         (lambda c: c.update(alpha_pattern={"q_proj": "8"}), None, "alpha_pattern is impossible"),
@@ -76,8 +82,15 @@ def swap(tensors):
         (lambda c: c.update(r=8), None, "rank is not the one that its config states"),
         (None, swap, "do not fit the module"),
         (None, lambda t: t.pop(f"{KEY}.lora_B.weight"), "one of two tensors"),
-        (None, lambda t: t.update({"base_model.model.model.norm.lora_A.weight": torch.ones(4, 96)}), "no linear one"),
-        (None, lambda t: t.update({"base_model.model.nobody.lora_A.weight": torch.ones(4, 96)}), "no linear one"),
+        (lambda c: c["target_modules"].append("norm"), pair_at("model.norm"), "no linear one"),
+        (lambda c: c["target_modules"].append("nobody"), pair_at("nobody"), "no linear one"),
+        (None, pair_at("model.norm"), "module that its config does not target"),
+        (lambda c: c.update(layers_to_transform=[0, 1]), None, "module that its config does not target"),
+        (
+            lambda c: c["target_modules"].append("mlp"),
+            None,
+            r"no weights for.*\n.*\n  expected: model.layers.0.mlp.lora_A",
+        ),
         (None, lambda t: t.update({"other.weight": torch.ones(1)}), "no part of a LoRA"),
         (None, dict.clear, "no weights"),
     ],
@@ -118,7 +131,7 @@ def test_a_linear_module_with_an_adapter_beside_it():
 
 def small_adapter(folder, tensors=None, **settings):
     folder.mkdir(parents=True)
-    given = {"peft_type": "LORA", "r": 2, "lora_alpha": 3.0} | settings
+    given = {"peft_type": "LORA", "r": 2, "lora_alpha": 3.0, "target_modules": ["b", "c"]} | settings
     (folder / "adapter_config.json").write_text(json.dumps(given))
     if tensors is None:
         tensors = {"a.b": (2, 3, 4), "c": (2, 5, 6)}
@@ -134,23 +147,25 @@ def small_adapter(folder, tensors=None, **settings):
 
 
 @pytest.mark.parametrize(
-    ("settings", "scaling", "rank"),
+    ("settings", "scaling"),
     [
-        ({}, (1.5, 1.5), (2, 2)),
-        ({"use_rslora": True}, (3 / 2**0.5, 3 / 2**0.5), (2, 2)),
-        ({"alpha_pattern": {"b": 10}}, (5.0, 1.5), (2, 2)),
-        ({"alpha_pattern": {"a.b": 10, "b": 20}}, (5.0, 1.5), (2, 2)),
-        ({"alpha_pattern": {"c": 1, ".b": 9, "xa.b": 9}}, (1.5, 0.5), (2, 2)),
-        ({"rank_pattern": {"c": 7}}, (1.5, 1.5), (2, 7)),
-        ({"alpha_pattern": None, "r": 1}, (1.5, 1.5), (1, 1)),
-        ({"lora_alpha": 0.5, "r": 0.5}, (0.25, 0.25), (0.5, 0.5)),
+        ({}, (1.5, 1.5)),
+        ({"use_rslora": True}, (3 / 2**0.5, 3 / 2**0.5)),
+        ({"alpha_pattern": {"b": 10}}, (5.0, 1.5)),
+        ({"alpha_pattern": {"a.b": 10, "b": 20}}, (5.0, 1.5)),
+        ({"alpha_pattern": {"c": 1, "xa.b": 9}}, (1.5, 0.5)),
+        ({"alpha_pattern": {".b": 9}}, (1.5, 1.5)),
+        ({"alpha_pattern": {r"[ac].*": 8}}, (4.0, 4.0)),
+        ({"alpha_pattern": {"^c|b": 8, "c": 2}}, (4.0, 4.0)),
+        ({"rank_pattern": {"c": 2}, "r": 2}, (1.5, 1.5)),
+        ({"alpha_pattern": None}, (1.5, 1.5)),
+        ({"lora_alpha": 0.5}, (0.25, 0.25)),
     ],
 )
-def test_what_an_adapter_says_of_each_module(tmp_path, settings, scaling, rank):
+def test_what_an_adapter_says_of_each_module(tmp_path, settings, scaling):
     found = read_adapter(small_adapter(tmp_path / "adapter", **settings))
     assert list(found) == ["a.b", "c"]
     assert [update.scaling for update in found.values()] == pytest.approx(scaling)
-    assert [update.rank for update in found.values()] == list(rank)
     assert [(*update.a.shape, *update.b.shape) for update in found.values()] == [(2, 3, 4, 2), (2, 5, 6, 2)]
 
 
@@ -158,8 +173,11 @@ def test_what_an_adapter_says_of_each_module(tmp_path, settings, scaling, rank):
     ("settings", "says"),
     [
         ({"lora_alpha": 0}, "lora_alpha is impossible"), ({"lora_alpha": -1}, "lora_alpha"), ({"r": True}, "r is"),
-        ({"r": "4"}, "r is"), ({"r": None}, "r is"), ({"peft_type": None}, "no LoRA"), ({"bias": "all"}, "variant"),
-        ({"use_dora": True}, "use_dora"), ({"modules_to_save": ["x"], "lora_bias": True}, "modules_to_save, lora_bias"),
+        ({"r": "4"}, "r is"), ({"r": None}, "r is"), ({"peft_type": None}, "no LoRA"),
+        ({"lora_alpha": 10**400}, "lora_alpha is impossible"), ({"r": 10**400}, "r is impossible"), ({"r": 2.0}, "r "),
+        ({"rank_pattern": {"c": 3}}, "rank is not the one that its config states.*\n.*\n  expected: 3"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is not served(.*\n)*.*path_initial_model_for_weight_conv"),
+        ({"of_tomorrow": 1}, "of_tomorrow is not served.*\n.*\n  expected: null"),
     ],
 )  # fmt: skip
 def test_what_an_adapter_may_not_say(tmp_path, settings, says):
