@@ -163,4 +163,7 @@ def _save(model: "PreTrainedModel", folder: Path) -> None:
         finally:
             vars(model.config).update(config)
         with suppress(Exception):  # prompts may be token ids
-            AutoTokenizer.from_pretrained(model.name_or_path, local_files_only=True).save_pretrained(folder)
+            tokenizer = AutoTokenizer.from_pretrained(
+                model.name_or_path, local_files_only=True, trust_remote_code=False
+            )
+            tokenizer.save_pretrained(folder)

@@ -14,7 +14,11 @@ PAD_TOKEN = 0
 def load_hf_model(setting: BenchConfig, dtype: str | None = None) -> Any:
     """Return HuggingFace's model of the checkpoint, with sdpa attention."""
     model = AutoModelForCausalLM.from_pretrained(
-        setting.folder, dtype=getattr(torch, dtype or setting.dtype), attn_implementation="sdpa", local_files_only=True
+        setting.folder,
+        dtype=getattr(torch, dtype or setting.dtype),
+        attn_implementation="sdpa",
+        local_files_only=True,
+        trust_remote_code=False,
     )
     return model.to(setting.device).eval()
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.checkpoint.checkpoint import Checkpoint
-from harness.checkpoint.gguf.architecture import hf_config
 from harness.checkpoint.gguf.model import GGUFModel
 from harness.checkpoint.gguf.names import gguf_name, is_query_or_key
 from harness.checkpoint.gguf.weights import rows_of_gguf, rows_of_hf
@@ -30,10 +29,29 @@ _LARGEST_ERROR = {
 }  # fmt: skip
 """Largest relative L2 error of 32 weights: twice what was seen of normally distributed ones, blocks of 32."""
 _OTHERS = 0.9
-_SIZES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "rms_norm_eps",
-)  # fmt: skip
+_WITHOUT_EFFECT = frozenset({
+    "_name_or_path", "architectures", "dtype", "model_type", "transformers_version",  # names; the type is held apart
+    "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "problem_type",  # of texts and labels
+    "attention_dropout", "initializer_range", "pretraining_tp",  # of training
+    "chunk_size_feed_forward", "is_encoder_decoder", "output_attentions", "output_hidden_states", "return_dict",
+    "use_cache",  # of how HF runs it
+    "max_position_embeddings",  # no position is computed otherwise by it
+    "max_window_layers", "use_sliding_window",  # sliding_window and layer_types say it
+    "tie_word_embeddings",  # the head's weights are compared
+})  # fmt: skip
+"""Fields of HF's configurations that do not change what the families compute."""
+_ROPE_FIELDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
+        "mscale_all_dim", "truncate",
+    ),
+}  # fmt: skip
+"""Fields that HF computes with, by the type of the rotary scaling."""
+_ROPE_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "partial_rotary_factor": 1.0}
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,52 +62,98 @@ class _Difference:
     actual: str
 
 
-def check_against(model: GGUFModel, hf: Checkpoint, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
+def read_original(model: GGUFModel, hf: Checkpoint) -> Any:
+    """Return HF's configuration of the checkpoint that a file is said to be made from, with its defaults.
+
+    Raises:
+        HarnessError: GGUF_DIFFERS: the checkpoint is of another family.
+    """
+    from transformers import AutoConfig
+
+    expected, actual = hf.config.get("model_type"), model.metadata.architecture
+    if expected not in model.metadata.family.originals:
+        cause = "the file is of another family"
+        raise _error(
+            model, _Difference(name="general.architecture", cause=cause, expected=str(expected), actual=actual)
+        )
+    return AutoConfig.for_model(**hf.config)
+
+
+def check_against(
+    model: GGUFModel,
+    own: Mapping[str, Any],
+    original: Any,
+    hf: Checkpoint,
+    tensors: "Iterable[tuple[str, torch.Tensor]]",
+) -> None:
     """Hold a GGUF model against an HF checkpoint.
 
     Args:
         model: the file.
+        own: the HF configuration that the file tells.
+        original: HF's configuration of the checkpoint, from `read_original`.
         hf: the checkpoint that it was made from.
         tensors: the file's tensors by HF's names, dequantised, in HF's order.
 
     Raises:
         HarnessError: GGUF_DIFFERS, with the first difference and its cause.
     """
-    differences = [*_metadata(model, hf.config), *_vocabulary(model, hf.folder), *_tensors(model, hf, tensors)]
-    if not differences:
-        return
-    first, more = differences[0], len(differences) - 1
-    raise HarnessError(
+    differences = [
+        *_configuration(model, own, original),
+        *_vocabulary(model, hf.folder),
+        *_tensors(model, hf, original, tensors),
+    ]
+    if differences:
+        raise _error(model, *differences)
+
+
+def _error(model: GGUFModel, first: _Difference, *more: _Difference) -> HarnessError:
+    return HarnessError(
         Code.GGUF_DIFFERS,
         f"the GGUF file is not the model that it was made from: {first.cause}",
-        where=f"{model.path}: {first.name}" + (f" (and {more} more)" if more else ""),
+        where=f"{model.path}: {first.name}" + (f" (and {len(more)} more)" if more else ""),
         expected=first.expected,
         actual=first.actual,
         hint="convert the model again; without --hf the file is taken as it is",
     )
 
 
-def _metadata(model: GGUFModel, config: Mapping[str, Any]) -> Iterator[_Difference]:
-    """Compare the sizes and the rotary base with the configuration's."""
+def _configuration(model: GGUFModel, own: Mapping[str, Any], original: Any) -> Iterator[_Difference]:
+    """Compare everything in HF's configurations that changes what the model computes."""
     from transformers import AutoConfig
 
-    theirs = AutoConfig.for_model(**config)
-    vocab_size = model.tensors["token_embd.weight"][0].shape[0] if "token_embd.weight" in model.tensors else 0
-    try:
-        ours = hf_config(model.metadata, vocab_size=vocab_size, is_tied=False, rope_factors=None)
-    except HarnessError as error:
-        if error.code is not Code.UNSUPPORTED_GGUF:
-            raise
-        return  # settings that no configuration of ours carries: the engine's rows will show them
-    for name in _SIZES:
-        expected = getattr(theirs, name, None)
-        if expected is not None and not math.isclose(ours[name], expected, rel_tol=1e-6):
-            yield _Difference(name=name, cause=f"{name} differs", expected=str(expected), actual=str(ours[name]))
-    expected = (getattr(theirs, "rope_parameters", None) or {}).get("rope_theta")
-    actual = ours["rope_parameters"]["rope_theta"]
-    if expected is not None and not math.isclose(actual, expected, rel_tol=1e-6):
-        name = f"{model.metadata.architecture}.rope.freq_base"
-        yield _Difference(name=name, cause="the rotary base differs", expected=str(expected), actual=str(actual))
+    ours, theirs = AutoConfig.for_model(**own), original
+    actual, expected = _fields(ours), _fields(theirs)
+    for name in sorted(actual.keys() | expected.keys()):
+        if not _is_same(actual.get(name), expected.get(name)):
+            is_base = name == "rope_theta"
+            where = f"{model.metadata.architecture}.rope.freq_base" if is_base else name
+            cause = "the rotary base differs" if is_base else f"{name} differs"
+            yield _Difference(name=where, cause=cause, expected=str(expected.get(name)), actual=str(actual.get(name)))
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """Return the fields that the class of a configuration declares, those of the rotary parameters among them."""
+    values = config.to_dict()
+    fields = {name: values[name] for name in type(config)().to_dict() if name not in _WITHOUT_EFFECT}
+    rope = {
+        **_ROPE_DEFAULTS,
+        **{name: each for name, each in fields.pop("rope_parameters").items() if each is not None},
+    }
+    kind = rope.get("rope_type", "default")
+    names = ("partial_rotary_factor", *_ROPE_FIELDS.get(kind, rope))
+    scaling = {"rope_type": kind, **{name: rope[name] for name in names if name in rope}}
+    return {**fields, "rope_scaling": scaling, "rope_theta": rope["rope_theta"]}
+
+
+def _is_same(ours: Any, theirs: Any) -> bool:
+    """Whether two values are the same number, or the same; what is off and what is not there are the same."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return all(_is_same(ours.get(name), theirs.get(name)) for name in ours.keys() | theirs.keys())
+    if isinstance(ours, float) or isinstance(theirs, float):
+        both = (ours, theirs)
+        return all(isinstance(each, int | float) for each in both) and math.isclose(*both, rel_tol=1e-6)
+    return (ours or None) == (theirs or None)
 
 
 def _vocabulary(model: GGUFModel, hf: Path) -> Iterator[_Difference]:
@@ -108,18 +172,18 @@ def _vocabulary(model: GGUFModel, hf: Path) -> Iterator[_Difference]:
             return
 
 
-def _tensors(model: GGUFModel, hf: Checkpoint, tensors: "Iterable[tuple[str, torch.Tensor]]") -> Iterator[_Difference]:
-    originals = _Originals(hf.tensors)
+def _tensors(
+    model: GGUFModel, hf: Checkpoint, config: Any, tensors: "Iterable[tuple[str, torch.Tensor]]"
+) -> Iterator[_Difference]:
+    originals = _Originals(hf.tensors, is_tied=bool(config.tie_word_embeddings))
     missing = set(originals.names)
-    for name, values in tensors:
+    for name, source, values in _with_head(model, tensors):
         missing.discard(name)
         original = originals.get(name)
+        kind = model.tensors[source][0].type.name
         if original is None:
-            if name != "lm_head.weight":  # a tied head that is written out
-                yield _Difference(name=name, cause="the checkpoint has no such tensor", expected="-", actual=name)
-            continue
-        kind = model.tensors[str(gguf_name(name))][0].type.name
-        if original.shape != values.shape:
+            yield _Difference(name=name, cause="the checkpoint has no such tensor", expected="-", actual=name)
+        elif original.shape != values.shape:
             cause, shapes = "a tensor has another shape", (str(list(original.shape)), str(list(values.shape)))
             yield _Difference(name=name, cause=cause, expected=shapes[0], actual=shapes[1])
         elif (bad := _bad_blocks(values, original, kind)) is not None:
@@ -127,15 +191,27 @@ def _tensors(model: GGUFModel, hf: Checkpoint, tensors: "Iterable[tuple[str, tor
             largest = f"at most {_LARGEST_ERROR.get(kind, _OTHERS):.2g} of the weights, the format's own error"
             yield _Difference(name=name, cause=cause, expected=largest, actual=f"{bad.largest:.3g}")
     for name in sorted(missing):
-        if gguf_name(name) is not None and name != "lm_head.weight":
+        if gguf_name(name) is not None:
             yield _Difference(name=name, cause="a tensor is missing", expected=name, actual="-")
+
+
+def _with_head(
+    model: GGUFModel, tensors: "Iterable[tuple[str, torch.Tensor]]"
+) -> "Iterator[tuple[str, str, torch.Tensor]]":
+    """Yield HF's name, the file's and the values of every tensor; the embedding is the head too where there is none."""
+    for name, values in tensors:
+        source = str(gguf_name(name))
+        yield name, source, values
+        if name == _EMBEDDING and "output.weight" not in model.tensors:
+            yield _HEAD, source, values
 
 
 class _Originals:
     """Tensors of the HF checkpoint, read when they are asked for."""
 
-    def __init__(self, tensors: Mapping[str, tuple[TensorEntry, Path]]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Mapping[str, tuple[TensorEntry, Path]], *, is_tied: bool) -> None:
+        self._tensors = {**tensors, _HEAD: tensors[_EMBEDDING]} if is_tied and _EMBEDDING in tensors else tensors
+        self._names = {_HEAD: _EMBEDDING} if is_tied else {}
 
     @property
     def names(self) -> Iterable[str]:
@@ -148,7 +224,7 @@ class _Originals:
         if name not in self._tensors:
             return None
         with safe_open(self._tensors[name][1], framework="pt") as file:
-            return file.get_tensor(name).float()  # type: ignore[no-any-return]
+            return file.get_tensor(self._names.get(name, name)).float()  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.checkpoint.checkpoint import Checkpoint
-from harness.checkpoint.gguf.against import check_against
+from harness.checkpoint.gguf.against import check_against, read_original
 from harness.checkpoint.gguf.architecture import FAMILIES, hf_config
 from harness.checkpoint.gguf.model import GGUFModel, open_gguf
 from harness.checkpoint.gguf.names import ROPE_FACTORS, hf_name, is_query_or_key
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 INFO_NAME = "gguf.json"
-VERSION = 1
+VERSION = 2
 """Part of a folder's name: raise it with every change of what is written."""
 _SHARD_BYTES = 1 << 30
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
@@ -96,23 +96,29 @@ def _identity(model: GGUFModel, hf: Checkpoint | None) -> str:
 
 
 def _write(model: GGUFModel, folder: Path, hf: Checkpoint | None) -> None:
-    config = gguf_config(model) if hf is None else hf.config
-    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    if hf is None:
+    original = None if hf is None else read_original(model, hf)
+    config = own = gguf_config(model, original)
+    if hf is None or original is None:
         write_tokenizer(model, folder)
     else:
         for name in _TOKENIZER_FILES:
             if (hf.folder / name).is_file():
                 shutil.copy(hf.folder / name, folder / name)
-        check_against(model, hf, tensors(model, config))
-    _write_weights(model, folder, config)
+        check_against(model, own, original, hf, tensors(model, own))
+        config = {**hf.config, "tie_word_embeddings": own["tie_word_embeddings"]}  # a head's own type is kept
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    _write_weights(model, folder, own)
     types = {hf_name(name): tensor.type.name for name, (tensor, _) in model.tensors.items() if hf_name(name)}
     info = {"schema_version": 1, "source": str(model.path.resolve()), "types": types}
     (folder / INFO_NAME).write_text(json.dumps(info, indent=2), encoding="utf-8")
 
 
-def gguf_config(model: GGUFModel) -> dict[str, Any]:
+def gguf_config(model: GGUFModel, original: Any = None) -> dict[str, Any]:
     """Return the HF configuration that the metadata and the tensors tell.
+
+    Args:
+        model: the file.
+        original: HF's configuration of the checkpoint that it was made from, whose rotary factors it may have.
 
     Raises:
         HarnessError: as `hf_config`; DAMAGED_GGUF without an embedding.
@@ -132,9 +138,11 @@ def gguf_config(model: GGUFModel) -> dict[str, Any]:
         vocab_size=embedding[0].shape[0],
         is_tied="output.weight" not in model.tensors,
         rope_factors=None if factors is None else read_tensor(*factors).flatten().tolist(),
+        original_rope=None if original is None else original.rope_parameters,
     )
     if config["model_type"] == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in model.tensors
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in model.tensors
     return config
 
 

@@ -25,7 +25,7 @@ _OUTSIDE_REVERSED = {module: name for name, module in _OUTSIDE.items()}
 _IN_LAYER_REVERSED = {module: name for name, module in _IN_LAYER.items()}
 _GGUF_LAYER, _HF_LAYER = "blk", "model.layers"
 _NAME = re.compile(
-    r"(?:(?P<layers>blk|model\.layers)\.(?P<layer>\d{1,4})\.)?(?P<part>[\w.]+)\.(?P<kind>weight|bias)", re.ASCII
+    r"(?:(?P<layers>blk|model\.layers)\.(?P<layer>0|[1-9]\d{0,3})\.)?(?P<part>[\w.]+)\.(?P<kind>weight|bias)", re.ASCII
 )
 
 ROPE_FACTORS = "rope_freqs.weight"

@@ -26,7 +26,9 @@ def write_tokenizer(model: GGUFModel, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model.path.parent, gguf_file=model.path.name, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            model.path.parent, gguf_file=model.path.name, local_files_only=True, trust_remote_code=False
+        )
         begin_as_the_file_says(tokenizer, metadata)
         tokenizer.save_pretrained(folder)
     except Exception:  # whatever transformers raises for a vocabulary that it does not read

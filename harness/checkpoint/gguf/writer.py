@@ -31,6 +31,7 @@ def write_gguf(
     num_shards: int = 1,
     change: Change | None = None,
     metadata: Mapping[str, Any] | None = None,
+    extra: "Mapping[str, torch.Tensor | None] | None" = None,
 ) -> Path:
     """Write the checkpoint in `folder` as a GGUF file.
 
@@ -41,7 +42,9 @@ def write_gguf(
             float32, as llama.cpp wants them.
         num_shards: files to write.
         change: plants a fault in the tensors.
-        metadata: float settings to write in the place of the model's own, by their key without the architecture.
+        metadata: settings to write beside or in the place of the model's own, by their key without the architecture;
+            None leaves one out.
+        extra: the same for tensors, by their names in GGUF.
 
     Returns:
         The file, or its first shard.
@@ -52,10 +55,11 @@ def write_gguf(
     """
     gguf = gguf_package()
     config = _config(folder)
-    tensors = dict(_tensors(folder, config, change))
+    written = {**dict(_tensors(folder, config, change)), **(extra or {})}
+    tensors = {name: values for name, values in written.items() if values is not None}
     per_shard = -(-len(tensors) // num_shards) if num_shards > 1 else 0
     writer = gguf.GGUFWriter(path, config.model_type, split_max_tensors=per_shard)
-    _write_sizes(writer, config, dict(metadata or {}))
+    _write_settings(writer, config, metadata or {})
     _write_vocabulary(writer, folder, gguf)
     for name, values in tensors.items():
         _add(writer, gguf, name, values, type_name)
@@ -74,7 +78,7 @@ def finish(writer: Any) -> None:
 def _config(folder: Path) -> Any:
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if config.model_type == "mistral":
         config.model_type = "llama"
     if config.model_type not in FAMILIES:
@@ -140,21 +144,39 @@ def _add(writer: Any, gguf: Any, name: str, values: "torch.Tensor", type_name: s
     writer.add_tensor(name, data, raw_dtype=kind)
 
 
-def _write_sizes(writer: Any, config: Any, changed: dict[str, Any]) -> None:
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(_head_dim(config))
-    writer.add_value_length(_head_dim(config))
-    writer.add_rope_dimension_count(_head_dim(config))
-    writer.add_layer_norm_rms_eps(changed.pop("attention.layer_norm_rms_epsilon", config.rms_norm_eps))
-    writer.add_rope_freq_base(changed.pop("rope.freq_base", config.rope_parameters["rope_theta"]))
-    writer.add_vocab_size(config.vocab_size)
-    for key, value in changed.items():
-        writer.add_float32(f"{config.model_type}.{key}", value)
+def _write_settings(writer: Any, config: Any, changed: Mapping[str, Any]) -> None:
+    settings = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": _head_dim(config),
+        "attention.value_length": _head_dim(config),
+        "rope.dimension_count": _head_dim(config),
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "vocab_size": config.vocab_size,
+        **_scaling(config.rope_parameters),
+    }
+    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in (settings | dict(changed)).items():
+        if value is not None:
+            adders[type(value)](f"{config.model_type}.{key}", value)
+
+
+def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a rotary scaling, other than Llama 3's, which is a tensor."""
+    kind = rope.get("rope_type", "default")
+    if kind in ("default", "llama3"):
+        return {}
+    if kind not in ("linear", "yarn"):
+        raise HarnessError(Code.UNSUPPORTED_GGUF, "the rotary scaling has no name in GGUF", where=kind)
+    settings = {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+    if kind == "yarn":
+        settings["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    return settings
 
 
 def _write_vocabulary(writer: Any, folder: Path, gguf: Any) -> None:

@@ -1,10 +1,12 @@
 """A GGUF file against the checkpoint that it was made from: a converter's mistakes are found and named."""
 
 import json
+import re
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from harness import checkpoint
 from harness.checkpoint.gguf.weights import rows_of_gguf, rows_of_hf
@@ -36,6 +38,19 @@ def found(checkpoints, tmp_path):
     return found
 
 
+@pytest.fixture
+def original(checkpoints, tmp_path):
+    """Write a checkpoint of a tiny model with another config."""
+
+    def original(name, **change):
+        folder = shutil.copytree(checkpoints / name, tmp_path / "original", dirs_exist_ok=True)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | change))
+        return folder
+
+    return original
+
+
 @pytest.mark.parametrize("name", ["llama-tiny", "qwen2-tiny", "qwen3-tiny"])
 @pytest.mark.parametrize("type_name", TYPES)
 def test_a_sound_file_passes(name, type_name, checkpoints, tmp_path):
@@ -63,8 +78,6 @@ def test_rows_that_were_reordered_twice(found):
 def test_a_tensor_of_another_layer(type_name, found, checkpoints):
     other = checkpoint.Checkpoint(checkpoints / "llama-tiny").tensors
     assert "model.layers.2.mlp.up_proj.weight" in other
-    from safetensors.torch import load_file
-
     tensors = load_file(checkpoints / "llama-tiny" / "model.safetensors")
     wrong = tensors["model.layers.2.mlp.up_proj.weight"]
     message = found(type_name, lambda name, x: wrong if name == "model.layers.1.mlp.up_proj.weight" else x)
@@ -107,6 +120,100 @@ def test_a_rotary_base(found):
     message = found("F16", metadata={"rope.freq_base": 20000.0})
     assert "the rotary base differs" in message
     assert "llama.rope.freq_base" in message
+
+
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        ({"rope.freq_base": 2e4, "attention.head_count_kv": 3}, "num_key_value_heads differs"),
+        ({"block_count": 2}, "num_hidden_layers differs"),
+        ({"feed_forward_length": 191}, "intermediate_size differs"),
+    ],
+)
+def test_sizes(found, metadata, says):
+    assert says in found("F16", metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "extra", "says"),
+    [
+        (YARN, {"rope_freqs.weight": None}, "'rope_type': 'yarn', .*'factor': 4.0"),
+        ({"rope.scaling.factor": 2.0}, {"rope_freqs.weight": None}, "'rope_type': 'linear', .*'factor': 2.0"),
+        ({}, {"rope_freqs.weight": None}, "'rope_type': 'default'"),
+        ({}, {"rope_freqs.weight": torch.ones(8)}, "'rope_type': 'default'"),
+        (
+            {},
+            {"rope_freqs.weight": torch.full((8,), 2.0)},
+            "factors of the rotary frequencies are not those of Llama 3",
+        ),
+        ({"rope.scaling.factor": 2.0}, {}, "factors of the rotary frequencies are not those of Llama 3"),
+    ],
+)
+def test_rotary_scaling(found, metadata, extra, says):
+    message = found("F16", metadata=metadata, extra=extra)
+    assert re.search(f"  actual:   .*{says}" if "rope_type" in says else says, message), message
+    assert re.search("  expected: .*'rope_type': 'llama3'", message)
+
+
+@pytest.mark.parametrize("scaling", [
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    {"rope_type": "linear", "factor": 2.0},
+])  # fmt: skip
+def test_a_scaling_that_is_the_originals(scaling, original, tmp_path):
+    hf = original("qwen2-tiny", rope_parameters={"rope_theta": 10000.0, **scaling})
+    sound = write_gguf(hf, tmp_path / "model.gguf")
+    config = checkpoint.Checkpoint(checkpoint.resolve(str(sound))).config["rope_parameters"]
+    assert {name: config[name] for name in scaling} == scaling
+    assert checkpoint.resolve(str(sound), hf=str(hf)).is_dir()
+    for name, value in (("factor", 8.0), ("original_context_length", 128), ("yarn_beta_fast", 16.0)):
+        given = scaling["rope_type"] == "yarn" or name == "factor"
+        wrong = write_gguf(hf, tmp_path / "wrong.gguf", metadata={f"rope.scaling.{name}": value} if given else None)
+        if given:
+            with pytest.raises(HarnessError, match=r"H102: .*rope_scaling differs"):
+                checkpoint.resolve(str(wrong), hf=str(hf))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1},
+            "(sliding_window|layer_types) differs",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act differs"),
+        ({"rope_parameters": {"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 2.0}}, "differs"),
+        ({"model_type": "qwen3"}, "the file is of another family"),
+        ({"attention_bias": True, "max_position_embeddings": 99}, None),  # Qwen2 reads neither of them
+    ],
+)
+def test_what_only_the_original_says(change, says, original, checkpoints, tmp_path):
+    path = write_gguf(checkpoints / "qwen2-tiny", tmp_path / "model.gguf")
+    hf = original("qwen2-tiny", **change)
+    if says is None:
+        assert checkpoint.resolve(str(path), hf=str(hf)).is_dir()
+        return
+    with pytest.raises(HarnessError, match=f"H102: .*{says}"):
+        checkpoint.resolve(str(path), hf=str(hf))
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "qwen2-tiny", "qwen3-tiny"])
+def test_a_head_of_its_own_is_held_against_the_originals(name, checkpoints, tmp_path):
+    """The original's head is its embedding where it is tied, and the file's is where it has no other."""
+    hf = checkpoints / name
+    tensors = {key: value for shard in hf.glob("*.safetensors") for key, value in load_file(shard).items()}
+    is_tied = "lm_head.weight" not in tensors
+    embedding = tensors["model.embed_tokens.weight"]
+    for head, is_sound in ((embedding, is_tied), (None, is_tied), (embedding.flip(0), False)):
+        path = write_gguf(hf, tmp_path / "model.gguf", "Q8_0", extra={"output.weight": head})
+        if is_sound:
+            made = checkpoint.Checkpoint(checkpoint.resolve(str(path), hf=str(hf)))
+            assert made.config["tie_word_embeddings"] is (head is None)
+            continue
+        with pytest.raises(HarnessError, match=r"H102: (.*\n)*.*lm_head.weight"):
+            checkpoint.resolve(str(path), hf=str(hf))
 
 
 def test_an_eps(found):
