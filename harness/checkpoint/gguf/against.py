@@ -298,7 +298,11 @@ def _cause_of_blocks(values: "torch.Tensor", original: "torch.Tensor", kind: str
     gain = (ours * theirs).sum(dim=1) / theirs.square().sum(dim=1).clamp(min=1e-30)
     rescaled = (ours / gain[:, None] - theirs).norm(dim=1) <= 2 * _LARGEST_ERROR.get(kind, _OTHERS) * theirs.norm(dim=1)
     blocks = f"{len(bad.indices)} of {bad.num_blocks} blocks of {_BLOCK} weights"
-    if len(bad.indices) == bad.num_blocks and bool(rescaled.all()) and float(gain.std()) < 0.05 * float(gain.mean()):
+    if (
+        len(bad.indices) == bad.num_blocks
+        and bool(rescaled.all())
+        and float(gain.std(correction=0)) < 0.05 * float(gain.mean())
+    ):
         return f"all weights are scaled by {float(gain.mean()):.4g}"
     if not bool(rescaled.all()):
         return f"{blocks} hold other weights, the first block {int(bad.indices[0])}"

@@ -193,7 +193,7 @@ def hf_config(
         raise metadata.unsupported("attention.value_length", expected=f"{head_dim}, as of keys")
     metadata.require("rope.dimension_count", head_dim)
     rope = _rope(metadata)
-    if rope_factors is not None and any(factor != 1 for factor in rope_factors):
+    if rope_factors is not None and rope_factors != [1.0] * (head_dim // 2):
         rope = _llama3_scaling(rope_factors, rope, head_dim, metadata, original_rope)
     config = {
         "architectures": [family.class_name],

@@ -122,6 +122,8 @@ def test_a_rotary_base(found):
     assert "llama.rope.freq_base" in message
 
 
+HALF = 16
+"""Pairs of a head of llama-tiny."""
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
 
 
@@ -143,10 +145,15 @@ def test_sizes(found, metadata, says):
         (YARN, {"rope_freqs.weight": None}, "'rope_type': 'yarn', .*'factor': 4.0"),
         ({"rope.scaling.factor": 2.0}, {"rope_freqs.weight": None}, "'rope_type': 'linear', .*'factor': 2.0"),
         ({}, {"rope_freqs.weight": None}, "'rope_type': 'default'"),
-        ({}, {"rope_freqs.weight": torch.ones(8)}, "'rope_type': 'default'"),
+        ({}, {"rope_freqs.weight": torch.ones(HALF)}, "'rope_type': 'default'"),
         (
             {},
-            {"rope_freqs.weight": torch.full((8,), 2.0)},
+            {"rope_freqs.weight": torch.full((HALF,), 2.0)},
+            "factors of the rotary frequencies are not those of Llama 3",
+        ),
+        (
+            {},
+            {"rope_freqs.weight": torch.ones(HALF // 2)},
             "factors of the rotary frequencies are not those of Llama 3",
         ),
         ({"rope.scaling.factor": 2.0}, {}, "factors of the rotary frequencies are not those of Llama 3"),
