@@ -13,6 +13,7 @@ from harness import checkpoint
 from harness.checkpoint import Checkpoint
 from harness.checkpoint.gguf import read_source
 from harness.checkpoint.gguf.model import open_gguf
+from harness.checkpoint.gguf.names import hf_name
 from harness.checkpoint.gguf.tokenizer import begin_as_the_file_says, write_tokenizer
 from harness.checkpoint.gguf.writer import write_gguf
 from harness.errors import Code, HarnessError
@@ -187,3 +188,19 @@ def test_inspect_says_what_is_missing(checkpoints, tmp_path):
     against = inspect_path(path)["against_config"]
     assert against["missing"] == ["model.layers.1.mlp.up_proj.weight"]
     assert against["unexpected"] == ["blk.1.ffn_xx.weight"]
+
+
+def test_no_code_beside_the_file_is_run(checkpoints, tmp_path, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **options: asked.update(options))
+    path = write_gguf(checkpoints / "qwen2-tiny", tmp_path / "model.gguf")
+    write_tokenizer(open_gguf(path), tmp_path)
+    assert asked["trust_remote_code"] is False
+
+
+@pytest.mark.parametrize(
+    "name", ["blk.00.attn_q.weight", "blk.01.attn_q.weight", "blk.0.attn_q.scale", "blk.-1.attn_q"]
+)
+def test_a_second_name_of_a_tensor_is_none(name):
+    assert hf_name(name) is None
+    assert hf_name("blk.10.attn_q.weight") == "model.layers.10.self_attn.q_proj.weight"
