@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from .font import write_fontconfig
+
 CHROMIUM = shutil.which("chromium")
 _FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -26,7 +28,10 @@ class Browser:
         command = f'exec "$0" "$@" 3<&{ours[0]} 4>&{theirs[1]}'
         arguments = [CHROMIUM, *_FLAGS, "--remote-debugging-pipe", f"--user-data-dir={profile}"]
         self._process = subprocess.Popen(
-            ["bash", "-c", command, *arguments], pass_fds=(ours[0], theirs[1]), stderr=subprocess.DEVNULL
+            ["bash", "-c", command, *arguments],
+            pass_fds=(ours[0], theirs[1]),
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "FONTCONFIG_FILE": str(write_fontconfig(profile / "fonts"))},
         )
         os.close(ours[0])
         os.close(theirs[1])
