@@ -1,4 +1,4 @@
-.PHONY: check format test test-slow test-gpu test-oldest test-vllm test-sglang floors scoreboard fuzz mutants
+.PHONY: check format test test-machines test-slow test-gpu test-oldest test-vllm test-sglang floors scoreboard fuzz mutants
 
 check:  ## format, lint, types, floors
 	ruff format --check harness reference_engine tests cases
@@ -12,6 +12,10 @@ format:
 
 test:  ## the default suite: a few minutes on two cores
 	pytest
+
+# For example MACHINES="--only threads-3 -- tests/unit/compare".
+test-machines:  ## the default suite under settings that stand for other machines: hours; --list names them
+	python -m tests.machines $(MACHINES)
 
 test-slow:  ## the longest suites
 	pytest -m slow

@@ -1,0 +1,88 @@
+"""A machine that nobody has: `pytest -p tests.other_kernels` rounds torch's results on a CPU by shape.
+
+Another processor, library or number of threads adds in another order, and chooses the order by the shapes. So a test
+that expects the same bits of two shapes passes on one machine and fails on another. Here each product, sum and
+transcendental function moves some of its results by a last bit. Which ones follows from the shapes, strides and dtypes
+of what it is given, and from the value: the same computation gives the same bits, and so do equal rows of one product.
+"""
+
+import warnings
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+OPERATORS = {
+    "mm": "out", "addmm": "out", "bmm": "out", "baddbmm": "out", "mv": "out", "addmv": "out",
+    "sum.dim_IntList": "IntList_out", "mean.dim": "out", "cumsum": "out", "linalg_vector_norm": "out",
+    "_softmax": "out", "_log_softmax": "out", "logsumexp": "out",
+    "exp": "out", "sin": "out", "cos": "out", "tanh": "out", "sigmoid": "out", "silu": "out", "gelu": "out",
+    "log": "out",
+}  # fmt: skip
+"""Each functional operator, and its overload that writes into a tensor: that one is torch's own still."""
+SHARE = {torch.float64: 1 / 16, torch.float32: 1 / 16, torch.bfloat16: 1 / 64, torch.float16: 1 / 64}
+"""Of results that move: it adds half of a correct rounding's error at most, which bounds of real machines hold."""
+
+
+_BITS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
+_ODD = 0x1E3779B97F4A7C15
+"""A multiplier after Knuth: its high bits depend on all bits of a value."""
+
+
+def described(value: Any) -> Any:
+    """Return what a kernel is chosen by."""
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.stride(), value.dtype)
+    if isinstance(value, (list, tuple)):
+        return tuple(described(each) for each in value)
+    return value if isinstance(value, (int, str, torch.dtype)) or value is None else type(value).__name__
+
+
+def moved(key: str, result: torch.Tensor) -> torch.Tensor:
+    """Move some of a result by a last bit: which ones follows from their values and the kernel's key."""
+    if result.dtype not in SHARE or not result.numel():
+        return result
+    bits = result.abs().view(_BITS[result.dtype]).to(torch.int64)
+    drawn = ((bits ^ zlib.crc32(key.encode())) * _ODD >> 40) & 0xFFFF
+    limit = round(SHARE[result.dtype] * 0x8000)
+    steps = (drawn < limit).to(result.dtype) - (drawn > 0xFFFF - limit).to(result.dtype)
+    return result.mul_(1 + torch.finfo(result.dtype).eps * steps)
+
+
+def dtype_of_result(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of an operator's result."""
+    if dtype.is_floating_point or dtype.is_complex or name in {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv"}:
+        return dtype
+    return torch.int64 if name in {"sum", "cumsum"} else torch.get_default_dtype()
+
+
+def replacement(name: str, overload: str) -> Callable[..., torch.Tensor]:
+    """Return an operator that calls torch's own and moves what it gives."""
+    own = getattr(getattr(torch.ops.aten, name.partition(".")[0]), overload)
+    short = name.partition(".")[0]
+
+    def operator(*args: Any, **options: Any) -> torch.Tensor:
+        given = next(each.dtype for each in args if isinstance(each, torch.Tensor))
+        out = torch.empty(0, dtype=options.get("dtype") or dtype_of_result(short, given))
+        return moved(f"{name} {described(args)}", own(*args, **options, out=out))
+
+    return operator
+
+
+def replace_kernels() -> torch.library.Library:
+    """Put the replacements in torch's place, until the library is deleted."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="[\\s\\S]*[Oo]verrid")
+        for name, overload in OPERATORS.items():
+            library.impl(name, replacement(name, overload), "CPU")
+    return library
+
+
+LIBRARY = replace_kernels()
