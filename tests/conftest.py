@@ -5,9 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: a second thread costs more than it brings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+settings.register_profile("no time limits", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no time limits")  # a machine under load is no finding
 
 CASES = Path(__file__).parent.parent / "cases"
 STORIES = Path(__file__).parent.parent.parent / "shared" / "models" / "stories260k"

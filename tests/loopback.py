@@ -24,7 +24,7 @@ def serving(app: Any) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(600)
         listener.close()
 
 
@@ -43,7 +43,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def until(holds: Any, *, what: str, seconds: float = 30.0) -> None:
+def until(holds: Any, *, what: str, seconds: float = 600.0) -> None:
     """Wait for something that another thread does."""
     end = time.monotonic() + seconds
     while not holds():

@@ -79,7 +79,7 @@ def test_an_engine_that_raises_is_a_finding(harness, install):
     source = ENGINE.replace(
         "        self.inner.run", "        assert len(workload.requests) < 2\n        self.inner.run"
     )
-    ran = harness("fuzz", "--engine", install(source), "--first", "--seconds", "60", "--format", "json")
+    ran = harness("fuzz", "--engine", install(source), "--first", "--seconds", "600", "--format", "json")
     assert ran.status == 1
     (finding,) = ran.json["findings"]
     assert finding["signature"] == "H017: the engine raised AssertionError: "
@@ -91,7 +91,7 @@ def test_an_engine_that_hangs_is_a_finding(harness, install, monkeypatch):
     monkeypatch.setattr(search, "SHRINKING_S", 0.0)
     waiting = "        import time\n        time.sleep(600)\n        self.inner.run"
     name = install(ENGINE.replace("        self.inner.run", waiting))
-    ran = harness("fuzz", "--engine", name, "--first", "--seconds", "5", "--workload-seconds", "0.2")
+    ran = harness("fuzz", "--engine", name, "--first", "--seconds", "600", "--workload-seconds", "0.2")
     assert ran.status == 1
     assert "the engine did not come to its end in time" in ran.out
 

@@ -231,7 +231,7 @@ def test_ctrl_c_amid_a_stream():
     assert process.stdout is not None
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=600)
     assert (process.returncode, err) == (130, "interrupted\n")
 
 

@@ -33,13 +33,13 @@ def served(stories, tmp_path):
         command += ["--logits_all", "true", "--n_ctx", "512", *options]
         processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
         url = f"http://127.0.0.1:{port}"
-        until(lambda: answers(f"{url}/v1/models"), what="the server answers", seconds=120)
+        until(lambda: answers(f"{url}/v1/models"), what="the server answers")
         return url
 
     yield served
     for process in processes:
         process.terminate()
-        process.wait(30)
+        process.wait(600)
 
 
 WORKLOAD = ["--prompt", "Once upon a time", "--prompt", "The cat sat", "--max-new-tokens", "8"]
@@ -51,11 +51,11 @@ def check(harness, url, model, *options):
 
 
 def test_a_sound_server_passes(harness, served, stories):
-    ran = check(harness, served(), stories, "--request-timeout", "120")
+    ran = check(harness, served(), stories, "--request-timeout", "600")
     assert ran.status == 0, ran.out
     assert {run["schedule"] for run in ran.json["runs"]} >= {"together", "repeated", "alone", "streamed"}
 
 
 def test_a_rotary_base_of_the_servers_own_is_found(harness, served, stories):
-    ran = check(harness, served("--rope_freq_base", "20000"), stories, "--request-timeout", "120", "--again", "0")
+    ran = check(harness, served("--rope_freq_base", "20000"), stories, "--request-timeout", "600", "--again", "0")
     assert ran.status == 1

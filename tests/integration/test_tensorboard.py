@@ -22,7 +22,7 @@ for path in paths:
     print(json.dumps({"steps": profile.steps_names, "calls": calls}))
 """
 PLUGIN = "data/plugin/pytorch_profiler"
-START_S = 60
+START_S = 600
 
 pytestmark = pytest.mark.skipif(
     find_spec("torch_tb_profiler") is None, reason="torch-tb-profiler is not installed (pip install torch-tb-profiler)"

@@ -47,7 +47,7 @@ def start(script, *arguments):
     )
 
 
-def output_of(process, timeout=60):
+def output_of(process, timeout=600):
     out, _ = process.communicate(timeout=timeout)
     assert process.returncode == 0
     return out.strip()

@@ -118,7 +118,7 @@ def test_not_a_regular_file(tmp_path):
     refused(f"{tmp_path}/\0")
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_whatever_is_accepted_the_library_accepts_too(file, data):
     valid = content({"a": f32(0, 2), "bb": {"dtype": "I8", "shape": [2, 2], "data_offsets": [8, 12]}}, 12)

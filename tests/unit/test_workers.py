@@ -40,12 +40,12 @@ def test_leaving_the_block_drops_what_was_not_begun():
     def work(number):
         begun.append(number)
         is_begun.set()
-        go.wait(5)
+        go.wait(600)
 
     with Workers(1) as workers:
         for number in range(3):
             workers.submit(lambda number=number: work(number))
-        is_begun.wait(5)
+        is_begun.wait(600)
         threading.Timer(0.05, go.set).start()
     assert begun == [0]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("harness-worker")]

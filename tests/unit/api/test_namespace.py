@@ -13,7 +13,7 @@ HEAVY = ("torch", "transformers", "rich", "pydantic", "numpy")
 def loaded_by(code: str) -> list[str]:
     """Return which heavy packages are loaded by a program."""
     program = f"import sys\n{code}\nprint(*[name for name in {HEAVY!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=600)
     return done.stdout.split()
 
 

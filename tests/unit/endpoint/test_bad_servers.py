@@ -72,7 +72,7 @@ BAD = {
     "an empty answer": (refused(200, b""), "H112", "no JSON: nothing"),
     "NaN": (changed(nan), "H042", "is nan"),
     "above 0": (changed(positive), "H117", "is 0.5"),
-    "silence": (say_nothing, "H113", "said nothing for 0.3 s"),
+    "silence": (say_nothing, "H113", "said nothing for 5 s"),
     "fewer tokens": (changed(fewer), "H116", "5 tokens where 8 were asked for"),
     "an end where there is none": (changed(stops), "H116", "stops after 2 tokens, where the model does not end"),
     "more tokens": (changed(more), "H116", "9 tokens where 8 were asked for"),
@@ -91,7 +91,7 @@ def check(plan, url, **options):
 def test_a_bad_answer_is_named_and_the_others_are_judged(plan, server, name):
     app, url = server
     app.spoil, code, says = BAD[name]
-    result = check(plan, url, timeout_s=0.3 if name == "silence" else 30.0)
+    result = check(plan, url, timeout_s=5.0 if name == "silence" else 600.0)
     (run,) = result.runs
     assert app.num_spoilt
     assert result.outcome is Outcome.MISMATCH
@@ -104,7 +104,7 @@ def test_a_bad_answer_is_named_and_the_others_are_judged(plan, server, name):
 def test_what_may_pass_is_tried_again(plan, server, name, num_requests):
     app, url = server
     app.spoil = BAD[name][0]
-    result = check(plan, url, timeout_s=30.0)
+    result = check(plan, url, timeout_s=600.0)
     assert app.num_spoilt == num_requests
     assert any("sent again" in note for note in result.notes) == (num_requests > 1)
 
@@ -116,7 +116,7 @@ def test_a_server_that_is_busy_once_is_sound(plan, server):
         await (reply(send, b"busy", status=503) if app.num_spoilt == 1 else app_(scope, receive, send))
 
     app.spoil = once
-    assert check(plan, url, timeout_s=30.0).outcome is Outcome.PASS
+    assert check(plan, url, timeout_s=600.0).outcome is Outcome.PASS
 
 
 def test_a_server_that_is_not_there(plan):
@@ -168,7 +168,7 @@ def test_a_tokenizer_that_disagrees_is_told_by_the_number_of_tokens(plan, server
     app, url = server
     app.spoil, app.spoils_all = text_alone(lambda answer: answer["usage"].update(prompt_tokens=9)), True
     with pytest.raises(HarnessError, match="H115: the server makes other tokens of the prompt's text") as caught:
-        check(plan, url, timeout_s=30.0)
+        check(plan, url, timeout_s=600.0)
     assert "9 tokens" in str(caught.value)
     assert "give --model the checkpoint that is served" in str(caught.value)
 
@@ -209,12 +209,12 @@ def test_the_key_is_sent_and_never_shown(plan, folder, monkeypatch):
     with serving(guarded) as url:
         monkeypatch.delenv(API_KEY, raising=False)
         with pytest.raises(HarnessError, match="not you: none") as caught:
-            check(plan, url, timeout_s=30.0)
+            check(plan, url, timeout_s=600.0)
         assert caught.value.code is Code.ENDPOINT_REFUSED
         assert API_KEY in str(caught.value)
         monkeypatch.setenv(API_KEY, "sesame-1234")
         with pytest.raises(HarnessError, match=r"not you: Bearer \[key\]") as caught:
-            check(plan, url, timeout_s=30.0)
+            check(plan, url, timeout_s=600.0)
         assert "sesame" not in str(caught.value)
 
 
@@ -224,7 +224,7 @@ def test_the_servers_words_are_cut_and_escaped(plan):
             await reply(send, b"\x1b[31m" + b"x" * 10_000 + b"\nsecond line", status=400)
 
     with serving(babbling) as url, pytest.raises(HarnessError) as caught:
-        check(plan, url, timeout_s=30.0)
+        check(plan, url, timeout_s=600.0)
     assert "\x1b" not in str(caught.value)
     assert "second line" not in str(caught.value)
     assert len(str(caught.value)) < 600

@@ -54,7 +54,7 @@ def busy(url, models):
         body = {"model": model, "prompt": [1, 64, 155], "max_tokens": 40, "ignore_eos": True}
         num_sent = 0
         while not is_done.is_set():
-            httpx.post(f"{url}/v1/completions", json=body, timeout=30).raise_for_status()
+            httpx.post(f"{url}/v1/completions", json=body, timeout=600).raise_for_status()
             num_sent += 1
         return num_sent
 

@@ -14,7 +14,7 @@ from harness.errors import Code, HarnessError
 
 @pytest.fixture
 def process():
-    started = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    started = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(3600,))
     started.start()
     yield started
     started.kill()
@@ -26,7 +26,7 @@ def test_the_one_that_ended_is_named_before_what_followed(process):
 
     def engine_waits_for_an_answer():
         os.kill(process.pid, signal.SIGKILL)
-        answers.get(timeout=30)
+        answers.get(timeout=600)
         raise RuntimeError("cancelled")
 
     watched = watched_processes("mine", {"rank 1": process}, wake=lambda: answers.put(None))

@@ -429,7 +429,7 @@ def test_two_that_make_the_same_golden_at_once_both_get_it(load, cache, making, 
     def made_together(*args, **kwargs):
         with lock:  # two threads would share HF's registry of attention functions; two processes do not
             make(*args, **kwargs)
-        both_made.wait(timeout=60)
+        both_made.wait(timeout=600)
 
     monkeypatch.setattr(making_module, "_make", made_together)
     goldens, errors = [], []
@@ -444,7 +444,7 @@ def test_two_that_make_the_same_golden_at_once_both_get_it(load, cache, making, 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=120)
+        thread.join(timeout=600)
     assert errors == []
     assert len(making) == 2
     assert torch.equal(*(golden.recording.steps[0].tap("lm_head") for golden in goldens))

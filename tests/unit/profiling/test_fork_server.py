@@ -1,7 +1,6 @@
 """Processes of two versions that are forked from one: what they share, and that none outlives the server."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,8 @@ from harness.errors import Code, HarnessError
 from harness.profiling.gate import worker
 from harness.profiling.gate.versions import Version
 from harness.profiling.gate.worker import ForkServer, Worker
+
+from ...loopback import until
 
 PROGRAM = """
 import json, os, sys
@@ -63,15 +64,11 @@ def test_a_version_that_does_not_run_is_named_with_its_error(versions):
 
 
 def test_a_process_that_hangs_ends_with_the_server(versions):
-    worker._PROGRAM.write_text(PROGRAM + "\nimport time\ntime.sleep(60)\n")
+    worker._PROGRAM.write_text(PROGRAM + "\nimport time\ntime.sleep(3600)\n")
     with ForkServer(()) as server:
         old = Worker(server, versions["old"], {"name": "a"})
         old.wait_until_loaded()
         process = Path(f"/proc/{old.num_threads}")  # the program tells its number there
         assert process.exists()
-    for _ in range(100):
-        if not process.exists():
-            break
-        time.sleep(0.05)
+    until(lambda: not process.exists(), what="the process has ended")
     old.__exit__(None)
-    assert not process.exists()

@@ -179,7 +179,7 @@ def test_a_header_longer_than_the_file_is_refused(folder: Path) -> None:
         load(folder)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(offset=st.integers(0, 2000), byte=st.integers(0, 255))
 def test_a_mutated_header_loads_or_is_refused(folder: Path, offset: int, byte: int) -> None:
     path = folder / "model.safetensors"

@@ -13,7 +13,7 @@ TORCH_FREE = ["", ".block_pool", ".scheduler", ".sequence", ".config", ".admissi
 @pytest.mark.parametrize("module", TORCH_FREE)
 def test_needs_no_torch(module: str) -> None:
     code = f"import sys, reference_engine{module}; sys.exit('torch' in sys.modules or 'harness' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=600).returncode == 0
 
 
 def test_every_public_name_resolves() -> None:

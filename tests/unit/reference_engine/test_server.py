@@ -34,7 +34,7 @@ def engine():
 @pytest.fixture(scope="module")
 def client(engine):
     app = build_app(engine, Text(FOLDER), model="tiny")
-    with serving(app) as url, httpx.Client(base_url=url, timeout=30) as client:
+    with serving(app) as url, httpx.Client(base_url=url, timeout=600) as client:
         yield client
 
 
@@ -238,7 +238,7 @@ def with_template(engine, monkeypatch):
     monkeypatch.setattr(text._chat_tokenizer, "chat_template", "{{ bos_token + messages[0]['content'] }}")
     headers = {"authorization": "Bearer secret"}
     app = build_app(engine, text, model="tiny", api_key="secret")
-    with serving(app) as url, httpx.Client(base_url=url, timeout=30, headers=headers) as client:
+    with serving(app) as url, httpx.Client(base_url=url, timeout=600, headers=headers) as client:
         yield client
 
 
@@ -279,7 +279,7 @@ def test_a_step_that_fails_is_told_to_all_and_to_those_who_come_later(monkeypatc
 
         monkeypatch.setattr(engine, "step", fail)
         app = build_app(engine, Text(FOLDER), model="tiny")
-        with serving(app) as url, httpx.Client(base_url=url, timeout=30) as client:
+        with serving(app) as url, httpx.Client(base_url=url, timeout=600) as client:
             with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
                 lines = answer.iter_lines()
                 next(lines)

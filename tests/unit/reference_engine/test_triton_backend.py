@@ -75,7 +75,7 @@ def test_any_block_size_and_window_is_served(block_size: int) -> None:
 
 def test_no_kernel_is_imported_before_the_backend_is_chosen() -> None:
     code = "import sys, reference_engine.engine; sys.exit('reference_engine.kernels.interpreter' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=600).returncode == 0
 
 
 def test_the_prefill_kernel_gets_no_single_rows(device: torch.device) -> None:

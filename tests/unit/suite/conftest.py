@@ -55,7 +55,7 @@ def main():
 def make_case() -> Callable[..., SuiteCase]:
     """Return a case that is never run; prompts of its own make a golden of its own."""
 
-    def make(name: str, *, token: int = 1, limit_s: float = 60.0, **resources: float) -> SuiteCase:
+    def make(name: str, *, token: int = 1, limit_s: float = 600.0, **resources: float) -> SuiteCase:
         case = Case(schema_version=1, model="some/model", requests=[RequestSpec(token_ids=[token, 2])])
         labels = {"case": name, "model": "model", "engine": "reference", "dtype": "auto", "schedule": "default"}
         return SuiteCase(name=name, case=case, labels=labels, time_limit_s=limit_s, resources=Resources(**resources))
