@@ -10,6 +10,7 @@ from harness.compare.sequences import sequences
 from harness.oracle.paired import run_pair
 from harness.results import Verdict
 from harness.taps import Kind
+from harness.threads import one_thread
 
 from ...closeness import near_roundings
 from .conftest import LENGTHS, NUM_NEW
@@ -142,6 +143,7 @@ def test_several_batches_are_one_judgement(one, tmp_path, monkeypatch):
     assert apart.evidence.keys() == together.evidence.keys()
 
 
+@one_thread()  # of torch: workers have one each, and another number may sum in another order
 def test_several_threads_come_to_the_same_judgement(one, tmp_path, monkeypatch):
     actual = one.recorded()
     actual.at(f"{PREFIX}mlp.up_proj", 2, 8).mul_(1.01)
