@@ -1,4 +1,4 @@
-.PHONY: check format test test-machines test-slow test-gpu test-oldest test-vllm test-sglang floors scoreboard fuzz mutants
+.PHONY: audit check format lock test test-machines test-slow test-gpu test-oldest test-vllm test-sglang floors scoreboard fuzz mutants
 
 check:  ## format, lint, types, floors
 	ruff format --check harness reference_engine tests cases
@@ -28,6 +28,20 @@ test-oldest:  ## the default suite under the lower bounds of pyproject.toml, in 
 	$(OLDEST_PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/pip install -q -c tests/oldest.txt -e '.[test]'
 	.venv-oldest/bin/python -m pytest
+
+LOCK_PYTHON ?= python3.11
+lock:  ## write the versions that a fresh environment gets now, those that CI runs
+	$(LOCK_PYTHON) -m venv .venv-lock
+	.venv-lock/bin/pip install -q --upgrade '.[dev]'
+	{ echo '# What `make lock` got in a fresh environment: `make audit` looks these up, `pip install -c` repeats them.'; \
+	  .venv-lock/bin/pip freeze | grep -v '^inference-harness' | sed 's/+cpu$$//'; } > tests/newest.txt
+
+audit:  ## known vulnerabilities of the versions in tests/newest.txt; needs the network
+	python3 -m venv .venv-audit
+	.venv-audit/bin/pip install -q pip-audit
+	@.venv-audit/bin/pip-audit --no-deps --disable-pip --strict --progress-spinner off -r tests/newest.txt; status=$$?; \
+	  [ $$status = 0 ] || echo 'make audit: vulnerable versions are listed above; an error instead means that the' \
+	  'advisory service (pypi.org, or --vulnerability-service osv) could not be asked, and nothing was audited' >&2; exit $$status
 
 VLLM_PYTHON ?= python3
 test-vllm:  ## the adapter of vLLM, in an environment of its own: 3.5 GB, a quarter of an hour

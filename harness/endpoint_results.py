@@ -14,6 +14,8 @@ class Capability:
     is_there: bool
     detail: str = ""
     """The extent of the feature, or the server's answer in its place."""
+    is_ignored: bool = False
+    """Whether the server takes the field that asks for it, and does not do what the field says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

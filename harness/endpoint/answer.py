@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-Logprobs = Sequence[Mapping[int, float]]
-"""For each token: log probabilities by token id, that of the token itself and those of the likeliest ones."""
+Logprobs = Sequence[Mapping[int, float | None]]
+"""For each token: log probabilities by token id, that of the token itself and those of the likeliest ones. None stands
+for `null`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,10 +18,18 @@ class Answer:
     """`length`, `stop`, or whatever else the server says."""
     logprobs: Logprobs | None = None
     """Of each new token; None if the server gives none."""
-    num_top: int = 0
-    """Likeliest tokens that it gives at least, of each."""
+    logprobs_of: tuple[int | None, ...] = ()
+    """Tokens that the log probabilities are of, in the server's own words; None where no id can be told."""
+    num_named: tuple[int, ...] = ()
+    """Likeliest tokens that it names of each new token, those without an id that can be told among them."""
     prompt_logprobs: Logprobs | None = None
     """Of each token of the prompt; the first is empty. None if the server gives none."""
+    num_unechoed: int = 0
+    """Tokens at the prompt's beginning that its echo leaves out: the one behind them has no log probability."""
+    num_prompt_tokens: int | None = None
+    """Tokens of the prompt by the server's own count (`usage`)."""
+    num_new_tokens: int | None = None
+    """New tokens by the server's own count."""
     text: str | None = None
     seconds: float = 0.0
     """From the request to the end of the answer."""

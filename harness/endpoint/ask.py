@@ -8,7 +8,8 @@ from harness.endpoint.address import Address
 from harness.endpoint.answer import Answer
 from harness.endpoint.client import Client
 from harness.endpoint.names import TokenNames
-from harness.endpoint.probe import Probed, probe
+from harness.endpoint.probe import probe
+from harness.endpoint.probed import Probed
 from harness.endpoint.schedules import Run, Sender, Sent, Way, continued
 from harness.endpoint.truth import Walk
 from harness.endpoint.walks import walk_of
@@ -28,6 +29,7 @@ class Asked:
     """The requests to a server, and its answers."""
 
     probed: Probed
+    names: TokenNames
     runs: tuple[Run, ...]
     """The first is of all prompts together."""
     num_retries: int
@@ -40,6 +42,7 @@ async def ask(
     num_again: int,
     *,
     eos: Set[int],
+    vocab_size: int,
     add_walks: Callable[[dict[int, Walk]], None],
     progress: Progress,
 ) -> Asked:
@@ -50,14 +53,17 @@ async def ask(
         address: of the server.
         num_again: prompts that are sent again in other ways.
         eos: tokens that end a text.
+        vocab_size: of the model.
         add_walks: is given the walks of a block of prompts, by number, when nothing more is sent of them.
         progress: told what is being done.
     """
     progress("probe", 0, 1)
-    names = TokenNames(plan.checkpoint)
+    names = TokenNames(plan.checkpoint, vocab_size=vocab_size)
     async with Client(address) as client:
         probed = await probe(client, plan.prompts[0].token_ids[:_PROBE_TOKENS], names, fallback_model=plan.model)
-        blocks = _Blocks(prompts=plan.prompts, begin=num_again, eos=eos, add_walks=add_walks)
+        blocks = _Blocks(
+            prompts=plan.prompts, begin=num_again, eos=eos, num_top=probed.dialect.num_top, add_walks=add_walks
+        )
         requests = _Requests(
             sender=Sender(client=client, dialect=probed.dialect, names=names),
             prompts=list(enumerate(plan.prompts)),
@@ -68,7 +74,7 @@ async def ask(
         )
         runs = await requests.send()
         blocks.add(range(requests.num_again), [sent for run in runs for sent in run.sent])
-        return Asked(probed=probed, runs=runs, num_retries=client.num_retries, waited_s=client.waited_s)
+        return Asked(probed=probed, names=names, runs=runs, num_retries=client.num_retries, waited_s=client.waited_s)
 
 
 def _other_ways(probed: Probed) -> Iterator[Way]:
@@ -147,6 +153,7 @@ class _Blocks:
     begin: int
     """Prompts before it are sent again."""
     eos: Set[int]
+    num_top: int
     add_walks: Callable[[dict[int, Walk]], None]
     _sent: dict[int, list[Sent]] = field(default_factory=dict)
 
@@ -165,7 +172,12 @@ class _Blocks:
     def add(self, numbers: range, all_sent: Sequence[Sent]) -> None:
         """Give the walks of some prompts to the truth; those that were never answered have none."""
         walks = {
-            number: walk_of(self.prompts[number], [sent for sent in all_sent if sent.request == number], self.eos)
+            number: walk_of(
+                self.prompts[number],
+                [sent for sent in all_sent if sent.request == number],
+                eos=self.eos,
+                num_top=self.num_top,
+            )
             for number in numbers
         }
         found = {number: walk for number, walk in walks.items() if walk is not None}

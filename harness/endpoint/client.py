@@ -1,7 +1,6 @@
 """Requests over HTTP, with patience: whatever a server does instead of answering is an error with a code of its own."""
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -12,13 +11,16 @@ import httpx
 
 from harness.endpoint.address import Address, api_key
 from harness.errors import Code, HarnessError
+from harness.json_text import parse_json
 
 T = TypeVar("T")
 
 _MAX_WORDS = 240
 """Characters of what a server says that are shown."""
-_MAX_BYTES = 64 << 20
-"""Longest answer that is read."""
+_MAX_BYTES, _MAX_EVENTS = 64 << 20, 1 << 17
+"""Longest answer that is read, streamed or whole; and most events of a stream, of which a token has one."""
+_ANSWER_TIMEOUTS = 10
+"""Longest time from a request to the end of its answer, in units of the longest silence: a server may talk for ever."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 20.0
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 """Statuses that another try may change."""
@@ -45,7 +47,9 @@ class Client:
         """Seconds that tries were put off."""
 
     async def __aenter__(self) -> Self:
-        headers = {"accept": "application/json"} | ({"authorization": f"Bearer {self._key}"} if self._key else {})
+        headers = {"accept": "application/json", "accept-encoding": "identity"} | (
+            {"authorization": f"Bearer {self._key}"} if self._key else {}
+        )
         self._http = httpx.AsyncClient(
             base_url=self.address.url,
             headers=headers,
@@ -82,7 +86,12 @@ class Client:
         async with self._free:
             for attempt in range(self.address.retries + 1):
                 try:
-                    return await send()
+                    async with asyncio.timeout(_ANSWER_TIMEOUTS * self.address.timeout_s):
+                        return await send()
+                except TimeoutError:
+                    seconds = _ANSWER_TIMEOUTS * self.address.timeout_s
+                    what, hint = f"the answer has not ended after {seconds:g} s", "raise --request-timeout"
+                    raise self._error(Code.ENDPOINT_TIMED_OUT, what, "", None, hint=hint) from None
                 except _RetryError as failure:
                     if attempt == self.address.retries:
                         raise failure.error from None
@@ -96,23 +105,25 @@ class Client:
         async with self._opened(method, path, body) as response:
             text = await self._read(response, path)
         try:
-            return json.loads(text)
+            return parse_json(text)
         except ValueError:
             raise self._unreadable(path, "the answer is no JSON", text) from None
 
     async def _stream_once(self, path: str, body: Mapping[str, Any]) -> list[Any]:
         events: list[Any] = []
         async with self._opened("POST", path, {**body, "stream": True}) as response:
-            async for line in response.aiter_lines():
+            async for line in self._lines(response, path):
                 data = line.removeprefix("data:").strip()
                 if not line.startswith("data:"):
                     continue
                 if data == "[DONE]":
                     return events
                 try:
-                    events.append(json.loads(data))
+                    events.append(parse_json(data))
                 except ValueError:
                     raise self._unreadable(path, "an event of the stream is no JSON", data) from None
+                if len(events) > _MAX_EVENTS:
+                    raise self._unreadable(path, f"the stream has more than {_MAX_EVENTS:,} events", data)
                 if isinstance(events[-1], dict) and events[-1].get("error"):
                     raise self._error(Code.ENDPOINT_REFUSED, "the stream ends with an error", path, data)
         raise _RetryError(
@@ -141,13 +152,26 @@ class Client:
             raise _RetryError(self._error(Code.ENDPOINT_HUNG_UP, what, path, None)) from error
 
     async def _read(self, response: httpx.Response, path: str) -> str:
-        parts, size = [], 0
+        parts = [part async for part in self._parts(response, path)]
+        return b"".join(parts).decode("utf-8", errors="replace")
+
+    async def _lines(self, response: httpx.Response, path: str) -> AsyncIterator[str]:
+        rest = bytearray()
+        async for part in self._parts(response, path):
+            rest += part
+            if b"\n" in part:
+                *lines, rest = rest.split(b"\n")
+                for line in lines:
+                    yield line.decode("utf-8", errors="replace")
+        yield rest.decode("utf-8", errors="replace")
+
+    async def _parts(self, response: httpx.Response, path: str) -> AsyncIterator[bytes]:
+        size = 0
         async for part in response.aiter_bytes():
-            parts.append(part)
             size += len(part)
             if size > _MAX_BYTES:
                 raise self._unreadable(path, f"the answer is longer than {_MAX_BYTES >> 20} MiB", "")
-        return b"".join(parts).decode("utf-8", errors="replace")
+            yield part
 
     async def _refused(self, response: httpx.Response, path: str) -> Exception:
         words, status = await self._read(response, path), response.status_code
@@ -180,7 +204,7 @@ class Client:
 def _message(words: str) -> str:
     """Return what an error's body says, in any of the usual forms."""
     try:
-        body = json.loads(words)
+        body = parse_json(words)
     except ValueError:
         return words
     error = body.get("error", body) if isinstance(body, dict) else body

@@ -19,6 +19,8 @@ class Dialect:
     """Whether prompts may be token ids; else they are text."""
     num_logprobs: int = 0
     """Likeliest tokens to ask for; 0: no log probabilities."""
+    num_top: int = 0
+    """Likeliest tokens that the server gives where so many are asked for."""
     options: tuple[tuple[str, Any], ...] = ()
     """Fields of its own that name token ids, or that go on behind an end of text."""
     prompt_logprobs: tuple[tuple[str, Any], ...] = ()

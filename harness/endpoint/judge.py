@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from harness.endpoint.answer import Answer
+from harness.endpoint.case import Case
+from harness.endpoint.logprobs import is_number, left_out, strange, unpromised
 from harness.endpoint.truth import TruthRow
 from harness.endpoint_results import LogprobResult
 from harness.errors import Code
@@ -24,45 +25,8 @@ _MAX_BOUND, _MAX_BOUND_PER_ROW = 2.5, 80.0
 """The same for the largest error, with the second over the rows themselves. Of a few rows one may have all the weight
 (the others' tokens are certain), and HF's error there is a single draw: a sound server had 5.6 times as much over 16
 rows, in 1 of 10 to 30 checks. Of many rows several have weight."""
-MISSING_LOGPROB = -9990.0
-"""At and below it a log probability says `none`: servers write minus infinity as -9999 or so."""
 _MOST_FINDINGS = 3
 """Findings of a kind that are worth saying of one request."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One answer with what it is judged by."""
-
-    request: int
-    prompt: tuple[int, ...]
-    answer: Answer
-    rows: Mapping[int, TruthRow]
-    """Of the first schedule's walk, which the answer may leave at a tie."""
-    walked: tuple[int, ...]
-    """The new tokens along which the rows are true."""
-    asked_tokens: int
-    eos: frozenset[int]
-
-    @property
-    def num_shared(self) -> int:
-        """New tokens that the answer has in common with the walk."""
-        pairs = zip(self.answer.token_ids, self.walked, strict=False)
-        return next((at for at, (own, walked) in enumerate(pairs) if own != walked), min(self.lengths))
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """New tokens of the answer, and of the walk."""
-        return len(self.answer.token_ids), len(self.walked)
-
-    def row(self, at: int) -> TruthRow | None:
-        """Return the row that gives the new token of a number; None behind the end of the walk."""
-        return self.rows.get(len(self.prompt) + at - 1)
-
-    @property
-    def parts(self) -> bool:
-        """Whether the answer leaves the walk."""
-        return self.num_shared < min(self.lengths)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,8 +106,18 @@ def _end(case: Case, threshold: float) -> Iterator[Finding]:
         what = f"{num} tokens where {case.asked_tokens} were asked for, and finish_reason is 'length'"
     elif reason == "stop" and not _ends_at_eos(case, threshold):
         what = f"the answer stops after {num} tokens, where the model does not end"
-    if what is not None:
-        yield Finding(code=Code.ENDPOINT_TOKENS, message=what, request=case.request)
+    for each in (what, *_miscounted(case)):
+        if each is not None:
+            yield Finding(code=Code.ENDPOINT_TOKENS, message=each, request=case.request)
+
+
+def _miscounted(case: Case) -> Iterator[str]:
+    """Judge the server's own counts: an end-of-sequence token that it does not name may be counted or not."""
+    answer, num = case.answer, len(case.answer.token_ids)
+    if answer.num_new_tokens not in (None, num, num + (answer.finish_reason == "stop")):
+        yield f"usage counts {answer.num_new_tokens} new tokens, the answer has {num}"
+    if case.promised.counts_prompt and answer.num_prompt_tokens not in (None, len(case.prompt)):
+        yield f"usage counts {answer.num_prompt_tokens} tokens of the prompt, {len(case.prompt)} were sent"
 
 
 def _ends_at_eos(case: Case, threshold: float) -> bool:
@@ -209,60 +183,30 @@ def _rms(values: Sequence[float]) -> float:
 
 
 def _add_errors(case: Case, errors: Mapping[str, _Errors], threshold: float) -> Iterator[Finding]:
-    """Collect the errors of one answer's log probabilities; yield what cannot be a log probability at all."""
+    """Collect the errors of one answer's log probabilities; yield what is missing, or is no log probability at all."""
+    yield from unpromised(case)
     for at, given in enumerate((case.answer.logprobs or ())[: case.num_shared + 1]):
         row, position = case.row(at), len(case.prompt) + at
         if row is None:
             return
-        yield from _impossible(case, position, given)
-        known = {token: value for token, value in given.items() if _is_number(value) and token in row.logprobs}
+        yield from strange(case, position, row, given)
+        known = {token: value for token, value in given.items() if is_number(value) and token in row.logprobs}
         token_id = case.answer.token_ids[at]
         if token_id in known:
             errors["chosen"].add((case.request, position), row, token_id, known[token_id])
         if len(known) > 1:
             for token, value in known.items():
                 errors["top"].add((case.request, position), row, token, value)
-        yield from _left_out(case, position, row, known, threshold)
+        yield from left_out(case, position, row, known, threshold)
     for position, given in enumerate(case.answer.prompt_logprobs or ()):
         row = case.rows.get(position - 1)
-        yield from _impossible(case, position, given)
+        if row is None or position <= case.answer.num_unechoed:
+            continue
+        yield from strange(case, position, row, given)
         token_id = case.prompt[position]
-        if row is not None and _is_number(given.get(token_id, math.nan)):
-            errors["prompt"].add((case.request, position), row, token_id, given[token_id])
-
-
-def _is_number(value: float) -> bool:
-    return math.isfinite(value) and value > MISSING_LOGPROB
-
-
-def _impossible(case: Case, position: int, given: Mapping[int, float]) -> Iterator[Finding]:
-    for token_id, value in given.items():
-        if math.isnan(value) or value > 1e-3:
-            yield Finding(
-                code=Code.NOT_FINITE if math.isnan(value) else Code.ENDPOINT_LOGPROBS,
-                message=f"the log probability of token {token_id} is {value}",
-                request=case.request,
-                position=position,
-            )
-            return
-
-
-def _left_out(
-    case: Case, position: int, row: TruthRow, known: Mapping[int, float], threshold: float
-) -> Iterator[Finding]:
-    """Find a token that is likelier than one of the likeliest tokens that the server names."""
-    if case.answer.num_top < 1 or len(known) < case.answer.num_top:
-        return
-    named = sorted((row.logprobs[token] for token in known), reverse=True)[: case.answer.num_top]
-    better = next((token for token in row.top if token not in known), None)
-    if better is not None and row.logprobs[better] - named[-1] > threshold:
-        yield Finding(
-            code=Code.ENDPOINT_LOGPROBS,
-            message=f"token {better} is not among the {len(named)} likeliest ones, and is likelier than the last of "
-            f"them by {row.logprobs[better] - named[-1]:.3g}, noise allows {threshold:.3g}",
-            request=case.request,
-            position=position,
-        )
+        logprob = given.get(token_id)
+        if is_number(logprob):
+            errors["prompt"].add((case.request, position), row, token_id, logprob)
 
 
 def _unsound(result: LogprobResult) -> Finding:

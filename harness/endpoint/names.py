@@ -7,13 +7,19 @@ from harness.checkpoint import Checkpoint
 
 _ID_PREFIXES = ("token_id:", "token:")
 """Prefixes that vLLM and others write before an id when they are asked to name tokens by it."""
+_MOST_DIGITS = 20
+"""Digits of an id that are read: no vocabulary has an id of so many."""
 
 
 class TokenNames:
     """The tokenizer of the model's checkpoint, as far as a server is understood by it."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, checkpoint: Checkpoint, *, vocab_size: int) -> None:
+        self._checkpoint, self._vocab_size = checkpoint, vocab_size
+
+    def has(self, token_id: object) -> bool:
+        """Whether a value that a server gives is the id of a token of the model."""
+        return isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < self._vocab_size
 
     @property
     def is_there(self) -> bool:
@@ -36,8 +42,16 @@ class TokenNames:
         """Return the id of a token that a server names; None if it cannot be told."""
         for prefix in _ID_PREFIXES:
             if name.startswith(prefix) and name.removeprefix(prefix).isdecimal():
-                return int(name.removeprefix(prefix))
+                return int(name.removeprefix(prefix)[:_MOST_DIGITS])
         return self._ids.get(name) if self.is_there else None
+
+    def is_named_alone(self, token_id: int) -> bool:
+        """Whether the text of a token tells its id."""
+        return self.is_there and token_id in self._told
+
+    @cached_property
+    def _told(self) -> frozenset[int]:
+        return frozenset(token_id for token_id in self._ids.values() if token_id is not None)
 
     def text_of(self, token_ids: Sequence[int]) -> str | None:
         """Return the text that becomes exactly these tokens; None if no text does."""

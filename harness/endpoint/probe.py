@@ -1,14 +1,15 @@
 """The abilities of a server: asked with small requests, one feature each, and assumed only if the answer shows them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from harness.endpoint.client import Client
 from harness.endpoint.dialect import COMPLETIONS, Dialect
 from harness.endpoint.names import TokenNames
+from harness.endpoint.parameters import parameters
 from harness.endpoint.parse import only_choice, read_answer, unreadable
-from harness.endpoint_results import Capability
+from harness.endpoint.probed import FATAL, Probed, words
 from harness.errors import Code, HarnessError
 
 _TOKENS = 2
@@ -22,25 +23,6 @@ _OPTIONS: dict[str, Any] = {
 }
 _PROMPT_LOGPROBS: tuple[tuple[tuple[str, Any], ...], ...] = ((("prompt_logprobs", 1),), (("echo", True),))
 _MOST_LOGPROBS = (5, 1)
-_FATAL = (Code.ENDPOINT_UNREACHABLE, Code.ENDPOINT_TIMED_OUT, Code.ENDPOINT_HUNG_UP)
-
-
-@dataclass(slots=True)
-class Probed:
-    """The result of the probe."""
-
-    dialect: Dialect
-    server: str = ""
-    capabilities: list[Capability] = field(default_factory=list)
-
-    def has(self, name: str) -> bool:
-        """Whether a capability was found."""
-        return any(found.name == name and found.is_there for found in self.capabilities)
-
-    def note(self, name: str, is_there: bool, detail: str = "") -> bool:
-        """Keep what was found of one feature, and return whether it is there."""
-        self.capabilities.append(Capability(name=name, is_there=is_there, detail=detail))
-        return is_there
 
 
 async def probe(client: Client, prompt: Sequence[int], names: TokenNames, *, fallback_model: str) -> Probed:
@@ -64,8 +46,7 @@ async def probe(client: Client, prompt: Sequence[int], names: TokenNames, *, fal
     await _prompt_logprobs(client, found, prompt, names)
     await _streaming(client, found, prompt, names)
     await _tokenizer(client, found, prompt, names)
-    body = await client.post(COMPLETIONS, found.dialect.body(prompt, _TOKENS, names))
-    read_answer(body, prompt, names, where=COMPLETIONS)  # or nothing of it can be judged
+    await parameters(client, found, prompt, names)
     return found
 
 
@@ -76,10 +57,10 @@ async def _server(client: Client, fallback_model: str) -> Probed:
         try:
             page = await client.get(path)
         except HarnessError as error:
-            if error.code in _FATAL:
+            if error.code in FATAL:
                 raise
             is_there = error.code is Code.ENDPOINT_UNREADABLE and path == "/health"  # vLLM's is an empty page
-            found.note(path, is_there, "" if is_there else _words(error))
+            found.note(path, is_there, "" if is_there else words(error))
             continue
         if path == "/health":
             found.note(path, True)
@@ -106,9 +87,9 @@ async def _prompts(client: Client, found: Probed, prompt: Sequence[int], names: 
         body = await client.post(COMPLETIONS, found.dialect.body(prompt, _TOKENS, names))
         only_choice(body, where=COMPLETIONS)
     except HarnessError as error:
-        if error.code in _FATAL or _is_closed(error):
+        if error.code in FATAL or _is_closed(error):
             raise
-        found.note(name, False, _words(error))
+        found.note(name, False, words(error))
     else:
         count = _prompt_tokens(body)
         if found.note(name, count in (None, len(prompt)), "" if count in (None, len(prompt)) else f"{count} tokens"):
@@ -148,14 +129,16 @@ async def _logprobs(client: Client, found: Probed, prompt: Sequence[int], names:
             body = await client.post(COMPLETIONS, dialect.body(prompt, _TOKENS, names))
             given = only_choice(body, where=COMPLETIONS).get("logprobs")
         except HarnessError as error:
-            if error.code in _FATAL:
+            if error.code in FATAL:
                 raise
-            detail = _words(error)
+            detail = words(error)
             continue
         if given:
-            most = max((len(each or ()) for each in _tops(given)), default=0)
+            most = max((len(each) for each in _tops(given) if isinstance(each, dict | list)), default=0)
             found.note("logprobs", True, f"of the chosen token and of {most} likeliest ones")
-            found.dialect = dialect
+            if most < number:
+                found.ignores("logprobs count", f"{number} asked for, {most} given")
+            found.dialect = replace(dialect, num_top=min(most, number))
             return
     found.note("logprobs", False, detail or "not in the answer")
 
@@ -176,18 +159,22 @@ async def _option(
         body = await client.post(COMPLETIONS, dialect.body(prompt, _TOKENS, names))
         choice = only_choice(body, where=COMPLETIONS)
     except HarnessError as error:
-        if error.code in _FATAL:
+        if error.code in FATAL:
             raise
-        found.note(name, False, _words(error))
+        found.note(name, False, words(error))
         return
     if name == "return_token_ids":
         shown = isinstance(choice.get("token_ids"), list)
     elif name == "return_tokens_as_token_ids":
         shown = _names_ids(choice.get("logprobs"))
     else:
-        shown = True  # nothing shows it in so few tokens; an answer that ends early is judged by its end
-    if found.note(name, shown, "" if shown else "ignored"):
+        shown = True  # whether it is followed is seen later
+    if shown:
         found.dialect = dialect
+        if name.startswith("return_"):
+            found.note(name, True)
+    else:
+        found.ignores(name, "the answer is as without it")
 
 
 def _names_ids(given: Any) -> bool:
@@ -202,12 +189,13 @@ async def _prompt_logprobs(client: Client, found: Probed, prompt: Sequence[int],
         dialect = replace(found.dialect, prompt_logprobs=fields)
         try:
             body = await client.post(COMPLETIONS, dialect.body(prompt, 1, names, with_prompt=True))
-            answer = read_answer(body, prompt, names, where=COMPLETIONS)
+            is_echoed = "echo" in dict(fields)
+            answer = read_answer(body, prompt, names, where=COMPLETIONS, is_echoed=is_echoed)
             is_there = bool(answer.prompt_logprobs and any(answer.prompt_logprobs))
         except HarnessError as error:
-            if error.code in _FATAL:
+            if error.code in FATAL:
                 raise
-            detail = _words(error)
+            detail = words(error)
             is_there = error.code is Code.ENDPOINT_TOKENS  # of another prompt: each request will say so
         else:
             detail = "not in the answer"
@@ -222,9 +210,9 @@ async def _streaming(client: Client, found: Probed, prompt: Sequence[int], names
     try:
         events = await client.stream(COMPLETIONS, found.dialect.body(prompt, _TOKENS, names))
     except HarnessError as error:
-        if error.code in _FATAL:
+        if error.code in FATAL:
             raise
-        found.note("streaming", False, _words(error))
+        found.note("streaming", False, words(error))
     else:
         found.note("streaming", True, f"{len(events)} events for {_TOKENS} tokens")
 
@@ -240,13 +228,9 @@ async def _tokenizer(client: Client, found: Probed, prompt: Sequence[int], names
         if not isinstance(tokens, list):
             raise unreadable("the answer has no tokens", where="/tokenize", actual=page)
     except HarnessError as error:
-        if error.code in _FATAL:
+        if error.code in FATAL:
             raise
-        found.note("/tokenize", False, _words(error))
+        found.note("/tokenize", False, words(error))
         return
     is_same = tokens in (list(prompt), list(prompt)[1:])  # with or without the begin-of-text token
     found.note("/tokenize", True, "" if is_same else f"other tokens than the checkpoint's: {tokens[:8]}")
-
-
-def _words(error: HarnessError) -> str:
-    return error.what if error.actual is None else f"{error.what}: {error.actual}"

@@ -7,11 +7,14 @@ from typing import Any
 
 from harness.endpoint.address import Address
 from harness.endpoint.answer import Answer
-from harness.endpoint.ask import ask
+from harness.endpoint.ask import Asked, ask
 from harness.endpoint.background import BackgroundTruth
-from harness.endpoint.judge import Case, judge
-from harness.endpoint.probe import Probed
-from harness.endpoint.schedules import Run, Sent
+from harness.endpoint.case import Case, Promised
+from harness.endpoint.judge import judge
+from harness.endpoint.logprobs import is_number
+from harness.endpoint.parameters import note_ignore_eos
+from harness.endpoint.probed import Probed
+from harness.endpoint.schedules import Run, Sent, Way
 from harness.endpoint.truth import Rows
 from harness.endpoint_results import EndpointResult, ScheduleResult
 from harness.errors import Code, HarnessError
@@ -48,12 +51,15 @@ def check_endpoint(
         check_prompt(hf, prompt, index)
     eos, loaded = _eos_ids(hf), time.perf_counter()
     with BackgroundTruth(hf, truth=plan.truth, is_server_here=address.is_loopback) as background:
-        asked = asyncio.run(ask(plan, address, num_again, eos=eos, add_walks=background.add, progress=report))
+        asked = asyncio.run(
+            ask(plan, address, num_again, eos=eos, vocab_size=hf.vocab_size, add_walks=background.add, progress=report)
+        )
         _refuse_silence(asked.runs[0])
         answered = time.perf_counter()
         truth = background.finish(lambda done, total: report("truth", done, total))
     runs, probed = asked.runs, asked.probed
-    results = tuple(_judged(run, runs[0], plan.prompts, truth, eos) for run in runs)
+    note_ignore_eos(probed, (answer for run in runs for answer in run.answers.values()), eos)
+    results = tuple(_judged(run, runs[0], plan.prompts, truth, eos, _promised(asked, run.way)) for run in runs)
     return EndpointResult(
         url=address.url,
         server=probed.server,
@@ -89,10 +95,27 @@ def _eos_ids(hf: HFModel) -> frozenset[int]:
     return frozenset(own if isinstance(own, list) else [] if own is None else [own])
 
 
+def _promised(asked: Asked, way: Way) -> Promised:
+    dialect = asked.probed.dialect
+    are_ids = asked.probed.has("return_tokens_as_token_ids")
+    return Promised(
+        has_logprobs=dialect.num_logprobs > 0,
+        num_top=dialect.num_top,
+        has_prompt=way is Way.PROMPT,
+        counts_prompt=dialect.takes_token_ids,
+        is_named_alone=(lambda _token_id: True) if are_ids else asked.names.is_named_alone,
+    )
+
+
 def _judged(
-    run: Run, first: Run, prompts: Sequence[Prompt], truth: Mapping[int, Rows], eos: frozenset[int]
+    run: Run,
+    first: Run,
+    prompts: Sequence[Prompt],
+    truth: Mapping[int, Rows],
+    eos: frozenset[int],
+    promised: Promised,
 ) -> ScheduleResult:
-    cases = [case for sent in run.sent if (case := _case(sent, first, prompts, truth, eos)) is not None]
+    cases = [case for sent in run.sent if (case := _case(sent, first, prompts, truth, eos, promised)) is not None]
     judgement = judge(cases) if cases else None
     failures = [_failure(sent.request, sent.result) for sent in run.sent if isinstance(sent.result, HarnessError)]
     return ScheduleResult(
@@ -110,7 +133,12 @@ def _judged(
 
 
 def _case(
-    sent: Sent, first: Run, prompts: Sequence[Prompt], truth: Mapping[int, Rows], eos: frozenset[int]
+    sent: Sent,
+    first: Run,
+    prompts: Sequence[Prompt],
+    truth: Mapping[int, Rows],
+    eos: frozenset[int],
+    promised: Promised,
 ) -> Case | None:
     walked = first.answers.get(sent.request)
     if not isinstance(sent.result, Answer) or walked is None:
@@ -124,6 +152,7 @@ def _case(
         walked=walked.token_ids[num_before:],
         asked_tokens=sent.max_tokens,
         eos=eos,
+        promised=promised,
     )
 
 
@@ -139,7 +168,7 @@ def _difference(run: Run, first: Run, prompts: Sequence[Prompt]) -> float | None
         for sent in run.sent
         for own, theirs in _shared(sent, first, prompts)
         for token_id, value in own.items()
-        if token_id in theirs
+        if is_number(value) and is_number(theirs.get(token_id))
     ]
     return max(found, default=None)
 

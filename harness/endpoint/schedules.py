@@ -113,7 +113,8 @@ class Sender:
         else:
             answer = await self.client.post(COMPLETIONS, body)
         seconds = time.perf_counter() - begin
-        return read_answer(answer, ids, self.names, where=COMPLETIONS, seconds=seconds)
+        is_echoed = bool(body.get("echo"))
+        return read_answer(answer, ids, self.names, where=COMPLETIONS, is_echoed=is_echoed, seconds=seconds)
 
 
 def joined(events: Sequence[Any]) -> dict[str, Any]:
@@ -126,11 +127,11 @@ def joined(events: Sequence[Any]) -> dict[str, Any]:
         if isinstance(event, dict) and event.get("choices") == []:
             continue
         part = only_choice(event, where=COMPLETIONS)
-        choice["text"] += part.get("text") or ""
+        if isinstance(part.get("text"), str):
+            choice["text"] += part["text"]
         choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
-        for name in ("token_ids",):
-            if isinstance(part.get(name), list):
-                choice[name] = [*choice.get(name, ()), *part[name]]
+        if isinstance(part.get("token_ids"), list):
+            _extend(choice, {"token_ids": part["token_ids"]})
         if isinstance(part.get("logprobs"), dict):
             _extend(choice.setdefault("logprobs", {}), part["logprobs"])
     return body

@@ -8,13 +8,14 @@ from harness.endpoint.truth import Walk
 from harness.oracle.requests import Prompt
 
 
-def walk_of(prompt: Prompt, all_sent: Sequence[Sent], eos: Set[int]) -> Walk | None:
+def walk_of(prompt: Prompt, all_sent: Sequence[Sent], *, eos: Set[int], num_top: int) -> Walk | None:
     """Return the walk of one prompt.
 
     Args:
         prompt: the prompt.
         all_sent: every request for it; the first is of the first run, whose answer the truth goes along.
         eos: tokens that end a text.
+        num_top: likeliest tokens that the server gives.
 
     Returns:
         None if the first request failed: there is nothing to go along.
@@ -32,7 +33,7 @@ def walk_of(prompt: Prompt, all_sent: Sequence[Sent], eos: Set[int]) -> Walk | N
     return Walk(
         token_ids=ids,
         wanted={at: frozenset(own) for at, own in sorted(wanted.items())},
-        num_top=1 + max(answer.num_top for _, answer in answers),
+        num_top=1 + num_top,
     )
 
 

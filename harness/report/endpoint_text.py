@@ -88,8 +88,11 @@ def _sentence(finding: Finding, schedules: Sequence[str]) -> str:
 
 def _facts(result: EndpointResult, width: int) -> Iterator[str]:
     able = [each for each in result.capabilities if each.is_there]
-    lacking = [each for each in result.capabilities if not each.is_there]
+    ignored = [each for each in result.capabilities if each.is_ignored]
+    lacking = [each for each in result.capabilities if not each.is_there and not each.is_ignored]
     yield from _wrapped("  found", ", ".join(_named(each.name, each.detail) for each in able), width)
+    if ignored:
+        yield from _wrapped("  ignored", ", ".join(_named(each.name, each.detail) for each in ignored), width)
     if lacking:
         yield from _wrapped("  not found", "; ".join(_named(each.name, each.detail[:80]) for each in lacking), width)
     differences = [

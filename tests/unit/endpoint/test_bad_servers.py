@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("httpx", reason="the extra `serve` is not installed")
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
+from harness.endpoint import client
 from harness.endpoint.address import API_KEY, Address
 from harness.endpoint.run import check_endpoint
 from harness.errors import Code, HarnessError
@@ -197,6 +198,74 @@ def test_a_stream_that_hangs_up(plan, server, end):
     assert (finding.code, finding.request) == ("H111" if end == "an error" else "H114", 2)
     assert end != "an error" or "worker died" in finding.message
     assert not any(findings.values())
+
+
+def endless(part, pause_s):
+    """Send a part of a body again and again."""
+
+    async def spoil(_app, _scope, _receive, send, _body):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while True:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(pause_s)
+
+    return spoil
+
+
+EVENT = b'data: {"choices": [{"text": "a"}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("part", "pause_s", "code", "says"),
+    [
+        (b" ", 0.05, "H113", "the answer has not ended after 6 s"),
+        (b" " * 100_000, 0, "H112", "the answer is longer than 1 MiB"),
+    ],
+)
+def test_an_answer_without_end_is_left(plan, server, monkeypatch, part, pause_s, code, says):
+    app, url = server
+    monkeypatch.setattr(client, "_MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(client, "_ANSWER_TIMEOUTS", 0.2)
+    app.spoil = endless(part, pause_s)
+    (run,) = check(plan, url, timeout_s=30.0, retries=0).runs
+    assert [(finding.code, finding.request) for finding in run.findings] == [(code, 2)]
+    assert says in run.findings[0].message
+
+
+@pytest.mark.parametrize(
+    ("part", "pause_s", "limit", "code", "says"),
+    [
+        (EVENT, 0.05, {}, "H113", "the answer has not ended after 6 s"),
+        (EVENT * 100, 0, {"_MAX_EVENTS": 1000}, "H112", "the stream has more than 1,000 events"),
+        (EVENT * 1000, 0, {"_MAX_BYTES": 1 << 20}, "H112", "the answer is longer than 1 MiB"),
+        (b"data: " + b"a" * 100_000, 0, {"_MAX_BYTES": 1 << 20}, "H112", "the answer is longer than 1 MiB"),
+    ],
+)
+def test_a_stream_without_end_is_left(plan, server, monkeypatch, part, pause_s, limit, code, says):
+    app, url = server
+    for name, value in {"_ANSWER_TIMEOUTS": 0.2, **limit}.items():
+        monkeypatch.setattr(client, name, value)
+
+    async def spoil(app_, scope, receive, send, body):
+        await (
+            endless(part, pause_s)(app_, scope, receive, send, body)
+            if body.get("stream")
+            else app_(scope, receive, send)
+        )
+
+    app.spoil = spoil
+    result = check_endpoint(plan, Address(url=url, retries=0, timeout_s=30.0), num_again=4)
+    findings = {run.schedule: run.findings for run in result.runs}
+    (finding,) = findings.pop("streamed")
+    assert (finding.code, finding.request) == (code, 2)
+    assert says in finding.message
+
+
+def test_an_answer_that_is_nested_without_measure(plan, server):
+    app, url = server
+    app.spoil = refused(200, b'{"choices": ' + b"[" * 5000 + b"]" * 5000 + b"}")
+    (run,) = check(plan, url, timeout_s=30.0).runs
+    assert [(finding.code, finding.request) for finding in run.findings] == [("H112", 2)]
 
 
 def test_the_key_is_sent_and_never_shown(plan, folder, monkeypatch):
