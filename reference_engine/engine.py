@@ -204,6 +204,26 @@ class LLMEngine:
         sequence.finish_reason = FinishReason.ABORTED
         self.scheduler.abort(sequence)
 
+    def suspend(self, request_id: int) -> None:
+        """Take a request out of the schedule and free its blocks; it keeps its tokens, and waits for `resume`.
+
+        Raises:
+            RequestError: it is unknown or finished.
+        """
+        self.scheduler.abort(self._find(request_id, "LLMEngine.suspend"))
+
+    def resume(self, request_id: int) -> None:
+        """Queue a suspended request again: it is computed anew from its tokens, and goes on where it was.
+
+        Raises:
+            RequestError: it is unknown or finished.
+        """
+        self.scheduler.add(self._find(request_id, "LLMEngine.resume"))
+
+    def num_new_tokens(self, request_id: int) -> int:
+        """Return how many tokens an unfinished request has sampled; raises RequestError if it is unknown."""
+        return len(self._find(request_id, "LLMEngine.num_new_tokens").sampled_token_ids)
+
     def _find(self, request_id: int, where: str) -> Sequence:
         if request_id not in self._sequences:
             raise RequestError(

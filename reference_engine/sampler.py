@@ -72,7 +72,7 @@ def allowed_tokens(scores_RV: torch.Tensor, params: Seq[SamplingParams]) -> torc
     if all(own.top_k == 0 and own.top_p == 1 for own in params):
         return is_allowed_RV
     vocab_size = scores_RV.shape[1]
-    top_k_R = _column([own.top_k or vocab_size for own in params], torch.int64, device)
+    top_k_R = _column([min(own.top_k or vocab_size, vocab_size) for own in params], torch.int64, device)
     top_p_R = _column([own.top_p for own in params], torch.float32, device)
     sorted_RV, order_RV = scores_RV.sort(dim=-1, descending=True, stable=True)
     is_top_RV = torch.arange(vocab_size, device=device) < top_k_R[:, None]

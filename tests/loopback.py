@@ -10,13 +10,13 @@ from typing import Any
 
 
 @contextmanager
-def serving(app: Any) -> Iterator[str]:
-    """Serve an ASGI application, and yield its URL."""
+def serving(app: Any, **options: Any) -> Iterator[str]:
+    """Serve an ASGI application, with options of uvicorn, and yield its URL."""
     import uvicorn
 
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1, **options))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

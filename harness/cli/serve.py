@@ -108,7 +108,17 @@ def _refuse_without_packages() -> None:
 def _run(app: "FastAPI", listener: socket.socket) -> None:
     import uvicorn
 
+    from reference_engine.server.connections import MAX_CONNECTIONS, ImpatientProtocol
+
     address, port = listener.getsockname()[:2]  # it takes connections already, and uvicorn will serve them
     write(f"http://{f'[{address}]' if ':' in address else address}:{port}")
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+    config = uvicorn.Config(
+        app,
+        http=ImpatientProtocol,
+        ws="none",
+        limit_concurrency=MAX_CONNECTIONS,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=5,
+    )
     uvicorn.Server(config).run(sockets=[listener])

@@ -16,14 +16,16 @@ from starlette.exceptions import HTTPException
 
 from reference_engine.engine import LLMEngine
 from reference_engine.errors import EngineError
-from reference_engine.server.async_engine import AsyncEngine, EngineDeadError
+from reference_engine.server.async_engine import AsyncEngine, EngineDeadError, RequestFailedError
 from reference_engine.server.chat import answer_chat, chat_params, stream_chat
 from reference_engine.server.completions import complete, complete_stream
+from reference_engine.server.limits import RequestLimits
 from reference_engine.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from reference_engine.server.text import Text
 
 __all__ = ["build_app"]
 
+_STATUSES: dict[type[EngineError], int] = {EngineDeadError: 503, RequestFailedError: 500}
 _CLIENT_CLOSED_REQUEST = 499
 """nginx's status for an answer whose client is gone."""
 
@@ -46,6 +48,7 @@ def build_app(engine: LLMEngine, text: Text, *, model: str, api_key: str | None 
 
     title = f"{model} on the reference engine"
     app = FastAPI(title=title, lifespan=lifespan, dependencies=[Depends(_key_check(api_key))])
+    app.add_middleware(RequestLimits)
     _add_errors(app)
     _add_pages(app, served, engine, model)
     _add_tokenizer(app, text, engine)
@@ -74,13 +77,13 @@ def _add_pages(app: FastAPI, served: AsyncEngine, engine: LLMEngine, model: str)
 
 def _add_tokenizer(app: FastAPI, text: Text, engine: LLMEngine) -> None:
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
-        tokens = text.encode(request.prompt)
+        tokens = await asyncio.to_thread(text.encode, request.prompt)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": engine.runner.max_model_len}
 
     app.add_api_route("/tokenize", tokenize, methods=["POST"])
 
     async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
-        return {"prompt": text.decode(request.tokens)}
+        return {"prompt": await asyncio.to_thread(text.decode, request.tokens)}
 
     app.add_api_route("/detokenize", detokenize, methods=["POST"])
 
@@ -88,7 +91,10 @@ def _add_tokenizer(app: FastAPI, text: Text, engine: LLMEngine) -> None:
 def _add_completions(app: FastAPI, served: AsyncEngine, engine: LLMEngine, text: Text, model: str) -> None:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         body.use_adapter(_adapter(body.model, model, engine))
-        prompts = [text.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+        prompts = [
+            await asyncio.to_thread(text.encode, prompt) if isinstance(prompt, str) else prompt
+            for prompt in body.prompts
+        ]
         if body.stream:
             return await _streamed(request, complete_stream(served, text, body, prompts, body.model or model))
         return await _answered(request, complete(served, text, body, prompts, body.model or model))
@@ -177,13 +183,14 @@ def _error_body(message: str, kind: str, status: int) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
-def _error(message: str, kind: str, status: int) -> JSONResponse:
-    return JSONResponse(_error_body(message, kind, status), status_code=status)
+def _error(message: str, kind: str, status: int) -> Response:
+    content = json.dumps(_error_body(message, kind, status))  # ASCII: a message may quote what no UTF-8 can say
+    return Response(content, status_code=status, media_type="application/json")
 
 
 def _add_errors(app: FastAPI) -> None:
     async def of_engine(_request: Request, error: EngineError) -> Response:
-        return _error(str(error), type(error).__name__, 503 if isinstance(error, EngineDeadError) else 400)
+        return _error(str(error), type(error).__name__, _STATUSES.get(type(error), 400))
 
     app.add_exception_handler(EngineError, of_engine)
 

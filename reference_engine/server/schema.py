@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from reference_engine.errors import RequestError
 from reference_engine.sampling import SamplingParams
@@ -14,7 +15,24 @@ __all__ = ["ChatRequest", "CompletionRequest", "DetokenizeRequest", "StreamOptio
 MAX_LOGPROBS = 100
 """Most likeliest tokens that a request may ask for, of each new token."""
 
-TokenIds = list[Annotated[int, Field(ge=0)]]
+MAX_CHOICES = 256
+"""Most choices of one answer: prompts, times `n`."""
+_MAX_COUNT = 2**31 - 1
+"""Largest count and token id: int32."""
+
+
+def _check_text(value: Any) -> Any:
+    """Refuse half of a surrogate pair: JSON can say it, no text has it."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise ValueError("it has half of a surrogate pair, or is nested too deeply") from error
+    return value
+
+
+Utf8 = Annotated[str, AfterValidator(_check_text)]
+TokenIds = list[Annotated[int, Field(ge=0, le=_MAX_COUNT, strict=True)]]
+StopString = Annotated[Utf8, Field(min_length=1, max_length=1000)]
 
 
 class StreamOptions(BaseModel):
@@ -31,28 +49,28 @@ class _Request(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str | None = None
+    model: Utf8 | None = None
     n: int = Field(default=1, ge=1, le=16)
-    seed: int | None = Field(default=None, ge=0)
-    stop: str | list[str] | None = None
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float = 1.0
+    temperature: float = Field(default=1.0, le=1e6)
     top_p: float = 1.0
-    user: str | None = None
+    user: Utf8 | None = None
     presence_penalty: Literal[0] = 0
     frequency_penalty: Literal[0] = 0
     logit_bias: None = None
 
     ignore_eos: bool = False
     min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = Field(default=1.0, le=1e6)
     return_token_ids: bool = False
     """Whether answers have `prompt_token_ids` and `token_ids`."""
     return_tokens_as_token_ids: bool = False
     """Whether log probabilities name tokens `token_id:123`: two tokens may have the same text."""
-    stop_token_ids: TokenIds = Field(default_factory=list)
-    top_k: int = 0
+    stop_token_ids: TokenIds = Field(default_factory=list, max_length=1000)
+    top_k: int = Field(default=0, ge=-1, le=_MAX_COUNT)
 
     _adapter: str | None = PrivateAttr(default=None)
 
@@ -91,8 +109,8 @@ class _Request(BaseModel):
 class CompletionRequest(_Request):
     """The body of `POST /v1/completions`."""
 
-    prompt: str | TokenIds | list[str] | list[TokenIds]
-    max_tokens: int = Field(default=16, ge=0)
+    prompt: Utf8 | TokenIds | list[Utf8] | list[TokenIds]
+    max_tokens: int = Field(default=16, ge=0, le=_MAX_COUNT)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
     best_of: Literal[1] | None = None
@@ -104,6 +122,10 @@ class CompletionRequest(_Request):
             raise ValueError("max_tokens is 0: nothing would be computed without echo")
         if self.stream and self.echo:
             raise ValueError("echo is not streamed")
+        if isinstance(self.prompt, list) and not all(isinstance(each, int) for each in self.prompt):
+            num_choices = self.n * len(self.prompt)
+            if num_choices > MAX_CHOICES:
+                raise ValueError(f"an answer has at most {MAX_CHOICES} choices, these would be {num_choices}")
         return self
 
     @property
@@ -123,9 +145,9 @@ class CompletionRequest(_Request):
 class ChatRequest(_Request):
     """The body of `POST /v1/chat/completions`."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    messages: Annotated[list[dict[str, Any]], AfterValidator(_check_text)] = Field(min_length=1, max_length=10_000)
+    max_tokens: int | None = Field(default=None, ge=1, le=_MAX_COUNT)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=_MAX_COUNT)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
 
@@ -138,12 +160,12 @@ class ChatRequest(_Request):
 class TokenizeRequest(BaseModel):
     """The body of `POST /tokenize`."""
 
-    model: str | None = None
-    prompt: str
+    model: Utf8 | None = None
+    prompt: Utf8
 
 
 class DetokenizeRequest(BaseModel):
     """The body of `POST /detokenize`."""
 
-    model: str | None = None
+    model: Utf8 | None = None
     tokens: TokenIds
