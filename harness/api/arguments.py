@@ -1,7 +1,6 @@
 """Arguments of the functions: prompts, models and dtypes as Python has them, and errors that speak of arguments."""
 
 import re
-import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Union
 
 from harness.case import RequestSpec
 from harness.errors import Code, HarnessError
+from harness.scratch import scratch_folder
 
 if TYPE_CHECKING:
     import torch
@@ -135,9 +135,9 @@ def checkpoint(model: Model | None) -> Iterator[tuple[str | None, str | None]]:
             actual=type(model).__name__,
             hint='model="path/to/checkpoint", the one that your weights come from',
         )
-    with tempfile.TemporaryDirectory(prefix="harness-model-") as folder:
-        _save(model, Path(folder))
-        yield folder, model.name_or_path or type(model).__name__
+    with scratch_folder("harness-") as folder:
+        _save(model, folder / "model")
+        yield str(folder / "model"), model.name_or_path or type(model).__name__
 
 
 def _save(model: "PreTrainedModel", folder: Path) -> None:

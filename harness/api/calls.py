@@ -1,6 +1,5 @@
 """The functions: arguments become a plan, the plan is run as the command line runs it, the result is a report."""
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -20,6 +19,7 @@ from harness.api.arguments import (
 from harness.api.reports import CheckReport, ProfileReport
 from harness.api.subject import choose, model_or_own
 from harness.progress import Progress
+from harness.scratch import scratch_folder
 
 if TYPE_CHECKING:
     import torch
@@ -236,8 +236,8 @@ def profile(
             local_files_only=local_files_only,
         )
         spec = chosen.opened(spec)
-        with tempfile.TemporaryDirectory(prefix="harness-profile-") as passing:
-            kept = Path(passing if out is None else out)
+        with scratch_folder("harness-") as passing:
+            kept = passing if out is None else Path(out)
             with nullcontext() if out is None else new_output_dir(kept):
                 return ProfileReport.of(keep_profile(spec, kept, progress=progress))
 

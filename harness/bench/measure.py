@@ -1,6 +1,5 @@
 """The benchmark: build the model, open the engines, see that they agree, and time them."""
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from harness.engines.reference_threads import engine_threads
 from harness.environment import describe_machine
 from harness.errors import Code, HarnessError
 from harness.progress import Progress
+from harness.scratch import scratch_folder
 
 BATCH_SIZES = (1, 16)
 Tokens = dict[str, Sequence[Sequence[int]]]
@@ -91,9 +91,9 @@ def run_bench(
     with (
         quiet_peers(),
         engine_threads(shape.hidden_size, device) as threads,
-        tempfile.TemporaryDirectory() as temporary,
+        scratch_folder("harness-") as temporary,
     ):
-        folder = Path(temporary)
+        folder = temporary / "model"
         progress("building the model", 0, 1)
         num_parameters = build_checkpoint(shape, folder, dtype=dtype, seed=seed, device=device)
         setting = _setting(

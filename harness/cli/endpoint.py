@@ -110,9 +110,10 @@ def _refuse_without_client() -> None:
 def _print(result: "EndpointResult", form: opt.ReportFormat) -> None:
     from harness.report.endpoint_json import endpoint_json
     from harness.report.endpoint_text import endpoint_text
+    from harness.report.markdown import fenced
 
     if form is opt.ReportFormat.JSON:
         write_json(endpoint_json(result))
         return
     text = endpoint_text(result, width=terminal_width())
-    write(f"```text\n{text}```" if form is opt.ReportFormat.MARKDOWN else text, end="")
+    write(fenced(text) + "\n" if form is opt.ReportFormat.MARKDOWN else text, end="")

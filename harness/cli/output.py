@@ -59,14 +59,14 @@ def _document(result: "CheckResult", profile: "ProfileResult | None") -> dict[st
 
 
 def _print_texts(result: "CheckResult", profile: "ProfileResult | None", form: ReportFormat) -> None:
-    from harness.report.markdown import check_markdown
+    from harness.report.markdown import check_markdown, fenced
     from harness.report.profile_text import profile_text
     from harness.report.terminal import check_text
 
     if form is ReportFormat.MARKDOWN:
         write(check_markdown(result))
         if profile:
-            write(f"```text\n{profile_text(profile)}\n```")
+            write(fenced(profile_text(profile)))
         return
     has_color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     width = terminal_width()

@@ -1,7 +1,6 @@
 """One check under one setting, with a fault in the engine or without."""
 
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from harness.oracle.make_golden import cached_golden
 from harness.plan import Plan, plan_request
 from harness.recording import Recording, RecordingWriter
 from harness.results import CheckResult, Outcome
+from harness.scratch import scratch_folder
 
 _VOCABULARY = range(3, 256)
 
@@ -106,12 +106,12 @@ def plan_of(setting: FaultConfig, folder: Path, *, engine: str = "reference", se
 
 def _checked(folder: Path, setting: FaultConfig, engine: str, seed: int, planted: InjectedFault) -> Trial:
     plan = _declared_plan(setting, folder, engine, seed)
-    with tempfile.TemporaryDirectory(prefix="harness-") as out:
+    with scratch_folder("harness-") as out:
         try:
-            result = run_check(plan, out=Path(out))
+            result = run_check(plan, out=out / "recordings")
         except HarnessError as error:
             return Trial(result=None, error=error, num_calls=planted.num_calls, peers={})
-        (recording,) = Path(out).iterdir()
+        (recording,) = (out / "recordings").iterdir()
         with Recording.open(recording, verify=False) as actual:
             peers = judge_as_peers(actual, _golden(plan), result.runs[0])
     return Trial(result=result, error=None, num_calls=planted.num_calls, peers=peers)
@@ -162,12 +162,14 @@ def checkpoint(setting: FaultConfig) -> Iterator[Path]:
     if not (setting.config or setting.scaled or setting.weights_in):
         yield source
         return
-    with tempfile.TemporaryDirectory(prefix="harness-") as folder:
+    with scratch_folder("harness-") as scratch:
+        folder = scratch / "model"
+        folder.mkdir()
         for path in source.iterdir():
-            (Path(folder) / path.name).symlink_to(path.resolve())
+            (folder / path.name).symlink_to(path.resolve())
         config = json.loads((source / "config.json").read_text(encoding="utf-8")) | dict(setting.config)
-        (Path(folder) / "config.json").unlink()
-        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        (folder / "config.json").unlink()
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         _change_weights(Path(folder), setting)
         yield Path(folder)
 

@@ -5,7 +5,6 @@ runs are compared with each other, bit by bit; the golden only says whether what
 """
 
 import random
-import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from harness.oracle.model import HFModel
 from harness.plan import Plan
 from harness.progress import Progress
 from harness.recording import Recording, RequestInfo
+from harness.scratch import scratch_folder
 
 NUM_SUBJECTS = 3
 NUM_NEW = 4
@@ -133,13 +133,13 @@ class Comparer:
 
     def _round(self, prompts: Prompts) -> None:
         """Try every change on one set of requests; a run that two changes share is run once."""
-        with tempfile.TemporaryDirectory(prefix="harness-invariance-") as folder:
+        with scratch_folder("harness-") as folder:
             runs: dict[Run, _Recorded | HarnessError] = {}
             for at, found in enumerate(self._found.values()):
                 self.progress(f"{self.plan.engine}, round {self.num_rounds + 1}", at, len(self._found))
                 for run in found.change.runs:
                     if run not in runs:
-                        runs[run] = self._recorded(run, prompts, Path(folder) / str(len(runs)))
+                        runs[run] = self._recorded(run, prompts, folder / str(len(runs)))
                 self._compare(found, *(runs[run] for run in found.change.runs))
 
     def _recorded(self, run: Run, prompts: Prompts, path: Path) -> _Recorded | HarnessError:

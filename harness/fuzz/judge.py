@@ -1,6 +1,5 @@
 """One workload on the engine, judged against the pool's golden as a check judges."""
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from harness.oracle.model import HFModel
 from harness.plan import Plan
 from harness.recording import Recording
 from harness.results import Outcome, RunResult
+from harness.scratch import scratch_folder
 from harness.taps import site_of
 
 SCHEDULE = "searched"
@@ -81,8 +81,8 @@ class Judge:
 
     def judge(self, workload: SentWorkload, *, explain: bool = False, limit_s: float | None = None) -> Judgement:
         """Run one workload and judge every row of it."""
-        with tempfile.TemporaryDirectory(prefix="harness-fuzz-") as folder:
-            path = Path(folder) / "recording"
+        with scratch_folder("harness-") as folder:
+            path = folder / "recording"
             try:
                 self._record(workload, path, limit_s or self.limit_s)
             except HarnessError as error:

@@ -1,7 +1,6 @@
 """The folders of profiles: one for each case, the old one whole until the new one is."""
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.files import writing
+from harness.scratch import scratch_folder
 
 _FOLDER = "captures"
 
@@ -36,8 +36,8 @@ def making(kept: Path | None) -> Iterator[Path]:
     if kept is not None:
         with writing(kept):
             kept.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=kept and kept.parent, prefix=".captures-") as parent:
-        folder = Path(parent) / "new"
+    with scratch_folder(".captures-", kept and kept.parent) as parent:
+        folder = parent / "new"
         folder.mkdir()
         yield folder
 

@@ -6,8 +6,9 @@ from typing import Any
 from tabulate import tabulate
 
 from harness.report.json import SCHEMA_VERSION
+from harness.report.markdown import escaped
 from harness.report.merge import merge, merge_taps
-from harness.report.sentences import number
+from harness.report.sentences import number, printable
 from harness.results import CheckResult, Outcome, TapResult
 
 
@@ -25,8 +26,9 @@ def dtypes_text(results: Sequence[CheckResult], *, tablefmt: str = "simple") -> 
     """Return a table of every operation in every dtype: median and largest error in roundings, and the verdict."""
     columns = [_by_site(result) for result in results]
     sites = list(dict.fromkeys(site for column in columns for site in column))
-    rows = [[site, *(cell for column in columns for cell in _cells(column.get(site)))] for site in sites]
-    names = [(f"{result.dtype} median", "max", "verdict") for result in results]
+    shown = escaped if tablefmt == "github" else printable
+    rows = [[shown(site), *(cell for column in columns for cell in _cells(column.get(site)))] for site in sites]
+    names = [(f"{shown(result.dtype)} median", "max", "verdict") for result in results]
     headers = ["operation, all layers", *(name for group in names for name in group)]
     align = ["left", *(side for _ in results for side in ("right", "right", "left"))]
     return tabulate(rows, headers=headers, tablefmt=tablefmt, colalign=align, disable_numparse=True)

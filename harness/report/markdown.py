@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from urllib.parse import quote, urlsplit
 
 from tabulate import tabulate
 
@@ -21,6 +22,7 @@ from harness.results import CheckResult, Divergence, Outcome
 
 _HEADERS = ("layer", "operation", "rows", "median", "max", "bound", "propagated", "verdict")
 _ALIGNMENTS = ("right", "left", "right", "right", "right", "right", "right", "left")
+_IN_A_TARGET = "/:?&=%#,;+@~-._"
 _LEGEND = (
     "median, max: error of the operation itself, in roundings. bound: its largest share of what is allowed; above 1 is "
     "a bug. propagated: error that has built up, as a multiple of HF's own. downstream: sound by itself, computed from "
@@ -42,6 +44,20 @@ def check_markdown(result: CheckResult) -> str:
 def escaped(text: str) -> str:
     """Return `text` as Markdown that shows it literally, in a table cell too."""
     return re.sub(r"([\\`*_\[\]<>|#~&])", r"\\\1", printable(text))
+
+
+def link(text: str, target: str) -> str:
+    """Return a link to a file or a page, or the text alone where the target is neither: `javascript:`, for one."""
+    if urlsplit(target).scheme not in ("", "http", "https"):
+        return escaped(text)
+    return f"[{escaped(text)}]({quote(target, safe=_IN_A_TARGET)})"
+
+
+def fenced(text: str) -> str:
+    """Return a text as a block of code, in a fence that the text cannot close."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{text.rstrip()}\n{fence}"
 
 
 def _section(section: Section, *, is_only: bool) -> Iterator[str]:
@@ -77,7 +93,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
 def _cells(row: Row) -> list[str]:
     tap = row.tap
     figures = (tap.local_roundings_median, tap.local_roundings_max, tap.local_bound_share_max, tap.propagated_ratio_max)
-    cells = [row.layers, escaped(row.label), f"{tap.num_rows:,}", *map(number, figures), row.remark]
+    cells = [row.layers, escaped(row.label), f"{tap.num_rows:,}", *map(number, figures), escaped(row.remark)]
     if row.role is Role.CULPRIT:
         return [f"**{cell}**" if cell else "" for cell in cells]
     return cells

@@ -8,6 +8,7 @@ from tabulate import tabulate
 
 from harness.errors import printable
 from harness.quant_results import QuantResult, QuantRow
+from harness.report.markdown import escaped
 from harness.report.page.scale import linear_scale, log_scale
 
 _HEADERS = (
@@ -24,11 +25,17 @@ def quant_json(result: QuantResult) -> dict[str, Any]:
 
 def quant_text(result: QuantResult, tablefmt: str = "simple") -> str:
     """Return a result as a table, for a terminal or as Markdown (`github`)."""
+    shown = escaped if tablefmt == "github" else printable
     head = (
-        f"{result.model}: {result.num_rows} rows of {result.text}, perplexity of HuggingFace's original "
+        f"{shown(result.model)}: {result.num_rows} rows of {shown(result.text)}, perplexity of HuggingFace's original "
         f"{result.perplexity:.4f}"
     )
-    table = tabulate([_cells(row) for row in result.types], headers=_HEADERS, tablefmt=tablefmt, disable_numparse=True)
+    table = tabulate(
+        [[shown(row.name), *_cells(row)] for row in result.types],
+        headers=_HEADERS,
+        tablefmt=tablefmt,
+        disable_numparse=True,
+    )
     foot = (
         "KL in nats from HuggingFace's original; format: HuggingFace with the dequantised weights, from the original; "
         "arithmetic: the engine, from HuggingFace with the dequantised weights"
@@ -61,7 +68,6 @@ def _cells(row: QuantRow) -> list[str]:
     kl = [row.kl_mean, row.kl_median, row.kl_p99, row.kl_max]
     split = [row.kl_mean_format, row.kl_mean_arithmetic]
     return [
-        row.name,
         f"{row.size_bytes:,}",
         f"{row.bits_per_weight:.2f}",
         f"{row.perplexity:.4f}",

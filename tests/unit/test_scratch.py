@@ -1,10 +1,12 @@
 """Scratch folders: gone with their block, and swept up after a process that was killed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -74,3 +76,9 @@ def test_what_somebody_else_made_stays(tmp_path):
 def test_a_place_that_is_not_there(tmp_path):
     sweep(tmp_path / "nowhere", ".making-")
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_every_temporary_folder_of_the_harness_is_one_that_is_swept():
+    sources = Path(scratch.__file__).parent.rglob("*.py")
+    makers = {path.name for path in sources if re.search(r"TemporaryDirectory\(|\bmkdtemp\(dir", path.read_text())}
+    assert makers == {"scratch.py"}

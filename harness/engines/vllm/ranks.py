@@ -1,6 +1,5 @@
 """vLLM's processes: each rank records its own part, the parts are merged, and a process that ends is named."""
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -14,6 +13,7 @@ from harness.engines.vllm.steps import VllmWatcher
 from harness.engines.worker_processes import watched_processes
 from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
 from harness.recording.merge import merge_ranks
+from harness.scratch import scratch_folder
 from harness.taps import Graph
 
 
@@ -55,14 +55,12 @@ def recorded_workers(
 ) -> Iterator[tuple[str, ...]]:
     """Record what the block does on every rank, merge it into `writer`, and yield what the modules do not show."""
     plain = [request.model_dump() for request in requests]
-    with tempfile.TemporaryDirectory(prefix="ranks-", dir=writer.path.parent) as folder:
-        unsupported = engine.collective_rpc("harness_begin", args=(folder, graph.to_json(), plain))
+    with scratch_folder(".ranks-", writer.path.parent) as folder:
+        unsupported = engine.collective_rpc("harness_begin", args=(str(folder), graph.to_json(), plain))
         yield tuple(unsupported[0])
         engine.collective_rpc("harness_end")
         with ExitStack() as stack:
-            ranks = [
-                stack.enter_context(Recording.open(Path(folder) / f"rank-{rank}")) for rank in range(len(unsupported))
-            ]
+            ranks = [stack.enter_context(Recording.open(folder / f"rank-{rank}")) for rank in range(len(unsupported))]
             merge_ranks(ranks, graph, writer)
 
 

@@ -10,7 +10,6 @@ import importlib.util
 import io
 import subprocess
 import tarfile
-import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from harness.engines.adapter import engine_module
 from harness.errors import Code, HarnessError
+from harness.scratch import scratch_folder
 
 _OWN_PACKAGES = ("harness", "reference_engine")
 """An engine of ours is its adapter in the one and itself in the other."""
@@ -82,12 +82,12 @@ def stored_version(
     if repository is None and path.is_dir():
         yield Version(label=against, root=_folder_root(path, packages[0], against))
         return
-    with tempfile.TemporaryDirectory(prefix="harness-") as folder:
+    with scratch_folder("harness-") as folder:
         if repository is None and path.suffix == ".whl":
-            _unpack_wheel(path, Path(folder))
-            yield Version(label=against, root=_folder_root(Path(folder), packages[0], against))
+            _unpack_wheel(path, folder)
+            yield Version(label=against, root=_folder_root(folder, packages[0], against))
         else:
-            root = _check_out(repository or _repository_of(now, against), against, packages, Path(folder))
+            root = _check_out(repository or _repository_of(now, against), against, packages, folder)
             yield Version(label=against, root=root)
 
 

@@ -7,7 +7,6 @@ a GPU yet).
 from __future__ import annotations
 
 import gc
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from harness.profiling.passes.recorders import activities, profiling, recording_
 from harness.profiling.passes.spans import SpanEmitter
 from harness.profiling.passes.timing import Stopwatch
 from harness.profiling.trace.nodes import MemoryEvent, Node, read_events
+from harness.scratch import scratch_folder
 
 MAX_FRAMES = 32
 """Innermost frames of a stack that are kept."""
@@ -55,8 +55,8 @@ def capture_memory(session: Session, window: Window, path: Path, *, device: str)
     if torch.device(device).type == "cuda":
         return _capture_cuda(session, window, path, device, held)
     run = _Run(session, window)
-    with tempfile.TemporaryDirectory(prefix="harness-") as folder:
-        trace = Path(folder) / "memory.json"
+    with scratch_folder("harness-") as folder:
+        trace = folder / "memory.json"
         run.record(trace)
         events = read_events(trace)
     steps = events.steps[-len(window.steps) :]

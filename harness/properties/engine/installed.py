@@ -6,7 +6,6 @@ have chosen is compared at each of them.
 """
 
 import random
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -24,6 +23,7 @@ from harness.properties.engine.adapter import OPTIONS, Taps
 from harness.recording import ModelInfo, Recording, RequestInfo
 from harness.recording.reader import Step
 from harness.schedule import SCHEDULES
+from harness.scratch import scratch_folder
 
 __all__ = ["installed_engine"]
 
@@ -144,8 +144,8 @@ class _Installed:
         has_control = self.engine.capabilities.control is not None
         timeline = Timeline(limits=self._limits, arrivals=arrivals) if has_control else None
         schedule = SCHEDULES["batched"]
-        with tempfile.TemporaryDirectory(prefix="harness-engine-") as folder:
-            path = Path(folder) / "recording"
+        with scratch_folder("harness-") as folder:
+            path = folder / "recording"
             run = RunDescription(
                 engine=self.engine.name, folder=path, model=ModelInfo(id=str(self.folder)), dtype=self.dtype,
                 device="cpu", schedule=schedule, requests=requests,

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections, raise_all
 from harness.properties.ops.adapter import OpsUnderTest
 from harness.safetensors_header import LENGTH_BYTES, read_header
+from harness.scratch import scratch_folder
 
 __all__ = ["check_loader"]
 
@@ -121,8 +121,8 @@ def _check_damage(target: OpsUnderTest, source: Path, damage: Damage) -> None:
 @contextmanager
 def _copy(source: Path) -> Iterator[Path]:
     """Yield a folder with the checkpoint's files in it."""
-    with TemporaryDirectory() as name:
-        folder = Path(name) / "checkpoint"
+    with scratch_folder("harness-") as scratch:
+        folder = scratch / "checkpoint"
         shutil.copytree(source, folder)
         yield folder
 

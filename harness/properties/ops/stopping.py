@@ -4,7 +4,6 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from hypothesis import settings as Settings  # noqa: N812  # `settings` is what the functions here take
@@ -14,6 +13,7 @@ from hypothesis.strategies import DrawFn
 from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections
 from harness.properties.ops.adapter import OpsUnderTest
+from harness.scratch import scratch_folder
 
 __all__ = ["check_stopping"]
 
@@ -51,8 +51,8 @@ def check_stopping(named: Any, settings: Settings) -> Rejections:
     target = OpsUnderTest(named)
     if not target.offers("num_generated") or target.declares("checkpoint") is None:
         return Rejections()
-    with TemporaryDirectory() as parent:
-        folder = Path(parent) / "checkpoint"
+    with scratch_folder("harness-") as scratch:
+        folder = scratch / "checkpoint"
         shutil.copytree(target.declares("checkpoint"), folder)
         return falsify(
             "a request ends with the first token that the checkpoint calls an end, whichever of them it is",

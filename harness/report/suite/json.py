@@ -1,6 +1,5 @@
 """A suite for programs: keys that are always there, in finite numbers; and such a document read back."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from harness.errors import Code, HarnessError
 from harness.files import read_text
+from harness.json_text import parse_json
 from harness.report.json import plain
 from harness.suite_results import CaseResult, SuiteResult
 
@@ -33,12 +33,12 @@ def load_suite(path: Path) -> SuiteResult:
     """
     file = path / SUITE_NAME if path.is_dir() else path
     try:
-        document = json.loads(read_text(file))
+        document = parse_json(read_text(file))
         if document["schema_version"] != SCHEMA_VERSION:
             raise ValueError(f"schema_version {document['schema_version']} is not known")
         cases = _CASES.validate_python(document["cases"])
         return SuiteResult(cases=cases, elapsed_s=float(document["elapsed_s"]))
-    except (OSError, ValueError, KeyError, TypeError, ValidationError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ValidationError, OverflowError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise HarnessError(
             Code.BAD_SUITE_RESULT,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from harness.report.markdown import escaped
+from harness.report.markdown import escaped, link
 from harness.report.suite.matrix import Cell, matrix_lines
 from harness.report.suite.text import MOST_SHOWN, facts, headline
 from harness.suite_results import CaseVerdict, SuiteResult
@@ -25,8 +25,8 @@ def _cell(cell: Cell) -> str:
 def _failed(result: SuiteResult) -> Iterator[str]:
     failed = [case for case in result.cases if case.verdict is not CaseVerdict.PASS]
     for case in failed[:MOST_SHOWN]:
-        name = f"[{escaped(case.name)}]({case.report})" if case.report else escaped(case.name)
-        code = f" {case.code}" if case.code else ""
+        name = link(case.name, case.report) if case.report else escaped(case.name)
+        code = f" {escaped(case.code)}" if case.code else ""
         yield f"- **{case.verdict}{code}** {name}: {escaped(' '.join(case.divergence_text.split()))}"
     if len(failed) > MOST_SHOWN:
         yield f"- and {len(failed) - MOST_SHOWN} more"

@@ -1,6 +1,9 @@
 from dataclasses import replace
 
-from harness.report.markdown import check_markdown, escaped
+import pytest
+
+from harness.report.dtypes import dtypes_text
+from harness.report.markdown import check_markdown, escaped, fenced, link
 from harness.results import CheckResult
 
 from .examples import build, check, sound_run
@@ -43,3 +46,29 @@ def test_names_are_shown_literally():
 
 def test_blocks_are_separated_by_one_empty_line(result: CheckResult):
     assert "\n\n\n" not in check_markdown(result)
+
+
+@pytest.mark.parametrize(
+    "target", ["javascript:alert(1)", "JAVASCRIPT:alert(1)", "data:text/html,x", " javascript:x", "file:///etc"]
+)
+def test_a_link_leads_to_a_page_or_to_a_file_beside_it(target):
+    assert link("[a]", target) in ("\\[a\\]", f"[\\[a\\]](%20{target.strip()})")
+
+
+def test_a_link_stays_a_link():
+    assert link("a b", "cases/a b/(1)<2>.html") == "[a b](cases/a%20b/%281%29%3C2%3E.html)"
+    assert link("a", "https://host/x?y=1#z") == "[a](https://host/x?y=1#z)"
+
+
+def test_a_fence_is_longer_than_any_in_its_text():
+    assert fenced("a\n```\n<script>\n") == "````text\na\n```\n<script>\n````"
+    assert fenced("a") == "```text\na\n```"
+
+
+@pytest.mark.parametrize("tablefmt", ["simple", "github"])
+def test_names_in_other_tables_are_shown_literally(tablefmt):
+    run = sound_run()
+    odd = replace(run.taps[0], name="<img src=x>|b", site="<img src=x>|b")
+    result = check(replace(run, taps=(odd, *run.taps[1:])))
+    text = dtypes_text([result, result], tablefmt=tablefmt)
+    assert ("\\<img src=x\\>\\|b" in text) == (tablefmt == "github")

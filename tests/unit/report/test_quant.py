@@ -24,7 +24,7 @@ def test_a_table():
     assert "stories: 64 rows of its own text, seed 0, perplexity of HuggingFace's original 3.0000" in text
     assert "Q8_0    2,000,000  8.50           3.2500        1.00e-03" in text
     assert "97.50 %" in text
-    assert "| Q8_0   |" in quant_text(RESULT, "github")
+    assert "| Q8\\_0  |" in quant_text(RESULT, "github")
 
 
 def test_json_has_a_row_for_each_type():
