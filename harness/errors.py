@@ -60,6 +60,7 @@ class Code(StrEnum):
     SKETCH_DIFFERS = "H033"
     UPDATE_REFUSED = "H034"
     HF_FAILED = "H035"
+    SYSTEM_REFUSED = "H154"
     # Findings: the numbers, or what was not checked
     LOCAL_ERROR = "H040"
     PROPAGATED_ERROR = "H041"

@@ -1,12 +1,12 @@
 """A JSON object in a file of a checkpoint, which may be damaged or hostile."""
 
-import json
 import reprlib
 from pathlib import Path
 from typing import Any
 
 from harness.checkpoint.refusals import bad_config
 from harness.files import read_bytes
+from harness.json_text import parse_json
 
 
 def read_table(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -17,9 +17,7 @@ def read_table(path: Path) -> tuple[dict[str, Any], bytes]:
     """
     try:
         content = read_bytes(path)
-        table = json.loads(content)
-    except RecursionError:
-        bad_config("the file is nested too deeply", path, None)
+        table = parse_json(content)
     except OSError as error:
         bad_config(f"the file cannot be read: {error.strerror}", path, None)
     except ValueError as error:  # JSON and UTF-8 alike

@@ -1,9 +1,9 @@
 """One prompt continued by an installed engine, through what its adapter offers."""
 
-import json
 from collections.abc import Iterator, Sequence
 
 from harness.checkpoint import Checkpoint
+from harness.checkpoint.table import read_table
 from harness.errors import Code, HarnessError
 
 
@@ -51,7 +51,7 @@ def _tokens(
 def _end_tokens(checkpoint: Checkpoint) -> frozenset[int]:
     """Return the end-of-sequence tokens that generation_config.json names, or else config.json."""
     path = checkpoint.folder / "generation_config.json"
-    configs = [json.loads(path.read_text(encoding="utf-8"))] if path.is_file() else []
+    configs = [read_table(path)[0]] if path.is_file() else []
     named = (config.get("eos_token_id") for config in (*configs, checkpoint.config))
     ends = next((ids for ids in named if ids is not None), ())
     return frozenset([ends] if isinstance(ends, int) else ends)

@@ -1,6 +1,5 @@
 """`harness gate`: what a profile needs beyond its baseline, and whether it takes longer than another version."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +12,7 @@ from harness.cli.output import write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.files import read_text
+from harness.json_text import parse_json
 
 if TYPE_CHECKING:
     from harness.gate_results import PhaseTime
@@ -66,7 +66,7 @@ class TimingOptions:
         with progress_bar() as report:
             return time_against(
                 self.against,
-                json.loads(read_text(profile_file(profile))),
+                parse_json(read_text(profile_file(profile))),
                 length=TimingLength(num_blocks=self.blocks, seconds=self.seconds),
                 tolerance=self.tolerance,
                 repository=self.against_repo,

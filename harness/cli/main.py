@@ -1,5 +1,6 @@
 """Entry point: runs a command and turns every way it can end into an exit status."""
 
+import errno
 import os
 import sys
 import traceback
@@ -16,11 +17,19 @@ from harness.engines import engine_names
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.version import __version__
 
+_REFUSALS = {
+    errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ELOOP, errno.EMFILE, errno.ENAMETOOLONG, errno.ENFILE,
+    errno.ENODEV, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS,
+}  # fmt: skip
+"""What a machine lacks, and no bug of the harness: disk space, a folder for temporary files, a permission."""
+
 INTERRUPTED, TERMINATED = 130, 143
 """Exit statuses after Ctrl-C and after SIGTERM, as shells have them."""
 
 # typer brings click along under a private name, older versions depend on click itself: this is the base of either.
 _ClickError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+_CLOSED = "standard output is closed: the result could not be written"
 
 _HELP = "Check an LLM inference engine against HuggingFace, row by row, operation by operation."
 _ENVIRONMENT = """\b
@@ -41,10 +50,23 @@ Environment:
 
 def main() -> None:
     """Run the command line and exit the process; SIGTERM ends it as Ctrl-C does, with nothing left behind."""
+    _refuse_closed_streams()
     interrupts = Interrupts()
     interrupts.install()
     status = run(sys.argv[1:])
     sys.exit(TERMINATED if interrupts.was_terminated and status == INTERRUPTED else status)
+
+
+def _refuse_closed_streams() -> None:
+    """Exit where nobody could see the verdict; what else is closed is opened, or the next file would get its number."""
+    is_closed = sys.stdout is None
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  it stays open
+    if is_closed:
+        sys.exit(_report(HarnessError(Code.CANNOT_WRITE, _CLOSED, hint="send it to /dev/null"), as_json=False))
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -91,6 +113,13 @@ def _as_harness_error(error: Exception) -> HarnessError:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "harness"
         return HarnessError(Code.BAD_OPTION, error.format_message(), where=command, hint=f"{command} --help")
+    if isinstance(error, OSError) and error.errno in _REFUSALS:
+        return HarnessError(
+            Code.SYSTEM_REFUSED,
+            f"the operating system refuses: {error.strerror}",
+            where=error.filename,
+            hint="HARNESS_TRACEBACK=1 shows what it was needed for",
+        )
     return HarnessError(
         Code.INTERNAL,
         f"{type(error).__name__}: {error}",

@@ -1,9 +1,9 @@
 """Values of `--engine-option NAME=VALUE`, which are text."""
 
-import json
 from typing import Any
 
 from harness.errors import Code, HarnessError
+from harness.json_text import parse_json
 
 _PYTHON = {"True": True, "False": False, "None": None}
 
@@ -25,6 +25,6 @@ def parse_value(text: str) -> Any:
     if text in _PYTHON:
         return _PYTHON[text]
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return text

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from harness.errors import Code, HarnessError
 from harness.files import writing
+from harness.json_text import parse_json
 from harness.suite.fingerprint import fingerprint
 from harness.suite.task import StoredGolden, SuiteCase
 from harness.suite_results import CaseResult, CaseVerdict
@@ -137,7 +138,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     records = []
     for line in lines:
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:  # cut off in the middle, or empty
             continue
         if isinstance(record, dict):

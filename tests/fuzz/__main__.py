@@ -5,8 +5,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
+from .exchanges import exchanges
 from .fuzzer import fuzz
 from .targets import Templates, targets
 
@@ -19,19 +22,23 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="TARGET", help="[default: all]")
     given = parser.parse_args()
     num_bad = 0
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
-        (Path(name) / "template").mkdir()
-        templates = Templates(Path(name) / "template")
-        chosen = [target for target in targets(templates) if not given.names or target.name in given.names]
-        shares = {target.name: 1 / target.seconds for target in chosen}
-        for target in chosen:
-            count, begin = max(1, round(given.inputs * shares[target.name] / sum(shares.values()))), time.monotonic()
-            handled = [fuzz(target, templates.folder, given.seed + index) for index in range(count)]
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder, ExitStack() as stack:
+        (Path(folder) / "template").mkdir()
+        templates = Templates(Path(folder) / "template")
+        files = {
+            target.name: (partial(fuzz, target, templates.folder), target.seconds) for target in targets(templates)
+        }
+        messages = {message.name: (message.fuzz, message.seconds) for message in stack.enter_context(exchanges())}
+        chosen = {name: own for name, own in (files | messages).items() if not given.names or name in given.names}
+        shares = {name: 1 / seconds for name, (_, seconds) in chosen.items()}
+        for name, (handle, _) in chosen.items():
+            count, begin = max(1, round(given.inputs * shares[name] / sum(shares.values()))), time.monotonic()
+            handled = [handle(given.seed + index) for index in range(count)]
             found = [what for each in handled for what in each.violations]
             num_bad += len(found)
             endings = ", ".join(f"{ending} {n}" for ending, n in Counter(each.ending for each in handled).most_common())
             seconds = time.monotonic() - begin
-            print(f"{target.name}: {count} inputs, {len(found)} violations, {seconds:.0f} s ({endings})", flush=True)
+            print(f"{name}: {count} inputs, {len(found)} violations, {seconds:.0f} s ({endings})", flush=True)
             print(*found[:10], sep="\n", end="\n" if found else "", flush=True)
     return 1 if num_bad else 0
 

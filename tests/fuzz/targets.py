@@ -15,6 +15,7 @@ from unittest.mock import patch
 from harness.cli.main import run
 from harness.oracle.golden import INFO_FILE, NOISE_FILE, GoldenInfo
 
+from ..unit.lora_adapter import write_adapter
 from .mutate import Mutation, damaged, damaged_header, damaged_json
 
 CHECKPOINTS = Path(__file__).parents[2] / "cases" / "checkpoints"
@@ -66,6 +67,12 @@ class Templates:
         events = json.loads(gzip.decompress(trace.read_bytes()))
         events["traceEvents"] = events["traceEvents"][:200]  # damage shows in few as in many
         (folder / "trace.json").write_text(json.dumps(events))
+        write_adapter(folder / "lora", seed=1, base=folder / "model")
+        place = {"ph": "i", "name": "[memory]", "pid": 1, "tid": 1, "s": "t"}
+        sizes = [{"Addr": 2**63 + at, "Bytes": 8, "Device Type": 0, "Device Id": -1} for at in range(4)]
+        memory = [{**place, "ts": 2 + at, "args": args} for at, args in enumerate(sizes)]
+        operator = {"ph": "X", "name": "aten::mm", "cat": "cpu_op", "pid": 1, "tid": 1, "ts": 1, "dur": 9, "args": {}}
+        (folder / "memory.json").write_text(json.dumps({"traceEvents": [operator, *memory]}))
         (folder / "case.toml").write_text(
             'schema_version = 1\ndescription = "a case"\nmodel = "model"\nengine = "reference"\ndtype = "float32"\n'
             'schedules = ["plain", "chunked:3"]\nmax_new_tokens = 4\nrequire = ["decode"]\nisolate = false\n'
@@ -106,6 +113,12 @@ def targets(templates: Templates) -> list[Target]:
     for side in ("recording", "golden"):
         step = f"{side}/step-00000.safetensors"
         found.append(Target(name=f"{side}'s step", file=step, mutations=header, command=_diff, repair=_sign))
+    found += [
+        Target(name="memory trace", file="memory.json", mutations=text, command=lambda at: (
+            "trace", "summary", at / "memory.json")),
+        Target(name="adapter's config", file="lora/adapter_config.json", mutations=text, seconds=1.0, command=_adapted),
+        Target(name="adapter", file="lora/adapter_model.safetensors", mutations=header, seconds=1.0, command=_adapted),
+    ]  # fmt: skip
     return [*found, *_of_a_golden(templates, text), *_in_the_cache(text, header)]
 
 
@@ -130,6 +143,10 @@ def _in_the_cache(text: Sequence[Mutation], header: Sequence[Mutation]) -> Itera
             mutations=header if file.endswith("safetensors") else text,
             command=lambda at: ("check", "--model", at / "model", "--schedule", "plain", *WORKLOAD),
         )  # fmt: skip
+
+
+def _adapted(at: Path) -> Sequence[object]:
+    return "golden", "--model", at / "model", *WORKLOAD, "--lora", at / "lora", "--out", at / "out"
 
 
 def _inspect(at: Path) -> Sequence[object]:

@@ -1,13 +1,19 @@
 """Damaged files by the hundred: each is refused with a code or used, and nothing else happens. `make fuzz` has more."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
+pytest.importorskip("httpx", reason="the extra `serve` is not installed")
+pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+
 from . import fuzzer
+from .exchanges import exchanges
 from .fuzzer import Handled, fuzz
 from .mutate import damaged, damaged_header, damaged_json
 from .targets import Templates, targets
@@ -27,6 +33,25 @@ def test_no_damaged_input_is_handled_badly(templates: Templates, subtests: pytes
             count = max(1, min(INPUTS, int(SECONDS_OF_A_TARGET / target.seconds)))
             handled = [fuzz(target, templates.folder, seed) for seed in range(count)]
             assert [what for each in handled for what in each.violations] == []
+
+
+def test_no_damaged_message_is_handled_badly(subtests: pytest.Subtests) -> None:
+    with exchanges() as messages:
+        for message in messages:
+            with subtests.test(message.name):
+                handled = [message.fuzz(seed) for seed in range(INPUTS)]
+                assert [what for each in handled for what in each.violations] == []
+
+
+def test_the_sound_messages_are_taken() -> None:
+    with exchanges() as messages:
+        endings = {
+            message.name: message.handle(json.dumps(message.template).encode(), Random(0)) for message in messages
+        }
+    sound = {"200", "0", "1"}
+    refused = {"body of /v1/chat/completions"}  # the checkpoint has no template
+    assert {name for name, (ending, _) in endings.items() if ending not in sound} == refused
+    assert not [found for _, found in endings.values() if found]
 
 
 def test_the_sound_files_are_taken(templates: Templates, subtests: pytest.Subtests) -> None:

@@ -3,9 +3,11 @@
 import gzip
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 from harness.errors import Code, HarnessError
 from harness.profiling.gate.baseline import read_baseline
 
+from ..unit.lora_adapter import FOLDER, write_adapter
 from .conftest import ENGINE
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b31m"
@@ -164,6 +167,60 @@ def test_a_config_nested_without_measure(harness, sharded, key):
         ran = harness(*command)
         assert ran.status in (0, 2), ran.err
         assert "H099" not in ran.err
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "1e300", "-1", "true", NESTED])
+@pytest.mark.parametrize("field", ["r", "lora_alpha"])
+def test_an_adapter_whose_numbers_have_no_measure(refused, tmp_path, field, number):
+    folder = write_adapter(tmp_path / "adapter", seed=1)
+    path = folder / "adapter_config.json"
+    path.write_text(path.read_text().replace(f'"{field}": ', f'"{field}": {number}, "was": '))
+    refused(Code.BAD_LORA, "check", "--model", FOLDER, *TOKENS, "--lora", folder)
+
+
+@pytest.mark.parametrize("address", [2**64, -(2**63) - 1, "0x1ffffffffffffffffffff", "here", 10**400])
+def test_a_trace_with_an_address_that_is_none(refused, tmp_path, address):
+    refused(Code.TRACE_NOT_JSON, "trace", "summary", trace_with(tmp_path, address))
+
+
+@pytest.mark.parametrize("address", [0, -1, 2**63 + 5, 2**64 - 1, "0xffffffffffffffff"])
+def test_a_trace_with_an_address_of_64_bits(harness, tmp_path, address):
+    assert harness("trace", "summary", trace_with(tmp_path, address)).status == 0
+
+
+def trace_with(folder, address):
+    place = {"pid": 1, "tid": 1}
+    events = [
+        {"ph": "X", "name": "aten::mm", "cat": "cpu_op", "ts": 1, "dur": 5, "args": {}, **place},
+        {"ph": "i", "name": "[memory]", "ts": 2, "s": "t", "args": {"Addr": address, "Bytes": 8}, **place},
+    ]
+    path = folder / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    return path
+
+
+# What the machine lacks
+
+
+def test_no_folder_for_temporary_files(harness, llama, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    ran = harness("check", "--model", llama, *TOKENS)
+    assert ran.status == 2
+    assert ran.err.startswith("H154: the operating system refuses: No such file or directory\n"), ran.err
+
+
+def test_a_closed_standard_output_is_no_pass(checkpoints):
+    command = f"exec {' '.join(map(shlex.quote, HARNESS))} inspect {checkpoints / 'qwen2-tiny'} >&-"
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("H031: standard output is closed: the result could not be written"), ran.stderr
+
+
+def test_closed_input_and_errors_do_not_matter(checkpoints):
+    command = f"exec {' '.join(map(shlex.quote, HARNESS))} inspect {checkpoints / 'qwen2-tiny'} <&- 2>&-"
+    ran = subprocess.run(["bash", "-c", command], stdout=subprocess.PIPE, text=True, timeout=120)
+    assert ran.returncode == 0
+    assert "qwen2" in ran.stdout
 
 
 # Devices and pipes

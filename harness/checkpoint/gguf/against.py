@@ -4,7 +4,6 @@ A check of an engine cannot see a mistake of the converter: the truth has the sa
 with the original, block by block, with what its type may lose; where it differs more, the known mistakes are tried.
 """
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from harness.checkpoint.checkpoint import Checkpoint
 from harness.checkpoint.gguf.model import GGUFModel
 from harness.checkpoint.gguf.names import gguf_name, is_query_or_key
 from harness.checkpoint.gguf.weights import rows_of_gguf, rows_of_hf
+from harness.checkpoint.table import read_table
 from harness.errors import Code, HarnessError
 from harness.safetensors_header import TensorEntry
 
@@ -162,7 +162,7 @@ def _vocabulary(model: GGUFModel, hf: Path) -> Iterator[_Difference]:
     path = hf / "tokenizer.json"
     if not isinstance(tokens, list) or not path.is_file():
         return
-    vocabulary = json.loads(path.read_bytes()).get("model", {}).get("vocab")
+    vocabulary = read_table(path)[0].get("model", {}).get("vocab")
     if not isinstance(vocabulary, dict):
         return
     for token, index in sorted(vocabulary.items(), key=lambda entry: int(entry[1])):

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from harness.errors import Code, HarnessError
 from harness.files import read_bytes, read_text, write_text, writing
+from harness.json_text import parse_json
 
 PROFILE_NAME = "profile.json"
 """Name of the file with the whole profile, in the folder of its captures."""
@@ -88,12 +89,12 @@ def read_profile(path: Path) -> Entry:
     file = profile_file(path)
     hint = "the folder that was given to harness profile --out"
     try:
-        document = json.loads(read_text(file))
+        document = parse_json(read_text(file))
         return Entry(key=_key(document), phases={phase["name"]: _needs(phase) for phase in document["phases"]})
     except OSError as error:
         what = f"the profile cannot be read: {error.strerror}"
         raise HarnessError(Code.BAD_PROFILE, what, where=file, hint=hint) from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         missing = f"it has no {error}" if isinstance(error, KeyError) else "it is not what harness profile writes"
         raise HarnessError(Code.BAD_PROFILE, f"the file is no profile: {missing}", where=file, hint=hint) from error
 

@@ -151,6 +151,9 @@ def read_trace(path: Path) -> Trace:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else f"a name is no UTF-8: {error}"
         what = f"the trace is no JSON of a profiler: {reason}"
         raise HarnessError(Code.TRACE_NOT_JSON, what, where=path, hint=_EXPORT_HINT) from None
+    except (OverflowError, ValueError) as error:
+        what = f"the trace has a number that no trace of torch has: {error}"
+        raise HarnessError(Code.TRACE_NOT_JSON, what, where=path, hint=_EXPORT_HINT) from error
     if isinstance(content, list) and not len(trace.label):
         what = "the file is no trace of torch: a list without events"
         raise HarnessError(Code.NO_TRACE_EVENTS, what, where=path, expected=_EXPECTED, hint=_EXPORT_HINT)
@@ -269,7 +272,7 @@ def _batches(events: Sequence[msgspec.Raw], memory: list[_Event]) -> Iterator[li
 
 def _memory(events: Sequence[_Event], begin_us: float, threads: _Numbers[_Thread]) -> MemoryColumns:
     num = len(events)
-    addresses = (int(str(event.args.address), 0) for event in events)
+    addresses = (_address(event.args.address) for event in events)
     return MemoryColumns(
         time_ns=np.rint((np.fromiter(map(attrgetter("ts"), events), np.float64, num) - begin_us) * 1000).astype(
             np.int64
@@ -278,6 +281,14 @@ def _memory(events: Sequence[_Event], begin_us: float, threads: _Numbers[_Thread
         num_bytes=np.fromiter(map(attrgetter("args.num_bytes"), events), np.int64, num),
         thread=np.fromiter(map(threads.__getitem__, map(attrgetter("pid", "tid"), events)), np.int32, num),
     )
+
+
+def _address(value: int | str) -> int:
+    """Return an address of 64 bits as int64; raises ValueError if it has more."""
+    address = int(str(value), 0)
+    if not -(2**63) <= address < 2**64:
+        raise ValueError("an address has more than 64 bits")
+    return address - 2**64 if address >= 2**63 else address
 
 
 def _batch(

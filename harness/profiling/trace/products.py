@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.json_text import parse_json
 from harness.profiling.trace.device import KERNEL_CATEGORIES, launch_of
 from harness.profiling.trace.file import Trace
 from harness.profiling.trace.nesting import NOT_NESTED, innermost, nest
@@ -70,9 +70,9 @@ def _product(name: str, shapes: str, own: Sequence[float], has_device: bool) -> 
 def _flops(name: str, shapes: str) -> int | None:
     """Return 2 for each element of the result and of the inner dimension; None for shapes that are no product."""
     try:
-        dims: list[Any] = json.loads(shapes)
+        dims: list[Any] = parse_json(shapes)
         left, right = (dims[place] for place in _PRODUCTS[name])
         width = right[0] if name.startswith("mkldnn") else right[-1]
         return int(2 * np.prod(left, dtype=np.int64) * width)
-    except (ValueError, IndexError, TypeError):
+    except (ValueError, IndexError, TypeError, OverflowError, KeyError):
         return None
