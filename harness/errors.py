@@ -140,6 +140,7 @@ class Code(StrEnum):
     # Quantised forms
     QUANTISER_REFUSED = "H170"
     # Ourselves
+    NO_VERDICT = "H146"
     INTERNAL = "H099"
 
 

@@ -1,40 +1,77 @@
-"""Ctrl-C and SIGTERM end a command wherever Python is when they arrive."""
+"""Signals end a command wherever Python is when they arrive."""
 
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
+from harness.errors import ExitStatus
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit status after Ctrl-C, as shells have it."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ends that leave nothing behind. SIGQUIT is left alone: it is for a process that no longer listens."""
 _AGAIN_S = 0.01
 """Time after which an interrupt that was lost comes again."""
+_SAME_S = 1.0
+"""Time in which a second signal is the first once more: a group was sent it, and the parent passed it on."""
 
 
 class Interrupts:
-    """The handler of SIGTERM, which ends a command as Ctrl-C does, and what keeps an interrupt from being lost.
+    """The handler of the signals that end a command, and what keeps an interrupt from being lost.
 
     Python raises KeyboardInterrupt in whatever the main thread runs. A method `__del__` or a callback of C cannot pass
     it on: Python prints it, and goes on as if nobody had pressed Ctrl-C. Such an interrupt is sent once more.
     """
 
     def __init__(self) -> None:
-        self.was_terminated = False
+        self._number: signal.Signals | None = None
+        """The signal that came first."""
+        self._last_s = 0.0
         self._report_unraisable = sys.unraisablehook
 
     def install(self) -> None:
-        """Put both in the place of Python's own, for the rest of the process; called in the main thread."""
-        signal.signal(signal.SIGTERM, self._terminate)
+        """Put both in the place of Python's own, for the rest of the process; called in the main thread.
+
+        A signal that the caller's shell has the process ignore (`nohup`, `command &`) stays ignored.
+        """
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._interrupt)
         sys.unraisablehook = self._send_again
 
-    def _terminate(self, _number: int, _frame: FrameType | None) -> None:
-        self.was_terminated = True
+    def listen(self, command: Callable[[], int]) -> int:
+        """Run a command, which returns INTERRUPTED where it was interrupted, and return its exit status.
+
+        The signals are blocked afterwards. Where one came, the status is never that of a pass: a result that is written
+        nevertheless may be one of less than was asked for.
+        """
+        status = INTERRUPTED
+        with suppress(KeyboardInterrupt):
+            self.install()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_SIGNALS, signal.SIGQUIT})
+            status = command()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        is_cut_short = self._number is not None and status in (INTERRUPTED, ExitStatus.PASS)
+        return 128 + self._number if is_cut_short else status
+
+    def _interrupt(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._number is not None and now - self._last_s < _SAME_S:
+            return
+        self._number, self._last_s = self._number or signal.Signals(number), now
         raise KeyboardInterrupt
 
     def _send_again(self, unraisable: "sys.UnraisableHookArgs") -> None:
         if not issubclass(unraisable.exc_type, KeyboardInterrupt):
             self._report_unraisable(unraisable)
             return
-        number = signal.SIGTERM if self.was_terminated else signal.SIGINT
+        self._last_s = 0.0
         # From another thread: sent from here, it would be raised in this method, and be lost again.
+        number = self._number or signal.SIGINT
         timer = threading.Timer(_AGAIN_S, signal.pthread_kill, (threading.main_thread().ident, number))
         timer.daemon = True
         timer.start()

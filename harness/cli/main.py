@@ -11,8 +11,9 @@ from typing import Any
 import typer
 
 from harness.cli.command import Command
-from harness.cli.interrupts import Interrupts
-from harness.cli.output import write, write_json
+from harness.cli.interrupts import INTERRUPTED, Interrupts
+from harness.cli.output import results_on, write, write_json
+from harness.cli.supervisor import supervise
 from harness.engines import engine_names
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.version import __version__
@@ -23,14 +24,10 @@ _REFUSALS = {
 }  # fmt: skip
 """What a machine lacks, and no bug of the harness: disk space, a folder for temporary files, a permission."""
 
-INTERRUPTED, TERMINATED = 130, 143
-"""Exit statuses after Ctrl-C and after SIGTERM, as shells have them."""
-
 # typer brings click along under a private name, older versions depend on click itself: this is the base of either.
 _ClickError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
-_CLOSED = "standard output is closed: the result could not be written"
-
+_STANDARD_ERROR = 2
 _HELP = "Check an LLM inference engine against HuggingFace, row by row, operation by operation."
 _ENVIRONMENT = """\b
 Exit status:
@@ -49,24 +46,33 @@ Environment:
 
 
 def main() -> None:
-    """Run the command line and exit the process; SIGTERM ends it as Ctrl-C does, with nothing left behind."""
-    _refuse_closed_streams()
-    interrupts = Interrupts()
-    interrupts.install()
-    status = run(sys.argv[1:])
-    sys.exit(TERMINATED if interrupts.was_terminated and status == INTERRUPTED else status)
+    """Run the command line and exit the process; a signal ends it as Ctrl-C does, with nothing left behind."""
+    arguments = sys.argv[1:]
+    try:
+        _refuse_closed_streams()
+        status = supervise(lambda: _listening(arguments))
+    except HarnessError as error:
+        status = _report(error, as_json=wants_json(arguments))
+    sys.exit(status)
+
+
+def _listening(arguments: Sequence[str]) -> int:
+    """Run a command that signals end, whose result reaches standard output whatever an engine does to that."""
+    with open(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace") as results, results_on(results):
+        return Interrupts().listen(lambda: run(arguments))
 
 
 def _refuse_closed_streams() -> None:
-    """Exit where nobody could see the verdict; what else is closed is opened, or the next file would get its number."""
+    """Refuse to run where nobody could see a result; a file that is opened must not take the place of another stream."""
     is_closed = sys.stdout is None
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
         pass
-    os.close(number)
+    os.close(opened)
     if sys.stderr is None:
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  it stays open
+        sys.stderr = open(_STANDARD_ERROR, "w", closefd=False)  # noqa: SIM115  it stays open
     if is_closed:
-        sys.exit(_report(HarnessError(Code.CANNOT_WRITE, _CLOSED, hint="send it to /dev/null"), as_json=False))
+        what = "standard output is closed: the result could not be written"
+        raise HarnessError(Code.CANNOT_WRITE, what, hint="send it to /dev/null")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -80,7 +86,7 @@ def run(arguments: Sequence[str]) -> int:
         status = int(command(list(arguments), prog_name="harness", standalone_mode=False) or ExitStatus.PASS)
     except (KeyboardInterrupt, typer.Abort):  # older versions of typer: newer ones return a status
         status = INTERRUPTED
-    except Exception as error:
+    except BaseException as error:
         if type(error).__name__ == "NoArgsIsHelpError" and isinstance(error, _ClickError):
             error.show()
             return ExitStatus.BAD_INPUT
@@ -106,13 +112,21 @@ def wants_json(arguments: Sequence[str]) -> bool:
     return "--format=json" in arguments or ("--format", "json") in pairwise(arguments)
 
 
-def _as_harness_error(error: Exception) -> HarnessError:
+def _as_harness_error(error: BaseException) -> HarnessError:
     if isinstance(error, HarnessError):
         return error
     if isinstance(error, _ClickError):
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "harness"
         return HarnessError(Code.BAD_OPTION, error.format_message(), where=command, hint=f"{command} --help")
+    if not isinstance(error, Exception):
+        return HarnessError(
+            Code.NO_VERDICT,
+            f"the command was ended by {type(error).__name__}: {error}",
+            where="harness",
+            expected="a result on standard output",
+            hint="an engine that runs in this process has raised it, or a library has",
+        )
     if isinstance(error, OSError) and error.errno in _REFUSALS:
         return HarnessError(
             Code.SYSTEM_REFUSED,

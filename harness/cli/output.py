@@ -4,9 +4,10 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import typer
 
@@ -23,6 +24,19 @@ STATUS = {
     Outcome.MISMATCH: ExitStatus.MISMATCH,
     Outcome.NOTHING: ExitStatus.NOTHING_CHECKED,
 }
+
+_streams: list[IO[str]] = []
+"""The streams that results are written to, the last one now; without any, `sys.stdout`."""
+
+
+@contextmanager
+def results_on(stream: IO[str]) -> Iterator[None]:
+    """Have the results of the block written to a stream of their own: an engine may replace or close `sys.stdout`."""
+    _streams.append(stream)
+    try:
+        yield
+    finally:
+        _streams.pop()
 
 
 def print_result(result: "CheckResult", form: ReportFormat) -> int:
@@ -91,10 +105,11 @@ def write(text: str, *, end: str = "\n") -> None:
     Raises:
         HarnessError: CANNOT_WRITE.
     """
+    stream = _streams[-1] if _streams else sys.stdout
     try:
-        typer.echo(text + end, nl=False)
+        typer.echo(text + end, nl=False, file=stream)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the buffer's rest fails again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # or the buffer's rest fails again at exit
         if not isinstance(error, BrokenPipeError):
             what = f"standard output cannot be written: {error.strerror}"
             raise HarnessError(Code.CANNOT_WRITE, what) from error

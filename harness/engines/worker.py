@@ -26,7 +26,7 @@ def main() -> None:
 
 def serve(answer: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
     """Answer jobs on standard input until it ends, and die with the parent."""
-    _die_with_the_parent(int(sys.argv[2]))
+    die_with_the_parent(int(sys.argv[2]), owner=-os.getpgrp())
     with os.fdopen(os.dup(0)) as jobs, os.fdopen(os.dup(1), "w") as answers:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what the engine reads is no job,
         os.dup2(2, 1)  # and what it prints no answer
@@ -35,9 +35,14 @@ def serve(answer: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
             answers.flush()
 
 
-def _die_with_the_parent(lifeline: int) -> None:
-    """Have the kernel kill this process group when the parent's end of the pipe is closed, whatever runs here."""
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+def die_with_the_parent(lifeline: int, *, owner: int) -> None:
+    """Have the kernel kill `owner` when the parent's end of the pipe is closed, whatever runs here.
+
+    Args:
+        lifeline: the end of a pipe that nobody writes to, whose other end the parent alone has.
+        owner: number of this process, or of its group with a minus.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, owner)
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     try:

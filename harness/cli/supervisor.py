@@ -1,0 +1,110 @@
+"""A command runs in a process of its own, whose parent gives its exit status: no engine can end it without a verdict.
+
+Some commands run an engine in the command's own process (`fuzz`, `profile`, `generate`, `check --no-isolate`). An
+engine there can end the process in ways that Python cannot catch: `os._exit(0)`, a C library's `exit`, a crash. So the
+command says its exit status to its parent when its result is written, and the parent believes nothing else.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from harness.engines.process import how_it_ended
+from harness.engines.worker import die_with_the_parent
+from harness.errors import Code, HarnessError
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that the parent passes on; it ends when the command has ended by them."""
+FAREWELL_S = 10.0
+"""Time that a process whose result is written gets to end: an engine's threads and exit handlers may hang."""
+_POLL_S = 0.25
+_SENT_BY_THE_KERNEL = 128  # SI_KERNEL: of a terminal, whose whole foreground group has got it
+
+
+def supervise(command: Callable[[], int]) -> int:
+    """Run a command in a process of its own and return the exit status that it gave.
+
+    Args:
+        command: returns its exit status when its result is written. All of `FORWARDED` are blocked around it: it
+            unblocks them while it listens.
+
+    Raises:
+        SystemExit: in the process of the command, at its end.
+        HarnessError: NO_VERDICT: the process ended and gave none.
+    """
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()  # or both processes would write what is in the buffer
+    verdict, giving = os.pipe()
+    lifeline, alive = os.pipe()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD})
+    child = os.fork()
+    if not child:
+        os.close(alive)
+        die_with_the_parent(lifeline, owner=os.getpid())
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask | set(FORWARDED))
+        status = command()
+        os.write(giving, f"{os.getpid()} {int(status)}\n".encode())
+        sys.exit(status)
+    os.close(lifeline)
+    os.close(giving)
+    os.set_blocking(verdict, False)
+    return _Child(child, verdict).status()
+
+
+class _Child:
+    """The command's process, as its parent sees it."""
+
+    def __init__(self, pid: int, verdict: int) -> None:
+        self._pid, self._verdict, self._said = pid, verdict, b""
+
+    def status(self) -> int:
+        """Wait for the end, passing signals on, and return the exit status."""
+        ended, given_at = None, None
+        while ended is None:
+            self._pass_on_a_signal()
+            ended = self._ended()
+            given = self._given()
+            if given is not None:
+                given_at = given_at or time.monotonic()
+                if time.monotonic() - given_at > FAREWELL_S:
+                    os.kill(self._pid, signal.SIGKILL)
+                    os.waitpid(self._pid, 0)
+                    return given
+        given = self._given()
+        if given is not None:
+            return given
+        if -ended in FORWARDED:
+            return 128 - ended
+        raise HarnessError(
+            Code.NO_VERDICT,
+            f"the process of the command ended {how_it_ended(ended)} and gave no verdict",
+            where="harness",
+            expected="a result on standard output",
+            actual="none",
+            hint="an engine that runs in this process has ended it, or the system has, for lack of memory",
+        )
+
+    def _pass_on_a_signal(self) -> None:
+        """Wait for a signal; one that a terminal sent has reached the command as well."""
+        told = signal.sigtimedwait({*FORWARDED, signal.SIGCHLD}, _POLL_S)
+        if told is not None and told.si_signo in FORWARDED and told.si_code != _SENT_BY_THE_KERNEL:
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, told.si_signo)
+
+    def _ended(self) -> int | None:
+        """Return the exit status, or a signal's number with a minus; None while the process runs."""
+        pid, status = os.waitpid(self._pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if pid else None
+
+    def _given(self) -> int | None:
+        """Return the exit status that the command gave; a copy of it that an engine has made by `fork` gives none."""
+        with suppress(BlockingIOError):
+            self._said += os.read(self._verdict, 4096)
+        for line in self._said.decode(errors="replace").splitlines():
+            pid, _, status = line.partition(" ")
+            if pid == str(self._pid) and status.isdecimal():
+                return int(status)
+        return None
