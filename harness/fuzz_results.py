@@ -89,11 +89,14 @@ class FuzzResult:
     golden_s: float = 0.0
     elapsed_s: float = 0.0
     was_interrupted: bool = False
+    unreached: tuple[str, ...] = ()
+    """Conditions without which a search that found nothing says nothing, and which no workload reached."""
     notes: tuple[str, ...] = ()
 
     @property
     def outcome(self) -> Outcome:
-        """Mismatch if anything was found; nothing if no workload was judged."""
+        """Mismatch if anything was found; nothing if too little was judged, or the search did not come to its end."""
         if self.findings:
             return Outcome.MISMATCH
-        return Outcome.PASS if self.num_workloads else Outcome.NOTHING
+        is_whole = self.num_workloads and not self.unreached and not self.was_interrupted
+        return Outcome.PASS if is_whole else Outcome.NOTHING

@@ -87,11 +87,11 @@ class InvarianceResult:
 
     @property
     def outcome(self) -> Outcome:
-        """Mismatch if a change goes beyond rounding, or ended in an error; nothing if nothing could be compared."""
+        """Mismatch if a change goes beyond rounding, or ended in an error; nothing without a comparison to the end."""
         if any(change.error or change.state is Invariance.BEYOND for change in self.changes):
             return Outcome.MISMATCH
         compared = any(change.state is not Invariance.UNKNOWN for change in self.changes)
-        return Outcome.PASS if compared else Outcome.NOTHING
+        return Outcome.PASS if compared and not self.was_interrupted else Outcome.NOTHING
 
     @property
     def by_site(self) -> Mapping[str, Mapping[str, Invariance]]:

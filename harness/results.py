@@ -252,6 +252,13 @@ class Coverage:
     """Sites the engine declares it cannot record."""
     triggers: tuple[str, ...] = ()
     """Conditions the workload reached: decode, chunked_prefill, batch, block_boundary, ..."""
+    only_through: tuple[str, ...] = ()
+    """Sites, or single taps, that were judged only through what is computed from them."""
+    not_judged: tuple[str, ...] = ()
+    """Sites, or single taps, that were not judged at all: nothing that is computed from them was, either."""
+    judged_compute: float | None = None
+    """Share of the model's multiply-adds whose output was judged, by itself or through what is computed from it; None
+    without the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,11 @@ import typer
 
 from harness.cli import options as opt
 from harness.cli.grouped import grouped
+from harness.cli.interrupts import INTERRUPTED
 from harness.cli.output import STATUS, terminal_width, write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import Code, HarnessError
+from harness.results import Outcome
 
 if TYPE_CHECKING:
     from harness.fuzz.run import FuzzOptions
@@ -140,7 +142,7 @@ def _print(result: "FuzzResult", form: opt.Format) -> int:
         write_json(fuzz_json(result))
     else:
         write(fuzz_text(result, width=terminal_width()), end="")
-    return STATUS[result.outcome]
+    return _status(result)
 
 
 def _print_invariance(result: "InvarianceResult", form: opt.Format) -> int:
@@ -151,4 +153,10 @@ def _print_invariance(result: "InvarianceResult", form: opt.Format) -> int:
         write_json(invariance_json(result))
     else:
         write(invariance_text(result), end="")
-    return STATUS[result.outcome]
+    return _status(result)
+
+
+def _status(result: "FuzzResult | InvarianceResult") -> int:
+    """Return the exit status: what was found counts, also where the search was interrupted afterwards."""
+    is_cut_short = result.was_interrupted and result.outcome is Outcome.NOTHING
+    return INTERRUPTED if is_cut_short else STATUS[result.outcome]

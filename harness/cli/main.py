@@ -58,12 +58,12 @@ def main() -> None:
 
 def _listening(arguments: Sequence[str]) -> int:
     """Run a command that signals end, whose result reaches standard output whatever an engine does to that."""
-    with open(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace") as results, results_on(results):
+    with os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace") as results, results_on(results):
         return Interrupts().listen(lambda: run(arguments))
 
 
 def _refuse_closed_streams() -> None:
-    """Refuse to run where nobody could see a result; a file that is opened must not take the place of another stream."""
+    """Refuse to run where nobody could see a result; no file that is opened may take another stream's place."""
     is_closed = sys.stdout is None
     while (opened := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
         pass

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from harness.compare.align import Locator, match_requests
 from harness.compare.cache import cache_errors
+from harness.compare.compute import judged_compute, unjudged
 from harness.compare.coverage import check_caches, check_coverage, check_tokens
 from harness.compare.divergence import first_divergence
 from harness.compare.evidence import Evidence
@@ -26,7 +27,7 @@ from harness.oracle.golden import LOGIT_NOISE, Golden
 from harness.oracle.model import HFModel
 from harness.progress import Progress
 from harness.recording import Recording
-from harness.results import Finding, LogitResult, Outcome, RunResult
+from harness.results import Coverage, Finding, LogitResult, Outcome, RunResult
 from harness.taps import Graph
 from harness.workers import Workers
 
@@ -56,6 +57,7 @@ def compare_run(
     not_offered: Sequence[str] = (),
     sampled_only: Sequence[str] = (),
     accepts_tokens: bool = False,
+    least_compute: float = 0.0,
     require: Sequence[str] = ("decode",),
     truth: str = "auto",
     stops_early: bool = False,
@@ -72,6 +74,7 @@ def compare_run(
         not_offered: sites that the engine declares it cannot record; reported only.
         sampled_only: taps that the engine computes for sampled rows only.
         accepts_tokens: whether equal tokens are enough to pass where not one operation could be judged.
+        least_compute: share of the model's multiply-adds whose output must be judged to pass.
         require: triggers the workload must have reached.
         truth: precision in which operations are judged, `float64`, `float32` or `auto`.
         stops_early: judge no further than the first operation that is wrong.
@@ -97,14 +100,16 @@ def compare_run(
         also=_ties(propagation.logits, noise.get(LOGIT_NOISE)),
         sampled_only=sampled_only,
     )
+    coverage = _with_what_was_judged(coverage, sides, judged, hf)
     findings = [*sides.findings, *_findings(sides, found), *differences, *gaps]
     findings += [] if TOKENS in not_offered else check_tokens(ours, tokens.compared)
+    num_tokens = tokens.compared if accepts_tokens else 0
     for recording in (actual, expected.recording):
         recording.verify_all()
     misshapen = [finding.tap for finding in sides.findings if finding.tap is not None]
     result = RunResult(
         schedule=actual.manifest.schedule or "recorded",
-        outcome=_outcome(judged, tokens.compared if accepts_tokens else 0, findings),
+        outcome=_outcome(judged, coverage, num_tokens, findings, least_compute),
         num_rows=sum(step.entry.num_rows for step in actual.steps if step.phase != "readback"),
         taps=tuple(tap_result(each) for each in judged),
         findings=tuple(findings),
@@ -205,8 +210,24 @@ def _ties(logits: LogitResult | None, noise: torch.Tensor | None) -> tuple[str, 
     return ("near_tie",) if logits.margin_min <= 2 * float(noise.max()) else ()
 
 
-def _outcome(judged: Sequence[TapJudgement], num_tokens: int, findings: Sequence[Finding]) -> Outcome:
+def _with_what_was_judged(
+    coverage: Coverage, sides: _Sides, judged: Sequence[TapJudgement], hf: HFModel | None
+) -> Coverage:
+    """Add what the judgement left out, and the share of the model's compute that it covers."""
+    taps = {each.operation.tap for each in judged if each.is_in_graph and len(each.rows)}
+    only_through, not_judged = unjudged(sides.graph, taps)
+    share = None
+    if hf is not None and taps:
+        longest = max(len(request.token_ids) for request in sides.actual.manifest.requests)
+        share = judged_compute(hf, taps, num_tokens=max(1, longest // 2)) if not_judged else 1.0
+    return replace(coverage, only_through=only_through, not_judged=not_judged, judged_compute=share)
+
+
+def _outcome(
+    judged: Sequence[TapJudgement], coverage: Coverage, num_tokens: int, findings: Sequence[Finding], least: float
+) -> Outcome:
     if findings:
         return Outcome.MISMATCH
     compared = any(len(each.rows) for each in judged if each.is_in_graph)
-    return Outcome.PASS if compared or num_tokens else Outcome.NOTHING
+    is_enough = coverage.judged_compute is None or coverage.judged_compute >= least
+    return Outcome.PASS if num_tokens or (compared and is_enough) else Outcome.NOTHING

@@ -1,13 +1,13 @@
 """`harness fuzz`: from a plan to what a search, or one workload run again, has found."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.compare.traits import Traits
-from harness.engines import Engine, open_engine
+from harness.engines import Capabilities, Engine, open_engine
 from harness.errors import Code, HarnessError
 from harness.fuzz.files import write_findings
 from harness.fuzz.invariance import Comparer
@@ -25,6 +25,7 @@ from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel
 from harness.plan import Plan
 from harness.progress import Progress
+from harness.schedule import SCHEDULES
 from harness.threads import limit_threads
 
 
@@ -88,6 +89,7 @@ def search_workloads(
         rejected=dict(search.rejected),
         coverage=dict(search.coverage),
         was_interrupted=search.was_interrupted,
+        unreached=_unreached(judge.engine.capabilities, search.coverage),
     )
 
 
@@ -180,6 +182,13 @@ def _refuse_nothing(plan: Plan, search: Search) -> None:
     )
 
 
+def _unreached(capabilities: Capabilities, reached: Collection[str]) -> tuple[str, ...]:
+    """Return what every engine's search must reach, as far as this engine can, and has not."""
+    names = searched_schedules(capabilities)
+    can_batch = capabilities.control is not None or any(SCHEDULES[name].is_batched for name in names)
+    return tuple(name for name in ("decode", *(["batch"] if can_batch else [])) if name not in reached)
+
+
 def _check_served(plan: Plan, workload: SentWorkload, engine: Engine) -> None:
     """Refuse a workload that the engine does not claim to follow: it would run something else."""
     control = engine.capabilities.control
@@ -269,6 +278,7 @@ class _Subject:
         coverage: Mapping[str, int],
         rejected: Mapping[str, int] | None = None,
         was_interrupted: bool = False,
+        unreached: tuple[str, ...] = (),
     ) -> FuzzResult:
         """Put the result together."""
         return FuzzResult(
@@ -285,5 +295,6 @@ class _Subject:
             golden_s=golden_s,
             elapsed_s=self.elapsed_s(),
             was_interrupted=was_interrupted,
+            unreached=unreached,
             notes=self.plan.notes,
         )

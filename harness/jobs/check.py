@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.compare import Comparison, compare_run
+from harness.compare.compute import LEAST_JUDGED
 from harness.engines import Capabilities, Engine, TapMatcher, engine_errors, open_engine
 from harness.engines.isolated import IsolatedEngine, isolated_engine
 from harness.engines.record import RunDescription, record
@@ -168,6 +169,7 @@ def compare_planned(
         not_offered=capabilities.all_unsupported_taps(),
         sampled_only=capabilities.sampled_only,
         accepts_tokens=plan.only == "tokens",
+        least_compute=LEAST_JUDGED,
         require=require,
         truth=plan.truth,
         stops_early=plan.stops_early,
@@ -194,6 +196,12 @@ def _what_was_judged(plan: Plan, runs: Sequence[RunResult], graph: Graph) -> Ite
         yield (
             f"{len(judged)} of {len(graph)} taps were judged, as asked: what is wrong elsewhere is seen only as far as "
             "it reaches the cache or the logits"
+        )
+    share = min((each for run in runs if (each := run.coverage.judged_compute) is not None), default=1.0)
+    if share < LEAST_JUDGED and any(run.outcome is Outcome.NOTHING for run in runs):
+        yield (
+            f"{Code.NOTHING_CHECKED}: judged outputs are {100 * share:.0f} % of the model's multiply-adds, and a pass "
+            f"needs {100 * LEAST_JUDGED:.0f} %: the engine declares the rest unsupported"
         )
     elif judged and judged <= {graph.logits, *graph.head}:
         yield "only the logits were judged: what is wrong inside is seen only as far as it reaches them"

@@ -9,6 +9,7 @@ import torch
 from harness.case import DTYPES, TRIGGERS
 from harness.checkpoint import Checkpoint, resolve
 from harness.compare import TOKENS, compare_run
+from harness.compare.compute import LEAST_JUDGED
 from harness.errors import Code, HarnessError
 from harness.explain import explain_run
 from harness.oracle.golden import Golden
@@ -66,6 +67,7 @@ def run_diff(
             hf=hf,
             wanted=wanted,
             not_offered=(*lacking, *(() if chose_tokens else (TOKENS,))),
+            least_compute=LEAST_JUDGED if tuple(taps) == ("*",) and not lacking else 0.0,  # or the user asks for less
             require=require,
             truth=truth,
             progress=progress,

@@ -21,6 +21,7 @@ def fuzz_json(result: FuzzResult) -> dict[str, Any]:
         "num_workloads": result.num_workloads,
         "num_rows": result.num_rows,
         "was_interrupted": result.was_interrupted,
+        "unreached": result.unreached,
         "coverage": dict(result.coverage),
         "rejected": dict(result.rejected),
         "notes": result.notes,

@@ -122,6 +122,9 @@ def _facts(result: FuzzResult, width: int) -> Iterator[str]:
         yield from _wrapped("  rejected", f"{count(times, 'workload')}: {printable(what)}", width, indent=13)
     for note in result.notes:
         yield from _wrapped("  note", printable(note), width, indent=13)
+    if result.unreached:
+        text = f"no workload reached {' and '.join(result.unreached)}: give the search more --seconds"
+        yield from _wrapped("  note", text, width, indent=13)
     if result.was_interrupted:
         yield from _wrapped("  note", "interrupted: what was found until then", width, indent=13)
     timings = f"golden {number(result.golden_s)} s, all {number(result.elapsed_s)} s, seed {result.seed}"

@@ -75,6 +75,9 @@ def sum_coverage(runs: Sequence[RunResult]) -> Coverage:
         missing_taps=union("missing_taps"),
         not_offered=union("not_offered"),
         triggers=union("triggers"),
+        only_through=union("only_through"),
+        not_judged=union("not_judged"),
+        judged_compute=smallest(run.coverage.judged_compute for run in runs),
     )
 
 

@@ -15,6 +15,7 @@ from harness.results import (
     Explanation,
     Finding,
     LogitResult,
+    Outcome,
     Provenance,
     RunResult,
     TokenResult,
@@ -169,6 +170,8 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
         yield "granularity", f"{count(len(ways), 'tap')} judged through up to {longest} that were not recorded"
     if coverage.not_offered:
         yield "not offered", _names(coverage.not_offered)
+    if result.outcome is Outcome.PASS:
+        yield "not judged", _not_judged(coverage)
     for note in result.notes:
         yield "note", printable(note)
     timings = _timings(result.golden_s, runs)
@@ -207,6 +210,16 @@ def _coverage(coverage: Coverage) -> str:
     total = f"{coverage.recorded:,} of {coverage.expected:,} rows of taps recorded"
     missing = f", {coverage.missing:,} missing" if coverage.missing else ""
     return f"{total}{missing}{f': {_names(coverage.missing_taps)}' if coverage.missing_taps else ''}"
+
+
+def _not_judged(coverage: Coverage) -> str:
+    """Say what a pass does not rest on."""
+    parts = [_names(coverage.not_judged)] if coverage.not_judged else []
+    if coverage.only_through:
+        parts.append(f"only through what is computed from them: {_names(coverage.only_through)}")
+    if coverage.judged_compute is not None and coverage.judged_compute < 1:
+        parts.append(f"judged outputs are {100 * coverage.judged_compute:.0f} % of the model's multiply-adds")
+    return "; ".join(parts) or "nothing"
 
 
 def _names(names: Sequence[str]) -> str:

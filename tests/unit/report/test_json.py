@@ -31,7 +31,10 @@ def test_the_keys_are_the_promised_ones(result: CheckResult):
     assert all(set(run) == RUN_KEYS for run in document["runs"])
     assert all(set(tap) == {field.name for field in fields(TapResult)} for tap in document["taps"])
     assert set(document["tokens"]) == {"compared", "equal", "ties"}
-    assert set(document["coverage"]) == {"expected", "recorded", "missing", "missing_taps", "not_offered", "triggers"}
+    assert set(document["coverage"]) == {
+        "expected", "recorded", "missing", "missing_taps", "not_offered", "triggers", "only_through", "not_judged",
+        "judged_compute",
+    }  # fmt: skip
     assert set(document["timings_s"]) == {"golden", "engine", "compare"}
     assert document["first_divergence"] is None or set(document["first_divergence"]) == DIVERGENCE_KEYS
 
