@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from harness.checkpoint.digest import weights_digest
+from harness.checkpoint.digest import files_digest
 from harness.checkpoint.refusals import not_a_checkpoint
 from harness.checkpoint.shards import ShardIndex, locate_tensors, read_shard_index
 from harness.checkpoint.stamp import FileStamp
@@ -112,7 +112,7 @@ class Checkpoint:
     @cached_property
     def weights_hash(self) -> str:
         """The sha256 over the bytes of all shards in order, in hexadecimal; raises as `shards`."""
-        return weights_digest(self._index[1])
+        return files_digest(self._index[1])
 
     @property
     def has_tokenizer(self) -> bool:

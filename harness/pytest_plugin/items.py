@@ -1,6 +1,6 @@
 """Case files and cases as pytest sees them: a file with one item, named `check`."""
 
-import re
+import tomllib
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 UPDATE_SECTIONS = GOLDEN_UPDATE, BASELINE_UPDATE = "golden update", "baseline update"
 """Keys of the report sections that say what --golden-update and --baseline-update did."""
 
-_MARKS_OF_A_CASE = re.compile(rb"^\s*(schema_version\s*=|\[\[\s*requests\s*\]\])", re.MULTILINE)
+_MARKS_OF_A_CASE = {"schema_version", "requests"}
+"""Keys that no case is without."""
 
 
 class CaseFile(pytest.File):
@@ -46,11 +47,16 @@ class CaseFile(pytest.File):
 
 
 def _looks_like_a_case(path: Path) -> bool:
-    """Whether the file has either of the two things no case is without; a case that breaks the schema has one."""
+    """Whether the file has a key that no case is without, or has its name in it somewhere and is no TOML."""
     try:
-        return _MARKS_OF_A_CASE.search(path.read_bytes()) is not None
+        content = path.read_bytes()
     except OSError:
         return True  # loading it says what is wrong
+    try:
+        return not _MARKS_OF_A_CASE.isdisjoint(tomllib.loads(content.decode()))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError):
+        text = content.replace(b"\0", b"")  # UTF-16 is no TOML, and an editor may have written it
+        return any(mark.encode() in text for mark in _MARKS_OF_A_CASE)
 
 
 class CaseItem(pytest.Item):

@@ -1,13 +1,18 @@
 """Versions and engines of an interpreter: a check's numbers depend on them, so they must be equal on all machines."""
 
+import hashlib
+import json
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from importlib.util import find_spec
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from harness.engines import engine_names
+from harness.checkpoint.digest import folder_digest
+from harness.engines.adapter import engine_module, engine_names
+from harness.errors import HarnessError
 from harness.version import __version__
 
 _PACKAGES = ("torch", "transformers", "safetensors")
@@ -23,6 +28,8 @@ class Installation(BaseModel):
     """See `fingerprint`."""
     engines: list[str]
     """Names of the engines that are installed."""
+    digest: str = ""
+    """Tells the interpreter and the versions of all that is installed in it from any other."""
 
     @property
     def missing_packages(self) -> list[str]:
@@ -32,7 +39,31 @@ class Installation(BaseModel):
 
 def installation() -> Installation:
     """Return what this interpreter has."""
-    return Installation(versions=fingerprint(), engines=engine_names())
+    return Installation(versions=fingerprint(), engines=engine_names(), digest=installed_digest())
+
+
+def installed_digest() -> str:
+    """Return a digest of this interpreter, of all packages in it with their versions, and of the engines' code.
+
+    All packages, since an adapter does not say which of them its engine is; the code, since a package that is installed
+    in editable form keeps its version. Nothing is imported for it.
+    """
+    packages = sorted({(each.metadata["Name"] or "", each.version or "") for each in distributions()})
+    engines = {name: _code_digest(name) for name in engine_names()}
+    told = [sys.executable, sys.version, packages, engines]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+def _code_digest(engine: str) -> str:
+    """Return a digest of the package that opens an engine, or why there is none."""
+    try:
+        spec = find_spec(engine_module(engine).partition(".")[0])
+        if spec is None or spec.origin is None:
+            return "no file"
+        file = Path(spec.origin)
+        return folder_digest(file.parent if file.name == "__init__.py" else file, (".py", ".so"))
+    except (HarnessError, ImportError, OSError, ValueError) as error:
+        return str(error)
 
 
 def fingerprint() -> dict[str, str]:

@@ -58,15 +58,21 @@ class SuiteCase(BaseModel):
     environment: str | None = None
     """Name of the environment; None for the harness's own."""
     time_limit_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = DEFAULT_TIME_LIMIT_S
+    model_digest: str = ""
+    """Of the model's files; see `harness.suite.inputs`."""
+    inputs: str = ""
+    """Digest of all files and packages that it is checked with."""
 
     def digest(self) -> str:
         """Return what tells this case from one of the same name that checks something else."""
-        return _digest({"case": self.case.model_dump(mode="json"), "environment": self.environment})
+        told = {"case": self.case.model_dump(mode="json"), "environment": self.environment, "inputs": self.inputs}
+        return _digest(told)
 
     def golden_digest(self) -> str:
         """Return what tells its golden from others: engine, schedules and resources do not matter."""
         fields = {"model", "dtype", "device", "truth", "requests", "max_new_tokens"}
-        return _digest({**self.case.model_dump(mode="json", include=fields), "environment": self.environment})
+        of = {"environment": self.environment, "model_digest": self.model_digest}
+        return _digest({**self.case.model_dump(mode="json", include=fields), **of})
 
 
 class StoredGolden(BaseModel):

@@ -16,6 +16,7 @@ from harness.errors import Code, ExitStatus, HarnessError
 from harness.suite_results import CaseVerdict
 
 if TYPE_CHECKING:
+    from harness.suite.fingerprint import Installation
     from harness.suite.journal import Journal
     from harness.suite.matrix import Matrix
     from harness.suite.pool import Pool
@@ -72,12 +73,14 @@ def run(
     """
     _refuse_contradictions(cases, matrix, jobs, ray, store, out, resume)
     from harness.suite.expand import expand
+    from harness.suite.inputs import with_inputs
     from harness.suite.matrix import Matrix, load_matrix
     from harness.suite.run import Driver
 
     chosen = Matrix() if matrix is None else load_matrix(matrix)
     planned = expand(cases or [], chosen, where=matrix)
-    _preflight(planned, chosen, is_local=ray is None, local_files_only=local_files_only)
+    installed = _preflight(planned, chosen, is_local=ray is None, local_files_only=local_files_only)
+    planned = with_inputs(planned, chosen.environments, installed, local_files_only=local_files_only)
     with _folder(out, resume) as folder, suite_progress() as report:
         place = store or (None if ray is None else str((folder / "store").absolute()))
         with _journal(folder, resume) as journal, _pool(planned, chosen, jobs, ray, place, folder) as pool:
@@ -120,14 +123,19 @@ def _refuse_contradictions(
         raise HarnessError(Code.BAD_OPTION, what, where=where, hint=hint)
 
 
-def _preflight(cases: "list[SuiteCase]", matrix: "Matrix", *, is_local: bool, local_files_only: bool) -> None:
-    """Refuse what can be known to be wrong before anything is started."""
+def _preflight(
+    cases: "list[SuiteCase]", matrix: "Matrix", *, is_local: bool, local_files_only: bool
+) -> "dict[str, Installation]":
+    """Refuse what can be known to be wrong before anything is started; return what the environments here have."""
     from harness.suite.preflight import check_engines, check_environments, check_models
 
     check_engines(cases)
-    if is_local:
-        check_models(cases, local_files_only=local_files_only)
-        check_engines(cases, check_environments(matrix.environments))
+    if not is_local:
+        return {}
+    check_models(cases, local_files_only=local_files_only)
+    installed = check_environments(matrix.environments)
+    check_engines(cases, installed)
+    return installed
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from harness.properties.blocks.capabilities import PoolCapabilities
 from harness.properties.blocks.expected_hits import ExpectedHits
 from harness.properties.blocks.tables import Request, Tables
 from harness.properties.core.adapter import Adapter
-from harness.properties.core.findings import Violation
+from harness.properties.core.findings import Finding, Violation
 from harness.properties.core.machine import Machine, NotApplicable
 from harness.properties.core.subject import Subject
 
@@ -48,6 +48,10 @@ class BlockManagerCalls(Machine):
         self.finished: list[Request] = []
         self.num_requests = 0
         self.is_reset = False
+        self.num_hits = 0
+        """Allocations and look-ups that found something."""
+        self.first_miss: Finding | None = None
+        """The first that found nothing where a prefix was computed before, and nothing was evicted since."""
 
     def live(self) -> list[Request]:
         """Return the requests that hold blocks."""
@@ -118,18 +122,20 @@ class BlockManagerCalls(Machine):
                 14, f"{found} of {len(token_ids)} tokens count as cached, so that none is left to compute",
                 f"assert 0 <= result < {len(token_ids)}",
             )  # fmt: skip
-        if self.pool.has_groups or self.collides or not self.offers["lookup"]:
+        self.num_hits += found > 0
+        at_least = 0 if self.collides else self.hits.num_tokens(list(token_ids), salt)
+        if found >= at_least:
             return
-        at_least = self.hits.num_tokens(list(token_ids), salt)
-        if found < at_least:
-            self.note(
-                Violation(
-                    17,
-                    f"{found} tokens of {list(token_ids)} were found; {at_least} were computed before, and nothing was "
-                    "evicted since",
-                    f"assert result >= {at_least}",
-                )
-            )
+        violation = Violation(
+            17,
+            f"{found} tokens of {list(token_ids)} were found; {at_least} were computed before, and nothing was "
+            "evicted since",
+            f"assert result >= {at_least}",
+        )
+        if self.offers["lookup"] and not self.pool.has_groups:
+            self.note(violation)
+        elif self.first_miss is None:  # of one miss nothing follows here: see `search_block_manager`
+            self.first_miss = Finding.of(violation, self.subject.program(violation))
 
     def _check_hit(self, request: Request, num_cached: int, found: int | None) -> None:
         self._check_found(num_cached, request.token_ids, request.salt)

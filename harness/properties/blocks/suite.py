@@ -9,6 +9,7 @@ from harness.properties.blocks.adapter import OPTIONAL, REQUIRED
 from harness.properties.blocks.capabilities import PoolCapabilities
 from harness.properties.blocks.machine import BlockManagerMachine
 from harness.properties.core.adapter import Adapter
+from harness.properties.core.findings import Finding
 from harness.properties.core.search import SearchReport, not_offered, search
 from harness.properties.core.subject import Subject
 
@@ -35,8 +36,48 @@ def search_block_manager(
     Raises:
         HarnessError: BAD_ADAPTER.
     """
-    adapter = Adapter.of(factory)
-    return search(lambda: BlockManagerMachine(adapter), settings, is_first_enough=is_first_enough)
+    adapter, hits = Adapter.of(factory), _Hits()
+    report = search(lambda: hits.watched(BlockManagerMachine(adapter)), settings, is_first_enough=is_first_enough)
+    miss = hits.miss_of_all()
+    if miss is not None and hits.reports_hits:
+        report.findings.append(miss)
+    elif miss is not None:
+        report.not_checked.append(
+            f"block manager: no lookup, and no allocation of {report.num_examples} examples found anything: whether a "
+            "prefix cache finds what it holds (17)"
+        )
+    return report
+
+
+class _Hits:
+    """What the examples of a search found in the prefix cache, together."""
+
+    def __init__(self) -> None:
+        self._machines: list[BlockManagerMachine] = []
+        self._num_hits = 0
+        self._miss: Finding | None = None
+        self.reports_hits = False
+        """Whether a look-up is offered: without one, a manager that finds nothing may have no prefix cache."""
+
+    def watched(self, machine: BlockManagerMachine) -> BlockManagerMachine:
+        """Return the machine of the next example, and take down what the last one found."""
+        self._take_down()
+        self._machines.append(machine)
+        return machine
+
+    def miss_of_all(self) -> Finding | None:
+        """Return a miss if some example had reason to hit and none did."""
+        self._take_down()
+        return None if self._num_hits else self._miss
+
+    def _take_down(self) -> None:
+        for machine in self._machines:
+            if hasattr(machine, "offers"):  # it was started
+                self._num_hits += machine.num_hits
+                misses = filter(None, (self._miss, machine.first_miss))
+                self._miss = min(misses, key=lambda miss: len(miss.program), default=None)
+                self.reports_hits = machine.offers["lookup"]
+        self._machines.clear()
 
 
 def not_checked(factory: Callable[..., Any]) -> list[str]:

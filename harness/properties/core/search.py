@@ -41,6 +41,8 @@ class SearchReport:
     num_examples: int = 0
     rejections: Rejections = field(default_factory=Rejections)
     """By the adapter's words: how many examples it said it does not serve."""
+    not_checked: list[str] = field(default_factory=list)
+    """What the examples could not tell, besides what the adapter does not offer."""
 
     def raise_findings(self, accepted: Collection[int] = ()) -> None:
         """Raise the findings, but those of accepted invariants.

@@ -47,6 +47,22 @@ def test_somebody_elses_toml_in_a_folder_named_cases_is_left_alone(project: pyte
     result.stdout.fnmatch_lines(["*1 test collected*"])
 
 
+@pytest.mark.parametrize(
+    "quoted", ['"schema_version" = 1', "'schema_version' = 1", 'schema_version=1 # "a"', '"schema_version"\t= 1']
+)
+def test_a_case_with_quoted_keys_is_a_case(project: pytest.Pytester, case_text: str, quoted: str) -> None:
+    text = case_text.replace("schema_version = 1", quoted).replace("[[requests]]", '[[ "requests" ]]')
+    (project.path / "cases" / "quoted.toml").write_text(text)
+    result = project.runpytest("--collect-only", "-q")
+    result.stdout.fnmatch_lines(["cases/quoted.toml::check", "*2 tests collected*"])
+
+
+def test_a_case_in_another_encoding_is_an_error_and_not_left_out(project: pytest.Pytester, case_text: str) -> None:
+    (project.path / "cases" / "wide.toml").write_text(case_text, encoding="utf-16")
+    result = project.runpytest("--collect-only")
+    result.stdout.fnmatch_lines(["*ERROR collecting cases/wide.toml*", "H018: *"])
+
+
 def test_the_ini_option_names_more_cases(project: pytest.Pytester, case_text: str) -> None:
     for name in ("conformance/a.toml", "conformance/b.txt", "one/exactly.toml", "one/other.toml"):
         (project.path / name).parent.mkdir(exist_ok=True)

@@ -1,5 +1,6 @@
 """The suites pass block managers that are unlike ours, and find the bugs that public ones had."""
 
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -13,7 +14,7 @@ from harness.properties.reference.blocks import BlockManager
 
 from ...sampling import sampled
 from ..programs import assert_fails_in_its_last_line
-from . import chained, radix
+from . import chained, hybrid, radix
 
 DEV = PROFILES["dev"].settings()
 CI = PROFILES["ci"].settings()
@@ -73,3 +74,39 @@ def test_a_known_bug_is_found_and_told_as_a_program(manager: type, invariants: s
     assert invariants & {finding.invariant for finding in caught.value.findings}
     for finding in caught.value.findings:
         assert_fails_in_its_last_line(finding.program, manager)
+
+
+class NothingHashed(chained.ChainedManager):
+    """A prefix cache that never finds anything."""
+
+    def _hits(self, token_ids: Sequence[int]) -> list[chained.Block]:
+        return []
+
+
+class NothingHashedInGroups(hybrid.HybridManager):
+    """The same with groups of layers, where how much a look-up must find is not checked."""
+
+    def _num_hits(self, token_ids: Sequence[int]) -> int:
+        return 0
+
+
+def test_a_cache_that_finds_nothing_is_named_among_what_was_not_checked() -> None:
+    blind = type("Blind", (NothingHashed,), {"lookup": None})
+    report = search_block_manager(blind, FEW)
+    (line,) = report.not_checked
+    assert re.match(r"block manager: no lookup, and no allocation of \d+ examples found anything: ", line)
+    assert not report.findings
+
+
+def test_a_cache_that_finds_something_is_not_named() -> None:
+    blind = type("Blind", (chained.ChainedManager,), {"lookup": None})
+    assert search_block_manager(blind, FEW).not_checked == []
+
+
+@pytest.mark.parametrize("manager", [NothingHashed, NothingHashedInGroups])
+def test_look_ups_that_find_nothing_in_all_examples_are_a_finding(manager: type) -> None:
+    report = search_block_manager(manager, DEV)
+    assert 17 in {finding.invariant for finding in report.findings}
+    for finding in report.findings:
+        if finding.invariant == 17:
+            assert_fails_in_its_last_line(finding.program, manager)
