@@ -34,18 +34,26 @@ def continue_prompt(
         )  # fmt: skip
     engine = open_engine(name, checkpoint.folder, dtype=dtype, device=device, options=options)
     continuation = Continuation(engine, max_num_tokens=len(prompt) + max_new_tokens, max_num_seqs=1)
-    return _tokens(continuation.steps([prompt], [max_new_tokens]), max_new_tokens, _end_tokens(checkpoint))
+    steps = continuation.steps([prompt], [max_new_tokens])
+    return _tokens(name, steps, max_new_tokens, _end_tokens(checkpoint))
 
 
 def _tokens(
-    steps: Iterator[Sequence[tuple[int, int]]], num_wanted: int, ends: frozenset[int]
+    engine: str, steps: Iterator[Sequence[tuple[int, int]]], num_wanted: int, ends: frozenset[int]
 ) -> Iterator[tuple[int, str | None]]:
-    tokens = (token for step in steps for _, token in step)
-    for number, token in enumerate(tokens, start=1):
+    number = 0
+    for token in (token for step in steps for _, token in step):
+        number += 1
         if token in ends:
             yield token, "eos"
             return
         yield token, "length" if number == num_wanted else None
+        if number == num_wanted:
+            return
+    raise HarnessError(
+        Code.ENGINE_FAILED, "the engine ended without an end-of-sequence token and made fewer tokens than asked for",
+        where=engine, expected=f"{num_wanted} tokens", actual=number,
+    )  # fmt: skip
 
 
 def _end_tokens(checkpoint: Checkpoint) -> frozenset[int]:

@@ -244,7 +244,7 @@ def check_engine(name: str, engine: object) -> None:
         raise _no_engine(
             name, "the engine's capabilities are none", "a harness.engines.Capabilities", type(capabilities)
         )
-    for part in ("schedules", "unsupported_taps"):
+    for part in ("schedules", "unsupported_taps", "sampled_only"):
         names = getattr(capabilities, part)
         if not isinstance(names, tuple | list) or not all(isinstance(each, str) for each in names):
             raise _no_engine(name, f"the engine's capabilities have no list of {part}", "a tuple of names", repr(names))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.compare.bits import ComparedRows, compare_bits, first_changed
+from harness.compare.compute import LEAST_JUDGED
 from harness.engines import Engine
 from harness.errors import Code, HarnessError
 from harness.fuzz.changes import CHANGES, Change, Prompts, Run
@@ -22,6 +23,7 @@ from harness.oracle.model import HFModel
 from harness.plan import Plan
 from harness.progress import Progress
 from harness.recording import Recording, RequestInfo
+from harness.results import Outcome
 from harness.scratch import scratch_folder
 
 NUM_SUBJECTS = 3
@@ -149,6 +151,12 @@ class Comparer:
             return error
         recording = Recording.open(path, verify=False).with_names(self.hf.graph.aliases)  # written by ourselves
         judged = compare_planned(self.plan, self.engine.capabilities, recording, self.golden, self.hf)
+        if judged.result.outcome is Outcome.NOTHING:
+            raise HarnessError(
+                Code.NOTHING_CHECKED, "the engine records too little to compare two runs of it", where=self.plan.engine,
+                expected=f"outputs behind {LEAST_JUDGED:.0%} of the model's multiply-adds",
+                actual=f"{judged.result.coverage.judged_compute or 0.0:.0%}",
+            )  # fmt: skip
         wrong = frozenset(tap.name for tap in judged.result.taps if tap.verdict.is_wrong)
         return _Recorded(recording, wrong)
 
