@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 
 from .conftest import ENGINE, listen_to_ctrl_c
 
@@ -193,6 +195,22 @@ def test_a_suite_with_a_wrong_engine_and_one_that_crashes(harness, install, case
     again = harness("suite", case, "--matrix", text, "--out", out, "--resume", "--format", "json")
     assert again.json["cases"] == ran.json["cases"]
     assert again.json["num_resumed"] == 3
+
+
+def test_a_suite_is_not_resumed_over_weights_that_were_replaced(harness, llama, tmp_path):
+    model, out = shutil.copytree(llama, tmp_path / "model"), tmp_path / "out"
+    (tmp_path / "one.toml").write_text(CASE.format(model=model))
+    first = harness("suite", tmp_path / "one.toml", "--out", out, "--jobs", "1", "--format", "json")
+    assert (first.status, first.json["num_resumed"]) == (0, 0)
+    again = harness("suite", tmp_path / "one.toml", "--out", out, "--jobs", "1", "--resume", "--format", "json")
+    assert (again.status, again.json["num_resumed"]) == (0, 1)
+    tensors = safetensors.torch.load_file(model / "model.safetensors")
+    broken = {name: tensor * float("nan") for name, tensor in tensors.items()}
+    safetensors.torch.save_file(broken, model / "model.safetensors", metadata={"format": "pt"})
+    after = harness("suite", tmp_path / "one.toml", "--out", out, "--jobs", "1", "--resume", "--format", "json")
+    assert after.status in (1, 2)
+    assert after.json["num_resumed"] == 0
+    assert after.json["counts"]["pass"] == 0
 
 
 @pytest.mark.slow
