@@ -55,8 +55,8 @@ class Interrupts:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_SIGNALS, signal.SIGQUIT})
             status = command()
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        is_cut_short = self._number is not None and status in (INTERRUPTED, ExitStatus.PASS)
-        return 128 + self._number if is_cut_short else status
+        is_no_verdict = status in (INTERRUPTED, ExitStatus.PASS)
+        return 128 + self._number if is_no_verdict and self._number is not None else status
 
     def _interrupt(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -18,7 +18,7 @@ from harness.errors import Code, HarnessError
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that the parent passes on; it ends when the command has ended by them."""
-FAREWELL_S = 10.0
+FAREWELL_S = 30.0
 """Time that a process whose result is written gets to end: an engine's threads and exit handlers may hang."""
 _POLL_S = 0.25
 _SENT_BY_THE_KERNEL = 128  # SI_KERNEL: of a terminal, whose whole foreground group has got it

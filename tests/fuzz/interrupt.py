@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 
-from harness.cli.main import INTERRUPTED, TERMINATED, main
+from harness.cli.interrupts import INTERRUPTED
+from harness.cli.main import main
 from harness.errors import HarnessError
 from harness.oracle.golden import open_golden
 from harness.recording import Recording
@@ -28,7 +29,7 @@ COMMANDS = {
     "run": ("run", "--golden", "golden", "--out", "out"),
     "check": ("check", *MODEL, *WORKLOAD, "--schedule", "plain,batched", "--out", "out"),
 }
-STATUS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: TERMINATED, signal.SIGINT: INTERRUPTED}
+STATUS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGINT: INTERRUPTED}
 
 
 class Interruptions:

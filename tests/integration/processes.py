@@ -12,7 +12,8 @@ from pathlib import Path
 _SERVER = """
 import json, os, signal, sys
 import harness.api.calls, harness.fuzz.run, harness.jobs.check, harness.jobs.profile, harness.report.html
-from harness.cli import main
+from harness.cli import main, supervisor
+supervisor.FAREWELL_S = 3.0
 for line in sys.stdin:
     job = json.loads(line)
     child = os.fork()
