@@ -5,7 +5,7 @@ import torch
 
 from harness.compare.run import _follows_conventions, _outcome, _ties
 from harness.errors import Code
-from harness.results import Finding, LogitResult, Outcome
+from harness.results import Coverage, Finding, LogitResult, Outcome
 
 from .judgements import errors_of, judgement, propagated_of
 
@@ -50,5 +50,5 @@ def test_near_ties_are_within_two_errors_of_hfs_own(margin, is_tie):
     ],
 )
 def test_what_passes(judged, num_tokens, outcome):
-    assert _outcome(judged, num_tokens, []) is outcome
-    assert _outcome(judged, num_tokens, [Finding(code=Code.NO_DECODE, message="")]) is Outcome.MISMATCH
+    assert _outcome(judged, Coverage(), num_tokens, [], 0.5) is outcome
+    assert _outcome(judged, Coverage(), num_tokens, [Finding(code=Code.NO_DECODE, message="")], 0.5) is Outcome.MISMATCH
