@@ -53,6 +53,7 @@ class Code(StrEnum):
     DIFFERENT_PROMPTS = "H027"
     BAD_RECORDER_CALL = "H028"
     ONE_RANK_OF_SEVERAL = "H029"
+    DIFFERENT_DTYPES = "H158"
     # Output and goldens
     OUTPUT_EXISTS = "H030"
     CANNOT_WRITE = "H031"

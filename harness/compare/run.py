@@ -19,7 +19,7 @@ from harness.compare.local import local_errors
 from harness.compare.local_judge import LocalErrors, LocalJudgement
 from harness.compare.positions import position_errors
 from harness.compare.propagated import Propagation, propagated_errors
-from harness.compare.shapes import check_taps, refuse_part
+from harness.compare.shapes import check_taps, refuse_other_dtype, refuse_part
 from harness.compare.slots import slot_conflicts
 from harness.compare.tokens import compare_tokens
 from harness.compare.traits import Traits
@@ -82,7 +82,7 @@ def compare_run(
         progress: told what is being done.
 
     Raises:
-        HarnessError: the recordings hold different prompts, or one of them is damaged.
+        HarnessError: the recordings hold different prompts or are of different dtypes, or one of them is damaged.
     """
     begin, sides = time.perf_counter(), _sides(actual, expected, hf)
     graph, ours, noise = sides.graph, sides.ours, expected.noise
@@ -143,6 +143,7 @@ def _sides(actual: Recording, expected: Golden, hf: HFModel | None) -> _Sides:
     """Bring both recordings to the same requests and names."""
     for recording in (expected.recording, actual):
         refuse_part(recording)
+    refuse_other_dtype(expected.recording, actual)
     aliases = match_requests(expected.recording, actual, is_pool=expected.is_pool)
     graph = expected.graph if hf is None else hf.graph
     for recording in (actual, expected.recording):

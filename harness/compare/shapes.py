@@ -71,6 +71,26 @@ def refuse_part(recording: Recording) -> None:
         )
 
 
+def refuse_other_dtype(expected: Recording, actual: Recording) -> None:
+    """Refuse recordings of different dtypes: the rounding of the coarser one would excuse any error of the other.
+
+    A golden's dtype is that of its noise.
+
+    Raises:
+        HarnessError: DIFFERENT_DTYPES.
+    """
+    theirs, ours = expected.manifest.dtype, actual.manifest.dtype
+    if theirs != ours:
+        raise HarnessError(
+            Code.DIFFERENT_DTYPES,
+            "the two recordings are of different dtypes, so that no rounding error can be told from a wrong result",
+            where=f"dtype of {actual.path} against {expected.path}",
+            expected=theirs,
+            actual=ours,
+            hint="record both in one dtype, or compare with a golden of that dtype (harness golden --dtype)",
+        )
+
+
 def check_taps(actual: Recording, expected: Recording, graph: Graph) -> tuple[list[Finding], set[str]]:
     """Compare the taps' shapes and dtypes; return what is wrong, and the names of the taps that can be used."""
     shapes = {entry.name: entry.shape for entry in expected.taps}

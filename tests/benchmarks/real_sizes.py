@@ -3,7 +3,7 @@
 Printed, one line a check: the verdict, the largest share of a bound, what each phase took, what that is in plain
 forwards of the same model on the same machine, and the largest memory that is not mapped from a file.
 
-    python -m tests.benchmarks.real_sizes [--shapes NAME,...] [--dtypes float32,...] [--engines hf,...] [--tokens 256]
+    python -m tests.benchmarks.real_sizes [--shapes NAME;...] [--dtypes float32,...] [--tokens 256] [--folder DIR]
 """
 
 import argparse

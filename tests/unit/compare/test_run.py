@@ -291,6 +291,22 @@ def test_a_dtype_that_torch_does_not_know(one, tmp_path, dtype):
         one.measure(actual.write(tmp_path / "r"))
 
 
+@pytest.mark.parametrize("against_golden", [False, True])
+def test_noise_under_the_name_of_a_coarser_dtype_is_no_pass(one, tmp_path, against_golden):
+    copy = one.recorded()
+    for step in copy.steps:
+        for tap, tensor in step.taps.items():
+            step.taps[tap] = tensor * (1 + 0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)))
+    copy.dtype = "float8_e4m3fn"
+    noise = None if against_golden else {}
+    actual, expected = copy.write(tmp_path / "a"), one.recorded().write(tmp_path / "e")
+    with pytest.raises(HarnessError) as caught:
+        one.measure(actual, expected=None if against_golden else expected, noise=noise)
+    assert caught.value.code is Code.DIFFERENT_DTYPES
+    assert (caught.value.expected, caught.value.actual) == ("float32", "float8_e4m3fn")
+    assert str(tmp_path / "a") in str(caught.value)
+
+
 def test_taps_that_no_graph_knows_are_measured_and_not_judged(one, tmp_path):
     extra = "model.layers.0.self_attn.gate"
     actual, expected = Copy.of(one.golden.recording), Copy.of(one.golden.recording)
