@@ -30,7 +30,14 @@ def bad_finding(judged: TapJudgement) -> Finding:
         message = f"{tap} is out of bounds in {count}: {share}{way}"
     else:
         message = f"{tap} is {judged.ratio_at(at):.3g} times as far from the truth as HF in {count}"
+    message += _not_tried(judged)
     return Finding(code=code, message=message, tap=tap, request=request, position=position)
+
+
+def _not_tried(judged: TapJudgement) -> str:
+    """Say which conventions the operation was not held to, because they raised."""
+    failures = () if judged.errors is None else judged.errors.failures
+    return f"; conventions that could not be tried: {', '.join(failures)}" if failures else ""
 
 
 def _distance(judged: TapJudgement) -> str:
@@ -45,7 +52,8 @@ def departure_finding(judged: TapJudgement) -> Finding:
     """Say in words what the rows of a tap show together."""
     assert judged.departure is not None
     tap = judged.operation.tap
-    return Finding(code=judged.departure.code, message=f"{tap} {judged.departure.message}", tap=tap)
+    message = f"{tap} {judged.departure.message}{_not_tried(judged)}"
+    return Finding(code=judged.departure.code, message=message, tap=tap)
 
 
 def oracle_finding(propagation: Propagation) -> Finding | None:

@@ -45,6 +45,8 @@ class LocalErrors:
     """A direction that the errors have over all rows, and that neither truth nor control has."""
     through: tuple[str, ...] = ()
     """Taps that were not recorded and were computed on the way; empty if the operation was judged by itself."""
+    failures: tuple[str, ...] = ()
+    """Conventions that raised, so that the operation was not held to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +273,7 @@ class LocalJudge:
             convention=part.convention,
             effect=beyond_control(part.effects, part.control_effects, room=part.room),
             through=self.ways.get(tap) or (),
+            failures=tuple(self._rows.failures.get(tap, ())),
         )
 
 

@@ -6,6 +6,7 @@ import torch
 
 from harness.compare.bounds import CONTROL_FACTOR, THROUGH_FACTOR, Sensitivity, control_bound, derived_bound
 from harness.compare.conventions import Rounding, Subject, conventions
+from harness.compare.guard import guarded
 from harness.compare.replay import TapRows
 from harness.compare.sequences import NOWHERE
 from harness.metrics import rounding_unit, row_errors
@@ -71,6 +72,8 @@ class RowJudge:
         """
         self._hf, self._dtype, self._usable, self._declared = hf, dtype, usable, declared
         self._column_norms: dict[str, torch.Tensor] = {}
+        self.failures: dict[str, list[str]] = {}
+        """By tap: conventions that raised, and where."""
 
     def judge(self, rows: TapRows, through: tuple[str, ...], *, dtype: torch.dtype | None = None) -> RowErrors:
         """Judge rows in the dtype of their operation's tensors.
@@ -167,7 +170,10 @@ class RowJudge:
         None if no convention applies.
         """
         subject, sensitivity = self._subject(rows, errors.dtype), self._sensitivity(rows)
-        tried = (_under(rounding, rows, errors, sensitivity) for rounding in conventions(subject))
+        failures, tried = self.failures.setdefault(rows.operation.tap, []), list[RowErrors]()
+        for convention in conventions(rows.operation.kind):
+            with guarded(convention.name, failures):
+                tried.extend(_under(each, rows, errors, sensitivity) for each in convention.roundings(subject))
         return min(tried, key=lambda each: (each.num_bad, each.typical), default=None)
 
     def _subject(self, rows: TapRows, dtype: torch.dtype) -> Subject:

@@ -11,10 +11,11 @@ from typing import cast
 
 import torch
 
+from harness.compare.guard import guarded
 from harness.compare.systematic import Effects
 from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
-from harness.explain.ranking import NO_CAUSE, causes_of
+from harness.explain.ranking import NO_CAUSE, causes_of, with_failures
 from harness.explain.trial import CLEARLY, DEPENDENT
 from harness.metrics import rounding_unit
 from harness.results import Effect, Explanation
@@ -44,27 +45,25 @@ def explain_direction(failure: Failure, effect: Effect) -> Explanation:
         failure: rows of an operation, none of them out of bounds.
         effect: their direction.
     """
-    before = _roundings(failure, failure.expected)
-    fits = sorted(_fits(failure, effect, before), key=lambda fit: -fit.odds)
+    before, failures = _roundings(failure, failure.expected), list[str]()
+    fits = sorted(_fits(failure, effect, before, failures), key=lambda fit: -fit.odds)
     if not fits:
-        return _explanation(failure, before, None, (), NO_CAUSE)
+        return with_failures(_explanation(failure, before, None, (), NO_CAUSE), failures)
     best = fits[0]
     equal = {fit.hypothesis.cause: fit for fit in fits if fit.odds > best.odds - CLEARLY}
     shown = ", or ".join(list(equal)[:_MAX_EQUAL])
     more = f", or {len(equal) - _MAX_EQUAL} others" if len(equal) > _MAX_EQUAL else ""
-    return _explanation(failure, before, best, list(equal.values()), shown + more)
+    return with_failures(_explanation(failure, before, best, list(equal.values()), shown + more), failures)
 
 
-def _fits(failure: Failure, effect: Effect, before: torch.Tensor) -> list[_Fit]:
+def _fits(failure: Failure, effect: Effect, before: torch.Tensor, failures: list[str]) -> list[_Fit]:
     found = []
     for explain in causes_of(failure.operation.kind):
-        try:
+        with guarded(explain.__name__, failures):
             for hypothesis in explain(failure):
                 fit = _fit(failure, effect, before, hypothesis)
                 if fit is not None:
                     found.append(fit)
-        except (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-            continue  # it does not know operations of this shape; the others may
     return found
 
 

@@ -97,8 +97,11 @@ class Failure:
 
     @property
     def module(self) -> Any:
-        """HF's module that shows the operation."""
-        return self.hf.module(self.operation.module)
+        """HF's module that shows the operation; None where none does."""
+        try:
+            return self.hf.module(self.operation.module)
+        except AttributeError:
+            return None
 
     @cached_property
     def can_replay(self) -> bool:

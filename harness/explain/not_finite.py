@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from harness.compare.guard import guarded
 from harness.explain.attention_table import cache_played_back
 from harness.explain.cache import at_boundary, is_unwritten, provenance_of
 from harness.explain.cache_replay import history
@@ -39,7 +40,8 @@ def not_finite(failure: Failure, roundings: torch.Tensor, scope: str) -> Explana
         roundings: [R] their errors.
         scope: which rows are wrong, in words.
     """
-    reason = next(_reasons(failure))
+    failures = list[str]()
+    reason = next(_reasons(failure, failures))
     return Explanation(
         cause=reason.cause,
         scope=scope,
@@ -48,18 +50,18 @@ def not_finite(failure: Failure, roundings: torch.Tensor, scope: str) -> Explana
         num_rows=len(roundings),
         num_explained=0,
         is_cause=reason.is_cause,
-        detail=reason.detail,
+        detail="; ".join([reason.detail, *(f"could not be tried: {each}" for each in failures)]).removeprefix("; "),
         provenance=reason.provenance,
     )
 
 
-def _reasons(failure: Failure) -> Iterator[_Reason]:
+def _reasons(failure: Failure, failures: list[str]) -> Iterator[_Reason]:
     """Yield what can be said, what is certain first."""
-    yield from _overflows(failure)
-    if failure.operation.kind is Kind.CACHE:
-        yield from _of_cache(failure)
-    if failure.operation.kind is Kind.ATTENTION:
-        yield from _of_attention(failure)
+    kind = failure.operation.kind
+    for reasons, kinds in ((_overflows, (kind,)), (_of_cache, (Kind.CACHE,)), (_of_attention, (Kind.ATTENTION,))):
+        if kind in kinds:
+            with guarded(reasons.__name__.lstrip("_"), failures):
+                yield from reasons(failure)
     largest = float(failure.expected.abs().max())
     seen = f"its largest element should be {largest:.3g}"
     yield _Reason(cause="not finite though nothing in it can overflow", detail=seen, is_cause=False)

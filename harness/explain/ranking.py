@@ -7,11 +7,12 @@ and if no other cause fits as well: causes that the rows cannot tell apart are a
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib import import_module
 
 import torch
 
-from harness.errors import HarnessError
+from harness.compare.guard import guarded
 from harness.explain.failure import Explain, Failure
 from harness.explain.not_finite import not_finite
 from harness.explain.pattern import pattern
@@ -48,6 +49,18 @@ def rank_hypotheses(failure: Failure, roundings: torch.Tensor, bound: torch.Tens
                 return explanation
         return not_finite(failure, roundings, scope)
     evidence = Evidence(failure, roundings, bound)
+    return with_failures(_ranked(evidence, scope), evidence.failures)
+
+
+def with_failures(explanation: Explanation, failures: Sequence[str]) -> Explanation:
+    """Return an explanation that says which others raised, and so could not be tried."""
+    if not failures:
+        return explanation
+    notes = (explanation.detail, f"could not be tried: {', '.join(failures)}")
+    return replace(explanation, detail="; ".join(note for note in notes if note))
+
+
+def _ranked(evidence: Evidence, scope: str) -> Explanation:
     best, equal, other = _best(evidence)
     if best is None and other is not None and other.fits:
         return _explanation(other, (), evidence, scope)
@@ -109,14 +122,10 @@ def _says_more(trial: Trial, other: Trial) -> bool:
 
 def _trials(name: str, evidence: Evidence) -> Iterator[Trial]:
     for explain in _explanations(name):
-        try:
+        with guarded(explain.__name__, evidence.failures):  # it may not know operations of this shape; others may
             for hypothesis in explain(evidence.failure):
                 if hypothesis.output.shape == evidence.failure.actual.shape:
                     yield Trial.of(hypothesis, evidence)
-        except HarnessError:
-            raise
-        except Exception as error:  # it does not know operations of this shape; the others may
-            evidence.failures.append(f"{explain.__name__}: {type(error).__name__}")
 
 
 def _is_perfect(trial: Trial, evidence: Evidence) -> bool:
@@ -128,8 +137,6 @@ def _is_perfect(trial: Trial, evidence: Evidence) -> bool:
 
 def _no_cause(evidence: Evidence, weak: Trial | None, scope: str) -> Explanation:
     seen = pattern(evidence.failure)
-    if evidence.failures:
-        seen += f"; could not be tried: {', '.join(evidence.failures)}"
     if weak is not None:
         count = f"{int(weak.holds.sum())} of {len(weak.holds)}"
         seen += f"; {count} rows would fit, and are too few to say it: {weak.hypothesis.cause}"
@@ -146,7 +153,10 @@ def _no_cause(evidence: Evidence, weak: Trial | None, scope: str) -> Explanation
 
 
 def _explanation(best: Trial, equal: Sequence[Trial], evidence: Evidence, scope: str) -> Explanation:
-    hypothesis = best.hypothesis
+    hypothesis, provenance = best.hypothesis, None
+    if hypothesis.provenance is not None:
+        with guarded("the way of the cache's content", evidence.failures):
+            provenance = hypothesis.provenance()
     details = [hypothesis.detail]
     if best.share < _WELL_EXPLAINED:
         details.append("some rows have another cause")
@@ -163,7 +173,7 @@ def _explanation(best: Trial, equal: Sequence[Trial], evidence: Evidence, scope:
         num_fitted=hypothesis.freedom,
         is_cause=best.is_cause,
         detail="; ".join(detail for detail in details if detail),
-        provenance=hypothesis.provenance() if hypothesis.provenance else None,
+        provenance=provenance,
     )
 
 

@@ -1,5 +1,6 @@
 """The cause of every operation that a comparison found wrong."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -7,19 +8,20 @@ import torch
 
 from harness.compare.align import Locator, Rows, match_requests
 from harness.compare.evidence import MAX_ROWS, Evidence, spread
+from harness.compare.guard import guarded
 from harness.compare.local_judge import LocalErrors
 from harness.compare.prefixes import Prefixes
 from harness.compare.run import Comparison
 from harness.compare.shapes import engine_dtype
 from harness.compare.slot_history import SlotHistory
-from harness.errors import Code, HarnessError
+from harness.errors import Code
 from harness.explain.attention_context import AttentionContext
 from harness.explain.choice import explain_count
 from harness.explain.declared import declared_failures
 from harness.explain.direction import explain_direction
 from harness.explain.failure import Failure, gathered
 from harness.explain.layers import layers_that_did_not_run
-from harness.explain.ranking import rank_hypotheses
+from harness.explain.ranking import rank_hypotheses, with_failures
 from harness.explain.scope import scope
 from harness.explain.tokens import explain_token
 from harness.oracle.golden import Golden
@@ -53,7 +55,7 @@ def explain_run(found: Comparison, recording: Recording, expected: Golden, hf: H
     return replace(run, findings=findings, first_divergence=first)
 
 
-def _failed(error: Exception) -> Explanation:
+def _failed(failures: Sequence[str]) -> Explanation:
     """Return what stands in for an explanation that raised."""
     return Explanation(
         cause="no explanation: looking for one failed",
@@ -63,7 +65,7 @@ def _failed(error: Exception) -> Explanation:
         num_rows=0,
         num_explained=0,
         is_cause=False,
-        detail=f"{type(error).__name__}: {error}",
+        detail="; ".join(failures),
     )
 
 
@@ -72,11 +74,13 @@ def _explained(failure: Failure, evidence: Evidence, where: str) -> Explanation:
     found = rank_hypotheses(failure, evidence.roundings, evidence.bound, where)
     if found.is_cause:
         return found
-    for declared in declared_failures(failure):
-        other = rank_hypotheses(declared, evidence.roundings, evidence.bound, where)
-        if other.is_cause:
-            return other
-    return found
+    failures = list[str]()
+    with guarded(declared_failures.__name__, failures):
+        for declared in declared_failures(failure):
+            other = rank_hypotheses(declared, evidence.roundings, evidence.bound, where)
+            if other.is_cause:
+                return other
+    return with_failures(found, failures)
 
 
 class _Explainer:
@@ -92,23 +96,20 @@ class _Explainer:
 
     def explained(self, finding: Finding) -> Finding:
         """Return the finding with its explanation, if it has one."""
+        explanation, failures = None, list[str]()
+        with guarded("the explanation", failures):
+            explanation = self._explanation(finding)
+        if failures:
+            explanation = _failed(failures)
+        return finding if explanation is None else replace(finding, explanation=explanation)
+
+    def _explanation(self, finding: Finding) -> Explanation | None:
         if finding.code is Code.TOKENS_DIFFER and finding.request is not None and finding.position is not None:
-            logits = self.hf.graph.logits
-            return replace(
-                finding, explanation=explain_token(self.recording, logits, finding.request, finding.position)
-            )
+            return explain_token(self.recording, self.hf.graph.logits, finding.request, finding.position)
         tap = finding.tap or ""
         if finding.code is Code.TAP_MISMATCH and tap in self.hf.graph:
-            return replace(finding, explanation=explain_count(self.hf.graph[tap], self.recording))
-        if finding.code not in _EXPLAINED or tap not in self.hf.graph:
-            return finding
-        try:
-            explanation = self.explain(self.hf.graph[tap])
-        except HarnessError:
-            raise
-        except Exception as error:  # a bug of an explanation must not cost the verdict
-            explanation = _failed(error)
-        return replace(finding, explanation=explanation)
+            return explain_count(self.hf.graph[tap], self.recording)
+        return self.explain(self.hf.graph[tap]) if finding.code in _EXPLAINED and tap in self.hf.graph else None
 
     def explain(self, operation: Operation) -> Explanation | None:
         """Explain one operation; None if nothing was kept of its rows."""

@@ -5,10 +5,9 @@ the fewest rows fail is the engine's, and the operation is held to it. A new one
 of operation, here in this folder (docs/how-verdicts-work.md).
 """
 
-from collections.abc import Iterator
-
 from harness.compare.conventions import attention, linear, norm, quantised, quantised_cache, rotary
 from harness.compare.conventions.entry import Convention, Rounding, Subject
+from harness.taps import Kind
 
 CONVENTIONS: tuple[Convention, ...] = (
     *attention.CONVENTIONS,
@@ -20,11 +19,9 @@ CONVENTIONS: tuple[Convention, ...] = (
 )
 
 
-def conventions(subject: Subject) -> Iterator[Rounding]:
-    """Yield the legitimate orders of rounding that apply to some rows, the likelier first."""
-    for convention in CONVENTIONS:
-        if subject.operation.kind in convention.kinds:
-            yield from convention.roundings(subject)
+def conventions(kind: Kind) -> list[Convention]:
+    """Return the legitimate orders of rounding of a kind of operation, the likelier first."""
+    return [convention for convention in CONVENTIONS if kind in convention.kinds]
 
 
 __all__ = ["CONVENTIONS", "Convention", "Rounding", "Subject", "conventions"]

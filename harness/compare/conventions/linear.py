@@ -35,7 +35,10 @@ def weight_and_bias(subject: Subject) -> tuple[torch.Tensor, torch.Tensor | None
 
 def adapter_update(subject: Subject) -> torch.Tensor | None:
     """Return what a LoRA adapter adds, [R, O] float64; None of an operation without one."""
-    module = subject.hf.module(subject.operation.module)
+    try:
+        module = subject.hf.module(subject.operation.module)
+    except AttributeError:  # an operation that no module shows: logits that are scaled or capped
+        return None
     a, b = getattr(module, "lora_a", None), getattr(module, "lora_b", None)
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or len(subject.inputs) != 1:
         return None
