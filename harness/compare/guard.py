@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import harness
 from harness.errors import HarnessError
 
-_PACKAGE = Path(harness.__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _MAX_LENGTH = 120
 
 

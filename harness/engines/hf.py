@@ -143,6 +143,7 @@ class _Batch:
         """Dtype of each tap in its first step."""
         self.read_back: set[str] = set()
         """Caches that could be read back: families cache other things than keys and values, or nothing."""
+        self._has_attention = any(operation.kind is Kind.ATTENTION for operation in hf.graph)
         self._takes_positions = "position_ids" in inspect.signature(hf.model.forward).parameters
 
     def run(self, chunk_size: int | None) -> None:
@@ -181,7 +182,9 @@ class _Batch:
         if self._takes_positions:
             options["position_ids"] = torch.tensor(forward.positions, device=self._hf.device)
         if is_padded:
-            options["attention_mask"] = torch.tensor(self._mask, device=self._hf.device)
+            # Without attention HF multiplies the mask with the rows of this forward: it is of these alone.
+            begin = 0 if self._has_attention else len(self._mask[0]) - len(forward.ids[0])
+            options["attention_mask"] = torch.tensor([row[begin:] for row in self._mask], device=self._hf.device)
         if "logits_to_keep" in inspect.signature(self._hf.model.forward).parameters:
             options["logits_to_keep"] = 1
         recorder = _Recorder(self._hf, self._sources, forward, self._writer, self._dtypes)

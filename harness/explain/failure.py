@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from harness.compare.align import Locator, Rows, step_rows
 from harness.compare.slot_history import SlotHistory
@@ -97,11 +98,15 @@ class Failure:
 
     @property
     def module(self) -> Any:
-        """HF's module that shows the operation; None where none does."""
+        """HF's module that shows the operation; an empty one where none does."""
+        return self.module_at(self.operation.module)
+
+    def module_at(self, path: str) -> Any:
+        """Return HF's module at a path; an empty one where there is none: logits that are scaled have no module."""
         try:
-            return self.hf.module(self.operation.module)
+            return self.hf.module(path)
         except AttributeError:
-            return None
+            return nn.Module()
 
     @cached_property
     def can_replay(self) -> bool:
@@ -141,10 +146,11 @@ class Failure:
             return None
         path = self.graph[tap].module
         with self.hf.weights.held(self.hf.part_of(path)):
-            tensor = getattr(self.hf.module(path), name, None)
+            module = self.module_at(path)
+            tensor = getattr(module, name, None)
             if not isinstance(tensor, torch.Tensor) or tensor.numel() > _MAX_WEIGHT_ELEMENTS:
                 return None
-            is_turned = name == "weight" and type(self.hf.module(path)).__name__ == "Conv1D"  # HF's, with [in, out]
+            is_turned = name == "weight" and type(module).__name__ == "Conv1D"  # HF's, with [in, out]
             return (tensor.T if is_turned else tensor).detach().to("cpu", torch.float64, copy=True)
 
     def siblings(self) -> list[Operation]:

@@ -13,6 +13,11 @@ from harness.explain.formats import HALF_DTYPES, Change, name_of, of_inputs, of_
 from harness.explain.hypothesis import Hypothesis
 from harness.taps import LOGITS, Kind
 
+INTERLEAVED = "the rows of each head are interleaved, as rotary over neighbouring pairs needs them"
+_WAY_OF_INTERLEAVED = (
+    "an engine that rotates neighbouring pairs may keep q and k so: leave both out of names=, or give the rows to the "
+    "harness in HF's order; attention judges them then"
+)
 _MAX_MATCHED = 4096
 """Outputs whose order is looked for: beyond it, matching each with each would take too long."""
 _MANTISSA_BITS_OF_TF32 = 10
@@ -93,12 +98,23 @@ def outputs_in_another_order(failure: Failure) -> Iterator[Hypothesis]:
     source = distance.argmin(dim=1)
     if torch.equal(source, torch.arange(len(source))):
         return
+    if _is_interleaved(source, failure.hf.head_dim):
+        yield Hypothesis(cause=INTERLEAVED, output=pool[:, source], detail=_WAY_OF_INTERLEAVED)
+        return
     yield Hypothesis(
         cause=_order(source, names, failure),
         output=pool[:, source],
         detail=_sources(source, names),
         freedom=len(_runs(source, names)),
     )
+
+
+def _is_interleaved(source: torch.Tensor, head_dim: int) -> bool:
+    """Whether both halves of each head are merged, so that the pairs of HF's rotary embedding are neighbours."""
+    if head_dim % 2 or len(source) % head_dim:
+        return False
+    order = torch.arange(len(source)).view(-1, 2, head_dim // 2).transpose(1, 2)
+    return torch.equal(source, order.flatten())
 
 
 def _pool(failure: Failure) -> tuple[torch.Tensor, list[tuple[str, int]]]:

@@ -53,9 +53,10 @@ def adapter_transposed(failure: Failure) -> Iterator[Hypothesis]:
 
 def adapter_of_another(failure: Failure) -> Iterator[Hypothesis]:
     """The rows were given another of the adapters that the engine serves."""
-    update, x = _update(failure), failure.inputs[0].flatten(1)
+    update = _update(failure)
     if update is None:
         return
+    x = failure.inputs[0].flatten(1)
     for name, other in failure.module.others.items():
         theirs = x @ other.a.to(x).T @ other.b.to(x).T * other.scaling
         yield Hypothesis(cause=f"the adapter is another one: {name}", output=failure.expected - update + theirs)

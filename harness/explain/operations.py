@@ -41,6 +41,8 @@ def _of_module(module: Any, operation: Operation, x: torch.Tensor) -> torch.Tens
         bias = bias.to(torch.float64) if isinstance(bias, torch.Tensor) else None
         return torch.nn.functional.linear(x, weight.to(torch.float64), bias).cpu()
     if operation.kind is Kind.NORM and x.shape[-1] != weight.shape[0]:  # norms of q and k see heads
+        if x.shape[-1] % weight.shape[0]:  # what is normed is a part of its input
+            return None
         x = x.unflatten(-1, (-1, weight.shape[0]))
     with preserve_precision(torch.float64):
         result: torch.Tensor = module(x)

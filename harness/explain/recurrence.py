@@ -138,7 +138,7 @@ def _mixer_of(failure: Failure) -> str | None:
     shown = {op.module for op in failure.graph if op.kind in (Kind.LINEAR, Kind.NORM)}
     path = failure.operation.module
     while path:
-        module = failure.hf.module(path)
+        module = failure.module_at(path)
         own = {f"{path}.{name}".rstrip(".") for name, inner in module.named_modules() if inner._parameters}
         if not isinstance(module, nn.Linear) and len(list(module.children())) > 1 and own - shown:
             return None if any(KINDS[op.kind].has_heads for op in _inside(failure, path)) else path

@@ -43,7 +43,7 @@ def other_sum(failure: Failure) -> Iterator[Hypothesis]:
 def _parts(failure: Failure) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Return routed and shared experts' outputs [R, D] and the gate [R, 1]; None if something else is summed."""
     width = failure.expected.shape[1]
-    flat = [x.flatten(1) for x in failure.inputs]
+    flat = [x.flatten(1) for x in failure.inputs if x.dim() > 1]
     wide, gates = [x for x in flat if x.shape[1] == width], [x for x in flat if x.shape[1] == 1]
     if len(wide) != 2 or len(gates) != 1 or width == 1:
         return None

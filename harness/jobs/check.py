@@ -9,6 +9,7 @@ from pathlib import Path
 
 from harness.compare import Comparison, compare_run
 from harness.compare.compute import LEAST_JUDGED
+from harness.compare.propagated import what_logits_show
 from harness.engines import Capabilities, Engine, TapMatcher, engine_errors, open_engine
 from harness.engines.isolated import IsolatedEngine, isolated_engine
 from harness.engines.record import RunDescription, record
@@ -83,7 +84,7 @@ def _check_engine(plan: Plan, engine: Engine | IsolatedEngine, out: Path | None,
         num_requests=len(plan.prompts),
         runs=tuple(runs),
         golden_s=golden_s,
-        notes=(*plan.notes, *golden.notes, *adapter_notes(hf), *_what_was_judged(plan, runs, hf.graph)),
+        notes=(*plan.notes, *golden.notes, *adapter_notes(hf), *_what_was_judged(plan, runs, golden, hf.graph)),
     )
 
 
@@ -187,7 +188,7 @@ def _wanted(plan: Plan, capabilities: Capabilities, graph: Graph) -> list[str]:
     return [graph.logits] if plan.only == "logits" else []
 
 
-def _what_was_judged(plan: Plan, runs: Sequence[RunResult], graph: Graph) -> Iterator[str]:
+def _what_was_judged(plan: Plan, runs: Sequence[RunResult], golden: Golden, graph: Graph) -> Iterator[str]:
     """Say it if that is less than a reader of `pass` takes it for."""
     judged = {tap.name for run in runs for tap in run.taps if tap.judged_by != "none"}
     if plan.stops_early and any(run.outcome is Outcome.MISMATCH for run in runs):
@@ -204,7 +205,7 @@ def _what_was_judged(plan: Plan, runs: Sequence[RunResult], graph: Graph) -> Ite
             f"needs {100 * LEAST_JUDGED:.0f} %: the engine declares the rest unsupported"
         )
     elif judged and judged <= {graph.logits, *graph.head}:
-        yield "only the logits were judged: what is wrong inside is seen only as far as it reaches them"
+        yield f"only the logits were judged, which show {what_logits_show(golden.noise[graph.logits], graph)}"
     elif not judged and plan.only == "tokens":
         yield "only tokens were compared, as asked: not one operation was judged"
     elif not judged and any(run.tokens.compared for run in runs):

@@ -3,7 +3,7 @@
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -143,6 +143,35 @@ def load_model(
             tensors do not fit the config.
     """
     checkpoint, where = Checkpoint.of(checkpoint), torch.device(device)
+    try:
+        return _loaded(checkpoint, dtype, where, stays=stays)
+    except HarnessError as error:
+        name = _other_kind(checkpoint.config)
+        if name is None or error.code not in (Code.UNSUPPORTED_ARCHITECTURE, Code.TENSORS_CONTRADICT_CONFIG):
+            raise
+        raise HarnessError(
+            Code.UNSUPPORTED_ARCHITECTURE,
+            f"the checkpoint is a {name}, a kind of model that is not served",
+            where=f"{checkpoint.folder / CONFIG_NAME}: architectures",
+            expected="a decoder that ends in logits of the next token, such as Qwen3ForCausalLM",
+            actual=name,
+            hint="compare recordings of two engines, which needs no checkpoint: harness diff EXPECTED ACTUAL",
+        ) from error
+
+
+def _other_kind(config: Mapping[str, Any]) -> str | None:
+    """Return transformers' class of an encoder, a reward model, a model of images, ...; None of a decoder's."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    named = config.get("architectures")
+    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    if set(names) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        return None
+    return next((name for name in names if hasattr(transformers, name)), None)
+
+
+def _loaded(checkpoint: Checkpoint, dtype: torch.dtype, where: torch.device, *, stays: bool) -> HFModel:
     _check_tensors(checkpoint)
     if stays or checkpoint.num_bytes <= _RESIDENT_BYTES:
         model = _from_pretrained(checkpoint.folder, dtype).to(where).eval().requires_grad_(False)

@@ -87,6 +87,7 @@ KINDS: Mapping[Kind, KindTraits] = {
     Kind.CHOICE: KindTraits(error_model=None, causes=("choice",)),
     # A linear layer with an adapter is one; the experts of a layer are, and scans.
     Kind.OTHER: KindTraits(
-        error_model=None, causes=("lora", "router", "experts", "shared_expert", "state", "elementwise", "generic")
+        error_model=None,
+        causes=("lora", "embedding", "router", "experts", "shared_expert", "state", "elementwise", "generic"),
     ),
 }

@@ -8,12 +8,15 @@ from torch import nn
 
 from harness.engines.adapter import Capabilities, Workload
 from harness.engines.module.forward import Forward
-from harness.engines.module.names import ModuleNames
+from harness.engines.module.names import ModuleNames, operation_of
 from harness.engines.module.taps import Place, Places, unmatched_hint, unmistakable_length, unsupported_taps
 from harness.engines.module.values import evaluating, showing_values
 from harness.errors import Code, HarnessError
 from harness.recording import RecordingWriter, RequestInfo
 from harness.taps import Graph
+
+_PADDED = "if it pads its input, cut the rows out with an adapter: StepRows(kept=...), docs/check-your-torch-engine.md"
+_NOT_CALLED = "call the module itself, module(x): hooks see neither module.forward(x) nor a use of its weight"
 
 
 class TorchEngine:
@@ -57,11 +60,13 @@ class TorchEngine:
         places = Places(self._names, graph, unmistakable_length(self._module, graph))
         vocabulary = graph[graph.logits].shape[-1]
         ids = torch.randint(0, vocabulary, (places.num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
-        with evaluating(self._module), showing_values(self._module, paths, places.see):
-            answer = self._forward(ids, 0)
+        with evaluating(self._module):
+            self._forward.leave_out_what_it_refuses(ids)
+            with showing_values(self._module, paths, places.see):
+                answer = self._forward(ids, 0)
         self._forward.check_vocabulary(answer, vocabulary)
         if not places.by_tap and not self._wants_logits_alone:
-            self._refuse_strangers(paths, graph)
+            self._refuse_strangers(paths, graph, places)
         self._places = {}
         for place in places.by_tap.values():
             self._places.setdefault(place.shown, []).append(place)
@@ -100,7 +105,10 @@ class TorchEngine:
         writer.end_step(answer.logits[-1:].argmax(dim=-1).tolist() if last else ())
         return answer.cache if self._has_cache else None
 
-    def _refuse_strangers(self, paths: list[str], graph: Graph) -> None:
+    def _refuse_strangers(self, paths: list[str], graph: Graph, places: Places) -> None:
+        known = [path for path in paths if operation_of(graph, self._names.translate(path)) is not None]
+        if known:
+            self._refuse_unseen(known[0], graph, places)
         raise HarnessError(
             Code.BAD_OPTION,
             f"no module of {self.name} is called as HF calls it, so that no operation could be judged",
@@ -108,6 +116,21 @@ class TorchEngine:
             expected=", ".join(operation.source for operation in list(graph)[:4]),
             actual=", ".join(paths[:4]) or "no modules",
             hint=unmatched_hint(paths, graph),
+        )
+
+    def _refuse_unseen(self, path: str, graph: Graph, places: Places) -> None:
+        """Refuse a module that has HF's names and shows no rows of tokens under them."""
+        shapes = places.misshapen.get(path)
+        operation = operation_of(graph, self._names.translate(path))
+        assert operation is not None
+        rows = [1, places.num_tokens, *operation.shape]
+        raise HarnessError(
+            Code.BAD_OPTION,
+            f"modules of {self.name} are called as HF calls them, but none of them shows one row for each token",
+            where=f"{path}, which is {operation.tap}",
+            expected=f"{rows}, or the same without the 1",
+            actual="it was not called" if shapes is None else ", ".join(map(str, shapes)) or "no tensor of numbers",
+            hint=_NOT_CALLED if shapes is None else _PADDED,
         )
 
 

@@ -51,6 +51,8 @@ class Places:
     num_tokens: int
     """Of the run that they are looked for in."""
     by_tap: dict[str, Place] = field(default_factory=dict)
+    misshapen: dict[str, list[list[int]]] = field(default_factory=dict)
+    """By the module's own name: shapes of values that are called as a tap is, of which none has its rows."""
 
     def see(self, shown: str, tensors: Sequence[torch.Tensor]) -> None:
         """Take in what the run shows; of several places of a tap the first one counts.
@@ -68,6 +70,8 @@ class Places:
                 _refuse_twice(before, shown)
             if before is None and place is not None:
                 self.by_tap[operation.tap] = place
+            if place is None:
+                self.misshapen[shown] = [list(tensor.shape) for tensor in tensors]
 
     def _sources(self, shown: str, num_tensors: int) -> Iterator[tuple[str, int | None]]:
         """Yield HF's names of the tensors, and which one alone has the name."""

@@ -1,12 +1,13 @@
 """Distance to the golden as a ratio to HF's own: what can be said where an operation cannot be replayed."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
-from harness.compare.propagated import RATIO_BOUND
+from harness.compare.propagated import RATIO_BOUND, what_logits_show
 from harness.errors import Code
 from harness.metrics import rounding_unit
 from harness.results import Verdict
@@ -191,3 +192,34 @@ def test_logits(one, tmp_path):
     assert result.logits.kl_max == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-6)
     margins = [step.tap("lm_head").topk(2).values.diff(dim=1).neg().min() for step in one.golden.recording.steps]
     assert result.logits.margin_min == pytest.approx(float(min(margins)))
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("bfloat16", 1e-2), ("float32", 1e-7)])
+def test_what_logits_show(bench, dtype, least):
+    """A change of all weights is found where the note says so, and a quarter of it is not."""
+    one = bench("llama-tiny", getattr(torch, dtype))
+    noise, logits = one.golden.noise[one.hf.graph.logits], one.hf.graph.logits
+    said = what_logits_show(noise, one.hf.graph)
+    found = re.search(r"change of all weights from about (\S+) % on", said)
+    change = float(found[1]) / 100
+    assert least < change < 100 * least
+    for share, is_found in ((1.0, True), (0.25, False)):
+        ratio = _ratio_after(one, share * change, logits)
+        assert (ratio > RATIO_BOUND) == is_found
+
+
+def _ratio_after(one, change, logits):
+    """Change each weight by its own amount, run HF, and return the largest error of its logits over HF's own."""
+    weights = [weight for weight in one.hf.model.parameters() if weight.dim() > 1]
+    before, generator = [weight.clone() for weight in weights], torch.Generator().manual_seed(0)
+    model = one.hf.model
+    ids = [request.token_ids for request in one.golden.requests]
+    with torch.no_grad():
+        sound = [model(torch.tensor([tokens])).logits[0].double() for tokens in ids]
+        for weight in weights:
+            weight.mul_(1 + change * torch.randn(weight.shape, generator=generator).to(weight.dtype))
+        other = [model(torch.tensor([tokens])).logits[0].double() for tokens in ids]
+        for weight, own in zip(weights, before, strict=True):
+            weight.copy_(own)
+    own = float(one.golden.noise[logits].nanmedian())
+    return max(float(((a - b).norm(dim=1) / b.norm(dim=1)).max()) for a, b in zip(other, sound, strict=True)) / own

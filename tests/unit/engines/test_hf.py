@@ -229,6 +229,21 @@ def test_a_family_without_sdpa_runs_by_its_own_attention(tiny_folder, record, fa
     assert {tap for tap in there if tap.endswith((".attention", "mixer.out_proj"))}
 
 
+def test_a_state_sees_no_padding(tiny_folder, record):
+    """A mask of the whole sequence beside one row of it gave a padded request's decode the rows of another length."""
+    engine, tap, expected = of(tiny_folder("mamba")), "backbone.layers.1.mixer.out_proj", {}
+    for request in REQUESTS:
+        shown = []
+        hook = engine._hf.module(tap).register_forward_hook(lambda _module, _args, out, shown=shown: shown.append(out))
+        engine._hf.model(torch.tensor([request.token_ids]), use_cache=False)
+        hook.remove()
+        expected |= {(request.id, at): row for at, row in enumerate(shown[0][0])}
+    with record(engine, "batched") as recording:
+        for step in computed(recording):
+            for row, values in zip(rows(step, tap), step.tap(tap), strict=True):
+                torch.testing.assert_close(values, expected[row], rtol=1e-4, atol=1e-5)
+
+
 def test_a_family_without_a_cache_of_keys_and_values_says_so(tiny_folder, record):
     engine = of(tiny_folder("mamba"))
     with record(engine, "plain") as recording:

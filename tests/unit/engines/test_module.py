@@ -200,6 +200,81 @@ def test_a_module_none_of_whose_parts_is_known_is_told_how_to_name_them(folder, 
     TorchEngine(Body(), device="cpu", names={}).match_taps(graph)  # on purpose: its logits alone
 
 
+class Padded(OwnModel):
+    """Computes a multiple of 16 rows and cuts its logits."""
+
+    def forward(self, tokens):
+        return super().forward(nn.functional.pad(tokens, (0, -tokens.shape[1] % 16)))[:, : tokens.shape[1]]
+
+
+class Unseen(OwnModel):
+    """Its parts are not called, so that no hook sees them."""
+
+    def forward(self, tokens):
+        return self.tok.forward(tokens) @ self.tok.weight.T
+
+
+@pytest.mark.parametrize(
+    ("kind", "actual", "hint"),
+    [
+        (Padded, "actual:   [16, 96]", "StepRows(kept=...), docs/check-your-torch-engine.md"),
+        (Unseen, "actual:   it was not called", "hooks see neither module.forward(x) nor a use of its weight"),
+    ],
+)
+def test_a_module_with_the_right_names_that_shows_no_rows_is_told_why(engine, kind, actual, hint):
+    """It was told to give the names that it had given."""
+    with pytest.raises(HarnessError) as caught:
+        engine(kind)
+    assert caught.value.code is Code.BAD_OPTION
+    assert "called as HF calls them, but none of them shows one row for each token" in str(caught.value)
+    assert "where:    tok, which is model.embed_tokens" in str(caught.value)
+    assert "expected: [1, 11, 96], or the same without the 1" in str(caught.value)
+    assert actual in str(caught.value)
+    assert hint in str(caught.value)
+
+
+def test_a_module_with_a_cache_of_its_own_that_is_not_set_up_is_run_without_positions(engine, record, graph):
+    class Inner(OwnModel):
+        def forward(self, tokens, input_pos=None):
+            if input_pos is not None:
+                raise TypeError("You need to call set_kv_cache()")
+            return super().forward(tokens)
+
+    subject = engine(Inner)
+    with record(subject, "plain", REQUESTS[:1]) as recording:
+        assert {op.tap for op in graph if op.kind is Kind.EMBEDDING} <= {tap.name for tap in recording.taps}
+
+
+def test_a_module_that_raises_in_any_case_says_what_it_said_first(engine):
+    class Broken(OwnModel):
+        def forward(self, tokens, input_pos=None):
+            raise TypeError("with positions" if input_pos is not None else "without")
+
+    with pytest.raises(TypeError, match="with positions"):
+        engine(Broken)
+
+
+def test_a_cache_inside_of_a_module_is_used_where_the_forward_returns_something_in_its_place(engine, record, graph):
+    class Inside(nn.Module):
+        """Takes positions, and begins again where it is given no cache."""
+
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.kept = inner, None
+
+        def forward(self, tokens, cache=None):
+            logits, self.kept = self.inner(tokens, None if cache is None else self.kept)
+            return logits, "inside"
+
+    subject = engine(CachedModel)
+    inside = TorchEngine(Inside(subject._module), device="cpu", names={f"inner.{k}": v for k, v in NAMES.items()})
+    inside.match_taps(graph)
+    assert inside.capabilities.schedules == ("plain", "chunked")
+    with record(inside, "plain", REQUESTS) as recording:
+        assert sum(len(step.request) for step in recording.steps) == sum(len(each.token_ids) for each in REQUESTS)
+        assert graph.logits in recording.steps[-1].tap_names
+
+
 def test_a_module_that_has_the_name_of_another_by_chance_is_refused(folder, graph):
     model = load(folder)
     model.model = nn.ModuleDict({"norm": nn.Identity()})

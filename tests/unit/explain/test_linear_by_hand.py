@@ -132,6 +132,15 @@ def test_outputs_in_another_order(actual, cause, detail, freedom):
     torch.testing.assert_close(hypothesis.output, actual)
 
 
+def test_heads_that_are_interleaved_on_purpose():
+    """Three heads of 2 are in order; 2 heads of 4 are merged halves: what neighbouring pairs need."""
+    order = torch.tensor([0, 2, 1, 3, 4, 6, 5, 7])
+    assert linear._is_interleaved(order, 4)
+    assert not linear._is_interleaved(order, 8)
+    assert not linear._is_interleaved(order, 3)
+    assert not linear._is_interleaved(torch.arange(8), 4)
+
+
 def test_a_run_ends_where_the_next_module_begins():
     """The last output of q and the first of k lie side by side in the pool, and in no module."""
     actual = torch.cat((OWN[:, 2:], OTHER[:, :2]), dim=1)
