@@ -110,6 +110,8 @@ class Capabilities:
     by name only."""
     numerics: Numerics | None = None
     """Set if its arithmetic is not all in its dtype: chooses the conventions that it is held to."""
+    notes: tuple[str, ...] = ()
+    """What its adapter has set in it, for the report."""
 
     def all_unsupported_taps(self) -> tuple[str, ...]:
         """Return all sites and taps it cannot record."""

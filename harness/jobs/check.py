@@ -84,7 +84,13 @@ def _check_engine(plan: Plan, engine: Engine | IsolatedEngine, out: Path | None,
         num_requests=len(plan.prompts),
         runs=tuple(runs),
         golden_s=golden_s,
-        notes=(*plan.notes, *golden.notes, *adapter_notes(hf), *_what_was_judged(plan, runs, golden, hf.graph)),
+        notes=(
+            *plan.notes,
+            *golden.notes,
+            *adapter_notes(hf),
+            *engine.capabilities.notes,
+            *_what_was_judged(plan, runs, golden, hf.graph),
+        ),
     )
 
 

@@ -14,6 +14,7 @@ from harness.taps import LOGITS, Graph, Kind, Operation, layer_of, prefix_of, si
 _ACTIVATIONS = frozenset({"activation", "silu", "gelu", "relu", "sigmoid", "tanh", "softplus", "hardswish", "mish"})
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear"})
 _NORMS = frozenset({"rsqrt", "native_layer_norm", "rms_norm", "_fused_rms_norm", "linalg_vector_norm"})
+_SCALINGS = frozenset({"mul", "div"})
 _INTERFACE = ("query", "key", "value")
 
 
@@ -102,7 +103,7 @@ def _kind(each: Shown) -> Kind:
         return Kind.CHOICE
     if part == "context":
         return Kind.ATTENTION
-    if part in ("query", "key") and ran:
+    if part in ("query", "key") and ran - _SCALINGS:
         return Kind.ROTARY
     if not ran:
         return Kind.COPY

@@ -1,6 +1,7 @@
 """A small configuration of any architecture, by rule: sizes by field name, one layer of each type, 2 to 4 in all."""
 
 import dataclasses
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -9,23 +10,29 @@ from transformers import AutoConfig, PreTrainedConfig
 from .sizes import EXCEPTIONS, MAY_BE_NONE, SIZES
 
 
-def tiny_config(model_type: str) -> PreTrainedConfig:
+def tiny_config(model_type: str, changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:
     """Return a small configuration of `model_type`, its text configuration if it has several.
+
+    `changes` replace entries of SIZES, for engines that serve some sizes only.
 
     Raises:
         Exception: what the configuration's class raises, if the sizes do not fit it.
     """
     default = AutoConfig.for_model(model_type).get_text_config()
+    sizes = SIZES | dict(changes or {})
     fields = (
-        sizes_of(type(default)) | parts_of(default) | one_layer_of_each_type(default) | EXCEPTIONS.get(model_type, {})
+        sizes_of(type(default), sizes)
+        | parts_of(default, sizes)
+        | one_layer_of_each_type(default)
+        | EXCEPTIONS.get(model_type, {})
     )
     return type(default)(**fields)
 
 
-def sizes_of(kind: type[PreTrainedConfig]) -> dict[str, Any]:
-    """Return the entries of SIZES that a configuration class has as a field."""
+def sizes_of(kind: type[PreTrainedConfig], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the known sizes that a configuration class has as a field."""
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-    sizes = {name: size for name, size in SIZES.items() if name in defaults}
+    sizes = {name: size for name, size in known.items() if name in defaults}
     sizes = {name: size for name, size in sizes.items() if is_number(defaults[name]) or name in MAY_BE_NONE}
     if "kv_lora_rank" in sizes:  # every head has keys of its own, and their size is the sum of two others
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
@@ -33,10 +40,10 @@ def sizes_of(kind: type[PreTrainedConfig]) -> dict[str, Any]:
     return sizes
 
 
-def parts_of(default: PreTrainedConfig) -> dict[str, dict[str, Any]]:
+def parts_of(default: PreTrainedConfig, known: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return small sizes for the configurations inside a configuration (attention, local encoder, ...)."""
-    parts = {name: getattr(default, name) for name in default.sub_configs}
-    return {name: sizes_of(type(part)) for name, part in parts.items() if sizes_of(type(part))}
+    parts = {name: sizes_of(type(getattr(default, name)), known) for name in default.sub_configs}
+    return {name: sizes for name, sizes in parts.items() if sizes}
 
 
 def one_layer_of_each_type(default: PreTrainedConfig) -> dict[str, Any]:

@@ -5,10 +5,11 @@
 docs/check-your-torch-engine.md puts a small engine with fused modules under test.
 
 For an engine that runs its own loop, `StepWatcher` records each forward and the sampling behind it, and `find_table`
-finds the table of engines with vLLM's kinds of modules.
+finds the table of engines with vLLM's kinds of modules, from what `watched_calls` saw them return.
 """
 
 from harness.engines.torch_modules.cache_layout import CacheLayout
+from harness.engines.torch_modules.calls import Calls, watched_calls
 from harness.engines.torch_modules.paged_cache import PagedCache
 from harness.engines.torch_modules.parallel_layers import find_table
 from harness.engines.torch_modules.recorder import ModuleRecorder, StepRows
@@ -17,6 +18,6 @@ from harness.engines.torch_modules.table import Entry
 from harness.engines.torch_modules.values import Attribute, Fields, PackedHeads, Split
 
 __all__ = [
-    "Attribute", "Batch", "CacheLayout", "Entry", "Fields", "ModuleRecorder", "PackedHeads", "PagedCache", "Split",
-    "StepRows", "StepWatcher", "find_table",
+    "Attribute", "Batch", "CacheLayout", "Calls", "Entry", "Fields", "ModuleRecorder", "PackedHeads", "PagedCache", "Split",
+    "StepRows", "StepWatcher", "find_table", "watched_calls",
 ]  # fmt: skip

@@ -46,6 +46,11 @@ class CacheReader:
         self._caches = caches
         self._layouts: dict[tuple[object, ...], CacheLayout] = {}
 
+    @property
+    def taps(self) -> list[str]:
+        """Names of what is read."""
+        return [cache.tap for cache in self._caches]
+
     def read(self, request: int, num_tokens: int, block_tables: BlockTables) -> dict[str, tuple[range, torch.Tensor]]:
         """Return positions and rows [positions, KV heads, head size] of each tap, of one request."""
         return {

@@ -10,39 +10,68 @@ from typing import Any
 
 from torch import nn
 
+from harness.engines.torch_modules.calls import Calls, Shape
 from harness.engines.torch_modules.table import Entry
 from harness.engines.torch_modules.values import Attribute, Fields, Split, Value
-from harness.taps import Graph
+from harness.taps import Graph, Kind, layer_of, site_of
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """HF's names of the parts of a fused module, if the model does not say them."""
 
 
-def find_table(model: nn.Module, graph: Graph, *, fused_sizes: Callable[[nn.Module], Sequence[int]]) -> list[Entry]:
+def find_table(
+    model: nn.Module, graph: Graph, *, fused_sizes: Callable[[nn.Module], Sequence[int]], calls: Calls | None = None
+) -> list[Entry]:
     """Return a line for every module that shows a tap of the graph; a tap that several show is taken from the first.
 
-    `fused_sizes` returns the sizes of a fused linear's parts.
+    Args:
+        model: of the engine.
+        graph: of HF's model.
+        fused_sizes: returns the sizes of a fused linear's parts.
+        calls: of a forward of the model: what its modules show follows from what they were given and returned. Without
+            them their classes decide.
     """
-    return list(_Table(model, graph, fused_sizes).entries())
+    return list(_Table(model, graph, fused_sizes, calls).entries())
 
 
 class _Table:
-    def __init__(self, model: nn.Module, graph: Graph, fused_sizes: Callable[[nn.Module], Sequence[int]]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: Graph,
+        fused_sizes: Callable[[nn.Module], Sequence[int]],
+        calls: Calls | None,
+    ) -> None:
         self._modules, self._graph, self._fused_sizes = dict(model.named_modules()), graph, fused_sizes
+        self._calls = calls
         self._has_processor = any("LogitsProcessor" in _kinds(module) for module in self._modules.values())
         self._fused: Mapping[str, Any] = {**_FUSED, **getattr(model, "packed_modules_mapping", {})}
         self._taken: set[str] = set()
 
     def entries(self) -> Iterator[Entry]:
-        """Yield the lines; products come first, since what they make is shown by nothing else as surely."""
-        first = next((path for path in self._modules if path.endswith("layers.0")), None)
-        for path, module in sorted(self._modules.items(), key=lambda each: "LinearBase" not in _kinds(each[1])):
-            if path == first:  # the residual stream begins here, whatever is done to the embedding before
-                yield Entry(module=path, inputs=self._named("hidden_states", f"{path}.input"))
-                continue
-            entry = self._entry(path, module, _kinds(module))
+        """Yield the lines; products come first, since what they make is shown by nothing else as surely.
+
+        Then layers: the residual stream begins in the first, whatever is done to the embedding before.
+        """
+        for path, module in sorted(self._modules.items(), key=lambda each: self._rank(*each)):
+            if self._calls is not None and path not in self._calls.by_path:
+                continue  # it is there for its weights, or is called several times in a step
+            entry = self._layer(path) if _is_layer(path) else self._entry(path, module, _kinds(module))
             if entry is not None and (entry.taps or entry.token_ids is not None):
                 yield entry
+
+    def _rank(self, path: str, module: nn.Module) -> int:
+        return 0 if "LinearBase" in _kinds(module) else 1 if _is_layer(path) else 2
+
+    def _layer(self, path: str) -> Entry | None:
+        """Return what a decoder layer shows: the stream that the first is given, and what each returns if that is all.
+
+        Of a pair nothing is taken: the residual is still to be added.
+        """
+        inputs = self._given(path, "hidden_states", f"{path}.input") if layer_of(f"{path}.x") == 0 else {}
+        is_whole = self._calls is not None and len(self._calls.by_path[path].outputs) == 1
+        output = self._returned(path, path) if is_whole else None
+        return Entry(module=path, inputs=inputs, output=output) if inputs or output else None
 
     def _entry(self, path: str, module: nn.Module, kinds: set[str]) -> Entry | None:
         if "LogitsProcessor" in kinds or ("ParallelLMHead" in kinds and not self._has_processor):
@@ -52,50 +81,87 @@ class _Table:
         if "ParallelLMHead" in kinds:
             return None  # it is the logits processor that applies it
         if "VocabParallelEmbedding" in kinds:
-            return Entry(module=path, token_ids=0)
+            return Entry(module=path, token_ids=0, output=self._returned(path, path) if self._calls else None)
         if any(kind.endswith("Norm") for kind in kinds):
-            return Entry(module=path, output=self._norm(path))
+            return self._norm(path)
         if "LinearBase" in kinds:
-            return Entry(module=path, inputs=self._named(0, f"{path}.input"), output=self._linear(path, module))
+            return Entry(module=path, inputs=self._given(path, 0, f"{path}.input"), output=self._linear(path, module))
         if kinds & {"Attention", "RadixAttention"}:
             return self._attention(path)
         if path.endswith(".experts"):
-            return Entry(module=path, output=self._tap(path))
+            return Entry(module=path, output=self._experts(path, module))
         return None
 
-    def _norm(self, path: str) -> Value | None:
-        """Return what a norm shows: beside its result the residual that it has updated, which HF's norm is given."""
-        normed, residual = self._tap(path), self._tap(f"{path}.input")
-        return None if normed is None and residual is None else Fields(normed, residual)
+    def _norm(self, path: str) -> Entry:
+        """Return what a norm shows: its result, and what HF's norm is given.
+
+        That is the residual which the norm has updated and returns; or its argument, where it returns no more.
+        """
+        if self._calls is not None and len(self._calls.by_path[path].outputs) == 1:
+            return Entry(module=path, inputs=self._given(path, 0, f"{path}.input"), output=self._returned(path, path))
+        normed, residual = self._returned(path, path), self._returned(path, f"{path}.input", field=1)
+        return Entry(module=path, output=None if normed is None and residual is None else Fields(normed, residual))
 
     def _linear(self, path: str, module: nn.Module) -> Value | None:
         parent, _, name = path.rpartition(".")
+        if path in self._graph and "QKVParallelLinear" in _kinds(module):
+            return None  # HF's product is fused, too, often head by head; here all queries come first
         if name not in self._fused or path in self._graph:
-            return self._tap(path)
+            return self._returned(path, path)
         names = (f"{parent}.{part}" for part in self._fused[name])
-        sizes = zip(names, self._fused_sizes(module), strict=True)
+        sizes = zip(names, self._fused_sizes(getattr(module, "base_layer", module)), strict=True)
         return Split({self._tap(each) or each: size for each, size in sizes})
 
     def _attention(self, path: str) -> Entry:
         parent = path.rpartition(".")[0]
         inputs: dict[int | str, Value] = {}
         for place, name in enumerate(("query", "key", "value")):
-            inputs |= self._named(place, f"{parent}.{name}")
-        return Entry(module=path, inputs=inputs, output=self._tap(f"{parent}.context"))
+            if not self._is_scaled(f"{parent}.{name}"):
+                inputs |= self._given(path, place, f"{parent}.{name}")
+        return Entry(module=path, inputs=inputs, output=self._returned(path, f"{parent}.context"))
 
-    def _named(self, place: int | str, name: str) -> dict[int | str, Value]:
-        tap = self._tap(name)
+    def _is_scaled(self, name: str) -> bool:
+        """Whether HF scales what its attention is given, and does no more: these engines scale inside of attention.
+
+        The context is judged then, and HF's own scaling of what the projection was seen to make.
+        """
+        tap = self._graph.canonical(name)
+        return tap in self._graph and self._graph[tap].kind is Kind.OTHER
+
+    def _experts(self, path: str, module: nn.Module) -> Value | None:
+        """Return what experts show: with shared experts inside of them, they make what HF's whole block does."""
+        has_shared = getattr(module, "shared_experts", None) is not None
+        return self._returned(path, path.rpartition(".")[0] if has_shared else path)
+
+    def _given(self, path: str, place: int | str, name: str) -> dict[int | str, Value]:
+        """Return the tap of an argument by its place, if it has the shape of one."""
+        call = None if self._calls is None else self._calls.by_path[path]
+        tap = self._tap(name, None if call is None else (call.given(place),))
         return {} if tap is None else {place: tap}
 
-    def _tap(self, name: str) -> str | None:
-        """Return the tap of that name, once; None if HF's graph has none, or another module shows it."""
+    def _returned(self, path: str, name: str, *, field: int = 0) -> str | None:
+        """Return the tap of what a module returns, if that has the shape of one."""
+        call = None if self._calls is None else self._calls.by_path[path]
+        return self._tap(name, None if call is None else call.outputs[field : field + 1])
+
+    def _tap(self, name: str, shapes: Sequence[Shape] | None = None) -> str | None:
+        """Return the tap of that name, once; None if HF's graph has none, another module shows it, or no shape fits."""
         tap = self._graph.canonical(name)
         if tap not in self._graph or tap in self._taken:
             return None
+        if self._calls is not None and shapes is not None:
+            row = self._graph[tap].shape
+            if not any(self._calls.holds(shape, row) for shape in shapes):
+                return None
         self._taken.add(tap)
         return tap
 
 
+def _is_layer(path: str) -> bool:
+    return layer_of(f"{path}.x") is not None and site_of(f"{path}.x") == "x"
+
+
 def _kinds(module: nn.Module) -> set[str]:
-    """Return the names of a module's class and of those that it is made of."""
-    return {each.__name__ for each in type(module).__mro__}
+    """Return the names of a module's class and of those that it is made of; of what a wrapper (for LoRA) is around."""
+    wrapped = getattr(module, "base_layer", None)
+    return {each.__name__ for each in type(module).__mro__} | (_kinds(wrapped) if wrapped is not None else set())

@@ -2,7 +2,7 @@
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from harness.engines.torch_modules.table import Argument, Binding, Entry, bind
 from harness.engines.torch_modules.values import Value, parts_of, unfit
 from harness.errors import Code, HarnessError
 from harness.recording import RecordingWriter
-from harness.taps import Graph, Kind
+from harness.taps import Graph, Kind, Operation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +49,16 @@ class ModuleRecorder:
             HarnessError: BAD_MODULE_TABLE: the table does not fit the engine.
         """
         self._bindings, self._num_layers = bind(model, table)
+        self._row_shapes: dict[str, torch.Size] = {}
         self._sampled_only = {tap for entry in table if entry.is_sampled_only for tap in entry.taps}
 
-    def unsupported_taps(self, graph: Graph) -> tuple[str, ...]:
-        """Return the sites of a model that the table does not show; caches are left out."""
-        shown = {graph.canonical(name) for name in self._names(lambda _tap: True)}
-        missing = (op.site for op in graph if op.tap not in shown and op.kind is not Kind.CACHE)
-        return tuple(dict.fromkeys(missing))
+    def unsupported_taps(self, graph: Graph, others: Collection[str] = ()) -> tuple[str, ...]:
+        """Return what neither the table nor `others` show: sites, or single taps where other layers show the site.
+
+        Caches are left out.
+        """
+        shown = {graph.canonical(name) for name in (*self._names(lambda _tap: True), *others)}
+        return not_shown((op for op in graph if op.kind is not Kind.CACHE), shown)
 
     @contextmanager
     def step(self, writer: RecordingWriter, rows: StepRows) -> Iterator["StepRecorder"]:
@@ -75,7 +78,7 @@ class ModuleRecorder:
             partial_rows=partial if sampled else None,
             **rows.paging,
         )
-        recorder = StepRecorder(writer, rows)
+        recorder = StepRecorder(writer, rows, self._row_shapes)
         with ExitStack() as stack:
             calls = Counter[int]()
             for binding in self._bindings:
@@ -134,12 +137,23 @@ class ModuleRecorder:
         return template.format(layer=layer, previous=previous, last=self._num_layers - 1)
 
 
+def not_shown(operations: Iterable[Operation], shown: Collection[str]) -> tuple[str, ...]:
+    """Return the sites of which no tap is shown, and the single taps that are not, for `Capabilities`."""
+    operations = list(operations)
+    sites = {op.site for op in operations if op.tap in shown}
+    missing = (op.tap if op.site in sites else op.site for op in operations if op.tap not in shown)
+    return tuple(dict.fromkeys(missing))
+
+
 class StepRecorder:
     """Writes the values of one step."""
 
-    def __init__(self, writer: RecordingWriter, rows: StepRows) -> None:
-        """Record into the step that is open in `writer`."""
+    def __init__(
+        self, writer: RecordingWriter, rows: StepRows, row_shapes: dict[str, torch.Size] | None = None
+    ) -> None:
+        """Record into the step that is open in `writer`; `row_shapes` are those of earlier steps, by tap."""
         self._writer, self._rows = writer, rows
+        self._row_shapes = {} if row_shapes is None else row_shapes
 
     def tap(self, name: str, tensor: torch.Tensor, *, is_sampled_only: bool = False, where: str = "") -> None:
         """Write a value: [rows, ...], [requests, tokens, ...] or [rows x heads, size], or of the sampled rows only."""
@@ -147,14 +161,19 @@ class StepRecorder:
             if self._rows.sampled_rows:
                 kept, num_rows = self._rows.sampled_kept, len(self._rows.sampled_rows)
                 shown = tensor if kept is None else tensor[torch.tensor(list(kept), device=tensor.device)]
-                self._writer.tap(name, self._flat(shown, num_rows, where or name))
+                self._write(name, self._flat(shown, num_rows, where or name))
             return
         kept = self._rows.kept
         if kept is None:
-            self._writer.tap(name, self._flat(tensor, len(self._rows.request), where or name))
+            self._write(name, self._flat(tensor, len(self._rows.request), where or name))
             return
         flat = tensor if len(tensor) > max(kept, default=-1) else tensor.flatten(0, 1)
-        self._writer.tap(name, flat[torch.tensor(list(kept), device=flat.device)])
+        self._write(name, flat[torch.tensor(list(kept), device=flat.device)])
+
+    def _write(self, name: str, rows: torch.Tensor) -> None:
+        """Write rows in the shape that they had at first: [1, 1, size] is one row with a dimension more, or less."""
+        row = self._row_shapes.setdefault(name, rows.shape[1:])
+        self._writer.tap(name, rows.reshape(-1, *row) if rows.shape[1:].numel() == row.numel() else rows)
 
     def check_fed(self, token_ids: Any, where: str) -> None:
         """Compare what the embedding was given with what was to be fed."""

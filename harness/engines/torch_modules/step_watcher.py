@@ -6,10 +6,10 @@ same for all engines: rows and phases, the tokens that are forced, what the cach
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from itertools import pairwise
 from typing import Any, Self
 
@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from harness.engines.torch_modules.paged_cache import BlockTables, CacheReader, PagedCache
-from harness.engines.torch_modules.recorder import ModuleRecorder, StepRecorder, StepRows
+from harness.engines.torch_modules.recorder import ModuleRecorder, StepRecorder, StepRows, not_shown
 from harness.engines.torch_modules.table import Entry
 from harness.recording import RecordingWriter, RequestInfo
-from harness.taps import Graph, site_of
+from harness.taps import Graph, Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +35,8 @@ class Batch:
     """Of each row."""
     num_padded_rows: int
     """Rows of the tensors: more than there are positions, where the engine pads them."""
-    slot_mapping: torch.Tensor
-    """[rows]"""
+    slot_mapping: torch.Tensor | None
+    """[rows]; None for a model without a cache of keys and values."""
     block_tables: BlockTables = field(default_factory=dict)
     """A row of a request may be longer than its blocks, where `block_size` is given."""
     block_size: int | None = None
@@ -93,7 +93,7 @@ class StepWatcher(ABC):
             requests: that the engine will be given.
             writer: gets the steps.
             caches: to be read at the end of a request.
-            begins: module of the model whose call begins a step, where an engine calls `model.forward` past all hooks.
+            begins: module of the model whose forward begins a step, where that is not the model's own.
         """
         self._begins, self._sampler, self._writer = begins or model, sampler, writer
         self._requests = {request.id: request for request in requests}
@@ -114,12 +114,12 @@ class StepWatcher(ABC):
         return {}
 
     def unsupported_taps(self, graph: Graph) -> tuple[str, ...]:
-        """Return the sites of a model that are not shown, for `Capabilities.unsupported_taps`."""
-        shown = {site_of(tap) for tap in self.taps_by_function()}
-        return tuple(site for site in self._recorder.unsupported_taps(graph) if site not in shown)
+        """Return the sites and taps of a model that are not shown, for `Capabilities.unsupported_taps`."""
+        caches = not_shown((op for op in graph if op.kind is Kind.CACHE), self._caches.taps)
+        return (*self._recorder.unsupported_taps(graph, self.taps_by_function()), *caches)
 
     def __enter__(self) -> Self:
-        self._stack.callback(self._begins.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+        self._stack.enter_context(_before_forward(self._begins, self._begin))
         self._stack.callback(self._sampler.register_forward_hook(self._end).remove)
         return self
 
@@ -128,8 +128,8 @@ class StepWatcher(ABC):
             self._step.resources.close()
         self._stack.close()
 
-    def _begin(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        batch = self.read_batch({**_named(model, args), **kwargs})
+    def _begin(self, given: Mapping[str, Any]) -> None:
+        batch = self.read_batch(given)
         self._step = step = _Step(batch=batch, rows=self._rows(batch))
         recorder: StepRecorder = step.resources.enter_context(self._recorder.step(self._writer, step.rows))
         for tap, show_to in self.taps_by_function().items():
@@ -194,6 +194,24 @@ class StepWatcher(ABC):
         self._writer.end_step()
 
 
-def _named(model: nn.Module, args: Sequence[Any]) -> dict[str, Any]:
-    """Return what a module is given by place, under the names of its forward."""
-    return dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
+@contextmanager
+def _before_forward(model: nn.Module, function: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
+    """Call a function with the arguments of each forward, by name, before it runs.
+
+    No hook does that: engines call `forward` past all hooks (SGLang's runner, models that vLLM may compile as a whole).
+    """
+    before, forward = vars(model).get("forward"), model.forward
+    names = list(inspect.signature(forward).parameters)
+
+    @wraps(forward)
+    def announced(*args: Any, **kwargs: Any) -> Any:
+        function({**dict(zip(names, args, strict=False)), **kwargs})
+        return forward(*args, **kwargs)
+
+    model.forward = announced
+    try:
+        yield
+    finally:
+        del model.forward
+        if before is not None:
+            model.forward = before

@@ -9,17 +9,26 @@ from typing import Any
 import vllm
 
 from harness.engines.adapter import Capabilities, Workload, engine_refusals
+from harness.engines.torch_modules import watched_calls
 from harness.engines.vllm.opening import add_request, model_runner, opened_engine
-from harness.engines.vllm.options import SCHEDULES, base_arguments, schedule_limits
+from harness.engines.vllm.options import (
+    SCHEDULES,
+    base_arguments,
+    model_length,
+    request_lengths,
+    schedule_limits,
+    settings,
+)
 from harness.engines.vllm.ranks import recorded_workers
 from harness.engines.vllm.session import VllmSession
-from harness.engines.vllm.steps import VllmWatcher, keeps_readable_cache
+from harness.engines.vllm.steps import VllmWatcher, declared_numerics, keeps_readable_cache
 from harness.errors import Code, HarnessError
 from harness.recording import RecordingWriter, RequestInfo
 from harness.taps import Graph
 
-_PROBE_TOKENS = 64
-"""Longest request of the engine that is opened to see whether vLLM takes the model."""
+_PROBE_TOKENS = 31
+"""Tokens of the request that is computed to see whether vLLM takes the model, and what its modules return: a number
+that sizes of models are no multiple of."""
 
 
 class VllmEngine:
@@ -43,16 +52,20 @@ class VllmEngine:
         self._arguments, self._options = base_arguments(folder, dtype), options
         self._is_in_process = is_in_process
         self._graph: Graph | None = None
-        with (
-            self._opened({"max_model_len": _PROBE_TOKENS, "max_num_seqs": 1}) as engine,
-            engine_refusals("vLLM", folder),
-        ):
-            add_request(engine, 0, [0] * (_PROBE_TOKENS // 2), 1)
-            engine.step()  # some models are refused only here
+        with self._opened({"max_num_seqs": 1}, longest=_PROBE_TOKENS + 1) as engine, engine_refusals("vLLM", folder):
             runner = model_runner(engine)
+            add_request(engine, 0, [0] * _PROBE_TOKENS, 1)
+            with watched_calls(runner.get_model(), num_rows=_PROBE_TOKENS) as calls:
+                engine.step()  # some models are refused only here
+            (self._calls,) = calls
             self._block_size = int(runner.cache_config.block_size)
             self._num_groups = len(runner.kv_cache_config.kv_cache_groups)
-            self.capabilities = Capabilities(schedules=SCHEDULES, keeps_cache=keeps_readable_cache(runner))
+            self.capabilities = Capabilities(
+                schedules=SCHEDULES,
+                keeps_cache=keeps_readable_cache(runner),
+                numerics=declared_numerics(runner),
+                notes=(f"vLLM was opened with {settings(self._arguments)}",),
+            )
 
     def match_taps(self, graph: Graph) -> None:
         """See `TapMatcher`; which of them vLLM's modules show is found at each run, in the loaded model."""
@@ -63,8 +76,9 @@ class VllmEngine:
         if self._graph is None:
             raise HarnessError(Code.ENGINE_FAILED, "the engine was not told the model's graph", where=self.name)
         limits = schedule_limits(workload, block_size=self._block_size, num_groups=self._num_groups)
+        longest = max(request_lengths(workload))
         with (
-            self._opened(limits, is_in_process=self._is_in_process) as engine,
+            self._opened(limits, longest=longest, is_in_process=self._is_in_process) as engine,
             self._recorded(engine, self._graph, workload, writer) as unsupported,
         ):
             self.capabilities = replace(self.capabilities, unsupported_taps=unsupported)
@@ -78,10 +92,10 @@ class VllmEngine:
         """Record what the block does, here or in vLLM's worker processes; yield what vLLM's modules do not show."""
         requests = workload.all_requests
         if not self._is_in_process or workload.schedule.num_ranks > 1:
-            with recorded_workers(engine, graph, requests, writer) as unsupported:
+            with recorded_workers(engine, graph, self._calls, requests, writer) as unsupported:
                 yield unsupported
             return
-        with VllmWatcher(model_runner(engine), graph, requests, writer) as watcher:
+        with VllmWatcher(model_runner(engine), graph, self._calls, requests, writer) as watcher:
             yield watcher.unsupported_taps(graph)
 
     def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> VllmSession:
@@ -89,9 +103,15 @@ class VllmEngine:
         limits = {"max_num_batched_tokens": max_num_tokens, "max_num_seqs": max_num_seqs}
         return VllmSession(self._opened({**limits, "enable_prefix_caching": False}))
 
-    def _opened(self, limits: Mapping[str, Any], *, is_in_process: bool = True) -> AbstractContextManager[Any]:
-        """Open an engine for a block; explicit options win over limits."""
-        return opened_engine({**self._arguments, **limits, **self._options}, is_in_process=is_in_process)
+    def _opened(
+        self, limits: Mapping[str, Any], *, longest: int | None = None, is_in_process: bool = True
+    ) -> AbstractContextManager[Any]:
+        """Open an engine for a block, for requests of up to `longest` tokens; explicit options win over limits."""
+        arguments = {**self._arguments, **limits, **self._options}
+        if longest is not None and "max_model_len" not in arguments:
+            with engine_refusals("vLLM", self._arguments["model"]):
+                arguments["max_model_len"] = model_length(arguments, longest)
+        return opened_engine(arguments, is_in_process=is_in_process)
 
 
 def _drive(engine: Any, requests: Sequence[RequestInfo]) -> None:

@@ -47,6 +47,30 @@ def base_arguments(folder: Path, dtype: str) -> dict[str, Any]:
     }
 
 
+def settings(arguments: Mapping[str, Any]) -> str:
+    """Say which arguments the harness chose itself, for the report; the model is what the check is of."""
+    chosen = {
+        name: value for name, value in arguments.items() if name not in ("model", "dtype", "worker_extension_cls")
+    }
+    return ", ".join(f"{name}={value}" for name, value in chosen.items())
+
+
+def request_lengths(workload: Workload) -> list[int]:
+    """Return the tokens of each request, with the last one that it makes."""
+    return [len(request.token_ids) + 1 for request in workload.all_requests]
+
+
+def model_length(arguments: Mapping[str, Any], longest: int) -> int:
+    """Return `max_model_len` for requests of up to `longest` tokens.
+
+    It is part of what a model computes: LongRoPE's factors follow from it. So the model is built for its own length,
+    and not for that of the requests. With -1 vLLM does that, and takes no longer requests than its cache holds
+    afterwards. A configuration without a length, from which nothing can follow, is refused under -1 (vLLM 0.32).
+    """
+    own, _name = EngineArgs(**arguments).create_model_config().model_arch_config.derived_max_model_len_and_key
+    return longest if own == float("inf") else -1
+
+
 def schedule_limits(workload: Workload, *, block_size: int, num_groups: int) -> dict[str, Any]:
     """Translate a schedule into vLLM's own limits.
 
@@ -55,10 +79,8 @@ def schedule_limits(workload: Workload, *, block_size: int, num_groups: int) -> 
         block_size: tokens of a block.
         num_groups: groups of layers with blocks of their own: all of them; those with a window; ...
     """
-    schedule = workload.schedule
-    lengths = [len(request.token_ids) + 1 for request in workload.all_requests]
+    schedule, lengths = workload.schedule, request_lengths(workload)
     limits: dict[str, Any] = {
-        "max_model_len": max(lengths),
         "max_num_seqs": max(map(len, workload.batches)),
         "max_num_batched_tokens": sum(lengths),
         "enable_prefix_caching": schedule.trigger == "prefix_hit",

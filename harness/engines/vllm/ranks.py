@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from harness.engines.torch_modules import Calls
 from harness.engines.vllm.steps import VllmWatcher
 from harness.engines.worker_processes import watched_processes
 from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
@@ -23,7 +24,9 @@ class RankRecorder:
     rank: int
     model_runner: Any
 
-    def harness_begin(self, folder: str, graph: Mapping[str, Any], requests: Sequence[Mapping[str, Any]]) -> list[str]:
+    def harness_begin(
+        self, folder: str, graph: Mapping[str, Any], calls: Mapping[str, Any], requests: Sequence[Mapping[str, Any]]
+    ) -> list[str]:
         """Begin to record into `folder/rank-N`; return what the modules do not show."""
         own = [RequestInfo(**request) for request in requests]
         self.harness_resources = ExitStack()
@@ -38,7 +41,8 @@ class RankRecorder:
         )
         self.harness_resources.enter_context(writer)
         known = Graph.from_json(graph)
-        watcher = self.harness_resources.enter_context(VllmWatcher(self.model_runner, known, own, writer))
+        watcher = VllmWatcher(self.model_runner, known, Calls.from_json(calls), own, writer)
+        self.harness_resources.enter_context(watcher)
         return list(watcher.unsupported_taps(known))
 
     def harness_end(self) -> None:
@@ -51,12 +55,13 @@ EXTENSION = f"{RankRecorder.__module__}.{RankRecorder.__name__}"
 
 @contextmanager
 def recorded_workers(
-    engine: Any, graph: Graph, requests: Sequence[RequestInfo], writer: RecordingWriter
+    engine: Any, graph: Graph, calls: Calls, requests: Sequence[RequestInfo], writer: RecordingWriter
 ) -> Iterator[tuple[str, ...]]:
     """Record what the block does on every rank, merge it into `writer`, and yield what the modules do not show."""
     plain = [request.model_dump() for request in requests]
     with scratch_folder(".ranks-", writer.path.parent) as folder:
-        unsupported = engine.collective_rpc("harness_begin", args=(str(folder), graph.to_json(), plain))
+        plain_calls = calls.to_json()
+        unsupported = engine.collective_rpc("harness_begin", args=(str(folder), graph.to_json(), plain_calls, plain))
         yield tuple(unsupported[0])
         engine.collective_rpc("harness_end")
         with ExitStack() as stack:

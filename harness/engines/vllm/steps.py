@@ -10,32 +10,44 @@ import torch
 from torch import nn
 from vllm.forward_context import get_forward_context
 
-from harness.engines.torch_modules import Batch, PagedCache, StepWatcher, find_table
+from harness.engines.torch_modules import Batch, Calls, PagedCache, StepWatcher, find_table
+from harness.errors import Code, HarnessError
+from harness.numerics import Numerics
 from harness.recording import RecordingWriter, RequestInfo
-from harness.taps import Graph
+from harness.taps import Graph, prefix_of
+
+_CACHE_DTYPES = {
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+"""Names of torch's dtypes, by vLLM's `kv_cache_dtype`."""
 
 
 class VllmWatcher(StepWatcher):
     """Watches a `GPUModelRunner`, or one made of it; see `StepWatcher`."""
 
-    def __init__(self, runner: Any, graph: Graph, requests: Sequence[RequestInfo], writer: RecordingWriter) -> None:
+    def __init__(
+        self, runner: Any, graph: Graph, calls: Calls, requests: Sequence[RequestInfo], writer: RecordingWriter
+    ) -> None:
         model = runner.get_model()
-        table = find_table(model, graph, fused_sizes=attrgetter("output_partition_sizes"))
+        table = find_table(model, graph, fused_sizes=attrgetter("output_partition_sizes"), calls=calls)
         super().__init__(model, runner.sampler, table, requests, writer, caches=list(_caches(runner, graph)))
         self._runner, self._routers = runner, _routers(model, graph)
 
     def read_batch(self, given: Mapping[str, Any]) -> Batch:
         """Read vLLM's metadata of the step; requests of vLLM are named by our ids, and by a suffix of vLLM's."""
-        metadata = next(iter(get_forward_context().attn_metadata.values()))
         requests = [int(name.partition("-")[0]) for name in self._runner.input_batch.req_ids]
-        starts = metadata.query_start_loc.tolist()[: len(requests) + 1]
+        starts = self._runner.query_start_loc.np[: len(requests) + 1].tolist()  # not all metadata of layers has them
         positions = given["positions"].reshape(-1)[: starts[-1]].tolist()
         return Batch(
             requests=requests,
             starts=starts,
             positions=positions,
             num_padded_rows=len(given["input_ids"]),
-            slot_mapping=metadata.slot_mapping[: starts[-1]],
+            slot_mapping=_slot_mapping(starts[-1]),
             block_tables=self._block_tables(requests),
             block_size=int(self._runner.cache_config.block_size),
         )
@@ -56,6 +68,13 @@ class VllmWatcher(StepWatcher):
         return {tap: router.set_capture_fn for tap, router in self._routers.items()}
 
 
+def _slot_mapping(num_rows: int) -> torch.Tensor | None:
+    """[rows] of the first group of layers that has slots; None for a model without attention."""
+    by_layer = get_forward_context().slot_mapping
+    mappings = by_layer.values() if isinstance(by_layer, Mapping) else ()
+    return next((mapping[:num_rows] for mapping in mappings if mapping is not None), None)
+
+
 def _routers(model: nn.Module, graph: Graph) -> dict[str, Any]:
     routers = ((path, getattr(module, "router", None)) for path, module in model.named_modules())
     taps = ((f"{path.rpartition('.')[0]}.gate.topk", router) for path, router in routers)
@@ -67,6 +86,27 @@ def keeps_readable_cache(runner: Any) -> bool:
     return bool(runner.kv_cache_dtype == runner.dtype)
 
 
+def declared_numerics(runner: Any) -> Numerics | None:
+    """Return the cache's dtype where it is not the model's.
+
+    Raises:
+        HarnessError: ENGINE_CANNOT_SERVE: a format of the cache that the harness cannot compute.
+    """
+    if keeps_readable_cache(runner):
+        return None
+    name, layers = runner.cache_config.cache_dtype, runner.compilation_config.static_forward_context.values()
+    scales = {getattr(layer, f"_{part}_scale_float", 1.0) for layer in layers for part in "kv"}
+    if name in _CACHE_DTYPES and scales == {1.0}:
+        return Numerics(cache=_CACHE_DTYPES[name])
+    raise HarnessError(
+        Code.ENGINE_CANNOT_SERVE,
+        "the harness does not know the format of vLLM's cache, so attention that reads it cannot be judged",
+        where="--engine-option kv_cache_dtype",
+        expected=f"auto, or one of {', '.join(_CACHE_DTYPES)} with scales of 1",
+        actual=f"{name}, scales {', '.join(map(str, sorted(scales)))}",
+    )
+
+
 def _caches(runner: Any, graph: Graph) -> Iterator[PagedCache]:
     """Yield the caches of the attention layers that can be read back; keys and values of one share a tensor."""
     if not keeps_readable_cache(runner):
@@ -74,7 +114,7 @@ def _caches(runner: Any, graph: Graph) -> Iterator[PagedCache]:
     layers, block_size = runner.compilation_config.static_forward_context, int(runner.cache_config.block_size)
     for group, spec in enumerate(runner.kv_cache_config.kv_cache_groups):
         for name, part in product(spec.layer_names, range(2)):
-            layer, tap = layers[name], name.partition("self_attn")[0] + ("k_cache", "v_cache")[part]
+            layer, tap = layers[name], prefix_of(name) + ("k_cache", "v_cache")[part]
             if tap in graph:
                 yield PagedCache(
                     tap=tap,

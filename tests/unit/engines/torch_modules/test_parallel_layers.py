@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from harness.engines.torch_modules import ModuleRecorder
+from harness.engines.torch_modules import Calls, ModuleRecorder
 from harness.engines.torch_modules import find_table as find_fused_table
+from harness.engines.torch_modules.calls import ModuleCall
 from harness.oracle.model import load_model
+from harness.taps import Graph, Kind, Operation
 
 
 class LinearBase(nn.Module):
@@ -40,13 +42,13 @@ def layer(*, has_norm):
     if has_norm:
         parts.input_layernorm = RMSNorm()
     parts.self_attn = nn.Module()
-    parts.self_attn.qkv_proj = LinearBase(96, 32, 32)
+    parts.self_attn.qkv_proj = LinearBase(128, 64, 64)
     parts.self_attn.attn = Attention()
-    parts.self_attn.o_proj = LinearBase(96)
+    parts.self_attn.o_proj = LinearBase(128)
     parts.post_attention_layernorm = RMSNorm()
     parts.mlp = nn.Module()
     parts.mlp.gate_up_proj = LinearBase(192, 192)
-    parts.mlp.down_proj = LinearBase(96)
+    parts.mlp.down_proj = LinearBase(128)
     return parts
 
 
@@ -61,8 +63,28 @@ def fake_model(num_layers, *, has_norm=True):
     return model
 
 
-def find_table(model, graph):
-    return find_fused_table(model, graph, fused_sizes=lambda module: module.output_partition_sizes)
+def find_table(model, graph, calls=None):
+    return find_fused_table(model, graph, fused_sizes=lambda module: module.output_partition_sizes, calls=calls)
+
+
+def call(*outputs, places=((31, 128),), **names):
+    return ModuleCall(places=places, names=names, outputs=outputs)
+
+
+def calls_of(graph, **others):
+    """Calls of the fake model's modules: norms return pairs, but for what `others` say; None: it is not called."""
+    found = {}
+    row = (31, 128)
+    for path, module in fake_model(len(graph.layers)).named_modules():
+        width = sum(getattr(module, "output_partition_sizes", [128]))
+        found[path] = call(row, row) if isinstance(module, RMSNorm) else call((31, width), None)
+        if path.endswith("down_proj"):
+            found[path] = call(row, None, places=((31, 192),))
+        if isinstance(module, Attention):
+            found[path] = call(row, places=(row, (31, 64), (31, 64)))
+    found["model.layers.0"] = call(row, row, hidden_states=row)
+    found |= {path.replace("__", "."): each for path, each in others.items()}
+    return Calls(31, {path: each for path, each in found.items() if each is not None})
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +131,108 @@ def test_what_no_module_shows_is_lacking(graph):
     lacking = ModuleRecorder(model, find_table(model, graph)).unsupported_taps(graph)
     assert "input_layernorm" in lacking
     assert "self_attn.q_proj" not in lacking
+
+
+def test_calls_that_return_what_classes_promise(graph):
+    model = fake_model(len(graph.layers))
+    classes, calls = (set(taps_of(find_table(model, graph, given))) for given in (None, calls_of(graph)))
+    assert classes == calls
+
+
+def taps_of(table):
+    return [tap for entry in table for tap in entry.taps]
+
+
+def test_a_norm_that_returns_no_residual_is_given_it(graph):
+    """As in vLLM's Granite: the residual is multiplied before it is added, and norms add nothing."""
+    path = "model.layers.1.post_attention_layernorm"
+    table = find_table(fake_model(len(graph.layers)), graph, calls_of(graph, **{path: call((31, 128))}))
+    (entry,) = (entry for entry in table if entry.module == path)
+    assert entry.inputs == {0: "model.layers.1.attn_residual"}
+    assert entry.taps == ("model.layers.1.attn_residual", path)
+
+
+def test_a_module_that_is_not_called_shows_nothing(graph):
+    table = find_table(fake_model(len(graph.layers)), graph, calls_of(graph, **{"model.layers.1.mlp.down_proj": None}))
+    recorder = ModuleRecorder(fake_model(len(graph.layers)), table)
+    assert recorder.unsupported_taps(graph) == ("model.layers.1.mlp.act", "model.layers.1.mlp.down_proj")
+
+
+def test_a_value_of_another_shape_is_no_tap(graph):
+    path = "model.layers.0.mlp.down_proj"
+    table = find_table(fake_model(len(graph.layers)), graph, calls_of(graph, **{path: call((31, 64), None)}))
+    assert path not in taps_of(table)
+
+
+def test_a_layer_that_returns_the_stream_alone_shows_its_output(graph):
+    alone = call((31, 128), hidden_states=(31, 128))
+    model = fake_model(len(graph.layers))
+    table = find_table(model, graph, calls_of(graph, **{"model.layers.1": alone}))
+    (entry,) = (entry for entry in table if entry.module == "model.layers.1")
+    assert entry.taps == ("model.layers.1.output",)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shared_experts = None
+
+
+def test_experts_with_shared_ones_inside_show_what_the_block_makes():
+    """As in vLLM's Qwen2-MoE; without any inside they show what HF's experts do."""
+    tap = "model.layers.0.mlp"
+    known = Graph(tuple(Operation(tap=each, kind=Kind.OTHER, shape=(128,)) for each in (f"{tap}.experts", tap)))
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.layers = nn.ModuleList([nn.Module()])
+    model.model.layers[0].mlp = nn.Module()
+    model.model.layers[0].mlp.experts = experts = Experts()
+    calls = Calls(31, {f"{tap}.experts": call((31, 128))})
+    assert taps_of(find_table(model, known, calls)) == [f"{tap}.experts"]
+    experts.shared_experts = nn.Module()
+    assert taps_of(find_table(model, known, calls)) == [tap]
+
+
+def test_queries_that_hf_scales_before_attention_are_no_tap():
+    """As in OPT: vLLM gives its attention a scale, and queries as the projection makes them."""
+    prefix = "model.layers.0.self_attn."
+    kinds = {"query": Kind.OTHER, "key": Kind.COPY, "value": Kind.COPY, "context": Kind.ATTENTION}
+    known = Graph(tuple(Operation(tap=prefix + name, kind=kind, shape=(128,)) for name, kind in kinds.items()))
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.layers = nn.ModuleList([nn.Module()])
+    model.model.layers[0].self_attn = nn.Module()
+    model.model.layers[0].self_attn.attn = Attention()
+    calls = Calls(31, {f"{prefix}attn": call((31, 128), places=((31, 128),) * 3)})
+    assert taps_of(find_table(model, known, calls)) == [prefix + name for name in ("key", "value", "context")]
+
+
+class QKVParallelLinear(LinearBase):
+    pass
+
+
+def test_a_product_that_hf_has_fused_too_may_have_its_rows_in_another_order():
+    """As in Bloom and Falcon, where HF's rows go head by head."""
+    path = "model.layers.0.self_attention.query_key_value"
+    known = Graph((Operation(tap=path, kind=Kind.LINEAR, shape=(384,)),))
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.layers = nn.ModuleList([nn.Module()])
+    model.model.layers[0].self_attention = nn.Module()
+    model.model.layers[0].self_attention.query_key_value = QKVParallelLinear(128, 128, 128)
+    assert taps_of(find_table(model, known, Calls(31, {path: call((31, 384), None)}))) == []
+
+
+def test_a_wrapped_product_shows_what_the_wrapper_returns(graph):
+    """As in vLLM with LoRA: the wrapper calls the product's method, and never the module itself."""
+
+    class WithLoRA(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.base_layer = layer
+
+    model = fake_model(len(graph.layers))
+    for each in model.model.layers:
+        each.mlp.down_proj = WithLoRA(each.mlp.down_proj)
+        each.self_attn.qkv_proj = WithLoRA(each.self_attn.qkv_proj)
+    assert set(taps_of(find_table(model, graph, calls_of(graph)))) == set(taps_of(find_table(model, graph)))

@@ -1,5 +1,7 @@
 """A table is bound to modules, and what they show is written under HF's names."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -123,6 +125,16 @@ def test_only_sampled_rows():
     assert step.step["partial_rows"] == {"lm_head": [2]}
     assert step.taps["lm_head"].flatten().tolist() == [5]
     assert run((head,), ids=(5,)).taps == {}, "a step that samples nothing has no logits"
+
+
+def test_a_step_of_one_row_keeps_the_shape_of_a_row():
+    """[requests, tokens, size], as vLLM's backend of HF's own modules has it, is [1, 1, size] then."""
+    taps, shapes = {}, {}
+    writer = SimpleNamespace(tap=lambda name, tensor: taps.setdefault(name, []).append(tuple(tensor.shape)))
+    for num_rows in (3, 1, 2):
+        step = StepRows(phase="prefill", request=[0] * num_rows, position=range(num_rows))
+        StepRecorder(writer, step, shapes).tap("a", torch.zeros(1, num_rows, 8))
+    assert taps == {"a": [(3, 8), (1, 8), (2, 8)]}
 
 
 def test_the_layer_before_and_the_last():

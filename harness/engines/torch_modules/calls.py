@@ -1,0 +1,95 @@
+"""How an engine's modules are called, seen in one forward: which of HF's values they can show follows from it.
+
+A class's name does not say it: a norm returns its result, or that and the residual that it has updated; a block of
+experts has its shared expert inside, or beside it; a module is there for its weights and is never called. Only shapes are
+kept, and no values: what an engine computes wrongly changes nothing here, so no bug can take a tap out of a check.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+Shape = tuple[int, ...] | None
+"""Of a tensor; None for what is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleCall:
+    """Shapes of what a module was given and returned."""
+
+    places: tuple[Shape, ...]
+    """Arguments by place."""
+    names: Mapping[str, Shape]
+    """All arguments by name."""
+    outputs: tuple[Shape, ...]
+    """What it returned: the fields of a tuple, or the one value."""
+
+    def given(self, place: int | str) -> Shape:
+        """Return the shape of an argument; None if there is none."""
+        if isinstance(place, str):
+            return self.names.get(place)
+        return self.places[place] if place < len(self.places) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Calls of a forward's modules."""
+
+    num_rows: int
+    """Tokens of the forward."""
+    by_path: Mapping[str, ModuleCall]
+    """Of modules that were called once."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the calls as what JSON can hold, for another process."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Return the calls of `to_json`."""
+        return cls(data["num_rows"], {path: ModuleCall(**call) for path, call in data["by_path"].items()})
+
+    def holds(self, shape: Shape, row: tuple[int, ...]) -> bool:
+        """Whether a tensor has a row of that shape, in any layout of its elements, for each token of the forward."""
+        if shape is None or not shape:
+            return False
+        num_elements = self.num_rows * torch.Size(row).numel()
+        rows_first = shape[0] % self.num_rows == 0 or tuple(shape[:2]) == (1, self.num_rows)
+        return rows_first and torch.Size(shape).numel() == num_elements
+
+
+@contextmanager
+def watched_calls(model: nn.Module, *, num_rows: int) -> Iterator[list[Calls]]:
+    """Watch the one forward of so many tokens that the block runs; the list gets its calls at the block's end."""
+    seen: dict[str, list[ModuleCall]] = {}
+    found: list[Calls] = []
+    with ExitStack() as stack:
+        for path, module in model.named_modules():
+            hook = partial(_note, seen.setdefault(path, []))
+            stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        yield found
+    found.append(Calls(num_rows, {path: calls[0] for path, calls in seen.items() if len(calls) == 1}))
+
+
+def _note(
+    calls: list[ModuleCall], module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+) -> None:
+    fields = output if isinstance(output, tuple | list) else (output,)
+    by_place = dict(zip(inspect.signature(module.forward).parameters, args, strict=False))
+    calls.append(
+        ModuleCall(
+            places=tuple(map(_shape, args)),
+            names={name: _shape(value) for name, value in {**by_place, **kwargs}.items()},
+            outputs=tuple(map(_shape, fields)),
+        )
+    )
+
+
+def _shape(value: Any) -> Shape:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
