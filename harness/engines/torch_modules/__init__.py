@@ -18,6 +18,6 @@ from harness.engines.torch_modules.table import Entry
 from harness.engines.torch_modules.values import Attribute, Fields, PackedHeads, Split
 
 __all__ = [
-    "Attribute", "Batch", "CacheLayout", "Calls", "Entry", "Fields", "ModuleRecorder", "PackedHeads", "PagedCache", "Split",
-    "StepRows", "StepWatcher", "find_table", "watched_calls",
+    "Attribute", "Batch", "CacheLayout", "Calls", "Entry", "Fields", "ModuleRecorder", "PackedHeads", "PagedCache",
+    "Split", "StepRows", "StepWatcher", "find_table", "watched_calls",
 ]  # fmt: skip

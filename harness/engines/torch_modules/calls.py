@@ -1,8 +1,9 @@
 """How an engine's modules are called, seen in one forward: which of HF's values they can show follows from it.
 
-A class's name does not say it: a norm returns its result, or that and the residual that it has updated; a block of
-experts has its shared expert inside, or beside it; a module is there for its weights and is never called. Only shapes are
-kept, and no values: what an engine computes wrongly changes nothing here, so no bug can take a tap out of a check.
+A class's name does not say it: a norm returns its result, or that and the residual that it has updated; a module is
+there for its weights and is never called. Only shapes are kept, and no values: what an engine computes wrongly changes
+nothing here, so no wrong value can take a tap out of a check. What is not shown flows through HF's own modules, and is
+judged at the next tap behind it.
 """
 
 import inspect

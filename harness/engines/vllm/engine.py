@@ -14,8 +14,6 @@ from harness.engines.vllm.opening import add_request, model_runner, opened_engin
 from harness.engines.vllm.options import (
     SCHEDULES,
     base_arguments,
-    model_length,
-    request_lengths,
     schedule_limits,
     settings,
 )
@@ -49,10 +47,10 @@ class VllmEngine:
         Raises:
             HarnessError: ENGINE_CANNOT_SERVE, with what vLLM says.
         """
-        self._arguments, self._options = base_arguments(folder, dtype), options
+        self._arguments, self._options = base_arguments(folder, dtype, options), options
         self._is_in_process = is_in_process
         self._graph: Graph | None = None
-        with self._opened({"max_num_seqs": 1}, longest=_PROBE_TOKENS + 1) as engine, engine_refusals("vLLM", folder):
+        with self._opened({"max_num_seqs": 1}) as engine, engine_refusals("vLLM", folder):
             runner = model_runner(engine)
             add_request(engine, 0, [0] * _PROBE_TOKENS, 1)
             with watched_calls(runner.get_model(), num_rows=_PROBE_TOKENS) as calls:
@@ -76,9 +74,8 @@ class VllmEngine:
         if self._graph is None:
             raise HarnessError(Code.ENGINE_FAILED, "the engine was not told the model's graph", where=self.name)
         limits = schedule_limits(workload, block_size=self._block_size, num_groups=self._num_groups)
-        longest = max(request_lengths(workload))
         with (
-            self._opened(limits, longest=longest, is_in_process=self._is_in_process) as engine,
+            self._opened(limits, is_in_process=self._is_in_process) as engine,
             self._recorded(engine, self._graph, workload, writer) as unsupported,
         ):
             self.capabilities = replace(self.capabilities, unsupported_taps=unsupported)
@@ -103,15 +100,9 @@ class VllmEngine:
         limits = {"max_num_batched_tokens": max_num_tokens, "max_num_seqs": max_num_seqs}
         return VllmSession(self._opened({**limits, "enable_prefix_caching": False}))
 
-    def _opened(
-        self, limits: Mapping[str, Any], *, longest: int | None = None, is_in_process: bool = True
-    ) -> AbstractContextManager[Any]:
-        """Open an engine for a block, for requests of up to `longest` tokens; explicit options win over limits."""
-        arguments = {**self._arguments, **limits, **self._options}
-        if longest is not None and "max_model_len" not in arguments:
-            with engine_refusals("vLLM", self._arguments["model"]):
-                arguments["max_model_len"] = model_length(arguments, longest)
-        return opened_engine(arguments, is_in_process=is_in_process)
+    def _opened(self, limits: Mapping[str, Any], *, is_in_process: bool = True) -> AbstractContextManager[Any]:
+        """Open an engine for a block; explicit options win over limits."""
+        return opened_engine({**self._arguments, **limits, **self._options}, is_in_process=is_in_process)
 
 
 def _drive(engine: Any, requests: Sequence[RequestInfo]) -> None:

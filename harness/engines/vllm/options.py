@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm import EngineArgs
 
-from harness.engines.adapter import Workload, refuse_unknown_options
+from harness.engines.adapter import Workload, engine_refusals, refuse_unknown_options
 from harness.engines.option_values import parse_value
 from harness.engines.vllm.ranks import EXTENSION
 from harness.errors import Code, HarnessError
@@ -32,9 +32,14 @@ def parse_options(options: Mapping[str, str]) -> dict[str, Any]:
     return {name: parse_value(value) for name, value in options.items()}
 
 
-def base_arguments(folder: Path, dtype: str) -> dict[str, Any]:
-    """Return the `EngineArgs` of every run: no tokenizer, and a cache that is as small as the requests allow."""
-    return {
+def base_arguments(folder: Path, dtype: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `EngineArgs` of every run: no tokenizer, and a cache that is as small as the requests allow.
+
+    The length of requests is part of what a model computes: LongRoPE's factors follow from it. So a model is built for
+    its own length, and not for that of the requests. With -1 vLLM does that, and takes no longer requests than its
+    cache holds afterwards. vLLM 0.32 refuses -1 for a configuration without a length, from which nothing can follow.
+    """
+    arguments = {
         "model": str(folder),
         "dtype": dtype,
         "enforce_eager": True,
@@ -45,6 +50,10 @@ def base_arguments(folder: Path, dtype: str) -> dict[str, Any]:
         "kv_cache_memory_bytes": 1 << 28,
         "worker_extension_cls": EXTENSION,
     }
+    with engine_refusals("vLLM", folder):
+        config = EngineArgs(**(arguments | options)).create_model_config()
+    has_length = config.model_arch_config.derived_max_model_len_and_key[0] != float("inf")
+    return arguments | ({"max_model_len": -1} if has_length else {})
 
 
 def settings(arguments: Mapping[str, Any]) -> str:
@@ -55,22 +64,6 @@ def settings(arguments: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in chosen.items())
 
 
-def request_lengths(workload: Workload) -> list[int]:
-    """Return the tokens of each request, with the last one that it makes."""
-    return [len(request.token_ids) + 1 for request in workload.all_requests]
-
-
-def model_length(arguments: Mapping[str, Any], longest: int) -> int:
-    """Return `max_model_len` for requests of up to `longest` tokens.
-
-    It is part of what a model computes: LongRoPE's factors follow from it. So the model is built for its own length,
-    and not for that of the requests. With -1 vLLM does that, and takes no longer requests than its cache holds
-    afterwards. A configuration without a length, from which nothing can follow, is refused under -1 (vLLM 0.32).
-    """
-    own, _name = EngineArgs(**arguments).create_model_config().model_arch_config.derived_max_model_len_and_key
-    return longest if own == float("inf") else -1
-
-
 def schedule_limits(workload: Workload, *, block_size: int, num_groups: int) -> dict[str, Any]:
     """Translate a schedule into vLLM's own limits.
 
@@ -79,7 +72,8 @@ def schedule_limits(workload: Workload, *, block_size: int, num_groups: int) -> 
         block_size: tokens of a block.
         num_groups: groups of layers with blocks of their own: all of them; those with a window; ...
     """
-    schedule, lengths = workload.schedule, request_lengths(workload)
+    schedule = workload.schedule
+    lengths = [len(request.token_ids) + 1 for request in workload.all_requests]
     limits: dict[str, Any] = {
         "max_num_seqs": max(map(len, workload.batches)),
         "max_num_batched_tokens": sum(lengths),

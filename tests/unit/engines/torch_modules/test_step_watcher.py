@@ -45,7 +45,7 @@ def recorded(model):
         tap=lambda name, tensor: taps.append((name, tuple(tensor.shape))),
         end_step=lambda sampled: steps.append(sampled),
     )
-    sampler, request = nn.Identity(), RequestInfo(id=0, prompt_length=3, token_ids=(5, 6, 7))
+    sampler, request = nn.Identity(), RequestInfo(id=0, prompt_length=3, token_ids=[5, 6, 7])
     table = [Entry(module="norm", output="model.norm")]
     with Watcher(model, sampler, table, [request], writer):
         model(torch.tensor([5, 6, 7]), positions=torch.arange(3))

@@ -28,7 +28,7 @@ def test_a_missing_vllm(monkeypatch, tmp_path):
     installed(monkeypatch)
     error = refusal(tmp_path)
     assert error.code is Code.ENGINE_NOT_INSTALLED
-    assert "pip install 'inference-harness[vllm]'" in error.hint
+    assert "in a checkout of the harness, pip install -e '.[vllm]'" in error.hint
 
 
 def test_a_version_that_was_never_run(monkeypatch, tmp_path):
