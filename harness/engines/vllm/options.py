@@ -39,7 +39,7 @@ def base_arguments(folder: Path, dtype: str, options: Mapping[str, Any]) -> dict
     its own length, and not for that of the requests. With -1 vLLM does that, and takes no longer requests than its
     cache holds afterwards. vLLM 0.32 refuses -1 for a configuration without a length, from which nothing can follow.
     """
-    arguments = {
+    arguments: dict[str, Any] = {
         "model": str(folder),
         "dtype": dtype,
         "enforce_eager": True,
@@ -51,7 +51,7 @@ def base_arguments(folder: Path, dtype: str, options: Mapping[str, Any]) -> dict
         "worker_extension_cls": EXTENSION,
     }
     with engine_refusals("vLLM", folder):
-        config = EngineArgs(**(arguments | options)).create_model_config()
+        config = EngineArgs(**{**arguments, **options}).create_model_config()
     has_length = config.model_arch_config.derived_max_model_len_and_key[0] != float("inf")
     return arguments | ({"max_model_len": -1} if has_length else {})
 
