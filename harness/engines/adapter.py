@@ -115,7 +115,8 @@ class Capabilities:
 
     def all_unsupported_taps(self) -> tuple[str, ...]:
         """Return all sites and taps it cannot record."""
-        return self.unsupported_taps if self.keeps_cache else (*self.unsupported_taps, "k_cache", "v_cache")
+        caches = () if self.keeps_cache else ("k_cache", "v_cache")
+        return tuple(dict.fromkeys((*self.unsupported_taps, *caches)))
 
     def wanted(self, graph: Graph) -> list[str]:
         """Return the taps of the graph that a recording of this engine must hold."""

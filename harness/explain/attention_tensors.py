@@ -11,6 +11,7 @@ from harness.explain.attention_context import AttentionContext
 from harness.explain.cache_replay import contents_of, history
 from harness.explain.content_index import RAW_KEY
 from harness.explain.failure import Failure
+from harness.explain.formats import FLOAT8_DTYPES, HALF_DTYPES, cut_off, name_of
 from harness.explain.hypothesis import Hypothesis
 from harness.taps import prefix_of
 
@@ -93,6 +94,16 @@ def coarse_cache(failure: Failure) -> Iterator[Hypothesis]:
                 ]
                 output = torch.cat([_with_history(view, key, value, is_read) for view, key, value in changed])
                 yield Hypothesis(cause=f"{part} in a lower dtype: {name}", output=output)
+
+
+def declared_cache(failure: Failure) -> Iterator[Hypothesis]:
+    """Keys and values are cut off to the dtype that the engine declares for its cache: it was held to rounding them."""
+    numerics = failure.recording.manifest.numerics
+    dtype = None if numerics is None else getattr(torch, numerics.cache or "", None)
+    if dtype in (*HALF_DTYPES, *FLOAT8_DTYPES):
+        parts = [view.attend(key=cut_off(view.key, dtype), value=cut_off(view.value, dtype)) for view in failure.views]
+        cause = f"keys and values are cut off to {name_of(dtype)}, the dtype of the cache, instead of rounded"
+        yield Hypothesis(cause=cause, output=torch.cat(parts))
 
 
 def _all(view: AttentionContext) -> torch.Tensor:

@@ -9,7 +9,9 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 """From float64 to float64 of the same shape."""
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-_MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
+_MANTISSA_BITS = {
+    torch.float32: 23, torch.bfloat16: 7, torch.float16: 10, torch.float8_e4m3fn: 3, torch.float8_e5m2: 2,
+}  # fmt: skip
 _LARGEST_INT8 = 127
 _GROUPS = (16, 32, 64, 128)
 

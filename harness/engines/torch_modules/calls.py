@@ -1,9 +1,9 @@
 """How an engine's modules are called, seen in one forward: which of HF's values they can show follows from it.
 
 A class's name does not say it: a norm returns its result, or that and the residual that it has updated; a module is
-there for its weights and is never called. Only shapes are kept, and no values: what an engine computes wrongly changes
-nothing here, so no wrong value can take a tap out of a check. What is not shown flows through HF's own modules, and is
-judged at the next tap behind it.
+there for its weights and is never called. Only shapes are kept, and whether a field is handed through: no value is
+compared with HF's, so no wrong value can take a tap out of a check. What is not shown flows through HF's own modules,
+and is judged at the next tap behind it.
 """
 
 import inspect
@@ -29,7 +29,13 @@ class ModuleCall:
     names: Mapping[str, Shape]
     """All arguments by name."""
     outputs: tuple[Shape, ...]
-    """What it returned: the fields of a tuple, or the one value."""
+    """What it returned: the fields of a tuple, or the one value. None, too, for a field behind the first that is an
+    argument as it was given: a residual that is handed through, and has not been added."""
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it returned one tensor of its own."""
+        return all(shape is None for shape in self.outputs[1:])
 
     def given(self, place: int | str) -> Shape:
         """Return the shape of an argument; None if there is none."""
@@ -72,24 +78,42 @@ def watched_calls(model: nn.Module, *, num_rows: int) -> Iterator[list[Calls]]:
     found: list[Calls] = []
     with ExitStack() as stack:
         for path, module in model.named_modules():
-            hook = partial(_note, seen.setdefault(path, []))
-            stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+            given: list[torch.Tensor] = []
+            before, after = partial(_keep, given), partial(_note, seen.setdefault(path, []), given)
+            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
         yield found
     found.append(Calls(num_rows, {path: calls[0] for path, calls in seen.items() if len(calls) == 1}))
 
 
+def _keep(given: list[torch.Tensor], _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Keep a module's arguments as they are before the call, which may change them in place."""
+    given[:] = [value.clone() for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+
+
 def _note(
-    calls: list[ModuleCall], module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+    calls: list[ModuleCall],
+    given: list[torch.Tensor],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    output: Any,
 ) -> None:
-    fields = output if isinstance(output, tuple | list) else (output,)
+    first, *others = output if isinstance(output, tuple | list) and output else (output,)
+    others = [None if any(_is_same(value, each) for each in given) else value for value in others]
     by_place = dict(zip(inspect.signature(module.forward).parameters, args, strict=False))
     calls.append(
         ModuleCall(
             places=tuple(map(_shape, args)),
             names={name: _shape(value) for name, value in {**by_place, **kwargs}.items()},
-            outputs=tuple(map(_shape, fields)),
+            outputs=tuple(map(_shape, (first, *others))),
         )
     )
+    given.clear()
+
+
+def _is_same(value: Any, given: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == given.dtype and torch.equal(value, given)
 
 
 def _shape(value: Any) -> Shape:

@@ -69,7 +69,7 @@ class _Table:
         Of a pair nothing is taken: the residual is still to be added.
         """
         inputs = self._given(path, "hidden_states", f"{path}.input") if layer_of(f"{path}.x") == 0 else {}
-        is_whole = self._calls is not None and len(self._calls.by_path[path].outputs) == 1
+        is_whole = self._calls is not None and self._calls.by_path[path].is_single
         output = self._returned(path, path) if is_whole else None
         return Entry(module=path, inputs=inputs, output=output) if inputs or output else None
 
@@ -95,9 +95,9 @@ class _Table:
     def _norm(self, path: str) -> Entry:
         """Return what a norm shows: its result, and what HF's norm is given.
 
-        That is the residual which the norm has updated and returns; or its argument, where it returns no more.
+        That is the residual which the norm has updated and returns; or its argument, where it updates none.
         """
-        if self._calls is not None and len(self._calls.by_path[path].outputs) == 1:
+        if self._calls is not None and self._calls.by_path[path].is_single:
             return Entry(module=path, inputs=self._given(path, 0, f"{path}.input"), output=self._returned(path, path))
         normed, residual = self._returned(path, path), self._returned(path, f"{path}.input", field=1)
         return Entry(module=path, output=None if normed is None and residual is None else Fields(normed, residual))

@@ -1,9 +1,14 @@
 """Attention over other tensors than its own, or coarser ones, against sums that are written out key by key."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from harness.explain import attention_tensors
+from harness.explain.formats import cut_off
+from harness.numerics import Numerics
 
 from .toy_attention import KEY, PLACES, RAW, VALUE, H, K, Toy, step_of
 from .toys import found, random
@@ -103,3 +108,26 @@ def test_a_cache_of_which_one_place_was_not_read_back_says_nothing(tmp_path):
 def test_a_tensor_that_was_not_recorded_cannot_be_told(tmp_path, toy, omitted, cause):
     given = found(attention_tensors.other_tensors, Toy(tmp_path / "r", omitted=(omitted,)).failure())
     assert set(given) == set(found(attention_tensors.other_tensors, toy.failure())) - {cause}
+
+
+def test_a_declared_cache_that_is_cut_off(toy):
+    """As in vLLM's float8 cache on a CPU."""
+    failure = toy.failure()
+
+    def declaring(**numerics):
+        manifest = SimpleNamespace(numerics=Numerics(**numerics))
+        return replace(failure, recording=SimpleNamespace(manifest=manifest))
+
+    def low(tap):
+        return lambda at: cut_off(toy.tensors[tap][at], torch.float8_e4m3fn)
+
+    (given,) = attention_tensors.declared_cache(declaring(cache="float8_e4m3fn"))
+    assert given.cause == "keys and values are cut off to float8_e4m3fn, the dtype of the cache, instead of rounded"
+    torch.testing.assert_close(given.output, reading(toy, low(KEY), low(VALUE), lambda place, at: True))
+    assert not list(attention_tensors.declared_cache(declaring()))
+    assert not list(attention_tensors.declared_cache(declaring(cache="Q8_0")))
+
+
+def test_float8_cut_off():
+    values = torch.tensor([3.9575, -0.9820, 5.6862, 1.2474], dtype=torch.float64)
+    assert cut_off(values, torch.float8_e4m3fn).tolist() == [3.75, -0.9375, 5.5, 1.125]

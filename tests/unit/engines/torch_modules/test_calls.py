@@ -10,36 +10,47 @@ from harness.engines.torch_modules import Calls, watched_calls
 
 class Norm(nn.Module):
     def forward(self, x, residual=None):
-        return x if residual is None else (x, residual)
+        return x if residual is None else (x, residual.add_(x))
+
+
+class Through(nn.Module):
+    """As Cohere's norm in vLLM: the residual is returned as it was given."""
+
+    def forward(self, x, residual):
+        return x, residual
 
 
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()
         self.alone, self.paired, self.shared, self.unused = Norm(), Norm(), Norm(), Norm()
+        self.through = Through()
 
     def forward(self, hidden_states):
         x = self.shared(self.shared(self.alone(hidden_states)))
-        return self.paired(x, residual=x)[0]
+        x, residual = self.paired(x, residual=x + 1)
+        return self.through(x + 2, residual)[0]
 
 
 def test_calls_of_a_forward():
     model = Twice()
     with watched_calls(model, num_rows=31) as found:
-        model(torch.zeros(31, 8))
+        model(torch.ones(31, 8))
     (calls,) = found
-    assert set(calls.by_path) == {"", "alone", "paired"}, "one is called twice, and one never"
+    assert set(calls.by_path) == {"", "alone", "paired", "through"}, "one is called twice, and one never"
     assert calls.by_path["alone"].outputs == ((31, 8),)
     assert calls.by_path["paired"].outputs == ((31, 8), (31, 8))
+    assert calls.by_path["through"].outputs == ((31, 8), None), "a residual that is handed through is none"
+    assert [calls.by_path[path].is_single for path in ("alone", "paired", "through")] == [True, False, True]
     assert calls.by_path["paired"].given("residual") == calls.by_path["paired"].given(0) == (31, 8)
     assert calls.by_path["alone"].given("residual") is calls.by_path["alone"].given(1) is None
-    assert not any(module._forward_hooks for module in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_calls_are_told_to_another_process():
     model = Twice()
     with watched_calls(model, num_rows=31) as found:
-        model(torch.zeros(31, 8))
+        model(torch.ones(31, 8))
     told = Calls.from_json(json.loads(json.dumps(found[0].to_json())))
     assert told.holds(told.by_path["alone"].outputs[0], (8,))
     assert set(told.by_path) == set(found[0].by_path)
