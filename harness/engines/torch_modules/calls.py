@@ -113,7 +113,9 @@ def _note(
 
 
 def _is_same(value: Any, given: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype == given.dtype and torch.equal(value, given)
+    """Whether a value is what was given; zeros do not tell, since zeros may have been added."""
+    is_tensor = isinstance(value, torch.Tensor) and value.dtype == given.dtype
+    return is_tensor and bool(value.any()) and torch.equal(value, given)
 
 
 def _shape(value: Any) -> Shape:

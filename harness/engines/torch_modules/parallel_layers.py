@@ -5,7 +5,7 @@ layers (`QKVParallelLinear`, `RMSNorm`, `VocabParallelEmbedding`, ...). So no ta
 module is asked for the names that its kind can show, and those that HF's graph knows are recorded.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 from harness.engines.torch_modules.calls import Calls, Shape
 from harness.engines.torch_modules.table import Entry
 from harness.engines.torch_modules.values import Attribute, Fields, Split, Value
-from harness.taps import Graph, Kind, layer_of, site_of
+from harness.taps import Graph, Kind, layer_of, prefix_of, site_of
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """HF's names of the parts of a fused module, if the model does not say them."""
@@ -47,6 +47,7 @@ class _Table:
         self._has_processor = any("LogitsProcessor" in _kinds(module) for module in self._modules.values())
         self._fused: Mapping[str, Any] = {**_FUSED, **getattr(model, "packed_modules_mapping", {})}
         self._taken: set[str] = set()
+        self._bases = _base(self._modules), _base(op.tap for op in graph)
 
     def entries(self) -> Iterator[Entry]:
         """Yield the lines; products come first, since what they make is shown by nothing else as surely.
@@ -104,9 +105,10 @@ class _Table:
 
     def _linear(self, path: str, module: nn.Module) -> Value | None:
         parent, _, name = path.rpartition(".")
-        if path in self._graph and "QKVParallelLinear" in _kinds(module):
+        is_product_of_hf = self._hf_name(path) in self._graph
+        if is_product_of_hf and "QKVParallelLinear" in _kinds(module):
             return None  # HF's product is fused, too, often head by head; here all queries come first
-        if name not in self._fused or path in self._graph:
+        if name not in self._fused or is_product_of_hf:
             return self._returned(path, path)
         names = (f"{parent}.{part}" for part in self._fused[name])
         sizes = zip(names, self._fused_sizes(getattr(module, "base_layer", module)), strict=True)
@@ -125,7 +127,7 @@ class _Table:
 
         The context is judged then, and HF's own scaling of what the projection was seen to make.
         """
-        tap = self._graph.canonical(name)
+        tap = self._graph.canonical(self._hf_name(name))
         return tap in self._graph and self._graph[tap].kind is Kind.OTHER
 
     def _experts(self, path: str, module: nn.Module) -> Value | None:
@@ -144,9 +146,14 @@ class _Table:
         call = None if self._calls is None else self._calls.by_path[path]
         return self._tap(name, None if call is None else call.outputs[field : field + 1])
 
+    def _hf_name(self, name: str) -> str:
+        """Return a name in HF's model, whose body may be called otherwise (`gpt_neox` for `model`)."""
+        engine, hf = self._bases
+        return hf + name.removeprefix(engine) if engine and hf and name.startswith(engine) else name
+
     def _tap(self, name: str, shapes: Sequence[Shape] | None = None) -> str | None:
         """Return the tap of that name, once; None if HF's graph has none, another module shows it, or no shape fits."""
-        tap = self._graph.canonical(name)
+        tap = self._graph.canonical(self._hf_name(name))
         if tap not in self._graph or tap in self._taken:
             return None
         if self._calls is not None and shapes is not None:
@@ -155,6 +162,12 @@ class _Table:
                 return None
         self._taken.add(tap)
         return tap
+
+
+def _base(paths: Iterable[str]) -> str:
+    """Return what stands before the list of decoder layers: `model.`, `transformer.`; nothing if there is no layer."""
+    first = next((prefix_of(f"{path}.x") for path in paths if layer_of(f"{path}.x") == 0), "")
+    return first.removesuffix(".0.").rpartition(".")[0] + "." if first else ""
 
 
 def _is_layer(path: str) -> bool:

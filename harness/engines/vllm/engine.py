@@ -52,7 +52,8 @@ class VllmEngine:
         self._graph: Graph | None = None
         with self._opened({"max_num_seqs": 1}) as engine, engine_refusals("vLLM", folder):
             runner = model_runner(engine)
-            add_request(engine, 0, [0] * _PROBE_TOKENS, 1)
+            vocab_size = runner.model_config.get_vocab_size()
+            add_request(engine, 0, [at % vocab_size for at in range(1, _PROBE_TOKENS + 1)], 1)
             with watched_calls(runner.get_model(), num_rows=_PROBE_TOKENS) as calls:
                 engine.step()  # some models are refused only here
             (self._calls,) = calls

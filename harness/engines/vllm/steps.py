@@ -14,7 +14,7 @@ from harness.engines.torch_modules import Batch, Calls, PagedCache, StepWatcher,
 from harness.errors import Code, HarnessError
 from harness.numerics import Numerics
 from harness.recording import RecordingWriter, RequestInfo
-from harness.taps import Graph, prefix_of
+from harness.taps import Graph, Kind, layer_of
 
 _CACHE_DTYPES = {
     "bfloat16": "bfloat16",
@@ -111,11 +111,12 @@ def _caches(runner: Any, graph: Graph) -> Iterator[PagedCache]:
     """Yield the caches of the attention layers that can be read back; keys and values of one share a tensor."""
     if not keeps_readable_cache(runner):
         return
+    taps = {(op.layer, op.site): op.tap for op in graph if op.kind is Kind.CACHE}
     layers, block_size = runner.compilation_config.static_forward_context, int(runner.cache_config.block_size)
     for group, spec in enumerate(runner.kv_cache_config.kv_cache_groups):
         for name, part in product(spec.layer_names, range(2)):
-            layer, tap = layers[name], prefix_of(name) + ("k_cache", "v_cache")[part]
-            if tap in graph:
+            layer, tap = layers[name], taps.get((layer_of(name), ("k_cache", "v_cache")[part]))
+            if tap is not None:
                 yield PagedCache(
                     tap=tap,
                     tensor=layer.kv_cache,

@@ -236,3 +236,16 @@ def test_a_wrapped_product_shows_what_the_wrapper_returns(graph):
         each.mlp.down_proj = WithLoRA(each.mlp.down_proj)
         each.self_attn.qkv_proj = WithLoRA(each.self_attn.qkv_proj)
     assert set(taps_of(find_table(model, graph, calls_of(graph)))) == set(taps_of(find_table(model, graph)))
+
+
+def test_a_body_that_hf_calls_otherwise():
+    """As where vLLM runs HF's own modules: the body is always `model`."""
+    known = Graph((Operation(tap="gpt_neox.layers.0.mlp.down", source="gpt_neox.layers.0.mlp.down", kind=Kind.LINEAR),
+                   Operation(tap="gpt_neox.norm", source="gpt_neox.norm", kind=Kind.NORM)))  # fmt: skip
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.layers = nn.ModuleList([nn.Module()])
+    model.model.layers[0].mlp = nn.Module()
+    model.model.layers[0].mlp.down = LinearBase(128)
+    model.model.norm = RMSNorm()
+    assert taps_of(find_table(model, known)) == ["gpt_neox.layers.0.mlp.down", "gpt_neox.norm"]
