@@ -89,11 +89,11 @@ def test_lora_that_is_enabled_and_not_used_changes_nothing(folder):
     assert (run.outcome, run.findings, run.coverage.not_offered) == (Outcome.PASS, (), ())
 
 
-def test_a_cache_in_float8_is_a_format_and_no_bug(folder):
-    result = check(folder("llama"), max_new_tokens=3, engine_options={"kv_cache_dtype": "fp8"})
-    (run,) = result.runs
-    assert (run.outcome, run.findings) == (Outcome.PASS, ())
-    assert {"float8_e4m3fn" in (tap.convention or "") for tap in run.taps if tap.site == "attention"} == {True}
+def test_a_cache_in_float8_is_declared_and_its_numbers_are_cut_off(folder):
+    """3.9575 becomes 3.75 on a CPU, and not 4: vLLM 0.32 drops bits."""
+    (run,) = check(folder("llama"), max_new_tokens=3, engine_options={"kv_cache_dtype": "fp8"}).runs
+    assert run.first_divergence.tap == "model.layers.0.attention"
+    assert set(run.coverage.not_offered) == {"k_cache", "v_cache"}
 
 
 def test_a_format_of_the_cache_that_the_harness_cannot_compute(folder):

@@ -34,7 +34,11 @@ class VllmWatcher(StepWatcher):
     ) -> None:
         model = runner.get_model()
         table = find_table(model, graph, fused_sizes=attrgetter("output_partition_sizes"), calls=calls)
-        super().__init__(model, runner.sampler, table, requests, writer, caches=list(_caches(runner, graph)))
+        shown = {tap for entry in table for tap in entry.taps}
+        # What a cache gives back is held to what was written. Where no module shows that, it would be held to HF's own,
+        # from which a router's tie may have led far away.
+        caches = [cache for cache in _caches(runner, graph) if graph[cache.tap].inputs[0] in shown]
+        super().__init__(model, runner.sampler, table, requests, writer, caches=caches)
         self._runner, self._routers = runner, _routers(model, graph)
 
     def read_batch(self, given: Mapping[str, Any]) -> Batch:
