@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from reference_engine.config import EngineConfig, ModelConfig
+    from reference_engine.checkpoint.model_config import EngineConfig, ModelConfig
     from reference_engine.engine import LLMEngine
     from reference_engine.errors import EngineError
-    from reference_engine.observer import Observer, StepInfo
-    from reference_engine.outputs import FinishReason, RequestOutput, TokenLogprobs, TokenOutput
-    from reference_engine.sampling import SamplingParams
+    from reference_engine.observing.observer import Observer, StepInfo
+    from reference_engine.requests.outputs import FinishReason, RequestOutput, TokenLogprobs, TokenOutput
+    from reference_engine.requests.sampling import SamplingParams
 
 __all__ = [
     "EngineConfig",
@@ -31,17 +31,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "EngineConfig": "config",
+    "EngineConfig": "checkpoint.model_config",
     "EngineError": "errors",
-    "FinishReason": "outputs",
+    "FinishReason": "requests.outputs",
     "LLMEngine": "engine",
-    "ModelConfig": "config",
-    "Observer": "observer",
-    "RequestOutput": "outputs",
-    "SamplingParams": "sampling",
-    "StepInfo": "observer",
-    "TokenLogprobs": "outputs",
-    "TokenOutput": "outputs",
+    "ModelConfig": "checkpoint.model_config",
+    "Observer": "observing.observer",
+    "RequestOutput": "requests.outputs",
+    "SamplingParams": "requests.sampling",
+    "StepInfo": "observing.observer",
+    "TokenLogprobs": "requests.outputs",
+    "TokenOutput": "requests.outputs",
 }
 
 

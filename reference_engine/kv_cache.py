@@ -14,7 +14,7 @@ import torch
 
 from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.errors import CapacityError
-from reference_engine.huge_pages import prefer_huge_pages
+from reference_engine.fast.huge_pages import prefer_huge_pages
 
 __all__ = ["CacheSpec", "KVCache", "cache_budget_bytes", "context_slots"]
 

@@ -19,9 +19,9 @@ import torch
 from torch.nn.functional import embedding, gelu, linear, silu
 
 from reference_engine.batch import Batch
-from reference_engine.config import ModelConfig
-from reference_engine.experts import ExpertsShape
-from reference_engine.packing import packed_linear, widened_linear
+from reference_engine.checkpoint.experts import ExpertsShape
+from reference_engine.checkpoint.model_config import ModelConfig
+from reference_engine.fast.packing import packed_linear, widened_linear
 
 __all__ = [
     "ACTIVATIONS",

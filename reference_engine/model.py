@@ -13,8 +13,10 @@ import torch
 
 from reference_engine.attention.backend import AttentionBackend
 from reference_engine.batch import Batch
-from reference_engine.config import ModelConfig
-from reference_engine.huge_pages import collapse_pages
+from reference_engine.checkpoint.model_config import ModelConfig
+from reference_engine.checkpoint.weights import LM_HEAD, TOKEN_EMBEDDING
+from reference_engine.fast.huge_pages import collapse_pages
+from reference_engine.fast.packing import copy_for_rows, pack, widen
 from reference_engine.layers import (
     Embedding,
     FeedForward,
@@ -25,10 +27,8 @@ from reference_engine.layers import (
     ZeroCentredRMSNorm,
     build_mlp,
 )
-from reference_engine.packing import copy_for_rows, pack, widen
-from reference_engine.parallel import Ranks, RowParallel, VocabParallelEmbedding, VocabParallelHead
+from reference_engine.parallel.ranks import Ranks, RowParallel, VocabParallelEmbedding, VocabParallelHead
 from reference_engine.rotary import RotaryEmbedding, apply_rotary
-from reference_engine.weights import LM_HEAD, TOKEN_EMBEDDING
 
 __all__ = ["Decoder"]
 

@@ -12,26 +12,26 @@ import torch
 
 from reference_engine.attention.backend import BACKENDS, find_backend
 from reference_engine.batch import Batch, build_batch
-from reference_engine.checkpoint import load_weights
-from reference_engine.config import DTYPES, EngineConfig, ModelConfig
+from reference_engine.checkpoint.load import load_weights
+from reference_engine.checkpoint.model_config import DTYPES, EngineConfig, ModelConfig
+from reference_engine.checkpoint.weights import TOKEN_EMBEDDING
 from reference_engine.device import open_device
 from reference_engine.errors import ConfigError
-from reference_engine.fused import FusedDecoder
-from reference_engine.graphs import Capture, CudaCapture, DecodeGraphs
+from reference_engine.fast.fused import FusedDecoder
+from reference_engine.fast.graphs import Capture, CudaCapture, DecodeGraphs
+from reference_engine.fast.packing import can_widen, max_few_rows
 from reference_engine.kv_cache import CacheSpec, cache_budget_bytes
 from reference_engine.layers import FewRows
 from reference_engine.lora import read_adapter
-from reference_engine.messages import Command, encode_chunks
 from reference_engine.model import Decoder
 from reference_engine.numerics import step_numerics
-from reference_engine.observer import Observer
-from reference_engine.packing import can_widen, max_few_rows
-from reference_engine.parallel import Ranks, ShardedTaps, shard_config
+from reference_engine.observing.observer import Observer
+from reference_engine.observing.steps import describe, show_cache
+from reference_engine.parallel.messages import Command, encode_chunks
+from reference_engine.parallel.ranks import Ranks, ShardedTaps, shard_config
 from reference_engine.rotary import RotaryEmbedding
 from reference_engine.sampler import Sampled, sample
 from reference_engine.sequence import Chunk, Sequence
-from reference_engine.steps import describe, show_cache
-from reference_engine.weights import TOKEN_EMBEDDING
 
 __all__ = ["ModelRunner"]
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from reference_engine.config import ModelConfig, RopeConfig
-from reference_engine.config_file import Fields
+from reference_engine.checkpoint.config_file import Fields
+from reference_engine.checkpoint.model_config import ModelConfig, RopeConfig
 from reference_engine.errors import UnsupportedModelError
 
 __all__ = ["ROPE_TYPES", "RotaryEmbedding", "apply_rotary", "rotate_half"]

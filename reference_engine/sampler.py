@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from reference_engine.outputs import TokenLogprobs
-from reference_engine.sampling import SamplingParams
+from reference_engine.requests.outputs import TokenLogprobs
+from reference_engine.requests.sampling import SamplingParams
 from reference_engine.sequence import Sequence
 
 __all__ = ["Sampled", "allowed_tokens", "penalise", "sample", "uniforms"]

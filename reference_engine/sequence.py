@@ -5,9 +5,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from reference_engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from reference_engine.prefix_cache import Prefix
-from reference_engine.sampling import SamplingParams
+from reference_engine.requests.outputs import FinishReason, RequestOutput, TokenLogprobs
+from reference_engine.requests.sampling import SamplingParams
 
 __all__ = ["Chunk", "Sequence"]
 

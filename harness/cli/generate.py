@@ -211,8 +211,8 @@ def _answer(
     """Take the tokens, and hand each piece of text to `show` when it is there."""
     from harness.engines.reference_errors import reference_errors
     from harness.engines.reference_threads import engine_threads
-    from reference_engine.detokenizer import Detokenizer
-    from reference_engine.tokenizer import Tokenizer
+    from reference_engine.requests.detokenizer import Detokenizer
+    from reference_engine.requests.tokenizer import Tokenizer
 
     with reference_errors(checkpoint.folder):
         detokenizer = Detokenizer(Tokenizer(checkpoint.folder).decode)

@@ -18,7 +18,7 @@ from harness.recording import RecordingWriter, RequestInfo
 from harness.schedule import SCHEDULES
 from harness.taps import LOGITS
 from reference_engine import EngineConfig, LLMEngine, SamplingParams, StepInfo, TokenOutput
-from reference_engine.worker import parallel_engine
+from reference_engine.parallel.worker import parallel_engine
 
 _NOT_SERVED = {"contiguous": ("prefix-hit", "preempted"), "recompute": ("prefix-hit", "forked", "preempted")}
 """Schedules that mean nothing to a backend without blocks, or without a cache."""

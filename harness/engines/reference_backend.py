@@ -10,8 +10,8 @@ import torch
 
 from harness.threads import SMALL_HIDDEN_SIZE
 from reference_engine import EngineConfig
-from reference_engine.cpp_operators import load_operators
 from reference_engine.errors import DeviceError
+from reference_engine.fast.cpp_operators import load_operators
 
 OPTION = "attention_backend"
 FAST = "cpp"

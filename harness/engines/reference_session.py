@@ -15,7 +15,7 @@ from harness.engines.reference_errors import reference_errors
 from harness.engines.stepping import COMMIT, PREPARE, SAMPLE, Experts, ModelShape, Watcher
 from harness.profile_results import StepShape
 from reference_engine import LLMEngine, SamplingParams, StepInfo
-from reference_engine.experts import ExpertsShape
+from reference_engine.checkpoint.experts import ExpertsShape
 
 _COMPUTED_WITH_ANOTHER = (
     "self_attn.k_proj",

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-import reference_engine.config
+import reference_engine.checkpoint.model_config
 import reference_engine.layers
 import reference_engine.model
 import reference_engine.model_runner
@@ -125,7 +125,7 @@ FAULTS = [
         id="eos-list-cut",
         category=Category.SAMPLING,
         summary="Of a list of end-of-sequence tokens only the first ends a request.",
-        inject=replacing((reference_engine.config, "_eos_token_ids", _first_of_the_list)),
+        inject=replacing((reference_engine.checkpoint.model_config, "_eos_token_ids", _first_of_the_list)),
         tap=None,
         row=None,
         cause="the end is",

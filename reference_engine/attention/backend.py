@@ -11,14 +11,14 @@ from typing import Any, Protocol
 import torch
 
 from reference_engine.attention.contiguous import ContiguousAttention
-from reference_engine.attention.cpp import CppAttention
 from reference_engine.attention.limits import Limits
 from reference_engine.attention.paged import PagedAttention
 from reference_engine.attention.recompute import RecomputeAttention
-from reference_engine.attention.triton import TritonAttention
-from reference_engine.attention.varlen import VarlenAttention
 from reference_engine.batch import Batch
 from reference_engine.errors import ConfigError
+from reference_engine.fast.attention.cpp import CppAttention
+from reference_engine.fast.attention.triton import TritonAttention
+from reference_engine.fast.attention.varlen import VarlenAttention
 from reference_engine.kv_cache import CacheSpec, KVCache
 
 __all__ = ["BACKENDS", "AttentionBackend", "find_backend"]

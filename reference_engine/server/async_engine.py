@@ -21,8 +21,8 @@ from typing import Any
 
 from reference_engine.engine import LLMEngine
 from reference_engine.errors import EngineError, RequestError
-from reference_engine.outputs import TokenOutput
-from reference_engine.sampling import SamplingParams
+from reference_engine.requests.outputs import TokenOutput
+from reference_engine.requests.sampling import SamplingParams
 
 __all__ = ["AsyncEngine", "EngineDeadError", "RequestFailedError"]
 

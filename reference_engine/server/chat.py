@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from reference_engine.outputs import TokenLogprobs
-from reference_engine.sampling import SamplingParams
+from reference_engine.requests.outputs import TokenLogprobs
+from reference_engine.requests.sampling import SamplingParams
 from reference_engine.server.answer import Answer, merged, usage
 from reference_engine.server.async_engine import AsyncEngine
 from reference_engine.server.choice import pieces, whole

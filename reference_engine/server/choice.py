@@ -6,12 +6,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from reference_engine.detokenizer import Detokenizer
-from reference_engine.outputs import FinishReason, TokenLogprobs
-from reference_engine.sampling import SamplingParams
+from reference_engine.requests.detokenizer import Detokenizer
+from reference_engine.requests.outputs import FinishReason, TokenLogprobs
+from reference_engine.requests.sampling import SamplingParams
+from reference_engine.requests.stopping import find_stop
 from reference_engine.server.async_engine import AsyncEngine
 from reference_engine.server.text import Text
-from reference_engine.stopping import find_stop
 
 __all__ = ["Piece", "pieces", "prompt_logprobs", "whole"]
 

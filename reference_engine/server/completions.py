@@ -8,7 +8,7 @@ from contextlib import aclosing
 from itertools import accumulate
 from typing import Any
 
-from reference_engine.outputs import TokenLogprobs
+from reference_engine.requests.outputs import TokenLogprobs
 from reference_engine.server.answer import Answer, merged, usage
 from reference_engine.server.async_engine import AsyncEngine
 from reference_engine.server.choice import Piece, pieces, prompt_logprobs, whole

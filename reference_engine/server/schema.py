@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from reference_engine.errors import RequestError
-from reference_engine.sampling import SamplingParams
+from reference_engine.requests.sampling import SamplingParams
 
 __all__ = ["ChatRequest", "CompletionRequest", "DetokenizeRequest", "StreamOptions", "TokenizeRequest"]
 

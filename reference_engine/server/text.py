@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reference_engine.errors import ConfigError, RequestError
-from reference_engine.tokenizer import Tokenizer
+from reference_engine.requests.tokenizer import Tokenizer
 
 __all__ = ["Text"]
 

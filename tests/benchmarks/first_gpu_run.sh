@@ -16,7 +16,7 @@ done; done
 timeout 180 harness profile --device cuda --dtype bfloat16 --engine-option attention_backend=triton \
   --out "$out/profile" > "$out/profile.txt" 2>&1 &
 timeout 180 compute-sanitizer --tool memcheck --target-processes all python3 -m pytest -q -x -m gpu \
-  tests/unit/reference_engine/kernels/test_paged_decode.py > "$out/sanitizer.txt" 2>&1 &
+  tests/unit/reference_engine/fast/kernels/test_paged_decode.py > "$out/sanitizer.txt" 2>&1 &
 wait
 
 timeout 150 python3 tests/benchmarks/gpu_kernels.py > "$out/kernels.txt" 2>&1

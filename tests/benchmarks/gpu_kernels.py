@@ -19,13 +19,13 @@ import torch
 from tabulate import tabulate
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
-from reference_engine.kernels import paged_decode as decoding
-from reference_engine.kernels.add_norm import add_norm
-from reference_engine.kernels.norm_rotate import norm_rotate
-from reference_engine.kernels.paged_prefill import cut_into_tiles, paged_prefill
-from reference_engine.kernels.silu_mul import silu_mul
-from reference_engine.kernels.store_kv import store_kv
-from reference_engine.kernels.tiling import Tiling, find_tiling
+from reference_engine.fast.kernels import paged_decode as decoding
+from reference_engine.fast.kernels.add_norm import add_norm
+from reference_engine.fast.kernels.norm_rotate import norm_rotate
+from reference_engine.fast.kernels.paged_prefill import cut_into_tiles, paged_prefill
+from reference_engine.fast.kernels.silu_mul import silu_mul
+from reference_engine.fast.kernels.store_kv import store_kv
+from reference_engine.fast.kernels.tiling import Tiling, find_tiling
 from reference_engine.layers import RMSNorm
 from reference_engine.numerics import step_numerics
 from reference_engine.rotary import apply_rotary

@@ -26,8 +26,8 @@ import reference_engine.model_runner
 from harness.bench.shape import SHAPES
 from harness.bench.workload import uneven_workload
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
-from reference_engine.config import ModelConfig
-from reference_engine.weights import LM_HEAD, TOKEN_EMBEDDING, weight_table
+from reference_engine.checkpoint.model_config import ModelConfig
+from reference_engine.checkpoint.weights import LM_HEAD, TOKEN_EMBEDDING, weight_table
 
 DEFAULTS: Mapping[str, Any] = {
     "dtype": "bfloat16", "device": "cuda", "attention_backend": "triton", "max_model_len": 2048, "max_num_seqs": 256,

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from reference_engine import lora
-from reference_engine.config import ModelConfig
+from reference_engine.checkpoint.model_config import ModelConfig
 
 from ..unit.lora_adapter import FOLDER, write_adapter
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from reference_engine.cpp_operators import find_compiler
+from reference_engine.fast.cpp_operators import find_compiler
 
 pytestmark = pytest.mark.skipif(not find_compiler(), reason="no C++ compiler")
 TOKENS = ",".join(map(str, range(10, 47)))

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-import reference_engine.parallel
-import reference_engine.worker
+import reference_engine.parallel.ranks
+import reference_engine.parallel.worker
 from harness.case import RequestSpec
 from harness.jobs.check import run_check
 from harness.plan import plan_request
 from harness.results import Outcome
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 from reference_engine.errors import ConfigError, RankError
-from reference_engine.worker import parallel_engine
+from reference_engine.parallel.worker import parallel_engine
 
 PROMPTS = [list(range(10, 31)), [5, 6, 7]]
 PARAMS = SamplingParams(max_new_tokens=5, ignore_eos=True)
@@ -64,7 +64,7 @@ def test_forks_and_tokens_are_those_of_one_rank(checkpoints: Path) -> None:
 def test_when_a_rank_does_not_answer_the_others_end(
     checkpoints: Path, monkeypatch: pytest.MonkeyPatch, stop: "Callable[[subprocess.Popen[bytes]], None]"
 ) -> None:
-    monkeypatch.setattr(reference_engine.parallel, "ANSWER_LIMIT", timedelta(seconds=1))
+    monkeypatch.setattr(reference_engine.parallel.ranks, "ANSWER_LIMIT", timedelta(seconds=1))
     workers: list[subprocess.Popen[bytes]] = []
     start = subprocess.Popen
 
@@ -72,7 +72,7 @@ def test_when_a_rank_does_not_answer_the_others_end(
         workers.append(start(*args, **kwargs))  # type: ignore[call-overload]
         return workers[-1]
 
-    monkeypatch.setattr(reference_engine.worker.subprocess, "Popen", starting)
+    monkeypatch.setattr(reference_engine.parallel.worker.subprocess, "Popen", starting)
 
     def run_and_lose_one() -> None:
         with parallel_engine(checkpoints / "qwen3-tiny", EngineConfig(), 2) as engine:

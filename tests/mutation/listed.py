@@ -40,7 +40,7 @@ LISTED: tuple[Mutant, ...] = (
     # the bias added on every rank
     replaced(f"{_ENGINE}/model.py", "own if ranks.rank == 0 else replace(own, bias_O=None)", "own"),
     # an all-reduce not in float32
-    replaced(f"{_ENGINE}/parallel.py", "total = x.to(torch.float32)", "total = x.clone()"),
+    replaced(f"{_ENGINE}/parallel/ranks.py", "total = x.to(torch.float32)", "total = x.clone()"),
     # padding of graphs not zeroed
-    replaced(f"{_ENGINE}/graphs.py", "fixed[num_rows:].zero_()", "pass"),
+    replaced(f"{_ENGINE}/fast/graphs.py", "fixed[num_rows:].zero_()", "pass"),
 )

@@ -16,9 +16,9 @@ _ENGINE = {
     "block_pool": ("test_block_pool.py", "test_block_manager.py", "test_engine_sharing.py"),
     "prefix_cache": ("test_prefix_cache.py", "test_block_pool.py", "test_engine_sharing.py"),
     "sampler": ("test_sampler.py", "test_engine.py"),
-    "parallel": ("test_parallel.py",),
+    "parallel/ranks": ("test_parallel.py",),
     "model": ("test_parallel.py",),
-    "graphs": ("test_graphs.py",),
+    "fast/graphs": ("fast/test_graphs.py",),
 }
 
 
@@ -107,7 +107,10 @@ def files_of_tests(path: str, *, all_tests: bool) -> tuple[str, ...]:
         own = _RECORDING_OWN.get(module, (f"recording/test_{module}.py",))
         return tuple(f"tests/unit/{name}" for name in (*own, *_RECORDING) if (ROOT / "tests" / "unit" / name).is_file())
     if package == "reference_engine":
-        return tuple(f"tests/unit/reference_engine/{name}" for name in _ENGINE[module])
+        return tuple(
+            f"tests/unit/reference_engine/{name}"
+            for name in _ENGINE[path.removeprefix("reference_engine/").removesuffix(".py")]
+        )
     if all_tests:
         return (f"tests/unit/{package}",)
     own = f"test_{module}.py"
@@ -125,5 +128,5 @@ def subjects() -> list[str]:
     return [*found, *(f"reference_engine/{name}.py" for name in _ENGINE if name not in LISTED_ONLY)]
 
 
-LISTED_ONLY = ("model", "graphs")
+LISTED_ONLY = ("model", "fast/graphs")
 """Modules of the engine that only listed changes are made to."""

@@ -18,7 +18,7 @@ from reference_engine.attention.backend import AttentionBackend, find_backend
 from reference_engine.batch import build_batch
 from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.kv_cache import CacheSpec, KVCache, context_slots
-from reference_engine.sampling import SamplingParams
+from reference_engine.requests.sampling import SamplingParams
 from reference_engine.sequence import Chunk
 from reference_engine.sequence import Sequence as EngineSequence
 
@@ -167,7 +167,7 @@ class TritonAttention(PagedAttention):
         v_cache_BSKH: torch.Tensor,
     ) -> None:
         """Write by the engine's kernel."""
-        from reference_engine.kernels.store_kv import store_kv  # where triton is installed
+        from reference_engine.fast.kernels.store_kv import store_kv  # where triton is installed
 
         store_kv(k_TKH, v_TKH, slots_T, k_cache_BSKH, v_cache_BSKH)
 

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 from harness.checkpoint import embedded_cases
-from reference_engine.checkpoint import load_weights
-from reference_engine.config import ModelConfig, RopeConfig
-from reference_engine.detokenizer import Detokenizer
+from reference_engine.checkpoint.load import load_weights
+from reference_engine.checkpoint.model_config import ModelConfig, RopeConfig
 from reference_engine.errors import EngineError
 from reference_engine.layers import RMSNorm
+from reference_engine.requests.detokenizer import Detokenizer
+from reference_engine.requests.sampling import SamplingParams
+from reference_engine.requests.stopping import finish_reason
+from reference_engine.requests.tokenizer import Tokenizer
 from reference_engine.rotary import RotaryEmbedding, apply_rotary
 from reference_engine.sampler import sample
-from reference_engine.sampling import SamplingParams
 from reference_engine.sequence import Sequence as EngineSequence
-from reference_engine.stopping import finish_reason
-from reference_engine.tokenizer import Tokenizer
 
 __all__ = ["Ops"]
 

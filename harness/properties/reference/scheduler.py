@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from harness.properties.reference.blocks import PoolAndCache
-from reference_engine.admission import Admission
+from reference_engine.requests.admission import Admission
 from reference_engine.scheduler import Scheduler as EngineScheduler
 from reference_engine.sequence import Chunk
 

@@ -9,7 +9,7 @@ import torch
 
 from harness.engines import reference_threads
 from harness.engines.reference_threads import engine_threads
-from reference_engine.threads import ThreadCount
+from reference_engine.fast.threads import ThreadCount
 
 
 @pytest.fixture(autouse=True)

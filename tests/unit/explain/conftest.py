@@ -23,7 +23,7 @@ from harness.recording.reader import Step
 from harness.results import Coverage, Explanation, Finding, Outcome, RunResult, TokenResult
 from harness.schedule import parse_schedule
 from harness.taps import Kind
-from reference_engine.families import FAMILIES
+from reference_engine.checkpoint.families import FAMILIES
 
 LENGTHS = (37, 11)
 NUM_NEW = 5

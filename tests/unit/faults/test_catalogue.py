@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import reference_engine.attention.paged
-import reference_engine.config
+import reference_engine.checkpoint.model_config
 import reference_engine.model
 import reference_engine.model_runner
 import reference_engine.sampler
@@ -29,8 +29,9 @@ from reference_engine.rotary import RotaryEmbedding
 from ..sampling import sampled
 
 OWNERS = (
-    reference_engine.attention.paged, reference_engine.attention.paged.PagedAttention, reference_engine.config,
-    reference_engine.model, reference_engine.model_runner, reference_engine.sampler, Attention, BlockManager, BlockPool,
+    reference_engine.attention.paged, reference_engine.attention.paged.PagedAttention,
+    reference_engine.checkpoint.model_config, reference_engine.model, reference_engine.model_runner,
+    reference_engine.sampler, Attention, BlockManager, BlockPool,
     Decoder, DecoderLayer, Embedding, Experts, KVCache, LLMEngine, Linear, MLP, Prefix, PrefixCache, RMSNorm,
     RotaryEmbedding,
 )  # fmt: skip

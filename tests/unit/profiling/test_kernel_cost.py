@@ -9,9 +9,9 @@ from harness.profiling.cost.operator_cost import written_bytes
 from harness.profiling.passes import counters
 from harness.profiling.passes.counters import count
 from harness.profiling.passes.load import ProfileRequests
-from reference_engine.cpp_operators import find_compiler
+from reference_engine.fast.cpp_operators import find_compiler
 
-from ..reference_engine.kernels.launching import IGNORE_NUMPY, launch_on
+from ..reference_engine.fast.kernels.launching import IGNORE_NUMPY, launch_on
 
 CACHE = torch.zeros(9, 4, 2, 8)
 

@@ -14,7 +14,7 @@ from harness.profiling.passes.load import ProfileRequests, dry_run
 from harness.profiling.span_names import site_of
 from reference_engine import EngineConfig, LLMEngine
 
-from ..reference_engine.kernels.launching import IGNORE_NUMPY, launch_on
+from ..reference_engine.fast.kernels.launching import IGNORE_NUMPY, launch_on
 
 
 class Watcher:

@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from reference_engine.admission import Admission
 from reference_engine.errors import CapacityError, RequestError
-from reference_engine.sampling import SamplingParams
+from reference_engine.requests.admission import Admission
+from reference_engine.requests.sampling import SamplingParams
 
 ADMISSION = Admission(vocab_size=10, max_model_len=32, num_usable_blocks=5, block_size=4)
 

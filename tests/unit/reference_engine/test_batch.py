@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from reference_engine.batch import build_batch, slots_of
 from reference_engine.block_pool import NULL_BLOCK
-from reference_engine.sampling import SamplingParams
+from reference_engine.requests.sampling import SamplingParams
 from reference_engine.sequence import Chunk, Sequence
 
 CPU = torch.device("cpu")

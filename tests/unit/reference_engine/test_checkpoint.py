@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from reference_engine import checkpoint as checkpoint_module
-from reference_engine.checkpoint import load_weights
-from reference_engine.config import ModelConfig
+from reference_engine.checkpoint import load as checkpoint_module
+from reference_engine.checkpoint.load import load_weights
+from reference_engine.checkpoint.model_config import ModelConfig
+from reference_engine.checkpoint.weights import weight_table
 from reference_engine.errors import CheckpointError
-from reference_engine.weights import weight_table
 
 CPU = torch.device("cpu")
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"

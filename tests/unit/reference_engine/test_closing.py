@@ -12,7 +12,7 @@ import pytest
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 from reference_engine.errors import RequestError
 
-from .test_graphs import again
+from .fast.test_graphs import again
 
 PARAMS = SamplingParams(max_new_tokens=3, ignore_eos=True)
 

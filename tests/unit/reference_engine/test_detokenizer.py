@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reference_engine.detokenizer import Detokenizer
+from reference_engine.requests.detokenizer import Detokenizer
 
 
 def decode_bytes(token_ids):

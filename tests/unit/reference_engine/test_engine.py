@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from reference_engine import EngineConfig, FinishReason, LLMEngine, SamplingParams, packing
-from reference_engine.attention import cpp
-from reference_engine.cpp_operators import find_compiler
+from reference_engine import EngineConfig, FinishReason, LLMEngine, SamplingParams
 from reference_engine.errors import CapacityError, ConfigError, DeviceError, RequestError
+from reference_engine.fast import packing
+from reference_engine.fast.attention import cpp
+from reference_engine.fast.cpp_operators import find_compiler
 
 from .recorder import Recorder
 

@@ -7,7 +7,15 @@ import pytest
 
 import reference_engine
 
-TORCH_FREE = ["", ".block_pool", ".scheduler", ".sequence", ".config", ".admission", ".observer", ".weights"]
+TORCH_FREE = [
+    "",
+    ".block_pool",
+    ".scheduler",
+    ".sequence",
+    ".checkpoint.weights",
+    ".requests.admission",
+    ".observing.observer",
+]
 
 
 @pytest.mark.parametrize("module", TORCH_FREE)

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from reference_engine import EngineConfig, model_runner, parallel
-from reference_engine.checkpoint import load_weights
-from reference_engine.config import ModelConfig
+from reference_engine import EngineConfig, model_runner
+from reference_engine.checkpoint.load import load_weights
+from reference_engine.checkpoint.model_config import ModelConfig
+from reference_engine.checkpoint.weights import LM_HEAD, TOKEN_EMBEDDING, weight_table
 from reference_engine.errors import ConfigError
-from reference_engine.messages import decode_chunks, encode_chunks
 from reference_engine.model import Decoder
 from reference_engine.model_runner import ModelRunner
-from reference_engine.parallel import Ranks, RowParallel, ShardedTaps, VocabParallelEmbedding, shard_config
-from reference_engine.sampling import SamplingParams
+from reference_engine.parallel import ranks as parallel
+from reference_engine.parallel.messages import decode_chunks, encode_chunks
+from reference_engine.parallel.ranks import Ranks, RowParallel, ShardedTaps, VocabParallelEmbedding, shard_config
+from reference_engine.requests.sampling import SamplingParams
 from reference_engine.sequence import Chunk, Sequence
-from reference_engine.weights import LM_HEAD, TOKEN_EMBEDDING, weight_table
 
 EMBEDDED = Path(__file__).parents[3] / "cases" / "checkpoints"
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from reference_engine.config import ModelConfig
+from reference_engine.checkpoint.model_config import ModelConfig
+from reference_engine.checkpoint.weights import weight_table
 from reference_engine.rotary import RotaryEmbedding
-from reference_engine.weights import weight_table
 
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6,
          "max_position_embeddings": 131072, "num_hidden_layers": 28, "use_sliding_window": False}  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from reference_engine.config import ModelConfig
+from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.errors import ConfigError, UnsupportedModelError
 from reference_engine.rotary import RotaryEmbedding, apply_rotary
 

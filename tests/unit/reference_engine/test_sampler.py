@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from reference_engine import sampler
+from reference_engine.requests.sampling import SamplingParams
 from reference_engine.sampler import allowed_tokens, penalise, sample, uniforms
-from reference_engine.sampling import SamplingParams
 from reference_engine.sequence import Sequence
 
 V = 50

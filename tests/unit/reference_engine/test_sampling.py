@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from reference_engine import EngineConfig, FinishReason, LLMEngine, SamplingParams
 from reference_engine.errors import ConfigError, RequestError
-from reference_engine.stopping import find_stop
+from reference_engine.requests.stopping import find_stop
 
 
 @pytest.mark.parametrize(

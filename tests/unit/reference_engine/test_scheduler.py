@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
-from reference_engine.sampling import SamplingParams
+from reference_engine.requests.sampling import SamplingParams
 from reference_engine.scheduler import Scheduler
 from reference_engine.sequence import Chunk, Sequence
 

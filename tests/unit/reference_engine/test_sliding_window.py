@@ -6,10 +6,10 @@ import pytest
 from transformers import Qwen2Config
 
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
-from reference_engine.config_file import Fields
+from reference_engine.checkpoint.config_file import Fields
+from reference_engine.checkpoint.families import FAMILIES
+from reference_engine.checkpoint.sliding_window import layer_windows
 from reference_engine.errors import ConfigError, EngineError, UnsupportedModelError
-from reference_engine.families import FAMILIES
-from reference_engine.sliding_window import layer_windows
 
 
 def windows_of(family: str, **values: object) -> tuple[int | None, ...]:

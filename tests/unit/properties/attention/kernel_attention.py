@@ -35,7 +35,7 @@ class KernelAttention:
         window: int | None = None,
         num_splits: int | None = None,
     ) -> torch.Tensor:
-        from reference_engine.kernels import paged_prefill, tiling
+        from reference_engine.fast.kernels import paged_prefill, tiling
 
         caches = k_cache_BSKH, v_cache_BSKH
         tables_RB = _tables(block_tables, k_cache_BSKH)
@@ -65,7 +65,7 @@ class KernelAttention:
         k_cache_BSKH: torch.Tensor,
         v_cache_BSKH: torch.Tensor,
     ) -> None:
-        from reference_engine.kernels import store_kv
+        from reference_engine.fast.kernels import store_kv
 
         store_kv.store_kv(_strided(k_TKH), _strided(v_TKH), slots_T, k_cache_BSKH, v_cache_BSKH)
 
@@ -80,7 +80,7 @@ def _decode(
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Return `out_RNH`: in the splits that an engine has, or in so many (to the next power of two) of short ones."""
-    from reference_engine.kernels import paged_decode
+    from reference_engine.fast.kernels import paged_decode
 
     most, fewest_keys = paged_decode.MAX_SPLITS, paged_decode.MIN_SPLIT_KEYS
     if num_splits is not None:

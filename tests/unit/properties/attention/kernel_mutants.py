@@ -17,7 +17,7 @@ from harness.properties.attention.suite import check_definition
 
 from .kernel_attention import KernelAttention
 
-PACKAGE = "reference_engine.kernels"
+PACKAGE = "reference_engine.fast.kernels"
 Suite = Callable[[Any], None]
 """Takes Hypothesis settings, and raises what it finds."""
 
@@ -34,7 +34,7 @@ def store(settings: Any) -> None:
 class Mutant:
     name: str
     module: str
-    """Of `reference_engine.kernels`."""
+    """Of `reference_engine.fast.kernels`."""
     old: str
     new: str
     suite: Suite

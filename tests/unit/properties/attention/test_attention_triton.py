@@ -14,7 +14,7 @@ from harness.properties.attention.suite import check_batching, check_definition,
 from harness.properties.core.profiles import PROFILES
 from harness.properties.reference.attention import TritonAttention
 
-from ...reference_engine.kernels.launching import DEVICES, IGNORE_NUMPY, launch_on
+from ...reference_engine.fast.kernels.launching import DEVICES, IGNORE_NUMPY, launch_on
 from .kernel_attention import KernelAttention
 
 pytestmark = [pytest.mark.slow, IGNORE_NUMPY]

@@ -10,7 +10,7 @@ from harness.properties.core import falsify
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 
-from ...reference_engine.kernels.launching import IGNORE_NUMPY, launch_on
+from ...reference_engine.fast.kernels.launching import IGNORE_NUMPY, launch_on
 from ...sampling import sampled
 from .kernel_mutants import MUTANTS, PACKAGE, SURVIVORS, Mutant
 

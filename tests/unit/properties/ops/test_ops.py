@@ -19,7 +19,7 @@ from harness.properties.ops.sampling import Request, check_frequency, check_samp
 from harness.properties.ops.stopping import check_stopping
 from harness.properties.ops.tokenizer import check_tokenizer
 from harness.properties.reference.ops import Ops
-from reference_engine.detokenizer import Detokenizer
+from reference_engine.requests.detokenizer import Detokenizer
 
 DEV = PROFILES["dev"].settings()
 FEW = settings(DEV, max_examples=15)

@@ -1,7 +1,7 @@
 """Small changes to the reference engine's scheduler and admission: bugs that others had."""
 
-from reference_engine.admission import Admission
 from reference_engine.block_manager import BlockManager
+from reference_engine.requests.admission import Admission
 from reference_engine.scheduler import Scheduler
 
 from ..mutation import mutant

@@ -1,0 +1,82 @@
+"""Experts in the place of an MLP: how many, how a token's are chosen, and what a checkpoint holds of them.
+
+Shapes: D hidden, F ffn of one expert, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from reference_engine.checkpoint.config_file import Fields
+from reference_engine.checkpoint.placement import Placement, stacked
+from reference_engine.errors import ConfigError
+
+__all__ = ["ExpertsShape", "qwen3_moe_experts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsShape:
+    """The experts of one layer; see `MLPShape`."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts of one token."""
+    intermediate_size: int
+    """Of each expert."""
+    normalizes_weights: bool
+    """Whether the weights of a token's experts add up to one."""
+
+    def tensors(self, prefix: str, hidden_size: int) -> Iterator[tuple[str, Placement]]:
+        """Yield the router [E, D], then gate and up [F, D] and down [D, F] of each expert."""
+        yield from stacked(prefix, "gate", {"gate": self.num_experts}, hidden_size)
+        gate_up = {"gate_proj": self.intermediate_size, "up_proj": self.intermediate_size}
+        for expert in range(self.num_experts):
+            own = f"{prefix}experts.{expert}."
+            yield from stacked(own, "gate_up_proj", gate_up, hidden_size)
+            yield from stacked(own, "down_proj", {"down_proj": hidden_size}, self.intermediate_size)
+
+    def shard(self, num_ranks: int) -> ExpertsShape:
+        """Return all experts, each with one rank's part of its ffn.
+
+        Raises:
+            ConfigError: the ffn does not divide.
+        """
+        if self.intermediate_size % num_ranks:
+            raise ConfigError(
+                "moe_intermediate_size does not divide among the ranks", where="tensor parallel",
+                expected=f"a number of ranks that divides {self.intermediate_size}", actual=f"{num_ranks} ranks",
+            )  # fmt: skip
+        return replace(self, intermediate_size=self.intermediate_size // num_ranks)
+
+
+def qwen3_moe_experts(fields: Fields) -> Mapping[int, ExpertsShape]:
+    """Read the experts of each layer that has them.
+
+    Raises:
+        ConfigError: a field is missing or impossible.
+    """
+    step = fields.positive_int("decoder_sparse_step", 1)
+    dense = fields.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise ConfigError("mlp_only_layers is impossible", where=fields.where, expected="layers", actual=repr(dense))
+    num_layers = fields.positive_int("num_hidden_layers")
+    sparse = [layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in dense]
+    return dict.fromkeys(sparse, _shape(fields)) if sparse else {}
+
+
+def _shape(fields: Fields) -> ExpertsShape:
+    # transformers 5 writes num_local_experts, everybody else num_experts.
+    name = "num_local_experts" if fields.values.get("num_experts") is None else "num_experts"
+    shape = ExpertsShape(
+        num_experts=fields.positive_int(name),
+        num_chosen=fields.positive_int("num_experts_per_tok"),
+        intermediate_size=fields.positive_int("moe_intermediate_size"),
+        normalizes_weights=fields.boolean("norm_topk_prob", default=False),
+    )
+    if shape.num_chosen > shape.num_experts:
+        raise ConfigError(
+            "num_experts_per_tok is impossible", where=fields.where, expected=f"at most {name} = {shape.num_experts}",
+            actual=shape.num_chosen,
+        )  # fmt: skip
+    return shape

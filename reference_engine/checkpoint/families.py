@@ -1,0 +1,125 @@
+"""The families of decoders that the engine knows: a table, not a class each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from reference_engine.checkpoint.config_file import Fields
+from reference_engine.checkpoint.experts import qwen3_moe_experts
+from reference_engine.checkpoint.placement import Placement
+
+__all__ = ["FAMILIES", "Family", "MLPShape", "Sliding"]
+
+
+class Sliding(Enum):
+    """The layers of a family that may have a sliding window."""
+
+    NEVER = "never"
+    ALL_LAYERS = "all layers"
+    """All, when config.json has a width."""
+    BY_LAYER = "by layer"
+    """Those that config.json names."""
+    BY_PATTERN = "by pattern"
+    """Those that config.json names; where it names none, all but every sixth."""
+
+
+class MLPShape(Protocol):
+    """The form of a layer's MLP, if it is not one gate, one up and one down projection."""
+
+    def tensors(self, prefix: str, hidden_size: int) -> Iterator[tuple[str, Placement]]:
+        """Yield the checkpoint's tensors of one layer and their places; `prefix` starts their names."""
+
+    def shard(self, num_ranks: int) -> MLPShape:
+        """Return one rank's part.
+
+        Raises:
+            ConfigError: something does not divide.
+        """
+
+
+def _no_mlps(fields: Fields) -> Mapping[int, MLPShape]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """The differences between families of decoders, beyond the sizes in config.json."""
+
+    architecture: str
+    qkv_bias: bool | None = None
+    """Bias on q, k and v; None: config.json's `attention_bias` says."""
+    o_bias: bool | None = None
+    """Bias on the output projection; None likewise."""
+    has_mlp_bias: bool = False
+    """Whether config.json's `mlp_bias` is honoured."""
+    qk_norm: bool = False
+    """RMSNorm over each head of q and k, before the rotary embedding."""
+    default_head_dim: int | None = None
+    """head_dim where config.json has none; None: hidden_size / num_attention_heads."""
+    default_max_position_embeddings: int = 32768
+    default_rope_theta: float = 10_000.0
+    default_local_rope_theta: float | None = None
+    """Rotary base of the layers with a window if they have one of their own; None: that of the others."""
+    ties_head_by_default: bool = False
+    """Whether the head is the embedding where config.json does not say."""
+    sliding: Sliding = Sliding.NEVER
+    activation: str = "silu"
+    activation_field: str = "hidden_act"
+    """The field of config.json that names the activation."""
+    layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    """Norms over the hidden size in each layer: before attention and MLP, or with four also behind each."""
+    has_zero_centred_norms: bool = False
+    """Whether norms multiply by 1 + weight."""
+    scales_embedding: bool = False
+    """Whether embeddings are multiplied by the root of the hidden size."""
+    mlps: Callable[[Fields], Mapping[int, MLPShape]] = _no_mlps
+    """By layer, what stands in the place of an MLP that is not a plain one."""
+    is_fusable: bool = True
+    """Whether the kernels of `fused` compute what its layers do."""
+    is_capturable: bool = True
+    """Whether what a decode step launches depends on shapes alone, so that it can be recorded and replayed."""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(architecture="LlamaForCausalLM", has_mlp_bias=True, default_max_position_embeddings=2048),
+    "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True, o_bias=False, sliding=Sliding.BY_LAYER),
+    "qwen3": Family(architecture="Qwen3ForCausalLM", qk_norm=True, default_head_dim=128, sliding=Sliding.BY_LAYER),
+    "mistral": Family(
+        architecture="MistralForCausalLM",
+        qkv_bias=False,
+        o_bias=False,
+        default_max_position_embeddings=131072,
+        sliding=Sliding.ALL_LAYERS,
+    ),
+    "gemma3_text": Family(
+        architecture="Gemma3ForCausalLM",
+        qk_norm=True,
+        default_head_dim=256,
+        default_max_position_embeddings=131072,
+        default_rope_theta=1_000_000.0,
+        default_local_rope_theta=10_000.0,
+        ties_head_by_default=True,
+        sliding=Sliding.BY_PATTERN,
+        activation="gelu_pytorch_tanh",
+        activation_field="hidden_activation",
+        layer_norms=(
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+        has_zero_centred_norms=True,
+        scales_embedding=True,
+        is_fusable=False,
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        qk_norm=True,
+        mlps=qwen3_moe_experts,
+        is_fusable=False,
+        is_capturable=False,
+    ),
+}

@@ -1,0 +1,260 @@
+"""The description of a model (config.json), and the options of an engine (`EngineConfig`).
+
+One decoder serves every family: what differs between them is the table in `families`, not a copied class.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reference_engine.checkpoint.config_file import Fields, read_json
+from reference_engine.checkpoint.families import FAMILIES, Family, MLPShape
+from reference_engine.checkpoint.rope_config import RopeConfig, read_ropes
+from reference_engine.checkpoint.sliding_window import layer_windows
+from reference_engine.errors import ConfigError, UnsupportedModelError
+
+__all__ = ["DTYPES", "EngineConfig", "ModelConfig", "RopeConfig"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The sizes and switches of one decoder."""
+
+    model_type: str
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    rope: RopeConfig
+    local_rope: RopeConfig | None
+    """Of layers with a window if it is another; None: `rope`."""
+    layer_windows: tuple[int | None, ...]
+    """Latest tokens that each layer sees, itself included; None: all of them."""
+    mlps: Mapping[int, MLPShape]
+    """By layer, what stands in the place of an MLP of `intermediate_size`."""
+    dtype: str | None
+    """The checkpoint's dtype, where config.json names it."""
+    eos_token_ids: frozenset[int]
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ModelConfig:
+        """Read config.json, and the end-of-sequence ids of generation_config.json where it exists.
+
+        Raises:
+            ConfigError: a file is missing, is not JSON, or holds an impossible value.
+            UnsupportedModelError: the model asks for what this engine does not have.
+        """
+        path = Path(folder) / "config.json"
+        generation_path = Path(folder) / "generation_config.json"
+        generation = read_json(generation_path) if generation_path.is_file() else {}
+        return cls.from_dict(read_json(path), generation, where=str(path))
+
+    @classmethod
+    def from_dict(
+        cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None, *, where: str = "config.json"
+    ) -> ModelConfig:
+        """Interpret the content of config.json; `where` names it in errors, which are those of `from_folder`."""
+        fields = Fields(config, where)
+        family = _family(fields)
+        _refuse_unsupported(fields, family)
+        hidden_size = fields.positive_int("hidden_size")
+        num_heads = fields.positive_int("num_attention_heads")
+        attention_bias = fields.boolean("attention_bias", default=False)
+        max_position_embeddings = fields.positive_int(
+            "max_position_embeddings", default=family.default_max_position_embeddings
+        )
+        rope, local_rope = read_ropes(fields, family, max_position_embeddings)
+        model = cls(
+            model_type=config["model_type"],
+            family=family,
+            vocab_size=fields.positive_int("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=fields.positive_int("intermediate_size"),
+            num_hidden_layers=fields.positive_int("num_hidden_layers"),
+            num_attention_heads=num_heads,
+            num_key_value_heads=fields.positive_int("num_key_value_heads", default=num_heads),
+            head_dim=fields.positive_int(
+                "head_dim", default=family.default_head_dim or max(1, hidden_size // num_heads)
+            ),
+            max_position_embeddings=max_position_embeddings,
+            rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", default=family.ties_head_by_default),
+            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            o_bias=attention_bias if family.o_bias is None else family.o_bias,
+            mlp_bias=family.has_mlp_bias and fields.boolean("mlp_bias", default=False),
+            qk_norm=family.qk_norm,
+            rope=rope,
+            local_rope=local_rope,
+            layer_windows=layer_windows(fields, family),
+            mlps=family.mlps(fields),
+            dtype=config.get("dtype") or config.get("torch_dtype"),
+            eos_token_ids=_eos_token_ids(generation or {}, config, where),
+        )
+        model._check_heads(fields)
+        return model
+
+    def _check_heads(self, fields: Fields) -> None:
+        where = fields.where
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                "query heads do not divide among the KV heads", where=where,
+                expected=f"num_attention_heads a multiple of num_key_value_heads = {self.num_key_value_heads}",
+                actual=self.num_attention_heads,
+            )  # fmt: skip
+        if self.head_dim % 2:
+            raise ConfigError(
+                "rotary embedding needs pairs", where=where, expected="an even head_dim", actual=self.head_dim
+            )
+        scalar = fields.values.get("query_pre_attn_scalar")
+        if scalar not in (None, self.head_dim):
+            raise UnsupportedModelError(
+                "unsupported query_pre_attn_scalar", where=where, expected=f"head_dim = {self.head_dim}", actual=scalar
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of an engine.
+
+    Raises:
+        ConfigError: a value is impossible.
+    """
+
+    dtype: str = "auto"
+    """`float32`, `bfloat16`, `float16`, or `auto`: the checkpoint's own."""
+    device: str = "cpu"
+    """`cpu`, `cuda` or `cuda:1`."""
+    attention_backend: str = "paged"
+    """A name in `attention.backend.BACKENDS`: `paged`, `cpp`, `contiguous`, `recompute`, `triton` or `varlen`."""
+    block_size: int = 16
+    """Tokens in a KV block; only the paged backend has blocks."""
+    num_blocks: int | None = None
+    """KV blocks of the paged backend, the null block among them; None: what the limits below can use, within 1 GiB on
+    the CPU and within 80 % of the free memory on a GPU."""
+    max_num_batched_tokens: int = 2048
+    """Tokens computed in one step, decoded and prefilled ones together."""
+    max_num_seqs: int = 256
+    """Requests that run at once."""
+    max_model_len: int | None = None
+    """Tokens of prompt and continuation together; None: the model's max_position_embeddings."""
+
+    enable_prefix_caching: bool = False
+    """Keep the K and V of requests for others that begin with the same tokens; needs a backend with blocks.
+
+    Off unless asked for: an observer does not see the rows that a hit skips, and who checks an engine wants all."""
+    seed: int = 0
+    """The seed of requests that have none; their draws depend on it and on the order in which they were added."""
+    cuda_graphs: bool = True
+    """On a GPU, replay decode steps that were recorded once. Needs a backend that is made for it (`triton`); a step
+    with an observer, or one of several ranks, runs as it is."""
+    fused_kernels: bool = True
+    """With the backends `triton` and `cpp`, norms with residuals, norms of heads with rotary, and SiLU with its product
+    are one kernel each; layers that are compiled are not fused by hand as well."""
+    widen_weights: bool | None = None
+    """Keep a second copy of large weights in 16 bits for products of several rows. On a CPU without instructions for
+    the dtype it is one in float32, three times the memory in all, with which these take a fraction of the time; the
+    backend `cpp` needs none there. On a CPU that has them, `cpp` keeps a packed copy beside the plain weights, which it
+    reads for one row. None: where the copies fit into half of the available memory."""
+    compile_layers: bool = False
+    """Let torch.compile fuse what a layer does between its matrix products. The first steps then take a minute or so; a
+    step with an observer runs as it is written. Meant for a GPU: on the CPU the compiler cannot read packed
+    weights, and is slower without them."""
+    debug_checks: bool = False
+    """Verify the cache's invariants at every step, and fill freed blocks with NaN. Slow."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", *DTYPES):
+            raise ConfigError(
+                "unknown dtype", where="EngineConfig.dtype", expected=f"auto, {', '.join(DTYPES)}", actual=self.dtype
+            )
+        self._check_at_least("block_size", 1)
+        self._check_at_least("num_blocks", 2)
+        self._check_at_least("max_num_batched_tokens", 1)
+        self._check_at_least("max_num_seqs", 1)
+        self._check_at_least("max_model_len", 1)
+        self._check_at_least("seed", 0)
+        self._check_boolean("enable_prefix_caching")
+        self._check_boolean("cuda_graphs")
+        self._check_boolean("fused_kernels")
+        if self.widen_weights is not None:
+            self._check_boolean("widen_weights")
+        self._check_boolean("compile_layers")
+        self._check_boolean("debug_checks")
+
+    def _check_boolean(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, bool):
+            raise ConfigError(
+                f"{name} is no boolean", where=f"EngineConfig.{name}", expected="True or False", actual=repr(value)
+            )
+
+    def _check_at_least(self, name: str, minimum: int) -> None:
+        value = getattr(self, name)
+        optional = name in ("num_blocks", "max_model_len")
+        if value is None and optional:
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ConfigError(
+                f"{name} is too small or no integer", where=f"EngineConfig.{name}",
+                expected=f"an integer of at least {minimum}", actual=repr(value),
+            )  # fmt: skip
+
+
+def _family(fields: Fields) -> Family:
+    model_type = fields.values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            "unsupported model_type", where=fields.where, expected=f"one of {', '.join(FAMILIES)}", actual=model_type
+        )
+    family = FAMILIES[model_type]
+    architectures = fields.values.get("architectures") or [family.architecture]
+    if not isinstance(architectures, list) or family.architecture not in architectures:
+        raise UnsupportedModelError(
+            "unsupported architecture", where=fields.where, expected=family.architecture, actual=architectures
+        )
+    return family
+
+
+def _refuse_unsupported(fields: Fields, family: Family) -> None:
+    """Refuse what would silently compute something else."""
+    values, where = fields.values, fields.where
+    activation = values.get(family.activation_field, family.activation)
+    if activation != family.activation:
+        raise UnsupportedModelError(
+            f"unsupported {family.activation_field}", where=where, expected=family.activation, actual=activation
+        )
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if values.get(name):
+            raise UnsupportedModelError(f"unsupported {name}", where=where, expected="none", actual=values[name])
+    if values.get("quantization_config") is not None:
+        raise UnsupportedModelError(
+            "quantised weights are not supported", where=where, expected="no quantization_config",
+            actual=json.dumps(values["quantization_config"])[:120],
+        )  # fmt: skip
+
+
+def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any], where: str) -> frozenset[int]:
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(token_id, int) for token_id in ids):
+        raise ConfigError(
+            "eos_token_id is no token id", where=where, expected="an integer or a list of integers", actual=eos
+        )
+    return frozenset(ids)

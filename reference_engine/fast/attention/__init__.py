@@ -1,0 +1,3 @@
+"""Attention backends that need what is in this room."""
+
+from __future__ import annotations

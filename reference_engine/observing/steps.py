@@ -1,0 +1,43 @@
+"""Describing steps to an observer; used only when there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from reference_engine.attention.backend import AttentionBackend
+from reference_engine.batch import sampled_rows, slots_of
+from reference_engine.observing.observer import Observer, StepInfo
+from reference_engine.sequence import Chunk, Sequence
+
+__all__ = ["describe", "show_cache"]
+
+
+def describe(scheduled: Seq[Chunk], computed: Seq[Chunk], backend: AttentionBackend) -> StepInfo:
+    """Say what the rows of a step are: those of `computed`, which without a cache begin before `scheduled`."""
+    are_decodes = {chunk.is_decode for chunk in scheduled}
+    phase = "mixed" if len(are_decodes) == 2 else "decode" if are_decodes == {True} else "prefill"
+    return _step_info(phase, computed, sampled_rows(computed), backend)
+
+
+def show_cache(sequence: Sequence, backend: AttentionBackend, num_layers: int, observer: Observer) -> None:
+    """Show K and V of all computed positions as they stand in the cache, as a step of phase `readback`."""
+    num_tokens = sequence.num_computed_tokens
+    whole = Chunk(sequence, 0, num_tokens)
+    observer.begin_step(_step_info("readback", [whole], [], backend))
+    for layer in range(num_layers):
+        k_CKH, v_CKH = backend.read_back(layer, sequence.block_table, num_tokens)
+        observer.tap(f"model.layers.{layer}.k_cache", k_CKH)
+        observer.tap(f"model.layers.{layer}.v_cache", v_CKH)
+    observer.end_step([])
+
+
+def _step_info(phase: str, chunks: Seq[Chunk], rows: Seq[int], backend: AttentionBackend) -> StepInfo:
+    has_blocks = backend.has_blocks
+    return StepInfo(
+        phase=phase,
+        request_ids=[chunk.sequence.request_id for chunk in chunks for _ in range(chunk.num_tokens)],
+        positions=[position for chunk in chunks for position in range(chunk.start, chunk.stop)],
+        sampled_rows=rows,
+        slot_mapping=[slot for chunk in chunks for slot in slots_of(chunk, backend.block_size)] if has_blocks else [],
+        block_tables={c.sequence.request_id: list(c.sequence.block_table) for c in chunks} if has_blocks else {},
+    )

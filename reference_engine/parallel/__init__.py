@@ -1,0 +1,3 @@
+"""One model over several processes."""
+
+from __future__ import annotations

@@ -1,0 +1,55 @@
+"""Messages of rank 0 to the others: lists of integers, a command and then its numbers."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+
+from reference_engine.requests.sampling import SamplingParams
+from reference_engine.sequence import Chunk
+from reference_engine.sequence import Sequence as Request
+
+__all__ = ["Command", "decode_chunks", "encode_chunks"]
+
+
+class Command(IntEnum):
+    """The commands of rank 0."""
+
+    STOP = 0
+    STEP = 1
+    """Whether it is observed, then the chunks."""
+    COPY_BLOCK = 2
+    """Source and target."""
+    READ_BACK = 3
+    """One chunk: a request's computed tokens."""
+
+
+def encode_chunks(chunks: Sequence[Chunk]) -> Iterator[int]:
+    """Yield, per chunk: start, stop, tokens known, blocks, and then the blocks and the tokens to compute."""
+    for chunk in chunks:
+        sequence = chunk.sequence
+        yield from (chunk.start, chunk.stop, sequence.num_tokens, len(sequence.block_table))
+        yield from sequence.block_table
+        yield from sequence.token_ids[chunk.start : chunk.stop]
+
+
+def decode_chunks(numbers: Sequence[int]) -> list[Chunk]:
+    """Return chunks that compute the same; tokens that are not computed are zeros."""
+    chunks: list[Chunk] = []
+    at = 0
+    while at < len(numbers):
+        start, stop, num_tokens, num_blocks = numbers[at : at + 4]
+        at += 4
+        table, tokens = numbers[at : at + num_blocks], numbers[at + num_blocks : at + num_blocks + stop - start]
+        at += num_blocks + stop - start
+        request = Request(
+            request_id=len(chunks),
+            token_ids=[0] * start + list(tokens) + [0] * (num_tokens - stop),
+            num_prompt_tokens=num_tokens,
+            params=SamplingParams(),
+            block_table=array("q", table),
+        )
+        request.num_computed_tokens = stop
+        chunks.append(Chunk(request, start, stop))
+    return chunks

@@ -1,0 +1,3 @@
+"""What a caller asks for and gets: sampling parameters, admission, text, the end of a request, outputs."""
+
+from __future__ import annotations

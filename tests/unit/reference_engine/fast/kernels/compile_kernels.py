@@ -1,0 +1,74 @@
+"""Compile for GPUs, without one, what the wrappers launch; print shared memory, matrix units and copies on their way.
+
+A program of its own: in the test's process the kernels are interpreted, and the interpreter takes more than a compiler.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from reference_engine.fast.kernels.add_norm import add_norm, rms_norm
+from reference_engine.fast.kernels.norm_rotate import norm_rotate
+from reference_engine.fast.kernels.paged_decode import paged_decode
+from reference_engine.fast.kernels.paged_prefill import cut_into_tiles, paged_prefill
+from reference_engine.fast.kernels.silu_mul import silu_mul
+from reference_engine.fast.kernels.store_kv import store_kv
+from reference_engine.fast.kernels.tiling import find_tiling
+
+CASES = [(90, torch.bfloat16, 128), (89, torch.float32, 80)]
+
+
+def compile_only(kernel: JITFunction, compiled: list[dict[str, object]], *args: object, **kwargs: object) -> None:
+    result = kernel.warmup(*args, **kwargs)
+    compiled.append(
+        {
+            "name": result.metadata.name,
+            "shared_bytes": result.metadata.shared,
+            # Asynchronous copies that are still on their way when the oldest are waited for: 0 where none is ahead.
+            "copies_ahead": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", result.asm["ptx"])), default=0),
+            "has_matrix_units": "wgmma" in result.asm["ptx"] or "mma.sync" in result.asm["ptx"],
+        }
+    )
+
+
+def compile_all(capability: int, dtype: torch.dtype, head_dim: int) -> list[dict[str, object]]:
+    target, compiled = GPUTarget("cuda", capability, 32), []
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: capability,  # what Triton keeps compiled kernels by
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: target,
+        )
+    )
+    JITFunction.__getitem__ = lambda self, grid: partial(compile_only, self, compiled, grid=grid)
+    q, kv = torch.zeros(3, 8, head_dim, dtype=dtype), torch.zeros(3, 2, head_dim, dtype=dtype)
+    caches = [torch.zeros(4, 16, 2, head_dim, dtype=dtype) for _ in "kv"]
+    narrow, wide = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 40, dtype=torch.int64)
+    lens, tiling = torch.ones(3, dtype=torch.int64), find_tiling(head_dim, dtype)
+    tiles = torch.tensor(cut_into_tiles([3], [3], tiling.rows), dtype=torch.int32)
+    store_kv(kv, kv, lens, *caches)
+    for window in (None, 600):
+        for tables in (narrow, wide):
+            paged_decode(q, *caches, tables, lens, torch.empty_like(q), window=window, tiling=tiling)
+        paged_prefill(q, *caches, narrow, tiles, torch.empty_like(q), window=window, tiling=tiling)
+    rows, weight, cos = torch.zeros(3, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype), q[:, :1]
+    rms_norm(rows, weight, 1e-6)
+    add_norm(rows, rows, weight, 1e-6)
+    silu_mul(rows)
+    qkv = torch.zeros(3, 12 * head_dim, dtype=dtype)
+    for own in (weight[:head_dim], None):
+        norm_rotate(qkv, cos.contiguous(), cos.contiguous(), own, own, 1e-6, 8, 2, keeps_normed=own is not None)
+    return compiled
+
+
+if __name__ == "__main__":
+    json.dump([compile_all(*case) for case in CASES], sys.stdout)

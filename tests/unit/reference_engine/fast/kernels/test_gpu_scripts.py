@@ -1,0 +1,90 @@
+"""What times a GPU runs on the CPU, small: no session had a GPU, and a script that nobody runs breaks unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from reference_engine import model_runner
+
+from .launching import IGNORE_NUMPY, launch_on
+
+BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
+ON_A_CPU = {"dtype": "float32", "device": "cpu", "attention_backend": "paged", "num_blocks": 64}
+
+
+def script(name: str) -> ModuleType:
+    spec = spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(model_runner, "load_weights", model_runner.load_weights)  # which the script replaces
+    return script("gpu_steps")
+
+
+def test_steps_of_decode_are_timed(steps: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    steps.decode("tiny", [1, 2], **ON_A_CPU)
+    one, two = capsys.readouterr().out.splitlines()
+    assert " batch 1: " in one
+    assert " batch 2: " in two
+    assert "ms a step" in two
+
+
+def test_a_workload_is_timed_twice(steps: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {name: value for name, value in ON_A_CPU.items() if name != "num_blocks"}
+    steps.workload("tiny", 3, **options)
+    assert [line.count("3 requests: ") for line in capsys.readouterr().out.splitlines()] == [1, 1]
+
+
+def test_the_host_s_share_is_shown(steps: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    steps.host("tiny", 2, **ON_A_CPU)
+    assert "function calls" in capsys.readouterr().out
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script on the CPU, which runs the first of its calls and takes a microsecond for it."""
+    launch_on("cpu", monkeypatch)
+
+    def microseconds(calls: list[Callable[[], object]], num_replays: int = 20) -> float:
+        calls[0]()
+        return 1.0
+
+    module = script("gpu_kernels")
+    for name, value in {"DEVICE": "cpu", "DTYPE": torch.float32, "L2_BYTES": 1, "microseconds": microseconds}.items():
+        monkeypatch.setattr(module, name, value)
+    return module
+
+
+@IGNORE_NUMPY
+def test_attention_is_timed_under_a_tiling(kernels: ModuleType) -> None:
+    case = kernels.Decode([20, 3], num_heads=2, num_kv_heads=1)
+    assert kernels._timed_variant(case, (32, 2, 4, 256))[2:] == [32, 2, 4, 256]
+
+
+@IGNORE_NUMPY
+def test_prefill_is_timed_beside_torch(kernels: ModuleType) -> None:
+    assert [row[1].split(",")[0] for row in kernels._prefill_rows(8, 20)] == [
+        "128 x 64", "64 x 64", "128 x 32", "torch",
+    ]  # fmt: skip
+
+
+@IGNORE_NUMPY
+def test_small_operations_are_timed_beside_torch(kernels: ModuleType) -> None:
+    """Both compute the same, so that their times can be compared."""
+    add_norm, norm_rotate, silu_mul, _ = kernels._small_operations(1)
+    assert torch.allclose(add_norm[0]()[1], add_norm[1](), atol=1e-5)
+    rotated, (q, k) = norm_rotate[0]()[0], norm_rotate[1]()
+    assert torch.allclose(rotated, torch.cat([q, k], dim=1), atol=1e-5)
+    assert torch.allclose(silu_mul[0](), silu_mul[1](), atol=1e-5)

@@ -1,0 +1,175 @@
+"""Recorded decode steps: which sizes there are, what is padded, and that nothing comes out differently."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from reference_engine import EngineConfig, LLMEngine, SamplingParams
+from reference_engine.batch import Batch, build_batch
+from reference_engine.fast.graphs import CudaCapture, DecodeGraphs, _fill, _padding, graph_sizes
+from reference_engine.sequence import Chunk, Sequence
+
+from .kernels.launching import IGNORE_NUMPY, launch_on
+
+CPU = torch.device("cpu")
+PROMPTS = [list(range(4, 21)), [5, 6, 7], list(range(4, 12))]
+
+
+def again(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    """Stands in for a CUDA graph: the same call, on the same tensors, into the same result."""
+    result = function().clone()
+
+    def replay() -> None:
+        result.copy_(function())
+
+    return replay, result
+
+
+def decode_batch(tables: list[list[int]], lengths: list[int]) -> Batch:
+    chunks = []
+    for index, (table, length) in enumerate(zip(tables, lengths, strict=True)):
+        request = Sequence(
+            request_id=index, token_ids=list(range(1, length + 1)), num_prompt_tokens=1, params=SamplingParams(),
+            block_table=array("q", table),
+        )  # fmt: skip
+        chunks.append(Chunk(request, length - 1, length))
+    return build_batch(chunks, 4, CPU)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 250, 256])
+def test_every_batch_fits_into_a_size_and_the_largest_is_there(most: int) -> None:
+    sizes = graph_sizes(most)
+    assert sizes[-1] == most
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 1
+
+
+@pytest.fixture
+def seen() -> list[Batch]:
+    return []
+
+
+@pytest.fixture
+def graphs(seen: list[Batch]) -> DecodeGraphs:
+    def forward(batch: Batch) -> torch.Tensor:
+        seen.append(batch)
+        return batch.token_ids_T[:, None].float() * 10 + batch.positions_T[:, None]
+
+    return DecodeGraphs(forward, max_num_seqs=6, max_blocks=3, device=CPU, capture=again)
+
+
+def test_rows_that_are_left_over_write_the_null_block_and_read_nothing(graphs: DecodeGraphs, seen: list[Batch]) -> None:
+    graphs.run(decode_batch([[1, 2, 3], [4], [5, 6]], [12, 3, 7]))
+    logits = graphs.run(decode_batch([[2], [3, 1], [4]], [4, 6, 1]))
+    assert logits is not None
+    assert logits[:, 0].tolist() == [43, 65, 10]
+    batch = seen[-1]
+    assert batch.slot_mapping_T.tolist() == [2 * 4 + 3, 1 * 4 + 1, 4 * 4, 0]
+    assert batch.context_lens_R.tolist() == [4, 6, 1, 0]
+    assert batch.block_tables_RB.tolist() == [[2, 0, 0], [3, 1, 0], [4, 0, 0], [0, 0, 0]]
+
+
+def test_a_size_is_recorded_once(graphs: DecodeGraphs, seen: list[Batch]) -> None:
+    for _ in range(3):
+        graphs.run(decode_batch([[1]], [2]))
+    assert len({id(batch) for batch in seen if len(batch.query_lens) == 1}) == 1
+    graphs.run(decode_batch([[1], [2], [3], [4], [5]], [2] * 5))
+    assert [len(batch.query_lens) for batch in seen][-1] == 6
+
+
+def test_the_largest_size_is_recorded_first(graphs: DecodeGraphs, seen: list[Batch]) -> None:
+    for num_requests in (1, 3, 1):
+        graphs.run(decode_batch([[block + 1] for block in range(num_requests)], [2] * num_requests))
+    assert list(dict.fromkeys(len(batch.query_lens) for batch in seen)) == [6, 1, 4]
+
+
+def test_all_sizes_share_a_stream_and_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[tuple[str, Any]] = []
+
+    def made(kind: str) -> Callable[..., Any]:
+        return lambda *args: (
+            used.append((kind, args)) or SimpleNamespace(wait_stream=lambda stream: None, replay=lambda: None)
+        )
+
+    @contextmanager
+    def within(*args: Any, **kwargs: Any) -> Any:
+        used.append(("capture", kwargs)) if kwargs else None
+        yield
+
+    for name in ("Stream", "graph_pool_handle", "CUDAGraph", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, made(name))
+    for name in ("device", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, within)
+    capture = CudaCapture(CPU)
+    for _ in range(3):
+        capture(lambda: torch.zeros(1))
+    kinds = [kind for kind, _ in used]
+    assert (kinds.count("Stream"), kinds.count("graph_pool_handle"), kinds.count("CUDAGraph")) == (1, 1, 3)
+    captures = [kwargs for kind, kwargs in used if kind == "capture"]
+    assert [set(kwargs) for kwargs in captures] == [{"pool", "stream"}] * 3
+    assert len({(id(kwargs["pool"]), id(kwargs["stream"])) for kwargs in captures}) == 1
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [decode_batch([[1, 2, 3, 4]], [13]), decode_batch([[n] for n in range(1, 8)], [1] * 7)],
+    ids=["a table is too wide", "more requests than the largest size"],
+)
+def test_what_was_not_recorded_is_left_to_others(graphs: DecodeGraphs, batch: Batch) -> None:
+    assert graphs.run(batch) is None
+
+
+def test_a_prompt_is_left_to_others(graphs: DecodeGraphs) -> None:
+    request = Sequence(
+        request_id=0, token_ids=[1, 2, 3], num_prompt_tokens=3, params=SamplingParams(), block_table=array("q", [1])
+    )
+    assert graphs.run(build_batch([Chunk(request, 0, 3)], 4, CPU)) is None
+    assert graphs.run(build_batch([Chunk(request, 0, 1)], 4, CPU)) is None, "nothing is sampled from it"
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    return launch_on(request.param, monkeypatch)
+
+
+@IGNORE_NUMPY
+def test_the_engine_makes_the_same_tokens(checkpoint: Any, device: torch.device) -> None:
+    """With the Triton backend: the real thing on a GPU, and the same calls again on the CPU."""
+    config = EngineConfig(
+        dtype="float32", device=str(device), attention_backend="triton", block_size=4, max_model_len=32, max_num_seqs=3,
+        debug_checks=True, cuda_graphs=False,
+    )  # fmt: skip
+    params = SamplingParams(max_new_tokens=5, ignore_eos=True)
+    expected = LLMEngine(checkpoint.folder, config).generate(PROMPTS, params)
+    engine = LLMEngine(checkpoint.folder, config)
+
+    graphs = engine.runner.record_decode(config, CudaCapture(device) if device.type == "cuda" else again)
+    served: list[torch.Tensor | None] = []
+    run = graphs.run
+
+    def counted(batch: Batch) -> torch.Tensor | None:
+        served.append(run(batch))
+        return served[-1]
+
+    graphs.run = counted  # type: ignore[method-assign]
+    engine.runner._graphs = graphs
+    outputs = engine.generate(PROMPTS, params)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    assert sum(logits is not None for logits in served) == 4
+
+
+def test_rows_behind_a_batch_are_padding_whatever_stood_there() -> None:
+    recorded, batch = (_padding(size, 3, torch.device("cpu")) for size in (4, 2))
+    by_row = ("token_ids_T", "positions_T", "slot_mapping_T", "context_lens_R")
+    for name in by_row:
+        getattr(recorded, name).fill_(7)
+        getattr(batch, name).fill_(5)
+    _fill(recorded, batch)
+    assert [getattr(recorded, name).tolist() for name in by_row] == [[5, 5, 0, 0]] * 4
