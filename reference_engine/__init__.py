@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from reference_engine.checkpoint.model_config import EngineConfig, ModelConfig
+    from reference_engine.checkpoint.model_config import ModelConfig
+    from reference_engine.config import EngineConfig
     from reference_engine.engine import LLMEngine
     from reference_engine.errors import EngineError
     from reference_engine.observing.observer import Observer, StepInfo
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "EngineConfig": "checkpoint.model_config",
+    "EngineConfig": "config",
     "EngineError": "errors",
     "FinishReason": "requests.outputs",
     "LLMEngine": "engine",

@@ -11,7 +11,8 @@ from typing import Self
 
 from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
-from reference_engine.checkpoint.model_config import EngineConfig, ModelConfig
+from reference_engine.checkpoint.model_config import ModelConfig
+from reference_engine.config import EngineConfig
 from reference_engine.errors import RequestError
 from reference_engine.model_runner import ModelRunner
 from reference_engine.observing.debug_checks import DebugChecks

@@ -8,13 +8,13 @@ Shapes: T tokens, R requests, C context tokens, B blocks, S slots in a block, K 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.errors import CapacityError
-from reference_engine.fast.huge_pages import prefer_huge_pages
 
 __all__ = ["CacheSpec", "KVCache", "cache_budget_bytes", "context_slots"]
 
@@ -41,6 +41,8 @@ class CacheSpec:
     """Latest tokens that each layer sees; None: all of them."""
     budget_bytes: int = CPU_CACHE_BYTES
     """Memory for a cache without `num_blocks`."""
+    prepare: Callable[[torch.Tensor], None] = lambda memory: None
+    """Called with the cache's memory before it is first touched."""
 
     def default_num_blocks(self, block_size: int) -> int:
         """Count the blocks, the null block included, that the limits can use and the memory can hold."""
@@ -71,7 +73,7 @@ class KVCache:
         shape = (2, spec.num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         # Not zeroed: no slot is read before it is written, and untouched memory is not even allocated by the system.
         self.data = _allocate(shape, spec)
-        prefer_huge_pages(self.data)
+        spec.prepare(self.data)
         # The exception is the null block, which padding reads under a mask: 0 * NaN would be NaN.
         self.data[:, :, NULL_BLOCK] = 0
         self._k = [layer.flatten(0, 1) for layer in self.data[0]]

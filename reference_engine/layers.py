@@ -21,7 +21,6 @@ from torch.nn.functional import embedding, gelu, linear, silu
 from reference_engine.batch import Batch
 from reference_engine.checkpoint.experts import ExpertsShape
 from reference_engine.checkpoint.model_config import ModelConfig
-from reference_engine.fast.packing import packed_linear, widened_linear
 
 __all__ = [
     "ACTIVATIONS",
@@ -30,8 +29,8 @@ __all__ = [
     "Expert",
     "Experts",
     "FeedForward",
-    "FewRows",
     "Linear",
+    "Product",
     "RMSNorm",
     "ScaledEmbedding",
     "ZeroCentredRMSNorm",
@@ -45,14 +44,8 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """By the name in config.json."""
 
 
-@dataclass(frozen=True, slots=True)
-class FewRows:
-    """A product for few rows, where torch's is slower."""
-
-    product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-    """From x [T, I], a plain weight [O, I] and a bias [O], x W^T + bias: [T, O]."""
-    max_rows: int
-    """The most rows with which it is faster."""
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""From x [T, I], a weight [O, I] and a bias [O], x W^T + bias: [T, O]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +53,13 @@ class Linear:
     """A matrix product, with a bias where the family has one."""
 
     weight_OI: torch.Tensor
-    """Plain, or packed for the CPU (see `packing`)."""
     bias_O: torch.Tensor | None = None
-    widened_OI: torch.Tensor | None = None
-    """A second copy for products of several rows (see `packing.copy_for_rows`). One row is read from `weight_OI`."""
-    few_rows: FewRows | None = None
-    """Computes products of few rows from a plain `weight_OI`."""
+    product: Product = linear
+    """Computes it; another one than torch's may want the weight in an order of its own."""
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Return [T, O]."""
-        if self.few_rows is not None and len(x_TI) <= self.few_rows.max_rows:
-            return self.few_rows.product(x_TI, self.weight_OI, self.bias_O)
-        if self.widened_OI is not None and len(x_TI) > 1:
-            return widened_linear(x_TI, self.widened_OI, self.bias_O)
-        if self.weight_OI.is_mkldnn:
-            return packed_linear(x_TI, self.weight_OI, self.bias_O)
-        return linear(x_TI, self.weight_OI, self.bias_O)
+        return self.product(x_TI, self.weight_OI, self.bias_O)
 
 
 @dataclass(frozen=True, slots=True)

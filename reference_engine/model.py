@@ -15,12 +15,9 @@ from reference_engine.attention.backend import AttentionBackend
 from reference_engine.batch import Batch
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.checkpoint.weights import LM_HEAD, TOKEN_EMBEDDING
-from reference_engine.fast.huge_pages import collapse_pages
-from reference_engine.fast.packing import copy_for_rows, pack, widen
 from reference_engine.layers import (
     Embedding,
     FeedForward,
-    FewRows,
     Linear,
     RMSNorm,
     ScaledEmbedding,
@@ -30,11 +27,10 @@ from reference_engine.layers import (
 from reference_engine.parallel.ranks import Ranks, RowParallel, VocabParallelEmbedding, VocabParallelHead
 from reference_engine.rotary import RotaryEmbedding, apply_rotary
 
-__all__ = ["Decoder"]
+__all__ = ["Attention", "Decoder", "DecoderLayer", "Forward", "Layer", "SandwichLayer"]
 
-
-_VERSIONS_OF_A_LAYER = 4
-"""Compiled ones: of one row, of several, of one request, of several."""
+Forward = Callable[[Batch], torch.Tensor | None]
+"""Computes the logits [R, V] of a batch; None when no row is sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,30 +164,15 @@ class Decoder:
         ranks: Ranks | None = None,
         *,
         local_rotary: RotaryEmbedding | None = None,
-        packs_weights: bool = True,
-        widens_weights: bool = False,
-        few_rows: FewRows | None = None,
+        product: Callable[[torch.Tensor, torch.Tensor | None], Linear] = Linear,
     ) -> Decoder:
         """Assemble the decoder from the parameters that `load_weights` returns.
 
-        Those of matrix products are taken out of `weights`, so that a packed one replaces the plain one in memory. A
-        compiler cannot read packed ones, nor can `few_rows`, beside which only second copies are packed.
+        Those of matrix products are taken out of `weights`, so that what `product` makes of one replaces it in memory.
         """
         table, layers = weights[TOKEN_EMBEDDING], range(config.num_hidden_layers)
-        copies: list[torch.Tensor] = []
-
-        def product(weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> Linear:
-            if few_rows is not None:
-                made = Linear(weight_OI, bias_O, copy_for_rows(weight_OI), few_rows)
-            elif packs_weights:
-                made = Linear(pack(weight_OI), bias_O, widen(weight_OI) if widens_weights else None)
-            else:
-                made = Linear(weight_OI, bias_O)
-            copies.extend(copy_OI for copy_OI in (made.weight_OI, made.widened_OI) if copy_OI is not None)
-            return made
-
-        head = product(weights[LM_HEAD])
-        decoder = cls(
+        head = product(weights[LM_HEAD], None)
+        return cls(
             embed_tokens=_build_embedding(config, table, ranks),
             rotary=rotary,
             layers=tuple(_build_layer(config, weights, backend, layer, ranks, product) for layer in layers),
@@ -200,15 +181,6 @@ class Decoder:
             local_rotary=local_rotary,
             local_layers=frozenset(i for i, window in enumerate(config.layer_windows) if window is not None),
         )
-        collapse_pages(copies)
-        return decoder
-
-    def compiled(self) -> Decoder:
-        """Return the same decoder with its layers compiled for any number of rows, when they first run."""
-        # All layers share one piece of code, of which each is a version of its own, and a few more for shapes.
-        config = torch._dynamo.config
-        config.recompile_limit = max(config.recompile_limit, _VERSIONS_OF_A_LAYER * len(self.layers))
-        return replace(self, layers=tuple(torch.compile(layer.__call__, dynamic=True) for layer in self.layers))
 
     def __call__(self, batch: Batch) -> torch.Tensor | None:
         """Return the logits [R, V], or None when no row is sampled."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,18 +10,15 @@ from pathlib import Path
 
 import torch
 
-from reference_engine.attention.backend import BACKENDS, find_backend
+from reference_engine.acceleration import Acceleration
+from reference_engine.attention.backend import find_backend
 from reference_engine.batch import Batch, build_batch
 from reference_engine.checkpoint.load import load_weights
-from reference_engine.checkpoint.model_config import DTYPES, EngineConfig, ModelConfig
-from reference_engine.checkpoint.weights import TOKEN_EMBEDDING
+from reference_engine.checkpoint.model_config import ModelConfig
+from reference_engine.config import DTYPES, EngineConfig
 from reference_engine.device import open_device
 from reference_engine.errors import ConfigError
-from reference_engine.fast.fused import FusedDecoder
-from reference_engine.fast.graphs import Capture, CudaCapture, DecodeGraphs
-from reference_engine.fast.packing import can_widen, max_few_rows
 from reference_engine.kv_cache import CacheSpec, cache_budget_bytes
-from reference_engine.layers import FewRows
 from reference_engine.lora import read_adapter
 from reference_engine.model import Decoder
 from reference_engine.numerics import step_numerics
@@ -54,7 +51,7 @@ class ModelRunner:
         ranks: Ranks | None = None,
         adapters: Mapping[str, str | Path] | None = None,
     ) -> None:
-        _check_adapters(config, adapters or {}, ranks)
+        _check_adapters(adapters or {}, ranks)
         self._ranks = ranks
         self.model_config = model_config if ranks is None else shard_config(model_config, ranks.size)
         self.device = open_device(config.device if ranks is None else str(ranks.device))
@@ -62,47 +59,36 @@ class ModelRunner:
         self.dtype = _resolve_dtype(config, model_config)
         self.max_model_len = _resolve_max_model_len(config, model_config)
         spec = self._cache_spec(config)
-        open_backend = find_backend(config.attention_backend, spec)
+        self.acceleration = acceleration = find_acceleration()(
+            config, spec, num_engines=1 if ranks is None else ranks.size, has_adapters=bool(adapters)
+        )
+        open_backend = find_backend(config.attention_backend, spec, acceleration.backends)
         if config.enable_prefix_caching and not open_backend.has_blocks:
+            with_blocks = [name for name, own in acceleration.backends.items() if own.has_blocks]
             raise ConfigError(
                 "prefix caching needs blocks", where="EngineConfig.enable_prefix_caching",
-                expected=f"attention_backend {' or '.join(name for name, own in BACKENDS.items() if own.has_blocks)}",
-                actual=config.attention_backend,
+                expected=f"attention_backend {' or '.join(with_blocks)}", actual=config.attention_backend,
             )  # fmt: skip
         rotary, local_rotary = self._open_rotary(model_config)
         weights = load_weights(model_dir, model_config, self.dtype, self.device, ranks)
         # After the weights, so that on a GPU the cache takes its share of what they leave.
-        self.backend = open_backend(replace(spec, budget_bytes=self._cache_budget_bytes()))
-        few_rows = self._few_rows(config)
-        widens_weights = self._widens_weights(config, weights, has_few_rows=few_rows is not None)
-        if few_rows is not None and few_rows.max_rows == 1 and not widens_weights:
-            few_rows = None  # packed weights serve one row, and plain ones several, less well
+        budget_bytes = self._cache_budget_bytes()
+        self.backend = open_backend(replace(spec, budget_bytes=budget_bytes, prepare=acceleration.prepare_cache))
         self.model = Decoder.build(
             self.model_config, weights, rotary, self.backend, ranks,
-            local_rotary=local_rotary, packs_weights=not config.compile_layers, widens_weights=widens_weights,
-            few_rows=few_rows,
+            local_rotary=local_rotary, product=acceleration.linears(weights, self.backend),
         )  # fmt: skip
-        is_fusable = model_config.family.is_fusable and self.backend.operators is not None and not config.compile_layers
+        self._decoder = acceleration.decoder(self.model, self.backend)
         self.adapters = {
             name: read_adapter(name, folder, self.model_config, self.dtype, self.device)
             for name, folder in (adapters or {}).items()
         }
-        self.is_fused = config.fused_kernels and is_fusable
-        self._observed = self._fused() if self.is_fused else self.model
-        self._unobserved = self.model.compiled() if config.compile_layers else self._observed
-        self._graphs = self._open_graphs(config)
-
-    @property
-    def replays_graphs(self) -> bool:
-        """Whether decode steps without an observer are recorded and replayed."""
-        return self._graphs is not None
 
     def close(self) -> None:
         """Give the device's memory back; nothing else may be called afterwards."""
         if self.backend.cache is not None:
             self.backend.cache.close()
-        # Recorded steps refer to this runner, which refers to them: only the garbage collector would part them.
-        del self.model, self._observed, self._unobserved, self._graphs
+        del self.model, self._decoder, self.acceleration  # which may hold the memory of recorded steps
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # or the device's free memory, by which caches are sized, does not count it
 
@@ -116,7 +102,7 @@ class ModelRunner:
         batch = self._build_batch(computed, observer)
         if observer is not None:
             observer.begin_step(describe(chunks, computed, self.backend))
-        logits_RV = self._forward(batch)
+        logits_RV = self.acceleration.run(self._forward, batch)
         sequences = [chunk.sequence for chunk in chunks if chunk.samples]
         sampled = Sampled([], []) if logits_RV is None else sample(logits_RV, sequences)
         if observer is not None:
@@ -144,7 +130,8 @@ class ModelRunner:
     def follow(self, computed: Seq[Chunk], *, is_observed: bool) -> None:
         """Compute this rank's part of a step that rank 0 runs."""
         assert self._ranks is not None
-        self._forward(self._build_batch(computed, ShardedTaps(self._ranks, None) if is_observed else None))
+        batch = self._build_batch(computed, ShardedTaps(self._ranks, None) if is_observed else None)
+        self.acceleration.run(self._forward, batch)
 
     def follow_copy(self, source: int, target: int) -> None:
         """Copy a block of this rank's cache alone."""
@@ -166,18 +153,10 @@ class ModelRunner:
         return replace(batch, plan=self.backend.plan(batch))
 
     def _forward(self, batch: Batch) -> torch.Tensor | None:
-        if batch.observer is not None:
-            return self._compute(batch)
-        logits_RV = None if self._graphs is None else self._graphs.run(batch)
-        return self._compute(self._planned(batch)) if logits_RV is None else logits_RV
-
-    def _compute(self, batch: Batch) -> torch.Tensor | None:
-        model = self._unobserved if batch.observer is None else self._observed
+        if batch.observer is None:
+            batch = self._planned(batch)
         with self._numerics():
-            return model(batch)
-
-    def _fused(self) -> Callable[[Batch], torch.Tensor | None]:
-        return FusedDecoder.of(self.model, self.backend.operators)
+            return self._decoder(batch)
 
     def _open_rotary(self, config: ModelConfig) -> tuple[RotaryEmbedding, RotaryEmbedding | None]:
         """Return what rotates the layers, and what rotates those with a window if that is another."""
@@ -185,42 +164,6 @@ class ModelRunner:
         if config.local_rope is None:
             return rotary, None
         return rotary, RotaryEmbedding(replace(config, rope=config.local_rope), self.device, self.dtype)
-
-    def _open_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
-        is_wanted = config.cuda_graphs and self.device.type == "cuda" and self._ranks is None and not self.adapters
-        if not is_wanted or not self.backend.is_capturable or not self.model_config.family.is_capturable:
-            return None
-        return self.record_decode(config, CudaCapture(self.device))
-
-    def record_decode(self, config: EngineConfig, capture: Capture) -> DecodeGraphs:
-        """Return what records decode steps with `capture` and replays them."""
-
-        def forward(batch: Batch) -> torch.Tensor:
-            logits_RV = self._compute(self._planned(batch))
-            assert logits_RV is not None, "every row of a decode step is sampled"
-            return logits_RV
-
-        return DecodeGraphs(
-            forward,
-            max_num_seqs=config.max_num_seqs,
-            max_blocks=-(-self.max_model_len // self.backend.block_size),
-            device=self.device,
-            capture=capture,
-        )
-
-    def _few_rows(self, config: EngineConfig) -> FewRows | None:
-        """Return the backend's own product of few rows; None if it has none."""
-        linear = getattr(self.backend.operators, "linear", None)
-        if config.compile_layers or linear is None:
-            return None
-        return FewRows(linear, max_few_rows(self.dtype))
-
-    def _widens_weights(self, config: EngineConfig, weights: Mapping[str, torch.Tensor], *, has_few_rows: bool) -> bool:
-        if config.widen_weights is not None:
-            return config.widen_weights
-        products = [weight for name, weight in weights.items() if name != TOKEN_EMBEDDING]
-        num_engines = 1 if self._ranks is None else self._ranks.size
-        return can_widen(products, num_engines=num_engines, has_few_rows=has_few_rows)
 
     def _cache_budget_bytes(self) -> int:
         if self._ranks is None:
@@ -243,16 +186,23 @@ class ModelRunner:
         )
 
 
-def _check_adapters(config: EngineConfig, adapters: Mapping[str, object], ranks: Ranks | None) -> None:
+def find_acceleration() -> type[Acceleration]:
+    """Return that of the room `fast` where it is there, else the plain one."""
+    try:
+        from reference_engine.fast.acceleration import FastAcceleration
+    except ModuleNotFoundError as error:
+        if error.name != "reference_engine.fast":
+            raise
+        return Acceleration
+    return FastAcceleration
+
+
+def _check_adapters(adapters: Mapping[str, object], ranks: Ranks | None) -> None:
     """Refuse what would leave an adapter's part out."""
-    others = {
-        "compile_layers": config.compile_layers,
-        f"fused_kernels with the backend {config.attention_backend}": config.fused_kernels
-        and config.attention_backend in ("cpp", "triton"),
-        "several ranks": ranks is not None,
-    }
-    for name in (name for name, is_on in others.items() if is_on and adapters):
-        raise ConfigError("adapters are not served with this", where="EngineConfig", expected="off", actual=name)
+    if adapters and ranks is not None:
+        raise ConfigError(
+            "adapters are not served with this", where="EngineConfig", expected="off", actual="several ranks"
+        )
 
 
 def _resolve_dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:

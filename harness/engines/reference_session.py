@@ -44,7 +44,7 @@ class ReferenceSession:
         self._engine, self._folder = engine, folder
         self._requests: set[int] = set()
         self.model = _model_shape(engine)
-        self.notes = (_REPLAYS_GRAPHS,) if engine.runner.replays_graphs else ()
+        self.notes = (_REPLAYS_GRAPHS,) if engine.runner.acceleration.replays_graphs else ()
 
     def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
         """See `TokenSession.add`."""
@@ -71,7 +71,7 @@ class ReferenceSession:
             self._engine.observer = before
 
     def _computed_with_another(self) -> tuple[str, ...]:
-        if not self._engine.runner.is_fused:
+        if not self._engine.runner.acceleration.is_fused:
             return _COMPUTED_WITH_ANOTHER
         fused = _FUSED_WITH_ANOTHER if self.model.has_qk_norm else _FUSED_WITH_ANOTHER[:-1]
         return (*_COMPUTED_WITH_ANOTHER, *fused)

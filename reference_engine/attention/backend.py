@@ -16,25 +16,16 @@ from reference_engine.attention.paged import PagedAttention
 from reference_engine.attention.recompute import RecomputeAttention
 from reference_engine.batch import Batch
 from reference_engine.errors import ConfigError
-from reference_engine.fast.attention.cpp import CppAttention
-from reference_engine.fast.attention.triton import TritonAttention
-from reference_engine.fast.attention.varlen import VarlenAttention
 from reference_engine.kv_cache import CacheSpec, KVCache
 
-__all__ = ["BACKENDS", "AttentionBackend", "find_backend"]
+__all__ = ["BACKENDS", "AttentionBackend", "BackendClass", "find_backend"]
 
 
 class AttentionBackend(Protocol):
     """Lets each token see the earlier ones of its request."""
 
-    limits: Limits
-    """The limits of what it can serve."""
     has_blocks: bool
     """Whether slots and block tables mean something to an observer."""
-    operators: Any | None
-    """The kernels that it runs, among them those for a decoder's small operations (see `operators`)."""
-    is_capturable: bool
-    """Whether a decode step depends on shapes alone on the host, so that it can be recorded and replayed."""
     block_size: int
     """Tokens in a block of the pool that the engine keeps for this backend."""
     num_blocks: int
@@ -60,8 +51,8 @@ class BackendClass(Protocol):
     """Opens a backend; knows its limits before."""
 
     @property
-    def limits(self) -> Limits:
-        """See `AttentionBackend.limits`."""
+    def limits(self) -> Limits | None:
+        """The limits of what it can serve; None: it serves everything."""
 
     @property
     def has_blocks(self) -> bool:
@@ -72,39 +63,38 @@ class BackendClass(Protocol):
 
 
 BACKENDS: Mapping[str, BackendClass] = {
-    "triton": TritonAttention,
-    "cpp": CppAttention,
-    "varlen": VarlenAttention,
     "paged": PagedAttention,
     "contiguous": ContiguousAttention,
     "recompute": RecomputeAttention,
 }
 
 
-def find_backend(name: str, spec: CacheSpec) -> BackendClass:
-    """Return the backend of this name, to be called with `spec`; nothing is allocated yet.
+def find_backend(name: str, spec: CacheSpec, backends: Mapping[str, BackendClass] | None = None) -> BackendClass:
+    """Return the backend of this name, to be called with `spec`; nothing is allocated yet. None: of `BACKENDS`.
 
     Raises:
         ConfigError: there is none, or it cannot serve `spec`; the message lists those that can.
     """
-    if name not in BACKENDS:
+    backends = BACKENDS if backends is None else backends
+    fitting = ", ".join(own for own, backend in backends.items() if not _refusals(backend, spec))
+    if name not in backends:
         raise ConfigError(
             "unknown attention backend",
             where="EngineConfig.attention_backend",
-            expected=f"one of {', '.join(_fitting(spec))}",
+            expected=f"one of {fitting}",
             actual=name,
         )
-    refusals = BACKENDS[name].limits.refusals(spec)
+    refusals = _refusals(backends[name], spec)
     if refusals:
         raise ConfigError(
             f"the attention backend {name} does not serve this",
             where="EngineConfig.attention_backend",
             expected="; ".join(expected for expected, _ in refusals),
             actual="; ".join(actual for _, actual in refusals),
-            hint=f"Backends that do: {', '.join(_fitting(spec)) or 'none'}.",
+            hint=f"Backends that do: {fitting or 'none'}.",
         )
-    return BACKENDS[name]
+    return backends[name]
 
 
-def _fitting(spec: CacheSpec) -> list[str]:
-    return [name for name, backend in BACKENDS.items() if not backend.limits.refusals(spec)]
+def _refusals(backend: BackendClass, spec: CacheSpec) -> list[tuple[str, str]]:
+    return [] if backend.limits is None else backend.limits.refusals(spec)

@@ -9,11 +9,9 @@ Shapes: T tokens, C context tokens, N query heads, K KV heads, H head dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from reference_engine.attention.limits import Limits
 from reference_engine.attention.sdpa import attend_chunk
 from reference_engine.batch import Batch
 from reference_engine.kv_cache import CacheSpec, KVCache
@@ -24,10 +22,8 @@ __all__ = ["ContiguousAttention"]
 class ContiguousAttention:
     """Slice K and V out of the request's own buffer, then torch's scaled dot-product attention."""
 
-    limits = Limits()
+    limits = None
     has_blocks = False
-    operators: Any | None = None
-    is_capturable = False
 
     def __init__(self, spec: CacheSpec) -> None:
         self.block_size = spec.max_model_len

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -63,10 +63,8 @@ class PagedPlan:
 class PagedAttention:
     """Gather K and V through the block table, then torch's scaled dot-product attention."""
 
-    limits = Limits()
+    limits: ClassVar[Limits | None] = None
     has_blocks = True
-    operators: Any | None = None
-    is_capturable = False
 
     def __init__(self, spec: CacheSpec) -> None:
         self.block_size = spec.block_size

@@ -8,11 +8,9 @@ Shapes: T tokens, N query heads, K KV heads, H head dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from reference_engine.attention.limits import Limits
 from reference_engine.attention.sdpa import attend_chunk
 from reference_engine.batch import Batch
 from reference_engine.errors import EngineError
@@ -25,10 +23,8 @@ class RecomputeAttention:
     """Attend to this step's own K and V, which are those of the whole prefix."""
 
     cache = None
-    limits = Limits()
+    limits = None
     has_blocks = False
-    operators: Any | None = None
-    is_capturable = False
 
     def __init__(self, spec: CacheSpec) -> None:
         # The pool counts requests only: one "block" each, and no memory behind it.

@@ -77,10 +77,6 @@ class Family:
     """Whether embeddings are multiplied by the root of the hidden size."""
     mlps: Callable[[Fields], Mapping[int, MLPShape]] = _no_mlps
     """By layer, what stands in the place of an MLP that is not a plain one."""
-    is_fusable: bool = True
-    """Whether the kernels of `fused` compute what its layers do."""
-    is_capturable: bool = True
-    """Whether what a decode step launches depends on shapes alone, so that it can be recorded and replayed."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -113,13 +109,10 @@ FAMILIES: Mapping[str, Family] = {
         ),
         has_zero_centred_norms=True,
         scales_embedding=True,
-        is_fusable=False,
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
         qk_norm=True,
         mlps=qwen3_moe_experts,
-        is_fusable=False,
-        is_capturable=False,
     ),
 }

@@ -14,12 +14,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import silu
 
 from reference_engine.batch import Batch
 from reference_engine.layers import MLP, RMSNorm
-from reference_engine.model import Attention, Decoder, DecoderLayer
+from reference_engine.model import Attention, Decoder, DecoderLayer, Layer
 
-__all__ = ["FusedDecoder"]
+__all__ = ["FusedDecoder", "is_fusable"]
+
+
+def is_fusable(decoder: Decoder) -> bool:
+    """Tell whether the kernels compute what the layers do."""
+    are_plain = all(_is_plain(layer) for layer in decoder.layers)
+    return are_plain and decoder.local_rotary is None and type(decoder.norm) is RMSNorm
+
+
+def _is_plain(layer: Layer) -> bool:
+    return isinstance(layer, DecoderLayer) and isinstance(layer.mlp, MLP) and layer.mlp.activation is silu
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +41,7 @@ class FusedDecoder:
     layers: tuple[DecoderLayer, ...]
     """The decoder's."""
     operators: Any
-    """The kernels: `operators` or those of `cpp_operators`."""
+    """The kernels: `triton_operators` or those of `cpp_operators`."""
 
     @classmethod
     def of(cls, decoder: Decoder, operators: Any) -> FusedDecoder:

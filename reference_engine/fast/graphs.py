@@ -19,15 +19,25 @@ import torch
 
 from reference_engine.batch import Batch
 from reference_engine.block_pool import NULL_BLOCK
+from reference_engine.layers import MLP, Linear
+from reference_engine.model import Decoder, DecoderLayer, Forward, SandwichLayer
 
-__all__ = ["Capture", "CudaCapture", "DecodeGraphs", "graph_sizes"]
+__all__ = ["Capture", "CudaCapture", "DecodeGraphs", "graph_sizes", "is_capturable"]
 
-Forward = Callable[[Batch], torch.Tensor]
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
 """Records a call; returns what replays it, and the tensor in which its result then lies."""
 
 SMALL_SIZES = (1, 2, 4)
 SIZE_STEP = 8
+
+
+def is_capturable(decoder: Decoder) -> bool:
+    """Tell whether what a decode step launches depends on shapes alone.
+
+    Which experts run is known on the host alone, and sums over ranks may go through it.
+    """
+    layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer | SandwichLayer)]
+    return all(isinstance(layer.mlp, MLP) and isinstance(layer.attention.o_proj, Linear) for layer in layers)
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -50,32 +60,31 @@ class DecodeGraphs:
     The largest is recorded before any other, so that all others find room in the memory that it has left.
 
     Args:
-        forward: computes the logits of a batch, with nothing that waits for the device or depends on its numbers.
         max_num_seqs: the largest batch.
         max_blocks: width of the block tables that are recorded; a batch with a longer table is left to others.
         device: where the batches are.
         capture: records a call.
     """
 
-    def __init__(
-        self, forward: Forward, *, max_num_seqs: int, max_blocks: int, device: torch.device, capture: Capture
-    ) -> None:
-        self._forward = forward
+    def __init__(self, *, max_num_seqs: int, max_blocks: int, device: torch.device, capture: Capture) -> None:
         self._sizes = graph_sizes(max_num_seqs)
         self._max_blocks = max_blocks
         self._device = device
         self._capture = capture
         self._recorded: dict[int, _Recorded] = {}
 
-    def run(self, batch: Batch) -> torch.Tensor | None:
-        """Return the logits [R, V], valid until the next step; or None if this batch is not one of them."""
+    def run(self, forward: Forward, batch: Batch) -> torch.Tensor | None:
+        """Return the logits [R, V], valid until the next step; or None if this batch is not one of them.
+
+        `forward` computes the logits with nothing that waits for the device or depends on its numbers.
+        """
         num_rows = len(batch.query_lens)
         if not self._is_served(batch):
             return None
         size = self._sizes[bisect_left(self._sizes, num_rows)]
         for needed in (self._sizes[-1], size):
             if needed not in self._recorded:
-                self._recorded[needed] = self._record(needed)
+                self._recorded[needed] = self._record(forward, needed)
         recorded = self._recorded[size]
         _fill(recorded.batch, batch)
         recorded.replay()
@@ -86,9 +95,15 @@ class DecodeGraphs:
         is_decode = batch.num_single == num_rows and batch.sampled_rows_ is None and len(batch.sampled_rows) > 0
         return is_decode and num_rows <= self._sizes[-1] and batch.block_tables_RB.shape[1] <= self._max_blocks
 
-    def _record(self, size: int) -> _Recorded:
+    def _record(self, forward: Forward, size: int) -> _Recorded:
         batch = _padding(size, self._max_blocks, self._device)
-        replay, logits_RV = self._capture(lambda: self._forward(batch))
+
+        def compute() -> torch.Tensor:
+            logits_RV = forward(batch)
+            assert logits_RV is not None, "every row of a decode step is sampled"
+            return logits_RV
+
+        replay, logits_RV = self._capture(compute)
         return _Recorded(batch, replay, logits_RV)
 
 

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from reference_engine.checkpoint.model_config import EngineConfig, ModelConfig
+from reference_engine.checkpoint.model_config import ModelConfig
+from reference_engine.config import EngineConfig
 from reference_engine.engine import LLMEngine
 from reference_engine.model_runner import ModelRunner
 from reference_engine.parallel.messages import Command, decode_chunks

@@ -17,6 +17,7 @@ from harness.properties.attention.definition import context_of
 from reference_engine.attention.backend import AttentionBackend, find_backend
 from reference_engine.batch import build_batch
 from reference_engine.block_pool import NULL_BLOCK
+from reference_engine.fast.acceleration import FastAcceleration
 from reference_engine.kv_cache import CacheSpec, KVCache, context_slots
 from reference_engine.requests.sampling import SamplingParams
 from reference_engine.sequence import Chunk
@@ -192,7 +193,7 @@ class TritonAttention(PagedAttention):
 
     def open(self, spec: CacheSpec) -> AttentionBackend:
         """Open the backend."""
-        backend: Any = super().open(spec)
+        backend: Any = find_backend(self.backend, spec, FastAcceleration.backends)(spec)
         if self._is_split:
             decode = partial(backend.operators.paged_decode, min_split_keys=backend._tiling.keys)
             backend.operators = SimpleNamespace(**{**vars(backend.operators), "paged_decode": decode})

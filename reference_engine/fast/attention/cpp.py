@@ -14,30 +14,30 @@ from typing import Any
 
 import torch
 
-from reference_engine.attention.limits import Limits
 from reference_engine.attention.paged import PagedAttention
 from reference_engine.attention.sdpa import attend_chunk
 from reference_engine.batch import Batch
+from reference_engine.fast.attention.limits import KernelLimits
 from reference_engine.fast.cpp_operators import find_compiler, load_operators
 from reference_engine.kv_cache import CacheSpec
 
 __all__ = ["CppAttention", "CppPlan"]
 
 
-class CppLimits(Limits):
+class CppLimits(KernelLimits):
     """A CPU, with a compiler."""
 
     __slots__ = ()
 
     def refusals(self, spec: CacheSpec) -> list[tuple[str, str]]:
-        """See `Limits.refusals`; this also looks for the compiler."""
+        """See `KernelLimits.refusals`; this also looks for the compiler."""
         found = super().refusals(spec)
         if not find_compiler():
             found.append(("a C++ compiler (c++, g++, clang++ or the variable CXX)", "none"))
         return found
 
 
-_LIMITS: Limits = CppLimits(device_types=("cpu",))
+_LIMITS = CppLimits(device_types=("cpu",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

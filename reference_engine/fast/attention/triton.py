@@ -20,21 +20,21 @@ from typing import Any
 
 import torch
 
-from reference_engine.attention.limits import Limits
 from reference_engine.batch import Batch
+from reference_engine.fast.attention.limits import KernelLimits
 from reference_engine.fast.kernels.tiling import MAX_HEAD_DIM, find_tiling
 from reference_engine.kv_cache import CacheSpec, KVCache, context_slots
 
 __all__ = ["TritonAttention", "TritonPlan"]
 
 
-class TritonLimits(Limits):
+class TritonLimits(KernelLimits):
     """Any block size; heads up to 256 wide; CUDA, or the CPU under Triton's interpreter."""
 
     __slots__ = ()
 
     def refusals(self, spec: CacheSpec) -> list[tuple[str, str]]:
-        """See `Limits.refusals`; this also looks at what is installed."""
+        """See `KernelLimits.refusals`; this also looks at what is installed."""
         found = super().refusals(spec)
         if spec.head_dim > MAX_HEAD_DIM:
             found.append((f"head_dim at most {MAX_HEAD_DIM}", str(spec.head_dim)))
@@ -45,7 +45,7 @@ class TritonLimits(Limits):
         return found
 
 
-_LIMITS: Limits = TritonLimits()
+_LIMITS = TritonLimits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,6 @@ class TritonAttention:
 
     limits = _LIMITS
     has_blocks = True
-    is_capturable = True
 
     def __init__(self, spec: CacheSpec) -> None:
         from reference_engine.fast import triton_operators as operators

@@ -16,12 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import Any
 
 import torch
 
-from reference_engine.attention.limits import Limits
 from reference_engine.batch import Batch
+from reference_engine.fast.attention.limits import KernelLimits
 from reference_engine.kv_cache import CacheSpec, KVCache, context_slots
 
 __all__ = ["VarlenAttention", "VarlenPlan"]
@@ -40,20 +39,20 @@ def _kernel() -> Callable[..., torch.Tensor] | None:
     return kernel if {"block_table", "seqused_k", "num_splits"} <= set(inspect.signature(kernel).parameters) else None
 
 
-class VarlenLimits(Limits):
+class VarlenLimits(KernelLimits):
     """The limits of FlashAttention 2, if torch has it."""
 
     __slots__ = ()
 
     def refusals(self, spec: CacheSpec) -> list[tuple[str, str]]:
-        """See `Limits.refusals`; this also looks at torch."""
+        """See `KernelLimits.refusals`; this also looks at torch."""
         found = super().refusals(spec)
         if _kernel() is None:
             found.append(("a torch whose varlen_attn reads block tables (2.13 does)", torch.__version__))
         return found
 
 
-_LIMITS: Limits = VarlenLimits(
+_LIMITS = VarlenLimits(
     dtypes=(torch.bfloat16, torch.float16),
     head_dims=tuple(range(8, 257, 8)),
     block_size_multiple=PAGE_MULTIPLE,
@@ -80,8 +79,6 @@ class VarlenAttention:
 
     limits = _LIMITS
     has_blocks = True
-    operators: Any | None = None
-    is_capturable = False
 
     def __init__(self, spec: CacheSpec) -> None:
         kernel = _kernel()

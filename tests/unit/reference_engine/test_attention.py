@@ -1,15 +1,9 @@
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
 
-from reference_engine import EngineConfig, LLMEngine
-from reference_engine.attention import backend
-from reference_engine.attention.limits import Limits
-from reference_engine.attention.recompute import RecomputeAttention
+from reference_engine.attention.backend import BACKENDS, find_backend
 from reference_engine.attention.sdpa import attend_chunk, attend_single, first_key
 from reference_engine.errors import ConfigError
 
@@ -61,55 +55,7 @@ def test_single_rows_of_uneven_lengths_do_not_see_padding() -> None:
         torch.testing.assert_close(actual[i : i + 1].double(), expected, rtol=1e-5, atol=1e-6)
 
 
-class Picky(RecomputeAttention):
-    limits = Limits(
-        dtypes=(torch.bfloat16, torch.float16), head_dims=(64, 128), block_size_multiple=256, device_types=("cuda",),
-        has_windows=False,
-    )  # fmt: skip
-
-
-@pytest.fixture
-def _picky(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = {name: backend.BACKENDS[name] for name in ("paged", "contiguous", "recompute")}
-    monkeypatch.setattr(backend, "BACKENDS", {**plain, "picky": Picky})
-
-
-@pytest.mark.usefixtures("_picky")
-@pytest.mark.parametrize(
-    ("change", "expected", "actual"),
-    [
-        ({"dtype": torch.float32}, "dtype bfloat16 or float16", "float32"),
-        ({"head_dim": 96}, "head_dim 64 or 128", "96"),
-        ({"block_size": 16}, "block_size a multiple of 256", "16"),
-        ({"device": torch.device("cpu")}, "device cuda", "cpu"),
-        ({"layer_windows": (None, 7)}, "no sliding window", "7"),
-        ({"block_size": 16, "head_dim": 96}, "head_dim 64 or 128; block_size a multiple of 256", "96; 16"),
-    ],
-)
-def test_a_backend_that_cannot_serve_says_which_can(change: dict[str, object], expected: str, actual: str) -> None:
-    served = make_spec(dtype=torch.bfloat16, head_dim=64, block_size=512, device=torch.device("cuda"))
-    assert backend.find_backend("picky", served) is Picky
-    with pytest.raises(ConfigError) as caught:
-        backend.find_backend("picky", replace(served, **change))
-    assert str(caught.value) == (
-        f"the attention backend picky does not serve this, in EngineConfig.attention_backend: expected {expected}, "
-        f"found {actual}. Backends that do: paged, contiguous, recompute."
-    )
-
-
-@pytest.mark.usefixtures("_picky")
-def test_an_unknown_backend_is_told_the_names_that_fit() -> None:
+def test_without_limits_every_backend_serves_and_an_unknown_one_is_told_their_names() -> None:
+    assert [find_backend(name, make_spec()) for name in BACKENDS] == list(BACKENDS.values())
     with pytest.raises(ConfigError, match="expected one of paged, contiguous, recompute, found flash"):
-        backend.find_backend("flash", make_spec())
-    with pytest.raises(ConfigError, match="expected one of paged, contiguous, recompute, picky, found flash"):
-        backend.find_backend(
-            "flash", make_spec(dtype=torch.float16, head_dim=128, block_size=256, device=torch.device("cuda"))
-        )
-
-
-@pytest.mark.usefixtures("_picky")
-def test_the_engine_asks_before_it_loads(checkpoint: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"the attention backend picky does not serve this.*found float32; 12; 16; cpu"
-    ):
-        LLMEngine(checkpoint.folder, EngineConfig(attention_backend="picky"))
+        find_backend("flash", make_spec())

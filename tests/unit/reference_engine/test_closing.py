@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 from reference_engine.errors import RequestError
-
-from .fast.test_graphs import again
 
 PARAMS = SamplingParams(max_new_tokens=3, ignore_eos=True)
 
@@ -25,14 +23,15 @@ def _no_collector() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_no_collector")
-@pytest.mark.parametrize(
-    ("backend", "has_graphs"), [("paged", False), ("paged", True), ("contiguous", False), ("recompute", False)]
-)
-def test_weights_and_cache_are_freed_at_once(checkpoint: Any, backend: str, has_graphs: bool) -> None:
+@pytest.mark.parametrize("backend", ["paged", "contiguous", "recompute"])
+def test_weights_and_cache_are_freed_at_once(checkpoint: Any, backend: str) -> None:
     config = EngineConfig(max_model_len=32, max_num_seqs=2, attention_backend=backend)
-    with LLMEngine(checkpoint.folder, config) as engine:
-        if has_graphs:
-            engine.runner._graphs = engine.runner.record_decode(config, again)
+    assert_freed_at_once(checkpoint.folder, config, lambda engine: None)
+
+
+def assert_freed_at_once(folder: Any, config: EngineConfig, prepare: Callable[[LLMEngine], object]) -> None:
+    with LLMEngine(folder, config) as engine:
+        prepare(engine)
         engine.generate([[5, 6, 7]], PARAMS)
         engine.add_request([5, 6], PARAMS)
         engine.step()

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config
 
-from reference_engine.checkpoint.model_config import EngineConfig, ModelConfig
+from reference_engine.checkpoint.model_config import ModelConfig
+from reference_engine.config import EngineConfig
 from reference_engine.errors import ConfigError, EngineError, UnsupportedModelError
 
 LLAMA: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,13 @@ import torch
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 from reference_engine.batch import Batch, build_batch
 from reference_engine.fast.graphs import CudaCapture, DecodeGraphs, _fill, _padding, graph_sizes
+from reference_engine.model import Forward
 from reference_engine.sequence import Chunk, Sequence
 
 from .kernels.launching import IGNORE_NUMPY, launch_on
 
 CPU = torch.device("cpu")
+Run = Callable[[Batch], torch.Tensor | None]
 PROMPTS = [list(range(4, 21)), [5, 6, 7], list(range(4, 12))]
 
 
@@ -57,17 +60,17 @@ def seen() -> list[Batch]:
 
 
 @pytest.fixture
-def graphs(seen: list[Batch]) -> DecodeGraphs:
+def run(seen: list[Batch]) -> Run:
     def forward(batch: Batch) -> torch.Tensor:
         seen.append(batch)
         return batch.token_ids_T[:, None].float() * 10 + batch.positions_T[:, None]
 
-    return DecodeGraphs(forward, max_num_seqs=6, max_blocks=3, device=CPU, capture=again)
+    return partial(DecodeGraphs(max_num_seqs=6, max_blocks=3, device=CPU, capture=again).run, forward)
 
 
-def test_rows_that_are_left_over_write_the_null_block_and_read_nothing(graphs: DecodeGraphs, seen: list[Batch]) -> None:
-    graphs.run(decode_batch([[1, 2, 3], [4], [5, 6]], [12, 3, 7]))
-    logits = graphs.run(decode_batch([[2], [3, 1], [4]], [4, 6, 1]))
+def test_rows_that_are_left_over_write_the_null_block_and_read_nothing(run: Run, seen: list[Batch]) -> None:
+    run(decode_batch([[1, 2, 3], [4], [5, 6]], [12, 3, 7]))
+    logits = run(decode_batch([[2], [3, 1], [4]], [4, 6, 1]))
     assert logits is not None
     assert logits[:, 0].tolist() == [43, 65, 10]
     batch = seen[-1]
@@ -76,17 +79,17 @@ def test_rows_that_are_left_over_write_the_null_block_and_read_nothing(graphs: D
     assert batch.block_tables_RB.tolist() == [[2, 0, 0], [3, 1, 0], [4, 0, 0], [0, 0, 0]]
 
 
-def test_a_size_is_recorded_once(graphs: DecodeGraphs, seen: list[Batch]) -> None:
+def test_a_size_is_recorded_once(run: Run, seen: list[Batch]) -> None:
     for _ in range(3):
-        graphs.run(decode_batch([[1]], [2]))
+        run(decode_batch([[1]], [2]))
     assert len({id(batch) for batch in seen if len(batch.query_lens) == 1}) == 1
-    graphs.run(decode_batch([[1], [2], [3], [4], [5]], [2] * 5))
+    run(decode_batch([[1], [2], [3], [4], [5]], [2] * 5))
     assert [len(batch.query_lens) for batch in seen][-1] == 6
 
 
-def test_the_largest_size_is_recorded_first(graphs: DecodeGraphs, seen: list[Batch]) -> None:
+def test_the_largest_size_is_recorded_first(run: Run, seen: list[Batch]) -> None:
     for num_requests in (1, 3, 1):
-        graphs.run(decode_batch([[block + 1] for block in range(num_requests)], [2] * num_requests))
+        run(decode_batch([[block + 1] for block in range(num_requests)], [2] * num_requests))
     assert list(dict.fromkeys(len(batch.query_lens) for batch in seen)) == [6, 1, 4]
 
 
@@ -122,16 +125,16 @@ def test_all_sizes_share_a_stream_and_a_pool(monkeypatch: pytest.MonkeyPatch) ->
     [decode_batch([[1, 2, 3, 4]], [13]), decode_batch([[n] for n in range(1, 8)], [1] * 7)],
     ids=["a table is too wide", "more requests than the largest size"],
 )
-def test_what_was_not_recorded_is_left_to_others(graphs: DecodeGraphs, batch: Batch) -> None:
-    assert graphs.run(batch) is None
+def test_what_was_not_recorded_is_left_to_others(run: Run, batch: Batch) -> None:
+    assert run(batch) is None
 
 
-def test_a_prompt_is_left_to_others(graphs: DecodeGraphs) -> None:
+def test_a_prompt_is_left_to_others(run: Run) -> None:
     request = Sequence(
         request_id=0, token_ids=[1, 2, 3], num_prompt_tokens=3, params=SamplingParams(), block_table=array("q", [1])
     )
-    assert graphs.run(build_batch([Chunk(request, 0, 3)], 4, CPU)) is None
-    assert graphs.run(build_batch([Chunk(request, 0, 1)], 4, CPU)) is None, "nothing is sampled from it"
+    assert run(build_batch([Chunk(request, 0, 3)], 4, CPU)) is None
+    assert run(build_batch([Chunk(request, 0, 1)], 4, CPU)) is None, "nothing is sampled from it"
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -150,16 +153,15 @@ def test_the_engine_makes_the_same_tokens(checkpoint: Any, device: torch.device)
     expected = LLMEngine(checkpoint.folder, config).generate(PROMPTS, params)
     engine = LLMEngine(checkpoint.folder, config)
 
-    graphs = engine.runner.record_decode(config, CudaCapture(device) if device.type == "cuda" else again)
+    graphs = engine.runner.acceleration.record(engine.backend, CudaCapture(device) if device.type == "cuda" else again)
     served: list[torch.Tensor | None] = []
     run = graphs.run
 
-    def counted(batch: Batch) -> torch.Tensor | None:
-        served.append(run(batch))
+    def counted(forward: Forward, batch: Batch) -> torch.Tensor | None:
+        served.append(run(forward, batch))
         return served[-1]
 
     graphs.run = counted  # type: ignore[method-assign]
-    engine.runner._graphs = graphs
     outputs = engine.generate(PROMPTS, params)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
     assert sum(logits is not None for logits in served) == 4

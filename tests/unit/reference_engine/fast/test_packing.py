@@ -6,6 +6,7 @@ from torch.nn.functional import linear
 
 from reference_engine.fast import packing
 from reference_engine.fast.packing import MIN_ELEMENTS, can_widen, pack, packed_linear, widen, widened_linear
+from reference_engine.fast.products import Widened
 from reference_engine.layers import Linear
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
@@ -80,7 +81,7 @@ def test_a_widened_product_is_rounded_once(has_no_16_bits, dtype, num_rows, has_
 
 def test_one_row_is_read_from_the_narrow_weight_and_several_from_the_widened(has_no_16_bits):
     weight = weight_of(torch.bfloat16)
-    layer = Linear(weight, None, widen(torch.zeros_like(weight)))
+    layer = Linear(weight, None, Widened(widen(torch.zeros_like(weight))))
     x = torch.ones(2, weight.shape[1], dtype=torch.bfloat16)
     assert layer(x[:1]).any()
     assert not layer(x).any()

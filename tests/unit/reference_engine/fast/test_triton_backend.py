@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
-from reference_engine.attention.backend import BACKENDS, find_backend
+from reference_engine.attention.backend import find_backend
 from reference_engine.errors import ConfigError
+from reference_engine.fast.acceleration import FastAcceleration
 from reference_engine.fast.attention import cpp
 from reference_engine.fast.attention import triton as triton_backend
 
@@ -22,6 +23,8 @@ from ...sampling import sampled
 from ..recorder import Recorder, assert_same_rows
 from ..test_kv_cache import make_spec
 from .kernels.launching import DEVICES, IGNORE_NUMPY, launch_on
+
+BACKENDS = FastAcceleration.backends
 
 pytestmark = IGNORE_NUMPY
 CUDA = torch.device("cuda")
@@ -40,7 +43,7 @@ def _has_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refusal(**changes: object) -> str:
     with pytest.raises(ConfigError) as caught:
-        find_backend("triton", make_spec(**changes))
+        find_backend("triton", make_spec(**changes), BACKENDS)
     return str(caught.value)
 
 
@@ -57,7 +60,7 @@ def test_without_triton_the_error_says_how_to_install_it(monkeypatch: pytest.Mon
 def test_on_the_cpu_the_error_names_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "expected device cuda, or the environment variable TRITON_INTERPRET=1, found cpu." in refusal()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert find_backend("triton", make_spec()) is BACKENDS["triton"]
+    assert find_backend("triton", make_spec(), BACKENDS) is BACKENDS["triton"]
 
 
 @pytest.mark.usefixtures("_has_triton")
@@ -70,7 +73,7 @@ def test_wide_heads_and_other_dtypes_are_refused() -> None:
 @pytest.mark.parametrize("block_size", [1, 3, 16, 256])
 def test_any_block_size_and_window_is_served(block_size: int) -> None:
     spec = make_spec(block_size=block_size, layer_windows=(None, 7), device=CUDA)
-    assert find_backend("triton", spec) is BACKENDS["triton"]
+    assert find_backend("triton", spec, BACKENDS) is BACKENDS["triton"]
 
 
 def test_no_kernel_is_imported_before_the_backend_is_chosen() -> None:

@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
-from reference_engine.attention.backend import BACKENDS, find_backend
-from reference_engine.attention.limits import Limits
+from reference_engine.attention.backend import find_backend
 from reference_engine.errors import ConfigError
+from reference_engine.fast.acceleration import FastAcceleration
 from reference_engine.fast.attention import varlen
+from reference_engine.fast.attention.limits import KernelLimits
 
 from ..recorder import Recorder
 from ..test_attention import naive
 from ..test_kv_cache import make_spec
+
+BACKENDS = FastAcceleration.backends
 
 PROMPTS = [list(range(4, 41)), [5, 6, 7], list(range(4, 24)), [44]]
 PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)
@@ -53,7 +56,7 @@ def by_definition(
 @pytest.fixture
 def _by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "_kernel", lambda: by_definition)
-    monkeypatch.setattr(varlen.VarlenAttention, "limits", Limits())
+    monkeypatch.setattr(varlen.VarlenAttention, "limits", KernelLimits())
 
 
 @pytest.mark.usefixtures("_by_definition")
@@ -97,9 +100,9 @@ def test_what_it_cannot_serve_is_said(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, object], expected: str
 ) -> None:
     monkeypatch.setattr(varlen, "_kernel", lambda: by_definition)
-    assert find_backend("varlen", SERVED) is BACKENDS["varlen"]
+    assert find_backend("varlen", SERVED, BACKENDS) is BACKENDS["varlen"]
     with pytest.raises(ConfigError, match=expected):
-        find_backend("varlen", replace(SERVED, **change))
+        find_backend("varlen", replace(SERVED, **change), BACKENDS)
 
 
 def test_a_varlen_attn_without_block_tables_is_not_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +117,7 @@ def test_a_varlen_attn_without_block_tables_is_not_it(monkeypatch: pytest.Monkey
 def test_a_torch_without_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "_kernel", lambda: None)
     with pytest.raises(ConfigError, match=r"a torch whose varlen_attn reads block tables \(2.13 does\), found 2"):
-        find_backend("varlen", SERVED)
+        find_backend("varlen", SERVED, BACKENDS)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,99 @@
+"""The options of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reference_engine.errors import ConfigError
+
+__all__ = ["DTYPES", "EngineConfig"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of an engine.
+
+    Raises:
+        ConfigError: a value is impossible.
+    """
+
+    dtype: str = "auto"
+    """`float32`, `bfloat16`, `float16`, or `auto`: the checkpoint's own."""
+    device: str = "cpu"
+    """`cpu`, `cuda` or `cuda:1`."""
+    attention_backend: str = "paged"
+    """A name in `attention.backend.BACKENDS`: `paged`, `cpp`, `contiguous`, `recompute`, `triton` or `varlen`."""
+    block_size: int = 16
+    """Tokens in a KV block; only the paged backend has blocks."""
+    num_blocks: int | None = None
+    """KV blocks of the paged backend, the null block among them; None: what the limits below can use, within 1 GiB on
+    the CPU and within 80 % of the free memory on a GPU."""
+    max_num_batched_tokens: int = 2048
+    """Tokens computed in one step, decoded and prefilled ones together."""
+    max_num_seqs: int = 256
+    """Requests that run at once."""
+    max_model_len: int | None = None
+    """Tokens of prompt and continuation together; None: the model's max_position_embeddings."""
+
+    enable_prefix_caching: bool = False
+    """Keep the K and V of requests for others that begin with the same tokens; needs a backend with blocks.
+
+    Off unless asked for: an observer does not see the rows that a hit skips, and who checks an engine wants all."""
+    seed: int = 0
+    """The seed of requests that have none; their draws depend on it and on the order in which they were added."""
+    cuda_graphs: bool = True
+    """On a GPU, replay decode steps that were recorded once. Needs a backend that is made for it (`triton`); a step
+    with an observer, or one of several ranks, runs as it is."""
+    fused_kernels: bool = True
+    """With the backends `triton` and `cpp`, norms with residuals, norms of heads with rotary, and SiLU with its product
+    are one kernel each; layers that are compiled are not fused by hand as well."""
+    widen_weights: bool | None = None
+    """Keep a second copy of large weights in 16 bits for products of several rows. On a CPU without instructions for
+    the dtype it is one in float32, three times the memory in all, with which these take a fraction of the time; the
+    backend `cpp` needs none there. On a CPU that has them, `cpp` keeps a packed copy beside the plain weights, which it
+    reads for one row. None: where the copies fit into half of the available memory."""
+    compile_layers: bool = False
+    """Let torch.compile fuse what a layer does between its matrix products. The first steps then take a minute or so; a
+    step with an observer runs as it is written. Meant for a GPU: on the CPU the compiler cannot read packed
+    weights, and is slower without them."""
+    debug_checks: bool = False
+    """Verify the cache's invariants at every step, and fill freed blocks with NaN. Slow."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", *DTYPES):
+            raise ConfigError(
+                "unknown dtype", where="EngineConfig.dtype", expected=f"auto, {', '.join(DTYPES)}", actual=self.dtype
+            )
+        self._check_at_least("block_size", 1)
+        self._check_at_least("num_blocks", 2)
+        self._check_at_least("max_num_batched_tokens", 1)
+        self._check_at_least("max_num_seqs", 1)
+        self._check_at_least("max_model_len", 1)
+        self._check_at_least("seed", 0)
+        self._check_boolean("enable_prefix_caching")
+        self._check_boolean("cuda_graphs")
+        self._check_boolean("fused_kernels")
+        if self.widen_weights is not None:
+            self._check_boolean("widen_weights")
+        self._check_boolean("compile_layers")
+        self._check_boolean("debug_checks")
+
+    def _check_boolean(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, bool):
+            raise ConfigError(
+                f"{name} is no boolean", where=f"EngineConfig.{name}", expected="True or False", actual=repr(value)
+            )
+
+    def _check_at_least(self, name: str, minimum: int) -> None:
+        value = getattr(self, name)
+        optional = name in ("num_blocks", "max_model_len")
+        if value is None and optional:
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ConfigError(
+                f"{name} is too small or no integer", where=f"EngineConfig.{name}",
+                expected=f"an integer of at least {minimum}", actual=repr(value),
+            )  # fmt: skip

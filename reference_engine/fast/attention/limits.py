@@ -1,0 +1,49 @@
+"""The limits of an attention backend that runs kernels, known before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from reference_engine.kv_cache import CacheSpec
+
+__all__ = ["KernelLimits"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelLimits:
+    """The shapes that a backend serves. The defaults are those of plain torch: everything."""
+
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    head_dims: tuple[int, ...] | None = None
+    """None: any."""
+    block_size_multiple: int = 1
+    """Block sizes must be multiples of this."""
+    device_types: tuple[str, ...] = ("cpu", "cuda")
+    has_windows: bool = True
+    """Whether a layer may see only the latest tokens."""
+
+    def refusals(self, spec: CacheSpec) -> list[tuple[str, str]]:
+        """Return what is expected and what is found, of everything that the backend cannot serve."""
+        found: list[tuple[str, str]] = []
+        if spec.dtype not in self.dtypes:
+            found.append((f"dtype {_listed(map(_name, self.dtypes))}", _name(spec.dtype)))
+        if self.head_dims is not None and spec.head_dim not in self.head_dims:
+            found.append((f"head_dim {_listed(self.head_dims)}", str(spec.head_dim)))
+        if spec.block_size % self.block_size_multiple:
+            found.append((f"block_size a multiple of {self.block_size_multiple}", str(spec.block_size)))
+        if spec.device.type not in self.device_types:
+            found.append((f"device {_listed(self.device_types)}", spec.device.type))
+        if not self.has_windows and any(window is not None for window in spec.layer_windows):
+            found.append(("no sliding window", str(max(window or 0 for window in spec.layer_windows))))
+        return found
+
+
+def _listed(values: Iterable[object]) -> str:
+    return " or ".join(map(str, values))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

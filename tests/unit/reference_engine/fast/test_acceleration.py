@@ -1,0 +1,61 @@
+"""The engine with what makes it fast: the weights that it keeps, what it compiles, and what it gives back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from reference_engine import EngineConfig, LLMEngine, SamplingParams
+from reference_engine.fast import packing
+from reference_engine.fast.cpp_operators import find_compiler
+from reference_engine.fast.products import Widened
+
+from ..test_closing import assert_freed_at_once
+from .test_graphs import again
+
+
+@pytest.mark.parametrize("wanted", [None, True, False])
+def test_weights_are_widened_where_that_is_wanted_or_memory_allows(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch, wanted: bool | None
+) -> None:
+    monkeypatch.setattr(packing, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(packing, "_is_served", lambda dtype: dtype == torch.float32)
+    config = EngineConfig(dtype="bfloat16", max_model_len=32, widen_weights=wanted)
+    for num_bytes, is_expected in ((1 << 40, wanted is not False), (0, wanted is True)):
+        monkeypatch.setattr(packing, "available_bytes", lambda num_bytes=num_bytes: num_bytes)
+        with LLMEngine(checkpoint.folder, config) as engine:
+            assert isinstance(engine.runner.model.lm_head.product, Widened) is is_expected
+            engine.generate([[4, 5, 6]], SamplingParams(max_new_tokens=2))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_compiler(), reason="no C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_layers_make_the_same_tokens(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "MIN_ELEMENTS", 1)  # all weights are packed where nothing is compiled
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    prompts = [list(range(4, 20)), [5, 6, 7]]
+    config = EngineConfig(dtype="float32", max_model_len=32)
+    expected = LLMEngine(checkpoint.folder, config).generate(prompts, params)
+    compiled = LLMEngine(checkpoint.folder, replace(config, compile_layers=True)).generate(prompts, params)
+    assert [output.token_ids for output in compiled] == [output.token_ids for output in expected]
+
+
+@pytest.fixture
+def _no_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collector")
+def test_recorded_steps_are_freed_with_the_engine_at_once(checkpoint: Any) -> None:
+    config = EngineConfig(max_model_len=32, max_num_seqs=2)
+    assert_freed_at_once(
+        checkpoint.folder, config, lambda engine: engine.runner.acceleration.record(engine.backend, again)
+    )
