@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from reference_engine.config import EngineConfig
     from reference_engine.engine import LLMEngine
     from reference_engine.errors import EngineError
-    from reference_engine.observing.observer import Observer, StepInfo
+    from reference_engine.observer import Observer, StepInfo
     from reference_engine.requests.outputs import FinishReason, RequestOutput, TokenLogprobs, TokenOutput
     from reference_engine.requests.sampling import SamplingParams
 
@@ -37,10 +37,10 @@ _HOMES = {
     "FinishReason": "requests.outputs",
     "LLMEngine": "engine",
     "ModelConfig": "checkpoint.model_config",
-    "Observer": "observing.observer",
+    "Observer": "observer",
     "RequestOutput": "requests.outputs",
     "SamplingParams": "requests.sampling",
-    "StepInfo": "observing.observer",
+    "StepInfo": "observer",
     "TokenLogprobs": "requests.outputs",
     "TokenOutput": "requests.outputs",
 }

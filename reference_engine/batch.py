@@ -21,8 +21,8 @@ from numpy.typing import ArrayLike
 
 from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.lora import Adapter
-from reference_engine.observing.observer import Observer
-from reference_engine.sequence import Chunk
+from reference_engine.observer import Observer
+from reference_engine.requests.sequence import Chunk
 
 __all__ = ["Batch", "build_batch", "sampled_rows", "slots_of"]
 

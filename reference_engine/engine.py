@@ -15,17 +15,17 @@ from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.config import EngineConfig
 from reference_engine.errors import RequestError
 from reference_engine.model_runner import ModelRunner
+from reference_engine.observer import Observer
 from reference_engine.observing.debug_checks import DebugChecks
-from reference_engine.observing.observer import Observer
 from reference_engine.parallel.ranks import Ranks
 from reference_engine.prefix_cache import HashFunction, PrefixCache, sha256_digest
 from reference_engine.requests.admission import Admission
 from reference_engine.requests.outputs import FinishReason, RequestOutput, TokenLogprobs, TokenOutput
 from reference_engine.requests.sampling import SamplingParams
+from reference_engine.requests.sequence import Sequence
 from reference_engine.requests.stopping import finish_reason
 from reference_engine.requests.tokenizer import Tokenizer
 from reference_engine.scheduler import Scheduler
-from reference_engine.sequence import Sequence
 
 __all__ = ["LLMEngine"]
 

@@ -22,13 +22,13 @@ from reference_engine.kv_cache import CacheSpec, cache_budget_bytes
 from reference_engine.lora import read_adapter
 from reference_engine.model import Decoder
 from reference_engine.numerics import step_numerics
-from reference_engine.observing.observer import Observer
+from reference_engine.observer import Observer
 from reference_engine.observing.steps import describe, show_cache
 from reference_engine.parallel.messages import Command, encode_chunks
 from reference_engine.parallel.ranks import Ranks, ShardedTaps, shard_config
+from reference_engine.requests.sequence import Chunk, Sequence
 from reference_engine.rotary import RotaryEmbedding
 from reference_engine.sampler import Sampled, sample
-from reference_engine.sequence import Chunk, Sequence
 
 __all__ = ["ModelRunner"]
 

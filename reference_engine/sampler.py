@@ -17,7 +17,7 @@ import torch
 
 from reference_engine.requests.outputs import TokenLogprobs
 from reference_engine.requests.sampling import SamplingParams
-from reference_engine.sequence import Sequence
+from reference_engine.requests.sequence import Sequence
 
 __all__ = ["Sampled", "allowed_tokens", "penalise", "sample", "uniforms"]
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from reference_engine.block_manager import BlockManager
-from reference_engine.sequence import Chunk, Sequence
+from reference_engine.requests.sequence import Chunk, Sequence
 
 __all__ = ["Scheduler"]
 

@@ -1,3 +1,3 @@
-"""Who watches the engine from outside: the observer of intermediates, and the checks of its cache."""
+"""What watches the engine: how its steps are told to an observer, and the checks of its cache."""
 
 from __future__ import annotations

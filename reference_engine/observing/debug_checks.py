@@ -14,7 +14,7 @@ from reference_engine.block_pool import NULL_BLOCK, BlockPool
 from reference_engine.errors import BlockError
 from reference_engine.kv_cache import KVCache
 from reference_engine.prefix_cache import Prefix
-from reference_engine.sequence import Chunk, Sequence
+from reference_engine.requests.sequence import Chunk, Sequence
 
 __all__ = ["DebugChecks"]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence as Seq
 
 from reference_engine.attention.backend import AttentionBackend
 from reference_engine.batch import sampled_rows, slots_of
-from reference_engine.observing.observer import Observer, StepInfo
-from reference_engine.sequence import Chunk, Sequence
+from reference_engine.observer import Observer, StepInfo
+from reference_engine.requests.sequence import Chunk, Sequence
 
 __all__ = ["describe", "show_cache"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 from reference_engine.requests.sampling import SamplingParams
-from reference_engine.sequence import Chunk
-from reference_engine.sequence import Sequence as Request
+from reference_engine.requests.sequence import Chunk
+from reference_engine.requests.sequence import Sequence as Request
 
 __all__ = ["Command", "decode_chunks", "encode_chunks"]
 

@@ -23,7 +23,7 @@ from torch.nn.functional import embedding
 
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.errors import ConfigError, RankError
-from reference_engine.observing.observer import Observer, StepInfo
+from reference_engine.observer import Observer, StepInfo
 
 __all__ = ["Ranks", "RowParallel", "ShardedTaps", "VocabParallelEmbedding", "VocabParallelHead", "shard_config"]
 

@@ -1,3 +1,3 @@
-"""What a caller asks for and gets: sampling parameters, admission, text, the end of a request, outputs."""
+"""A request from its arrival to its end: what is asked for, its state, why it ends, and what comes out."""
 
 from __future__ import annotations

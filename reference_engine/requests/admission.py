@@ -8,7 +8,7 @@ from operator import index
 
 from reference_engine.errors import CapacityError, RequestError
 from reference_engine.requests.sampling import SamplingParams
-from reference_engine.sequence import Sequence
+from reference_engine.requests.sequence import Sequence
 
 __all__ = ["Admission"]
 

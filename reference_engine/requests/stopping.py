@@ -6,7 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from reference_engine.requests.outputs import FinishReason
-from reference_engine.sequence import Sequence
+from reference_engine.requests.sequence import Sequence
 
 __all__ = ["find_stop", "finish_reason"]
 

@@ -17,8 +17,8 @@ from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
 from reference_engine.prefix_cache import PrefixCache
 from reference_engine.requests.sampling import SamplingParams
+from reference_engine.requests.sequence import Sequence
 from reference_engine.scheduler import Scheduler
-from reference_engine.sequence import Sequence
 
 PROMPT_TOKENS = 100
 BLOCK_SIZE = 16

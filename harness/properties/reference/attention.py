@@ -20,8 +20,8 @@ from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.fast.acceleration import FastAcceleration
 from reference_engine.kv_cache import CacheSpec, KVCache, context_slots
 from reference_engine.requests.sampling import SamplingParams
-from reference_engine.sequence import Chunk
-from reference_engine.sequence import Sequence as EngineSequence
+from reference_engine.requests.sequence import Chunk
+from reference_engine.requests.sequence import Sequence as EngineSequence
 
 __all__ = ["ContiguousAttention", "PagedAttention", "RecomputeAttention", "TritonAttention"]
 

@@ -6,8 +6,8 @@ from reference_engine.block_manager import BlockManager as EngineBlockManager
 from reference_engine.block_pool import NULL_BLOCK, BlockPool
 from reference_engine.prefix_cache import HashFunction, Prefix, PrefixCache, sha256_digest
 from reference_engine.requests.sampling import SamplingParams
-from reference_engine.sequence import Chunk
-from reference_engine.sequence import Sequence as EngineSequence
+from reference_engine.requests.sequence import Chunk
+from reference_engine.requests.sequence import Sequence as EngineSequence
 
 __all__ = ["BlockManager", "PoolAndCache"]
 

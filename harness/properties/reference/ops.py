@@ -17,11 +17,11 @@ from reference_engine.errors import EngineError
 from reference_engine.layers import RMSNorm
 from reference_engine.requests.detokenizer import Detokenizer
 from reference_engine.requests.sampling import SamplingParams
+from reference_engine.requests.sequence import Sequence as EngineSequence
 from reference_engine.requests.stopping import finish_reason
 from reference_engine.requests.tokenizer import Tokenizer
 from reference_engine.rotary import RotaryEmbedding, apply_rotary
 from reference_engine.sampler import sample
-from reference_engine.sequence import Sequence as EngineSequence
 
 __all__ = ["Ops"]
 

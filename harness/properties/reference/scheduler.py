@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from harness.properties.reference.blocks import PoolAndCache
 from reference_engine.requests.admission import Admission
+from reference_engine.requests.sequence import Chunk
 from reference_engine.scheduler import Scheduler as EngineScheduler
-from reference_engine.sequence import Chunk
 
 __all__ = ["Scheduler"]
 

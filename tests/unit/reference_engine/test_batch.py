@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from reference_engine.batch import build_batch, slots_of
 from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.requests.sampling import SamplingParams
-from reference_engine.sequence import Chunk, Sequence
+from reference_engine.requests.sequence import Chunk, Sequence
 
 CPU = torch.device("cpu")
 

@@ -17,8 +17,8 @@ from reference_engine.kv_cache import CacheSpec, KVCache
 from reference_engine.observing.debug_checks import DebugChecks
 from reference_engine.prefix_cache import PrefixCache
 from reference_engine.requests.sampling import SamplingParams
+from reference_engine.requests.sequence import Chunk, Sequence
 from reference_engine.scheduler import Scheduler
-from reference_engine.sequence import Chunk, Sequence
 
 from .test_prefix_cache import two_bits
 

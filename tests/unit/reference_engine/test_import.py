@@ -11,10 +11,10 @@ TORCH_FREE = [
     "",
     ".block_pool",
     ".scheduler",
-    ".sequence",
+    ".requests.sequence",
     ".checkpoint.weights",
     ".requests.admission",
-    ".observing.observer",
+    ".observer",
 ]
 
 

@@ -21,7 +21,7 @@ from reference_engine.parallel import ranks as parallel
 from reference_engine.parallel.messages import decode_chunks, encode_chunks
 from reference_engine.parallel.ranks import Ranks, RowParallel, ShardedTaps, VocabParallelEmbedding, shard_config
 from reference_engine.requests.sampling import SamplingParams
-from reference_engine.sequence import Chunk, Sequence
+from reference_engine.requests.sequence import Chunk, Sequence
 
 EMBEDDED = Path(__file__).parents[3] / "cases" / "checkpoints"
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
 from reference_engine.requests.sampling import SamplingParams
+from reference_engine.requests.sequence import Chunk, Sequence
 from reference_engine.scheduler import Scheduler
-from reference_engine.sequence import Chunk, Sequence
 
 
 def make_scheduler(*, num_blocks: int = 100, block_size: int = 4, budget: int = 8, max_num_seqs: int = 4) -> Scheduler:

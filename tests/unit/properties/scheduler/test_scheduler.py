@@ -10,7 +10,7 @@ from harness.properties.core.profiles import PROFILES
 from harness.properties.reference.scheduler import Scheduler
 from harness.properties.scheduler.adapter import OPTIONAL
 from harness.properties.scheduler.suite import check_scheduler, not_checked, search_scheduler
-from reference_engine.sequence import Chunk, Sequence
+from reference_engine.requests.sequence import Chunk, Sequence
 
 from ...sampling import sampled
 from ..programs import assert_fails_in_its_last_line

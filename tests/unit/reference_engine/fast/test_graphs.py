@@ -16,7 +16,7 @@ from reference_engine import EngineConfig, LLMEngine, SamplingParams
 from reference_engine.batch import Batch, build_batch
 from reference_engine.fast.graphs import CudaCapture, DecodeGraphs, _fill, _padding, graph_sizes
 from reference_engine.model import Forward
-from reference_engine.sequence import Chunk, Sequence
+from reference_engine.requests.sequence import Chunk, Sequence
 
 from .kernels.launching import IGNORE_NUMPY, launch_on
 
