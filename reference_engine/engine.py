@@ -17,7 +17,6 @@ from reference_engine.errors import RequestError
 from reference_engine.model_runner import ModelRunner
 from reference_engine.observer import Observer
 from reference_engine.observing.debug_checks import DebugChecks
-from reference_engine.parallel.ranks import Ranks
 from reference_engine.prefix_cache import HashFunction, PrefixCache, sha256_digest
 from reference_engine.requests.admission import Admission
 from reference_engine.requests.outputs import FinishReason, RequestOutput, TokenLogprobs, TokenOutput
@@ -26,6 +25,7 @@ from reference_engine.requests.sequence import Sequence
 from reference_engine.requests.stopping import finish_reason
 from reference_engine.requests.tokenizer import Tokenizer
 from reference_engine.scheduler import Scheduler
+from reference_engine.share import Share
 
 __all__ = ["LLMEngine"]
 
@@ -55,7 +55,7 @@ class LLMEngine:
         *,
         observer: Observer | None = None,
         hash_function: HashFunction = sha256_digest,
-        ranks: Ranks | None = None,
+        ranks: Share | None = None,
         adapters: Mapping[str, str | Path] | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()

@@ -6,7 +6,7 @@ Shapes: T tokens, N query heads, K KV heads, H head dim, D hidden, V vocab, R sa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,7 +16,6 @@ from reference_engine.batch import Batch
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.checkpoint.weights import LM_HEAD, TOKEN_EMBEDDING
 from reference_engine.layers import (
-    Embedding,
     FeedForward,
     Linear,
     RMSNorm,
@@ -24,8 +23,8 @@ from reference_engine.layers import (
     ZeroCentredRMSNorm,
     build_mlp,
 )
-from reference_engine.parallel.ranks import Ranks, RowParallel, VocabParallelEmbedding, VocabParallelHead
 from reference_engine.rotary import RotaryEmbedding, apply_rotary
+from reference_engine.share import Share
 
 __all__ = ["Attention", "Decoder", "DecoderLayer", "Forward", "Layer", "SandwichLayer"]
 
@@ -42,7 +41,7 @@ class Attention:
     qkv_sizes: list[int]
     """Width of q, k and v in the stacked product."""
     qkv_proj: Linear
-    o_proj: Linear | RowParallel
+    o_proj: Callable[[torch.Tensor], torch.Tensor]
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     backend: AttentionBackend
@@ -144,11 +143,11 @@ class Layer(Protocol):
 class Decoder:
     """Tokens in, logits of the sampled rows out."""
 
-    embed_tokens: Embedding | VocabParallelEmbedding | ScaledEmbedding
+    embed_tokens: Callable[[torch.Tensor], torch.Tensor]
     rotary: RotaryEmbedding
     layers: tuple[Layer, ...]
     norm: RMSNorm
-    lm_head: Linear | VocabParallelHead
+    lm_head: Callable[[torch.Tensor], torch.Tensor]
     local_rotary: RotaryEmbedding | None = None
     """Of the layers with a window if they have one of their own."""
     local_layers: frozenset[int] = frozenset()
@@ -161,7 +160,7 @@ class Decoder:
         weights: dict[str, torch.Tensor],
         rotary: RotaryEmbedding,
         backend: AttentionBackend,
-        ranks: Ranks | None = None,
+        share: Share,
         *,
         local_rotary: RotaryEmbedding | None = None,
         product: Callable[[torch.Tensor, torch.Tensor | None], Linear] = Linear,
@@ -171,13 +170,13 @@ class Decoder:
         Those of matrix products are taken out of `weights`, so that what `product` makes of one replaces it in memory.
         """
         table, layers = weights[TOKEN_EMBEDDING], range(config.num_hidden_layers)
-        head = product(weights[LM_HEAD], None)
+        head = share.head(product(weights[LM_HEAD], None))
         return cls(
-            embed_tokens=_build_embedding(config, table, ranks),
+            embed_tokens=_build_embedding(config, table, share),
             rotary=rotary,
-            layers=tuple(_build_layer(config, weights, backend, layer, ranks, product) for layer in layers),
+            layers=tuple(_build_layer(config, weights, backend, layer, share, product) for layer in layers),
             norm=_norm_class(config)(weights["model.norm.weight"], config.rms_norm_eps),
-            lm_head=head if ranks is None else VocabParallelHead(head, ranks),
+            lm_head=head,
             local_rotary=local_rotary,
             local_layers=frozenset(i for i, window in enumerate(config.layer_windows) if window is not None),
         )
@@ -210,9 +209,9 @@ def _norm_class(config: ModelConfig) -> type[RMSNorm]:
 
 
 def _build_embedding(
-    config: ModelConfig, table_VD: torch.Tensor, ranks: Ranks | None
-) -> Embedding | VocabParallelEmbedding | ScaledEmbedding:
-    own = Embedding(table_VD) if ranks is None else VocabParallelEmbedding(table_VD, ranks)
+    config: ModelConfig, table_VD: torch.Tensor, share: Share
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    own = share.embedding(table_VD)
     if not config.family.scales_embedding:
         return own
     return ScaledEmbedding(own, torch.tensor(config.hidden_size**0.5).to(table_VD))
@@ -223,7 +222,7 @@ def _build_layer(
     weights: dict[str, torch.Tensor],
     backend: AttentionBackend,
     layer: int,
-    ranks: Ranks | None,
+    share: Share,
     product: Callable[[torch.Tensor, torch.Tensor | None], Linear],
 ) -> DecoderLayer | SandwichLayer:
     prefix = f"model.layers.{layer}."
@@ -234,11 +233,8 @@ def _build_layer(
     def linear(name: str) -> Linear:
         return product(weights.pop(f"{prefix}{name}.weight"), weights.get(f"{prefix}{name}.bias"))
 
-    def row_parallel(name: str) -> Linear | RowParallel:
-        own = linear(name)
-        if ranks is None:
-            return own
-        return RowParallel(own if ranks.rank == 0 else replace(own, bias_O=None), ranks)  # a bias is added once
+    def row_parallel(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        return share.row_parallel(linear(name))
 
     num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     attention = Attention(

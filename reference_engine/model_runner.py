@@ -16,19 +16,17 @@ from reference_engine.batch import Batch, build_batch
 from reference_engine.checkpoint.load import load_weights
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.config import DTYPES, EngineConfig
-from reference_engine.device import open_device
 from reference_engine.errors import ConfigError
-from reference_engine.kv_cache import CacheSpec, cache_budget_bytes
+from reference_engine.kv_cache import CacheSpec
 from reference_engine.lora import read_adapter
 from reference_engine.model import Decoder
 from reference_engine.numerics import step_numerics
 from reference_engine.observer import Observer
 from reference_engine.observing.steps import describe, show_cache
-from reference_engine.parallel.messages import Command, encode_chunks
-from reference_engine.parallel.ranks import Ranks, ShardedTaps, shard_config
 from reference_engine.requests.sequence import Chunk, Sequence
 from reference_engine.rotary import RotaryEmbedding
 from reference_engine.sampler import Sampled, sample
+from reference_engine.share import Share
 
 __all__ = ["ModelRunner"]
 
@@ -48,19 +46,19 @@ class ModelRunner:
         model_dir: str | Path,
         config: EngineConfig,
         model_config: ModelConfig,
-        ranks: Ranks | None = None,
+        ranks: Share | None = None,
         adapters: Mapping[str, str | Path] | None = None,
     ) -> None:
         _check_adapters(adapters or {}, ranks)
-        self._ranks = ranks
-        self.model_config = model_config if ranks is None else shard_config(model_config, ranks.size)
-        self.device = open_device(config.device if ranks is None else str(ranks.device))
+        self._share = share = Share() if ranks is None else ranks
+        self.model_config = model_config.shard(share.size)
+        self.device = share.open_device(config.device)
         self._numerics = step_numerics if self.device.type == "cuda" else nullcontext
         self.dtype = _resolve_dtype(config, model_config)
         self.max_model_len = _resolve_max_model_len(config, model_config)
         spec = self._cache_spec(config)
         self.acceleration = acceleration = find_acceleration()(
-            config, spec, num_engines=1 if ranks is None else ranks.size, has_adapters=bool(adapters)
+            config, spec, num_engines=share.size, has_adapters=bool(adapters)
         )
         open_backend = find_backend(config.attention_backend, spec, acceleration.backends)
         if config.enable_prefix_caching and not open_backend.has_blocks:
@@ -70,12 +68,12 @@ class ModelRunner:
                 expected=f"attention_backend {' or '.join(with_blocks)}", actual=config.attention_backend,
             )  # fmt: skip
         rotary, local_rotary = self._open_rotary(model_config)
-        weights = load_weights(model_dir, model_config, self.dtype, self.device, ranks)
+        weights = load_weights(model_dir, model_config, self.dtype, self.device, share.rank, share.size)
         # After the weights, so that on a GPU the cache takes its share of what they leave.
-        budget_bytes = self._cache_budget_bytes()
+        budget_bytes = share.cache_budget_bytes(self.device)
         self.backend = open_backend(replace(spec, budget_bytes=budget_bytes, prepare=acceleration.prepare_cache))
         self.model = Decoder.build(
-            self.model_config, weights, rotary, self.backend, ranks,
+            self.model_config, weights, rotary, self.backend, share,
             local_rotary=local_rotary, product=acceleration.linears(weights, self.backend),
         )  # fmt: skip
         self._decoder = acceleration.decoder(self.model, self.backend)
@@ -96,67 +94,53 @@ class ModelRunner:
     def run(self, chunks: Seq[Chunk], observer: Observer | None) -> Sampled:
         """Compute the chunks and choose the next token of each that has caught up."""
         computed = chunks if self.backend.cache is not None else [replace(chunk, start=0) for chunk in chunks]
-        if self._ranks is not None:
-            self._ranks.broadcast([Command.STEP, observer is not None, *encode_chunks(computed)])
-            observer = observer and ShardedTaps(self._ranks, observer)
-        batch = self._build_batch(computed, observer)
+        self._share.tell_step(computed, observer is not None)
+        observer = observer and self._share.watching(observer)
+        batch = self.batch(computed, observer)
         if observer is not None:
             observer.begin_step(describe(chunks, computed, self.backend))
-        logits_RV = self.acceleration.run(self._forward, batch)
+        logits_RV = self.forward(batch)
         sequences = [chunk.sequence for chunk in chunks if chunk.samples]
         sampled = Sampled([], []) if logits_RV is None else sample(logits_RV, sequences)
         if observer is not None:
             observer.end_step(sampled.token_ids)
         return sampled
 
-    @torch.no_grad()
     def read_back(self, sequence: Sequence, observer: Observer | None) -> None:
         """Show an observer what the cache holds of a request."""
-        if observer is None or self.backend.cache is None or not sequence.num_computed_tokens:
-            return
-        if self._ranks is not None:
-            whole = Chunk(sequence, 0, sequence.num_computed_tokens)
-            self._ranks.broadcast([Command.READ_BACK, *encode_chunks([whole])])
-            observer = ShardedTaps(self._ranks, observer)
-        show_cache(sequence, self.backend, self.model_config.num_hidden_layers, observer)
+        if observer is not None and self.backend.cache is not None and sequence.num_computed_tokens:
+            self._share.tell_read_back(sequence)
+            self.show_cache(sequence, self._share.watching(observer))
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy the K and V of one block to another."""
-        if self._ranks is not None:
-            self._ranks.broadcast([Command.COPY_BLOCK, source, target])
-        self.follow_copy(source, target)
-
-    @torch.no_grad()
-    def follow(self, computed: Seq[Chunk], *, is_observed: bool) -> None:
-        """Compute this rank's part of a step that rank 0 runs."""
-        assert self._ranks is not None
-        batch = self._build_batch(computed, ShardedTaps(self._ranks, None) if is_observed else None)
-        self.acceleration.run(self._forward, batch)
-
-    def follow_copy(self, source: int, target: int) -> None:
-        """Copy a block of this rank's cache alone."""
         if self.backend.cache is not None:
+            self._share.tell_copy(source, target)
             self.backend.cache.copy_block(source, target)
 
-    @torch.no_grad()
-    def follow_read_back(self, sequence: Sequence) -> None:
-        """Give this rank's part of what the cache holds of a request."""
-        assert self._ranks is not None
-        show_cache(sequence, self.backend, self.model_config.num_hidden_layers, ShardedTaps(self._ranks, None))
-
-    def _build_batch(self, computed: Seq[Chunk], observer: Observer | None) -> Batch:
+    def batch(self, computed: Seq[Chunk], observer: Observer | None) -> Batch:
         """Return a step's batch; an observed one with its plan, so that no observer takes planning for an operation."""
         batch = build_batch(computed, self.backend.block_size, self.device, observer, self.adapters)
         return batch if observer is None else self._planned(batch)
 
-    def _planned(self, batch: Batch) -> Batch:
-        return replace(batch, plan=self.backend.plan(batch))
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> torch.Tensor | None:
+        """Return the logits [R, V] of this process, valid until the next step; None when no row is sampled."""
+        return self.acceleration.run(self._compute, batch)
 
-    def _forward(self, batch: Batch) -> torch.Tensor | None:
+    @torch.no_grad()
+    def show_cache(self, sequence: Sequence, observer: Observer) -> None:
+        """Show what the cache of this process holds of a request."""
+        show_cache(sequence, self.backend, self.model_config.num_hidden_layers, observer)
+
+    def _compute(self, batch: Batch) -> torch.Tensor | None:
         if batch.observer is None:
             batch = self._planned(batch)
         with self._numerics():
             return self._decoder(batch)
+
+    def _planned(self, batch: Batch) -> Batch:
+        return replace(batch, plan=self.backend.plan(batch))
 
     def _open_rotary(self, config: ModelConfig) -> tuple[RotaryEmbedding, RotaryEmbedding | None]:
         """Return what rotates the layers, and what rotates those with a window if that is another."""
@@ -164,12 +148,6 @@ class ModelRunner:
         if config.local_rope is None:
             return rotary, None
         return rotary, RotaryEmbedding(replace(config, rope=config.local_rope), self.device, self.dtype)
-
-    def _cache_budget_bytes(self) -> int:
-        if self._ranks is None:
-            return cache_budget_bytes(self.device)
-        # Rank 0 hands out the blocks of all ranks: none may have fewer.
-        return self._ranks.least(cache_budget_bytes(self.device, num_engines=self._ranks.num_on_device))
 
     def _cache_spec(self, config: EngineConfig) -> CacheSpec:
         return CacheSpec(
@@ -197,7 +175,7 @@ def find_acceleration() -> type[Acceleration]:
     return FastAcceleration
 
 
-def _check_adapters(adapters: Mapping[str, object], ranks: Ranks | None) -> None:
+def _check_adapters(adapters: Mapping[str, object], ranks: Share | None) -> None:
     """Refuse what would leave an adapter's part out."""
     if adapters and ranks is not None:
         raise ConfigError(

@@ -128,7 +128,7 @@ def _ranks(count: int, sums: torch.dtype, dtype: torch.dtype) -> Any:
 
     def edit(layer: DecoderLayer) -> DecoderLayer:
         mlp: Any = layer.mlp  # of a dense model
-        attention = replace(layer.attention, o_proj=product(layer.attention.o_proj))  # type: ignore[arg-type]
+        attention = replace(layer.attention, o_proj=product(layer.attention.o_proj))
         return replace(layer, attention=attention, mlp=replace(mlp, down_proj=product(mlp.down_proj)))
 
     return edited_layers(edit)

@@ -61,7 +61,7 @@ def _logits_capped(cap: float) -> Any:
             def head(rows_RD: torch.Tensor) -> torch.Tensor:
                 return cap * torch.tanh(self.lm_head(rows_RD) / cap)
 
-            return original(replace(self, lm_head=head), x_TD, batch)  # type: ignore[arg-type]
+            return original(replace(self, lm_head=head), x_TD, batch)
 
         return logits
 

@@ -37,7 +37,7 @@ def _sampling_rows(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 def _coarse_logits(logits: Callable[..., Any]) -> Callable[..., Any]:
     def computed(self: Decoder, x: torch.Tensor, batch: Any) -> Any:
         head = self.lm_head
-        wrong = replace(self, lm_head=lambda rows: head(rows).to(torch.bfloat16).to(rows.dtype))  # type: ignore[arg-type]
+        wrong = replace(self, lm_head=lambda rows: head(rows).to(torch.bfloat16).to(rows.dtype))
         return logits(wrong, x, batch)
 
     return computed

@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.checkpoint.weights import LM_HEAD, TOKEN_EMBEDDING, Placement, weight_table
 from reference_engine.errors import CheckpointError
-from reference_engine.parallel.ranks import Ranks, shard_config
 
 __all__ = ["load_weights"]
 
@@ -31,9 +30,14 @@ IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 
 
 def load_weights(
-    folder: str | Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks | None = None
+    folder: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """Return the engine's parameters by name, in `dtype` on `device`; with several ranks, this one's parts of them.
+    """Return the engine's parameters by name, in `dtype` on `device`; with several ranks, this one's parts.
 
     A tied head is the embedding's own tensor, unless the checkpoint holds a different `lm_head.weight`, which then
     counts, as in transformers.
@@ -48,8 +52,7 @@ def load_weights(
         table = _table(config, source)
         _check_names(table, source, folder)
         _check_tensors(table, source, folder)
-        local = table if ranks is None else _table(shard_config(config, ranks.size), source)
-        parameters = _read(local, source, dtype, device, rank=0 if ranks is None else ranks.rank)
+        parameters = _read(_table(config.shard(num_ranks), source), source, dtype, device, rank=rank)
     if config.tie_word_embeddings:
         _tie(parameters)
     return parameters

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,22 @@ class ModelConfig:
         )
         model._check_heads(fields)
         return model
+
+    def shard(self, num_ranks: int) -> ModelConfig:
+        """Return what the model looks like to one of several ranks.
+
+        Raises:
+            ConfigError: something does not divide; the message has the numbers.
+        """
+        shared = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+        for name in shared:
+            if getattr(self, name) % num_ranks:
+                raise ConfigError(
+                    f"{name} does not divide among the ranks", where="tensor parallel",
+                    expected=f"a number of ranks that divides {getattr(self, name)}", actual=f"{num_ranks} ranks",
+                )  # fmt: skip
+        mlps = {layer: mlp.shard(num_ranks) for layer, mlp in self.mlps.items()}
+        return replace(self, mlps=mlps, **{name: getattr(self, name) // num_ranks for name in shared})
 
     def _check_heads(self, fields: Fields) -> None:
         where = fields.where

@@ -21,11 +21,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import embedding
 
-from reference_engine.checkpoint.model_config import ModelConfig
+from reference_engine.device import open_device
 from reference_engine.errors import ConfigError, RankError
+from reference_engine.kv_cache import cache_budget_bytes
+from reference_engine.layers import Linear
 from reference_engine.observer import Observer, StepInfo
+from reference_engine.parallel.messages import Command, encode_chunks
+from reference_engine.requests.sequence import Chunk
+from reference_engine.requests.sequence import Sequence as Request
+from reference_engine.share import Share
 
-__all__ = ["Ranks", "RowParallel", "ShardedTaps", "VocabParallelEmbedding", "VocabParallelHead", "shard_config"]
+__all__ = ["Ranks", "RowParallel", "ShardedTaps", "VocabParallelEmbedding", "VocabParallelHead"]
 
 IDLE_LIMIT = timedelta(days=30)
 """For the next step: an engine may be idle. That a rank has ended is noticed at once, by its closed connections."""
@@ -39,8 +45,8 @@ _SHARDED = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """One process among those that share the model.
+class Ranks(Share):
+    """One process among those that share the model; all but the first do what it tells.
 
     Raises:
         RankError: in every method, when another rank has ended or does not answer.
@@ -87,6 +93,42 @@ class Ranks:
         address = f"{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT']) + 1}"  # torchrun listens at its own
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         return cls.join(address, rank, size, device, num_local=int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+
+    def open_device(self, name: str) -> torch.device:
+        """See `Share.open_device`: the one that was chosen on joining."""
+        return open_device(str(self.device))
+
+    def cache_budget_bytes(self, device: torch.device) -> int:
+        """See `Share.cache_budget_bytes`; rank 0 hands out the blocks of all ranks, so none may have fewer."""
+        return self.least(cache_budget_bytes(device, num_engines=self.num_on_device))
+
+    def embedding(self, table_VD: torch.Tensor) -> VocabParallelEmbedding:
+        """See `Share.embedding`."""
+        return VocabParallelEmbedding(table_VD, self)
+
+    def row_parallel(self, product: Linear) -> RowParallel:
+        """See `Share.row_parallel`."""
+        return RowParallel(product if self.rank == 0 else replace(product, bias_O=None), self)  # a bias is added once
+
+    def head(self, product: Linear) -> VocabParallelHead:
+        """See `Share.head`."""
+        return VocabParallelHead(product, self)
+
+    def watching(self, observer: Observer | None) -> ShardedTaps:
+        """See `Share.watching`; ranks but the first have no observer, and only give their parts."""
+        return ShardedTaps(self, observer)
+
+    def tell_step(self, computed: Sequence[Chunk], is_observed: bool) -> None:
+        """See `Share.tell_step`."""
+        self.broadcast([Command.STEP, is_observed, *encode_chunks(computed)])
+
+    def tell_copy(self, source: int, target: int) -> None:
+        """See `Share.tell_copy`."""
+        self.broadcast([Command.COPY_BLOCK, source, target])
+
+    def tell_read_back(self, sequence: Request) -> None:
+        """See `Share.tell_read_back`."""
+        self.broadcast([Command.READ_BACK, *encode_chunks([Chunk(sequence, 0, sequence.num_computed_tokens)])])
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks, on every rank: in float32, so that the order of the ranks is not seen."""
@@ -151,23 +193,6 @@ def _rank_errors(doing: str) -> Iterator[None]:
             f"the ranks lost each other while {doing}: {str(error).splitlines()[0]}", where="torch.distributed",
             hint="Look at what the other processes printed: one has ended or hangs.",
         ) from error  # fmt: skip
-
-
-def shard_config(config: ModelConfig, size: int) -> ModelConfig:
-    """Return what the model looks like to one of `size` ranks.
-
-    Raises:
-        ConfigError: something does not divide; the message has the numbers.
-    """
-    shared = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-    for name in shared:
-        if getattr(config, name) % size:
-            raise ConfigError(
-                f"{name} does not divide among the ranks", where="tensor parallel",
-                expected=f"a number of ranks that divides {getattr(config, name)}", actual=f"{size} ranks",
-            )  # fmt: skip
-    mlps = {layer: mlp.shard(size) for layer, mlp in config.mlps.items()}
-    return replace(config, mlps=mlps, **{name: getattr(config, name) // size for name in shared})
 
 
 @dataclass(frozen=True, slots=True)

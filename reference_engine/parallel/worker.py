@@ -19,7 +19,7 @@ from reference_engine.config import EngineConfig
 from reference_engine.engine import LLMEngine
 from reference_engine.model_runner import ModelRunner
 from reference_engine.parallel.messages import Command, decode_chunks
-from reference_engine.parallel.ranks import Ranks, shard_config
+from reference_engine.parallel.ranks import Ranks
 
 __all__ = ["parallel_engine", "serve"]
 
@@ -34,17 +34,20 @@ def serve(model_dir: str | Path, config: EngineConfig, ranks: Ranks) -> None:
         RankError: rank 0 has ended without a message.
     """
     runner = ModelRunner(model_dir, config, ModelConfig.from_folder(model_dir), ranks)
+    parts = ranks.watching(None)
     while True:
         command, *numbers = ranks.receive()
         if command == Command.STOP:
             return
         if command == Command.STEP:
-            runner.follow(decode_chunks(numbers[1:]), is_observed=bool(numbers[0]))
+            is_observed, *told = numbers
+            runner.forward(runner.batch(decode_chunks(told), parts if is_observed else None))
         elif command == Command.COPY_BLOCK:
-            runner.follow_copy(*numbers)
+            assert runner.backend.cache is not None, "rank 0 has told a copy of its own"
+            runner.backend.cache.copy_block(*numbers)
         else:
             (chunk,) = decode_chunks(numbers)
-            runner.follow_read_back(chunk.sequence)
+            runner.show_cache(chunk.sequence, parts)
 
 
 @contextmanager
@@ -55,7 +58,7 @@ def parallel_engine(model_dir: str | Path, config: EngineConfig, size: int) -> I
         ConfigError, CheckpointError, DeviceError: as `LLMEngine`.
         RankError: a rank has ended.
     """
-    shard_config(ModelConfig.from_folder(model_dir), size)  # what does not divide is said before anything is started
+    ModelConfig.from_folder(model_dir).shard(size)  # what does not divide is said before anything is started
     address = f"127.0.0.1:{_free_port()}"
     arguments = [str(model_dir), json.dumps(asdict(config)), address, str(size)]
     module = [sys.executable, "-m", "reference_engine.parallel.worker"]

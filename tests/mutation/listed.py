@@ -38,7 +38,7 @@ LISTED: tuple[Mutant, ...] = (
     # the limit of what a control may lose times 100 (it stands where the self-check's stood)
     replaced(f"{_COMPARE}/bounds.py", "CONTROL_FACTOR = 4.0", "CONTROL_FACTOR = 400.0"),
     # the bias added on every rank
-    replaced(f"{_ENGINE}/model.py", "own if ranks.rank == 0 else replace(own, bias_O=None)", "own"),
+    replaced(f"{_ENGINE}/parallel/ranks.py", "product if self.rank == 0 else replace(product, bias_O=None)", "product"),
     # an all-reduce not in float32
     replaced(f"{_ENGINE}/parallel/ranks.py", "total = x.to(torch.float32)", "total = x.clone()"),
     # padding of graphs not zeroed

@@ -17,7 +17,6 @@ _ENGINE = {
     "prefix_cache": ("test_prefix_cache.py", "test_block_pool.py", "test_engine_sharing.py"),
     "sampler": ("test_sampler.py", "test_engine.py"),
     "parallel/ranks": ("test_parallel.py",),
-    "model": ("test_parallel.py",),
     "fast/graphs": ("fast/test_graphs.py",),
 }
 
@@ -128,5 +127,5 @@ def subjects() -> list[str]:
     return [*found, *(f"reference_engine/{name}.py" for name in _ENGINE if name not in LISTED_ONLY)]
 
 
-LISTED_ONLY = ("model", "fast/graphs")
+LISTED_ONLY = ("fast/graphs",)
 """Modules of the engine that only listed changes are made to."""

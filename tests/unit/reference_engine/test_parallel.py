@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from reference_engine import EngineConfig, model_runner
+from reference_engine import EngineConfig
 from reference_engine.checkpoint.load import load_weights
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.checkpoint.weights import LM_HEAD, TOKEN_EMBEDDING, weight_table
@@ -19,7 +19,7 @@ from reference_engine.model import Decoder
 from reference_engine.model_runner import ModelRunner
 from reference_engine.parallel import ranks as parallel
 from reference_engine.parallel.messages import decode_chunks, encode_chunks
-from reference_engine.parallel.ranks import Ranks, RowParallel, ShardedTaps, VocabParallelEmbedding, shard_config
+from reference_engine.parallel.ranks import Ranks, RowParallel, ShardedTaps, VocabParallelEmbedding
 from reference_engine.requests.sampling import SamplingParams
 from reference_engine.requests.sequence import Chunk, Sequence
 
@@ -36,14 +36,14 @@ def test_what_does_not_divide_is_said_with_the_numbers(checkpoint: Any, name: st
     config = ModelConfig.from_folder(checkpoint.folder)
     size = getattr(config, name) + 1
     with pytest.raises(ConfigError, match=rf"does not divide among the ranks.* found {size} ranks"):
-        shard_config(config, size)
+        config.shard(size)
 
 
 def test_experts_that_do_not_divide_are_said_with_the_numbers() -> None:
     config = ModelConfig.from_folder(EMBEDDED / "qwen3-moe-tiny")
     uneven = replace(config, mlps={0: replace(config.mlps[0], intermediate_size=31)})
     with pytest.raises(ConfigError, match=r"moe_intermediate_size does not divide.*divides 31, found 2 ranks"):
-        shard_config(uneven, 2)
+        uneven.shard(2)
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "qwen2-tiny", "qwen3-tiny", "qwen3-moe-tiny", "gemma3-tiny"])
@@ -51,7 +51,7 @@ def test_the_parts_of_all_ranks_are_the_whole(name: str) -> None:
     folder = EMBEDDED / name
     config = ModelConfig.from_folder(folder)
     whole = load_weights(folder, config, torch.float32, CPU)
-    parts = [load_weights(folder, config, torch.float32, CPU, ranks) for ranks in ranks_of(2)]
+    parts = [load_weights(folder, config, torch.float32, CPU, rank, 2) for rank in range(2)]
     num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     for name, tensor in whole.items():
         own = [part[name] for part in parts]
@@ -141,7 +141,7 @@ def open_runner(folder: Path, ranks: Ranks, **options: Any) -> ModelRunner:
 
 def test_a_rank_opens_its_own_device(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
-    monkeypatch.setattr(model_runner, "open_device", lambda name: opened.append(name) or CPU)
+    monkeypatch.setattr(parallel, "open_device", lambda name: opened.append(name) or CPU)
     monkeypatch.setattr(Ranks, "least", lambda self, number: number)
     open_runner(checkpoint.folder, Ranks(rank=0, size=1, device=torch.device("cuda:1")))
     assert opened == ["cuda:1"]
@@ -149,7 +149,7 @@ def test_a_rank_opens_its_own_device(checkpoint: Any, monkeypatch: pytest.Monkey
 
 def test_no_rank_has_more_blocks_than_another(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     budgets: list[int] = []
-    monkeypatch.setattr(model_runner, "open_device", lambda name: CPU)
+    monkeypatch.setattr(parallel, "open_device", lambda name: CPU)
     monkeypatch.setattr(Ranks, "least", lambda self, number: budgets.append(number) or number // 1024)
     block_bytes = 2 * 2 * 16 * 2 * 12 * 4
     runner = open_runner(checkpoint.folder, Ranks(rank=0, size=1, device=CPU))
