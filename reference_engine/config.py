@@ -72,13 +72,10 @@ class EngineConfig:
         self._check_at_least("max_num_seqs", 1)
         self._check_at_least("max_model_len", 1)
         self._check_at_least("seed", 0)
-        self._check_boolean("enable_prefix_caching")
-        self._check_boolean("cuda_graphs")
-        self._check_boolean("fused_kernels")
+        for name in ("enable_prefix_caching", "cuda_graphs", "fused_kernels", "compile_layers", "debug_checks"):
+            self._check_boolean(name)
         if self.widen_weights is not None:
             self._check_boolean("widen_weights")
-        self._check_boolean("compile_layers")
-        self._check_boolean("debug_checks")
 
     def _check_boolean(self, name: str) -> None:
         value = getattr(self, name)

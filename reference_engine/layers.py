@@ -2,8 +2,7 @@
 
 Each rounds where transformers rounds, so that what is left between the two is the noise of a matrix product.
 
-Shapes: T tokens, I inputs, O outputs, D hidden, F ffn, V vocab; X is any one of these. E experts, C chosen ones of a
-token.
+Shapes: T tokens, I inputs, O outputs, D hidden, F ffn, V vocab, H head dim; X is any one of these.
 """
 
 # ruff: noqa: N815 (shape suffixes on fields are this field's notation)
@@ -19,22 +18,17 @@ import torch
 from torch.nn.functional import embedding, gelu, linear, silu
 
 from reference_engine.batch import Batch
-from reference_engine.checkpoint.experts import ExpertsShape
-from reference_engine.checkpoint.model_config import ModelConfig
 
 __all__ = [
     "ACTIVATIONS",
     "MLP",
     "Embedding",
-    "Expert",
-    "Experts",
     "FeedForward",
     "Linear",
     "Product",
     "RMSNorm",
-    "ScaledEmbedding",
-    "ZeroCentredRMSNorm",
-    "build_mlp",
+    "Rotation",
+    "TokenMixer",
 ]
 
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -90,28 +84,15 @@ class RMSNorm:
         return self.weight_X * normed.to(x_TX.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroCentredRMSNorm(RMSNorm):
-    """Gemma's: multiplied by 1 + weight, all in float32, and rounded once."""
-
-    def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
-        """Return a new tensor of the same shape; the input is left as it is."""
-        x32 = x_TX.to(torch.float32)
-        normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (normed * (1.0 + self.weight_X.to(torch.float32))).to(x_TX.dtype)
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosine and sine of each token, both [T, 1, H]."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledEmbedding:
-    """Gemma's: the rows of a table times the root of the hidden size, which is rounded to the dtype first."""
+class TokenMixer(Protocol):
+    """The part of a layer that lets a token see those before it."""
 
-    embedding: Callable[[torch.Tensor], torch.Tensor]
-    scale: torch.Tensor
-    """No dimensions."""
-
-    def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """Return [T, D]."""
-        return self.embedding(token_ids_T) * self.scale
+    def __call__(self, x_TD: torch.Tensor, rotation: Rotation, batch: Batch, prefix: str) -> torch.Tensor:
+        """Return [T, D]; `prefix` starts the names of the taps."""
 
 
 class FeedForward(Protocol):
@@ -140,74 +121,3 @@ class MLP:
         out_TD = batch.adapt(prefix, "mlp.down_proj", act_TF, self.down_proj(act_TF))
         batch.tap(prefix, "mlp.down_proj", out_TD)
         return out_TD
-
-
-@dataclass(frozen=True, slots=True)
-class Expert:
-    """One of the experts of a layer."""
-
-    gate_up_proj: Linear
-    down_proj: Callable[[torch.Tensor], torch.Tensor]
-
-    def __call__(self, x_TD: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return [T, D] of the tokens that chose it."""
-        gate_TF, up_TF = self.gate_up_proj(x_TD).chunk(2, dim=-1)
-        return self.down_proj(activation(gate_TF) * up_TF)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
-    """Sends each token to its best experts, and adds up what they return (Shazeer et al. 2017).
-
-    Experts run one after the other, each over the tokens that chose it; which ones run is known on the host alone.
-    """
-
-    router: Linear
-    experts: tuple[Expert, ...]
-    num_chosen: int
-    normalizes_weights: bool
-    """Whether the weights of a token's experts add up to one."""
-    activation: Callable[[torch.Tensor], torch.Tensor]
-
-    def __call__(self, x_TD: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
-        """Return [T, D]; `prefix` starts the names of the taps."""
-        weights_TC, chosen_TC = self._route(x_TD, batch, prefix)
-        out_TD = torch.zeros_like(x_TD)
-        for number in chosen_TC.unique().tolist():  # in order, so that each token's sum has one order
-            rows, places = torch.where(chosen_TC == number)
-            own = self.experts[number](x_TD[rows], self.activation) * weights_TC[rows, places, None]
-            out_TD.index_add_(0, rows, own)
-        batch.tap(prefix, "mlp.experts", out_TD)
-        return out_TD
-
-    def _route(self, x_TD: torch.Tensor, batch: Batch, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weights and numbers of each token's experts, both [T, C], the best first."""
-        logits_TE = self.router(x_TD)
-        batch.tap(prefix, "mlp.gate", logits_TE)
-        weights_TC, chosen_TC = logits_TE.softmax(dim=-1, dtype=torch.float32).topk(self.num_chosen, dim=-1)
-        if self.normalizes_weights:
-            weights_TC = weights_TC / weights_TC.sum(dim=-1, keepdim=True)
-        weights_TC = weights_TC.to(x_TD.dtype)
-        batch.tap(prefix, "mlp.gate.topk", chosen_TC)
-        batch.tap(prefix, "mlp.gate.1", weights_TC)
-        return weights_TC, chosen_TC
-
-
-def build_mlp(
-    config: ModelConfig,
-    layer: int,
-    linear: Callable[[str], Linear],
-    row_parallel: Callable[[str], Callable[[torch.Tensor], torch.Tensor]],
-) -> FeedForward:
-    """Assemble what stands in a layer's place of an MLP; `linear` and `row_parallel` take the names of its products."""
-    shape, activation = config.mlps.get(layer), ACTIVATIONS[config.family.activation]
-    if not isinstance(shape, ExpertsShape):
-        return MLP(linear("mlp.gate_up_proj"), row_parallel("mlp.down_proj"), activation)
-    names = [f"mlp.experts.{number}" for number in range(shape.num_experts)]
-    return Experts(
-        router=linear("mlp.gate"),
-        experts=tuple(Expert(linear(f"{name}.gate_up_proj"), row_parallel(f"{name}.down_proj")) for name in names),
-        num_chosen=shape.num_chosen,
-        normalizes_weights=shape.normalizes_weights,
-        activation=activation,
-    )

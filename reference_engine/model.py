@@ -13,20 +13,23 @@ import torch
 
 from reference_engine.attention.backend import AttentionBackend
 from reference_engine.batch import Batch
+from reference_engine.checkpoint.experts import ExpertsShape
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.checkpoint.weights import LM_HEAD, TOKEN_EMBEDDING
+from reference_engine.families.experts import build_experts
+from reference_engine.families.gemma3 import SandwichLayer, ScaledEmbedding, ZeroCentredRMSNorm
 from reference_engine.layers import (
+    ACTIVATIONS,
+    MLP,
     FeedForward,
     Linear,
     RMSNorm,
-    ScaledEmbedding,
-    ZeroCentredRMSNorm,
-    build_mlp,
+    Rotation,
 )
 from reference_engine.rotary import RotaryEmbedding, apply_rotary
 from reference_engine.share import Share
 
-__all__ = ["Attention", "Decoder", "DecoderLayer", "Forward", "Layer", "SandwichLayer"]
+__all__ = ["Attention", "Decoder", "DecoderLayer", "Forward", "Layer"]
 
 Forward = Callable[[Batch], torch.Tensor | None]
 """Computes the logits [R, V] of a batch; None when no row is sampled."""
@@ -46,9 +49,7 @@ class Attention:
     k_norm: RMSNorm | None
     backend: AttentionBackend
 
-    def __call__(
-        self, x_TD: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch, prefix: str
-    ) -> torch.Tensor:
+    def __call__(self, x_TD: torch.Tensor, rotation: Rotation, batch: Batch, prefix: str) -> torch.Tensor:
         """Return [T, D]."""
         q_TNH, k_TKH, v_TKH = self._project(x_TD, batch, prefix)
         q_TNH, k_TKH = apply_rotary(q_TNH, *rotation), apply_rotary(k_TKH, *rotation)
@@ -87,7 +88,7 @@ class DecoderLayer:
     post_attention_layernorm: RMSNorm
     mlp: FeedForward
 
-    def __call__(self, x_TD: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
+    def __call__(self, x_TD: torch.Tensor, rotation: Rotation, batch: Batch) -> torch.Tensor:
         """Return the residual stream [T, D] behind this layer."""
         normed_TD = self.input_layernorm(x_TD)
         batch.tap(self.prefix, "input_layernorm", normed_TD)
@@ -100,42 +101,10 @@ class DecoderLayer:
         return x_TD
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SandwichLayer:
-    """Attention, then MLP, each with a norm before it and another one behind it (Gemma 3)."""
-
-    prefix: str
-    """Start of the names of its taps: `model.layers.3.`."""
-    input_layernorm: RMSNorm
-    attention: Attention
-    post_attention_layernorm: RMSNorm
-    pre_feedforward_layernorm: RMSNorm
-    mlp: FeedForward
-    post_feedforward_layernorm: RMSNorm
-
-    def __call__(self, x_TD: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """Return the residual stream [T, D] behind this layer."""
-        normed_TD = self.input_layernorm(x_TD)
-        batch.tap(self.prefix, "input_layernorm", normed_TD)
-        normed_TD = self.post_attention_layernorm(self.attention(normed_TD, rotation, batch, self.prefix))
-        batch.tap(self.prefix, "post_attention_layernorm", normed_TD)
-        x_TD = x_TD + normed_TD
-        batch.tap(self.prefix, "attn_residual", x_TD)
-        normed_TD = self.pre_feedforward_layernorm(x_TD)
-        batch.tap(self.prefix, "pre_feedforward_layernorm", normed_TD)
-        normed_TD = self.post_feedforward_layernorm(self.mlp(normed_TD, batch, self.prefix))
-        batch.tap(self.prefix, "post_feedforward_layernorm", normed_TD)
-        x_TD = x_TD + normed_TD
-        batch.tap(self.prefix, "output", x_TD)
-        return x_TD
-
-
 class Layer(Protocol):
     """A decoder layer, compiled or not."""
 
-    def __call__(
-        self, x_TD: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch, /
-    ) -> torch.Tensor:
+    def __call__(self, x_TD: torch.Tensor, rotation: Rotation, batch: Batch, /) -> torch.Tensor:
         """Return the residual stream [T, D] behind it."""
 
 
@@ -224,7 +193,7 @@ def _build_layer(
     layer: int,
     share: Share,
     product: Callable[[torch.Tensor, torch.Tensor | None], Linear],
-) -> DecoderLayer | SandwichLayer:
+) -> Layer:
     prefix = f"model.layers.{layer}."
 
     def norm(name: str) -> RMSNorm:
@@ -247,10 +216,16 @@ def _build_layer(
         k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
         backend=backend,
     )
+    shape, activation = config.mlps.get(layer), ACTIVATIONS[config.family.activation]
+    mlp: FeedForward
+    if isinstance(shape, ExpertsShape):
+        mlp = build_experts(shape, linear, row_parallel, activation)
+    else:
+        mlp = MLP(linear("mlp.gate_up_proj"), row_parallel("mlp.down_proj"), activation)
     layer_class = DecoderLayer if len(config.family.layer_norms) == 2 else SandwichLayer
     return layer_class(
         prefix=prefix,
         attention=attention,
-        mlp=build_mlp(config, layer, linear, row_parallel),
+        mlp=mlp,
         **{name: norm(name) for name in config.family.layer_norms},
     )

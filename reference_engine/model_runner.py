@@ -106,6 +106,7 @@ class ModelRunner:
             observer.end_step(sampled.token_ids)
         return sampled
 
+    @torch.no_grad()
     def read_back(self, sequence: Sequence, observer: Observer | None) -> None:
         """Show an observer what the cache holds of a request."""
         if observer is not None and self.backend.cache is not None and sequence.num_computed_tokens:
@@ -123,12 +124,10 @@ class ModelRunner:
         batch = build_batch(computed, self.backend.block_size, self.device, observer, self.adapters)
         return batch if observer is None else self._planned(batch)
 
-    @torch.no_grad()
     def forward(self, batch: Batch) -> torch.Tensor | None:
         """Return the logits [R, V] of this process, valid until the next step; None when no row is sampled."""
         return self.acceleration.run(self._compute, batch)
 
-    @torch.no_grad()
     def show_cache(self, sequence: Sequence, observer: Observer) -> None:
         """Show what the cache of this process holds of a request."""
         show_cache(sequence, self.backend, self.model_config.num_hidden_layers, observer)

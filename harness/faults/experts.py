@@ -9,7 +9,7 @@ from harness.faults.fault import FIRST, Category, Fault, FaultConfig, Row
 from harness.faults.injection import replacing
 from harness.faults.weights import Weights, loaded
 from reference_engine.batch import Batch
-from reference_engine.layers import Experts
+from reference_engine.families.experts import Experts
 
 _CHOICE, _WEIGHTS, _EXPERTS = (f"model.layers.0.mlp.{site}" for site in ("gate.topk", "gate.1", "experts"))
 _E0 = "model.layers.0.mlp.experts."

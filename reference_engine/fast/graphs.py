@@ -20,7 +20,7 @@ import torch
 from reference_engine.batch import Batch
 from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.layers import MLP, Linear
-from reference_engine.model import Decoder, DecoderLayer, Forward, SandwichLayer
+from reference_engine.model import Decoder, Forward
 
 __all__ = ["Capture", "CudaCapture", "DecodeGraphs", "graph_sizes", "is_capturable"]
 
@@ -36,8 +36,8 @@ def is_capturable(decoder: Decoder) -> bool:
 
     Which experts run is known on the host alone, and sums over ranks may go through it.
     """
-    layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer | SandwichLayer)]
-    return all(isinstance(layer.mlp, MLP) and isinstance(layer.attention.o_proj, Linear) for layer in layers)
+    has_mlps = all(isinstance(getattr(layer, "mlp", None), MLP) for layer in decoder.layers)
+    return has_mlps and isinstance(decoder.lm_head, Linear)
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.config import EngineConfig
 from reference_engine.engine import LLMEngine
@@ -27,6 +29,7 @@ GRACE_S = 20
 """Seconds that a worker has to end by itself."""
 
 
+@torch.no_grad()
 def serve(model_dir: str | Path, config: EngineConfig, ranks: Ranks) -> None:
     """Follow rank 0 until it tells `Command.STOP`.
 

@@ -21,8 +21,9 @@ from harness.faults.injection import replacing
 from harness.faults.norm import branches, edited_layers, norm_scaled_by
 from harness.faults.position import frequencies_changed, positions_changed, rotary
 from harness.faults.weights import loaded
+from reference_engine.families.experts import Expert
 from reference_engine.kv_cache import KVCache
-from reference_engine.layers import Expert, RMSNorm
+from reference_engine.layers import RMSNorm
 from reference_engine.rotary import rotate_half
 
 MOE = ("qwen3-moe-tiny",)

@@ -20,8 +20,9 @@ from harness.faults.variants import variants
 from reference_engine import LLMEngine
 from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
+from reference_engine.families.experts import Experts
 from reference_engine.kv_cache import KVCache
-from reference_engine.layers import MLP, Embedding, Experts, Linear, RMSNorm
+from reference_engine.layers import MLP, Embedding, Linear, RMSNorm
 from reference_engine.model import Attention, Decoder, DecoderLayer
 from reference_engine.prefix_cache import Prefix, PrefixCache
 from reference_engine.rotary import RotaryEmbedding

@@ -48,7 +48,7 @@ def test_without_a_compiler_the_error_says_what_is_missing(monkeypatch: pytest.M
 @needs_compiler
 def test_a_gpu_is_refused_and_any_block_size_and_window_served() -> None:
     assert "expected device cpu, found cuda." in refusal(device=torch.device("cuda"))
-    assert find_backend("cpp", make_spec(block_size=3, layer_windows=(None, 7))) is BACKENDS["cpp"]
+    assert find_backend("cpp", make_spec(block_size=3, layer_windows=(None, 7)), BACKENDS) is BACKENDS["cpp"]
 
 
 def test_the_variable_cxx_names_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

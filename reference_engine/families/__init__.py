@@ -1,0 +1,3 @@
+"""Layers that only some families of models have; `checkpoint.families` says which."""
+
+from __future__ import annotations
