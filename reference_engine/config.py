@@ -13,7 +13,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Options of an engine.
+    """Options of an engine. Those of speed (`cuda_graphs` to `compile_layers`) are served by the room `fast`.
 
     Raises:
         ConfigError: a value is impossible.
@@ -24,7 +24,7 @@ class EngineConfig:
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:1`."""
     attention_backend: str = "paged"
-    """A name in `attention.backend.BACKENDS`: `paged`, `cpp`, `contiguous`, `recompute`, `triton` or `varlen`."""
+    """`paged`, `contiguous` or `recompute`, and from the room `fast`: `cpp`, `triton` or `varlen`."""
     block_size: int = 16
     """Tokens in a KV block; only the paged backend has blocks."""
     num_blocks: int | None = None

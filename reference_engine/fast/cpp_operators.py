@@ -1,8 +1,8 @@
 """The C++ kernels as operators of torch: `reference_engine_cpu::paged_decode` and so on, compiled once a machine.
 
-The operators and their arguments are those of `operators`, so that one decoder reads either. Compiling takes some five
-seconds; the library is kept in the user's cache folder under a name that says what it was made of. Compiled and loaded
-when the backend `cpp` is opened, not before.
+The operators and their arguments are those of `triton_operators`, so that one decoder reads either. Compiling takes
+some five seconds; the library is kept in the user's cache folder under a name that says what it was made of. Compiled
+and loaded when the backend `cpp` is opened, not before.
 """
 
 from __future__ import annotations
