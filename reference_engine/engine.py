@@ -38,8 +38,8 @@ class LLMEngine:
 
     `observer` may be set at any time between steps; None, the default, costs nothing. `hash_function` is what the
     prefix cache finds blocks by; a bad one costs hits, never correctness. `ranks` are the processes that share the
-    model, of which this is the first (`worker.parallel_engine`); None is one process. `adapters` are folders of LoRA
-    adapters in PEFT's format, by the names that requests ask for them (`SamplingParams.adapter`).
+    model, of which this is the first (`parallel.worker.parallel_engine`); None is one process. `adapters` are folders
+    of LoRA adapters in PEFT's format, by the names that requests ask for them (`SamplingParams.adapter`).
 
     Raises:
         ConfigError: config.json or `config` holds an impossible value.
