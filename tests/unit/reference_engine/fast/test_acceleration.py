@@ -13,6 +13,8 @@ import torch
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 from reference_engine.fast import packing
 from reference_engine.fast.cpp_operators import find_compiler
+from reference_engine.fast.fused import is_fusable
+from reference_engine.fast.graphs import is_capturable
 from reference_engine.fast.products import Widened
 
 from ..test_closing import assert_freed_at_once
@@ -59,3 +61,17 @@ def test_recorded_steps_are_freed_with_the_engine_at_once(checkpoint: Any) -> No
     assert_freed_at_once(
         checkpoint.folder, config, lambda engine: engine.runner.acceleration.record(engine.backend, again)
     )
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "can_be_fused", "can_be_recorded"),
+    [("qwen3", True, True), ("llama", True, True), ("gemma3", False, True), ("qwen3-moe", False, False)],
+    indirect=["checkpoint"],
+)
+def test_what_can_be_fused_and_recorded_is_read_off_the_layers(
+    checkpoint: Any, can_be_fused: bool, can_be_recorded: bool
+) -> None:
+    with LLMEngine(checkpoint.folder, EngineConfig(max_model_len=32)) as engine:
+        decoder = engine.runner.model
+        assert (is_fusable(decoder), is_capturable(decoder)) == (can_be_fused, can_be_recorded)
+        assert not is_capturable(replace(decoder, lm_head=lambda rows: decoder.lm_head(rows))), "joined over ranks"
