@@ -12,7 +12,7 @@ Its core is read in one sitting, in this order:
 
 `share` and `acceleration` are what the core knows of the rooms beside it, and it runs without them: `parallel` (several
 processes) and `fast` (kernels, packed weights, recorded steps). The other rooms: `requests`, `checkpoint`, `families`,
-`observing`, `server`.
+`lora`, `observing`, `server`.
 
 Importing the package costs nothing: torch is loaded when the first name that needs it is asked for.
 """

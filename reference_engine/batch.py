@@ -20,7 +20,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from reference_engine.block_pool import NULL_BLOCK
-from reference_engine.lora import Adapter
+from reference_engine.lora.adapter import Adapter
 from reference_engine.observer import Observer
 from reference_engine.requests.sequence import Chunk
 

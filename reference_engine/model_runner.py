@@ -18,7 +18,7 @@ from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.config import DTYPES, EngineConfig
 from reference_engine.errors import ConfigError
 from reference_engine.kv_cache import CacheSpec
-from reference_engine.lora import read_adapter
+from reference_engine.lora.adapter import read_adapter
 from reference_engine.model import Decoder
 from reference_engine.numerics import step_numerics
 from reference_engine.observer import Observer

@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from reference_engine import lora
 from reference_engine.checkpoint.model_config import ModelConfig
+from reference_engine.lora import adapter as lora
 
 from ..unit.lora_adapter import FOLDER, write_adapter
 

@@ -13,7 +13,7 @@ from harness.errors import Code, HarnessError
 from harness.oracle.lora import LoraLinear, add_adapter
 from harness.oracle.model import load_model
 from reference_engine import EngineError, ModelConfig
-from reference_engine.lora import read_adapter
+from reference_engine.lora.adapter import read_adapter
 
 from .lora_adapter import FOLDER, write_adapter
 from .lora_cases import ACCEPTED, REFUSED, random_settings
@@ -154,7 +154,7 @@ def test_what_is_not_understood_is_refused_by_both(read, field, value, tmp_path)
 def test_every_field_of_peft_is_known():
     """A version of PEFT with another field fails here: is it without effect, refused, or read?"""
     from harness.oracle.lora_config import _WITHOUT_EFFECT, LoraConfig
-    from reference_engine import lora_config as engine
+    from reference_engine.lora import config as engine
 
     refused = {
         "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config",

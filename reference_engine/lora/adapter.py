@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.checkpoint.weights import Placement, weight_table
 from reference_engine.errors import CheckpointError
-from reference_engine.lora_config import LoraConfig, read_lora_config
+from reference_engine.lora.config import LoraConfig, read_lora_config
 
 __all__ = ["Adapter", "LowRank", "read_adapter"]
 
