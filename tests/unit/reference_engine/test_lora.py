@@ -152,8 +152,3 @@ def test_files_that_are_not_there(tmp_path):
     (folder / "adapter_model.safetensors").write_bytes(b"nothing")
     with pytest.raises(EngineError, match="weights cannot be read"):
         LLMEngine(FOLDER, adapters={"bad": folder})
-
-
-def test_what_would_leave_the_adapter_out_is_refused(adapters):
-    with pytest.raises(EngineError, match="compile_layers"):
-        LLMEngine(FOLDER, EngineConfig(compile_layers=True), adapters=adapters)

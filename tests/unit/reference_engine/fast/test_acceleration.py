@@ -5,18 +5,20 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from reference_engine import EngineConfig, LLMEngine, SamplingParams
+from reference_engine import EngineConfig, EngineError, LLMEngine, SamplingParams
 from reference_engine.fast import packing
 from reference_engine.fast.cpp_operators import find_compiler
 from reference_engine.fast.fused import is_fusable
 from reference_engine.fast.graphs import is_capturable
 from reference_engine.fast.products import Widened
 
+from ...lora_adapter import FOLDER, write_adapter
 from ..test_closing import assert_freed_at_once
 from .test_graphs import again
 
@@ -75,3 +77,9 @@ def test_what_can_be_fused_and_recorded_is_read_off_the_layers(
         decoder = engine.runner.model
         assert (is_fusable(decoder), is_capturable(decoder)) == (can_be_fused, can_be_recorded)
         assert not is_capturable(replace(decoder, lm_head=lambda rows: decoder.lm_head(rows))), "joined over ranks"
+
+
+def test_what_would_leave_the_adapter_out_is_refused(tmp_path: Path) -> None:
+    adapters = {"own": write_adapter(tmp_path / "adapter", seed=3)}
+    with pytest.raises(EngineError, match="compile_layers"):
+        LLMEngine(FOLDER, EngineConfig(compile_layers=True), adapters=adapters)
