@@ -41,8 +41,14 @@ def subject(hf, operation, **given):
     return Subject(hf=hf, operation=operation, rows=rows, **given)
 
 
+def roundings(subject):
+    """Yield the orders of rounding that apply to some rows."""
+    for convention in conventions(subject.operation.kind):
+        yield from convention.roundings(subject)
+
+
 def names(hf, operation, **given):
-    return [each.name for each in conventions(subject(hf, operation, **{"inputs": [torch.ones(3, 8)]} | given))]
+    return [each.name for each in roundings(subject(hf, operation, **{"inputs": [torch.ones(3, 8)]} | given))]
 
 
 def test_which_conventions_apply(tiny):
@@ -84,7 +90,7 @@ def test_the_eager_convention_is_bit_for_bit_hfs_eager_attention(tiny, family, d
     for call, context in calls:
         operation = next(op for op in hf.graph if op.module == call.path and op.kind is Kind.ATTENTION)
         rows = torch.tensor([25, 0, 13, 7])
-        (convention,) = conventions(subject(hf, operation, dtype=dtype, rows=rows, call=call))
+        (convention,) = roundings(subject(hf, operation, dtype=dtype, rows=rows, call=call))
         with torch.no_grad():
             assert torch.equal(convention.expected(), context[rows].double())
 
@@ -183,7 +189,7 @@ def test_partial_sums_are_those_of_the_ranks(bench, name, num_ranks):
     x = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
     found = {
         each.name: each.expected()
-        for each in conventions(subject(one.hf, one.hf.graph[name], rows=torch.arange(5), inputs=[x.double()]))
+        for each in roundings(subject(one.hf, one.hf.graph[name], rows=torch.arange(5), inputs=[x.double()]))
     }[PARTIAL_SUMS.format(num_ranks)]
     shares = zip(x.double().chunk(num_ranks, dim=1), weight.double().chunk(num_ranks, dim=1), strict=True)
     torch.testing.assert_close(found, sum((a @ w.T).bfloat16().double() for a, w in shares), rtol=1e-12, atol=0)
@@ -198,7 +204,7 @@ def test_the_first_rank_adds_the_bias(is_conv1d):
     hf = SimpleNamespace(module=lambda _path: module)
     operation = Operation(tap="c_proj", kind=Kind.LINEAR, inputs=("x",), source="c_proj")
     with torch.no_grad():
-        found = next(conventions(subject(hf, operation, rows=torch.arange(4), inputs=[x])))
+        found = next(roundings(subject(hf, operation, rows=torch.arange(4), inputs=[x])))
         parts = (x[:, :4] @ weight[:, :4].T + bias).bfloat16(), (x[:, 4:] @ weight[:, 4:].T).bfloat16()
         torch.testing.assert_close(found.expected(), parts[0].double() + parts[1].double(), rtol=1e-12, atol=0)
 
@@ -235,7 +241,7 @@ def held(hf, operation, actual, x, **declared):
     """Names of the conventions of a product in float32 that rows agree with, to a few float32 roundings."""
     rows = torch.arange(len(x))
     given = {"dtype": torch.float32, "actual": actual, "expected": actual.double(), "inputs": [x.double()]}
-    found = conventions(subject(hf, operation, rows=rows, declared=Numerics(**declared), **given))
+    found = roundings(subject(hf, operation, rows=rows, declared=Numerics(**declared), **given))
     return [each.name for each in found if float((each.expected() - actual).norm() / actual.norm()) < 1e-6]
 
 
@@ -340,7 +346,7 @@ def test_angles_of_another_order_and_no_wrong_ones(bench, model):
         actual, expected = rotary(one, x, angles), rotary(one, x, own.phases(positions))
         operation = Operation(tap="q_rope", kind=Kind.ROTARY, inputs=("q",), source="q")
         given = {"dtype": torch.float32, "actual": actual, "expected": expected, "inputs": [x.flatten(1)]}
-        (found,) = conventions(subject(one.hf, operation, rows=torch.arange(4), **given | {"positions": positions}))
+        (found,) = roundings(subject(one.hf, operation, rows=torch.arange(4), **given | {"positions": positions}))
         error = (found.expected() - actual).norm(dim=1) / actual.norm(dim=1) / rounding_unit(torch.float32)
         return (error > found.room + 3).tolist()
 
@@ -364,14 +370,14 @@ def test_a_norm_of_the_sum_before_it_is_rounded(bench):
     taps = dict(zip(one.hf.graph[operation.inputs[0]].inputs, (first, second), strict=True))
     given = {"inputs": [exact.bfloat16().float()], "expected": torch.zeros(3, 4), "recorded": taps.get}
     with torch.no_grad():
-        (found,) = conventions(subject(one.hf, operation, **given))
+        (found,) = roundings(subject(one.hf, operation, **given))
         assert found.name == UNROUNDED_SUM
         root = torch.rsqrt(exact.square().mean(-1, keepdim=True) + module.variance_epsilon)
         torch.testing.assert_close(found.expected().float(), exact * root * module.weight.float(), rtol=1e-2, atol=1e-2)
         away = (found.expected().float() - exact * root * module.weight.float()).norm()
         rounded = exact.bfloat16().float()
         assert away < (rounded * root * module.weight.float() - exact * root * module.weight.float()).norm() * 3
-    assert list(conventions(subject(one.hf, operation, **given | {"recorded": lambda tap: None}))) == []
+    assert list(roundings(subject(one.hf, operation, **given | {"recorded": lambda tap: None}))) == []
 
 
 # A cache that is coarser than the arithmetic.

@@ -45,7 +45,7 @@ class Rows:
 
     def __init__(self, hf, dtype, usable, declared):
         self.made_for = hf, dtype, usable, declared
-        self.asked, self.prepared, self.convention = [], [], None
+        self.asked, self.prepared, self.convention, self.failures = [], [], None, {}
 
     def judge(self, rows, through, *, dtype):
         self.asked.append(dtype)

@@ -10,7 +10,7 @@ from torch import nn
 from harness.compare import row_judge
 from harness.compare.batch import RecordedRows
 from harness.compare.bounds import CONTROL_FACTOR, THROUGH_FACTOR, Sensitivity, control_bound, derived_bound
-from harness.compare.conventions import Rounding
+from harness.compare.conventions import Convention, Rounding
 from harness.compare.row_judge import RowJudge
 from harness.metrics import rounding_unit
 from harness.numerics import Numerics
@@ -52,11 +52,12 @@ def tried(monkeypatch):
     """Subjects that conventions were asked for; there are none but those that a test adds."""
     tried = SimpleNamespace(subjects=[], found=[])
 
-    def conventions(subject):
+    def roundings(subject):
         tried.subjects.append(subject)
-        return iter(tried.found)
+        yield from tried.found
 
-    monkeypatch.setattr(row_judge, "conventions", conventions)
+    convention = Convention(name="the test's", kinds=(), roundings=roundings)
+    monkeypatch.setattr(row_judge, "conventions", lambda kind: [convention])
     return tried
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 
-def assert_fails_in_its_last_line(program: str, target: type) -> None:
+def assert_fails_in_its_last_line(program: str, target: type, *, most_lines: int = 25) -> None:
     lines = program.splitlines()
-    assert len(lines) <= 25
+    assert len(lines) <= most_lines
     assert "hypothesis" not in program
     assert lines[0] == f"from {target.__module__} import {target.__name__}"
     lines[0] = ""  # the test's own modules have no path of import
