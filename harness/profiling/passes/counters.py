@@ -32,6 +32,7 @@ from harness.profiling.passes.load import Window, run_steps
 from harness.profiling.passes.tables import UNATTRIBUTED
 from harness.profiling.passes.timing import Stopwatch
 from harness.profiling.span_names import site_of
+from harness.profiling.trace.file import collecting_no_garbage
 
 
 @dataclass(slots=True)
@@ -235,10 +236,14 @@ def _count_python_calls(session: Session, window: Window) -> int:
 
 @contextmanager
 def _calls_counted(calls: Counter[str]) -> Iterator[None]:
-    """Count the calls of Python functions in this thread; earlier listeners are restored afterwards."""
+    """Count the calls of Python functions in this thread; earlier listeners are restored afterwards.
+
+    No garbage is collected meanwhile: finalizers of whatever was there before would be counted.
+    """
     before = sys.getprofile()
-    sys.setprofile(lambda _frame, event, _argument: calls.update((event,)))
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
+    with collecting_no_garbage():
+        sys.setprofile(lambda _frame, event, _argument: calls.update((event,)))
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
