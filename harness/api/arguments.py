@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Union
 
-from harness.case import RequestSpec
 from harness.errors import Code, HarnessError
+from harness.formats.case import RequestSpec
 
 if TYPE_CHECKING:
     import torch

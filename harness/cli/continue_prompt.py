@@ -3,8 +3,8 @@
 import json
 from collections.abc import Iterator, Sequence
 
-from harness.checkpoint import Checkpoint
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint import Checkpoint
 
 
 def continue_prompt(

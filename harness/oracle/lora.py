@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from harness.checkpoint import Checkpoint
+from harness.base.files import read_text
 from harness.errors import Code, HarnessError
-from harness.files import read_text
+from harness.formats.checkpoint import Checkpoint
 from harness.oracle.model import HFModel, load_model
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from harness.formats.taps import Operation
 from harness.oracle.lockstep import Ahead
 from harness.oracle.model import HFModel
 from harness.oracle.precision import (
@@ -27,7 +28,6 @@ from harness.oracle.precision import (
 )
 from harness.oracle.rows import as_rows, from_rows
 from harness.oracle.watch import AttentionCall, Watch, run_attention, watching
-from harness.taps import Operation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

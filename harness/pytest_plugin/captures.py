@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.files import writing
+from harness.base.files import writing
 
 _FOLDER = "captures"
 

@@ -16,8 +16,8 @@ from random import Random
 
 from harness.cli.main import INTERRUPTED, TERMINATED, main
 from harness.errors import HarnessError
+from harness.formats.recording import Recording
 from harness.oracle.golden import open_golden
-from harness.recording import Recording
 
 from .targets import CHECKPOINTS, WORKLOAD
 

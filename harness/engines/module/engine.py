@@ -12,8 +12,8 @@ from harness.engines.module.names import ModuleNames
 from harness.engines.module.taps import Place, Places, unmatched_hint, unmistakable_length, unsupported_taps
 from harness.engines.module.values import evaluating, showing_values
 from harness.errors import Code, HarnessError
-from harness.recording import RecordingWriter, RequestInfo
-from harness.taps import Graph
+from harness.formats.recording import RecordingWriter, RequestInfo
+from harness.formats.taps import Graph
 
 
 class TorchEngine:

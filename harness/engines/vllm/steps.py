@@ -11,8 +11,8 @@ from torch import nn
 from vllm.forward_context import get_forward_context
 
 from harness.engines.torch_modules import Batch, PagedCache, StepWatcher, find_table
-from harness.recording import RecordingWriter, RequestInfo
-from harness.taps import Graph
+from harness.formats.recording import RecordingWriter, RequestInfo
+from harness.formats.taps import Graph
 
 
 class VllmWatcher(StepWatcher):

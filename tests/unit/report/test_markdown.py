@@ -1,7 +1,7 @@
 from dataclasses import replace
 
-from harness.report.markdown import check_markdown, escaped
-from harness.results import CheckResult
+from harness.report.check.markdown import check_markdown, escaped
+from harness.results.check import CheckResult
 
 from .examples import build, check, sound_run
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from harness.errors import Code
-from harness.report.terminal import check_text
-from harness.results import CheckResult, Finding
+from harness.report.check.terminal import check_text
+from harness.results.check import CheckResult, Finding
 
 from .examples import NAMES, build, check, sound_run, wrong_run
 

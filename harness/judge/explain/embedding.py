@@ -1,0 +1,63 @@
+"""Ways to get the embedding wrong: the row of another token, or a scaled one."""
+
+from collections.abc import Iterator
+
+import torch
+
+from harness.judge.explain.failure import Failure, token_ids
+from harness.judge.explain.hypothesis import Hypothesis
+
+_BLOCK_ROWS = 1 << 14
+
+
+def another_token(failure: Failure) -> Iterator[Hypothesis]:
+    """Each row is matched with all rows of the table; what the tokens found have in common is the cause."""
+    table = failure.weight(failure.operation.tap)
+    if table is None or not bool(failure.actual.isfinite().all()):
+        return
+    nearest = torch.cat([_distances(failure.actual, part) for part in table.split(_BLOCK_ROWS)], dim=1).argmin(dim=1)
+    own = token_ids(failure.recording, failure.rows)
+    pairs = ", ".join(f"{at} for {token}" for token, at in list(zip(own.tolist(), nearest.tolist(), strict=True))[:6])
+    yield Hypothesis(cause=_named(failure, own, nearest), output=table[nearest], detail=f"rows of the table: {pairs}")
+
+
+def _distances(actual: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return torch.cdist(actual, table)
+
+
+def _named(failure: Failure, own: torch.Tensor, found: torch.Tensor) -> str:
+    tokens = {request.id: request.token_ids for request in failure.recording.manifest.requests}
+    places = list(zip(failure.rows.request.tolist(), failure.rows.position.tolist(), strict=True))
+    for shift, name in ((-1, "before"), (1, "behind")):
+        there = [tokens[r][p + shift] if 0 <= p + shift < len(tokens[r]) else -1 for r, p in places]
+        if there == found.tolist():
+            return f"the embedding is that of the token {name} it"
+    if _rows_before(failure) == found.tolist():
+        return "the embedding is that of the token before it in the step"
+    difference = (found - own).unique()
+    if len(difference) == 1:
+        return f"the embedding is that of token id {int(difference):+d}"
+    return "the embedding is that of another token"
+
+
+def _rows_before(failure: Failure) -> list[int]:
+    """Return the token of the row before each row in its step; -1 where there is none."""
+    tokens = {request.id: request.token_ids for request in failure.recording.manifest.requests}
+    before = []
+    for request, position, index in zip(
+        failure.rows.request.tolist(), failure.rows.position.tolist(), failure.rows.step.tolist(), strict=True
+    ):
+        step = failure.recording.steps[index]
+        at = int(((step.request == request) & (step.position == position)).nonzero()[-1, 0]) - 1
+        before.append(tokens[int(step.request[at])][int(step.position[at])] if at >= 0 else -1)
+    return before
+
+
+def scaled(failure: Failure) -> Iterator[Hypothesis]:
+    """The embedding is scaled by the root of the hidden size, as Gemma does."""
+    factor = failure.expected.shape[1] ** 0.5
+    for each in (factor, float(torch.tensor(factor, dtype=failure.dtype))):  # as it is, or in the engine's dtype
+        yield Hypothesis(cause="the embedding is scaled by the root of the hidden size", output=failure.expected * each)
+
+
+EXPLANATIONS = (scaled, another_token)
