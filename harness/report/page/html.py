@@ -17,7 +17,7 @@ from harness.results.profile import ProfileResult
 
 REPORT_NAME = "report.html"
 """Name of the page's file in an output folder."""
-_TEMPLATES = Path(__file__).parent / "page" / "template"
+_TEMPLATES = Path(__file__).parent / "template"
 
 
 def report_html(check: CheckResult | None = None, profile: ProfileResult | None = None) -> str:
