@@ -109,7 +109,8 @@ class HFEngine:
     @torch.no_grad()
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """Run the workload through HF's own cache; see `Engine.run`."""
-        together = workload.schedule.is_batched
+        is_padded = len({request.prompt_length for request in workload.requests}) > 1
+        together = workload.schedule.is_batched and (not is_padded or self._masks_padding)
         groups = [list(workload.requests)] if together else [[request] for request in workload.requests]
         for group in groups:
             batch = _Batch(self._hf, self._attention, self.sources, group, writer)
@@ -118,6 +119,15 @@ class HFEngine:
             self.capabilities = replace(
                 self.capabilities, unsupported_taps=tuple(sorted({*self.capabilities.unsupported_taps, *unread}))
             )
+
+    @cached_property
+    def _masks_padding(self) -> bool:
+        """Whether HF leaves padding out: families such as RWKV take a mask and ignore it, and run one by one."""
+        logits = []
+        for mask in ([0, 1], [1, 1]):
+            with Decoder(self._hf) as decoder:
+                logits.append(decoder.feed([[1, 2]], attention_mask=torch.tensor([mask], device=self._hf.device)))
+        return not torch.equal(*logits)
 
     def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> HFSession:
         """See `Steppable.open_session`; HF takes steps of any size."""

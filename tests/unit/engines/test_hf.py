@@ -244,6 +244,12 @@ def test_a_state_sees_no_padding(tiny_folder, record):
                 torch.testing.assert_close(values, expected[row], rtol=1e-4, atol=1e-5)
 
 
+def test_requests_that_hf_cannot_mask_run_one_by_one(tiny_folder, record):
+    """HF's RWKV takes a mask and ignores it: a state would read the padding."""
+    with record(of(tiny_folder("rwkv")), "batched") as recording:
+        assert all(len(set(step.request.tolist())) == 1 for step in computed(recording))
+
+
 def test_a_family_without_a_cache_of_keys_and_values_says_so(tiny_folder, record):
     engine = of(tiny_folder("mamba"))
     with record(engine, "plain") as recording:
