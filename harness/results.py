@@ -126,7 +126,8 @@ class Effect:
     """A direction that an operation's error has over all rows."""
 
     kind: str
-    """`gain`, `gain of head`, `trend` (gain from the first position to the last), or `offset` (of one channel)."""
+    """`gain`, `gain of head`, `trend` (gain from the first position to the last), `softmax scale` (of attention in 16
+    bits), or `offset` (of one channel)."""
     which: str
     """Head or channel; empty if it is all of them."""
     size: float

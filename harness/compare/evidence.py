@@ -1,13 +1,14 @@
 """The evidence for the causes: wrong rows of an operation, kept while the oracle has them at hand."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from harness.compare.align import Rows
 from harness.compare.batch import Batch
-from harness.oracle.attention import scaling
+from harness.oracle.attention import scaling, visible_keys
+from harness.oracle.paired import PartCall
 from harness.oracle.watch import AttentionCall, window_of
 from harness.taps import Kind, Operation
 
@@ -39,8 +40,18 @@ class AttentionHistory:
     scale: float
     window: int | None
     softcap: float | None = None
+    seen: torch.Tensor | None = None
+    """[T, S] bool: keys that HF's mask shows each query; None for all up to it, or those of the window."""
     sinks: torch.Tensor | None = None
     """[N] float64: logits that take part in the softmax and have no value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What is needed to run the part of the model with an operation again, over all of a batch."""
+
+    batch: Batch
+    call: PartCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,19 +70,22 @@ class Evidence:
     """The unit that they are given in."""
     histories: tuple[AttentionHistory, ...] = ()
     """Attention only; their rows one after the other are `rows`."""
+    through: tuple[str, ...] = ()
+    """Taps that were not recorded and were computed on the way."""
+    scene: Scene | None = None
+    """Of the first batch with wrong rows; None outside of the parts of the model."""
 
     def select(self, keep: torch.Tensor) -> "Evidence":
         """Return the evidence of some rows, given by their indices; of attention all stay."""
         if self.histories:
             return self
-        return Evidence(
-            operation=self.operation,
+        return replace(
+            self,
             rows=self.rows.select(keep),
             expected=self.expected[keep],
             inputs=[x[keep] for x in self.inputs],
             roundings=self.roundings[keep],
             bound=self.bound[keep],
-            dtype=self.dtype,
         )
 
 
@@ -113,9 +127,16 @@ def _history(batch: Batch, call: AttentionCall, line: int, places: torch.Tensor)
         key_step=torch.where(sequence.is_own, sequence.step, -1),
         scale=scaling(call),
         window=window_of(call),
+        seen=None if call.mask is None else _seen(call, line, positions, length),
         softcap=call.options.get("softcap"),
         sinks=None if sinks is None else sinks.detach().to("cpu", torch.float64).flatten(),
     )
+
+
+def _seen(call: AttentionCall, line: int, positions: torch.Tensor, length: int) -> torch.Tensor | None:
+    visible = visible_keys(call)[:, 0].cpu()
+    own = visible[line if len(visible) > 1 else 0][positions, :length]
+    return own if bool(own.any(dim=1).all()) else None
 
 
 def _heads(x_NTH: torch.Tensor) -> torch.Tensor:
@@ -128,14 +149,13 @@ def merged(parts: Sequence[Evidence]) -> Evidence:
     if len(parts) == 1:
         joined = first
     else:
-        joined = Evidence(
-            operation=first.operation,
+        joined = replace(
+            first,
             rows=Rows.concat([part.rows for part in parts]),
             expected=torch.cat([part.expected for part in parts]),
             inputs=[torch.cat(column) for column in zip(*(part.inputs for part in parts), strict=True)],
             roundings=torch.cat([part.roundings for part in parts]),
             bound=torch.cat([part.bound for part in parts]),
-            dtype=first.dtype,
             histories=tuple(history for part in parts for history in part.histories)[:_MAX_HISTORIES],
         )
     if first.operation.kind is Kind.ATTENTION:

@@ -10,12 +10,13 @@ import torch
 
 from harness.compare.align import Rows
 from harness.compare.choices import choice_errors
-from harness.compare.evidence import MAX_LAYERS, MAX_ROWS, Evidence, histories, merged, spread
+from harness.compare.evidence import MAX_LAYERS, MAX_ROWS, Evidence, Scene, histories, merged, spread
 from harness.compare.granularity import ways
 from harness.compare.replay import TapRows
 from harness.compare.row_judge import RowErrors, RowJudge
 from harness.compare.systematic import Effects, beyond_control
 from harness.numerics import Numerics
+from harness.oracle.attention import score_slope
 from harness.oracle.model import HFModel
 from harness.results import Effect
 from harness.taps import Kind, Operation
@@ -168,13 +169,18 @@ class LocalJudge:
         part.convention, part.room = errors.convention or part.convention, max(part.room, errors.room)
         if errors.control is not None:
             part.control.append(errors.control)
-        if measured.through:
+        if measured.through and not self._is_within(rows, measured.through):
             return
         if bool(errors.bad.any()):
-            self._has_bad = True
+            self._has_bad |= not measured.through
             self._keep_evidence(rows, part, errors, errors.bad)
         elif measured.has_direction:  # of which any row is as good as another
             self._keep_evidence(rows, part, errors, errors.roundings.isfinite())
+
+    def _is_within(self, rows: TapRows, through: tuple[str, ...]) -> bool:
+        """Whether all that was computed on the way stands in the operation's part of the model."""
+        part = rows.part
+        return part is not None and all(f"{self.graph[tap].module}.".startswith(f"{part.path}.") for tap in through)
 
     def _add_effects(self, rows: TapRows, part: _Parts, errors: RowErrors) -> None:
         """Add the rows to what is tested for a direction; the control's only where it will be asked for."""
@@ -185,7 +191,8 @@ class LocalJudge:
             return
         if not self._is_alone or part.effects.strongest() is not None:
             position = rows.places % rows.batch.num_tokens
-            part.control_effects.add(position, rows.control, rows.expected, judged & errors.control.isfinite())
+            finite = judged & errors.control.isfinite()
+            part.control_effects.add(position, rows.control, rows.expected, finite, _slope(rows, errors))
 
     def _without_direction(
         self, rows: TapRows, effects: Effects, before: Effects | None, errors: RowErrors
@@ -221,6 +228,8 @@ class LocalJudge:
                 bound=errors.bound[chosen],
                 dtype=errors.dtype,
                 histories=found,
+                through=self.ways.get(operation.tap) or (),
+                scene=None if rows.part is None else Scene(batch=rows.batch, call=rows.part),
             )
         )
 
@@ -285,8 +294,16 @@ def _new_effects(rows: TapRows, dtype: torch.dtype) -> Effects:
 def _add(effects: Effects, rows: TapRows, errors: RowErrors) -> torch.Tensor:
     """Add the rows that can be judged; return which these are, [R] bool."""
     judged = errors.roundings.isfinite()
-    effects.add(rows.places % rows.batch.num_tokens, rows.actual, errors.expected, judged)
+    effects.add(rows.places % rows.batch.num_tokens, rows.actual, errors.expected, judged, _slope(rows, errors))
     return judged
+
+
+def _slope(rows: TapRows, errors: RowErrors) -> torch.Tensor | None:
+    """[R, W] how the rows move with the softmax scale; None where a row shows that by itself, or there is none."""
+    if rows.value.call is None or errors.dtype not in (torch.bfloat16, torch.float16) or errors.num_bad:
+        return None
+    slope = score_slope(rows.value.call).flatten(0, 1)
+    return slope[rows.places.to(slope.device)]
 
 
 def _kept_input(x: torch.Tensor) -> torch.Tensor:

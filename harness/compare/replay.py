@@ -3,13 +3,14 @@
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from harness.compare.align import Rows
 from harness.compare.batch import Batch, RecordedRows
-from harness.oracle.paired import Value
+from harness.oracle.paired import PartCall, Value
 from harness.taps import Graph, Kind, Operation
 
 
@@ -31,6 +32,8 @@ class TapRows:
     values: Mapping[str, torch.Tensor]
     """[places, ...] of its inputs, as the truth went on with them."""
     value: Value
+    part: PartCall | None = None
+    """What the part of the model with the operation was called with; None outside of all parts."""
 
     @property
     def rows(self) -> Rows:
@@ -94,6 +97,7 @@ class Replay:
         self._given: dict[str, torch.Tensor] = {}
         """[places] bool of each tap: where the engine recorded it."""
         self._values: dict[str, torch.Tensor] = {}
+        self._part: PartCall | None = None
         computed = (op for op in judge.graph if op.kind is not Kind.CACHE)
         self._num_readers = Counter(tap for op in computed for tap in op.inputs)
 
@@ -130,8 +134,14 @@ class Replay:
         self._keep(value, replaced)
         return replaced
 
+    def part_begins(self, call: PartCall) -> None:
+        """See `PairObserver.part_begins`."""
+        args, kwargs = tree_map_only(torch.Tensor, torch.clone, (call.args, _rows_in(call.kwargs)))
+        self._part = PartCall(path=call.path, args=args, kwargs={**call.kwargs, **kwargs})
+
     def part_done(self) -> None:
         """See `PairObserver.part_done`; raises DecidedError once nothing further is to be judged."""
+        self._part = None
         self._judge.settle()
         if self._judge.is_decided:
             raise DecidedError
@@ -157,6 +167,7 @@ class Replay:
                     control_scores=None if scores is None else scores[judged.to(scores.device)],
                     values={tap: self._values[tap] for tap in value.operation.inputs if tap in self._values},
                     value=value,
+                    part=self._part,
                 ),
                 through,
             )
@@ -204,6 +215,11 @@ class Replay:
         table = rows.new_full((self._batch.num_places, *rows.shape[1:]), unknown)
         table[value.places.to(rows.device)] = rows
         return table
+
+
+def _rows_in(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hidden states among a part's arguments: what recorded rows are put into; all else stays as it is."""
+    return {name: value for name, value in kwargs.items() if name == "hidden_states"}
 
 
 def _to_go_on_with(value: Value, recorded: RecordedRows, at: torch.Tensor) -> torch.Tensor:

@@ -28,10 +28,14 @@ MIN_ROWS = 40
 """Distinct rows below which nothing is said."""
 MAX_ROWS = 4096
 MIN_CHANNELS = 16
+SCALE = "softmax scale"
+"""The effect of scores that all have another factor than they should."""
 
 _FLOORS = {torch.float32: 2.0, torch.float64: 2.0}
 """Least effect in roundings: a gain of 5e-8 in float32 is the reciprocal root's own, and means nothing. In 16 bits it
 is the kind's own."""
+_FLOOR_OF_SCALE = 1.5
+"""Least effect on the scores' factor, in roundings: a kernel may round queries or scores, which have no direction."""
 _ACCUMULATED = 4.0
 """The largest ratio of the error of one accumulated value to its channel's floor, in float32."""
 _FLOOR_OF_CHANNEL = 4.0
@@ -61,8 +65,20 @@ class Effects:
     errors: torch.Tensor | float = 0.0
     """[W] sums of e / s."""
     squared_errors: torch.Tensor | float = 0.0
+    slope_products: list[torch.Tensor] = field(default_factory=list)
+    """[rows] each, where a slope is known: sums of e g / s^2, with g the slope."""
+    slope_squares: list[torch.Tensor] = field(default_factory=list)
+    slope_channels: torch.Tensor | float = 0.0
+    """[W] sums of e g / s^2 over the rows."""
 
-    def add(self, positions: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor, judged: torch.Tensor) -> None:
+    def add(
+        self,
+        positions: torch.Tensor,
+        actual: torch.Tensor,
+        expected: torch.Tensor,
+        judged: torch.Tensor,
+        slope: torch.Tensor | None = None,
+    ) -> None:
         """Add some rows.
 
         Args:
@@ -70,6 +86,7 @@ class Effects:
             actual: [rows, ...].
             expected: [rows, ...] the truth's, float64 or float32.
             judged: [rows] bool, rows that may be looked at: finite ones.
+            slope: [rows, ...] how the rows of attention move with the logarithm of the softmax scale; None if unknown.
         """
         if len(self.seen) >= MAX_ROWS or self.kind is Kind.EMBEDDING:
             return
@@ -85,6 +102,8 @@ class Effects:
             rms = torch.linalg.vector_norm(t, dim=0) / math.sqrt(len(t))
             self.scale = torch.where(rms > 0, rms, torch.inf)
         t, e = t / self.scale, e.div_(self.scale)
+        if slope is not None:
+            self._add_slope(e, slope[new].to(e) / self.scale)
         p, position, heads = e * t, positions[new].to(torch.float64), (self._num_heads(t.shape[1]), -1)
         # Both sums over the rows, plain and weighted by position, in one product.
         weights = torch.stack([torch.ones_like(position), position]).to(t.device, t.dtype)
@@ -95,6 +114,12 @@ class Effects:
         self.products, self.moments = self.products + products, self.moments + moments
         self.errors = self.errors + e.sum(dim=0).to("cpu", torch.float64)
         self.squared_errors = self.squared_errors + e.square_().sum(dim=0).to("cpu", torch.float64)
+
+    def _add_slope(self, e: torch.Tensor, g: torch.Tensor) -> None:
+        products = e * g
+        self.slope_products.append(products.sum(dim=1).to("cpu", torch.float64))
+        self.slope_squares.append(g.square().sum(dim=1).to("cpu", torch.float64))
+        self.slope_channels = self.slope_channels + products.sum(dim=0).to("cpu", torch.float64)
 
     def _new_rows(self, positions: torch.Tensor, truth: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
         """Return the indices of rows whose content has not come before; a rotation's errors are its position's."""
@@ -123,6 +148,8 @@ class Effects:
     def is_significant(self, effect: Effect) -> bool:
         """Whether an effect is neither chance nor what rounding may do."""
         floor = max(_FLOORS.get(self.dtype, 0.0), KINDS[self.kind].least_effect)
+        if effect.kind == SCALE:
+            floor = _FLOOR_OF_SCALE
         if effect.kind == "offset":
             floor = max(4 * floor, _FLOOR_OF_CHANNEL) * self._least_channel(int(effect.which))
         return abs(effect.statistic) >= THRESHOLD and abs(effect.roundings) >= floor
@@ -164,6 +191,9 @@ class Effects:
             for head in range(rows.shape[1]):
                 size = float(squares[:, head].sum())
                 effects.append(self._effect("gain of head", str(head), rows[:, head], heads[head], size))
+        if self.slope_products:
+            slopes, size = torch.cat(self.slope_products), float(torch.cat(self.slope_squares).sum())
+            effects.append(self._effect(SCALE, "", slopes, torch.as_tensor(self.slope_channels), size))
         return [*effects, self._offset(len(position))]
 
     def _effect(

@@ -10,7 +10,7 @@ import torch
 
 from harness.oracle.batching import batch_requests, padded
 from harness.oracle.model import HFModel
-from harness.oracle.paired import Value, run_pair
+from harness.oracle.paired import PartCall, Value, run_pair
 from harness.oracle.precision import truth_dtype
 from harness.recording import RequestInfo
 
@@ -111,6 +111,9 @@ class _Reader:
         for begin in range(0, len(rows), _BLOCK_ROWS):
             self._read(rows[begin : begin + _BLOCK_ROWS], value.rows, self._control)
         self._control = None
+
+    def part_begins(self, call: PartCall) -> None:
+        """See `PairObserver.part_begins`."""
 
     def part_done(self) -> None:
         """See `PairObserver.part_done`: nothing here needs weights."""

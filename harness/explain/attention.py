@@ -1,24 +1,26 @@
-"""Ways to get attention wrong in what a row sees, and how scores are scaled and summed.
+"""Ways to get attention wrong in what a row sees, and how scores are scaled.
 
 `T` query rows, `S` history rows, `N` query heads, `K` KV heads, `H` head size.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
 from harness.explain.attention_context import AttentionContext
-from harness.explain.attention_views import actual_of, fitted_factor, joined
+from harness.explain.attention_views import fitted_factor, joined, rows_of
 from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
+from harness.taps import Kind
 
-_MAX_SPLIT_SIZES = 24
+_NEWTON_STEPS, _SMALL = 4, 1.0001
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _PADDING = "padding is attended to: keys of zeros take part"
 _MULTIPLES = (4, 8, 16, 32, 64, 128, 256)
 _PADDED_HEADS = (64, 128, 256)
+_CLEARLY = 0.5
+"""Share of another factor's error in the median row that a fitted factor leaves where it is that of some rows alone."""
 
 
 def causal_mask_off(failure: Failure) -> Iterator[Hypothesis]:
@@ -75,6 +77,9 @@ def wrong_window(failure: Failure) -> Iterator[Hypothesis]:
         )
         masks["the sliding window is ignored"] = lambda view: view.distance >= 0
         yield from _masked(failure, masks)
+    elif any(view.seen is not None and not torch.equal(view.seen, view.distance >= 0) for view in failure.views):
+        masks = {"the mask is ignored, by which a row sees less than all before it": lambda view: view.distance >= 0}
+        yield from _masked(failure, masks)
     yield from _fitted_spans(failure)
 
 
@@ -83,7 +88,7 @@ def _fitted_spans(failure: Failure) -> Iterator[Hypothesis]:
     view = max(failure.views, key=lambda each: int(each.rows.position.max()))
     at = int(view.rows.position.argmax())
     length = int(view.rows.position[at]) + 1
-    probe, actual = view.select(torch.tensor([at])), actual_of(failure, view)[at]
+    probe, rows = view.select(torch.tensor([at])), rows_of(failure, view)[[at]]
     spans: dict[str, Callable[[AttentionContext, int], torch.Tensor]] = {
         "a row sees only the last {n} tokens": lambda each, n: (each.distance >= 0) & (each.distance < n),
         "a row sees only the first {n} tokens": lambda each, n: each.visible() & (torch.arange(len(each.key)) < n),
@@ -92,7 +97,7 @@ def _fitted_spans(failure: Failure) -> Iterator[Hypothesis]:
     }
     for cause, span in spans.items():
         numbers = range(1, length, max(1, length // 512))
-        errors = [float((probe.attend(visible=span(probe, n)) - actual).norm()) for n in numbers]
+        errors = [failure.misfit(rows, probe.attend(visible=span(probe, n))) for n in numbers]
         if errors:
             n = numbers[min(range(len(errors)), key=errors.__getitem__)]
             output = joined(failure, lambda each, n=n, span=span: each.attend(visible=span(each, n)))  # type: ignore[misc]
@@ -144,35 +149,70 @@ def wrong_scale(failure: Failure) -> Iterator[Hypothesis]:
     hidden = int(failure.hf.config.hidden_size)
     known = {
         "missing": 1.0,
-        "taken from the hidden size": hidden**-0.5,
         "applied twice": own * own,
         "the head size without its root": 1 / head_dim,
         "the root itself, not its inverse": head_dim**0.5,
         "in base 2 without log2(e)": own * math.log(2),
         "with log2(e) though the base is e": own / math.log(2),
-        "taken from the number of heads": view.query.shape[1] ** -0.5,
-        "taken from the KV heads' total size": (view.key.shape[1] * head_dim) ** -0.5,
-        **{f"that of a head size padded to {size}": size**-0.5 for size in _PADDED_HEADS if size > head_dim},
     }
     if math.isclose(known["applied twice"], 1 / head_dim):
         del known["the head size without its root"]  # the same, by another name
+    if not _is_sound_elsewhere(failure):
+        known |= {
+            "taken from the hidden size": hidden**-0.5,
+            "taken from the number of heads": view.query.shape[1] ** -0.5,
+            "taken from the KV heads' total size": (view.key.shape[1] * head_dim) ** -0.5,
+            **{f"that of a head size padded to {size}": size**-0.5 for size in _PADDED_HEADS if size > head_dim},
+        }
     for name, scale in known.items():
         output = joined(failure, lambda each, scale=scale: each.attend(scale=scale))  # type: ignore[misc]
         yield Hypothesis(cause=f"the softmax scale is {name}: {scale:.4g} instead of {own:.4g}", output=output)
     fitted = _fitted_scale(failure)
-    yield Hypothesis(
-        cause=f"the softmax scale is {fitted:.6g} instead of {own:.6g}",
-        output=joined(failure, lambda each: each.attend(scale=fitted)),
-        freedom=1,
-    )
+    if f"{fitted:.4g}" != f"{own:.4g}":
+        yield Hypothesis(
+            cause=f"the softmax scale is {fitted:.6g} instead of {own:.6g}",
+            output=joined(failure, lambda each: each.attend(scale=fitted)),
+            freedom=1,
+        )
+
+
+def _is_sound_elsewhere(failure: Failure) -> bool:
+    """Whether another layer's attention passed: the sizes of the model, which all layers have, are no reason then."""
+    others = (op for op in failure.graph if op.kind is Kind.ATTENTION and op.tap != failure.operation.tap)
+    return any(op.tap in failure.sound for op in others)
 
 
 def _fitted_scale(failure: Failure) -> float:
-    """Return the factor under which the first rows come out nearest, by a search over its logarithm."""
+    """Return the factor under which the rows come out nearest.
+
+    A search over its logarithm in the first rows, and from there, or from the model's own factor, a few steps over all
+    rows (Gauss-Newton): where each row holds mostly rounding, a few say nothing.
+    """
     view = failure.views[0]
     probe = view.select(torch.arange(min(len(view.rows), 4)))
-    actual = actual_of(failure, view)[: len(probe.rows)]
-    return fitted_factor(view.scale, lambda scale: float((probe.attend(scale=scale) - actual).norm()))
+    rows = rows_of(failure, view)[: len(probe.rows)]
+    found = fitted_factor(view.scale, lambda scale: failure.misfit(rows, probe.attend(scale=scale)))
+    if failure.beyond is not None:
+        return found
+    refined = [_refined(failure, scale) for scale in (found, view.scale)]
+    errors = {each: (_of_scale(failure, each) - failure.actual).norm(dim=1) for each in (found, *refined)}
+    best = min(refined, key=lambda scale: float(errors[scale].norm()))
+    # Where many rows have this factor exactly, the others have another cause.
+    return found if errors[found].median() < _CLEARLY * errors[best].median() else best
+
+
+def _refined(failure: Failure, scale: float) -> float:
+    for _ in range(_NEWTON_STEPS):
+        here, there = _of_scale(failure, scale), _of_scale(failure, scale * _SMALL)
+        slope = (there - here) / math.log(_SMALL)
+        energy = float(slope.square().sum())
+        step = float(((failure.actual - here) * slope).sum()) / energy if energy else 0.0
+        scale *= math.exp(max(-1.0, min(1.0, step)))
+    return scale
+
+
+def _of_scale(failure: Failure, scale: float) -> torch.Tensor:
+    return joined(failure, lambda view: view.attend(scale=scale))
 
 
 def coarse_softmax(failure: Failure) -> Iterator[Hypothesis]:
@@ -194,112 +234,6 @@ def coarse_softmax(failure: Failure) -> Iterator[Hypothesis]:
             yield Hypothesis(cause=f"the softmax is in {name}", output=output, detail=part)
 
 
-def splits_merged_wrongly(failure: Failure) -> Iterator[Hypothesis]:
-    """The history is attended to in pieces whose results are put together without the right weights."""
-    splits = {
-        f"pieces of {size} tokens": [_pieces(view, size) for view in failure.views] for size in _split_sizes(failure)
-    }
-    splits |= {f"{count} pieces": _even_pieces(failure, count) for count in range(2, 9)}
-    splits["keys of earlier steps, and those of the step itself"] = whole = _old_and_own(failure)
-    for detail, views in splits.items():
-        for cause, weigh in _MERGES.items():
-            if views is whole and weigh is _last_only:
-                continue  # the same as a mask that hides the cache
-            yield Hypothesis(cause=cause, output=torch.cat([each.merged(weigh) for each in views]), detail=detail)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """Attention over each piece of a history by itself."""
-
-    outputs: torch.Tensor
-    """[pieces, N, T, H]."""
-    log_sums: torch.Tensor
-    """[pieces, N, T]."""
-    maxima: torch.Tensor
-    """[pieces, N, T]."""
-
-    def merged(self, weigh: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """[T, N*H]: the pieces put together by the weights that `weigh` gives them."""
-        weights = weigh(self.log_sums, self.maxima)
-        return (weights[..., None] * self.outputs).sum(dim=0).transpose(0, 1).flatten(1)
-
-
-def _pieces(view: AttentionContext, size: int, count: int | None = None) -> _Pieces:
-    """Pieces of one size; with a count, the last of so many holds all that is left."""
-    scores = view.scores().masked_fill(~view.visible(), -torch.inf)
-    values = view.spread(view.value)
-    starts = [*range(0, scores.shape[-1], size)][:count]
-    ends = [*starts[1:], scores.shape[-1]]
-    pieces = [(scores[..., at:end], values[:, at:end]) for at, end in zip(starts, ends, strict=True)]
-    return _Pieces(
-        torch.stack([piece.softmax(dim=-1).nan_to_num(0.0) @ value for piece, value in pieces]),
-        torch.stack([piece.logsumexp(dim=-1) for piece, _ in pieces]),
-        torch.stack([piece.amax(dim=-1) for piece, _ in pieces]),
-    )
-
-
-def _even_pieces(failure: Failure, count: int) -> list[_Pieces]:
-    """Each row's own history in a number of pieces of one size."""
-    return [
-        _pieces(view.select(torch.tensor([at])), -(-(position + 1) // count))
-        for view in failure.views
-        for at, position in enumerate(view.rows.position.tolist())
-    ]
-
-
-def _old_and_own(failure: Failure) -> list[_Pieces]:
-    """Each row's history in what earlier steps wrote and what its own step did."""
-    return [
-        _pieces(view.select(torch.tensor([at])), max(1, first), count=2)
-        for view in failure.views
-        for at, first in enumerate(view.first_of_step.tolist())
-    ]
-
-
-def _split_sizes(failure: Failure) -> list[int]:
-    longest = max(len(view.key) for view in failure.views)
-    block = failure.slot_history.block_size or 16
-    sizes = {1 << power for power in range(1, 13)} | {block * number for number in range(1, 9)}
-    return sorted(size for size in sizes if size < longest)[:_MAX_SPLIT_SIZES]
-
-
-def _in_base_2(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
-    return (log_sum * math.log(2)).softmax(dim=0)
-
-
-def _base_e_of_log2(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
-    return (log_sum / math.log(2)).softmax(dim=0)
-
-
-def _not_rescaled(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
-    return (log_sum - maximum).nan_to_num(-torch.inf).softmax(dim=0)
-
-
-def _averaged(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
-    exists = log_sum.isfinite().to(log_sum.dtype)
-    return exists / exists.sum(dim=0)
-
-
-def _summed(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
-    return log_sum.isfinite().to(log_sum.dtype)
-
-
-def _last_only(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
-    exists = log_sum.isfinite()
-    last = exists & (exists.cumsum(dim=0) == exists.sum(dim=0))
-    return last.to(log_sum.dtype)
-
-
-_MERGES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "split KV: natural log-sum-exp is merged in base 2": _in_base_2,
-    "split KV: log-sum-exp in base 2 is merged in base e": _base_e_of_log2,
-    "split KV: the pieces are not rescaled to a common maximum": _not_rescaled,
-    "split KV: the pieces are averaged": _averaged,
-    "split KV: the pieces are summed without weights": _summed,
-    "split KV: only the last piece counts": _last_only,
-}
-
 EXPLANATIONS = (
     causal_mask_off,
     mask_misaligned,
@@ -307,5 +241,4 @@ EXPLANATIONS = (
     padding_attended,
     wrong_scale,
     coarse_softmax,
-    splits_merged_wrongly,
 )

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from harness.explain.attention_context import AttentionContext
-from harness.explain.attention_views import actual_of, fitted_factor, joined
+from harness.explain.attention_views import fitted_factor, joined, rows_of
 from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
 
@@ -49,8 +49,8 @@ def _fitted_cap(failure: Failure) -> float:
     """Return the cap under which some of the rows come out nearest: those that see most, where caps tell most."""
     view = max(failure.views, key=lambda each: int(each.rows.position.max()))
     order = view.rows.position.argsort(descending=True)[:_PROBED_ROWS]
-    probe, actual = view.select(order), actual_of(failure, view)[order]
-    return fitted_factor(view.softcap or 8.0, lambda cap: float((replace(probe, softcap=cap).attend() - actual).norm()))
+    probe, rows = view.select(order), rows_of(failure, view)[order]
+    return fitted_factor(view.softcap or 8.0, lambda cap: failure.misfit(rows, replace(probe, softcap=cap).attend()))
 
 
 def other_sinks(failure: Failure) -> Iterator[Hypothesis]:

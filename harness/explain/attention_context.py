@@ -44,6 +44,8 @@ class AttentionContext(AttentionHistory):
 
     def visible(self) -> torch.Tensor:
         """[T, S] bool: what each query may see."""
+        if self.seen is not None:
+            return self.seen
         distance = self.distance
         seen = distance >= 0
         return seen if self.window is None else seen & (distance < self.window)
@@ -101,7 +103,12 @@ class AttentionContext(AttentionHistory):
 
     def select(self, keep: torch.Tensor) -> "AttentionContext":
         """Return the view of some of its rows."""
-        return replace(self, rows=self.rows.select(keep), query=self.query[keep])
+        return replace(
+            self,
+            rows=self.rows.select(keep),
+            query=self.query[keep],
+            seen=None if self.seen is None else self.seen[keep],
+        )
 
 
 def _softmax(scores: torch.Tensor) -> torch.Tensor:

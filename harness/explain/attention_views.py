@@ -17,12 +17,12 @@ def joined(failure: Failure, attend: Callable[[AttentionContext], torch.Tensor])
     return torch.cat([attend(view) for view in failure.views])
 
 
-def actual_of(failure: Failure, view: AttentionContext) -> torch.Tensor:
-    """Return the recorded context of a view's rows, [T, N*H]."""
+def rows_of(failure: Failure, view: AttentionContext) -> torch.Tensor:
+    """Return the numbers of a view's rows among the failure's, [T] int64."""
     begin = 0
     for each in failure.views:
         if each is view:
-            return failure.actual[begin : begin + len(each.rows)]
+            return torch.arange(begin, begin + len(each.rows))
         begin += len(each.rows)
     raise ValueError("the view is not of this failure")
 

@@ -11,6 +11,7 @@ from harness.explain.content_index import KEY, RAW_KEY, VALUE, ContentIndex, des
 from harness.explain.failure import Failure
 from harness.explain.hypothesis import Hypothesis
 from harness.metrics import rounding_unit
+from harness.oracle.rotation import rotations
 from harness.results import Provenance
 
 _NEAR = 4.0
@@ -98,6 +99,17 @@ def _writers(failure: Failure) -> list[tuple[int, Write | None]]:
         slots = memory.slots(memory.table(step, request), position + 1)
         places.append((position, memory.writer(slots[position], step) if position < len(slots) else None))
     return places
+
+
+def rotated_once_more(failure: Failure) -> Iterator[Hypothesis]:
+    """Keys go through a rotary that the layer does not have, or twice through its own."""
+    if failure.operation.site != "k_cache" or failure.expected.shape[1] % failure.hf.head_dim:
+        return
+    for rotation in rotations(failure.hf):
+        yield Hypothesis(
+            cause="rotary is applied to keys once more than this layer does",
+            output=rotation.turn(failure.expected, failure.positions),
+        )
 
 
 def other_row(failure: Failure) -> Iterator[Hypothesis]:
@@ -196,4 +208,4 @@ def provenance_of(failure: Failure, at: int) -> Provenance:
     )
 
 
-EXPLANATIONS = (replayed_reads, never_written, other_tensor, other_row)
+EXPLANATIONS = (replayed_reads, never_written, other_tensor, rotated_once_more, other_row)

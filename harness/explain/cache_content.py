@@ -7,7 +7,7 @@ import torch
 
 from harness.explain.cache import at_boundary, provenance_of
 from harness.explain.failure import Failure
-from harness.explain.formats import FLOAT8_DTYPES, HALF_DTYPES, cut_off, float8, int8, name_of, rounded
+from harness.explain.formats import FLOAT8_DTYPES, HALF_DTYPES, cut_off, name_of, rounded
 from harness.explain.hypothesis import Hypothesis
 from harness.metrics import rounding_unit
 
@@ -24,19 +24,12 @@ _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 
 def coarser_dtype(failure: Failure) -> Iterator[Hypothesis]:
     """Written values come back rounded, cut off, or in 8 bits with a scale that its own numbers give."""
-    lower = "the cache is in a lower dtype"
-    written, heads = failure.expected, failure.expected.unflatten(1, (-1, failure.hf.head_dim))
+    lower, written = "the cache is in a lower dtype", failure.expected
     for dtype in (*HALF_DTYPES, *FLOAT8_DTYPES):
         yield Hypothesis(cause=f"{lower}: {name_of(dtype)}", output=rounded(written, dtype))
     for dtype in HALF_DTYPES:
         cause = f"what is cached is cut off to {name_of(dtype)} instead of rounded"
         yield Hypothesis(cause=cause, output=cut_off(written, dtype))
-    scales = {"one scale for each token": (written, (1,)), "one scale for each head of a token": (heads, (2,))}
-    for detail, (x, dims) in scales.items():
-        yield Hypothesis(cause=f"{lower}: int8", output=int8(x, dims).flatten(1), detail=detail)
-        for dtype in FLOAT8_DTYPES:
-            output = float8(x, dtype, dims).flatten(1)
-            yield Hypothesis(cause=f"{lower}: {name_of(dtype)}", output=output, detail=detail)
 
 
 def grid(failure: Failure) -> Iterator[Hypothesis]:
@@ -89,6 +82,13 @@ def gain(failure: Failure) -> Iterator[Hypothesis]:
     yield Hypothesis(cause=cause, output=failure.expected * factor, freedom=1)
     actual, written = (x.unflatten(1, (-1, failure.hf.head_dim)) for x in (failure.actual, failure.expected))
     factors = (actual * written).sum(dim=(0, 2)) / written.square().sum(dim=(0, 2))
+    is_off = (factors - 1).abs() > _LEAST_GAIN
+    if int(is_off.sum()) == 1 and len(factors) > 1:
+        head = int(is_off.int().argmax())
+        output = written.clone()
+        output[:, head] *= factors[head]
+        cause = f"KV head {head} alone comes back with a gain of {float(factors[head]):.6g}"
+        yield Hypothesis(cause=cause, output=output.flatten(1), freedom=1)
     shown = ", ".join(f"{float(each):.4g}" for each in factors[:8])
     yield Hypothesis(
         cause="each head comes back with a gain of its own",

@@ -1,5 +1,6 @@
 """Mistakes on every element behind an operation: values cut off at a limit, or bent by a soft cap."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -12,6 +13,8 @@ _CAPS = (15.0, 20.0, 30.0, 50.0)
 _MIN_CUT = 3
 """Elements that a limit must have cut off: the largest of all is always one."""
 _NEWTON_STEPS = 30
+_SAME_CAP = 1e-3
+"""Relative distance up to which a fitted cap is the model's own."""
 _FARTHEST = 50.0
 """Times the largest element beyond which a soft cap bends nothing that could be measured."""
 
@@ -37,8 +40,14 @@ def soft_capped(failure: Failure) -> Iterator[Hypothesis]:
     for cap in _own_caps(failure):
         bent = failure.expected / cap
         if bool((bent.abs() < 1).all()):
-            yield Hypothesis(cause=f"the soft cap of {cap:g} is left out", output=cap * torch.atanh(bent))
-    fitted = _fitted_cap(failure)
+            uncapped = cap * torch.atanh(bent)
+            yield Hypothesis(cause=f"the soft cap of {cap:g} is left out", output=uncapped)
+            other = _fitted_cap(failure.actual, uncapped)
+            if other is not None and not math.isclose(other, cap, rel_tol=_SAME_CAP):
+                other = float(f"{other:.4g}")
+                output = other * torch.tanh(uncapped / other)
+                yield Hypothesis(cause=f"the soft cap is {other:g} instead of {cap:g}", output=output, freedom=1)
+    fitted = _fitted_cap(failure.actual, failure.expected)
     if fitted is not None:
         yield _capped(failure, float(f"{fitted:.4g}"), freedom=1)
 
@@ -57,13 +66,12 @@ def _capped(failure: Failure, cap: float, freedom: int) -> Hypothesis:
     )
 
 
-def _fitted_cap(failure: Failure) -> float | None:
-    """Return the cap that takes what should be nearest to what is; None if none would be seen.
+def _fitted_cap(y: torch.Tensor, x: torch.Tensor) -> float | None:
+    """Return the cap that takes x nearest to y, [R, W] each; None if none would be seen.
 
     One over the cap, c, is fitted by Newton's steps, which begin where the series has it:
     tanh(c x) / c = x - c**2 x**3 / 3.
     """
-    x, y = failure.expected, failure.actual
     curvature = float(((x - y) * x**3).sum() / (x**6).sum().clamp(min=torch.finfo(torch.float64).tiny))
     if curvature <= 0:
         return None

@@ -14,6 +14,7 @@ from harness.compare.slot_history import SlotHistory
 from harness.explain.attention_context import AttentionContext
 from harness.explain.hypothesis import Hypothesis
 from harness.explain.operations import replay
+from harness.explain.rerun import Rerun
 from harness.oracle.model import HFModel
 from harness.oracle.rotation import Rotation, rotations
 from harness.recording import Recording, Step
@@ -22,6 +23,20 @@ from harness.taps import Graph, Kind, Operation
 _MAX_WEIGHT_ELEMENTS = 1 << 27
 _SAME = 1e-5
 """Relative distance within which an operation that is computed by itself is the one in HF's forward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beyond:
+    """What was recorded behind an operation that was not."""
+
+    actual: torch.Tensor
+    """[R, V] float64, as recorded."""
+    push: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """From rows of the operation [n, W] and their numbers [n] to what follows from them there, [n, V]."""
+
+    def pushed(self, hypothesis: Hypothesis) -> Hypothesis:
+        """Return what a hypothesis about the operation gives behind it."""
+        return dataclass_replace(hypothesis, output=self.push(hypothesis.output, torch.arange(len(hypothesis.output))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +65,20 @@ class Failure:
     """Attention only: the rows of each request with the history they read, in the order of `rows`."""
     slot_history: SlotHistory
     """Who wrote what into the KV cache."""
+    sound: frozenset[str] = frozenset()
+    """Taps of the recording that passed."""
+    through: tuple[str, ...] = ()
+    """Taps that were not recorded and were computed on the way: the inputs are what HF makes of what was."""
+    rerun: Rerun | None = None
+    """The part of the model with the operation, to run it again with something else in it."""
+    beyond: Beyond | None = None
+    """For an operation that was not recorded: then `actual` is no more than a guess."""
+
+    def misfit(self, rows: torch.Tensor, output: torch.Tensor) -> float:
+        """Return how far rows with these numbers [n] are from what was recorded, were they `output` [n, W]."""
+        if self.beyond is None:
+            return float((output - self.actual[rows]).norm())
+        return float((self.beyond.push(output, rows) - self.beyond.actual[rows]).norm())
 
     @property
     def positions(self) -> torch.Tensor:
@@ -85,6 +114,18 @@ class Failure:
             expected=self.expected[keep],
             inputs=[x[keep] for x in self.inputs],
             views=tuple(views),
+            beyond=None,
+        )
+
+    def take(self, order: torch.Tensor) -> "Failure":
+        """Return the failure of the rows with these numbers [n], in their order; attention has no views then."""
+        return dataclass_replace(
+            self,
+            rows=self.rows.select(order),
+            actual=self.actual[order],
+            expected=self.expected[order],
+            inputs=[x[order] for x in self.inputs],
+            views=(),
         )
 
     def tap(self, name: str) -> torch.Tensor | None:
@@ -111,7 +152,7 @@ class Failure:
     @cached_property
     def can_replay(self) -> bool:
         """Whether the operation can be computed by itself: on its own inputs it gives what it should."""
-        return self._is_expected(self._replayed(self.inputs, self.positions))
+        return self.is_expected(self._replayed(self.inputs, self.positions))
 
     def replay(self, inputs: Sequence[torch.Tensor], positions: torch.Tensor) -> torch.Tensor | None:
         """Return what the operation gives on other inputs or positions: [rows, W] float64; None if it cannot be."""
@@ -122,7 +163,8 @@ class Failure:
             return None if self.rotation is None else self.rotation.turn(inputs[0].flatten(1), positions)
         return replay(self.hf, self.operation, list(inputs))
 
-    def _is_expected(self, given: torch.Tensor | None) -> bool:
+    def is_expected(self, given: torch.Tensor | None) -> bool:
+        """Whether some way to compute the operation gives what it should."""
         if given is None or given.shape != self.expected.shape:
             return False
         return bool(((given - self.expected).norm(dim=1) <= _SAME * self.expected.norm(dim=1)).all())
@@ -134,7 +176,7 @@ class Failure:
             return None
         if self.expected.shape[1] % self.hf.head_dim:
             return None
-        fits = (each for each in rotations(self.hf) if self._is_expected(each.turn(self.inputs[0], self.positions)))
+        fits = (each for each in rotations(self.hf) if self.is_expected(each.turn(self.inputs[0], self.positions)))
         return next(fits, None)
 
     def weight(self, tap: str, name: str = "weight") -> torch.Tensor | None:

@@ -18,6 +18,11 @@ _MAX_POOL_ROWS = 4096
 _COARSE_DTYPES = (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 _MANY, _FEW = 32, 0.05
 """Elements that show whether they were cut off, and the share of them that may be otherwise."""
+_SAME_GAIN = 1e-3
+"""Relative distance up to which a gain is the number that it is taken for."""
+_OF_LOGITS, _OF_EMBEDDING = ("logit", "head", "output"), ("embed", "emb_", "_emb", "hidden")
+"""Words in the names of multipliers of logits, and of embeddings."""
+_NO_MULTIPLIERS = ("eps", "dropout", "theta", "range", "std", "rope", "aux", "jitter", "cap")
 _FEW_ROWS = 4
 """Right rows that can contradict a cause, at least."""
 _ROW_WISE = (Kind.NORM, Kind.LINEAR, Kind.ROTARY)
@@ -33,6 +38,8 @@ def constant_gain(failure: Failure) -> Iterator[Hypothesis]:
     gain = failure.factor_of(failure.expected)
     energy = failure.expected.square().sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     gains = (failure.actual * failure.expected).sum(dim=1, keepdim=True) / energy
+    if f"{gain:.6g}" == "1":
+        return
     if _is_one(failure, failure.expected * gain, failure.expected * gains):
         yield Hypothesis(
             cause=f"a constant gain of {gain:.6g}",
@@ -49,6 +56,63 @@ def constant_gain(failure: Failure) -> Iterator[Hypothesis]:
             freedom=len(gains),
             is_cause=False,
         )
+
+
+def gain_of_a_setting(failure: Failure) -> Iterator[Hypothesis]:
+    """The rows are scaled by a number of config.json, or by one over it: a multiplier left out, or applied twice."""
+    gain, input_gain = failure.factor_of(failure.expected), _gain_of_input(failure)
+    for name, value in _multipliers(failure):
+        for factor in (value, 1 / value):
+            if math.isclose(factor, gain, rel_tol=_SAME_GAIN):
+                if input_gain is None or not math.isclose(
+                    abs(math.log(input_gain)), abs(math.log(value)), rel_tol=1e-3
+                ):
+                    how = "left out, or applied once too often"
+                else:
+                    how = "left out" if factor * input_gain < 1.5 and factor * input_gain > 2 / 3 else "applied twice"
+                cause = f"{name} ({value:g}) is {how}: a constant gain of {factor:.6g}"
+                output = failure.expected * factor
+                yield Hypothesis(
+                    cause=cause,
+                    output=output,
+                    is_cause=not _is_contradicted(failure, lambda expected, factor=factor: expected * factor),  # type: ignore[misc]
+                )
+
+
+def _multipliers(failure: Failure) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of the config that the operation may be multiplied by; names of one number together."""
+    config, found = failure.hf.config, dict[float, list[str]]()
+    named = {**vars(config), "the root of the hidden size": float(getattr(config, "hidden_size", 1)) ** 0.5}
+    for name, value in named.items():
+        is_named = "scal" in name or "mult" in name
+        is_number = isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and is_named)
+        if is_number and value > 0 and value != 1 and _may_scale(failure, name):
+            found.setdefault(float(value), []).append(name)
+    yield from ((" or ".join(names), value) for value, names in found.items())
+
+
+def _may_scale(failure: Failure, name: str) -> bool:
+    """Whether a number of the config may belong to an operation, going by their names."""
+    is_of_logits, is_of_embedding = (any(word in name for word in words) for words in (_OF_LOGITS, _OF_EMBEDDING))
+    if any(word in name for word in _NO_MULTIPLIERS):
+        return False
+    if failure.operation.layer is None:
+        return is_of_embedding if failure.operation.kind is Kind.EMBEDDING else is_of_logits
+    return not is_of_logits and (not is_of_embedding or failure.operation.site == "input")
+
+
+def _gain_of_input(failure: Failure) -> float | None:
+    """Return the factor by which what should be is the operation's only input; None if it is something else."""
+    if (
+        len(failure.inputs) != 1
+        or failure.inputs[0].shape[:1] + failure.inputs[0].flatten(1).shape[1:] != failure.expected.shape
+    ):
+        return None
+    if not failure.inputs[0].is_floating_point():
+        return None
+    x = failure.inputs[0].flatten(1)
+    factor = float((failure.expected * x).sum() / x.square().sum().clamp(min=torch.finfo(torch.float64).tiny))
+    return factor if factor > 0 and failure.is_expected(x * factor) else None
 
 
 def _may_be_eps(failure: Failure) -> bool:
@@ -178,7 +242,7 @@ def another_input(failure: Failure) -> Iterator[Hypothesis]:
     """The operation is right, of another tensor of its layer or of the one before."""
     if failure.operation.kind not in _ROW_WISE or not failure.can_replay:
         return
-    for name, other in _other_taps(failure, failure.inputs[0].flatten(1).shape):
+    for name, other in other_taps(failure, failure.inputs[0].flatten(1).shape):
         if name == _input_site(failure):
             continue
         output = failure.replay([other], failure.positions)
@@ -188,13 +252,21 @@ def another_input(failure: Failure) -> Iterator[Hypothesis]:
 
 def another_output(failure: Failure) -> Iterator[Hypothesis]:
     """The rows are those of another tap, as if the operation had been left out."""
-    for name, other in _other_taps(failure, failure.actual.shape):
-        yield Hypothesis(cause=f"the output is that of {name}", output=other, freedom=1)
+    sites = [failure.graph[tap].site for tap in failure.operation.inputs]
+    for name, other in other_taps(failure, failure.actual.shape):
+        is_gated = failure.operation.kind is Kind.ACTIVATION and len(sites) > 1 and name in sites
+        lost = " and ".join(site for site in sites if site != name)
+        cause = f"the gate of {lost} is left out: " if is_gated else ""
+        yield Hypothesis(cause=f"{cause}the output is that of {name}", output=other, freedom=1)
 
 
-def _other_taps(failure: Failure, shape: torch.Size) -> Iterator[tuple[str, torch.Tensor]]:
+def other_taps(failure: Failure, shape: torch.Size) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and rows of other taps of the layer, or of the one before, but of none that is computed from it."""
+    later = {failure.operation.tap}
     for operation in failure.graph:
-        if operation.tap == failure.operation.tap or operation.kind is Kind.CACHE:
+        if later & set(operation.inputs):
+            later.add(operation.tap)
+        if operation.tap in later or operation.kind is Kind.CACHE:
             continue
         if _is_near(failure, operation):
             other = failure.tap(operation.tap)
@@ -260,6 +332,7 @@ def inputs_in_lower_precision(failure: Failure) -> Iterator[Hypothesis]:
 
 EXPLANATIONS = (
     zero_output,
+    gain_of_a_setting,
     constant_gain,
     row_of_another,
     heads_in_another_order,

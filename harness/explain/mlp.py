@@ -22,17 +22,33 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def _gate_and_up(failure: Failure) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Return gate and up, [R, W] each; None where HF computes something else of them than act(gate) * up."""
+    gate, up = factors_of(failure.operation, failure.inputs)
+    for first, second in ((gate, up), (up, gate)):
+        if first is None or _act(failure) is None:
+            continue
+        given = _act(failure)(first) if second is None else _act(failure)(first) * second
+        if failure.is_expected(given):
+            return first, second
+    return None
+
+
 def gate_and_up_swapped(failure: Failure) -> Iterator[Hypothesis]:
     """The activation is applied to the other half."""
-    gate, up = factors_of(failure.operation, failure.inputs)
-    if up is None:
+    factors = _gate_and_up(failure)
+    gate, up = (None, None) if factors is None else factors
+    if gate is None or up is None:
         return
     yield Hypothesis(cause="gate and up are swapped: the activation is applied to up", output=_act(failure)(up) * gate)
 
 
 def other_activation(failure: Failure) -> Iterator[Hypothesis]:
     """Another activation function, or none."""
-    gate, up = factors_of(failure.operation, failure.inputs)
+    factors = _gate_and_up(failure)
+    if factors is None:
+        return
+    gate, up = factors
     own, factor = _act(failure)(gate), 1 if up is None else up
     for name, function in _ACTIVATIONS.items():
         if torch.equal(function(gate), own):
@@ -45,8 +61,9 @@ def other_activation(failure: Failure) -> Iterator[Hypothesis]:
 
 def factor_missing(failure: Failure) -> Iterator[Hypothesis]:
     """One of the two factors is left out."""
-    gate, up = factors_of(failure.operation, failure.inputs)
-    if up is None:
+    factors = _gate_and_up(failure)
+    gate, up = (None, None) if factors is None else factors
+    if gate is None or up is None:
         return
     yield Hypothesis(cause="the product with up is missing", output=_act(failure)(gate))
     yield Hypothesis(cause="the gate is missing", output=up)
@@ -54,15 +71,19 @@ def factor_missing(failure: Failure) -> Iterator[Hypothesis]:
 
 def activation_of_product(failure: Failure) -> Iterator[Hypothesis]:
     """The activation comes after the product."""
-    gate, up = factors_of(failure.operation, failure.inputs)
-    if up is None:
+    factors = _gate_and_up(failure)
+    gate, up = (None, None) if factors is None else factors
+    if gate is None or up is None:
         return
     yield Hypothesis(cause="the activation is applied to the product", output=_act(failure)(gate * up))
 
 
 def coarse_activation(failure: Failure) -> Iterator[Hypothesis]:
     """The activation is computed in a 16-bit dtype."""
-    gate, up = factors_of(failure.operation, failure.inputs)
+    factors = _gate_and_up(failure)
+    if factors is None:
+        return
+    gate, up = factors
     for dtype in (torch.bfloat16, torch.float16):
         activated = _act(failure)(gate.to(dtype)).to(torch.float64)
         output = activated if up is None else activated * up

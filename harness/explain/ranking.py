@@ -13,6 +13,7 @@ from importlib import import_module
 import torch
 
 from harness.compare.guard import guarded
+from harness.explain.behind import PARAMETERS, attention_behind
 from harness.explain.failure import Explain, Failure
 from harness.explain.not_finite import not_finite
 from harness.explain.pattern import pattern
@@ -28,6 +29,10 @@ _MAX_EQUAL = 3
 _TOLD_IN_FLOAT32 = 50.0
 """Roundings to float32 by which two causes differ that float32 would tell apart."""
 _GENERIC = "generic"
+_LAST = ("wiring", "settings", _GENERIC)
+"""What is tried only where nothing else explains every row."""
+_SAME = 1e-6
+"""Relative distance up to which two causes give the same numbers."""
 _EXACT_ROOM = 2.0
 """Roundings that the right cause may leave if none is allowed: a factor may be rounded, too."""
 
@@ -48,8 +53,17 @@ def rank_hypotheses(failure: Failure, roundings: torch.Tensor, bound: torch.Tens
             if explanation.residual_after is not None:
                 return explanation
         return not_finite(failure, roundings, scope)
-    evidence = Evidence(failure, roundings, bound)
+    evidence = _evidence(failure, roundings, bound)
     return with_failures(_ranked(evidence, scope), evidence.failures)
+
+
+def _evidence(failure: Failure, roundings: torch.Tensor, bound: torch.Tensor) -> Evidence:
+    """Return the evidence; where rotary and attention were not recorded, with what HF computes behind them."""
+    behind = attention_behind(failure) if failure.through and not failure.views else None
+    if behind is None:
+        return Evidence(failure, roundings, bound)
+    inner, order = behind
+    return Evidence(failure.take(order), roundings[order], bound[order], behind=inner)
 
 
 def with_failures(explanation: Explanation, failures: Sequence[str]) -> Explanation:
@@ -85,8 +99,8 @@ def _best(evidence: Evidence) -> tuple[Trial | None, list[Trial], Trial | None]:
     other: Trial | None = None
     fallback: Trial | None = None
     group: list[Trial] = []
-    for name in KINDS[evidence.failure.operation.kind].causes:
-        if best is not None and name == _GENERIC and _is_perfect(best, evidence):
+    for name in _names(evidence):
+        if best is not None and name in _LAST and _is_perfect(best, evidence):
             break  # what can be said of any operation says less
         trials = list(_trials(name, evidence))
         asserted = [trial for trial in trials if trial.is_cause and not trial.hypothesis.is_fallback]
@@ -102,10 +116,26 @@ def _best(evidence: Evidence) -> tuple[Trial | None, list[Trial], Trial | None]:
     if best is None or _is_beaten(best, other):
         return fallback, [], other
     causes: dict[str, Trial] = {}
+    named = [trial for trial in group if not trial.hypothesis.freedom and trial.is_as_good_as(best)]
+    if best.hypothesis.freedom:  # what fits without a number that was fitted, and gives the same, is its name
+        best = next((trial for trial in named if _is_same(trial, best)), best)
     for trial in group:
+        if trial.hypothesis.freedom and any(_is_same(each, trial) for each in named):
+            continue
         if trial.hypothesis.cause != best.hypothesis.cause and trial.is_as_good_as(best):
             causes.setdefault(trial.hypothesis.cause, trial)
     return best, list(causes.values()), other
+
+
+def _is_same(one: Trial, other: Trial) -> bool:
+    """Whether two causes give the same numbers, as far as rounding lets them be told apart."""
+    return distance(one, other) <= _SAME
+
+
+def _names(evidence: Evidence) -> Iterator[str]:
+    """Yield what is tried: causes in what was not recorded before those of the operation itself."""
+    yield from () if evidence.behind is None else PARAMETERS
+    yield from KINDS[evidence.failure.operation.kind].causes
 
 
 def _is_beaten(best: Trial, other: Trial | None) -> bool:
@@ -121,9 +151,12 @@ def _says_more(trial: Trial, other: Trial) -> bool:
 
 
 def _trials(name: str, evidence: Evidence) -> Iterator[Trial]:
+    inner = evidence.behind if name in PARAMETERS else None
     for explain in _explanations(name):
         with guarded(explain.__name__, evidence.failures):  # it may not know operations of this shape; others may
-            for hypothesis in explain(evidence.failure):
+            for hypothesis in explain(inner or evidence.failure):
+                if inner is not None and inner.beyond is not None:
+                    hypothesis = inner.beyond.pushed(hypothesis)
                 if hypothesis.output.shape == evidence.failure.actual.shape:
                     yield Trial.of(hypothesis, evidence)
 

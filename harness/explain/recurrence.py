@@ -5,7 +5,7 @@ HF's module once more, with what was recorded put in the place of its inner valu
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from harness.compare.align import Rows
 from harness.explain.failure import Failure, gathered
 from harness.explain.mixture import exactly
+from harness.oracle.caches import new_cache
 from harness.taps import KINDS, Kind, Operation
 
 _SAME = 1e-4
@@ -72,6 +73,34 @@ class Recurrence:
         wanted = _identities(self.failure.rows)
         return torch.stack([found[row] for row in wanted]) if found.keys() >= set(wanted) else None
 
+    def run_by_steps(self, kept: Callable[[str, torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
+        """Return what the operation gives if the state goes through `kept` behind each step: [R, W] float64.
+
+        Args:
+            kept: from `conv` or `recurrent`, and a state, to what is kept of it.
+
+        None where a row was not recorded, or the mixer keeps its state otherwise than HF's cache does.
+        """
+        found: dict[_Row, torch.Tensor] = {}
+        for rows in self.histories:
+            cache = new_cache(self.failure.hf)
+            if cache is None:
+                return None
+            layer = cache.layers[self.module.layer_idx]
+            for step in rows.step.unique_consecutive().tolist():
+                own = rows.select((rows.step == step).nonzero()[:, 0])
+                values = self._values(own)
+                if values is None:
+                    return None
+                with exactly(self.failure):
+                    found |= dict(zip(_identities(own), self._run_one(values, own.position, cache), strict=True))
+                for name in ("conv", "recurrent"):
+                    for state in getattr(layer, f"{name}_states", {}).values():
+                        if state is not None:
+                            state.copy_(kept(name, state))
+        wanted = _identities(self.failure.rows)
+        return torch.stack([found[row] for row in wanted]) if found.keys() >= set(wanted) else None
+
     def convolved(self) -> Convolved:
         """Return what the mixer's convolutions give at each row; empty without any.
 
@@ -88,7 +117,7 @@ class Recurrence:
         complete = {tap: value for tap, value in found.items() if value is not None}
         return complete if len(complete) == len(found) else None
 
-    def _run_one(self, values: dict[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
+    def _run_one(self, values: dict[str, torch.Tensor], positions: torch.Tensor, cache: Any = None) -> torch.Tensor:
         hf, graph, seen = self.failure.hf, self.failure.graph, list[torch.Tensor]()
         with ExitStack() as stack:
             for tap in self.failure.operation.inputs:
@@ -96,7 +125,8 @@ class Recurrence:
                 stack.enter_context(_forced(hf.module(graph[tap].module), source, values[tap].to(hf.device)))
             stack.enter_context(_shown(self.failure.module, self.failure.operation.source, seen))
             with suppress(_SeenError):
-                self.module(values[self.entry][None].to(hf.device), **_arguments(self.module, positions.to(hf.device)))
+                given = _arguments(self.module, positions.to(hf.device), cache)
+                self.module(values[self.entry][None].to(hf.device), **given)
         return seen[0].to("cpu", torch.float64).reshape(len(values[self.entry]), -1)
 
 
@@ -156,9 +186,11 @@ def _first_of(failure: Failure, path: str) -> Operation | None:
     return inside[0] if inside and len(inside[0].inputs) == 1 else None
 
 
-def _arguments(module: nn.Module, positions: torch.Tensor) -> dict[str, Any]:
-    """Return what a mixer asks for besides its rows: their positions, no mask, and no state of before."""
-    known = {"position_ids": positions[None], "attention_mask": None, "use_cache": False}
+def _arguments(module: nn.Module, positions: torch.Tensor, cache: Any) -> dict[str, Any]:
+    """Return what a mixer asks for besides its rows: their positions, no mask, and the state of before, if any."""
+    known = {"position_ids": positions[None], "attention_mask": None, "use_cache": cache is not None}
+    if cache is not None:
+        known |= {"cache_params": cache, "past_key_values": cache}
     asked = inspect.signature(module.forward).parameters
     return {name: value for name, value in known.items() if name in asked}
 

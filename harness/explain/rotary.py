@@ -54,8 +54,18 @@ def other_pairs(failure: Failure, own: Rotation) -> Causes:
 
 
 def not_rotated(failure: Failure) -> Causes:
-    """The input comes out as it went in."""
-    yield Hypothesis(cause="rotary is not applied", output=failure.inputs[0].flatten(1))
+    """The input comes out as it went in: not turned, or not scaled where that is all that the layer does to it."""
+    x = failure.inputs[0].flatten(1)
+    cause = "the rows' factors, which grow with the position, are" if _is_scaled(failure, x) else "rotary is"
+    yield Hypothesis(cause=f"{cause} not applied", output=x)
+
+
+def _is_scaled(failure: Failure, x: torch.Tensor) -> bool:
+    """Whether each row is its input [R, W] times a number: a temperature of queries that are not rotated."""
+    if x.shape != failure.expected.shape:
+        return False
+    energy = x.square().sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    return failure.is_expected((failure.expected * x).sum(dim=1, keepdim=True) / energy * x)
 
 
 @with_rotation
@@ -69,10 +79,10 @@ def backwards(failure: Failure, own: Rotation) -> Causes:
 @with_rotation
 def scaling_ignored(failure: Failure, own: Rotation) -> Causes:
     """The frequencies are those of a model without rope scaling."""
-    parameters = _parameters(failure)
+    parameters = rope_parameters(failure, own)
     if parameters.get("rope_type", "default") == "default" or "rope_theta" not in parameters:
         return
-    plain = _with_parameters(failure, own, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
+    plain = with_parameters(failure, own, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
     if plain is not None:
         yield Hypothesis(
             cause=f"rope scaling ({parameters['rope_type']}) is ignored",
@@ -83,13 +93,13 @@ def scaling_ignored(failure: Failure, own: Rotation) -> Causes:
 @with_rotation
 def other_scaling(failure: Failure, own: Rotation) -> Causes:
     """The frequencies are scaled in another way than config.json says, or by another factor."""
-    parameters = _parameters(failure)
+    parameters = rope_parameters(failure, own)
     if "rope_theta" not in parameters:
         return
     meant = str(parameters.get("rope_type", "default"))
-    plain = _with_parameters(failure, own, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
+    plain = with_parameters(failure, own, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
     for cause, changed, freedom in (*_other_values(parameters), *_other_types(failure, own, parameters, meant)):
-        other = _with_parameters(failure, own, changed)
+        other = with_parameters(failure, own, changed)
         if other is not None and not _is_same(other, plain):  # no scaling at all has a name of its own
             yield Hypothesis(cause=cause, output=other.turn(failure.inputs[0], failure.positions), freedom=freedom)
 
@@ -124,7 +134,7 @@ def _other_types(
         for factor in _FACTORS if name != meant else ():
             cause = f"rope scaling: {name} with factor {factor:g}, {instead}"
             yield cause, {**base, "rope_type": name, "factor": factor}, 0
-    fitted = _fitted_stretch(failure, own)
+    fitted = None if failure.actual is failure.expected else _fitted_stretch(failure, own)
     if fitted is not None:
         cause = f"rope scaling: linear with factor {fitted:g}, {instead}"
         yield cause, {**base, "rope_type": "linear", "factor": fitted}, 1
@@ -132,8 +142,8 @@ def _other_types(
 
 def _fitted_stretch(failure: Failure, own: Rotation) -> float | None:
     """Return the factor under which the unscaled pairs turn most nearly as they did, to three digits."""
-    parameters = _parameters(failure)
-    plain = _with_parameters(failure, own, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
+    parameters = rope_parameters(failure, own)
+    plain = with_parameters(failure, own, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
     if plain is None:
         return None
     turned, frequencies = turned_by(failure, own), plain.frequencies.to(torch.float64)
@@ -164,7 +174,7 @@ def wrong_theta(failure: Failure, own: Rotation) -> Causes:
 
     Scaled frequencies are scaled anew for the base, or keep the factors of the right one, as those in a file do.
     """
-    parameters = _parameters(failure)
+    parameters = rope_parameters(failure, own)
     if "rope_theta" not in parameters:
         return
     meant = float(parameters["rope_theta"])
@@ -180,17 +190,17 @@ def wrong_theta(failure: Failure, own: Rotation) -> Causes:
                     output=other.turn(failure.inputs[0], failure.positions),
                     detail=kept,
                     freedom=0 if theta in _THETAS else 1,
-                    is_vague=theta == fitted[-1],  # that of two digits fits as well, or better
+                    is_vague=theta in fitted[1:],  # that of two digits fits as well, or better
                 )
 
 
 def _with_theta(failure: Failure, own: Rotation, theta: float) -> Rotation | None:
-    return _with_parameters(failure, own, {**_parameters(failure), "rope_theta": theta})
+    return with_parameters(failure, own, {**rope_parameters(failure, own), "rope_theta": theta})
 
 
 def _with_theta_and_factors(failure: Failure, own: Rotation, theta: float) -> Rotation | None:
     """Return the rotation of another base whose frequencies are scaled by the factors of the right one."""
-    meant = float(_parameters(failure)["rope_theta"])
+    meant = float(rope_parameters(failure, own)["rope_theta"])
     exponents = torch.arange(len(own.frequencies), dtype=torch.float64) / len(own.frequencies)
     return replace(own, frequencies=(own.frequencies * (meant / theta) ** exponents).to(torch.float32))
 
@@ -199,6 +209,8 @@ def _fitted_thetas(
     failure: Failure, own: Rotation, based_on: Callable[[Failure, Rotation, float], Rotation | None]
 ) -> list[float]:
     """Return the base under which the pairs turn most nearly as they did, rounded to two digits and to six."""
+    if failure.actual is failure.expected:  # what was recorded stands behind something else: nothing can be fitted
+        return []
     turned = turned_by(failure, own)
 
     def fit(ln_theta: float) -> float:
@@ -231,7 +243,7 @@ def stretched(failure: Failure, own: Rotation) -> Causes:
 @with_rotation
 def partial_rotary(failure: Failure, own: Rotation) -> Causes:
     """Only the first elements of a head are rotated, or all of them where only some should be."""
-    theta = _parameters(failure).get("rope_theta")
+    theta = rope_parameters(failure, own).get("rope_theta")
     for share in (0.25, 0.5, 0.75, 1.0):
         dim = int(own.head_dim * share) // 2 * 2
         if not dim:
@@ -266,13 +278,20 @@ def coarse_table(failure: Failure, own: Rotation) -> Causes:
             yield Hypothesis(cause=cause, output=own.turned(heads, cos, sin))
 
 
-def _parameters(failure: Failure) -> dict[str, Any]:
-    """Return the rope parameters of the config; empty if it has them otherwise, by type of layer for one."""
+def rope_parameters(failure: Failure, own: Rotation) -> dict[str, Any]:
+    """Return the rope parameters of the config, where it has them by type of layer those of the rotation's own type."""
     parameters = getattr(failure.hf.config, "rope_parameters", None)
-    return dict(parameters) if isinstance(parameters, dict) else {}
+    if not isinstance(parameters, dict):
+        return {}
+    return dict(parameters.get(_layer_type(own), parameters))
 
 
-def _with_parameters(failure: Failure, own: Rotation, parameters: dict[str, Any]) -> Rotation | None:
+def _layer_type(own: Rotation) -> str:
+    """Return the type of layer that a rotation belongs to; empty if all layers have the same."""
+    return own.name.removesuffix("inv_freq").rstrip("_")
+
+
+def with_parameters(failure: Failure, own: Rotation, parameters: dict[str, Any]) -> Rotation | None:
     """Return the rotation that HF's own code makes of other rope parameters; None if it makes none.
 
     Every layer and schedule asks for the same ones, and HF takes half a millisecond for each: they are remembered.
@@ -286,8 +305,8 @@ def _with_parameters(failure: Failure, own: Rotation, parameters: dict[str, Any]
 
 
 def _make(config: Any, own: Rotation, parameters: dict[str, Any]) -> Rotation | None:
-    changed = copy.copy(config)
-    changed.rope_parameters = dict(parameters)
+    changed, kind = copy.copy(config), _layer_type(own)
+    changed.rope_parameters = {**config.rope_parameters, kind: dict(parameters)} if kind else dict(parameters)
     try:
         module = type(own.module)(changed)
     except Exception:  # a family whose module needs more than its config
@@ -297,6 +316,23 @@ def _make(config: Any, own: Rotation, parameters: dict[str, Any]) -> Rotation | 
     return replace(own, frequencies=frequencies, scaling=scaling, module=module)
 
 
+@with_rotation
+def of_other_layers(failure: Failure, own: Rotation) -> Causes:
+    """The rotation is that of another type of layer."""
+    for name, buffer in own.module.named_buffers(recurse=False):
+        if name.endswith("inv_freq") and not name.endswith("original_inv_freq") and name != own.name:
+            other = replace(
+                own,
+                name=name,
+                frequencies=buffer.detach().cpu().to(torch.float32),
+                scaling=float(getattr(own.module, name.replace("inv_freq", "attention_scaling"), 1.0)),
+            )
+            yield Hypothesis(
+                cause=f"rotary is that of {_layer_type(other)} layers",
+                output=other.turn(failure.inputs[0], failure.positions),
+            )
+
+
 EXPLANATIONS = (
     other_pairs,
     not_rotated,
@@ -304,6 +340,7 @@ EXPLANATIONS = (
     scaling_ignored,
     other_scaling,
     wrong_theta,
+    of_other_layers,
     stretched,
     partial_rotary,
     coarse_table,

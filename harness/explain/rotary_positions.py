@@ -48,17 +48,17 @@ def _best_positions(failure: Failure, own: Rotation, highest: int) -> torch.Tens
 
 def _named_positions(failure: Failure, best: torch.Tensor) -> str | None:
     """Say what the positions that were used have in common."""
-    own, places = failure.positions, _places(failure)
+    own, of = failure.positions, places(failure)
     offsets = (best - own).unique().tolist()
     if offsets in ([1], [-1]):
         return f"rotary at a position off by one ({offsets[0]:+d})"
     known = {
-        "positions restart at 0 in every step: the chunk's offset is forgotten": places["chunk"],
-        "positions restart at 1 in every step: the chunk's offset is forgotten": places["chunk"] + 1,
-        "positions run on through the batch instead of restarting for each request": places["batch"],
-        "positions restart at 0 behind the prompt": own - places["prompt"],
+        "positions restart at 0 in every step: the chunk's offset is forgotten": of["chunk"],
+        "positions restart at 1 in every step: the chunk's offset is forgotten": of["chunk"] + 1,
+        "positions run on through the batch instead of restarting for each request": of["batch"],
+        "positions restart at 0 behind the prompt": own - of["prompt"],
         "rotary at position 0 for every row": torch.zeros_like(own),
-        "the rows of other requests before it in the step are added to the position": own + places["others"],
+        "the rows of other requests before it in the step are added to the position": own + of["others"],
     }
     for name, positions in known.items():
         if torch.equal(best, positions):
@@ -95,7 +95,7 @@ def _offsets_by_request(failure: Failure, offsets: torch.Tensor) -> str | None:
     return f"rotary at positions off by a number that each request has for itself: {shown}"
 
 
-def _places(failure: Failure) -> dict[str, torch.Tensor]:
+def places(failure: Failure) -> dict[str, torch.Tensor]:
     """Each row's index among its request's rows of the step, among all rows of it, and its prompt's length."""
     lengths = {request.id: request.prompt_length for request in failure.recording.manifest.requests}
     chunk, batch, prompt, others = [], [], [], []

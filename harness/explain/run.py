@@ -22,16 +22,19 @@ from harness.explain.direction import explain_direction
 from harness.explain.failure import Failure, gathered
 from harness.explain.layers import layers_that_did_not_run
 from harness.explain.ranking import rank_hypotheses, with_failures
-from harness.explain.scope import scope
+from harness.explain.rerun import Rerun
+from harness.explain.scope import first_bad_row, scope
 from harness.explain.tokens import explain_token
 from harness.oracle.golden import Golden
 from harness.oracle.model import HFModel
 from harness.oracle.precision import upcast
+from harness.oracle.watch import watching
 from harness.recording import Recording
-from harness.results import Explanation, Finding, RunResult
+from harness.results import Explanation, Finding, RunResult, Verdict
 from harness.taps import Kind, Operation, layer_of
 
 _EXPLAINED = (Code.LOCAL_ERROR, Code.NOT_FINITE, Code.CACHE_DIFFERS, Code.SYSTEMATIC_ERROR)
+_SOUND = (Verdict.EXACT, Verdict.NOISE, Verdict.CONVENTION)
 
 
 def explain_run(found: Comparison, recording: Recording, expected: Golden, hf: HFModel) -> RunResult:
@@ -69,6 +72,20 @@ def _failed(failures: Sequence[str]) -> Explanation:
     )
 
 
+def _not_looked_for(errors: LocalErrors, where: str, begins: str) -> Explanation:
+    """Return what stands in for an explanation where too much on the way to a tap was not recorded."""
+    return Explanation(
+        cause="no cause was looked for: too much on the way to this tap was not recorded",
+        scope=where,
+        residual_before=float(errors.roundings[errors.bad].median()),
+        residual_after=None,
+        num_rows=int(errors.bad.sum()),
+        num_explained=0,
+        is_cause=False,
+        detail=begins,
+    )
+
+
 def _explained(failure: Failure, evidence: Evidence, where: str) -> Explanation:
     """Return what fits the rows as they are, or under the conventions that the engine declares."""
     found = rank_hypotheses(failure, evidence.roundings, evidence.bound, where)
@@ -92,6 +109,8 @@ class _Explainer:
         self.expected = Locator(expected.recording, aliases)
         self.locator, self.slot_history = Locator(recording), SlotHistory(recording)
         self.dtype = engine_dtype(recording)
+        self.usable = frozenset(self.locator.taps()) & {tap.name for tap in found.result.taps}
+        self.sound = frozenset(tap.name for tap in found.result.taps if tap.verdict in _SOUND)
         self.modules = {path for path, _ in hf.model.named_modules()}
 
     def explained(self, finding: Finding) -> Finding:
@@ -112,6 +131,21 @@ class _Explainer:
         return self.explain(self.hf.graph[tap]) if finding.code in _EXPLAINED and tap in self.hf.graph else None
 
     def explain(self, operation: Operation) -> Explanation | None:
+        """Explain one operation, and say where it begins to be wrong; None if no row of it is."""
+        found = self._explain(operation)
+        errors = (self.found.caches if operation.kind is Kind.CACHE else self.found.errors).get(operation.tap)
+        if errors is None or not bool(errors.bad.any()):
+            return found
+        size = self.slot_history.block_size
+        where, is_edge = first_bad_row(errors.rows, errors.bad, self.recording, getattr(self.hf, "config", None), size)
+        if found is None:
+            return _not_looked_for(errors, scope(errors.rows, errors.bad, self.recording), where)
+        begins_late = not found.is_cause and not found.scope.startswith("every row")
+        if not is_edge and not begins_late:
+            return found
+        return replace(found, detail="; ".join(text for text in (found.detail, where) if text))
+
+    def _explain(self, operation: Operation) -> Explanation | None:
         """Explain one operation; None if nothing was kept of its rows."""
         if operation.kind is Kind.CACHE:
             errors = self.found.caches.get(operation.tap)
@@ -134,7 +168,7 @@ class _Explainer:
                 return None
             if evidence is None:
                 return layers_that_did_not_run(operation, errors, self.hf, self.locator, self.dtype, where)
-            failure = self._scene(evidence)
+            failure = self._scene(evidence, stack)
             if failure is not None and errors.effect is not None and not is_bad:
                 return explain_direction(failure, errors.effect)
             return None if failure is None else _explained(failure, evidence, where)
@@ -143,14 +177,23 @@ class _Explainer:
         """Explain a cache by what stands behind its layer, where that says that the layer did not run."""
         for tap, errors in self.found.errors.items():
             if any(layer_of(each) == cache.layer for each in errors.through):
-                explanation = self.explain(self.hf.graph[tap])
+                explanation = self._explain(self.hf.graph[tap])
                 return explanation if explanation is not None and explanation.is_cause else None
         return None
 
-    def _scene(self, evidence: Evidence) -> Failure | None:
+    def _scene(self, evidence: Evidence, stack: ExitStack) -> Failure | None:
         actual = gathered(self.locator, evidence.operation.tap, evidence.rows)
         if actual is None or actual.shape != evidence.expected.shape:
             return None
+        rerun = None
+        if evidence.scene is not None:
+            rerun = Rerun(
+                hf=self.hf,
+                watch=stack.enter_context(watching(self.hf)),
+                scene=evidence.scene,
+                operation=evidence.operation,
+                usable=self.usable,
+            )
         return Failure(
             operation=evidence.operation,
             hf=self.hf,
@@ -163,6 +206,9 @@ class _Explainer:
             dtype=evidence.dtype,
             views=tuple(AttentionContext.of(history) for history in evidence.histories),
             slot_history=self.slot_history,
+            sound=self.sound,
+            through=evidence.through,
+            rerun=rerun,
         )
 
     def _cache_evidence(self, operation: Operation, errors: LocalErrors) -> Evidence | None:

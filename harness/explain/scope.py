@@ -1,6 +1,7 @@
 """The wrong rows, in words: every row, decode rows, one request, from a position on."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -22,6 +23,49 @@ def scope(rows: Rows, bad: torch.Tensor, recording: Recording) -> str:
             if not bool(of_request.all()) and torch.equal(mask & of_request, bad):
                 return of if name == "every row" else f"{name} of {of}"
     return f"{int(bad.sum())} of {len(rows)} rows"
+
+
+def first_bad_row(
+    rows: Rows, bad: torch.Tensor, recording: Recording, config: Any, block_size: int | None
+) -> tuple[str, bool]:
+    """Say which row of a request is the first bad one, and what begins there; and whether anything does.
+
+    Args:
+        rows: that were judged.
+        bad: [rows] bool.
+        recording: the engine's.
+        config: HF's.
+        block_size: of the KV cache; None if it is not known.
+    """
+    order = torch.argsort(rows.request * (1 << 32) + rows.position)
+    first = int(order[bad[order]][0])
+    request, position = int(rows.request[first]), int(rows.position[first])
+    names = [name for name, at in dict(_edges(recording, request, config)).items() if at == position]
+    if block_size and position and position % block_size == 0:
+        names.append(f"block {position // block_size}")
+    what = f", where {' and '.join(names)} begin{'s' if len(names) == 1 else ''}" if names else ""
+    return f"the first bad row is at position {position} of request {request}{what}", bool(names)
+
+
+def _edges(recording: Recording, request: int, config: Any) -> Iterator[tuple[str, int]]:
+    """Yield what begins at some position of a request, and where."""
+    prompts = {each.id: each.prompt_length for each in recording.manifest.requests}
+    yield "decode", prompts[request]
+    own = [step for step in recording.steps if bool((step.request == request).any()) and step.phase != "readback"]
+    starts = [int(step.position[step.request == request].min()) for step in own]
+    if len(starts) > 1 and starts[1] < prompts[request]:
+        yield "the second chunk of the prompt", starts[1]
+    window = getattr(config, "sliding_window", None)
+    if isinstance(window, int):
+        yield f"what is beyond the sliding window of {window}", window
+    chunk = getattr(config, "attention_chunk_size", None)
+    if isinstance(chunk, int):
+        yield f"the second chunk of {chunk} that attention sees by itself", chunk
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for each in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        length = each.get("original_max_position_embeddings")
+        if isinstance(length, int):
+            yield f"what is beyond the original context length of {length}", length
 
 
 def _by_step(rows: Rows, recording: Recording) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -33,6 +33,7 @@ def wrong_state(failure: Failure) -> Iterator[Hypothesis]:
     if recurrence is None:
         return
     yield from _begun_elsewhere(recurrence)
+    yield from _kept_coarsely(recurrence)
     for path, name, parameter in _parameters(recurrence):
         yield from _other_values(recurrence, path, name, parameter)
     yield from _sign_of_decay(recurrence)
@@ -56,6 +57,27 @@ def _begun_elsewhere(recurrence: Recurrence) -> Iterator[Hypothesis]:
         )
     for request in recurrence.failure.recording.manifest.requests:
         yield from _left_by(recurrence, request, right)
+
+
+def _kept_coarsely(recurrence: Recurrence) -> Iterator[Hypothesis]:
+    """The state, or a part of it, is rounded to a 16-bit dtype behind each step."""
+    with suppress(AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        right = recurrence.run_by_steps(lambda _name, state: state)
+        if not recurrence.failure.is_expected(right):
+            return  # run step by step, HF's mixer gives something else
+        states = {"the recurrence's state": ("recurrent",), "the convolution's state": ("conv",)}
+        for label, names in {"the state": ("conv", "recurrent"), **states}.items():
+            for dtype in HALF_DTYPES:
+
+                def kept(
+                    name: str, state: torch.Tensor, names: tuple[str, ...] = names, dtype: torch.dtype = dtype
+                ) -> torch.Tensor:
+                    return rounded(state, dtype) if name in names else state
+
+                output = recurrence.run_by_steps(kept)
+                if output is not None and right is not None and not torch.equal(output, right):
+                    cause = f"{label} is kept in {name_of(dtype)} from one step to the next"
+                    yield Hypothesis(cause=cause, output=output)
 
 
 def _left_by(recurrence: Recurrence, request: RequestInfo, right: Convolved) -> Iterator[Hypothesis]:

@@ -43,6 +43,25 @@ def attention_sensitivity(call: AttentionCall) -> AttentionSensitivity:
     return AttentionSensitivity(amplification=amplification, score_sensitivity=sensitivity)
 
 
+def score_slope(call: AttentionCall) -> torch.Tensor:
+    """Return how the context moves with the logarithm of the scores' factor: [B, T, N*H] float32.
+
+    With scores s, probabilities p and values v it is sum_j p_j (s_j - sum_i p_i s_i) v_j.
+    """
+    query, key, value = (x.to(torch.float32) for x in (call.query, call.key, call.value))
+    num_groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(num_groups, dim=1) for x in (key, value))
+    visible, per_query = visible_keys(call), query.itemsize * query.shape[0] * query.shape[1] * max(1, key.shape[2])
+    step = max(1, _SCORE_BYTES // per_query)
+    parts = []
+    for at in range(0, query.shape[2], step):
+        own = slice(at, at + step)
+        scores, p = _scores(call, query[:, :, own], key, visible[:, :, own])
+        centered = scores - (p * scores).sum(dim=-1, keepdim=True)
+        parts.append((p * centered) @ value)
+    return torch.cat(parts, dim=2).transpose(1, 2).flatten(2)
+
+
 def visible_keys(call: AttentionCall) -> torch.Tensor:
     """Return [B or 1, 1, T, S] bool: which keys each query may see."""
     num_queries, num_keys = call.query.shape[2], call.key.shape[2]
@@ -66,6 +85,21 @@ def _sensitivities(
     call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the two sensitivities of some queries, [B, t]."""
+    _, p = _scores(call, query, key, visible)
+    o = p @ value
+    v2, p2 = value.square().sum(-1), p.square()
+    norm = o.square().sum(dim=(1, 3)).sqrt()
+    amplification = (p2 @ v2[..., None]).sum(dim=(1, 3)).sqrt() / norm
+    bound = query.norm(dim=-1)[..., None] * key.norm(dim=-1)[:, :, None] * scaling(call)
+    spread = v2[:, :, None] - 2 * o @ value.transpose(2, 3) + o.square().sum(-1)[..., None]
+    sensitivity = (p2 * bound.square() * spread).sum(dim=(1, 3)).clamp(min=0).sqrt() / norm
+    return amplification, sensitivity
+
+
+def _scores(
+    call: AttentionCall, query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scores, 0 where they are masked, and probabilities of some queries, [B, N, t, S] each."""
     scale, softcap, sinks = scaling(call), call.options.get("softcap"), call.options.get("s_aux")
     scores = query @ key.transpose(2, 3) * scale
     if softcap is not None:
@@ -76,11 +110,4 @@ def _sensitivities(
         p = torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
     else:
         p = scores.softmax(dim=-1)
-    o = p @ value
-    v2, p2 = value.square().sum(-1), p.square()
-    norm = o.square().sum(dim=(1, 3)).sqrt()
-    amplification = (p2 @ v2[..., None]).sum(dim=(1, 3)).sqrt() / norm
-    bound = query.norm(dim=-1)[..., None] * key.norm(dim=-1)[:, :, None] * scale
-    spread = v2[:, :, None] - 2 * o @ value.transpose(2, 3) + o.square().sum(-1)[..., None]
-    sensitivity = (p2 * bound.square() * spread).sum(dim=(1, 3)).clamp(min=0).sqrt() / norm
-    return amplification, sensitivity
+    return scores.masked_fill(~visible, 0.0), p

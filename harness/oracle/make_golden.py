@@ -20,7 +20,7 @@ from harness.oracle.batching import batch_requests, padded
 from harness.oracle.decode import greedy_continuation
 from harness.oracle.golden import LOGIT_NOISE, Golden, key_name, open_golden, write_golden_files
 from harness.oracle.model import HFModel
-from harness.oracle.paired import Value, run_pair
+from harness.oracle.paired import PartCall, Value, run_pair
 from harness.oracle.precision import truth_dtype
 from harness.oracle.requests import Prompt, check_prompt, sampled_positions
 from harness.progress import Progress
@@ -244,6 +244,9 @@ class _Dump:
         tap = value.operation.tap
         self.disk.submit(partial(self._write, tap, self._own(value), self._control.pop(tap, None)))
         self._num_new += 1
+
+    def part_begins(self, call: PartCall) -> None:
+        """See `PairObserver.part_begins`."""
 
     def part_done(self) -> None:
         """See `PairObserver.part_done`: what the part before gave is written while this one ran."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from harness.oracle.lockstep import Ahead
 from harness.oracle.model import HFModel
@@ -45,8 +46,20 @@ class Value:
     """[rows, n] by which a router chose; None for every other operation."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartCall:
+    """What the truth called one part of the model with."""
+
+    path: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 class PairObserver(Protocol):
     """Is shown every operation in the order of the run: of each part all values of the control, then of the truth."""
+
+    def part_begins(self, call: PartCall) -> None:
+        """Take what the truth is about to run a part on; its tensors may be changed by the run."""
 
     def control(self, value: Value) -> torch.Tensor | None:
         """Return rows to go on with in the engine's dtype; None to go on with the control's own."""
@@ -108,6 +121,31 @@ def _forward(hf: HFModel, ids: torch.Tensor, positions: Sequence[int] | None) ->
 
 
 @torch.no_grad()
+def run_part(
+    hf: HFModel, watch: Watch, call: PartCall, shape: Sequence[int], show: Callable[[Value], torch.Tensor | None]
+) -> None:
+    """Run one part of the model by itself, in float64, which it is held in.
+
+    Args:
+        hf: the model.
+        watch: hooks on it.
+        call: what the part is called with.
+        shape: requests and tokens.
+        show: is shown every operation of the part; returns rows to go on with, or None.
+    """
+    args, kwargs = tree_map(_in_float64, (call.args, call.kwargs))
+    side = _Side(hf, shape, None, show)
+    with without_tf32(), eager_experts(hf.config), preserve_precision(torch.float64), watch.showing(side):
+        hf.module(call.path)(*args, **kwargs)
+
+
+def _in_float64(x: Any) -> Any:
+    """Return a copy that the run may change."""
+    is_float = isinstance(x, torch.Tensor) and x.is_floating_point()
+    return x.to(torch.float64, copy=True) if is_float else x
+
+
+@torch.no_grad()
 def _run_control(forward: Callable[[], torch.Tensor], watch: Watch, side: "_Side") -> None:
     with watch.showing(side):
         side.see("logits", forward())
@@ -129,8 +167,11 @@ def _parts_in_turn(
             running = stack.enter_context(ExitStack())
             module = hf.module(path)
 
-            def before(module: nn.Module, _args: Any, path: str = path, running: ExitStack = running) -> None:
+            def before(
+                module: nn.Module, args: Any, kwargs: Any, path: str = path, running: ExitStack = running
+            ) -> None:
                 if threading.get_ident() == truth:
+                    observer.part_begins(PartCall(path=path, args=args, kwargs=kwargs))
                     running.enter_context(hf.weights.held(path))
                     control.advance()
                     running.enter_context(upcast_parameters(truth_dtype, module, buffers=buffers))
@@ -145,7 +186,7 @@ def _parts_in_turn(
                 else:
                     control.wait()
 
-            stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+            stack.callback(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(after).remove)
         yield
 

@@ -61,33 +61,57 @@ class KindTraits:
 KINDS: Mapping[Kind, KindTraits] = {
     Kind.EMBEDDING: KindTraits(error_model=ErrorModel(roundings=0), causes=("embedding", "generic")),
     Kind.COPY: KindTraits(error_model=ErrorModel(roundings=0)),
-    Kind.NORM: KindTraits(error_model=ErrorModel(roundings=2, accumulation=8), causes=("norm", "generic")),
+    Kind.NORM: KindTraits(
+        error_model=ErrorModel(roundings=2, accumulation=8), causes=("norm", "wiring", "settings", "generic")
+    ),
     Kind.LINEAR: KindTraits(
         error_model=ErrorModel(roundings=1, accumulation=25),
-        causes=("linear", "linear_rows", "block_scales", "elementwise", "generic"),
+        causes=("linear", "linear_rows", "block_scales", "elementwise", "wiring", "settings", "generic"),
     ),
     Kind.ROTARY: KindTraits(
         error_model=ErrorModel(roundings=3),
-        causes=("rotary", "rotary_positions", "rotary_pairs", "generic"),
+        causes=("rotary", "rotary_positions", "rotary_pairs", "quantised", "settings", "generic"),
         has_heads=True,
         repeats_by_position=True,
     ),
-    Kind.ADD: KindTraits(error_model=ErrorModel(roundings=1), causes=("residual", "elementwise", "generic")),
+    Kind.ADD: KindTraits(
+        error_model=ErrorModel(roundings=1), causes=("residual", "elementwise", "settings", "generic")
+    ),
     Kind.ACTIVATION: KindTraits(
-        error_model=ErrorModel(roundings=2, accumulation=4), causes=("mlp", "elementwise", "generic")
+        error_model=ErrorModel(roundings=2, accumulation=4), causes=("mlp", "elementwise", "settings", "generic")
     ),
     Kind.ATTENTION: KindTraits(
         error_model=ErrorModel(roundings=1, accumulation=25, products=4, scores=6),
-        causes=("attention_history", "attention", "attention_heads", "attention_caps", "generic"),
+        causes=(
+            "attention_history",
+            "attention_rotary",
+            "attention",
+            "attention_splits",
+            "attention_heads",
+            "attention_caps",
+            "settings",
+            "generic",
+        ),
         # Flash kernels round the probabilities and not their sum, which is a gain of up to 0.2 roundings in float16.
         least_effect=0.5,
         has_heads=True,
     ),
-    Kind.CACHE: KindTraits(error_model=ErrorModel(roundings=0), causes=("cache", "cache_content")),
+    Kind.CACHE: KindTraits(error_model=ErrorModel(roundings=0), causes=("cache", "quantised", "cache_content")),
     Kind.CHOICE: KindTraits(error_model=None, causes=("choice",)),
     # A linear layer with an adapter is one; the experts of a layer are, and scans.
     Kind.OTHER: KindTraits(
         error_model=None,
-        causes=("lora", "embedding", "router", "experts", "shared_expert", "state", "elementwise", "generic"),
+        causes=(
+            "lora",
+            "embedding",
+            "router",
+            "experts",
+            "shared_expert",
+            "state",
+            "wiring",
+            "elementwise",
+            "settings",
+            "generic",
+        ),
     ),
 }

@@ -161,7 +161,8 @@ def test_split_kv(bench):
     }
     for cause, weigh in merges.items():
         found = bench.explain(TAP, attended(bench, merge=split(weigh)))
-        assert (found.cause, found.detail) == (cause, "pieces of 16 tokens")
+        begins = "the first bad row is at position 16 of request 0, where block 2 begins"
+        assert (found.cause, found.detail) == (cause, f"pieces of 16 tokens; {begins}")
 
 
 def test_sliding_window(bench):

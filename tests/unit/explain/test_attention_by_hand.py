@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness.explain import attention
+from harness.explain import attention, attention_splits
 
 from .toy_attention import BLOCK, KEY, PLACES, STEPS, N, Q, Toy, step_of
 from .toys import assert_outputs, found, outputs
@@ -216,6 +216,12 @@ def test_known_scales(toy):
         torch.testing.assert_close(given[cause].output, output, msg=cause)
 
 
+def test_the_models_sizes_are_no_reason_where_another_layer_is_right(toy):
+    causes = found(attention.wrong_scale, toy.failure(sound=frozenset({"model.layers.0.attention"})))
+    assert "the softmax scale is missing: 1 instead of 0.4" in causes
+    assert not any(word in cause for cause in causes for word in ("taken from", "padded"))
+
+
 def test_a_scale_that_has_two_names_has_one_of_them(tmp_path):
     usual = Toy(tmp_path / "r", scale=0.5)  # the root of 1/4: twice is 1/4
     causes = found(attention.wrong_scale, usual.failure())
@@ -336,7 +342,7 @@ def test_pieces_that_are_merged_wrongly(toy):
     cuts |= {f"{count} pieces": in_pieces(count) for count in range(2, 9)}
     cuts["keys of earlier steps, and those of the step itself"] = old_and_own
     failure = toy.failure(places=places)
-    given = {(h.cause, h.detail): h.output for h in attention.splits_merged_wrongly(failure)}
+    given = {(h.cause, h.detail): h.output for h in attention_splits.splits_merged_wrongly(failure)}
     wanted = {(cause, cut) for cause in (*MERGES, *UNWEIGHTED) for cut in cuts}
     wanted.remove(("split KV: only the last piece counts", "keys of earlier steps, and those of the step itself"))
     assert set(given) == wanted
@@ -346,8 +352,8 @@ def test_pieces_that_are_merged_wrongly(toy):
 
 
 def test_pieces_shorter_than_the_longest_history_are_tried(toy):
-    assert attention._split_sizes(toy.failure()) == [2, BLOCK, 4, 2 * BLOCK, 8]
-    assert attention._split_sizes(toy.failure(places=[(1, 6)])) == [2, BLOCK, 4, 2 * BLOCK]
+    assert attention_splits._split_sizes(toy.failure()) == [2, BLOCK, 4, 2 * BLOCK, 8]
+    assert attention_splits._split_sizes(toy.failure(places=[(1, 6)])) == [2, BLOCK, 4, 2 * BLOCK]
 
 
 @pytest.mark.parametrize(("block_size", "multiple"), [(12, 12), (None, 16)])
@@ -356,7 +362,8 @@ def test_splits_are_tried_at_powers_of_two_and_at_multiples_of_the_block_size(bl
         views=[SimpleNamespace(key=torch.zeros(100, 1))], slot_history=SimpleNamespace(block_size=block_size)
     )
     blocks = {multiple * number for number in range(1, 9)}
-    assert attention._split_sizes(failure) == sorted(size for size in {2, 4, 8, 16, 32, 64} | blocks if size < 100)
+    sizes = {2, 4, 8, 16, 32, 64} | blocks
+    assert attention_splits._split_sizes(failure) == sorted(size for size in sizes if size < 100)
 
 
 def test_outputs_of_all_explanations_have_the_rows_shape(toy):

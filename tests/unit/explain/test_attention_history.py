@@ -53,7 +53,8 @@ def test_one_block_read_from_another_place(bench):
     key, value = moved(bench, range(8), range(8, 16))
     found = bench.explain(TAP, only_decode(bench, attended(bench, key=key, value=value)))
     assert found.cause == "reads one block of its history from a wrong place"
-    assert found.detail == "block 1 of the table is read from its own block 0"
+    begins = "the first bad row is at position 37 of request 0, where decode begins"
+    assert found.detail == f"block 1 of the table is read from its own block 0; {begins}"
     assert found.scope == "decode rows of request 0"
     place = found.provenance
     assert (place.layer, place.request, place.position) == (1, 0, BLOCK_SIZE)
@@ -176,7 +177,8 @@ def test_past_the_context(bench):
     wrong = bench.tap(TAP)
     wrong[at] = (torch.einsum("ns,snh->nh", e, v) / (e.sum(1, keepdim=True) + 1)).flatten()
     found = bench.explain(TAP, wrong)
-    assert (found.cause, found.detail) == ("reads past the context length", "one slot more")
+    begins = "the first bad row is at position 11 of request 1, where decode begins"
+    assert (found.cause, found.detail) == ("reads past the context length", f"one slot more; {begins}")
 
 
 def test_rows_that_are_not_finite(bench):

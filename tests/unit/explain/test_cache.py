@@ -82,5 +82,6 @@ def test_memory_that_is_not_finite(bench):
     wrong[bench.rows(TAP).position == 16] = torch.nan
     found = explain(bench, wrong)
     assert found.cause == "the slot holds what no recorded row has, at a block boundary (slot mapping)"
-    assert found.detail == "NaN throughout, as memory that was never written may"
+    begins = "the first bad row is at position 16 of request 0, where block 2 begins"
+    assert found.detail == f"NaN throughout, as memory that was never written may; {begins}"
     assert not found.is_cause

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness.explain import cache_content
+from harness.explain import cache_content, quantised
 from harness.metrics import rounding_unit
 from harness.taps import Kind, Operation
 
@@ -58,18 +58,29 @@ def test_coarser_dtypes(of):
     for name in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
         dtype = getattr(torch, name)
         expected[f"{LOWER}: {name}", ""] = WRITTEN.to(dtype).double()
-        if "float8" in name:
-            expected[f"{LOWER}: {name}", "one scale for each token"] = in_pieces(12, eighth(dtype))
-            expected[f"{LOWER}: {name}", "one scale for each head of a token"] = in_pieces(4, eighth(dtype))
-        else:
+        if "float8" not in name:
             bits = torch.finfo(dtype).bits
             step = {"bfloat16": 2.0**-7, "float16": 2.0**-10}[name] if bits == 16 else None
             power = WRITTEN.abs().log2().floor()
             cut = (WRITTEN / 2**power / step).trunc() * step * 2**power
             expected[f"what is cached is cut off to {name} instead of rounded", ""] = cut
-    expected[f"{LOWER}: int8", "one scale for each token"] = in_pieces(12, levels)
-    expected[f"{LOWER}: int8", "one scale for each head of a token"] = in_pieces(4, levels)
     assert set(given) == set(expected)
+    for name, output in expected.items():
+        torch.testing.assert_close(given[name], output, rtol=1e-6, atol=1e-9, msg=str(name))
+
+
+def test_few_bits_with_a_scale_for_each_group(of):
+    failure = of(WRITTEN)
+    given = {(h.cause, h.detail): h.output for h in quantised.in_few_bits(failure)}
+    expected = {}
+    for name in ("float8_e4m3fn", "float8_e5m2", "int8"):
+        change = levels if name == "int8" else eighth(getattr(torch, name))
+        expected[f"{LOWER}: {name}", "one scale for each token"] = in_pieces(12, change)
+        expected[f"{LOWER}: {name}", "one scale for each head of a token"] = in_pieces(4, change)
+    of_heads = WRITTEN.unflatten(1, (-1, 4)).transpose(0, 1).flatten(1)
+    expected[f"{LOWER}: int8", "one scale for each channel"] = in_pieces(len(WRITTEN), levels, WRITTEN.T).T
+    of_heads = in_pieces(of_heads.shape[1], levels, of_heads)
+    expected[f"{LOWER}: int8", "one scale for each head"] = of_heads.unflatten(1, (-1, 4)).transpose(0, 1).flatten(1)
     for name, output in expected.items():
         torch.testing.assert_close(given[name], output, rtol=1e-6, atol=1e-9, msg=str(name))
 

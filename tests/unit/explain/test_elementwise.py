@@ -113,3 +113,10 @@ def test_what_a_cap_cannot_give_was_not_capped():
     assert [cause for cause in found(soft_capped, failure) if "left out" in cause] == [
         "the soft cap of 3.01 is left out"
     ]
+
+
+def test_a_cap_of_the_models_own_that_is_another():
+    causes = found(soft_capped, of(bent(5.0), bent(3.5), final_logit_softcapping=3.5))
+    hypothesis = causes["the soft cap is 5 instead of 3.5"]
+    assert hypothesis.freedom == 1
+    torch.testing.assert_close(hypothesis.output, bent(5.0), rtol=1e-9, atol=0)

@@ -132,20 +132,19 @@ def test_an_explanation_that_raises_costs_no_other(bench, monkeypatch):
     assert "could not be tried: broken: ValueError" in bench.explain(TAP, noise).detail
 
 
-def test_two_causes_that_the_rows_cannot_tell_apart(bench):
-    """In 16 bits, a gain of 1.25 is a norm of weights times 1.25: both are said where both are tried."""
+def test_a_fitted_cause_with_the_numbers_of_an_unfitted_one_is_dropped(bench):
+    """Of two tokens, the last one is the last piece of two: "only the last 1 tokens" is another name of it."""
     bench = bench(schedule="chunked")
     tap, rows = "model.layers.1.attention", bench.rows()
-    first = (rows.request == 1) & (rows.position == 1)  # of two tokens, the first is the one before the last
+    first = (rows.request == 1) & (rows.position == 1)
     wrong = bench.tap(tap)
     wrong[first] = (
         bench.tap("model.layers.1.self_attn.v_proj")[first].unflatten(1, (2, -1)).repeat_interleave(3, 1).flatten(1)
     )
     found = bench.explain(tap, wrong)
     assert found.is_cause
-    assert "a row sees only the last 1 tokens" in found.cause
-    assert "the first 1 tokens are not seen" in found.cause
-    assert "for which they give the same numbers: longer or other prompts would" in found.detail
+    assert found.num_fitted == 0
+    assert found.cause == "split KV: only the last piece counts"
 
 
 def test_a_factor_that_differs_from_row_to_row_is_no_cause(bench):

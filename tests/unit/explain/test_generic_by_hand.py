@@ -273,6 +273,13 @@ def test_another_output(of):
     torch.testing.assert_close(given["the output is that of wide"].output, TENSORS[WIDE])
 
 
+def test_a_gate_that_is_left_out(of):
+    """The other of two inputs of an activation has its name."""
+    own = Operation(tap=TAP, kind=Kind.ACTIVATION, inputs=(NORM, EMBED))
+    given = found(generic.another_output, of(RIGHT, operation=own))
+    assert f"the gate of {NORM} is left out: the output is that of {EMBED}" in given
+
+
 def test_the_head_reads_what_ends_a_layer(of):
     """Not what is inside of one."""
     taps = {

@@ -29,6 +29,7 @@ class Wrong:
     operation = Operation(tap="model.layers.0.self_attn.q_proj", kind=Kind.LINEAR)
     hf = SimpleNamespace(head_dim=8)
     positions = torch.zeros(ROWS, dtype=torch.int64)
+    through = ()
 
     def __init__(self, actual, dtype=torch.float32, expected=EXPECTED):
         self.actual, self.expected, self.dtype = actual, expected, dtype
@@ -57,6 +58,14 @@ def test_the_cause_under_which_the_error_goes_is_said_with_what_is_left(monkeypa
     assert (found.num_rows, found.num_explained) == (ROWS, ROWS)
     assert found.residual_before > 1e6
     assert 0.1 < found.residual_after < 3
+
+
+def test_a_fitted_cause_with_the_rows_of_another_is_no_cause_of_its_own(monkeypatch):
+    named = Hypothesis(cause="named", output=WRONG.clone())
+    fitted = [Hypothesis(cause=name, output=WRONG.clone(), freedom=1) for name in ("fitted", "also fitted")]
+    assert explained(monkeypatch, named, *fitted).cause == "named"
+    assert explained(monkeypatch, *fitted).cause == "fitted, or also fitted", "two mechanisms with the same numbers"
+    assert explained(monkeypatch, *fitted, generic=(named,)).is_cause
 
 
 def test_where_nothing_fits_that_is_said_with_what_was_seen(monkeypatch):

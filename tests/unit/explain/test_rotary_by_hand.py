@@ -122,6 +122,9 @@ def test_pairs_directions_and_no_rotation():
         "rotary over half-split pairs instead of neighbouring pairs (interleaved)": (by(own), 0),
     })  # fmt: skip
     check(rotary.not_rotated, of(), {"rotary is not applied": (X, 0)})
+    factors = torch.linspace(1, 2, R, dtype=torch.float64)[:, None]
+    scaled = type(of())(**{**vars(of()), "expected": X * factors})
+    check(rotary.not_rotated, scaled, {"the rows' factors, which grow with the position, are not applied": (X, 0)})
     backwards = by(own, sin=lambda angle: -math.sin(angle))
     check(rotary.backwards, of(), {"rotary turns backwards (sign of the sine)": (backwards, 0)})
 

@@ -1,5 +1,6 @@
 """Which findings are explained, by which of the ways, and what a cache was to hold; nothing is run or judged here."""
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -159,19 +160,19 @@ def test_tokens_and_counts_have_ways_of_their_own(explainer, monkeypatch):
     ],
 )  # fmt: skip
 def test_the_way_of_an_operation(explainer, monkeypatch, tap, bad, effect, has_evidence, way):
-    monkeypatch.setattr(_Explainer, "_scene", lambda self, evidence: "failure")
+    monkeypatch.setattr(_Explainer, "_scene", lambda self, evidence, stack: "failure")
     monkeypatch.setattr(subject, "_explained", lambda failure, evidence, where: ("ranked", where))
     monkeypatch.setattr(subject, "explain_direction", lambda failure, effect: ("direction", effect))
     monkeypatch.setattr(subject, "layers_that_did_not_run", lambda *args: ("layers", args[-1]))
     errors = errors_of([(0, 0), (0, 1)], [bad, False], effect=SimpleNamespace(size=1) if effect else None)
     kept = {tap: errors}
-    given = explainer(kept, kept, {tap: "evidence"} if has_evidence else {}).explain(
+    given = explainer(kept, kept, {tap: "evidence"} if has_evidence else {})._explain(
         next(operation for operation in OPERATIONS if operation.tap == tap)
     )
     assert (given if given is None else given[0]) == way
     if way in ("ranked", "layers"):
         assert given[1], "the rows are described"
-    assert explainer().explain(OPERATIONS[2]) is None
+    assert explainer()._explain(OPERATIONS[2]) is None
 
 
 @pytest.mark.parametrize(("is_cause", "layer", "is_said"), [(True, 1, True), (False, 1, False), (True, 2, False)])
@@ -180,10 +181,10 @@ def test_a_cache_of_a_layer_that_did_not_run_is_explained_by_what_stands_behind_
 ):
     behind = SimpleNamespace(is_cause=is_cause, cause="did not run")
     monkeypatch.setattr(subject, "layers_that_did_not_run", lambda *args: behind)
-    monkeypatch.setattr(_Explainer, "_scene", lambda self, evidence: None)
+    monkeypatch.setattr(_Explainer, "_scene", lambda self, evidence, stack: None)
     errors = {HEAD: errors_of([(0, 0)], [True], through=(f"model.layers.{layer}.up",))}
     caches = {CACHE: errors_of([(0, 0)], [True])}
-    assert (explainer(errors, caches).explain(OPERATIONS[1]) is behind) == is_said
+    assert (explainer(errors, caches)._explain(OPERATIONS[1]) is behind) == is_said
 
 
 def test_the_first_divergence_has_the_explanation_of_its_tap(recordings, monkeypatch):
@@ -222,11 +223,11 @@ def test_a_cause_under_what_the_engine_declares_comes_second(monkeypatch):
 def test_rows_that_were_not_recorded_or_have_another_width_have_no_failure(explainer):
     def evidence(width, *places):
         return SimpleNamespace(operation=OPERATIONS[0], rows=rows(*places), expected=torch.zeros(len(places), width),
-                               inputs=[], dtype=torch.float32, histories=())  # fmt: skip
+                               inputs=[], dtype=torch.float32, histories=(), through=(), scene=None)  # fmt: skip
 
-    assert explainer()._scene(evidence(4, (0, 1), (1, 3))) is not None
-    assert explainer()._scene(evidence(5, (0, 1), (1, 3))) is None
-    assert explainer()._scene(evidence(4, (0, 1), (1, 0))) is None
-    failure = explainer()._scene(evidence(4, (0, 1), (1, 3)))
+    assert explainer()._scene(evidence(4, (0, 1), (1, 3)), ExitStack()) is not None
+    assert explainer()._scene(evidence(5, (0, 1), (1, 3)), ExitStack()) is None
+    assert explainer()._scene(evidence(4, (0, 1), (1, 0)), ExitStack()) is None
+    failure = explainer()._scene(evidence(4, (0, 1), (1, 3)), ExitStack())
     assert torch.equal(failure.actual, torch.stack([KEYS[0, 1], KEYS[1, 3]]))
     assert isinstance(failure.locator, Locator)

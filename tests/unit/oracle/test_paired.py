@@ -41,6 +41,9 @@ class Notes:
     def truth(self, value):
         return self._note("truth", value)
 
+    def part_begins(self, call):
+        pass
+
     def part_done(self):
         pass
 
@@ -469,13 +472,11 @@ def test_values_of_parts_that_have_run_are_freed(load, token_ids):
             made.setdefault(layer, []).append(weakref.ref(value.rows.untyped_storage()))
             assert all(x() is None for other in made if other != layer for x in made[other])
 
-    pair(
-        hf,
-        token_ids,
-        observer=type(
-            "Looking", (), {"control": staticmethod(look), "truth": staticmethod(look), "part_done": lambda _self: None}
-        )(),
-    )
+    class Looking(Notes):
+        def _note(self, _side, value):
+            look(value)
+
+    pair(hf, token_ids, observer=Looking())
     assert {layer: len(rows) for layer, rows in made.items()} == {0: 2, 1: 2, 2: 2}
 
 
