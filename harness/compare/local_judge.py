@@ -186,13 +186,14 @@ class LocalJudge:
         """Add the rows to what is tested for a direction; the control's only where it will be asked for."""
         assert part.effects is not None
         assert part.control_effects is not None
-        judged = _add(part.effects, rows, errors)
+        slope = _slope(rows, errors)
+        judged = _add(part.effects, rows, errors, slope)
         if rows.control is None or errors.control is None:
             return
         if not self._is_alone or part.effects.strongest() is not None:
             position = rows.places % rows.batch.num_tokens
             finite = judged & errors.control.isfinite()
-            part.control_effects.add(position, rows.control, rows.expected, finite, _slope(rows, errors))
+            part.control_effects.add(position, rows.control, rows.expected, finite, slope)
 
     def _without_direction(
         self, rows: TapRows, effects: Effects, before: Effects | None, errors: RowErrors
@@ -202,7 +203,7 @@ class LocalJudge:
         if best is None or best.num_bad > errors.num_bad or best.typical >= errors.typical:
             return effects, errors
         others = before or _new_effects(rows, errors.dtype)
-        _add(others, rows, best)
+        _add(others, rows, best, _slope(rows, best))
         return (effects, errors) if beyond_control(others, None, room=best.room) else (others, best)
 
     def _keep_evidence(self, rows: TapRows, part: _Parts, errors: RowErrors, bad: torch.Tensor) -> None:
@@ -291,10 +292,10 @@ def _new_effects(rows: TapRows, dtype: torch.dtype) -> Effects:
     return Effects(rows.operation.kind, dtype, num_heads=shape[1] if len(shape) == 3 else 1)
 
 
-def _add(effects: Effects, rows: TapRows, errors: RowErrors) -> torch.Tensor:
+def _add(effects: Effects, rows: TapRows, errors: RowErrors, slope: torch.Tensor | None) -> torch.Tensor:
     """Add the rows that can be judged; return which these are, [R] bool."""
     judged = errors.roundings.isfinite()
-    effects.add(rows.places % rows.batch.num_tokens, rows.actual, errors.expected, judged, _slope(rows, errors))
+    effects.add(rows.places % rows.batch.num_tokens, rows.actual, errors.expected, judged, slope)
     return judged
 
 
