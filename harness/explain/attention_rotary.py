@@ -32,22 +32,10 @@ _POSITIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Sides:
-    """Queries and keys before and behind their rotation, as failures of the rotation that show no error."""
+    """Queries and keys before and after their rotation, as failures of the rotation that show no error."""
 
     query: Failure
     key: Failure
-
-    def attend(self, failure: Failure, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Return the context [R, N*H] of other queries [R, N*H] and keys [all S, K*H]."""
-        return torch.cat([view.attend() for view in self.views(failure, query, key)])
-
-    def views(self, failure: Failure, query: torch.Tensor, key: torch.Tensor) -> Iterator[AttentionContext]:
-        """Yield the failure's views with other queries and keys."""
-        row = past = 0
-        for view in failure.views:
-            own, history = query[row : row + len(view.rows)], key[past : past + len(view.key)]
-            row, past = row + len(own), past + len(history)
-            yield replace(view, query=own.view_as(view.query), key=history.view_as(view.key))
 
 
 def rotated_otherwise(failure: Failure) -> Iterator[Hypothesis]:
@@ -61,7 +49,7 @@ def rotated_otherwise(failure: Failure) -> Iterator[Hypothesis]:
             for query in explain(sides.query):
                 key = keys.get((query.cause, query.detail))
                 if key is not None and not query.freedom:
-                    output = sides.attend(failure, query.output, key.output)
+                    output = _attend(failure, query.output, key.output)
                     yield Hypothesis(cause=query.cause, output=output, detail=query.detail)
     own = sides.query.rotation
     if own is not None:
@@ -74,8 +62,8 @@ def rotated_otherwise(failure: Failure) -> Iterator[Hypothesis]:
 def _of_one_side(failure: Failure, sides: _Sides, own: Rotation) -> Iterator[Hypothesis]:
     query, key = sides.query.expected, sides.key.expected
     raw_query, raw_key = (each.inputs[0].flatten(1) for each in (sides.query, sides.key))
-    yield Hypothesis(cause="rotary is not applied to queries", output=sides.attend(failure, raw_query, key))
-    yield Hypothesis(cause="rotary is not applied to keys", output=sides.attend(failure, query, raw_key))
+    yield Hypothesis(cause="rotary is not applied to queries", output=_attend(failure, raw_query, key))
+    yield Hypothesis(cause="rotary is not applied to keys", output=_attend(failure, query, raw_key))
 
 
 def _at_other_positions(failure: Failure, sides: _Sides, own: Rotation) -> Iterator[Hypothesis]:
@@ -94,7 +82,7 @@ def _at_other_positions(failure: Failure, sides: _Sides, own: Rotation) -> Itera
             tried[cause] = (sides.query.positions.clamp(max=n), sides.key.positions.clamp(max=n))
     for cause, (of_query, of_key) in tried.items():
         query, key = own.turn(sides.query.inputs[0], of_query), own.turn(sides.key.inputs[0], of_key)
-        yield Hypothesis(cause=cause, output=sides.attend(failure, query, key))
+        yield Hypothesis(cause=cause, output=_attend(failure, query, key))
 
 
 def _positions(side: Failure, how: str) -> torch.Tensor:
@@ -133,7 +121,7 @@ def _of_another_scaling(failure: Failure, sides: _Sides, own: Rotation) -> Itera
 
 def _of_rotation(failure: Failure, sides: _Sides, other: Rotation, cause: str, freedom: int = 0) -> Hypothesis:
     query, key = (other.turn(each.inputs[0], each.positions) for each in (sides.query, sides.key))
-    return Hypothesis(cause=cause, output=sides.attend(failure, query, key), freedom=freedom)
+    return Hypothesis(cause=cause, output=_attend(failure, query, key), freedom=freedom)
 
 
 def _best(failure: Failure, sides: _Sides, grid: list[float], of: Callable[[float], Rotation | None]) -> float | None:
@@ -171,8 +159,18 @@ def rotated_though_none(failure: Failure) -> Iterator[Hypothesis]:
     for own in rotations(failure.hf):
         if query.shape[1] % own.head_dim == 0 and key.shape[1] % own.head_dim == 0:
             turned = own.turn(query, failure.positions), own.turn(key, key_positions)
-            output = torch.cat([view.attend() for view in _Sides.views(None, failure, *turned)])  # type: ignore[arg-type]
-            yield Hypothesis(cause="rotary is applied, and this layer has none", output=output)
+            yield Hypothesis(cause="rotary is applied, and this layer has none", output=_attend(failure, *turned))
+
+
+def _attend(failure: Failure, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return the context [R, N*H] of the failure's views with other queries [R, N*H] and keys [all S, K*H]."""
+    contexts = list[torch.Tensor]()
+    row = past = 0
+    for view in failure.views:
+        own, history = query[row : row + len(view.rows)], key[past : past + len(view.key)]
+        row, past = row + len(own), past + len(history)
+        contexts.append(replace(view, query=own.view_as(view.query), key=history.view_as(view.key)).attend())
+    return torch.cat(contexts)
 
 
 def _sides(failure: Failure) -> _Sides | None:
