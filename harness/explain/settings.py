@@ -123,6 +123,8 @@ def _settings(failure: Failure) -> Iterator[tuple[str, str, Any]]:
     scales = {scaling(call) for call in failure.rerun.calls.values()}  # type: ignore[union-attr] # named as such
     for each in sorted(around | inside):
         module = failure.hf.module(each)
+        if hasattr(module, "lora_a"):
+            continue  # an adapter's scale has causes of its own
         for name, value in list(vars(module).items()):
             if _is_setting(name, value) and not (name.startswith("scal") and value in scales):
                 yield each, name, value

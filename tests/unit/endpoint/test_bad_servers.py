@@ -30,7 +30,7 @@ async def hang_up(_app, _scope, _receive, send, _body):
 
 
 async def say_nothing(_app, _scope, _receive, _send, _body):
-    await asyncio.sleep(5)
+    await asyncio.sleep(30)
 
 
 def nan(answer):
