@@ -13,7 +13,7 @@ format:
 test:  ## the default suite: a few minutes on two cores
 	pytest
 
-# For example MACHINES="--only threads-3 -- tests/unit/compare".
+# For example MACHINES="--only threads-3 -- tests/unit/judge/compare".
 test-machines:  ## the default suite under settings that stand for other machines: hours; --list names them
 	python -m tests.machines $(MACHINES)
 

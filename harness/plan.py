@@ -7,12 +7,12 @@ from typing import Unpack
 
 import torch
 
-from harness.case import DTYPES, Case, CaseChanges, ProfileSection, RequestSpec, load_case
-from harness.checkpoint import CONFIG_NAME, Checkpoint, embedded_cases, resolve
 from harness.engines import Engine, is_foreign
 from harness.errors import Code, HarnessError
+from harness.formats.case import DTYPES, Case, CaseChanges, ProfileSection, RequestSpec, load_case
+from harness.formats.checkpoint import CONFIG_NAME, Checkpoint, embedded_cases, resolve
+from harness.formats.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedules
 from harness.oracle.requests import Prompt
-from harness.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.metrics import rounding_unit
+from harness.base.metrics import rounding_unit
 
 TERMS = 256
 

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from harness.checkpoint.gguf import open_gguf
-from harness.checkpoint.gguf.types import PLAIN
-from harness.checkpoint.gguf.weights import rows_of_hf
-from harness.checkpoint.gguf.writer import write_gguf
-from harness.quant.files import quantise
+from harness.campaigns.quant.files import quantise
+from harness.formats.checkpoint.gguf import open_gguf
+from harness.formats.checkpoint.gguf.types import PLAIN
+from harness.formats.checkpoint.gguf.weights import rows_of_hf
+from harness.formats.checkpoint.gguf.writer import write_gguf
 
 FAULTS = ("rows not reordered", "another layer's tensor", "rotary base doubled", "scales shifted by a block")
 OTHERS, OTHERS_FROM = "model.layers.1.mlp.up_proj", "model.layers.2.mlp.up_proj"

@@ -7,9 +7,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Union
 
-from harness.case import RequestSpec
+from harness.base.scratch import scratch_folder
 from harness.errors import Code, HarnessError
-from harness.scratch import scratch_folder
+from harness.formats.case import RequestSpec
 
 if TYPE_CHECKING:
     import torch

@@ -18,8 +18,8 @@ from harness.api.arguments import (
 )
 from harness.api.reports import CheckReport, ProfileReport
 from harness.api.subject import choose, model_or_own
-from harness.progress import Progress
-from harness.scratch import scratch_folder
+from harness.base.progress import Progress
+from harness.base.scratch import scratch_folder
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,7 @@ def check(
     Raises:
         HarnessError: an argument cannot be used, or the engine raised an exception.
     """
-    from harness.jobs.check import keep_page, run_check
+    from harness.judge.jobs.check import keep_page, run_check
     from harness.plan import plan_request
 
     with _under_test(engine, model, dtype=dtype, device=device, options=engine_options, names=names) as chosen:
@@ -121,7 +121,7 @@ def golden(
     Raises:
         HarnessError: an argument cannot be used, or `out` cannot be written.
     """
-    from harness.jobs.golden import run_golden
+    from harness.judge.jobs.golden import run_golden
     from harness.plan import plan_request
 
     with named_as_arguments(), checkpoint(model) as (folder, _label):
@@ -165,7 +165,7 @@ def diff(
     Raises:
         HarnessError: a recording is missing or damaged, they hold different prompts, or an argument makes no sense.
     """
-    from harness.jobs.diff import run_diff
+    from harness.judge.jobs.diff import run_diff
 
     with named_as_arguments(), checkpoint(model) as (folder, _label):
         result = run_diff(
@@ -218,8 +218,8 @@ def profile(
     Raises:
         HarnessError: an argument cannot be used, or the engine has no steps.
     """
-    from harness.jobs.check import new_output_dir
-    from harness.jobs.profile import keep_profile, resolve_profile
+    from harness.judge.jobs.check import new_output_dir
+    from harness.profiling.job import keep_profile, resolve_profile
 
     with _under_test(engine, model, dtype=dtype, device=device, options=engine_options, names=None) as chosen:
         spec = resolve_profile(

@@ -5,15 +5,15 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from harness.profile_results import ProfileResult
-from harness.report.html import report_html
-from harness.report.json import check_json
+from harness.report.check.json import check_json
+from harness.report.check.sentences import extent, subject
+from harness.report.check.terminal import check_text
 from harness.report.notebook import AnsiText, pre_html
-from harness.report.profile_json import profile_json
-from harness.report.profile_text import profile_text
-from harness.report.sentences import extent, subject
-from harness.report.terminal import check_text
-from harness.results import CheckResult, Outcome
+from harness.report.page.html import report_html
+from harness.report.profile.json import profile_json
+from harness.report.profile.text import profile_text
+from harness.results.check import CheckResult, Outcome
+from harness.results.profile import ProfileResult
 
 _WIDTH = 100
 

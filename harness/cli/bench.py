@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
+from harness.base.files import writing
 from harness.cli import options as opt
 from harness.cli.command import Command
 from harness.cli.output import write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
-from harness.files import writing
 
 app = typer.Typer(name="bench", no_args_is_help=True, help="Time an engine against its peers.")
 
@@ -53,9 +53,9 @@ def bench_engine(
         raise HarnessError(Code.OUTPUT_EXISTS, "the file is there already", where=out, hint="choose another --out")
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.bench.measure import run_bench
-        from harness.bench.table import bench_text
         from harness.plan import check_device
+        from harness.selfcheck.bench.measure import run_bench
+        from harness.selfcheck.bench.table import bench_text
 
         check_device(device)
         result = run_bench(

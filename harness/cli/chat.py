@@ -1,7 +1,7 @@
 """A prompt in the words of the checkpoint's chat template."""
 
-from harness.checkpoint import Tokenizer
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint import Tokenizer
 
 
 def chat_token_ids(text: str, tokenizer: Tokenizer) -> list[int]:

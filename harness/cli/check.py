@@ -16,10 +16,10 @@ from harness.cli.progress import progress_bar
 from harness.errors import Code, HarnessError
 
 if TYPE_CHECKING:
+    from harness.base.progress import Progress
     from harness.plan import Plan
-    from harness.profile_results import ProfileResult
-    from harness.progress import Progress
-    from harness.results import CheckResult
+    from harness.results.check import CheckResult
+    from harness.results.profile import ProfileResult
 
 
 @grouped
@@ -80,8 +80,8 @@ def _planned(given: opt.CliOptions, fault: str | None, local_files_only: bool) -
     if fault is None:
         yield given.plan(local_files_only=local_files_only)
         return
-    from harness.faults.catalogue import choose
-    from harness.faults.trial import checkpoint, plan_of
+    from harness.selfcheck.faults.catalogue import choose
+    from harness.selfcheck.faults.trial import checkpoint, plan_of
 
     if given != opt.CliOptions():
         what = "a fault comes with the model, the prompts and the schedule that show it"
@@ -105,7 +105,7 @@ def _by_dtype(plan: "Plan", dtypes: Sequence[str], out: Path | None) -> "Iterato
 
 def _checked(plan: "Plan", folder: Path | None, report: "Progress") -> "CheckResult":
     """Run a check, and write its page if there is a folder for it."""
-    from harness.jobs.check import keep_page, run_check
+    from harness.judge.jobs.check import keep_page, run_check
 
     result = run_check(plan, out=folder, progress=report)
     if folder is not None:
@@ -115,6 +115,6 @@ def _checked(plan: "Plan", folder: Path | None, report: "Progress") -> "CheckRes
 
 def _profiled(plan: "Plan", result: "CheckResult", folder: Path, report: "Progress") -> "ProfileResult":
     """Profile a check's engine, and write the page anew with both: what was known before is kept if this fails."""
-    from harness.jobs.profile import keep_profile, planned_profile
+    from harness.profiling.job import keep_profile, planned_profile
 
     return keep_profile(planned_profile(plan), folder, check=result, progress=report)

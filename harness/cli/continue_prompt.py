@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from harness.checkpoint import Checkpoint
-from harness.checkpoint.table import read_table
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint import Checkpoint
+from harness.formats.checkpoint.table import read_table
 
 
 def continue_prompt(

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from harness.case import TRIGGERS
 from harness.cli import options as opt
 from harness.cli.output import print_result
 from harness.cli.progress import progress_bar
+from harness.formats.case import TRIGGERS
 
 
 def diff(
@@ -45,7 +45,7 @@ def diff(
     """
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.jobs.diff import run_diff
+        from harness.judge.jobs.diff import run_diff
 
         report("comparing", 0, 1)
         result = run_diff(

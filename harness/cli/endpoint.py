@@ -10,8 +10,8 @@ from harness.cli.output import STATUS, terminal_width, write, write_json
 from harness.errors import Code, HarnessError
 
 if TYPE_CHECKING:
-    from harness.endpoint.address import Address
-    from harness.endpoint_results import EndpointResult
+    from harness.campaigns.endpoint.address import Address
+    from harness.results.endpoint import EndpointResult
 
 _NOT_OF_A_SERVER = (
     "engine", "engine_option", "schedule", "only", "isolate", "engine_timeout", "case",
@@ -64,7 +64,7 @@ class ServerOptions:
             )
             raise HarnessError(Code.BAD_OPTION, what, where="--endpoint", actual=", ".join(named) or None)
         _refuse_without_client()
-        from harness.endpoint.run import check_endpoint
+        from harness.campaigns.endpoint.run import check_endpoint
 
         address = self._address()
         if given.model is None and not given.requests():
@@ -75,7 +75,7 @@ class ServerOptions:
         return STATUS[result.outcome]
 
     def _address(self) -> "Address":
-        from harness.endpoint.address import Address
+        from harness.campaigns.endpoint.address import Address
 
         assert self.endpoint is not None
         given = {"concurrency": self.concurrency, "timeout_s": self.request_timeout}
@@ -108,9 +108,9 @@ def _refuse_without_client() -> None:
 
 
 def _print(result: "EndpointResult", form: opt.ReportFormat) -> None:
-    from harness.report.endpoint_json import endpoint_json
-    from harness.report.endpoint_text import endpoint_text
-    from harness.report.markdown import fenced
+    from harness.report.check.markdown import fenced
+    from harness.report.endpoint.json import endpoint_json
+    from harness.report.endpoint.text import endpoint_text
 
     if form is opt.ReportFormat.JSON:
         write_json(endpoint_json(result))

@@ -25,10 +25,10 @@ def faults(
     """
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.faults.catalogue import choose
-        from harness.faults.scoreboard import keep_score
-        from harness.faults.tables import as_json, as_text
-        from harness.faults.variants import variants
+        from harness.selfcheck.faults.catalogue import choose
+        from harness.selfcheck.faults.scoreboard import keep_score
+        from harness.selfcheck.faults.tables import as_json, as_text
+        from harness.selfcheck.faults.variants import variants
 
         chosen = choose(only, category)
         is_selection = bool(only or category)

@@ -15,14 +15,14 @@ from harness.cli.interrupts import INTERRUPTED
 from harness.cli.output import STATUS, terminal_width, write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import Code, HarnessError
-from harness.results import Outcome
+from harness.results.check import Outcome
 
 if TYPE_CHECKING:
-    from harness.fuzz.run import FuzzOptions
-    from harness.fuzz.workload_file import WorkloadFile
-    from harness.fuzz_results import FuzzResult
-    from harness.invariance_results import InvarianceResult
+    from harness.campaigns.fuzz.run import FuzzOptions
+    from harness.campaigns.fuzz.workload_file import WorkloadFile
     from harness.plan import Plan
+    from harness.results.fuzz import FuzzResult
+    from harness.results.invariance import InvarianceResult
 
 
 @grouped
@@ -70,9 +70,9 @@ def fuzz(
         raise HarnessError(Code.BAD_OPTION, what, where="--replay", hint="leave the other options out")
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.fuzz.run import FuzzOptions, compare_schedules, run_again, search_workloads
-        from harness.fuzz.workload_file import load_workload
-        from harness.jobs.check import new_output_dir
+        from harness.campaigns.fuzz.run import FuzzOptions, compare_schedules, run_again, search_workloads
+        from harness.campaigns.fuzz.workload_file import load_workload
+        from harness.judge.jobs.check import new_output_dir
 
         options = FuzzOptions(seconds=seconds, seed=seed, workload_seconds=workload_seconds, is_first_enough=first)
         if invariance:
@@ -109,8 +109,8 @@ def _opened(
     if fault is None:
         yield _plan(given, local_files_only), options
         return
-    from harness.faults.catalogue import choose
-    from harness.faults.trial import checkpoint
+    from harness.selfcheck.faults.catalogue import choose
+    from harness.selfcheck.faults.trial import checkpoint
 
     if given != opt.CliOptions():
         what = "a fault comes with the engine, the model and the dtype that show it"
@@ -135,8 +135,8 @@ def _check_positive(option: str, value: float) -> None:
 
 
 def _print(result: "FuzzResult", form: opt.Format) -> int:
-    from harness.report.fuzz_json import fuzz_json
-    from harness.report.fuzz_text import fuzz_text
+    from harness.report.fuzz.json import fuzz_json
+    from harness.report.fuzz.text import fuzz_text
 
     if form is opt.Format.JSON:
         write_json(fuzz_json(result))
@@ -146,8 +146,8 @@ def _print(result: "FuzzResult", form: opt.Format) -> int:
 
 
 def _print_invariance(result: "InvarianceResult", form: opt.Format) -> int:
-    from harness.report.invariance_json import invariance_json
-    from harness.report.invariance_text import invariance_text
+    from harness.report.invariance.json import invariance_json
+    from harness.report.invariance.text import invariance_text
 
     if form is opt.Format.JSON:
         write_json(invariance_json(result))

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.base.files import read_text
+from harness.base.json_text import parse_json
 from harness.cli import options as opt
 from harness.cli.grouped import grouped
 from harness.cli.output import write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
-from harness.files import read_text
-from harness.json_text import parse_json
 
 if TYPE_CHECKING:
-    from harness.gate_results import PhaseTime
+    from harness.results.gate import PhaseTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,11 @@ def gate(
     Counts must be equal; FLOPs, bytes and the peak may move by 0.5 %. Exit status 4 if anything needs more, or if a
     phase takes longer than in the version that --against names.
     """
-    from harness.ci_guard import refuse_update
-    from harness.gate_results import GateVerdict
+    from harness.base.ci_guard import refuse_update
     from harness.profiling.gate.compare import run_gate
-    from harness.report.gate_json import gate_json
-    from harness.report.gate_text import gate_text
+    from harness.report.gate.json import gate_json
+    from harness.report.gate.text import gate_text
+    from harness.results.gate import GateVerdict
 
     if accept:
         refuse_update("--accept")

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.case import load_case
-from harness.checkpoint import Checkpoint, embedded_cases, resolve
 from harness.cli import options as opt
 from harness.cli.answer import Answer
 from harness.cli.output import write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
+from harness.formats.case import load_case
+from harness.formats.checkpoint import Checkpoint, embedded_cases, resolve
 
 if TYPE_CHECKING:
     from reference_engine import LLMEngine, SamplingParams

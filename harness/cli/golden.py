@@ -30,7 +30,7 @@ def golden(
         report("loading libraries", 0, 1)
         import torch
 
-        from harness.jobs.golden import run_golden
+        from harness.judge.jobs.golden import run_golden
         from harness.oracle.precision import truth_dtype
 
         plan = given.plan(local_files_only=local_files_only)

@@ -18,7 +18,7 @@ def inspect(
 
     Header, tensors, dtypes, shapes, offsets and shards; for a checkpoint also what is missing for its config.
     """
-    from harness.inspect import inspect_path, render_text
+    from harness.formats.inspect import inspect_path, render_text
 
     info = inspect_path(path)
     if format is opt.Format.JSON:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.case import RequestSpec, load_case
+from harness.base.files import read_text
 from harness.errors import Code, HarnessError
-from harness.files import read_text
+from harness.formats.case import RequestSpec, load_case
 
 if TYPE_CHECKING:
     from harness.plan import Plan

@@ -13,11 +13,11 @@ import typer
 
 from harness.cli.options import ReportFormat
 from harness.errors import Code, ExitStatus, HarnessError
-from harness.results import Outcome
+from harness.results.check import Outcome
 
 if TYPE_CHECKING:
-    from harness.profile_results import ProfileResult
-    from harness.results import CheckResult
+    from harness.results.check import CheckResult
+    from harness.results.profile import ProfileResult
 
 STATUS = {
     Outcome.PASS: ExitStatus.PASS,
@@ -51,8 +51,8 @@ def print_results(
 
     Where there are profiles there is one for each check, and it stands behind it.
     """
-    from harness.report.dtypes import dtypes_json, dtypes_text
-    from harness.results import Outcome
+    from harness.report.check.dtypes import dtypes_json, dtypes_text
+    from harness.results.check import Outcome
 
     if form is ReportFormat.JSON:
         documents = [_document(*pair) for pair in zip_longest(results, profiles)]
@@ -66,16 +66,16 @@ def print_results(
 
 
 def _document(result: "CheckResult", profile: "ProfileResult | None") -> dict[str, Any]:
-    from harness.report.json import check_json
-    from harness.report.profile_json import profile_json
+    from harness.report.check.json import check_json
+    from harness.report.profile.json import profile_json
 
     return check_json(result) | ({"profile": profile_json(profile)} if profile else {})
 
 
 def _print_texts(result: "CheckResult", profile: "ProfileResult | None", form: ReportFormat) -> None:
-    from harness.report.markdown import check_markdown, fenced
-    from harness.report.profile_text import profile_text
-    from harness.report.terminal import check_text
+    from harness.report.check.markdown import check_markdown, fenced
+    from harness.report.check.terminal import check_text
+    from harness.report.profile.text import profile_text
 
     if form is ReportFormat.MARKDOWN:
         write(check_markdown(result))

@@ -72,10 +72,10 @@ def profile(
     """
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.jobs.check import new_output_dir
-        from harness.jobs.profile import keep_profile, resolve_profile
-        from harness.report.profile_json import profile_json
-        from harness.report.profile_text import profile_text
+        from harness.judge.jobs.check import new_output_dir
+        from harness.profiling.job import keep_profile, resolve_profile
+        from harness.report.profile.json import profile_json
+        from harness.report.profile.text import profile_text
 
         spec = resolve_profile(
             model=model,

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
-from harness.progress import Progress
+from harness.base.progress import Progress
 
 LINE_EVERY_S = 20.0
 """Without a terminal: time until a first line is written, and between two."""

@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.base.files import read_text, write_text
+from harness.base.scratch import scratch_folder
 from harness.cli import options as opt
 from harness.cli.output import write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
-from harness.files import read_text, write_text
-from harness.scratch import scratch_folder
 
 if TYPE_CHECKING:
+    from harness.campaigns.quant.text import Sequences
     from harness.oracle.model import HFModel
-    from harness.quant.text import Sequences
-    from harness.quant_results import QuantResult
+    from harness.results.quant import QuantResult
 
 DEFAULT_MODEL = "llama-tiny"
 DEFAULT_TYPES = "F16,Q8_0,Q4_0"
@@ -60,15 +60,15 @@ def quant(
         report("loading libraries", 0, 1)
         import torch
 
-        from harness.checkpoint import resolve
+        from harness.campaigns.quant.files import check_type
+        from harness.campaigns.quant.hf.types import HF_TYPES, check_package
+        from harness.campaigns.quant.padding import pad_checkpoint
+        from harness.campaigns.quant.run import measure_types
         from harness.engines.llamacpp.options import parse_llamacpp_options
         from harness.engines.llamacpp.tensor import llama
+        from harness.formats.checkpoint import resolve
         from harness.oracle.model import load_model
-        from harness.quant.files import check_type
-        from harness.quant.hf.types import HF_TYPES, check_package
-        from harness.quant.padding import pad_checkpoint
-        from harness.quant.run import measure_types
-        from harness.report.quant import quant_svg, quant_text
+        from harness.report.quant.text import quant_svg, quant_text
 
         wanted: list[str | Path] = [*(check_type(name) for name in types.split(",")), *(file or [])]
         options = parse_llamacpp_options(opt.parse_engine_options(engine_option))
@@ -89,7 +89,7 @@ def quant(
 
 
 def _print(result: "QuantResult", format: opt.ReportFormat) -> int:
-    from harness.report.quant import quant_json, quant_text
+    from harness.report.quant.text import quant_json, quant_text
 
     if format is opt.ReportFormat.JSON:
         write_json(quant_json(result))
@@ -102,8 +102,8 @@ def _sequences(
     hf: "HFModel", text_file: Path | None, num_sequences: int, num_tokens: int, seed: int
 ) -> "tuple[Sequences, str]":
     """Return the tokens, and where they come from."""
+    from harness.campaigns.quant.text import sample_text, split_text
     from harness.plan import tokenize
-    from harness.quant.text import sample_text, split_text
 
     if text_file is None:
         said = sample_text(hf, num_sequences=num_sequences, num_tokens=num_tokens, seed=seed)

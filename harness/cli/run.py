@@ -13,9 +13,9 @@ from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 
 if TYPE_CHECKING:
+    from harness.formats.recording import RequestInfo
+    from harness.formats.taps import Graph
     from harness.plan import Plan
-    from harness.recording import RequestInfo
-    from harness.taps import Graph
 
 
 @grouped
@@ -38,8 +38,8 @@ def run(
     """
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.jobs.check import match_taps, new_output_dir, open_planned, record_run
-        from harness.jobs.golden import run_golden
+        from harness.judge.jobs.check import match_taps, new_output_dir, open_planned, record_run
+        from harness.judge.jobs.golden import run_golden
 
         plan, requests, graph = _planned(replace(given, schedule=[schedule]), golden, local_files_only)
         if len(plan.schedules) != 1:
@@ -62,7 +62,7 @@ def run(
 
 def _summary(plan: "Plan", out: Path) -> dict[str, object]:
     """Return what the recording in `out` holds."""
-    from harness.recording import Recording
+    from harness.formats.recording import Recording
 
     with Recording.open(out, verify=False) as recording:
         manifest = recording.manifest
@@ -92,11 +92,11 @@ def _planned_by_golden(
     golden: Path, given: opt.CliOptions, local_files_only: bool
 ) -> "tuple[Plan, list[RequestInfo], Graph]":
     """Return what the golden and the remaining options say, the golden's requests, and the model's graph."""
-    from harness.checkpoint import Checkpoint, resolve
+    from harness.formats.checkpoint import Checkpoint, resolve
+    from harness.formats.recording import Recording
+    from harness.formats.schedule import parse_schedules
     from harness.oracle.golden import Golden
     from harness.plan import Plan, check_device
-    from harness.recording import Recording
-    from harness.schedule import parse_schedules
 
     said_by_golden = replace(
         given, model=None, engine=None, engine_option=None, device=None, schedule=None, isolate=None,

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.checkpoint import Checkpoint, resolve
 from harness.cli import options as opt
 from harness.cli.output import write
 from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
+from harness.formats.checkpoint import Checkpoint, resolve
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

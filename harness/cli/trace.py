@@ -49,7 +49,7 @@ def summary(
     """
     from harness.profiling.trace.folder import trace_files
     from harness.profiling.trace.summary import summarize
-    from harness.report.trace_text import summary_text
+    from harness.report.trace.text import summary_text
 
     pattern = _compiled(phase_pattern)
     summaries = [summarize(file, pattern) for file in trace_files(files)]
@@ -70,7 +70,7 @@ def diff(
     """Show what runs more or less often in B than in A, and what takes another time."""
     from harness.profiling.trace.diff import diff_traces
     from harness.profiling.trace.summary import summarize
-    from harness.report.trace_text import diff_text
+    from harness.report.trace.text import diff_text
 
     pattern = _compiled(phase_pattern)
     found = diff_traces(summarize(before, pattern), summarize(after, pattern))
@@ -102,7 +102,7 @@ def critical_path(
     from harness.profiling.trace.critical_path import critical_path
     from harness.profiling.trace.file import collecting_no_garbage, read_trace
     from harness.profiling.trace.folder import trace_files
-    from harness.report.trace_text import critical_path_text
+    from harness.report.trace.text import critical_path_text
 
     pattern = _compiled(within, "--within")
     with collecting_no_garbage():
@@ -122,9 +122,9 @@ def flame(
     out: Annotated[Path, typer.Option(metavar="HTML", help="New file for the page.")],
 ) -> int:
     """Write a flame graph of the CPU's stacks as one page for a browser; stacks are deep with `with_stack=True`."""
-    from harness.files import write_text
+    from harness.base.files import write_text
     from harness.profiling.trace.flame import flame
-    from harness.report.flame_html import flame_html
+    from harness.report.trace.flame_html import flame_html
 
     if out.exists():
         raise HarnessError(Code.OUTPUT_EXISTS, "the output exists", where=out, hint="name a new file")

@@ -14,13 +14,13 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from harness.base.numerics import Numerics
 from harness.errors import Code, ExitStatus, HarnessError
-from harness.numerics import Numerics
-from harness.schedule import Schedule
-from harness.taps import Graph
+from harness.formats.schedule import Schedule
+from harness.formats.taps import Graph
 
 if TYPE_CHECKING:
-    from harness.recording import RecordingWriter, RequestInfo
+    from harness.formats.recording import RecordingWriter, RequestInfo
 
 GROUP = "inference_harness.engines"
 LIMITS = ("max_num_batched_tokens", "max_num_seqs", "block_size", "num_blocks", "enable_prefix_caching")

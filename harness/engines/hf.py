@@ -16,13 +16,13 @@ import torch
 from harness.engines.adapter import Capabilities, Engine, Workload, refuse_unknown_options
 from harness.engines.hf_session import HFSession
 from harness.errors import Code, HarnessError
+from harness.formats.recording import RecordingWriter, RequestInfo
+from harness.formats.taps import Graph, Kind, Operation, prefix_of
 from harness.oracle.decode import Decoder
 from harness.oracle.lora import add_adapter
 from harness.oracle.model import HFModel, load_model
 from harness.oracle.rows import as_rows
 from harness.oracle.watch import Seeing, watching
-from harness.recording import RecordingWriter, RequestInfo
-from harness.taps import Graph, Kind, Operation, prefix_of
 
 _ATTENTIONS = ("sdpa", "eager")
 

@@ -15,9 +15,9 @@ from torch import nn
 
 from harness.engines.stepping import PREPARE, ROTARY, SAMPLE, ModelShape, Watcher
 from harness.errors import Code, HarnessError
+from harness.formats.taps import EMBEDDING, layer_prefix
 from harness.oracle.model import HFModel
-from harness.profile_results import StepShape
-from harness.taps import EMBEDDING, layer_prefix
+from harness.results.profile import StepShape
 
 _READERS = {"attention": "self_attn.o_proj", "attn_residual": "post_attention_layernorm", "mlp.act": "mlp.down_proj"}
 """Taps that no module produces, and the module that reads each."""

@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 from harness.engines.adapter import Capabilities, own_adapter
 from harness.engines.process import EngineProcess
 from harness.engines.record import RunDescription
-from harness.recording.writer import discard_unfinished
-from harness.taps import Graph
+from harness.formats.recording.writer import discard_unfinished
+from harness.formats.taps import Graph
 
 DEFAULT_TIMEOUT_S = 3600.0
 """Longest time for opening an engine, and for each schedule, where no other is given."""

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from harness.base.json_text import parse_json
 from harness.errors import Code, HarnessError
-from harness.json_text import parse_json
 
 _PYTHON = {"True": True, "False": False, "None": None}
 

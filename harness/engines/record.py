@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.base.environment import environment
+from harness.base.numerics import Numerics
 from harness.engines.adapter import Engine, Workload, engine_errors
-from harness.environment import environment
-from harness.numerics import Numerics
-from harness.recording.arguments import validated
-from harness.recording.writer import RecordingWriter, plain
-from harness.schedule import Schedule
+from harness.formats.recording.arguments import validated
+from harness.formats.recording.writer import RecordingWriter, plain
+from harness.formats.schedule import Schedule
 from harness.version import __version__
 
 if TYPE_CHECKING:
-    from harness.recording import ModelInfo, RequestInfo
+    from harness.formats.recording import ModelInfo, RequestInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,9 @@ from harness.engines.reference_errors import reference_errors
 from harness.engines.reference_options import parse_reference_options
 from harness.engines.reference_session import ReferenceSession
 from harness.errors import Code, HarnessError
-from harness.recording import RecordingWriter, RequestInfo
-from harness.schedule import SCHEDULES
-from harness.taps import LOGITS
+from harness.formats.recording import RecordingWriter, RequestInfo
+from harness.formats.schedule import SCHEDULES
+from harness.formats.taps import LOGITS
 from reference_engine import EngineConfig, LLMEngine, SamplingParams, StepInfo, TokenOutput
 from reference_engine.parallel.worker import parallel_engine
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.threads import SMALL_HIDDEN_SIZE
+from harness.base.threads import SMALL_HIDDEN_SIZE
 from reference_engine import EngineConfig
 from reference_engine.errors import DeviceError
 from reference_engine.fast.cpp_operators import load_operators

@@ -13,7 +13,7 @@ import torch
 
 from harness.engines.reference_errors import reference_errors
 from harness.engines.stepping import COMMIT, PREPARE, SAMPLE, Experts, ModelShape, Watcher
-from harness.profile_results import StepShape
+from harness.results.profile import StepShape
 from reference_engine import LLMEngine, SamplingParams, StepInfo
 from reference_engine.checkpoint.experts import ExpertsShape
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from harness.threads import SMALL_HIDDEN_SIZE, limit_threads
+from harness.base.threads import SMALL_HIDDEN_SIZE, limit_threads
 from reference_engine.fast.threads import choose_num_threads
 
 

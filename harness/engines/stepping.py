@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from harness.engines.adapter import Engine, engine_errors
 from harness.errors import Code, HarnessError
-from harness.profile_results import StepShape
+from harness.results.profile import StepShape
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from typing import Any
 
 from harness.engines.adapter import Engine, TapMatcher, engine_errors, open_engine
 from harness.errors import HarnessError
-from harness.taps import Graph
+from harness.formats.taps import Graph
 
 
 def main() -> None:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from harness.formats.recording import RequestInfo
 from harness.oracle.model import HFModel
-from harness.recording import RequestInfo
 
 _ACTIVATION_BYTES = 256 << 20
 """Memory for the widest activations of a batch, in float64."""

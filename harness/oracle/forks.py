@@ -1,8 +1,8 @@
 """Forks: requests that go on from another one and continue otherwise."""
 
+from harness.formats.recording import RequestInfo
 from harness.oracle.golden import Golden
 from harness.oracle.requests import Prompt
-from harness.recording import RequestInfo
 
 
 def forked_prompts(golden: Golden) -> list[Prompt]:

@@ -20,12 +20,12 @@ import safetensors.torch
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from harness.base.files import read_bytes
+from harness.base.metrics import rounding_unit
 from harness.errors import Code, HarnessError
-from harness.files import read_bytes
-from harness.metrics import rounding_unit
-from harness.recording import Recording, RequestInfo
-from harness.recording.format import MANIFEST_NAME
-from harness.taps import LOGITS, Graph, Kind, Operation, graph_of_taps
+from harness.formats.recording import Recording, RequestInfo
+from harness.formats.recording.format import MANIFEST_NAME
+from harness.formats.taps import LOGITS, Graph, Kind, Operation, graph_of_taps
 
 INFO_FILE = "golden.json"
 NOISE_FILE = "noise.safetensors"

@@ -6,10 +6,10 @@ from dataclasses import replace
 from torch import nn
 
 from harness.errors import Code, HarnessError
+from harness.formats.taps import LOGITS, Graph, Kind, Operation, layer_of, prefix_of, site_of
 from harness.oracle.caches import cache_windows
 from harness.oracle.model import HFModel
 from harness.oracle.trace import Shown, Trace, trace
-from harness.taps import LOGITS, Graph, Kind, Operation, layer_of, prefix_of, site_of
 
 _ACTIVATIONS = frozenset({"activation", "silu", "gelu", "relu", "sigmoid", "tanh", "softplus", "hardswish", "mish"})
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear"})

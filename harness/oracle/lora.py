@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from harness.checkpoint import Checkpoint
 from harness.errors import HarnessError
+from harness.formats.checkpoint import Checkpoint
 from harness.oracle.lora_config import CONFIG_FILE, LoraConfig, bad_lora, read_lora_config
 from harness.oracle.model import HFModel, load_model
 

@@ -14,8 +14,8 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from harness.base.files import read_text
 from harness.errors import Code, HarnessError
-from harness.files import read_text
 
 CONFIG_FILE = "adapter_config.json"
 _WITHOUT_EFFECT = frozenset({

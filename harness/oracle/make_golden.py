@@ -12,10 +12,14 @@ from typing import Any
 import torch
 import transformers
 
-from harness.checkpoint import cache_dir
-from harness.environment import environment
+from harness.base.environment import environment
+from harness.base.metrics import row_errors
+from harness.base.progress import Progress
+from harness.base.scratch import scratch_folder
+from harness.base.workers import Workers, num_spare_threads
 from harness.errors import Code, HarnessError
-from harness.metrics import row_errors
+from harness.formats.checkpoint import cache_dir
+from harness.formats.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
 from harness.oracle.batching import batch_requests, padded
 from harness.oracle.decode import greedy_continuation
 from harness.oracle.golden import LOGIT_NOISE, Golden, key_name, open_golden, write_golden_files
@@ -23,11 +27,7 @@ from harness.oracle.model import HFModel
 from harness.oracle.paired import PartCall, Value, run_pair
 from harness.oracle.precision import truth_dtype
 from harness.oracle.requests import Prompt, check_prompt, sampled_positions
-from harness.progress import Progress
-from harness.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
-from harness.scratch import scratch_folder
 from harness.version import __version__
-from harness.workers import Workers, num_spare_threads
 
 ORACLE_VERSION = 3
 """Part of a cached golden's key: raise it with every change of the oracle that moves its numbers."""

@@ -13,14 +13,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from harness.checkpoint import CONFIG_NAME, Checkpoint
 from harness.errors import Code, HarnessError
-from harness.inspect.config import against_config
+from harness.formats.checkpoint import CONFIG_NAME, Checkpoint
+from harness.formats.inspect.config import against_config
+from harness.formats.taps import Graph
 from harness.oracle.failures import hf_failures
 from harness.oracle.patches import check_is_unpatched
 from harness.oracle.quiet import quiet_transformers
 from harness.oracle.weights import ResidentWeights, StreamedWeights, parameters_on_meta
-from harness.taps import Graph
 
 _RESIDENT_BYTES = 512 << 20
 """Checkpoints up to this size are loaded whole; of larger ones one layer is in memory at a time."""

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from harness.formats.taps import Operation
 from harness.oracle.lockstep import Ahead
 from harness.oracle.model import HFModel
 from harness.oracle.precision import (
@@ -28,7 +29,6 @@ from harness.oracle.precision import (
 )
 from harness.oracle.rows import as_rows, from_rows
 from harness.oracle.watch import AttentionCall, Watch, run_attention, watching
-from harness.taps import Operation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

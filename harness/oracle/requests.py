@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.errors import Code, HarnessError
+from harness.formats.recording import RequestInfo
 from harness.oracle.model import HFModel
-from harness.recording import RequestInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from harness.base.progress import Progress
 from harness.profiling.passes.load import ProfileRequests, Window
-from harness.progress import Progress
 
 _TRACE, _MEMORY, _COUNTERS = 1.5, 2.0, 4.0
 """Time of each pass, in plain runs (reports/cpu/profiles.md); that of the counters has two runs."""

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
-from harness.checkpoint import Checkpoint
+from harness.base.environment import describe_environment
+from harness.base.progress import Progress, no_progress
+from harness.base.threads import limit_threads
 from harness.engines import Engine, open_engine
 from harness.engines.stepping import ClosableSession, open_session
-from harness.environment import describe_environment
 from harness.errors import Code, HarnessError
-from harness.profile_results import Ceilings, Overhead, PhaseProfile, ProfileResult, RooflinePoint
+from harness.formats.checkpoint import Checkpoint
 from harness.profiling.cost.ceilings import best_of, measure_ceilings
 from harness.profiling.cost.formulas import Cost, kv_bytes, operation_costs
 from harness.profiling.cost.roofline import bound_by, fold, point
@@ -28,8 +29,7 @@ from harness.profiling.passes.timing import Latencies, measure, percentiles_ms
 from harness.profiling.passes.tracing import trace
 from harness.profiling.passes.workload import ProfileWorkload
 from harness.profiling.trace.nodes import read_events
-from harness.progress import Progress, no_progress
-from harness.threads import limit_threads
+from harness.results.profile import Ceilings, Overhead, PhaseProfile, ProfileResult, RooflinePoint
 
 MIN_ATTRIBUTED_SHARE = 0.95
 """Less than this of a trace inside of named operations means that the system took the thread away between two."""

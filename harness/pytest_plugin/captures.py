@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.files import writing
-from harness.scratch import scratch_folder
+from harness.base.files import writing
+from harness.base.scratch import scratch_folder
 
 _FOLDER = "captures"
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 
 from harness.errors import Code, HarnessError, printable
-from harness.results import CheckResult
+from harness.results.check import CheckResult
 
 if TYPE_CHECKING:
-    from harness.gate_results import GateResult
+    from harness.results.gate import GateResult
 
 _KEY = "inference_harness_failure"
 """Entry of a serialised report that holds a `FailureText`."""
@@ -39,7 +39,7 @@ class GateFailedError(Exception):
 
 def summary(result: CheckResult) -> str:
     """Return in one line what is wrong first, and under which schedule."""
-    from harness.report.sentences import divergence_place, printable
+    from harness.report.check.sentences import divergence_place, printable
 
     divergence = result.first_divergence
     if divergence:
@@ -95,13 +95,13 @@ def failure_text(error: BaseException, config: pytest.Config) -> FailureText | N
     if os.environ.get("HARNESS_TRACEBACK"):
         return None
     if isinstance(error, CheckFailedError):
-        from harness.report.terminal import check_text
+        from harness.report.check.terminal import check_text
 
         width = terminal_width(config)
         plain, colored = (check_text(error.result, width=width, color=color).rstrip() for color in (False, True))
         return FailureText(str(error), plain, colored)
     if isinstance(error, GateFailedError):
-        from harness.report.gate_text import gate_text
+        from harness.report.gate.text import gate_text
 
         text = f"{gate_text(error.result)}\n\nif this is meant: {error.command}"
         return FailureText(str(error), text, text)

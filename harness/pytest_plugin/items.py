@@ -11,12 +11,12 @@ import pytest
 from harness.errors import Code, HarnessError
 from harness.pytest_plugin.captures import captures_folder, making, settle
 from harness.pytest_plugin.failure import CheckFailedError, GateFailedError, failure_text
-from harness.results import Outcome
+from harness.results.check import Outcome
 
 if TYPE_CHECKING:
-    from harness.case import Case, ProfileSection
+    from harness.formats.case import Case, ProfileSection
     from harness.plan import Plan
-    from harness.results import CheckResult
+    from harness.results.check import CheckResult
 
 UPDATE_SECTIONS = GOLDEN_UPDATE, BASELINE_UPDATE = "golden update", "baseline update"
 """Keys of the report sections that say what --golden-update and --baseline-update did."""
@@ -35,7 +35,7 @@ class CaseFile(pytest.File):
 
     def collect(self) -> Iterable["CaseItem"]:
         """Yield the case; nothing for a file in a folder `cases` that is not a case."""
-        from harness.case import load_case
+        from harness.formats.case import load_case
 
         if not self.is_declared and not _looks_like_a_case(self.path):
             return
@@ -69,9 +69,9 @@ class CaseItem(pytest.Item):
 
     def runtest(self) -> None:
         """Run the case."""
-        from harness.jobs.check import run_check
+        from harness.judge.jobs.check import run_check
         from harness.plan import plan_case
-        from harness.report.junit import check_properties
+        from harness.report.check.junit import check_properties
 
         try:
             plan = plan_case(self.case)
@@ -91,8 +91,8 @@ class CaseItem(pytest.Item):
 
     def _profile(self, plan: "Plan", section: "ProfileSection", result: "CheckResult") -> None:
         """Profile the engine, keep the captures, and hold them to the case's baseline."""
-        from harness.jobs.profile import keep_profile, planned_profile
-        from harness.report.junit import profile_properties
+        from harness.profiling.job import keep_profile, planned_profile
+        from harness.report.check.junit import profile_properties
 
         kept = captures_folder(self.path, self.config)
         with making(kept) as folder:
@@ -103,9 +103,9 @@ class CaseItem(pytest.Item):
                 self._gate(folder, self.path.parent / section.baseline)
 
     def _gate(self, profile: Path, baseline: Path) -> None:
-        from harness.gate_results import GateVerdict
         from harness.profiling.gate.compare import run_gate
-        from harness.report.gate_text import gate_text
+        from harness.report.gate.text import gate_text
+        from harness.results.gate import GateVerdict
 
         accept = bool(self.config.getoption("baseline_update"))
         command = f"pytest {self.where} --baseline-update"
@@ -116,8 +116,8 @@ class CaseItem(pytest.Item):
             raise GateFailedError(result, command)
 
     def _check_sketch(self, plan: "Plan") -> None:
-        from harness import sketch
-        from harness.jobs.golden import run_golden
+        from harness.judge.jobs.golden import run_golden
+        from harness.oracle import sketch
 
         golden = run_golden(plan)
         if self.config.getoption("golden_update"):

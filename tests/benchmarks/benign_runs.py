@@ -21,10 +21,10 @@ from collections import Counter
 from pathlib import Path
 
 from harness.errors import HarnessError
-from harness.faults.fault import Variant
-from harness.faults.trial import check_variant
-from harness.faults.variants import variants
-from harness.results import Outcome
+from harness.results.check import Outcome
+from harness.selfcheck.faults.fault import Variant
+from harness.selfcheck.faults.trial import check_variant
+from harness.selfcheck.faults.variants import variants
 
 INSTRUCTIONS = {
     "native": {},

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from harness.formats.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
 from harness.oracle.model import HFModel, load_model
 from harness.oracle.rows import as_rows
 from harness.oracle.watch import Seeing, watching
-from harness.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
 
 SHAPE = {
     "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12,

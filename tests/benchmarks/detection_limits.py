@@ -23,12 +23,12 @@ from torch.nn.functional import linear, silu
 
 import reference_engine.attention.paged
 import reference_engine.model
-from harness.environment import describe_machine
-from harness.faults.fault import FaultConfig
-from harness.faults.trial import checkpoint, plan_of
-from harness.jobs.check import run_check
-from harness.metrics import rounding_unit
-from harness.results import Outcome, Verdict
+from harness.base.environment import describe_machine
+from harness.base.metrics import rounding_unit
+from harness.judge.jobs.check import run_check
+from harness.results.check import Outcome, Verdict
+from harness.selfcheck.faults.fault import FaultConfig
+from harness.selfcheck.faults.trial import checkpoint, plan_of
 from reference_engine.layers import MLP, Linear, RMSNorm
 
 ROOT = Path(__file__).parents[2]

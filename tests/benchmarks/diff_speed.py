@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from harness.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
+from harness.formats.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
 
 HIDDEN, ROWS, NUM_LAYERS = 2048, 512, 24
 SITES = ("input_layernorm", "self_attn.o_proj", "attn_residual", "post_attention_layernorm", "mlp.down_proj", "output")
@@ -71,7 +71,7 @@ CHILD = """
 import json, sys, time
 from pathlib import Path
 import torch
-from harness.jobs.diff import run_diff
+from harness.judge.jobs.diff import run_diff
 def peak():  # getrusage would count the parent's peak as well
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])

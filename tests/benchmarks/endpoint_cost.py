@@ -20,11 +20,11 @@ import httpx
 import torch
 from tabulate import tabulate
 
-from harness.case import RequestSpec
-from harness.endpoint.address import Address
-from harness.endpoint.run import check_endpoint
-from harness.endpoint_results import EndpointResult
+from harness.campaigns.endpoint.address import Address
+from harness.campaigns.endpoint.run import check_endpoint
+from harness.formats.case import RequestSpec
 from harness.plan import plan_request
+from harness.results.endpoint import EndpointResult
 
 CONCURRENCY = 8
 

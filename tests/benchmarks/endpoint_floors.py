@@ -1,6 +1,6 @@
 """Measure how far the log probabilities of sound engines, and of wrong ones, are off, in units of HF's own noise.
 
-The bounds of `harness.endpoint.judge` were chosen from this table. Engines run in this process, without HTTP.
+The bounds of `harness.campaigns.endpoint.judge` were chosen from this table. Engines run in this process, without HTTP.
 
     python tests/benchmarks/endpoint_floors.py [--stories ../shared/models/stories260k] [--out FILE]
 
@@ -21,10 +21,10 @@ import torch
 from tabulate import tabulate
 from transformers import AutoModelForCausalLM
 
-from harness.endpoint.judge import bounds
-from harness.endpoint.truth import TruthRow, Walk, walk_truth
+from harness.base.threads import one_thread
+from harness.campaigns.endpoint.judge import bounds
+from harness.campaigns.endpoint.truth import TruthRow, Walk, walk_truth
 from harness.oracle.model import load_model
-from harness.threads import one_thread
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 
 ROOT = Path(__file__).parents[2]

@@ -15,10 +15,10 @@ from statistics import median
 
 import torch
 
-from harness.bench import peer as peers
-from harness.bench.peer import OURS, PEERS, BenchConfig, Generation
-from harness.bench.shape import build_checkpoint, find_shape
-from harness.bench.workload import even_workload
+from harness.selfcheck.bench import peer as peers
+from harness.selfcheck.bench.peer import OURS, PEERS, BenchConfig, Generation
+from harness.selfcheck.bench.shape import build_checkpoint, find_shape
+from harness.selfcheck.bench.workload import even_workload
 
 
 class CPUClock:

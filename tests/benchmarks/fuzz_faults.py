@@ -21,7 +21,7 @@ import torch
 import transformers
 from tabulate import tabulate
 
-from harness.faults.catalogue import FAULTS, choose
+from harness.selfcheck.faults.catalogue import FAULTS, choose
 
 HEADERS = (
     "fault", "seed", "found", "seconds", "CPU s", "workloads", "shrunk (s)", "requests", "rows", "limits",

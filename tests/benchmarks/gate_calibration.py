@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 from tabulate import tabulate
 
-from harness.environment import describe_machine
-from harness.gate_results import Clock
+from harness.base.environment import describe_machine
+from harness.base.progress import no_progress
 from harness.profiling.gate import against
 from harness.profiling.gate.against import BLOCKS_OF_A_ROUND, TimingLength
 from harness.profiling.gate.paired_timing import paired_ratio
 from harness.profiling.gate.versions import Version, installed_version
-from harness.progress import no_progress
+from harness.results.gate import Clock
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("harness", "reference_engine")

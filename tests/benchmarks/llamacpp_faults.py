@@ -13,11 +13,11 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from harness.case import RequestSpec
-from harness.checkpoint.gguf.types import PLAIN
-from harness.jobs.check import run_check
+from harness.campaigns.quant.padding import pad_checkpoint
+from harness.formats.case import RequestSpec
+from harness.formats.checkpoint.gguf.types import PLAIN
+from harness.judge.jobs.check import run_check
 from harness.plan import plan_request
-from harness.quant.padding import pad_checkpoint
 
 from ..faulty_gguf import FAULTS, write_faulty, write_typed
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from harness.case import RequestSpec
-from harness.jobs.check import run_check
+from harness.campaigns.quant.files import make_file
+from harness.campaigns.quant.padding import pad_checkpoint
+from harness.formats.case import RequestSpec
+from harness.judge.jobs.check import run_check
 from harness.plan import plan_request
-from harness.quant.files import make_file
-from harness.quant.padding import pad_checkpoint
 
 TYPES = "F32,F16,BF16,Q8_0,Q6_K,Q5_K,Q4_K,Q4_0,Q4_K_M,Q3_K,Q2_K"
 CACHES = {

@@ -1,6 +1,6 @@
 """Measure the local error of sound engines per kind of operation and dtype, and what share of its bound it takes.
 
-The bounds of `harness.compare.bounds` were chosen from this table. Writes reports/<kind>/noise-floors.md.
+The bounds of `harness.judge.compare.bounds` were chosen from this table. Writes reports/<kind>/noise-floors.md.
 
     python tests/benchmarks/noise_floors.py [--stories ../shared/models/stories260k] [--device cpu] [--out FILE]
 """
@@ -17,15 +17,15 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from harness.case import RequestSpec, load_case
-from harness.compare import compare_run
-from harness.compare.run import Comparison
-from harness.environment import environment
-from harness.jobs.check import open_planned, record_run
+from harness.base.environment import environment
+from harness.formats.case import RequestSpec, load_case
+from harness.formats.recording import Recording
+from harness.judge.compare import compare_run
+from harness.judge.compare.run import Comparison
+from harness.judge.jobs.check import open_planned, record_run
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel, load_model
 from harness.plan import Plan, plan_request
-from harness.recording import Recording
 
 ROOT = Path(__file__).parents[2]
 ENGINES = {"hf eager": ("hf", {"attention": "eager"}), "hf sdpa": ("hf", {}), "reference": ("reference", {})}

@@ -24,17 +24,17 @@ from torch.nn.functional import silu
 
 import reference_engine.attention.paged
 import reference_engine.model
-from harness.environment import describe_machine
+from harness.base.environment import describe_machine
 from harness.errors import HarnessError
-from harness.faults.attention import attend, causal
-from harness.faults.cache import stored
-from harness.faults.fault import Category, Fault, FaultConfig
-from harness.faults.injection import replacing
-from harness.faults.norm import branches, edited_layers, norm_scaled_by
-from harness.faults.position import frequencies_changed, positions_changed, rotary
-from harness.faults.scoreboard import score_fault
-from harness.faults.trial import try_fault
-from harness.faults.weights import loaded
+from harness.selfcheck.faults.attention import attend, causal
+from harness.selfcheck.faults.cache import stored
+from harness.selfcheck.faults.fault import Category, Fault, FaultConfig
+from harness.selfcheck.faults.injection import replacing
+from harness.selfcheck.faults.norm import branches, edited_layers, norm_scaled_by
+from harness.selfcheck.faults.position import frequencies_changed, positions_changed, rotary
+from harness.selfcheck.faults.scoreboard import score_fault
+from harness.selfcheck.faults.trial import try_fault
+from harness.selfcheck.faults.weights import loaded
 from reference_engine.layers import MLP, Embedding, RMSNorm
 from reference_engine.model import Attention
 

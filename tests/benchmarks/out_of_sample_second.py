@@ -14,13 +14,13 @@ import torch
 from out_of_sample import NOTHING, Bug, attention, ids_changed, main, mlp, projected, weight
 from torch.nn.functional import gelu, silu
 
-from harness.faults.attention import attend
-from harness.faults.cache import stored
-from harness.faults.experts import mixed, routed, sum_of
-from harness.faults.injection import replacing
-from harness.faults.norm import branches, edited_layers, norm_scaled_by
-from harness.faults.position import frequencies_changed, positions_changed, rotary
-from harness.faults.weights import loaded
+from harness.selfcheck.faults.attention import attend
+from harness.selfcheck.faults.cache import stored
+from harness.selfcheck.faults.experts import mixed, routed, sum_of
+from harness.selfcheck.faults.injection import replacing
+from harness.selfcheck.faults.norm import branches, edited_layers, norm_scaled_by
+from harness.selfcheck.faults.position import frequencies_changed, positions_changed, rotary
+from harness.selfcheck.faults.weights import loaded
 from reference_engine.families.experts import Expert
 from reference_engine.kv_cache import KVCache
 from reference_engine.layers import RMSNorm

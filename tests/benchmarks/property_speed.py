@@ -38,12 +38,12 @@ from harness.properties.core.findings import PropertyError, Violation
 from harness.properties.core.profiles import PROFILES
 from harness.properties.engine.suite import check_engine
 from harness.properties.ops.test_ops import CHECKS
-from harness.properties.reference.attention import PagedAttention
-from harness.properties.reference.blocks import BlockManager
-from harness.properties.reference.engine import Engine
-from harness.properties.reference.ops import Ops
-from harness.properties.reference.scheduler import Scheduler
 from harness.properties.scheduler.suite import SchedulerMachine
+from harness.selfcheck.properties.attention import PagedAttention
+from harness.selfcheck.properties.blocks import BlockManager
+from harness.selfcheck.properties.engine import Engine
+from harness.selfcheck.properties.ops import Ops
+from harness.selfcheck.properties.scheduler import Scheduler
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the mutants and the managers are the tests'

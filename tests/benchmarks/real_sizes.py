@@ -23,8 +23,8 @@ import torch
 from tabulate import tabulate
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from harness.case import RequestSpec
-from harness.jobs.check import run_check
+from harness.formats.case import RequestSpec
+from harness.judge.jobs.check import run_check
 from harness.plan import plan_request
 
 from ..families.lively import make_lively

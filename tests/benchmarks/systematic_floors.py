@@ -14,11 +14,11 @@ from unittest.mock import patch
 
 from tabulate import tabulate
 
-from harness.compare.systematic import THRESHOLD, Effects
-from harness.environment import describe_machine
-from harness.faults.trial import try_variant
-from harness.faults.variants import variants
-from harness.results import Effect
+from harness.base.environment import describe_machine
+from harness.judge.compare.systematic import THRESHOLD, Effects
+from harness.results.check import Effect
+from harness.selfcheck.faults.trial import try_variant
+from harness.selfcheck.faults.variants import variants
 
 ROOT = Path(__file__).parents[2]
 Group = tuple[str, str, str]
@@ -70,8 +70,8 @@ def report(found: dict[Group, list[Effect]], num_runs: int, alarms: list[str], s
         f"{num_runs} checks of benign variants, with prompts that no constant was chosen from: {len(alarms)} alarms"
         f"{': ' + '; '.join(alarms) if alarms else ''}.",
         f"Statistics are absolute. An effect alarms if its statistic is at least {THRESHOLD:g} and its size above "
-        "the floor of its kind (`harness/compare/systematic.py`). The last column: largest size, in roundings, of "
-        "those beyond the threshold.",
+        "the floor of its kind (`harness/judge/compare/systematic.py`). "
+        "The last column: largest size, in roundings, of those beyond the threshold.",
         tabulate(rows, header, tablefmt="github", disable_numparse=True),
     ]) + "\n"  # fmt: skip
 

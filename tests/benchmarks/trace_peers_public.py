@@ -19,7 +19,7 @@ from tabulate import tabulate
 from harness.profiling.trace.critical_path import critical_path
 from harness.profiling.trace.file import read_trace
 from harness.profiling.trace.summary import summarize
-from harness.trace_results import LinkKind
+from harness.results.trace import LinkKind
 
 PEERS = """
 import gzip, json, logging, sys, tempfile, warnings

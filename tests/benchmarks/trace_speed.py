@@ -22,7 +22,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from harness.environment import describe_machine
+from harness.base.environment import describe_machine
 
 ROOT = Path(__file__).parents[2]
 PANDAS = """

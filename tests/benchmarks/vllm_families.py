@@ -112,8 +112,8 @@ def served() -> list[str]:
 
 def checked(family: str, dtype: str, schedules: Sequence[str], new_tokens: int) -> dict[str, Any]:
     """Check vLLM on one family; return what is put into the file."""
-    from harness.case import RequestSpec
-    from harness.jobs.check import run_check
+    from harness.formats.case import RequestSpec
+    from harness.judge.jobs.check import run_check
     from harness.plan import plan_request
 
     with tempfile.TemporaryDirectory() as folder:

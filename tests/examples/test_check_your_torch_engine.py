@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.compare import compare_run
 from harness.engines import Engine, Workload
 from harness.errors import Code, HarnessError
-from harness.explain import explain_run
+from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter
+from harness.formats.schedule import parse_schedule
+from harness.judge.compare import compare_run
+from harness.judge.explain import explain_run
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import load_model
 from harness.oracle.requests import Prompt
-from harness.recording import ModelInfo, Producer, Recording, RecordingWriter
-from harness.results import Outcome
-from harness.schedule import parse_schedule
+from harness.results.check import Outcome
 
 PAGE = (Path(__file__).parents[2] / "docs" / "check-your-torch-engine.md").read_text()
 MOST_LINES = 60

@@ -19,19 +19,19 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from harness.case import RequestSpec
-from harness.compare import compare_run
-from harness.compare.bounds import CONTROL_FACTOR
+from harness.base.environment import environment
 from harness.engines.hf import HFEngine
-from harness.environment import environment
 from harness.errors import HarnessError
-from harness.jobs.check import record_run
+from harness.formats.case import RequestSpec
+from harness.formats.recording import Recording
+from harness.judge.compare import compare_run
+from harness.judge.compare.bounds import CONTROL_FACTOR
+from harness.judge.jobs.check import record_run
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import make_golden
 from harness.oracle.model import HFModel, load_model
 from harness.plan import Plan, plan_request
-from harness.recording import Recording
-from harness.results import Divergence, Outcome, RunResult
+from harness.results.check import Divergence, Outcome, RunResult
 
 from .architectures import architectures, excluded
 from .faults import Fault, applicable

@@ -14,12 +14,12 @@ from typing import Any
 
 from tabulate import tabulate
 
-from harness.compare import compare_run
 from harness.engines.hf import HFEngine
-from harness.explain import explain_run
-from harness.jobs.check import record_run
-from harness.recording import Recording
-from harness.results import Explanation
+from harness.formats.recording import Recording
+from harness.judge.compare import compare_run
+from harness.judge.explain import explain_run
+from harness.judge.jobs.check import record_run
+from harness.results.check import Explanation
 
 from .architectures import architectures
 from .check import Subject, subject

@@ -11,17 +11,17 @@ from typing import Any
 
 import httpx
 
-from harness.checkpoint import Checkpoint
-from harness.endpoint.answer import Answer
-from harness.endpoint.case import Case, Promised
-from harness.endpoint.judge import judge
-from harness.endpoint.names import TokenNames
-from harness.endpoint.parse import read_answer
-from harness.endpoint.schedules import Sent, joined
-from harness.endpoint.truth import TruthRow
-from harness.endpoint.walks import walk_of
+from harness.base.json_text import parse_json
+from harness.campaigns.endpoint.answer import Answer
+from harness.campaigns.endpoint.case import Case, Promised
+from harness.campaigns.endpoint.judge import judge
+from harness.campaigns.endpoint.names import TokenNames
+from harness.campaigns.endpoint.parse import read_answer
+from harness.campaigns.endpoint.schedules import Sent, joined
+from harness.campaigns.endpoint.truth import TruthRow
+from harness.campaigns.endpoint.walks import walk_of
 from harness.errors import HarnessError
-from harness.json_text import parse_json
+from harness.formats.checkpoint import Checkpoint
 from harness.oracle.requests import Prompt
 from reference_engine import EngineConfig, LLMEngine
 from reference_engine.server.app import build_app

@@ -17,8 +17,8 @@ from random import Random
 from harness.cli.interrupts import INTERRUPTED
 from harness.cli.main import main
 from harness.errors import HarnessError
+from harness.formats.recording import Recording
 from harness.oracle.golden import open_golden
-from harness.recording import Recording
 
 from .targets import CHECKPOINTS, WORKLOAD
 

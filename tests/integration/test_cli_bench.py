@@ -7,10 +7,10 @@ import sys
 import pytest
 import typer
 
-from harness.bench import peer as peer_module
-from harness.bench.peer import Generation
 from harness.cli.main import build_app
 from harness.errors import Code
+from harness.selfcheck.bench import peer as peer_module
+from harness.selfcheck.bench.peer import Generation
 
 TINY = ("bench", "engine", "--shape", "tiny", "--repeats", "1")
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from harness.campaigns.fuzz import changes, invariance, search
 from harness.engines import hf
 from harness.errors import Code, HarnessError
-from harness.fuzz import changes, invariance, search
 
 from .conftest import ENGINE
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from harness.cli.main import run
-from harness.gate_results import Clock, PhaseTime
 from harness.profiling import profile
 from harness.profiling.gate import against
 from harness.profiling.gate.paired_timing import paired_ratio
 from harness.profiling.gate.versions import installed_version
+from harness.results.gate import Clock, PhaseTime
 
 SMALL = ["--prompt-tokens", "16", "--max-new-tokens", "5", "--runs", "1", "--phase", "decode"]
 

@@ -8,8 +8,8 @@ import pytest
 import safetensors.torch
 
 from harness.errors import Code
-from harness.recording import Recording, RecordingWriter
-from harness.recording.manifest import ModelInfo, Producer, RequestInfo
+from harness.formats.recording import Recording, RecordingWriter
+from harness.formats.recording.manifest import ModelInfo, Producer, RequestInfo
 
 from .conftest import rewrite
 from .test_cli_check import DIVERGENCE_KEYS, KEYS, TAP_KEYS

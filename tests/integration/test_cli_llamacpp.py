@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from harness.checkpoint.gguf import open_gguf
-from harness.checkpoint.gguf.types import PLAIN
-from harness.checkpoint.gguf.weights import rows_of_hf
-from harness.checkpoint.gguf.writer import write_gguf
+from harness.campaigns.quant.padding import pad_checkpoint
 from harness.engines.llamacpp.adapter_file import write_adapter_file
 from harness.errors import Code
-from harness.quant.padding import pad_checkpoint
+from harness.formats.checkpoint.gguf import open_gguf
+from harness.formats.checkpoint.gguf.types import PLAIN
+from harness.formats.checkpoint.gguf.weights import rows_of_hf
+from harness.formats.checkpoint.gguf.writer import write_gguf
 
 from ..faulty_gguf import OTHERS, OTHERS_FROM, write_faulty, write_typed
 from ..unit.lora_adapter import write_adapter

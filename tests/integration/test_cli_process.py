@@ -96,7 +96,7 @@ def test_whatever_a_command_raises_ends_it_with_a_status(harness, monkeypatch, t
     def fail(*_args: object) -> None:
         raise raised
 
-    monkeypatch.setattr("harness.jobs.check._run_plan", fail)
+    monkeypatch.setattr("harness.judge.jobs.check._run_plan", fail)
     ran = harness("check", "--out", tmp_path / "out")
     assert (ran.status, ran.out) == (status, "")
     assert ran.err.startswith(words)
@@ -104,7 +104,7 @@ def test_whatever_a_command_raises_ends_it_with_a_status(harness, monkeypatch, t
 
 
 def test_an_internal_error_is_json_too(harness, monkeypatch):
-    monkeypatch.setattr("harness.jobs.check._run_plan", lambda *_args: 1 / 0)
+    monkeypatch.setattr("harness.judge.jobs.check._run_plan", lambda *_args: 1 / 0)
     ran = harness("check", "--format", "json")
     assert ran.status == 3
     assert ran.json["error"]["code"] == Code.INTERNAL
@@ -114,7 +114,7 @@ def test_an_internal_error_is_json_too(harness, monkeypatch):
 def test_the_traceback_is_shown_to_who_asks_for_it(capsys, monkeypatch):
     from harness.cli.main import run
 
-    monkeypatch.setattr("harness.jobs.check._run_plan", lambda *_args: 1 / 0)
+    monkeypatch.setattr("harness.judge.jobs.check._run_plan", lambda *_args: 1 / 0)
     monkeypatch.setenv("HARNESS_TRACEBACK", "1")
     assert run(["check"]) == 3
     assert "Traceback (most recent call last)" in capsys.readouterr().err

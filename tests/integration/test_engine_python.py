@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 from harness.errors import Code
-from harness.recording import Recording
+from harness.formats.recording import Recording
 
 ENGINE = """
 import sys

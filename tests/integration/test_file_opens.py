@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.case import RequestSpec
-from harness.jobs.check import run_check
-from harness.jobs.golden import run_golden
+from harness.formats.case import RequestSpec
+from harness.judge.jobs.check import run_check
+from harness.judge.jobs.golden import run_golden
 from harness.plan import plan_request
-from harness.results import Outcome
+from harness.results.check import Outcome
 
 _WATCHERS = []
 

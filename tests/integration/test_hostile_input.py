@@ -228,8 +228,8 @@ def test_closed_input_and_errors_do_not_matter(checkpoints):
 
 @pytest.mark.parametrize("device", ["/dev/zero", "/dev/urandom", "/dev/full"])
 def test_a_device_without_end_is_not_read_to_its_end(refused, monkeypatch, device):
-    monkeypatch.setattr("harness.files.read_bytes.__kwdefaults__", {"most_bytes": 1 << 20})
-    monkeypatch.setattr("harness.files.read_text.__kwdefaults__", {"most_bytes": 1 << 20})
+    monkeypatch.setattr("harness.base.files.read_bytes.__kwdefaults__", {"most_bytes": 1 << 20})
+    monkeypatch.setattr("harness.base.files.read_text.__kwdefaults__", {"most_bytes": 1 << 20})
     assert "it is larger than 1,048,576 bytes" in refused(Code.BAD_OPTION, "check", "--prompt-file", device)
     assert "it is larger than 1,048,576 bytes" in refused(Code.BAD_CASE, "check", "--case", device)
     refused(Code.TRACE_UNREADABLE, "trace", "summary", device)
@@ -242,7 +242,7 @@ def pipe(tmp_path):
 
 
 def test_a_pipe_that_nobody_writes_to_is_not_waited_for_for_ever(refused, pipe, golden, recording, monkeypatch):
-    monkeypatch.setattr("harness.files._WAIT_S", 0.1)
+    monkeypatch.setattr("harness.base.files._WAIT_S", 0.1)
     assert "nothing comes from it" in refused(Code.BAD_OPTION, "check", "--prompt-file", pipe)
     refused(Code.BAD_CASE, "check", "--case", pipe)
     refused(Code.TRACE_UNREADABLE, "trace", "summary", pipe)
@@ -253,13 +253,13 @@ def test_a_pipe_that_somebody_writes_to_is_read(harness, pipe, checkpoints):
     """As `--prompt-file <(command)` gives it."""
     writer = os.open(pipe, os.O_RDWR)
     threading.Timer(0.3, lambda: (os.write(writer, b"abc"), os.close(writer))).start()
-    from harness.files import read_text
+    from harness.base.files import read_text
 
     assert read_text(pipe) == "abc"
 
 
 def test_a_pipe_that_stays_silent(pipe, monkeypatch):
-    from harness import files
+    from harness.base import files
 
     monkeypatch.setattr(files, "_WAIT_S", 0.1)
     writer = os.open(pipe, os.O_RDWR)

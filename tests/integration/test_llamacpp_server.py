@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from harness.checkpoint.gguf.writer import write_gguf
+from harness.formats.checkpoint.gguf.writer import write_gguf
 
 from ..loopback import answers, free_port, until
 

@@ -13,11 +13,11 @@ import torch
 
 import reference_engine.model
 import reference_engine.model_runner
-from harness.case import RequestSpec
 from harness.errors import Code
-from harness.jobs.check import run_check
+from harness.formats.case import RequestSpec
+from harness.judge.jobs.check import run_check
 from harness.plan import plan_request
-from harness.results import CheckResult, Outcome, RunResult, Verdict
+from harness.results.check import CheckResult, Outcome, RunResult, Verdict
 from reference_engine.attention.paged import PagedAttention
 
 MODELS = ("llama-tiny", "qwen2-tiny", "qwen3-tiny")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.case import RequestSpec
 from harness.errors import Code
-from harness.jobs.check import run_check
+from harness.formats.case import RequestSpec
+from harness.judge.jobs.check import run_check
 from harness.plan import plan_request
-from harness.results import Outcome, RunResult
+from harness.results.check import Outcome, RunResult
 from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
 from reference_engine.engine import LLMEngine

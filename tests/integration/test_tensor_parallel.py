@@ -11,10 +11,10 @@ import pytest
 
 import reference_engine.parallel.ranks
 import reference_engine.parallel.worker
-from harness.case import RequestSpec
-from harness.jobs.check import run_check
+from harness.formats.case import RequestSpec
+from harness.judge.jobs.check import run_check
 from harness.plan import plan_request
-from harness.results import Outcome
+from harness.results.check import Outcome
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 from reference_engine.errors import ConfigError, RankError
 from reference_engine.parallel.worker import parallel_engine

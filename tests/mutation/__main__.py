@@ -2,7 +2,7 @@
 
     python -m tests.mutation --sample 100 --seed 0        # what `make mutants` does
     python -m tests.mutation --listed                     # the changes in tests/mutation/listed.py
-    python -m tests.mutation --module harness/compare/propagated.py --sample 20
+    python -m tests.mutation --module harness/judge/compare/propagated.py --sample 20
 
 Cosmic Ray makes the mutants. It does not run them: it would change the files of the checkout, and start Python for each
 mutant anew, of which every start loads torch. Here torch is loaded once, and each mutant is a fork in which its module

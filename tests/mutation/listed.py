@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant, replaced
 
-_COMPARE, _ENGINE = "harness/compare", "reference_engine"
+_COMPARE, _ENGINE = "harness/judge/compare", "reference_engine"
 
 LISTED: tuple[Mutant, ...] = (
     # the propagated bound tripled
@@ -33,7 +33,7 @@ LISTED: tuple[Mutant, ...] = (
     # near-ties halved
     replaced(f"{_COMPARE}/tokens.py", "2 * float(logit_noise.max())", "float(logit_noise.max())"),
     # digests not verified
-    replaced("harness/recording/reader.py", "if actual != expected:", "if False:"),
+    replaced("harness/formats/recording/reader.py", "if actual != expected:", "if False:"),
     replaced("harness/oracle/golden.py", "    if info.digest() != info.sha256:", "    if False:"),
     # the limit of what a control may lose times 100 (it stands where the self-check's stood)
     replaced(f"{_COMPARE}/bounds.py", "CONTROL_FACTOR = 4.0", "CONTROL_FACTOR = 400.0"),

@@ -21,6 +21,8 @@ _ENGINE = {
 }
 
 
+_ROOMS = {"compare": "judge/compare", "explain": "judge/explain", "oracle": "oracle", "recording": "formats/recording"}
+"""Where the packages are that mutants are drawn from, and their tests."""
 _DEFAULT = {
     "compare": ("test_run.py",),
     "oracle": ("test_golden.py",),
@@ -92,37 +94,35 @@ _OTHERS = {
     "oracle/make_golden": ("test_make_golden.py", "test_golden.py"),
     "oracle/model": ("test_model.py", "test_weights.py"),
     "oracle/parts": ("test_lockstep.py",),
-    "oracle/rotation": ("test_rotation.py", "../explain/test_rotary.py"),
+    "oracle/rotation": ("test_rotation.py", "../judge/explain/test_rotary.py"),
 }
 
 
 def files_of_tests(path: str, *, all_tests: bool) -> tuple[str, ...]:
     """Return the tests of a file that is mutated, both below the root of the checkout."""
-    folder, _, module = path.removesuffix(".py").rpartition("/")
-    package = folder.removeprefix("harness/").partition("/")[0]
-    if folder.count("/") == 2:  # a package in a package is tested in one file
-        module = folder.rpartition("/")[2]
+    stem = path.removesuffix(".py")
+    if stem.startswith("reference_engine/"):
+        names = _ENGINE[stem.removeprefix("reference_engine/")]
+        return tuple(f"tests/unit/reference_engine/{name}" for name in names)
+    package, room = next(each for each in _ROOMS.items() if stem.startswith(f"harness/{each[1]}/"))
+    inner = stem.removeprefix(f"harness/{room}/")
+    folder, _, module = inner.rpartition("/")
+    if folder:  # a package in a package is tested in one file
+        module = folder
     if package == "recording":
         own = _RECORDING_OWN.get(module, (f"recording/test_{module}.py",))
-        return tuple(f"tests/unit/{name}" for name in (*own, *_RECORDING) if (ROOT / "tests" / "unit" / name).is_file())
-    if package == "reference_engine":
-        return tuple(
-            f"tests/unit/reference_engine/{name}"
-            for name in _ENGINE[path.removeprefix("reference_engine/").removesuffix(".py")]
-        )
+        files = (f"tests/unit/formats/{name}" for name in (*own, *_RECORDING))
+        return tuple(file for file in files if (ROOT / file).is_file())
     if all_tests:
-        return (f"tests/unit/{package}",)
-    own = f"test_{module}.py"
-    has_own = (ROOT / "tests" / "unit" / package / own).is_file()
-    by_default = _OTHERS.get(f"{package}/{module}", (own,) if has_own else _DEFAULT[package])
-    names = _OTHERS.get(path.removeprefix("harness/").removesuffix(".py"), by_default)
-    return tuple(f"tests/unit/{package}/{name}" for name in names)
+        return (f"tests/unit/{room}",)
+    has_own = (ROOT / "tests" / "unit" / room / f"test_{module}.py").is_file()
+    by_default = _OTHERS.get(f"{package}/{module}", (f"test_{module}.py",) if has_own else _DEFAULT[package])
+    return tuple(f"tests/unit/{room}/{name}" for name in _OTHERS.get(f"{package}/{inner}", by_default))
 
 
 def subjects() -> list[str]:
     """Return the files that mutants are drawn from, below the root of the checkout."""
-    packages = ("compare", "oracle", "explain", "recording")
-    paths = [path for package in packages for path in sorted((ROOT / "harness" / package).rglob("*.py"))]
+    paths = [path for room in _ROOMS.values() for path in sorted((ROOT / "harness" / room).rglob("*.py"))]
     found = [str(path.relative_to(ROOT)) for path in paths if path.stem != "__init__"]
     return [*found, *(f"reference_engine/{name}.py" for name in _ENGINE if name not in LISTED_ONLY)]
 

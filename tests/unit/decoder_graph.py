@@ -1,6 +1,6 @@
 """The graph of a Llama-like decoder as the contract has it (docs/recording-format.md), by hand and without torch."""
 
-from harness.taps import Graph, Kind, Operation, layer_prefix
+from harness.formats.taps import Graph, Kind, Operation, layer_prefix
 
 LAYER = """
 input_layernorm           norm        <hidden>

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.base.files import write_text
 from harness.errors import Code, HarnessError
-from harness.files import write_text
 from harness.pytest_plugin.captures import making, settle
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.errors import Code
-from harness.results import Divergence, Verdict
+from harness.results.check import Divergence, Verdict
 
 from ..closeness import TERMS, assert_near, near, near_roundings
 

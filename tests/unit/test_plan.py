@@ -5,11 +5,11 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
-from harness.case import RequestSpec
-from harness.checkpoint import resolve
 from harness.engines import Capabilities
 from harness.errors import Code, HarnessError
-from harness.jobs.check import followed_schedules, match_taps, open_planned
+from harness.formats.case import RequestSpec
+from harness.formats.checkpoint import resolve
+from harness.judge.jobs.check import followed_schedules, match_taps, open_planned
 from harness.plan import plan_request
 
 REQUESTS = [RequestSpec(token_ids=[1, 4, 5, 6, 7, 8, 9, 10, 11])]

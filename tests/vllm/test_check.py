@@ -4,11 +4,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-from harness.case import RequestSpec
 from harness.errors import Code, HarnessError
-from harness.jobs.check import run_check
+from harness.formats.case import RequestSpec
+from harness.judge.jobs.check import run_check
 from harness.plan import plan_request
-from harness.results import Outcome
+from harness.results.check import Outcome
 
 from .conftest import FAMILIES, write_checkpoint
 

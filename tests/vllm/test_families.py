@@ -12,7 +12,7 @@ from vllm.model_executor.models.opt import OPTAttention
 from vllm.model_executor.models.qwen2_moe import Qwen2MoeMLP
 
 from harness.errors import Code, HarnessError
-from harness.results import Outcome
+from harness.results.check import Outcome
 from tests.benchmarks.vllm_families import write_checkpoint
 
 from .test_check import check

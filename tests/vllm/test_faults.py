@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-from harness.results import Outcome
+from harness.results.check import Outcome
 
 from .faults import FAULTS
 from .test_check import check

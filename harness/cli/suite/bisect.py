@@ -31,10 +31,10 @@ def bisect(
     Git bisects; each revision is built, and judged by the harness that runs now on a golden that is made once. A
     revision that cannot be built or checked is skipped.
     """
-    from harness.case import load_case
+    from harness.campaigns.suite.bisect import Bisector
     from harness.cli.progress import progress_bar
+    from harness.formats.case import load_case
     from harness.report.suite.bisection import bisection_json, bisection_text
-    from harness.suite.bisect import Bisector
 
     load_case(case)
     with progress_bar() as report:

@@ -20,9 +20,9 @@ def diff(
     New failures, new passes, figures that moved beyond their noise, and slower cases. The exit status is 1 where a case
     fails that passed before or was not there, and 4 where cases have become slower and nothing else.
     """
+    from harness.campaigns.suite.diff import diff_suites
     from harness.report.suite.diff import diff_json, diff_text
     from harness.report.suite.json import load_suite
-    from harness.suite.diff import diff_suites
 
     found = diff_suites(load_suite(old), load_suite(new))
     if format is opt.Format.JSON:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 if TYPE_CHECKING:
-    from harness.suite.run import Progress
+    from harness.campaigns.suite.run import Progress
 
 _LINE_EVERY_S = 30.0
 

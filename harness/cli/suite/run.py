@@ -13,15 +13,15 @@ from harness.cli import options as opt
 from harness.cli.output import terminal_width, write, write_json
 from harness.cli.suite.progress import suite_progress
 from harness.errors import Code, ExitStatus, HarnessError
-from harness.suite_results import CaseVerdict
+from harness.results.suite import CaseVerdict
 
 if TYPE_CHECKING:
-    from harness.suite.fingerprint import Installation
-    from harness.suite.journal import Journal
-    from harness.suite.matrix import Matrix
-    from harness.suite.pool import Pool
-    from harness.suite.task import SuiteCase
-    from harness.suite_results import SuiteResult
+    from harness.campaigns.suite.fingerprint import Installation
+    from harness.campaigns.suite.journal import Journal
+    from harness.campaigns.suite.matrix import Matrix
+    from harness.campaigns.suite.pool import Pool
+    from harness.campaigns.suite.task import SuiteCase
+    from harness.results.suite import SuiteResult
 
 STATUS = {
     CaseVerdict.PASS: ExitStatus.PASS,
@@ -72,10 +72,10 @@ def run(
     node or the store failed three times).
     """
     _refuse_contradictions(cases, matrix, jobs, ray, store, out, resume)
-    from harness.suite.expand import expand
-    from harness.suite.inputs import with_inputs
-    from harness.suite.matrix import Matrix, load_matrix
-    from harness.suite.run import Driver
+    from harness.campaigns.suite.expand import expand
+    from harness.campaigns.suite.inputs import with_inputs
+    from harness.campaigns.suite.matrix import Matrix, load_matrix
+    from harness.campaigns.suite.run import Driver
 
     chosen = Matrix() if matrix is None else load_matrix(matrix)
     planned = expand(cases or [], chosen, where=matrix)
@@ -127,7 +127,7 @@ def _preflight(
     cases: "list[SuiteCase]", matrix: "Matrix", *, is_local: bool, local_files_only: bool
 ) -> "dict[str, Installation]":
     """Refuse what can be known to be wrong before anything is started; return what the environments here have."""
-    from harness.suite.preflight import check_engines, check_environments, check_models
+    from harness.campaigns.suite.preflight import check_engines, check_environments, check_models
 
     check_engines(cases)
     if not is_local:
@@ -141,8 +141,8 @@ def _preflight(
 @contextmanager
 def _folder(out: Path | None, resume: bool) -> Iterator[Path]:
     """Yield the suite's folder: a new one, the one that is resumed, or one that is gone afterwards."""
-    from harness.jobs.check import new_output_dir
-    from harness.scratch import scratch_folder
+    from harness.base.scratch import scratch_folder
+    from harness.judge.jobs.check import new_output_dir
 
     if out is None:
         with scratch_folder("harness-") as folder:
@@ -154,7 +154,7 @@ def _folder(out: Path | None, resume: bool) -> Iterator[Path]:
 
 @contextmanager
 def _journal(folder: Path, resume: bool) -> "Iterator[Journal]":
-    from harness.suite.journal import Journal
+    from harness.campaigns.suite.journal import Journal
 
     journal = Journal.resume(folder) if resume else Journal.begin(folder)
     try:
@@ -168,12 +168,12 @@ def _pool(
     cases: "list[SuiteCase]", matrix: "Matrix", jobs: int | None, ray: str | None, store: str | None, folder: Path
 ) -> "Iterator[Pool]":
     if ray is None:
-        from harness.suite.local_pool import LocalPool
+        from harness.campaigns.suite.local_pool import LocalPool
 
         with closing(LocalPool(jobs or os.cpu_count() or 1, num_gpus=_num_gpus(cases))) as here:
             yield here
         return
-    from harness.suite.ray_pool import RayPool
+    from harness.campaigns.suite.ray_pool import RayPool
 
     assert store is not None
     # Of a lost node Ray prints pages to standard output, which carries our result.
@@ -197,7 +197,7 @@ def _num_gpus(cases: "list[SuiteCase]") -> int:
 def _keep(result: "SuiteResult", folder: Path) -> None:
     import json
 
-    from harness.files import write_text
+    from harness.base.files import write_text
     from harness.report.suite.html import PAGE_NAME, suite_html
     from harness.report.suite.json import SUITE_NAME, suite_json
     from harness.report.suite.junit import JUNIT_NAME, suite_junit

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
-from harness.checkpoint.gguf.architecture import Metadata
-from harness.checkpoint.gguf.names import gguf_name, is_query_or_key
-from harness.checkpoint.gguf.weights import gguf_package, rows_of_gguf
-from harness.checkpoint.gguf.writer import finish
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint.gguf.architecture import Metadata
+from harness.formats.checkpoint.gguf.names import gguf_name, is_query_or_key
+from harness.formats.checkpoint.gguf.weights import gguf_package, rows_of_gguf
+from harness.formats.checkpoint.gguf.writer import finish
 from harness.oracle.lora import read_adapter
 
 

@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from harness.checkpoint.gguf.types import PLAIN, TYPES
-from harness.checkpoint.gguf.weights import gguf_package
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint.gguf.types import PLAIN, TYPES
+from harness.formats.checkpoint.gguf.weights import gguf_package
 
 _MOST_CELLS = 1 << 28
 

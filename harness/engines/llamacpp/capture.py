@@ -9,7 +9,7 @@ import torch
 from harness.engines.llamacpp.nodes import adds_adapter, has_interleaved_heads, tap_of, turned_context
 from harness.engines.llamacpp.tensor import Tensor, llama
 from harness.errors import Code, HarnessError
-from harness.taps import EMBEDDING
+from harness.formats.taps import EMBEDDING
 
 _WITH_HEADS = ("q_norm", "k_norm", "q_rope", "k_rope")
 """Taps whose heads are a dimension of their own in ggml."""

@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.gguf import open_gguf, read_source
-from harness.checkpoint.gguf.architecture import Metadata
-from harness.checkpoint.gguf.types import PLAIN
-from harness.checkpoint.gguf.writer import write_gguf
+from harness.base.numerics import Numerics
+from harness.base.scratch import scratch_folder
 from harness.engines.adapter import Capabilities, Engine, Workload
 from harness.engines.llamacpp.adapter_file import write_adapter_file
 from harness.engines.llamacpp.cache import CachedRows
@@ -21,10 +19,12 @@ from harness.engines.llamacpp.rotation import rotations, turned_back
 from harness.engines.llamacpp.sequence import LlamaSequence, Piece, next_batch
 from harness.engines.llamacpp.tensor import llama
 from harness.errors import Code, HarnessError
-from harness.numerics import Numerics
-from harness.recording import RecordingWriter, RequestInfo
-from harness.scratch import scratch_folder
-from harness.taps import layer_prefix
+from harness.formats.checkpoint.gguf import open_gguf, read_source
+from harness.formats.checkpoint.gguf.architecture import Metadata
+from harness.formats.checkpoint.gguf.types import PLAIN
+from harness.formats.checkpoint.gguf.writer import write_gguf
+from harness.formats.recording import RecordingWriter, RequestInfo
+from harness.formats.taps import layer_prefix
 
 _SCHEDULES = ("plain", "chunked", "batched", "mixed", "prefix-hit", "forked")
 

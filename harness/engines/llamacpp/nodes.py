@@ -7,9 +7,9 @@ projection of Qwen), and names change between versions. Only what has no weight 
 import re
 from collections.abc import Collection
 
-from harness.checkpoint.gguf.names import hf_name
 from harness.engines.llamacpp.tensor import Tensor
-from harness.taps import EMBEDDING, FINAL_NORM, LOGITS, layer_prefix
+from harness.formats.checkpoint.gguf.names import hf_name
+from harness.formats.taps import EMBEDDING, FINAL_NORM, LOGITS, layer_prefix
 
 _NAMED = {
     ("ROPE", "Qcur"): "q_rope",

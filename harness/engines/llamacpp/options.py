@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FilePath, ValidationError
 
-from harness.checkpoint.gguf.types import BY_NAME
 from harness.engines.adapter import refuse_unknown_options
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint.gguf.types import BY_NAME
 
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 

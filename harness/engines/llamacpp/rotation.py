@@ -7,8 +7,8 @@ import os
 
 import torch
 
-from harness.checkpoint.gguf.types import PLAIN
 from harness.engines.llamacpp.options import LlamaCppOptions
+from harness.formats.checkpoint.gguf.types import PLAIN
 
 _LEAST = 64
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.recording import RequestInfo
+from harness.formats.recording import RequestInfo
 
 
 @dataclass(slots=True)

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.gguf.types import PLAIN, TYPES
-from harness.checkpoint.gguf.weights import missing_package
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint.gguf.types import PLAIN, TYPES
+from harness.formats.checkpoint.gguf.weights import missing_package
 
 _MAX_DIMS, _MAX_SRC, _OP_PARAMS = 4, 10, 16
 _DTYPES = {name: getattr(torch, dtype) for name, dtype in {**PLAIN, "I32": "int32"}.items()}

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from harness.checkpoint import Checkpoint
 from harness.engines.adapter import Engine
 from harness.engines.module.engine import TorchEngine
 from harness.engines.module.hf_object import HFObjectEngine
 from harness.engines.module.weights import check_has_values, module_device, module_dtype
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint import Checkpoint
 from harness.oracle.model import HFModel
 
 __all__ = ["TorchEngine", "check_has_values", "module_device", "module_dtype", "module_engine"]

@@ -12,8 +12,8 @@ from harness.engines.module.names import ModuleNames, operation_of
 from harness.engines.module.taps import Place, Places, unmatched_hint, unmistakable_length, unsupported_taps
 from harness.engines.module.values import evaluating, showing_values
 from harness.errors import Code, HarnessError
-from harness.recording import RecordingWriter, RequestInfo
-from harness.taps import Graph
+from harness.formats.recording import RecordingWriter, RequestInfo
+from harness.formats.taps import Graph
 
 _PADDED = "if it pads its input, cut the rows out with an adapter: StepRows(kept=...), docs/check-your-torch-engine.md"
 _NOT_CALLED = "call the module itself, module(x): hooks see neither module.forward(x) nor a use of its weight"

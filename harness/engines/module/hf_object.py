@@ -13,12 +13,12 @@ from harness.engines.module.names import operation_of
 from harness.engines.module.taps import unsupported_taps
 from harness.engines.module.values import evaluating
 from harness.errors import Code, HarnessError
+from harness.formats.recording import RecordingWriter
+from harness.formats.taps import Graph
 from harness.oracle.model import HFModel
 from harness.oracle.rows import as_rows, token_dim
 from harness.oracle.trace import unmistakable_sizes
 from harness.oracle.watch import Seeing, watching
-from harness.recording import RecordingWriter
-from harness.taps import Graph
 
 
 class HFObjectEngine(HFEngine):

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 from harness.errors import Code, HarnessError
-from harness.taps import Graph, Operation
+from harness.formats.taps import Graph, Operation
 
 _ANY = "*"
 """Stands for one component of a path, the number of a layer for example."""

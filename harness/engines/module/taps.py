@@ -10,8 +10,8 @@ from torch import nn
 from harness.engines.module.names import ModuleNames, operation_of
 from harness.engines.module.values import INPUT
 from harness.errors import Code, HarnessError
+from harness.formats.taps import Graph, Kind, Operation
 from harness.oracle.rows import as_rows, token_dim
-from harness.taps import Graph, Kind, Operation
 
 _LENGTHS = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from harness.case import DTYPES
 from harness.errors import Code, HarnessError
+from harness.formats.case import DTYPES
 
 Device = str | torch.device | None
 

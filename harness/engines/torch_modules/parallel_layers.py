@@ -13,7 +13,7 @@ from torch import nn
 from harness.engines.torch_modules.calls import Calls, Shape
 from harness.engines.torch_modules.table import Entry
 from harness.engines.torch_modules.values import Attribute, Fields, Split, Value
-from harness.taps import Graph, Kind, layer_of, prefix_of, site_of
+from harness.formats.taps import Graph, Kind, layer_of, prefix_of, site_of
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """HF's names of the parts of a fused module, if the model does not say them."""

@@ -13,8 +13,8 @@ from torch import nn
 from harness.engines.torch_modules.table import Argument, Binding, Entry, bind
 from harness.engines.torch_modules.values import Value, parts_of, unfit
 from harness.errors import Code, HarnessError
-from harness.recording import RecordingWriter
-from harness.taps import Graph, Kind, Operation
+from harness.formats.recording import RecordingWriter
+from harness.formats.taps import Graph, Kind, Operation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ from torch import nn
 from harness.engines.torch_modules.paged_cache import BlockTables, CacheReader, PagedCache
 from harness.engines.torch_modules.recorder import ModuleRecorder, StepRecorder, StepRows, not_shown
 from harness.engines.torch_modules.table import Entry
-from harness.recording import RecordingWriter, RequestInfo
-from harness.taps import Graph, Kind
+from harness.formats.recording import RecordingWriter, RequestInfo
+from harness.formats.taps import Graph, Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

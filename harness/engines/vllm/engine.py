@@ -21,8 +21,8 @@ from harness.engines.vllm.ranks import recorded_workers
 from harness.engines.vllm.session import VllmSession
 from harness.engines.vllm.steps import VllmWatcher, declared_numerics, keeps_readable_cache
 from harness.errors import Code, HarnessError
-from harness.recording import RecordingWriter, RequestInfo
-from harness.taps import Graph
+from harness.formats.recording import RecordingWriter, RequestInfo
+from harness.formats.taps import Graph
 
 _PROBE_TOKENS = 31
 """Tokens of the request that is computed to see whether vLLM takes the model, and what its modules return: a number

@@ -9,13 +9,13 @@ from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from harness.base.scratch import scratch_folder
 from harness.engines.torch_modules import Calls
 from harness.engines.vllm.steps import VllmWatcher
 from harness.engines.worker_processes import watched_processes
-from harness.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
-from harness.recording.merge import merge_ranks
-from harness.scratch import scratch_folder
-from harness.taps import Graph
+from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+from harness.formats.recording.merge import merge_ranks
+from harness.formats.taps import Graph
 
 
 class RankRecorder:

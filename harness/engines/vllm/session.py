@@ -12,7 +12,7 @@ from vllm.forward_context import get_forward_context
 from harness.engines.stepping import COMMIT, PREPARE, SAMPLE, ModelShape, Watcher
 from harness.engines.vllm.opening import add_request, model_runner
 from harness.errors import Code, HarnessError
-from harness.profile_results import StepShape
+from harness.results.profile import StepShape
 
 if TYPE_CHECKING:
     import torch

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from vllm.forward_context import get_forward_context
 
+from harness.base.numerics import Numerics
 from harness.engines.torch_modules import Batch, Calls, PagedCache, StepWatcher, find_table
 from harness.errors import Code, HarnessError
-from harness.numerics import Numerics
-from harness.recording import RecordingWriter, RequestInfo
-from harness.taps import Graph, Kind, layer_of
+from harness.formats.recording import RecordingWriter, RequestInfo
+from harness.formats.taps import Graph, Kind, layer_of
 
 _CACHE_DTYPES = {
     "bfloat16": "bfloat16",

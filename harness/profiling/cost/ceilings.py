@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from harness.profile_results import Ceilings
 from harness.profiling.passes.timing import synchronize
+from harness.results.profile import Ceilings
 
 _REPEATS = 10
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.engines.stepping import Experts, ModelShape
-from harness.profile_results import StepShape
+from harness.formats.taps import EMBEDDING, FINAL_NORM, LOGITS
 from harness.profiling.cost.pairs import visible_pairs
-from harness.taps import EMBEDDING, FINAL_NORM, LOGITS
+from harness.results.profile import StepShape
 
 _ID_BYTES = 8
 """Of one token id, int64."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from harness.engines.stepping import ROTARY
-from harness.profile_results import BoundBy, Ceilings, RooflinePoint
+from harness.formats.taps import FINAL_NORM
 from harness.profiling.cost.formulas import Cost
-from harness.taps import FINAL_NORM
+from harness.results.profile import BoundBy, Ceilings, RooflinePoint
 
 OVERHEAD_SHARE = 0.1
 """Below this share of the lower roof it is not that roof that limits."""

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint import resolve
+from harness.base.progress import Progress, no_progress
 from harness.errors import Code, HarnessError
-from harness.gate_results import Clock, PhaseTime
+from harness.formats.checkpoint import resolve
 from harness.profiling.gate.paired_timing import MIN_BLOCKS, paired_ratio
 from harness.profiling.gate.versions import Version, engine_packages, installed_version, stored_version
 from harness.profiling.gate.worker import ForkServer, PhaseSeconds, Worker
-from harness.progress import Progress, no_progress
+from harness.results.gate import Clock, PhaseTime
 
 _Block = tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds, PhaseSeconds]
 """Then, now, now, then."""

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from harness.base.files import read_bytes, read_text, write_text, writing
+from harness.base.json_text import parse_json
 from harness.errors import Code, HarnessError
-from harness.files import read_bytes, read_text, write_text, writing
-from harness.json_text import parse_json
 
 PROFILE_NAME = "profile.json"
 """Name of the file with the whole profile, in the folder of its captures."""

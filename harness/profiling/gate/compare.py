@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.errors import Code, HarnessError
-from harness.gate_results import GateChange, GateResult
 from harness.profiling.gate.baseline import (
     Baseline,
     Entry,
@@ -17,6 +16,7 @@ from harness.profiling.gate.baseline import (
     read_profile,
     write_baseline,
 )
+from harness.results.gate import GateChange, GateResult
 
 AMOUNT_TOLERANCE = 0.005
 """FLOPs, bytes and the peak may move by this share: padding and the allocator's rounding do."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.gate_results import Interval, PairedRatio
+from harness.results.gate import Interval, PairedRatio
 
 MIN_BLOCKS = 5
 """Below it the interval of a median says nothing."""

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from harness import threads
-from harness.checkpoint import Checkpoint
+from harness.base import threads
 from harness.engines import open_engine
 from harness.engines.stepping import open_session
+from harness.formats.checkpoint import Checkpoint
 
 # An older version has it under its older name.
 limit_threads = getattr(threads, "limit_threads" if hasattr(threads, "limit_threads") else "suitable_threads")

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from harness.base.scratch import scratch_folder
 from harness.engines.adapter import engine_module
 from harness.errors import Code, HarnessError
-from harness.scratch import scratch_folder
 
 _OWN_PACKAGES = ("harness", "reference_engine")
 """An engine of ours is its adapter in the one and itself in the other."""

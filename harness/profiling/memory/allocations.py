@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from harness.profile_results import Category, Frame
 from harness.profiling.trace.nodes import MemoryEvent, Node
+from harness.results.profile import Category, Frame
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

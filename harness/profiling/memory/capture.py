@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.profiler import profile, record_function
 
+from harness.base.scratch import scratch_folder
 from harness.engines.stepping import Session
-from harness.profile_results import Category, Frame, MemoryTimeline, StepShape
 from harness.profiling.cost.storage import storages
 from harness.profiling.memory.allocations import Allocation, categorize, match
 from harness.profiling.memory.cuda_history import read_cuda_blocks, read_cuda_history
@@ -29,7 +29,7 @@ from harness.profiling.passes.recorders import activities, profiling, recording_
 from harness.profiling.passes.spans import SpanEmitter
 from harness.profiling.passes.timing import Stopwatch
 from harness.profiling.trace.nodes import MemoryEvent, Node, read_events
-from harness.scratch import scratch_folder
+from harness.results.profile import Category, Frame, MemoryTimeline, StepShape
 
 MAX_FRAMES = 32
 """Innermost frames of a stack that are kept."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from harness.profile_results import Category, Frame
 from harness.profiling.memory.allocations import Allocation
+from harness.results.profile import Category, Frame
 
 EARLIER_US = -1.0
 """When a block was allocated whose allocation no history shows."""

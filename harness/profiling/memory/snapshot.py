@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.profile_results import Category, Frame
 from harness.profiling.memory.allocations import Allocation
+from harness.results.profile import Category, Frame
 
 PICKLE_PROTOCOL = 4
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from harness.profile_results import Category, Frame, MemoryPoint, MemoryTimeline
 from harness.profiling.memory.allocations import Allocation
 from harness.profiling.memory.snapshot import PersistentBlock
+from harness.results.profile import Category, Frame, MemoryPoint, MemoryTimeline
 
 MAX_POINTS = 2000
 _CATEGORIES = tuple(Category)

@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from harness.profile_results import StepShape
 from harness.profiling.span_names import SPAN
+from harness.results.profile import StepShape
 
 _FLOW = "next step"
 

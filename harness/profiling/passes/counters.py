@@ -17,7 +17,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from harness.engines.stepping import Session
-from harness.profile_results import OperatorCount, StepShape
 from harness.profiling.cost.operator_cost import (
     bind,
     bytes_moved,
@@ -33,6 +32,7 @@ from harness.profiling.passes.tables import UNATTRIBUTED
 from harness.profiling.passes.timing import Stopwatch
 from harness.profiling.span_names import site_of
 from harness.profiling.trace.file import collecting_no_garbage
+from harness.results.profile import OperatorCount, StepShape
 
 
 @dataclass(slots=True)

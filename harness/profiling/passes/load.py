@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from harness.engines.stepping import Session
 from harness.errors import Code, HarnessError
-from harness.profile_results import StepShape
+from harness.results.profile import StepShape
 
 Take = Callable[[int], Sequence[int]]
 """Computes the step of this index and returns the requests that got a token by it."""

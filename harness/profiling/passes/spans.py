@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from torch._C._profiler import _RecordFunctionFast
 
 from harness.errors import Code, HarnessError
-from harness.profile_results import StepShape
 from harness.profiling.passes.load import PlannedStep
 from harness.profiling.span_names import STEP, layer_of
+from harness.results.profile import StepShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from harness.profile_results import TableRow
 from harness.profiling.span_names import layer_of, site_of
 from harness.profiling.trace.nodes import Node, TraceEvents
+from harness.results.profile import TableRow
 
 UNATTRIBUTED = "unattributed"
 

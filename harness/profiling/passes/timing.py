@@ -13,8 +13,8 @@ from itertools import pairwise
 import torch
 
 from harness.engines.stepping import Session
-from harness.profile_results import Percentiles
 from harness.profiling.passes.load import ProfileRequests, Window, run_steps
+from harness.results.profile import Percentiles
 
 
 def synchronize(device: str) -> None:

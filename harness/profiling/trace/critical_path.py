@@ -19,7 +19,7 @@ from harness.errors import Code, HarnessError
 from harness.profiling.trace.cpu_timeline import NO_EVENT, cpu_timelines
 from harness.profiling.trace.device import COMMUNICATION, COPIES, KERNEL_CATEGORIES, QUEUED_NS, launch_of
 from harness.profiling.trace.file import Trace
-from harness.trace_results import CriticalPath, LinkKind, PathLink
+from harness.results.trace import CriticalPath, LinkKind, PathLink
 
 _WAITING = re.compile(r"(?:cuda|hip|cu)\w*Synchronize|(?:cuda|hip|cu)Memcpy")
 _OTHER_STREAM_NS = 10_000

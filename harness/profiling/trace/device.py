@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.profiling.trace.file import NO_CORRELATION, Trace
-from harness.trace_results import Communication, DeviceActivity, IdleTime, Launches
+from harness.results.trace import Communication, DeviceActivity, IdleTime, Launches
 
 KERNEL_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"}
 """Capitals are of older versions of torch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from harness.trace_results import (
+from harness.results.trace import (
     OperationChange,
     OperatorChange,
     TraceDiff,

@@ -9,7 +9,7 @@ import numpy as np
 from harness.profiling.trace.device import KERNEL_CATEGORIES
 from harness.profiling.trace.file import collecting_no_garbage, read_trace
 from harness.profiling.trace.nesting import NOT_NESTED, nest
-from harness.trace_results import FlameFrame
+from harness.results.trace import FlameFrame
 
 
 def flame(path: Path) -> FlameFrame:

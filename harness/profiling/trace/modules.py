@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from harness.profiling.trace.device import KERNEL_CATEGORIES, launch_of
 from harness.profiling.trace.file import Trace
 from harness.profiling.trace.nesting import NOT_NESTED, innermost, nest
-from harness.trace_results import ModuleKernel, TraceModule
+from harness.results.trace import ModuleKernel, TraceModule
 
 _MODULE = re.compile(r"nn\.Module: (.+?)(?:_\d+)?$")
 _OPERATORS = {"cpu_op", "Operator"}

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.json_text import parse_json
+from harness.base.json_text import parse_json
 from harness.profiling.trace.device import KERNEL_CATEGORIES, launch_of
 from harness.profiling.trace.file import Trace
 from harness.profiling.trace.nesting import NOT_NESTED, innermost, nest
-from harness.trace_results import TraceProduct
+from harness.results.trace import TraceProduct
 
 _PRODUCTS = {
     "aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::addmm": (1, 2), "aten::baddbmm": (1, 2), "aten::_scaled_mm": (0, 1),

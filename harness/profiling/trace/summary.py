@@ -15,7 +15,7 @@ from harness.profiling.trace.file import NO_CORRELATION, Trace, collecting_no_ga
 from harness.profiling.trace.modules import module_times
 from harness.profiling.trace.nesting import NOT_NESTED, innermost, nest
 from harness.profiling.trace.products import matrix_products
-from harness.trace_results import TraceOperation, TraceOperator, TracePhase, TraceSummary
+from harness.results.trace import TraceOperation, TraceOperator, TracePhase, TraceSummary
 
 # Capitals are of older versions of torch; lists of events that are not the profiler's own have no category.
 _OPERATOR_CATEGORIES = {"cpu_op", "Operator", ""}

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.metrics import largest_rounding, rounding_unit
+from harness.base.metrics import largest_rounding, rounding_unit
 from harness.properties.attention.case import AttentionCase, Tensors
 
 __all__ = ["Expected", "context_of", "expected_output", "merged_output"]

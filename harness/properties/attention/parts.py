@@ -12,7 +12,7 @@ from hypothesis import settings as Settings  # noqa: N812  # `settings` is what 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from harness.metrics import rounding_unit, row_metrics
+from harness.base.metrics import rounding_unit, row_metrics
 from harness.properties.attention.batches import Served, batches
 from harness.properties.attention.case import AttentionCase
 from harness.properties.attention.definition import context_of, expected_output, merged_output

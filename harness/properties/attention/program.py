@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from harness.metrics import rounding_unit
+from harness.base.metrics import rounding_unit
 from harness.properties.attention.case import AttentionCase
 from harness.properties.core.falsify import Target
 

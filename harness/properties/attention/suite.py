@@ -12,7 +12,7 @@ import torch
 from hypothesis import settings as Settings  # noqa: N812  # `settings` is what the functions here take
 from hypothesis import strategies as st
 
-from harness.metrics import rounding_unit, row_metrics
+from harness.base.metrics import rounding_unit, row_metrics
 from harness.properties.attention.batches import FOCUSES, GARBAGE, batches
 from harness.properties.attention.case import AttentionCase, Tensors
 from harness.properties.attention.definition import Expected, expected_output

@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint import Checkpoint, embedded_cases, resolve
+from harness.base.scratch import scratch_folder
 from harness.engines import Engine, Timeline, Workload, engine_errors, open_engine
 from harness.engines.adapter import TapMatcher
 from harness.engines.record import RunDescription, open_writer
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint import Checkpoint, embedded_cases, resolve
+from harness.formats.recording import ModelInfo, Recording, RequestInfo
+from harness.formats.recording.reader import Step
+from harness.formats.schedule import SCHEDULES
 from harness.properties.engine.adapter import OPTIONS, Taps
-from harness.recording import ModelInfo, Recording, RequestInfo
-from harness.recording.reader import Step
-from harness.schedule import SCHEDULES
-from harness.scratch import scratch_folder
 
 __all__ = ["installed_engine"]
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from hypothesis import settings as Settings  # noqa: N812  # `settings` is what the functions here take
 
+from harness.base.metrics import rounding_unit
 from harness.errors import Code, HarnessError
-from harness.metrics import rounding_unit
 from harness.properties.core.adapter import Adapter
 from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections

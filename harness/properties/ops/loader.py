@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from safetensors.torch import load_file, save_file
 
+from harness.base.scratch import scratch_folder
+from harness.formats.safetensors_header import LENGTH_BYTES, read_header
 from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections, raise_all
 from harness.properties.ops.adapter import OpsUnderTest
-from harness.safetensors_header import LENGTH_BYTES, read_header
-from harness.scratch import scratch_folder
 
 __all__ = ["check_loader"]
 

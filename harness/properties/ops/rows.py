@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.metrics import rounding_unit, row_metrics
+from harness.base.metrics import rounding_unit, row_metrics
 
 __all__ = ["Rows", "closeness_lines", "worst_row"]
 

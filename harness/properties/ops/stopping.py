@@ -10,10 +10,10 @@ from hypothesis import settings as Settings  # noqa: N812  # `settings` is what 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
+from harness.base.scratch import scratch_folder
 from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections
 from harness.properties.ops.adapter import OpsUnderTest
-from harness.scratch import scratch_folder
 
 __all__ = ["check_stopping"]
 

@@ -12,11 +12,11 @@ from harness.errors import Code, HarnessError
 __all__ = ["ADAPTERS", "attention", "block_manager", "engine", "load_adapter", "ops", "option_of", "scheduler"]
 
 ADAPTERS = {
-    "block_manager": "harness.properties.reference.blocks:BlockManager",
-    "scheduler": "harness.properties.reference.scheduler:Scheduler",
-    "attention": "harness.properties.reference.attention:PagedAttention",
-    "engine": "harness.properties.reference.engine:Engine",
-    "ops": "harness.properties.reference.ops:Ops",
+    "block_manager": "harness.selfcheck.properties.blocks:BlockManager",
+    "scheduler": "harness.selfcheck.properties.scheduler:Scheduler",
+    "attention": "harness.selfcheck.properties.attention:PagedAttention",
+    "engine": "harness.selfcheck.properties.engine:Engine",
+    "ops": "harness.selfcheck.properties.ops:Ops",
 }
 """By the name of the fixture, what is tested without the option: the reference engine."""
 
@@ -25,9 +25,9 @@ _MOVED = {
     "harness.properties.scheduler_adapter": "harness.properties.scheduler.adapter",
     "harness.properties.attention_adapter": "harness.properties.attention.adapter",
     "harness.properties.engine_adapter": "harness.properties.engine.adapter",
-    "harness.properties.reference_attention": "harness.properties.reference.attention",
-    "harness.properties.reference_whole": "harness.properties.reference.engine",
-    "harness.properties.reference_ops": "harness.properties.reference.ops",
+    "harness.properties.reference_attention": "harness.selfcheck.properties.attention",
+    "harness.properties.reference_whole": "harness.selfcheck.properties.engine",
+    "harness.properties.reference_ops": "harness.selfcheck.properties.ops",
 }
 """Modules that adapters written before version 0.2 may import, and where they are now."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.files import write_text
+from harness.base.files import write_text
 
 if TYPE_CHECKING:
     from harness.properties.core.findings import Finding, Rejections

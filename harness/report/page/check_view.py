@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.report.merge import merge_taps
-from harness.report.page.growth import growth_along_depth, growth_along_position
-from harness.report.page.heat_map import HeatMap, heat_map
-from harness.report.page.plot import Plot
-from harness.report.sentences import (
+from harness.report.check.merge import merge_taps
+from harness.report.check.sentences import (
     divergence_place,
     divergence_size,
     explanation_lines,
@@ -19,8 +16,11 @@ from harness.report.sentences import (
     printable,
     subject,
 )
-from harness.report.table import Row, Section, sections
-from harness.results import CheckResult, Outcome
+from harness.report.check.table import Row, Section, sections
+from harness.report.page.growth import growth_along_depth, growth_along_position
+from harness.report.page.heat_map import HeatMap, heat_map
+from harness.report.page.plot import Plot
+from harness.results.check import CheckResult, Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from harness.report.check.sentences import number, printable
 from harness.report.page.plot import Dot, Line, Plot, polyline
 from harness.report.page.scale import Scale, Tick, linear_scale, log_scale
-from harness.report.sentences import number, printable
-from harness.results import PositionError, RunResult, TapResult
+from harness.results.check import PositionError, RunResult, TapResult
 
 _MAX_DOTS = 400
 """Taps drawn as dots of their own; of a deeper model only the wrong ones are."""

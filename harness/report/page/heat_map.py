@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.report.sentences import number, printable
-from harness.report.table import CONSEQUENCE_RATIO
-from harness.results import TapResult
+from harness.report.check.sentences import number, printable
+from harness.report.check.table import CONSEQUENCE_RATIO
+from harness.results.check import TapResult
 
 LEVELS = (1.0, 2.0, 4.0, 8.0, 16.0, 100.0, 1e4)
 """Roundings from which the next darker colour begins."""

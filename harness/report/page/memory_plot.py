@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from harness.profile_results import Category, Frame, MemoryPoint, MemoryTimeline
+from harness.report.check.sentences import printable
 from harness.report.page.plot import Line, Plot, polyline
 from harness.report.page.scale import Scale, Tick, linear_scale
-from harness.report.sentences import printable
+from harness.results.profile import Category, Frame, MemoryPoint, MemoryTimeline
 
 _CATEGORIES = tuple(Category)
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from urllib.parse import quote
 
-from harness.profile_results import Percentiles, PhaseProfile, ProfileResult, TableRow
+from harness.report.check.sentences import number, printable
+from harness.report.check.table import count
 from harness.report.page.memory_plot import MemoryPlot, memory_plot, num_bytes
 from harness.report.page.plot import Plot
 from harness.report.page.roofline_plot import roofline_plot
-from harness.report.profile_text import bound_text
-from harness.report.sentences import number, printable
-from harness.report.table import count
+from harness.report.profile.text import bound_text
+from harness.results.profile import Percentiles, PhaseProfile, ProfileResult, TableRow
 
 MAX_OPERATORS = 25
 _MAX_PARTS = 8

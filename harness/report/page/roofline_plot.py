@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.profile_results import Ceilings, PhaseProfile, RooflinePoint
+from harness.report.check.sentences import number, printable
 from harness.report.page.plot import Dot, Line, Plot, polyline
 from harness.report.page.scale import log_scale
-from harness.report.sentences import number, printable
+from harness.results.profile import Ceilings, PhaseProfile, RooflinePoint
 
 _LABEL_WIDTH, _LABEL_HEIGHT = 6.0, 5.0
 """Percent of a narrow plot that a number takes."""

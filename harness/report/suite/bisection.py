@@ -4,9 +4,9 @@ from typing import Any
 
 from tabulate import tabulate
 
-from harness.report.json import plain
-from harness.report.sentences import number, printable
-from harness.suite_results import Bisection, Revision
+from harness.report.check.json import plain
+from harness.report.check.sentences import number, printable
+from harness.results.suite import Bisection, Revision
 
 SCHEMA_VERSION = 1
 _SHORT = 12

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from harness.report.json import plain
-from harness.report.sentences import number, printable
-from harness.report.table import count
-from harness.suite_results import CaseResult, Moved, SuiteDiff
+from harness.report.check.json import plain
+from harness.report.check.sentences import number, printable
+from harness.report.check.table import count
+from harness.results.suite import CaseResult, Moved, SuiteDiff
 
 SCHEMA_VERSION = 1
 

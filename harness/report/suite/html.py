@@ -5,10 +5,10 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from harness.report.sentences import printable
+from harness.report.check.sentences import printable
 from harness.report.suite.matrix import matrix_of
 from harness.report.suite.text import facts, headline
-from harness.suite_results import CaseVerdict, SuiteResult
+from harness.results.suite import CaseVerdict, SuiteResult
 
 PAGE_NAME = "suite.html"
 """Name of the page in a suite's folder."""

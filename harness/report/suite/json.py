@@ -5,11 +5,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from harness.base.files import read_text
+from harness.base.json_text import parse_json
 from harness.errors import Code, HarnessError
-from harness.files import read_text
-from harness.json_text import parse_json
-from harness.report.json import plain
-from harness.suite_results import CaseResult, SuiteResult
+from harness.report.check.json import plain
+from harness.results.suite import CaseResult, SuiteResult
 
 SCHEMA_VERSION = 1
 SUITE_NAME = "suite.json"

@@ -2,8 +2,8 @@
 
 from xml.etree import ElementTree
 
-from harness.report.sentences import printable
-from harness.suite_results import CaseResult, CaseVerdict, SuiteResult
+from harness.report.check.sentences import printable
+from harness.results.suite import CaseResult, CaseVerdict, SuiteResult
 
 JUNIT_NAME = "junit.xml"
 _ELEMENT = {CaseVerdict.MISMATCH: "failure", CaseVerdict.ERROR: "error", CaseVerdict.LOST: "error"}

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from harness.report.markdown import escaped, link
+from harness.report.check.markdown import escaped, link
 from harness.report.suite.matrix import Cell, matrix_lines
 from harness.report.suite.text import MOST_SHOWN, facts, headline
-from harness.suite_results import CaseVerdict, SuiteResult
+from harness.results.suite import CaseVerdict, SuiteResult
 
 
 def suite_markdown(result: SuiteResult) -> str:

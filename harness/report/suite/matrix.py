@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from harness.suite_results import SEVERITY, CaseResult, CaseVerdict
+from harness.results.suite import SEVERITY, CaseResult, CaseVerdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,10 @@
 import textwrap
 from collections.abc import Iterator
 
-from harness.report.sentences import number, printable
+from harness.report.check.sentences import number, printable
+from harness.report.check.table import count
 from harness.report.suite.matrix import Cell, matrix_lines
-from harness.report.table import count
-from harness.suite_results import CaseResult, CaseVerdict, SuiteResult
+from harness.results.suite import CaseResult, CaseVerdict, SuiteResult
 
 MIN_WIDTH = 80
 MOST_SHOWN = 20

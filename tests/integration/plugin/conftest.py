@@ -58,9 +58,9 @@ def sketch_text(case_text: str, tmp_path_factory: pytest.TempPathFactory) -> str
     """Sketch of the case. Making it fills the cache of goldens, and loads what must outlive pytester's own imports."""
     import torch
 
-    from harness import sketch
-    from harness.case import load_case
-    from harness.jobs.check import run_check
+    from harness.formats.case import load_case
+    from harness.judge.jobs.check import run_check
+    from harness.oracle import sketch
     from harness.oracle.make_golden import cached_golden
     from harness.oracle.model import load_model
     from harness.plan import plan_case

@@ -209,7 +209,7 @@ def test_an_adapter_that_cannot_be_imported_is_an_error_with_its_path(path: str,
     [
         (
             "harness.properties.reference_attention:PagedAttention",
-            "import harness.properties.reference.attention instead",
+            "import harness.selfcheck.properties.attention instead",
         ),
         ("old_adapter:Adapter", "import harness.properties.blocks.adapter instead"),
     ],

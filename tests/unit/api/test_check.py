@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 import harness
 from harness.engines import open_engine
-from harness.results import Outcome, Verdict
+from harness.results.check import Outcome, Verdict
 
 from ..own_model import NAMES, CachedModel, OwnModel, load
 

@@ -42,7 +42,9 @@ def test_every_public_name_is_there(name: str):
 
 def test_a_function_stays_one_whatever_was_imported_before_it():
     """A module of the same name would take its place."""
-    program = "import harness.cli.check, harness.jobs.check, harness.jobs.diff; harness.check, harness.diff; "
+    program = (
+        "import harness.cli.check, harness.judge.jobs.check, harness.judge.jobs.diff; harness.check, harness.diff; "
+    )
     assert loaded_by("import harness; " + program + "assert callable(harness.check) and callable(harness.diff)")
 
 

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from harness.api import CheckFailedError, CheckReport, ProfileReport
-from harness.report.terminal import check_text
-from harness.results import CheckResult, Outcome
+from harness.report.check.terminal import check_text
+from harness.results.check import CheckResult, Outcome
 
 from ..report.examples import NAMES, build, check, explained_run
 from ..report.profile_examples import profile

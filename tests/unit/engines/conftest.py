@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from harness.engines import Engine, Timeline, Workload
-from harness.recording import Recording, RecordingWriter
-from harness.recording.manifest import ModelInfo, Producer, RequestInfo
-from harness.schedule import parse_schedule
+from harness.formats.recording import Recording, RecordingWriter
+from harness.formats.recording.manifest import ModelInfo, Producer, RequestInfo
+from harness.formats.schedule import parse_schedule
 
 REQUESTS = (
     RequestInfo(id=3, token_ids=[1, 4, 5, 6, 7, 8, 9, 10, 11, 12], prompt_length=8),

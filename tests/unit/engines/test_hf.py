@@ -8,12 +8,12 @@ from transformers import AutoModelForCausalLM
 
 from harness.engines.hf import open_engine
 from harness.errors import Code, HarnessError
+from harness.formats.recording.manifest import RequestInfo
+from harness.formats.taps import graph_of_taps
 from harness.oracle.decode import greedy_continuation
 from harness.oracle.model import load_model
 from harness.oracle.rows import as_rows
 from harness.oracle.watch import Seeing, watching
-from harness.recording.manifest import RequestInfo
-from harness.taps import graph_of_taps
 
 from ..tiny_models import WINDOW
 from .conftest import REQUESTS

@@ -13,7 +13,7 @@ from harness.engines.llamacpp.options import parse_llamacpp_options
 from harness.engines.llamacpp.rotation import rotations, turned_back
 from harness.engines.llamacpp.sequence import LlamaSequence, next_batch
 from harness.errors import Code, HarnessError
-from harness.recording import RequestInfo
+from harness.formats.recording import RequestInfo
 
 
 def sequence(number, num_tokens, prompt_length, num_computed=0):

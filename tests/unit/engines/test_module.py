@@ -10,8 +10,8 @@ from torch import nn
 from harness.engines.module import TorchEngine, module_engine
 from harness.engines.module.hf_object import HFObjectEngine
 from harness.errors import Code, HarnessError
+from harness.formats.taps import Kind
 from harness.oracle.model import load_model
-from harness.taps import Kind
 
 from ..own_model import NAMES, CachedModel, OwnModel, load
 from .conftest import REQUESTS

@@ -4,7 +4,7 @@ import pytest
 
 from harness.engines.module.names import ModuleNames, operation_of
 from harness.errors import Code, HarnessError
-from harness.taps import Graph, Kind, Operation
+from harness.formats.taps import Graph, Kind, Operation
 
 from ..decoder_graph import decoder_graph
 

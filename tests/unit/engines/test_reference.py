@@ -5,7 +5,7 @@ import pytest
 from harness.engines import Control, Timeline
 from harness.engines.reference import open_engine
 from harness.errors import Code, HarnessError
-from harness.recording.manifest import RequestInfo
+from harness.formats.recording.manifest import RequestInfo
 from reference_engine import LLMEngine
 
 from .conftest import REQUESTS

@@ -3,8 +3,8 @@
 import pytest
 
 from harness.engines import Workload
-from harness.recording import RequestInfo
-from harness.schedule import SCHEDULES
+from harness.formats.recording import RequestInfo
+from harness.formats.schedule import SCHEDULES
 
 REQUESTS = [
     RequestInfo(id=0, token_ids=list(range(1, 10)), prompt_length=6),

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from harness.formats.recording import RequestInfo
 from harness.oracle import batching
 from harness.oracle.batching import batch_requests, batch_tokens, padded
-from harness.recording import RequestInfo
 
 
 def requests_of(*lengths):

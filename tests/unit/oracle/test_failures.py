@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint import Checkpoint
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint import Checkpoint
 from harness.oracle.model import HFModel
 from harness.oracle.paired import run_pair
 from harness.oracle.watch import Seeing, watching

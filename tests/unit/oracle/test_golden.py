@@ -10,8 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from harness.compare import compare_run
+from harness.base.threads import one_thread
 from harness.errors import Code, HarnessError
+from harness.formats.recording import Recording, RequestInfo, reader
+from harness.formats.taps import Kind
+from harness.judge.compare import compare_run
 from harness.oracle import make_golden as making_module
 from harness.oracle.batching import batch_requests, padded
 from harness.oracle.decode import greedy_continuation
@@ -19,9 +22,6 @@ from harness.oracle.golden import INFO_FILE, LOGIT_NOISE, NOISE_FILE, Golden, ke
 from harness.oracle.make_golden import cached_golden, golden_key, make_golden
 from harness.oracle.model import load_model
 from harness.oracle.requests import Prompt
-from harness.recording import Recording, RequestInfo, reader
-from harness.taps import Kind
-from harness.threads import one_thread
 
 from .state import bits, surroundings
 from .test_paired import pair

@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from harness.base.metrics import rounding_unit
 from harness.errors import Code, HarnessError
-from harness.metrics import rounding_unit
+from harness.formats.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
+from harness.formats.taps import Graph, Kind, Operation
 from harness.oracle.golden import (
     _MOST_NOISE,
     INFO_FILE,
@@ -19,8 +21,6 @@ from harness.oracle.golden import (
     open_golden,
     write_golden_files,
 )
-from harness.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
-from harness.taps import Graph, Kind, Operation
 
 GRAPH = Graph((
     Operation(tap="model.embed_tokens", kind=Kind.EMBEDDING, shape=(2,)), Operation(tap="model.norm", kind=Kind.NORM),

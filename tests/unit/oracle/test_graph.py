@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from harness.formats.taps import Kind, Operation
 from harness.oracle import graph
 from harness.oracle.flow import Origin
 from harness.oracle.trace import Shown
-from harness.taps import Kind, Operation
 
 
 def kind_of(source, sources, *ran):

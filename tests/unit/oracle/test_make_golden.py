@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from harness.base.workers import Workers
 from harness.errors import Code, HarnessError
+from harness.formats.recording import RequestInfo
+from harness.formats.taps import Graph, Kind, Operation
 from harness.oracle.golden import LOGIT_NOISE
 from harness.oracle.make_golden import _check_finite, _Dump, _prompt_key, _Rows
 from harness.oracle.paired import Value
 from harness.oracle.requests import Prompt
-from harness.recording import RequestInfo
-from harness.taps import Graph, Kind, Operation
-from harness.workers import Workers
 
 REQUESTS = [
     RequestInfo(id=4, token_ids=[1, 2, 3], prompt_length=2),

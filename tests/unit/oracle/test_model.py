@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.checkpoint import Checkpoint
 from harness.errors import Code
+from harness.formats.checkpoint import Checkpoint
 from harness.oracle.model import HFModel, _contradiction, _loading_error, _with_attention
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from harness.errors import HarnessError
+from harness.formats.taps import Kind
 from harness.oracle import paired, precision
 from harness.oracle.model import load_model
 from harness.oracle.paired import run_pair
 from harness.oracle.precision import eager_experts, preserve_precision
 from harness.oracle.rows import as_rows
 from harness.oracle.watch import Seeing, watching
-from harness.taps import Kind
 
 from .state import bits, surroundings
 

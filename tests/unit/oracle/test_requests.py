@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from harness.errors import Code, HarnessError
+from harness.formats.recording import RequestInfo
 from harness.oracle.requests import Prompt, check_prompt, duplicate_requests, sampled_positions
-from harness.recording import RequestInfo
 
 HF = SimpleNamespace(vocab_size=10, max_positions=6)
 

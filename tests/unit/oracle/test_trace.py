@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.checkpoint import Checkpoint
+from harness.formats.checkpoint import Checkpoint
+from harness.formats.taps import Kind
 from harness.oracle.flow import Origin
 from harness.oracle.model import HFModel
 from harness.oracle.trace import (
@@ -20,7 +21,6 @@ from harness.oracle.trace import (
     _is_mask,
     unmistakable_sizes,
 )
-from harness.taps import Kind
 
 from ..decoder_graph import decoder_graph
 from ..tiny_models import tiny_model

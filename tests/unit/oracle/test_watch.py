@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AttentionInterface, DynamicCache
 
+from harness.formats.taps import Kind
 from harness.oracle.rows import as_rows
 from harness.oracle.watch import Seeing, _input_key, _Run, run_attention, watching, window_of
-from harness.taps import Kind
 
 from .state import bits, surroundings
 

@@ -8,7 +8,7 @@ import pytest
 from harness.errors import HarnessError
 from harness.profiling.trace.critical_path import critical_path
 from harness.profiling.trace.file import read_trace
-from harness.trace_results import LinkKind
+from harness.results.trace import LinkKind
 
 from .cuda_trace import cuda_trace
 

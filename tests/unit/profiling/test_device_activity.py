@@ -12,7 +12,7 @@ from harness.profiling.trace.file import read_trace
 from harness.profiling.trace.flame import flame
 from harness.profiling.trace.folder import trace_files
 from harness.profiling.trace.summary import summarize
-from harness.report.flame_html import flame_html
+from harness.report.trace.flame_html import flame_html
 
 from .cuda_trace import KERNELS, cuda_trace, write_ranks
 

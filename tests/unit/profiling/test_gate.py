@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.gate_results import GateVerdict
-from harness.profile_results import ProfileResult
 from harness.profiling.gate.compare import run_gate
-from harness.report.profile_json import profile_document
+from harness.report.profile.json import profile_document
+from harness.results.gate import GateVerdict
+from harness.results.profile import ProfileResult
 
 from ..report.profile_examples import phase, profile
 

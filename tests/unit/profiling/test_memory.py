@@ -9,13 +9,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from harness.errors import Code, HarnessError
-from harness.profile_results import Category, Frame
 from harness.profiling.cost.formulas import kv_bytes
 from harness.profiling.memory.allocations import Allocation
 from harness.profiling.memory.capture import capture_memory
 from harness.profiling.memory.cuda_history import read_cuda_history
 from harness.profiling.memory.snapshot import PersistentBlock, build_snapshot
 from harness.profiling.memory.timeline import build_timeline
+from harness.results.profile import Category, Frame
 
 CATEGORIES = list(Category)
 KV = CATEGORIES.index(Category.KV_CACHE)

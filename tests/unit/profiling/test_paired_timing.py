@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from harness.gate_results import PairedRatio, TimeVerdict
 from harness.profiling.gate.paired_timing import paired_ratio, time_pairs
+from harness.results.gate import PairedRatio, TimeVerdict
 
 
 def blocks(factor: float, *, spread: float = 0.005, drift: float = 0.0, num_blocks: int = 30) -> PairedRatio:

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness.profile_results import BoundBy, Ceilings, TableRow
 from harness.profiling import profile
 from harness.profiling.cost.ceilings import best_of, measure_ceilings
 from harness.profiling.cost.formulas import Cost
 from harness.profiling.cost.roofline import bound_by, fold, point
 from harness.profiling.passes.tables import PhaseTables
+from harness.results.profile import BoundBy, Ceilings, TableRow
 
 CEILINGS = Ceilings(copy_bytes_per_s=1e9, matmul_flops_per_s=1e12)
 

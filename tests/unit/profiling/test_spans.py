@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.profile_results import StepShape
 from harness.profiling.passes.load import PlannedStep
 from harness.profiling.passes.spans import SpanEmitter
 from harness.profiling.span_names import layer_of, site_of
+from harness.results.profile import StepShape
 
 SHAPE = StepShape(phase="decode", query_lens=(1,), context_lens=(9,), num_sampled=1)
 STEP = PlannedStep(index=3, shape=SHAPE, names=("engine.prepare", "model.layers.0.mlp.act", "lm_head"))

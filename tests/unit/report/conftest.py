@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from harness.results import CheckResult
+from harness.results.check import CheckResult
 
 from .browser import CHROMIUM, Browser
 from .examples import NAMES, build

@@ -4,7 +4,8 @@ import math
 from dataclasses import replace
 
 from harness.errors import Code
-from harness.results import (
+from harness.formats.taps import Kind, Operation
+from harness.results.check import (
     CheckResult,
     Coverage,
     Divergence,
@@ -19,7 +20,6 @@ from harness.results import (
     TokenResult,
     Verdict,
 )
-from harness.taps import Kind, Operation
 
 from ..decoder_graph import decoder_graph
 

@@ -1,6 +1,6 @@
 """A profile result built by hand: no torch, no engine."""
 
-from harness.profile_results import (
+from harness.results.profile import (
     BoundBy,
     Ceilings,
     Frame,

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from harness.errors import Code
-from harness.fuzz_results import FuzzFinding, FuzzResult, SentRequest, SentWorkload
-from harness.report.fuzz_json import fuzz_json
-from harness.report.fuzz_text import fuzz_text
-from harness.results import Coverage, Divergence, Explanation, Finding, Outcome, RunResult, TokenResult, Verdict
+from harness.report.fuzz.json import fuzz_json
+from harness.report.fuzz.text import fuzz_text
+from harness.results.check import Coverage, Divergence, Explanation, Finding, Outcome, RunResult, TokenResult, Verdict
+from harness.results.fuzz import FuzzFinding, FuzzResult, SentRequest, SentWorkload
 
 WORKLOAD = SentWorkload(
     requests=(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from harness.report.page.growth import growth_along_depth
-from harness.results import Verdict
+from harness.results.check import Verdict
 
 from .examples import explained_run
 

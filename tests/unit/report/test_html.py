@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.report.html import report_html
-from harness.results import CheckResult, PositionError
+from harness.report.page.html import report_html
+from harness.results.check import CheckResult, PositionError
 
 from .browser import Browser
 from .examples import build, check, explained_run

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from harness.invariance_results import ChangedOperation, FirstChange, Invariance, InvarianceResult, ScheduleChange
-from harness.report.invariance_json import invariance_json
-from harness.report.invariance_text import invariance_text
-from harness.results import Outcome
+from harness.report.invariance.json import invariance_json
+from harness.report.invariance.text import invariance_text
+from harness.results.check import Outcome
+from harness.results.invariance import ChangedOperation, FirstChange, Invariance, InvarianceResult, ScheduleChange
 
 
 def operation(site, state, changed=0):

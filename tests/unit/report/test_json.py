@@ -2,8 +2,8 @@ import json
 from dataclasses import fields
 from typing import Any, NoReturn
 
-from harness.report.json import check_json, check_json_text
-from harness.results import CheckResult, TapResult
+from harness.report.check.json import check_json, check_json_text
+from harness.results.check import CheckResult, TapResult
 
 from .examples import NUM_ROWS, build
 

@@ -1,5 +1,5 @@
-from harness.report.junit import check_properties
-from harness.results import CheckResult
+from harness.report.check.junit import check_properties
+from harness.results.check import CheckResult
 
 from .examples import build
 

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from harness.report.dtypes import dtypes_text
-from harness.report.markdown import check_markdown, escaped, fenced, link
-from harness.results import CheckResult
+from harness.report.check.dtypes import dtypes_text
+from harness.report.check.markdown import check_markdown, escaped, fenced, link
+from harness.results.check import CheckResult
 
 from .examples import build, check, sound_run
 

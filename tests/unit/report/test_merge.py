@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from harness.report.merge import merge, merge_taps, sum_coverage, sum_seconds, sum_tokens
-from harness.results import TapResult, Verdict
+from harness.report.check.merge import merge, merge_taps, sum_coverage, sum_seconds, sum_tokens
+from harness.results.check import TapResult, Verdict
 
 from .examples import NUM_ROWS, missing_run, sound_run, wrong_run
 

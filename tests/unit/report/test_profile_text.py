@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from harness.profile_results import ProfileResult, TableRow
-from harness.report.profile_text import profile_text
+from harness.report.profile.text import profile_text
+from harness.results.profile import ProfileResult, TableRow
 
 from .profile_examples import phase, profile
 

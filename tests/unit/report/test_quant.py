@@ -2,8 +2,8 @@
 
 import xml.etree.ElementTree as ElementTree
 
-from harness.quant_results import QuantResult, QuantRow
-from harness.report.quant import quant_json, quant_svg, quant_text
+from harness.report.quant.text import quant_json, quant_svg, quant_text
+from harness.results.quant import QuantResult, QuantRow
 
 
 def row(name, size, kl):

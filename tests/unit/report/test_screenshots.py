@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from harness.report.html import report_html
+from harness.report.page.html import report_html
 
 from ..sampling import sampled
 from .browser import Browser

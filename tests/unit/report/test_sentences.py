@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 
 from harness.errors import Code
-from harness.report.sentences import MAX_FINDINGS, facts, finding_lines, number, printable
-from harness.results import CheckResult, Finding
+from harness.report.check.sentences import MAX_FINDINGS, facts, finding_lines, number, printable
+from harness.results.check import CheckResult, Finding
 
 from .examples import build, check, sound_run
 

@@ -14,7 +14,7 @@ from harness.report.suite.junit import suite_junit
 from harness.report.suite.markdown import suite_markdown
 from harness.report.suite.matrix import matrix_of
 from harness.report.suite.text import suite_text
-from harness.suite_results import CaseResult, CaseVerdict, SuiteResult
+from harness.results.suite import CaseResult, CaseVerdict, SuiteResult
 
 PLACE = {
     "tap": "model.layers.1.self_attn.q_proj", "request": 0, "position": 7, "schedule": "plain", "step": 2,

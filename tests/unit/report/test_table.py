@@ -1,7 +1,7 @@
 from dataclasses import replace
 
-from harness.report.table import MAX_FOLDED_ROWS, Role, sections, table_rows
-from harness.results import Verdict
+from harness.report.check.table import MAX_FOLDED_ROWS, Role, sections, table_rows
+from harness.results.check import Verdict
 
 from .examples import broken, build, check, sound_run, wrong_run
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from harness.engines.torch_modules import Batch, Entry, StepWatcher
-from harness.recording import RequestInfo
+from harness.formats.recording import RequestInfo
 
 
 class Model(nn.Module):

@@ -10,7 +10,7 @@ from harness.properties.blocks.adapter import OPTIONAL
 from harness.properties.blocks.suite import check_block_manager, not_checked, search_block_manager
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
-from harness.properties.reference.blocks import BlockManager
+from harness.selfcheck.properties.blocks import BlockManager
 
 from ...sampling import sampled
 from ..programs import assert_fails_in_its_last_line

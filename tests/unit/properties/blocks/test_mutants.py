@@ -4,7 +4,7 @@ import pytest
 
 from harness.properties.blocks.suite import search_block_manager
 from harness.properties.core.profiles import PROFILES
-from harness.properties.reference.blocks import BlockManager
+from harness.selfcheck.properties.blocks import BlockManager
 
 from ...sampling import sampled
 from ..mutation import Mutant

@@ -4,8 +4,8 @@ import pytest
 
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
-from harness.properties.reference.scheduler import Scheduler
 from harness.properties.scheduler.suite import check_scheduler, search_scheduler
+from harness.selfcheck.properties.scheduler import Scheduler
 
 from ...sampling import sampled
 from ..blocks.mutants import BLOCK_MUTANTS

@@ -3,8 +3,8 @@
 import pytest
 
 from harness.properties.core.profiles import PROFILES
-from harness.properties.reference.scheduler import Scheduler
 from harness.properties.scheduler.suite import search_scheduler
+from harness.selfcheck.properties.scheduler import Scheduler
 
 from ...sampling import sampled
 from ..mutation import Mutant

@@ -7,9 +7,9 @@ from hypothesis import settings
 
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
-from harness.properties.reference.scheduler import Scheduler
 from harness.properties.scheduler.adapter import OPTIONAL
 from harness.properties.scheduler.suite import check_scheduler, not_checked, search_scheduler
+from harness.selfcheck.properties.scheduler import Scheduler
 from reference_engine.requests.sequence import Chunk, Sequence
 
 from ...sampling import sampled

@@ -1,0 +1,1 @@
+"""Many checks as one long run: suites, searches, servers, quantised forms."""

@@ -1,0 +1,76 @@
+"""Tokens by their text: what servers that name no ids make necessary, with a check that nothing is lost on the way."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from harness.formats.checkpoint import Checkpoint
+
+_ID_PREFIXES = ("token_id:", "token:")
+"""Prefixes that vLLM and others write before an id when they are asked to name tokens by it."""
+_MOST_DIGITS = 20
+"""Digits of an id that are read: no vocabulary has an id of so many."""
+
+
+class TokenNames:
+    """The tokenizer of the model's checkpoint, as far as a server is understood by it."""
+
+    def __init__(self, checkpoint: Checkpoint, *, vocab_size: int) -> None:
+        self._checkpoint, self._vocab_size = checkpoint, vocab_size
+
+    def has(self, token_id: object) -> bool:
+        """Whether a value that a server gives is the id of a token of the model."""
+        return isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < self._vocab_size
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the checkpoint has a tokenizer."""
+        return self._checkpoint.has_tokenizer
+
+    @cached_property
+    def _ids(self) -> dict[str, int | None]:
+        """Ids by text; None if several tokens have it."""
+        tokenizer = self._checkpoint.tokenizer.hf
+        ids = range(len(tokenizer))
+        found: dict[str, int | None] = {}
+        for token_id, text in zip(ids, tokenizer.batch_decode([[each] for each in ids]), strict=True):
+            found[text] = None if text in found else token_id
+        for piece, token_id in tokenizer.get_vocab().items():
+            found.setdefault(piece, token_id)
+        return found
+
+    def id_of(self, name: str) -> int | None:
+        """Return the id of a token that a server names; None if it cannot be told."""
+        for prefix in _ID_PREFIXES:
+            if name.startswith(prefix) and name.removeprefix(prefix).isdecimal():
+                return int(name.removeprefix(prefix)[:_MOST_DIGITS])
+        return self._ids.get(name) if self.is_there else None
+
+    def is_named_alone(self, token_id: int) -> bool:
+        """Whether the text of a token tells its id."""
+        return self.is_there and token_id in self._told
+
+    @cached_property
+    def _told(self) -> frozenset[int]:
+        return frozenset(token_id for token_id in self._ids.values() if token_id is not None)
+
+    def text_of(self, token_ids: Sequence[int]) -> str | None:
+        """Return the text that becomes exactly these tokens; None if no text does."""
+        for skip in (True, False):  # most tokenizers put their special tokens before a text themselves
+            text: str = self._checkpoint.tokenizer.hf.decode(list(token_ids), skip_special_tokens=skip)
+            if self.encode(text) == list(token_ids):
+                return text
+        return None
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        return self._checkpoint.tokenizer.encode(text)
+
+    def continuation(self, prompt: Sequence[int], text: str, num_tokens: int | None) -> tuple[int, ...] | None:
+        """Return the tokens of a continuation's text, if they can be told: so many, behind the prompt's."""
+        before = self.text_of(prompt) if self.is_there else None
+        if before is None:
+            return None
+        token_ids = self.encode(before + text)
+        new = token_ids[len(prompt) :]
+        is_sure = token_ids[: len(prompt)] == list(prompt) and num_tokens in (None, len(new))
+        return tuple(new) if is_sure else None

@@ -1,0 +1,137 @@
+"""Parameters of sampling and stopping: asked with values that must show in the answer, and followed only if they do."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.campaigns.endpoint.answer import Answer
+from harness.campaigns.endpoint.client import Client
+from harness.campaigns.endpoint.dialect import COMPLETIONS
+from harness.campaigns.endpoint.names import TokenNames
+from harness.campaigns.endpoint.parse import only_choice, read_answer
+from harness.campaigns.endpoint.probed import FATAL, Probed, words
+from harness.errors import HarnessError
+
+_TOKENS = 8
+"""New tokens that are asked for."""
+_HOT = 100.0
+"""A temperature at which every token is nearly as likely as every other one."""
+_GREEDY = {"top_k": 1, "top_p": 1e-6, "min_p": 1.0}
+"""Each leaves the likeliest token alone, whatever the temperature."""
+_PENALTIES = ("repetition_penalty", "repeat_penalty")
+_PENALTY = 100.0
+_STOP_LENGTH = 4
+"""Characters of a stop string."""
+
+Content = tuple[Any, Any]
+"""Text and token ids of an answer."""
+
+
+async def parameters(client: Client, found: Probed, prompt: Sequence[int], names: TokenNames) -> None:
+    """Find out which parameters the server follows, and which it takes and ignores.
+
+    Raises:
+        HarnessError: as `Client.post`, where a greedy completion is not answered; ENDPOINT_CANNOT: the answer to it
+            cannot be judged.
+    """
+    asker = _Asker(client, found, found.dialect.body(prompt, _TOKENS, names))
+    body = await client.post(COMPLETIONS, asker.body)
+    answer = read_answer(body, prompt, names, where=COMPLETIONS)  # or nothing of it can be judged
+    plain = _content(body)
+    await _stop(asker, plain)
+    for name in [name for name in _PENALTIES if name in dict(found.dialect.options)]:
+        await _penalty(asker, name, plain, repeats=_repeats(prompt, answer.token_ids))
+    await _sampling(asker, plain)
+
+
+def note_ignore_eos(found: Probed, answers: Iterable[Answer], eos: frozenset[int]) -> None:
+    """Keep what the answers show of `ignore_eos`, which was sent with all of them if the server takes it."""
+    if "ignore_eos" not in dict(found.dialect.options):
+        return
+    answers = list(answers)
+    if any(answer.finish_reason == "stop" for answer in answers):
+        found.ignores("ignore_eos", "an answer ends at an end of text")
+    elif any(eos.intersection(answer.token_ids[:-1]) for answer in answers):
+        found.note("ignore_eos", True)
+    else:
+        found.note("ignore_eos", False, "taken; no answer came to an end of text")
+
+
+@dataclass(frozen=True, slots=True)
+class _Asker:
+    """Sends one body again with other fields."""
+
+    client: Client
+    found: Probed
+    body: Mapping[str, Any]
+
+    async def ask(self, name: str, fields: Mapping[str, Any]) -> Content | None:
+        """Return the answer's content; None if the parameter of this name is refused, which is noted."""
+        try:
+            return _content(await self.client.post(COMPLETIONS, {**self.body, **fields}))
+        except HarnessError as error:
+            if error.code in FATAL:
+                raise
+            self.found.note(name, False, words(error))
+            return None
+
+    def note(self, name: str, is_followed: bool, seen: str) -> None:
+        """Keep whether a parameter is followed; `seen` says what shows that it is not."""
+        if is_followed:
+            self.found.note(name, True)
+        else:
+            self.found.ignores(name, seen)
+
+
+def _content(body: Any) -> Content:
+    choice = only_choice(body, where=COMPLETIONS)
+    return choice.get("text"), choice.get("token_ids")
+
+
+async def _stop(asker: _Asker, plain: Content) -> None:
+    text = plain[0]
+    if not isinstance(text, str) or len(text) < 2 * _STOP_LENGTH:
+        return  # a checkpoint without a tokenizer has no text to stop at
+    stop = text[len(text) // 2 :][:_STOP_LENGTH]
+    answer = await asker.ask("stop", {"stop": [stop]})
+    if answer is not None:
+        asker.note("stop", answer != plain, f"the answer goes on behind {stop!r}")
+
+
+def _repeats(prompt: Sequence[int], token_ids: Sequence[int]) -> bool:
+    """Whether a penalty of repetitions changes an answer."""
+    return any(token_id in (*prompt, *token_ids[:at]) for at, token_id in enumerate(token_ids))
+
+
+async def _penalty(asker: _Asker, name: str, plain: Content, *, repeats: bool) -> None:
+    answer = await asker.ask(name, {name: _PENALTY})
+    if answer is not None and answer == plain and not repeats:
+        asker.found.note(name, False, "taken; the answer repeats no token, so nothing shows it")
+    elif answer is not None:
+        asker.note(name, answer != plain, f"{_PENALTY:g} changes nothing")
+
+
+async def _sampling(asker: _Asker, plain: Content) -> None:
+    hot = await asker.ask("temperature", {"temperature": _HOT})
+    if hot is None:
+        return
+    asker.note("temperature", hot != plain, f"{_HOT:g} changes nothing")
+    if hot == plain:
+        return  # nothing is drawn: no other parameter would show
+    for name, value in _GREEDY.items():
+        answer = await asker.ask(name, {"temperature": _HOT, name: value})
+        if answer is not None:
+            asker.note(name, answer == plain, f"with {value:g} at temperature {_HOT:g} the answer is not the likeliest")
+    await _seed(asker)
+
+
+async def _seed(asker: _Asker) -> None:
+    draws = []
+    for seed in (1, 1, 2):
+        draw = await asker.ask("seed", {"temperature": _HOT, "seed": seed})
+        if draw is None:
+            return
+        draws.append(draw)
+    first, again, other = draws
+    seen = "other seeds draw the same" if first == again else "one seed draws twice differently"
+    asker.note("seed", first == again != other, seen)

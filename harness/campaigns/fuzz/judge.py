@@ -1,0 +1,118 @@
+"""One workload on the engine, judged against the pool's golden as a check judges."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.base.scratch import scratch_folder
+from harness.campaigns.fuzz.coverage import conditions
+from harness.campaigns.fuzz.deadline import DeadlineError, deadline
+from harness.campaigns.fuzz.workload import engine_workload
+from harness.engines import Engine, engine_errors
+from harness.engines.record import open_writer
+from harness.errors import Code, HarnessError
+from harness.formats.recording import Recording
+from harness.formats.taps import site_of
+from harness.judge.explain import explain_run
+from harness.judge.jobs.check import compare_planned, describe_run
+from harness.oracle.golden import Golden
+from harness.oracle.model import HFModel
+from harness.plan import Plan
+from harness.results.check import Outcome, RunResult
+from harness.results.fuzz import SentWorkload
+
+SCHEDULE = "searched"
+_NOT_SERVED = (Code.ENGINE_CANNOT_SERVE, Code.BAD_OPTION, Code.PROMPT_TOO_LONG)
+"""Codes by which an engine says beforehand that it does not serve a workload."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """The result of one workload."""
+
+    run: RunResult | None = None
+    """None if the engine did not come to its end."""
+    error: HarnessError | None = None
+    """The error that ended the run."""
+    conditions: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def is_rejected(self) -> bool:
+        """Whether the engine said that it does not serve the workload."""
+        return self.error is not None and self.error.code in _NOT_SERVED
+
+    @property
+    def signature(self) -> str | None:
+        """Code and operation of what is wrong; None if nothing is, or the engine refused the workload."""
+        if self.error is not None:
+            return None if self.is_rejected else f"{self.error.code}: {_first_words(self.error)}"
+        if self.run is None or self.run.outcome is Outcome.PASS:
+            return None
+        first = self.run.first_divergence
+        if first is not None:
+            # A slot that no step wrote may be finite in one run and not in the next.
+            code = Code.LOCAL_ERROR if first.code is Code.NOT_FINITE else first.code
+            return f"{code}: {site_of(first.tap)}"
+        if not self.run.findings:
+            return str(Code.NOTHING_CHECKED)
+        finding = self.run.findings[0]
+        return f"{finding.code}: {site_of(finding.tap)}" if finding.tap else str(finding.code)
+
+
+def _first_words(error: HarnessError) -> str:
+    """Return what is alike in errors that differ by numbers only."""
+    words = error.what.splitlines()[0] if error.what else ""
+    return "".join("#" if character.isdecimal() else character for character in words)[:80]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    """An engine, and what it is held to."""
+
+    plan: Plan
+    engine: Engine
+    hf: HFModel
+    golden: Golden
+    limit_s: float
+    """Seconds that the engine may take for one workload."""
+    planted: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Puts a known bug into the engine, anew for each workload."""
+
+    def judge(self, workload: SentWorkload, *, explain: bool = False, limit_s: float | None = None) -> Judgement:
+        """Run one workload and judge every row of it."""
+        with scratch_folder("harness-") as folder:
+            path = folder / "recording"
+            try:
+                self._record(workload, path, limit_s or self.limit_s)
+            except HarnessError as error:
+                return Judgement(error=error)
+            with Recording.open(path, verify=False) as actual:  # written a moment ago by ourselves
+                return self._compared(actual, explain=explain)
+
+    def _record(self, workload: SentWorkload, path: Path, limit_s: float) -> None:
+        asked = engine_workload(workload)
+        run = describe_run(self.plan, asked.schedule, asked.requests, path, copies=asked.copies)
+        writer = open_writer(self.engine, run, schedule=workload.schedule or SCHEDULE)
+        with writer, engine_errors(self.plan.engine), _timed(self.plan.engine, limit_s), self.planted():
+            self.engine.run(asked, writer)
+
+    def _compared(self, actual: Recording, *, explain: bool) -> Judgement:
+        found = compare_planned(self.plan, self.engine.capabilities, actual, self.golden, self.hf)
+        run = explain_run(found, actual, self.golden, self.hf) if explain else found.result
+        return Judgement(run=run, conditions=conditions(actual))
+
+
+@contextmanager
+def _timed(engine: str, limit_s: float) -> Iterator[None]:
+    try:
+        with deadline(limit_s):
+            yield
+    except DeadlineError:
+        raise HarnessError(
+            Code.ENGINE_FAILED,
+            "the engine did not come to its end in time",
+            where=engine,
+            expected=f"at most {limit_s:g} s",
+            hint="--workload-seconds, if it is only slow",
+        ) from None

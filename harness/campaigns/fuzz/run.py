@@ -1,0 +1,300 @@
+"""`harness fuzz`: from a plan to what a search, or one workload run again, has found."""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.base.progress import Progress
+from harness.base.threads import limit_threads
+from harness.campaigns.fuzz.files import write_findings
+from harness.campaigns.fuzz.invariance import Comparer
+from harness.campaigns.fuzz.judge import Judge, Judgement
+from harness.campaigns.fuzz.pool import Pool, make_pool
+from harness.campaigns.fuzz.search import Search
+from harness.campaigns.fuzz.strategies import SEARCHED, searched_schedules
+from harness.campaigns.fuzz.workload import Translator
+from harness.engines import Capabilities, Engine, open_engine
+from harness.errors import Code, HarnessError
+from harness.formats.schedule import SCHEDULES
+from harness.judge.compare.traits import Traits
+from harness.judge.jobs.check import match_taps
+from harness.judge.jobs.model import planned_model
+from harness.oracle.golden import Golden
+from harness.oracle.make_golden import cached_golden
+from harness.oracle.model import HFModel
+from harness.plan import Plan
+from harness.results.fuzz import FuzzFinding, FuzzResult, SentWorkload
+from harness.results.invariance import InvarianceResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FuzzOptions:
+    """Options of a search."""
+
+    seconds: float = 60.0
+    """Of searching; what is made before, and shrinking the last finding, come on top."""
+    seed: int = 0
+    workload_seconds: float = 60.0
+    """That the engine may take for one workload."""
+    is_first_enough: bool = False
+    """Whether the first finding ends the search."""
+    planted: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Puts a known bug into the engine, anew for each workload."""
+    fault: str | None = None
+    """The bug's id, for the files."""
+
+
+def search_workloads(
+    plan: Plan, options: FuzzOptions, *, out: Path | None = None, progress: Progress | None = None
+) -> FuzzResult:
+    """Search workloads that the plan's engine gets wrong.
+
+    Args:
+        plan: engine, model, dtype and device; its prompts and schedules are not looked at.
+        options: how to search.
+        out: folder that gets files which repeat the findings.
+        progress: told what is being done.
+
+    Raises:
+        HarnessError: the input cannot be used, or the engine serves no workload. Findings are results, not errors.
+    """
+    subject = _Subject.opened(plan, options, progress)
+    with subject.threads():
+        hf = subject.hf
+        window = Traits.of(hf).window
+        pool = make_pool(options.seed, vocab_size=hf.vocab_size, max_positions=hf.max_positions, window=window)
+        judge = subject.judge(pool)
+        golden_s = subject.elapsed_s()
+        search = Search(
+            judge=judge,
+            translator=Translator(pool, judge.engine.capabilities.control, plan.engine_options),
+            seconds=options.seconds,
+            seed=options.seed,
+            is_first_enough=options.is_first_enough,
+            began=subject.began,
+            progress=subject.report,
+        )
+        search.run()
+        _refuse_nothing(plan, search)
+        findings = search.found()
+        if out is not None:
+            findings = write_findings(findings, plan, out, planted=options.planted, fault=options.fault)
+    return subject.result(
+        findings,
+        golden_s=golden_s,
+        num_workloads=search.num_workloads,
+        num_rows=search.num_rows,
+        rejected=dict(search.rejected),
+        coverage=dict(search.coverage),
+        was_interrupted=search.was_interrupted,
+        unreached=_unreached(judge.engine.capabilities, search.coverage),
+    )
+
+
+def compare_schedules(plan: Plan, options: FuzzOptions, *, progress: Progress | None = None) -> InvarianceResult:
+    """Find which changes of schedule change the bits of the plan's engine.
+
+    Args:
+        plan: engine, model, dtype and device; its prompts and schedules are not looked at.
+        options: how long, and the seed of the prompts.
+        progress: told what is being done.
+
+    Raises:
+        HarnessError: the input cannot be used.
+    """
+    subject = _Subject.opened(plan, options, progress)
+    with subject.threads(), options.planted():
+        hf = subject.hf
+        window = Traits.of(hf).window
+        pool = make_pool(options.seed, vocab_size=hf.vocab_size, max_positions=hf.max_positions, window=window)
+        comparer = Comparer(
+            plan=plan, engine=subject.engine, hf=hf, golden=subject.golden(pool), pool=pool, progress=subject.report
+        )
+        was_interrupted = comparer.run(options.seconds, options.seed)
+    return InvarianceResult(
+        engine=plan.engine,
+        model=plan.model,
+        dtype=plan.dtype,
+        device=plan.device,
+        seed=options.seed,
+        num_rounds=comparer.num_rounds,
+        changes=comparer.changes(),
+        elapsed_s=subject.elapsed_s(),
+        was_interrupted=was_interrupted,
+        notes=plan.notes,
+    )
+
+
+def run_again(
+    plan: Plan, workload: SentWorkload, options: FuzzOptions, *, progress: Progress | None = None
+) -> FuzzResult:
+    """Run one workload again and return what comes of it, as a search of one workload.
+
+    Raises:
+        HarnessError: as `search_workloads`; ENGINE_CANNOT_SERVE where the engine does not serve the workload.
+    """
+    subject = _Subject.opened(plan, options, progress)
+    _check_served(plan, workload, subject.engine)
+    with subject.threads():
+        judge = subject.judge(Pool.of(workload))
+        golden_s = subject.elapsed_s()
+        subject.report(f"{plan.engine}, replay", 0, 1)
+        judged = judge.judge(workload, explain=True)
+    if judged.is_rejected:
+        assert judged.error is not None
+        raise judged.error
+    return subject.result(
+        _finding(judged, workload, subject.elapsed_s()),
+        golden_s=golden_s,
+        num_workloads=1,
+        num_rows=workload.num_rows,
+        coverage=dict.fromkeys(judged.conditions, 1),
+    )
+
+
+def _finding(judged: Judgement, workload: SentWorkload, found_s: float) -> tuple[FuzzFinding, ...]:
+    if judged.signature is None:
+        return ()
+    finding = FuzzFinding(
+        signature=judged.signature,
+        workload=workload,
+        run=judged.run,
+        error=None if judged.error is None else str(judged.error),
+        found_s=found_s,
+        shrunk_s=0.0,
+        num_rows_found=workload.num_rows,
+        num_requests_found=len(workload.requests),
+    )
+    return (finding,)
+
+
+def _refuse_nothing(plan: Plan, search: Search) -> None:
+    if search.num_workloads or not search.rejected or search.was_interrupted:
+        return
+    raise HarnessError(
+        Code.NOTHING_CHECKED,
+        f"the engine serves none of {search.rejected.total()} workloads",
+        where=plan.engine,
+        actual=search.rejected.most_common(1)[0][0],
+        hint="declare in Capabilities.control only what the engine leaves to a workload (docs/fuzz.md)",
+    )
+
+
+def _unreached(capabilities: Capabilities, reached: Collection[str]) -> tuple[str, ...]:
+    """Return what every engine's search must reach, as far as this engine can, and has not."""
+    names = searched_schedules(capabilities)
+    can_batch = capabilities.control is not None or any(SCHEDULES[name].is_batched for name in names)
+    return tuple(name for name in ("decode", *(["batch"] if can_batch else [])) if name not in reached)
+
+
+def _check_served(plan: Plan, workload: SentWorkload, engine: Engine) -> None:
+    """Refuse a workload that the engine does not claim to follow: it would run something else."""
+    control = engine.capabilities.control
+    if workload.schedule is not None:
+        is_served, expected = workload.schedule.partition(":")[0] in engine.capabilities.schedules, "a schedule by name"
+    else:
+        is_served = (
+            control is not None
+            and (control.aborts or not any(request.is_aborted for request in workload.requests))
+            and (control.forks or all(request.fork_of is None for request in workload.requests))
+        )
+        expected = "arrivals, aborts and forks as in Capabilities.control"
+    if not is_served:
+        raise HarnessError(
+            Code.ENGINE_CANNOT_SERVE, f"engine {plan.engine!r} cannot follow the workload", where="--replay",
+            expected=expected, actual=str(control),
+        )  # fmt: skip
+    unset = set(workload.limits) - set(control.limits if control else ()) - set(plan.engine_options)
+    if unset:
+        raise HarnessError(
+            Code.ENGINE_CANNOT_SERVE, f"engine {plan.engine!r} has no limit {min(unset)!r}", where="--replay",
+            expected=", ".join(control.limits) if control else "no limits", actual=", ".join(sorted(unset)),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Subject:
+    """The engine and the model, opened once."""
+
+    plan: Plan
+    options: FuzzOptions
+    engine: Engine
+    hf: HFModel
+    report: Progress
+    began: float
+
+    @classmethod
+    def opened(cls, plan: Plan, options: FuzzOptions, progress: Progress | None) -> "_Subject":
+        """Open both, the engine first: what it cannot do is known at once."""
+        began, report = time.perf_counter(), progress or (lambda _label, _done, _total: None)
+        engine = open_engine(
+            plan.engine, plan.folder, dtype=plan.dtype, device=plan.device, options=plan.engine_options
+        )
+        if engine.capabilities.control is None and not searched_schedules(engine.capabilities):
+            raise HarnessError(
+                Code.ENGINE_CANNOT_SERVE, f"engine {plan.engine!r} follows no schedule that can be searched",
+                where="--engine", expected="Capabilities.control, or one of " + ", ".join(SEARCHED),
+                actual=", ".join(engine.capabilities.schedules) or "no schedule",
+            )  # fmt: skip
+        report("oracle", 0, 1)
+        hf = planned_model(plan)
+        return cls(plan=plan, options=options, engine=engine, hf=hf, report=report, began=began)
+
+    def threads(self) -> AbstractContextManager[None]:
+        """Use as many threads as suit the model."""
+        return limit_threads(int(getattr(self.hf.config, "hidden_size", 0)))
+
+    def elapsed_s(self) -> float:
+        """Return the seconds since the engine was opened."""
+        return time.perf_counter() - self.began
+
+    def golden(self, pool: Pool) -> Golden:
+        """Make the pool's golden, or find it in the cache, and let the engine match its taps to the model's."""
+        golden = cached_golden(self.hf, pool.prompts(), truth=self.plan.truth, progress=self.report)
+        golden.is_pool = True
+        match_taps(self.plan, self.engine, self.hf.graph)
+        return golden
+
+    def judge(self, pool: Pool) -> Judge:
+        """Return what judges workloads of the pool."""
+        return Judge(
+            plan=self.plan,
+            engine=self.engine,
+            hf=self.hf,
+            golden=self.golden(pool),
+            limit_s=self.options.workload_seconds,
+            planted=self.options.planted,
+        )
+
+    def result(
+        self,
+        findings: Sequence[FuzzFinding],
+        *,
+        golden_s: float,
+        num_workloads: int,
+        num_rows: int,
+        coverage: Mapping[str, int],
+        rejected: Mapping[str, int] | None = None,
+        was_interrupted: bool = False,
+        unreached: tuple[str, ...] = (),
+    ) -> FuzzResult:
+        """Put the result together."""
+        return FuzzResult(
+            engine=self.plan.engine,
+            model=self.plan.model,
+            dtype=self.plan.dtype,
+            device=self.plan.device,
+            seed=self.options.seed,
+            findings=tuple(findings),
+            num_workloads=num_workloads,
+            num_rows=num_rows,
+            rejected=rejected or {},
+            coverage=coverage,
+            golden_s=golden_s,
+            elapsed_s=self.elapsed_s(),
+            was_interrupted=was_interrupted,
+            unreached=unreached,
+            notes=self.plan.notes,
+        )

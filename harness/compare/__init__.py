@@ -1,5 +1,0 @@
-"""Comparison: align rows, measure them, judge each operation, and find the first that is wrong."""
-
-from harness.compare.run import TOKENS, Comparison, compare_run
-
-__all__ = ["TOKENS", "Comparison", "compare_run"]

@@ -1,5 +1,0 @@
-"""Explanation: the known ways to get an operation wrong, tried against the rows that are wrong."""
-
-from harness.explain.run import explain_run
-
-__all__ = ["explain_run"]

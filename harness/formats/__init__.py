@@ -1,0 +1,1 @@
+"""What is read and written: recordings, checkpoints, names of taps, cases, schedules."""

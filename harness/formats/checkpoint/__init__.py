@@ -1,0 +1,18 @@
+"""Checkpoints on disk: found by their names, opened once, and handed on as one object."""
+
+from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
+from harness.formats.checkpoint.locations import cache_dir, embedded_cases
+from harness.formats.checkpoint.names import resolve
+from harness.formats.checkpoint.shards import INDEX_NAME, WEIGHTS_NAME
+from harness.formats.checkpoint.tokenizer import Tokenizer
+
+__all__ = [
+    "CONFIG_NAME",
+    "INDEX_NAME",
+    "WEIGHTS_NAME",
+    "Checkpoint",
+    "Tokenizer",
+    "cache_dir",
+    "embedded_cases",
+    "resolve",
+]

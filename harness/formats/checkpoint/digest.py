@@ -1,0 +1,57 @@
+"""The digest of files. Hashing gigabytes takes seconds, so files that did not change are hashed once."""
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from harness.base.files import write_text
+from harness.errors import HarnessError
+from harness.formats.checkpoint.locations import cache_dir
+from harness.formats.checkpoint.stamp import FileStamp
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SETTLED_NS = 2_000_000_000
+"""Age from which a stamp tells one content from another: two writes within one tick of the clock have one stamp."""
+
+
+def files_digest(stamps: Mapping[Path, FileStamp]) -> str:
+    """Return the sha256 over the bytes of files in order, in hexadecimal; remembered while the stamps are the same."""
+    memo = cache_dir() / "weights" / hashlib.sha256(json.dumps(list(stamps.values())).encode()).hexdigest()
+    with suppress(OSError, UnicodeDecodeError):
+        known = memo.read_text().strip()
+        if _SHA256.fullmatch(known):
+            return known
+    digest = hashlib.sha256()
+    for file in stamps:
+        with file.open("rb", buffering=0) as stream:
+            while chunk := stream.read(1 << 20):
+                digest.update(chunk)
+    if all(time.time_ns() - stamp.changed_ns > _SETTLED_NS for stamp in stamps.values()):
+        with suppress(HarnessError):  # a cache that cannot be written costs time, not correctness
+            write_text(memo, digest.hexdigest())
+    return digest.hexdigest()
+
+
+def folder_digest(place: Path, suffixes: tuple[str, ...] = ("",)) -> str:
+    """Return a digest of a file, or of all files in a folder with their names; hidden ones are left out.
+
+    Args:
+        place: the file or folder; where it is missing, that is what the digest says.
+        suffixes: ends of the names that count.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    names = {path: str(path.relative_to(place)) for path in sorted(place.rglob("*")) if path.is_file()}
+    names = {place: place.name} if place.is_file() else names
+    counted = {
+        path: FileStamp.of(path)
+        for path, name in names.items()
+        if name.endswith(suffixes) and not any(part.startswith(".") for part in Path(name).parts)
+    }
+    listed = [(names[path], stamp.num_bytes) for path, stamp in counted.items()]
+    return hashlib.sha256(f"{json.dumps(listed)} {files_digest(counted)}".encode()).hexdigest()

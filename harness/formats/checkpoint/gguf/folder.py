@@ -1,0 +1,201 @@
+"""A GGUF model as a checkpoint folder of HuggingFace's, with the weights dequantised.
+
+Everything else in the harness reads such folders, so that a GGUF file is a model like any other: it is inspected,
+streamed, hashed and run by HF's own code. The folder lies in the cache and is made once. `gguf.json` in it says where
+the weights come from and in which type each was.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.base.scratch import scratch_folder
+from harness.errors import Code, HarnessError
+from harness.formats.checkpoint.checkpoint import Checkpoint
+from harness.formats.checkpoint.gguf.against import check_against, read_original
+from harness.formats.checkpoint.gguf.architecture import FAMILIES, hf_config
+from harness.formats.checkpoint.gguf.model import GGUFModel, open_gguf
+from harness.formats.checkpoint.gguf.names import ROPE_FACTORS, hf_name, is_query_or_key
+from harness.formats.checkpoint.gguf.tokenizer import write_tokenizer
+from harness.formats.checkpoint.gguf.weights import read_tensor, rows_of_hf
+from harness.formats.checkpoint.stamp import FileStamp
+
+if TYPE_CHECKING:
+    import torch
+
+INFO_NAME = "gguf.json"
+VERSION = 2
+"""Part of a folder's name: raise it with every change of what is written."""
+_SHARD_BYTES = 1 << 30
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFSource:
+    """The source of a checkpoint folder's weights."""
+
+    path: Path
+    """The GGUF file, or its first shard."""
+    types: Mapping[str, str]
+    """Type of each tensor by HF's name: `Q4_K`."""
+
+
+def read_source(folder: Path) -> GGUFSource | None:
+    """Return where a folder's weights come from; None for a folder that was not made of a GGUF file."""
+    try:
+        info = json.loads((folder / INFO_NAME).read_bytes())
+        return GGUFSource(path=Path(info["source"]), types=dict(info["types"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def checkpoint_of_gguf(path: Path, cache: Path, *, hf: Checkpoint | None = None) -> Path:
+    """Return the folder of a GGUF model's checkpoint, made first where the cache does not have it.
+
+    Args:
+        path: the GGUF file, or one of its shards.
+        cache: folder that keeps such folders.
+        hf: the HF checkpoint that the file was made from: its configuration and tokenizer are taken, and each of its
+            tensors is held against the file's.
+
+    Raises:
+        HarnessError: DAMAGED_GGUF, UNSUPPORTED_GGUF, UNSUPPORTED_ARCHITECTURE, MISSING_SHARD, PACKAGE_MISSING,
+            GGUF_DIFFERS, or CANNOT_WRITE.
+    """
+    model = open_gguf(path)
+    folder = cache / _identity(model, hf)
+    if (folder / INFO_NAME).is_file():
+        return folder
+    _ = model.metadata.family
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with scratch_folder(".making-", cache) as making:
+            made = making / "checkpoint"
+            made.mkdir()
+            _write(model, made, hf)
+            with suppress(OSError):  # another process was faster: its folder is the same
+                made.rename(folder)
+    except OSError as error:
+        what = f"the dequantised checkpoint cannot be written: {error.strerror}"
+        raise HarnessError(Code.CANNOT_WRITE, what, where=cache, hint="set HARNESS_CACHE") from error
+    return folder
+
+
+def _identity(model: GGUFModel, hf: Checkpoint | None) -> str:
+    """Return a name that changes whenever a file is another, or was written again."""
+    paths = [header.path for header in model.headers]
+    if hf is not None:
+        paths += sorted(file for file in hf.folder.iterdir() if file.is_file())
+    stamps = [FileStamp.of(path) for path in paths]
+    return hashlib.sha256(json.dumps([VERSION, hf is None, stamps]).encode()).hexdigest()[:32]
+
+
+def _write(model: GGUFModel, folder: Path, hf: Checkpoint | None) -> None:
+    original = None if hf is None else read_original(model, hf)
+    config = own = gguf_config(model, original)
+    if hf is None or original is None:
+        write_tokenizer(model, folder)
+    else:
+        for name in _TOKENIZER_FILES:
+            if (hf.folder / name).is_file():
+                shutil.copy(hf.folder / name, folder / name)
+        check_against(model, own, original, hf, tensors(model, own))
+        config = {**hf.config, "tie_word_embeddings": own["tie_word_embeddings"]}  # a head's own type is kept
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    _write_weights(model, folder, own)
+    types = {hf_name(name): tensor.type.name for name, (tensor, _) in model.tensors.items() if hf_name(name)}
+    info = {"schema_version": 1, "source": str(model.path.resolve()), "types": types}
+    (folder / INFO_NAME).write_text(json.dumps(info, indent=2), encoding="utf-8")
+
+
+def gguf_config(model: GGUFModel, original: Any = None) -> dict[str, Any]:
+    """Return the HF configuration that the metadata and the tensors tell.
+
+    Args:
+        model: the file.
+        original: HF's configuration of the checkpoint that it was made from, whose rotary factors it may have.
+
+    Raises:
+        HarnessError: as `hf_config`; DAMAGED_GGUF without an embedding.
+    """
+    embedding = model.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise HarnessError(
+            Code.DAMAGED_GGUF,
+            "the file has no embedding",
+            where=model.path,
+            expected="a tensor token_embd.weight",
+            hint="is it a vocabulary, an adapter or a projector? pass the model itself",
+        )
+    factors = model.tensors.get(ROPE_FACTORS)
+    config = hf_config(
+        model.metadata,
+        vocab_size=embedding[0].shape[0],
+        is_tied="output.weight" not in model.tensors,
+        rope_factors=None if factors is None else read_tensor(*factors).flatten().tolist(),
+        original_rope=None if original is None else original.rope_parameters,
+    )
+    if config["model_type"] == "llama":
+        config["attention_bias"] = "blk.0.attn_q.bias" in model.tensors
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in model.tensors
+    return config
+
+
+def tensors(model: GGUFModel, config: Mapping[str, Any]) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Yield every tensor by HF's name, dequantised and with its rows in HF's order.
+
+    Raises:
+        HarnessError: UNSUPPORTED_GGUF: a tensor has no place in HF's model, or cannot be dequantised.
+    """
+    heads = {
+        "q": config["num_attention_heads"],
+        "k": config.get("num_key_value_heads") or config["num_attention_heads"],
+    }
+    permutes = FAMILIES[model.metadata.architecture].permutes_heads
+    for name, (tensor, path) in model.tensors.items():
+        if name == ROPE_FACTORS:
+            continue
+        target = hf_name(name)
+        if target is None:
+            raise HarnessError(
+                Code.UNSUPPORTED_GGUF,
+                "a tensor has no place in HuggingFace's model",
+                where=f"{path}: tensor {name!r}",
+                hint=f"harness inspect {path}",
+            )
+        values = read_tensor(tensor, path)
+        if permutes and is_query_or_key(target):
+            count = heads[target.rpartition("_proj")[0][-1]]
+            if values.shape[0] % (2 * count) == 0:  # otherwise the shape is refused when the folder is loaded
+                values = rows_of_hf(values, count)
+        yield target, values
+
+
+def _write_weights(model: GGUFModel, folder: Path, config: Mapping[str, Any]) -> None:
+    """Write the tensors in files of about a GiB, and an index of them."""
+    import safetensors.torch
+
+    shard: dict[str, torch.Tensor] = {}
+    index: dict[str, str] = {}
+    total = 0
+
+    def flush() -> None:
+        name = f"model-{len(set(index.values())) + 1:05d}.safetensors"
+        safetensors.torch.save_file(shard, folder / name)
+        index.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for name, values in tensors(model, config):
+        shard[name] = values.contiguous()
+        total += values.nbytes
+        if sum(each.nbytes for each in shard.values()) >= _SHARD_BYTES:
+            flush()
+    if shard:
+        flush()
+    table = {"metadata": {"total_size": total}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(table), encoding="utf-8")

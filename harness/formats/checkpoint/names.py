@@ -1,0 +1,91 @@
+"""Finds the folder of a checkpoint by the name that a user gives it."""
+
+import re
+from pathlib import Path
+
+from harness.base.files import exists
+from harness.errors import Code, HarnessError
+from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
+from harness.formats.checkpoint.gguf import checkpoint_of_gguf, is_gguf
+from harness.formats.checkpoint.locations import cache_dir, embedded_cases
+from harness.formats.checkpoint.refusals import not_a_checkpoint
+
+_DOWNLOADED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "vocab.txt", "*.jinja"]
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
+_EMBEDDED_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+
+
+def resolve(model: str, *, local_files_only: bool = False, revision: str | None = None, hf: str | None = None) -> Path:
+    """Return the folder of a checkpoint: `model` itself, an embedded one, or the snapshot of the hub id `model`.
+
+    Args:
+        model: a local folder with a config.json, a GGUF file (its weights are dequantised into a folder of the cache),
+            the name of an embedded checkpoint such as `qwen3-tiny`, or an id such as `Qwen/Qwen3-0.6B`.
+        local_files_only: whether to do with what was downloaded before.
+        revision: branch, tag or commit of a hub id.
+        hf: of a GGUF file, the checkpoint that it was made from.
+
+    Raises:
+        HarnessError: NOT_A_CHECKPOINT; of a GGUF file what `gguf.checkpoint_of_gguf` raises; BAD_OPTION for `hf` with
+            anything else.
+    """
+    path = _local_path(model)
+    if path is not None and is_gguf(path):
+        origin = None if hf is None else Checkpoint(resolve(hf, local_files_only=local_files_only))
+        return checkpoint_of_gguf(path, cache_dir() / "gguf", hf=origin)
+    if hf is not None:
+        what, hint = "--hf names what a GGUF file was made from", "leave --hf out, or name a .gguf file as --model"
+        raise HarnessError(
+            Code.BAD_OPTION, what, where="--hf", expected="a .gguf file as --model", actual=model, hint=hint
+        )
+    if path is not None:
+        if not (path / CONFIG_NAME).is_file():
+            what = f"the folder has no {CONFIG_NAME}" if path.is_dir() else "the path is a file, not a folder"
+            not_a_checkpoint(what, path, "pass the folder that holds config.json and the safetensors files")
+        return path
+    if (embedded := _embedded(model)) is not None:
+        return embedded
+    if not _HUB_ID.fullmatch(model) or ".." in model:
+        not_a_checkpoint("there is no such folder, and this is no hub id", model, "check the path")
+    return _download(model, local_files_only, revision)
+
+
+def _embedded(model: str) -> Path | None:
+    """Return the folder of the embedded checkpoint of that name; None if there is none."""
+    if not _EMBEDDED_NAME.fullmatch(model):
+        return None
+    folder = embedded_cases() / "checkpoints" / model
+    return folder if exists(folder / CONFIG_NAME) else None
+
+
+def _local_path(model: str) -> Path | None:
+    try:
+        path = Path(model).expanduser()
+        return path if model and path.exists() else None  # an empty path would be the working folder
+    except (OSError, ValueError, RuntimeError):  # a name too long, with a NUL, or of an unknown user is no path
+        return None
+
+
+def _download(model: str, local_files_only: bool, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        folder = snapshot_download(
+            model,
+            revision=revision,
+            local_files_only=local_files_only,
+            allow_patterns=_DOWNLOADED,
+            ignore_patterns=["*/*"],
+        )
+    except GatedRepoError:
+        not_a_checkpoint("the hub asks for a licence to be accepted", model, "accept it there, then `hf auth login`")
+    except LocalEntryNotFoundError:
+        hint = "pass a local folder, or download it where the hub can be reached: `hf download " + model + "`"
+        not_a_checkpoint("there is no such folder; the hub cannot be reached, nor is it in its cache", model, hint)
+    except RepositoryNotFoundError:
+        not_a_checkpoint("there is no such folder, nor such a model on the hub", model, "check the name")
+    except Exception as error:  # whatever the network does, it is this input that could not be had
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        not_a_checkpoint(f"the hub does not deliver it: {reason}", model, "pass a local folder, or try again")
+    return resolve(folder)

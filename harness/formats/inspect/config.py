@@ -1,0 +1,95 @@
+"""The tensors that a model's config asks for, against those that are there.
+
+What the config asks for is found by building HF's own module on the meta device, which takes no memory, so that every
+architecture that transformers knows is covered without a table of names here.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from harness.errors import Code, HarnessError
+from harness.formats.checkpoint import CONFIG_NAME
+from harness.formats.safetensors_header import TensorEntry
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MAX_LAYERS = 4096
+"""Layers of the deepest model that is built on the meta device; more is a mistake in the config."""
+
+
+def against_config(folder: Path, config: Mapping[str, Any], actual: Mapping[str, TensorEntry]) -> dict[str, Any]:
+    """Compare the tensors of a checkpoint with those that its config asks for.
+
+    Args:
+        folder: that holds config.json.
+        config: what is in it.
+        actual: the tensors that are there.
+
+    Raises:
+        HarnessError: UNSUPPORTED_ARCHITECTURE, BAD_CONFIG.
+    """
+    if "quantization_config" in config:
+        return {"compared": False, "reason": "the tensors are packed as quantization_config says"}
+    model = _meta_model(folder, config)
+    if _is_converted(model):
+        return {"compared": False, "reason": "transformers renames or merges this model's tensors as it loads them"}
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    tied = _tied(model)
+    misshapen = [
+        {"name": name, "expected": list(expected[name]), "actual": list(entry.shape)}
+        for name, entry in sorted(actual.items())
+        if name in expected and entry.shape != expected[name]
+    ]
+    return {
+        "compared": True,
+        "missing": sorted(name for name in expected.keys() - actual.keys() if tied.get(name) not in actual),
+        "unexpected": sorted(actual.keys() - expected.keys()),
+        "misshapen": misshapen,
+        "tied": sorted(tied),
+    }
+
+
+def _meta_model(folder: Path, config: Mapping[str, Any]) -> "PreTrainedModel":
+    """Build the model that the config describes, without memory for its tensors."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    where = folder / CONFIG_NAME
+    kind, num_layers = config.get("model_type"), config.get("num_hidden_layers")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        what = "transformers does not know this model_type"
+        _refuse(Code.UNSUPPORTED_ARCHITECTURE, what, where, kind, hint="upgrade transformers, or correct config.json")
+    if CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        what = "transformers has no causal language model of this model_type"
+        _refuse(Code.UNSUPPORTED_ARCHITECTURE, what, where, kind, hint="inspect its safetensors files one by one")
+    if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
+        what = f"num_hidden_layers exceeds {MAX_LAYERS}"
+        _refuse(Code.BAD_CONFIG, what, where, num_layers, hint="correct config.json")
+    try:
+        with torch.device("meta"):
+            settings = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            return AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
+    except Exception as error:  # any value of the config may be the one that transformers fails on
+        what = "transformers cannot build the model that the config describes"
+        reason = f"{type(error).__name__}: {str(error)[:300]}"
+        _refuse(Code.BAD_CONFIG, what, where, reason, hint="correct config.json, or download the checkpoint again")
+
+
+def _is_converted(model: "PreTrainedModel") -> bool:
+    """Return whether transformers loads this model from tensors of other names than its modules have."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
+
+
+def _tied(model: "PreTrainedModel") -> dict[str, str]:
+    """Return the tensors that are another one under a second name, with that name."""
+    return dict(model.all_tied_weights_keys) if getattr(model.config, "tie_word_embeddings", False) else {}
+
+
+def _refuse(code: Code, what: str, where: object, actual: object = None, *, hint: str) -> NoReturn:
+    raise HarnessError(code, what, where=where, actual=actual, hint=hint)

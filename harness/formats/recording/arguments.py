@@ -1,0 +1,174 @@
+"""The engine's arguments to the recorder, checked before anything is written.
+
+An engine under test may be wrong in every way, and a recording that its reader would refuse is useless: a call that
+contradicts the recording's own description is BAD_RECORDER_CALL, with the values, at the call that passed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+import numpy as np
+
+from harness.errors import Code, HarnessError
+from harness.formats.recording.format import PHASES
+from harness.formats.recording.rows import TokenCounts, first_invalid_index
+
+if TYPE_CHECKING:
+    import torch
+
+Ints: TypeAlias = "Sequence[int] | torch.Tensor | np.ndarray[Any, Any]"
+"""Integers as callers hold them: a list, a range, or a one-dimensional tensor on any device."""
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """The rows of a step that is about to be computed."""
+
+    phase: str
+    num_rows: int
+    sampled_rows: Array
+    """Indices of the rows that are sampled from."""
+    partial_rows: dict[str, Array]
+    """Indices of the rows that a tap covers, by its name; absent where it covers all."""
+    tensors: dict[str, Array]
+    """Index tensors of the step's file, int64 before int32, so that everything is aligned."""
+
+
+def step_rows(
+    where: str,
+    tokens: TokenCounts,
+    *,
+    phase: str,
+    request: Ints,
+    position: Ints,
+    sampled_rows: Ints,
+    slot_mapping: Ints | None,
+    tables: Mapping[int, Sequence[int]] | None,
+    partial_rows: Mapping[str, Ints],
+) -> StepRows:
+    """Check the arguments of `RecordingWriter.begin_step`."""
+    known = known_phase(where, phase)
+    requests, positions = rows(where, tokens, request, position)
+    num_rows = len(requests)
+    sampled = indices(f"{where}: sampled_rows", sampled_rows, num_rows)
+    partial = {name: indices(f"{where}: rows of {name}", rows, num_rows) for name, rows in partial_rows.items()}
+    tensors = {f"rows.of.{name}": values for name, values in partial.items()}
+    if len(sampled):
+        tensors["rows.sampled"] = np.full(num_rows, -1)
+    if slot_mapping is not None:
+        tensors["kv.slot_mapping"] = column(f"{where}: slot_mapping", slot_mapping, num_rows, at_least=-1)
+    tensors |= {"rows.request": requests, "rows.position": positions}
+    if tables is not None:
+        tensors["kv.requests"], tensors["kv.block_table"] = block_tables(f"{where}: block_tables", tokens, tables)
+    return StepRows(phase=known, num_rows=num_rows, sampled_rows=sampled, partial_rows=partial, tensors=tensors)
+
+
+def known_phase(where: str, phase: str) -> str:
+    """Return the phase, if it is one."""
+    if phase not in PHASES:
+        refuse("the phase is unknown", where=where, expected=" | ".join(PHASES), actual=phase)
+    return phase
+
+
+def column(where: str, values: Ints, length: int | None = None, *, at_least: int | None = None) -> Array:
+    """Return integers as int64[length] on the CPU."""
+    try:
+        found = _as_array(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        refuse(f"the values are not integers: {str(error).splitlines()[0]}", where=where)
+    if found.ndim != 1 or (len(found) and not _is_integral(found)):
+        refuse("the values are not a list of integers", where=where, actual=f"{found.dtype} {list(found.shape)}")
+    if length is not None and len(found) != length:
+        refuse("the number of values is wrong", where=where, expected=length, actual=len(found))
+    found = found.astype(np.int64)
+    if at_least is not None and len(found) and int(found.min()) < at_least:
+        refuse("a value is too small", where=where, expected=f"at least {at_least}", actual=int(found.min()))
+    return found
+
+
+def _as_array(values: Ints) -> Array:
+    if isinstance(values, np.ndarray):
+        return values
+    on_cpu = getattr(values, "cpu", None)  # a torch tensor, on any device
+    found = np.asarray(list(values) if on_cpu is None else on_cpu())
+    if found.dtype.kind not in "iufcb":
+        raise TypeError(f"some are of another type, or too large ({found.dtype})")
+    return found
+
+
+def indices(where: str, values: Ints, num_rows: int) -> Array:
+    """Return different indices into `num_rows` rows as int64."""
+    found = column(where, values)
+    place = first_invalid_index(found, num_rows)
+    if place is not None:
+        expected = f"different indices from 0 to {num_rows - 1}"
+        refuse("an index names no row, or one twice", where=where, expected=expected, actual=int(found[place]))
+    return found
+
+
+def rows(where: str, tokens: TokenCounts, request: Ints, position: Ints) -> tuple[Array, Array]:
+    """Return the request and the position of each row, int32, each row being a token of the recording."""
+    requests = column(f"{where}: request", request)
+    if len(requests) == 0:
+        refuse("a step has at least one row", where=where)
+    positions = column(f"{where}: position", position, len(requests))
+    row = tokens.first_unknown(requests)
+    if row is not None:
+        refuse("a row is of an unknown request", where=f"{where}, row {row}", actual=int(requests[row]))
+    row = tokens.first_outside(requests, positions)
+    if row is not None:
+        expected = f"0 to {int(tokens.of(requests[row])) - 1} for request {int(requests[row])}"
+        what = "a position is outside of its request's tokens"
+        refuse(what, where=f"{where}, row {row}", expected=expected, actual=int(positions[row]))
+    return requests.astype(np.int32), positions.astype(np.int32)
+
+
+def block_tables(where: str, tokens: TokenCounts, tables: Mapping[int, Sequence[int]]) -> tuple[Array, Array]:
+    """Return the requests of the tables, int32, and their blocks as one int32 table, padded with -1."""
+    requests = column(where, list(tables))
+    place = tokens.first_unknown(requests)
+    if place is not None:
+        refuse("a block table is of an unknown request", where=where, actual=int(requests[place]))
+    columns = [column(f"{where} of request {key}", blocks, at_least=0) for key, blocks in tables.items()]
+    # An odd width: with the column of requests the number of int32 is even, and a float64 tap stays aligned.
+    width = max((len(blocks) for blocks in columns), default=0) | 1
+    table = np.full((len(columns), width), -1, dtype=np.int32)
+    for row, blocks in zip(table, columns, strict=True):
+        row[: len(blocks)] = blocks
+    return requests.astype(np.int32), table
+
+
+def validated(model: str, what: str, where: str, /, **fields: object) -> Any:
+    """Return an instance of one of the manifest's models, or the fields as they are where pydantic is not installed.
+
+    An engine's own environment may lack it: there the reader finds what is wrong with the manifest.
+    """
+    try:
+        from pydantic import ValidationError
+
+        from harness.formats.recording import manifest
+    except ModuleNotFoundError as error:
+        if error.name != "pydantic":
+            raise
+        return SimpleNamespace(**fields)
+    try:
+        return getattr(manifest, model).model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        refuse(what, where=f"{where}: {field}" if field else where, actual=first["msg"])
+
+
+def refuse(what: str, *, where: object, expected: object = None, actual: object = None) -> NoReturn:
+    """Raise BAD_RECORDER_CALL."""
+    hint = "correct the call of the recorder; docs/recording-format.md describes what a recording holds"
+    raise HarnessError(Code.BAD_RECORDER_CALL, what, where=where, expected=expected, actual=actual, hint=hint)
+
+
+def _is_integral(values: Array) -> bool:
+    return values.dtype.kind == "i" or (values.dtype.kind == "u" and int(values.max()) <= np.iinfo(np.int64).max)

@@ -1,0 +1,116 @@
+"""Holds a step file against its manifest: every tensor that it contains, and every row that it names."""
+
+import reprlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from harness.errors import Code, HarnessError
+from harness.formats.recording.manifest import Manifest, StepEntry
+from harness.formats.recording.rows import TokenCounts, first_invalid_index
+from harness.formats.safetensors_header import TensorEntry
+
+PARTIAL = "rows.of."
+"""Prefix of the index tensor of a tap that covers only some of the step's rows."""
+
+_Read = Callable[[str], torch.Tensor]
+
+
+class StepRules:
+    """The manifest's rules for the contents of every step."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._taps = {tap.name: (tap.dtype, tuple(tap.shape)) for tap in manifest.taps}
+        self._tokens = TokenCounts(manifest.requests)
+
+    def check(self, path: Path, entry: StepEntry, tensors: Mapping[str, TensorEntry], read: _Read) -> None:
+        """Check the step file at `path`, whose tensors `read` maps.
+
+        Raises:
+            HarnessError: STEP_MALFORMED, naming the tensor and the values.
+        """
+        self._check_layout(path, entry.num_rows, tensors)
+        self._check_rows(path, read("rows.request"), read("rows.position"))
+        for name in tensors:
+            if name.startswith(PARTIAL):
+                _check_indices(f"{path}: {name}", read(name), entry.num_rows)
+        for name in ("rows.sampled", "kv.slot_mapping", "kv.block_table"):
+            if name in tensors and (read(name) < -1).any():
+                malformed(f"{path}: {name}", "a value is below -1", actual=int(read(name).min()))
+        if "kv.requests" in tensors:
+            self._check_kv_requests(f"{path}: kv.requests", read("kv.requests"))
+
+    def _check_layout(self, path: Path, num_rows: int, tensors: Mapping[str, TensorEntry]) -> None:
+        for name in ("rows.request", "rows.position"):
+            if name not in tensors:
+                malformed(path, "a step names the request and the position of its rows", expected=name)
+        if ("kv.requests" in tensors) != ("kv.block_table" in tensors):
+            malformed(path, "kv.requests and kv.block_table come together")
+        for name, entry in tensors.items():
+            actual = (entry.dtype, entry.shape)
+            expected = _index_layout(name, num_rows, tensors) or self._tap_layout(path, name, num_rows, tensors)
+            if actual != expected:
+                what, where = "a tensor contradicts the manifest", f"{path}: {reprlib.repr(name)}"
+                malformed(where, what, expected=_layout_text(*expected), actual=_layout_text(*actual))
+
+    def _tap_layout(
+        self, path: Path, name: str, num_rows: int, tensors: Mapping[str, TensorEntry]
+    ) -> tuple[str, tuple[int, ...]]:
+        if name not in self._taps:
+            what = "the manifest lists no such tap"
+            malformed(f"{path}: {reprlib.repr(name)}", what, expected="one of the manifest's taps")
+        dtype, shape = self._taps[name]
+        indices = tensors.get(PARTIAL + name)
+        return dtype, (num_rows if indices is None else indices.num_elements, *shape)
+
+    def _check_rows(self, path: Path, request: torch.Tensor, position: torch.Tensor) -> None:
+        row = self._tokens.first_unknown(request)
+        if row is not None:
+            malformed(f"{path}: row {row}", "a row is of an unknown request", actual=int(request[row]))
+        row = self._tokens.first_outside(request, position)
+        if row is not None:
+            expected = f"0 to {int(self._tokens.of(request[row])) - 1} for request {int(request[row])}"
+            what = "a position is outside of its request's tokens"
+            malformed(f"{path}: row {row}", what, expected=expected, actual=int(position[row]))
+
+    def _check_kv_requests(self, where: str, requests: torch.Tensor) -> None:
+        place = self._tokens.first_unknown(requests)
+        if place is not None:
+            malformed(where, "a block table is of an unknown request", actual=int(requests[place]))
+        if len(set(requests.tolist())) != len(requests):
+            malformed(where, "a request has two block tables", actual=requests.tolist())
+
+
+def _index_layout(name: str, num_rows: int, tensors: Mapping[str, TensorEntry]) -> tuple[str, tuple[int, ...]] | None:
+    """Return the dtype and shape of an index tensor; None if the name is not one of an index tensor."""
+    own = tensors[name].shape
+    if name in ("rows.request", "rows.position"):
+        return "I32", (num_rows,)
+    if name in ("rows.sampled", "kv.slot_mapping"):
+        return "I64", (num_rows,)
+    if name == "kv.requests":
+        return "I32", (own[0] if own else 0,)
+    if name == "kv.block_table":
+        return "I32", (tensors["kv.requests"].num_elements, own[1] if len(own) == 2 else 0)
+    if name.startswith(PARTIAL):
+        return "I64", (own[0] if own else 0,)
+    return None
+
+
+def _check_indices(where: str, indices: torch.Tensor, num_rows: int) -> None:
+    place = first_invalid_index(indices, num_rows)
+    if place is not None:
+        expected = f"different indices from 0 to {num_rows - 1}"
+        malformed(where, "an index names no row, or one twice", expected=expected, actual=int(indices[place]))
+
+
+def _layout_text(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {list(shape)}"
+
+
+def malformed(where: object, what: str, *, expected: object = None, actual: object = None) -> NoReturn:
+    """Raise STEP_MALFORMED."""
+    hint = "docs/recording-format.md describes the step files; record again"
+    raise HarnessError(Code.STEP_MALFORMED, what, where=where, expected=expected, actual=actual, hint=hint)

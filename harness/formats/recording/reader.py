@@ -1,0 +1,448 @@
+"""Reads a recording: everything is checked at opening but the digests, which are checked beside the comparison.
+
+A large tensor is a memory mapping of its own that goes when the tensor is dropped, a small one is read, so that peak
+memory does not grow with the recording. Nothing is unpickled. A file that shrinks while it is mapped ends the process
+(SIGBUS), as with any mapping.
+"""
+
+import hashlib
+import mmap
+import os
+import stat
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from harness.errors import Code, HarnessError
+from harness.formats.recording.check import PARTIAL, StepRules, malformed
+from harness.formats.recording.format import MANIFEST_NAME
+from harness.formats.recording.manifest import (
+    RESERVED_PREFIXES,
+    Manifest,
+    Phase,
+    StepEntry,
+    TapEntry,
+    load_manifest,
+)
+from harness.formats.recording.tensors import TORCH_DTYPES
+from harness.formats.safetensors_header import Header, TensorEntry, read_header
+
+_MAX_DIGEST_THREADS = 4
+_MAP_FROM_BYTES = 1 << 20
+"""Smaller tensors are read: a copy costs less than the page faults of a mapping."""
+_KEPT_BYTES = 64 << 20
+"""Small step files that a recording keeps in memory: those of decode are read tap by tap, and are many."""
+
+
+class Recording:
+    """A recording opened for reading.
+
+    Use it as a context manager: the digests of the step files are computed in the background, and leaving the block
+    waits for them. What was read before is to be trusted only after that, or after `verify_all`.
+    """
+
+    path: Path
+    manifest: Manifest
+    manifest_sha256: str
+    """Digest of the bytes that the manifest was read from; empty if it was not read from a file."""
+    steps: Sequence["Step"]
+
+    taps: Sequence[TapEntry]
+    """Its taps, under the names that `with_names` gives them."""
+
+    def __init__(self, path: Path, manifest: Manifest, steps: Sequence["Step"], *, manifest_sha256: str = "") -> None:
+        """Use `Recording.open`."""
+        self.path = path
+        self.manifest = manifest
+        self.manifest_sha256 = manifest_sha256
+        self.steps = steps
+        self.taps = manifest.taps
+
+    def with_names(self, aliases: Mapping[str, str]) -> Self:
+        """Show taps under other names, from now on; of two taps that get one name the first is shown.
+
+        Args:
+            aliases: the new name of every tap that gets one.
+        """
+        names: dict[str, str] = {}
+        for entry in self.manifest.taps:
+            names.setdefault(aliases.get(entry.name, entry.name), entry.name)
+        self.taps = [
+            entry.model_copy(update={"name": name})
+            for entry in self.manifest.taps
+            for name, stored in names.items()
+            if stored == entry.name
+        ]
+        is_as_stored = list(names) == [entry.name for entry in self.manifest.taps]
+        for step in self.steps:
+            step.names = {} if is_as_stored else names
+        return self
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, verify: bool = True) -> Self:
+        """Open the recording in the folder `path` and check all of it, the digests in the background.
+
+        Args:
+            path: the folder.
+            verify: whether to compute the digests of the step files.
+
+        Raises:
+            HarnessError: NOT_A_RECORDING, BAD_MANIFEST, UNKNOWN_SCHEMA, STEP_MISSING, STEP_TRUNCATED, STEP_MALFORMED.
+        """
+        path = Path(path)
+        manifest, digest = load_manifest(_manifest_path(path))
+        rules = StepRules(manifest)
+        small = _small_files(manifest.steps)
+        steps = [Step(path, entry, rules, is_kept=entry.index in small) for entry in manifest.steps]
+        for step in steps:
+            step.check()
+        recording = cls(path, manifest, steps, manifest_sha256=digest)
+        if verify:
+            recording._start_digests()
+        return recording
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._cancel_digests()
+
+    @property
+    def unverified(self) -> tuple[str, ...]:
+        """Step files whose digest the producer did not compute, or that were not verified."""
+        return tuple(step.entry.file for step in self.steps if step.digest is None)
+
+    def verify_all(self) -> None:
+        """Wait until the digest of every step file is known to be right.
+
+        Raises:
+            HarnessError: STEP_ALTERED for the first that is not.
+        """
+        for step in self.steps:
+            step.raise_if_altered(wait=True)
+
+    def close(self) -> None:
+        """Verify all digests, and stop verifying.
+
+        Raises:
+            HarnessError: STEP_ALTERED.
+        """
+        try:
+            self.verify_all()
+        finally:
+            self._cancel_digests()
+
+    def _cancel_digests(self) -> None:
+        for step in self.steps:
+            if step.digest is not None:
+                step.digest.cancel()
+
+    def _start_digests(self) -> None:
+        num_threads = min(_MAX_DIGEST_THREADS, os.cpu_count() or 1)
+        pool = ThreadPoolExecutor(num_threads, thread_name_prefix="recording-digest")
+        for step in self.steps:
+            if step.entry.sha256 is not None:
+                step.digest = pool.submit(_check_digest, step.path, step.entry.sha256)
+        weakref.finalize(self, pool.shutdown, wait=False, cancel_futures=True)
+
+
+class Step:
+    """One step of a recording. Its tensors may be views of the file: read them only, and drop them when done."""
+
+    def __init__(self, folder: Path, entry: StepEntry, rules: StepRules, *, is_kept: bool = False) -> None:
+        """Use `Recording.steps`."""
+        self._is_kept = is_kept
+        self._content: bytearray | None = None
+        self.path = folder / entry.file
+        self.entry = entry
+        self.digest: Future[None] | None = None
+        self.names: Mapping[str, str] = {}
+        """Stored name of each tap by the name under which it is shown; empty if they are the same."""
+        self._folder = folder
+        self._rules = rules
+        self._checked_layout: _Layout | None = None
+        self._indices: dict[str, torch.Tensor] = {}
+
+    @property
+    def index(self) -> int:
+        """Place in the recording."""
+        return self.entry.index
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of this step."""
+        return self.entry.phase
+
+    @property
+    def request(self) -> torch.Tensor:
+        """Request id of each row: int32[rows]."""
+        return self._index("rows.request")
+
+    @property
+    def position(self) -> torch.Tensor:
+        """Position of each row's token in its request: int32[rows]."""
+        return self._index("rows.position")
+
+    @property
+    def sampled(self) -> torch.Tensor | None:
+        """The engine's choice after each row, -1 for none: int64[rows]; None if it sampled nothing."""
+        return self._optional("rows.sampled")
+
+    @property
+    def slot_mapping(self) -> torch.Tensor | None:
+        """KV cache slot of each row, -1 for none: int64[rows]; None if the engine did not say."""
+        return self._optional("kv.slot_mapping")
+
+    @property
+    def block_tables(self) -> Mapping[int, list[int]] | None:
+        """KV cache blocks of each request, by request id; None if the engine did not say."""
+        requests, table = self._optional("kv.requests"), self._optional("kv.block_table")
+        if requests is None or table is None:
+            return None
+        rows = zip(requests.tolist(), table.tolist(), strict=True)
+        return {request: [block for block in blocks if block >= 0] for request, blocks in rows}
+
+    @property
+    def tap_names(self) -> list[str]:
+        """Taps of this step, in the order in which they were written."""
+        stored = [name for name in self._layout().tensors if not name.startswith(RESERVED_PREFIXES)]
+        if not self.names:
+            return stored
+        shown = {stored: name for name, stored in self.names.items()}
+        return [shown[name] for name in stored if name in shown]
+
+    def has(self, name: str) -> bool:
+        """Whether this step holds the tap `name`."""
+        return self._stored(name) in self._layout().tensors and not name.startswith(RESERVED_PREFIXES)
+
+    def _stored(self, name: str) -> str:
+        return self.names.get(name, "") if self.names else name
+
+    def tap(self, name: str) -> torch.Tensor:
+        """Return the tap `name`, [rows that it covers, ...]: mapped if it is large, and gone when it is dropped.
+
+        Raises:
+            KeyError: this step has no such tap.
+            HarnessError: STEP_ALTERED, where the file's digest is already known to be wrong.
+        """
+        if name.startswith(RESERVED_PREFIXES):
+            raise KeyError(name)
+        self.raise_if_altered()
+        layout, stored = self._layout(), self._stored(name)
+        if self._is_kept and self._content is None:
+            self._content = _read_file(self.path, self.entry)
+        return _read_tensor(self.path, layout, stored, self._content)
+
+    def rows_of(self, name: str) -> torch.Tensor | None:
+        """Return which of the step's rows the tap covers, int64[its rows]; None for all of them."""
+        return self._optional(PARTIAL + self._stored(name))
+
+    def check(self) -> None:
+        """Check the file against the manifest, but for its digest.
+
+        Raises:
+            HarnessError: STEP_MISSING, STEP_TRUNCATED or STEP_MALFORMED.
+        """
+        self._layout()
+
+    def raise_if_altered(self, *, wait: bool = False) -> None:
+        """Raise STEP_ALTERED if the digest is known to be wrong, or with `wait` as soon as it is known."""
+        if self.digest is None or self.entry.sha256 is None:
+            return
+        if self.digest.cancelled():
+            if wait:
+                _check_digest(self.path, self.entry.sha256)
+        elif wait or self.digest.done():
+            self.digest.result()
+
+    def _optional(self, name: str) -> torch.Tensor | None:
+        layout = self._layout()
+        return self._read_index(layout, name) if name in layout.tensors else None
+
+    def _index(self, name: str) -> torch.Tensor:
+        return self._read_index(self._layout(), name)
+
+    def _read_index(self, layout: "_Layout", name: str) -> torch.Tensor:
+        """Return an index tensor; they are small and asked for often, so what was checked stays."""
+        if name not in self._indices:
+            self._indices[name] = _read_tensor(self.path, layout, name)
+        return self._indices[name]
+
+    def _layout(self) -> "_Layout":
+        """Return where the tensors lie, read and checked at the first call."""
+        if self._checked_layout is None:
+            path = _step_path(self._folder, self.entry)
+            try:
+                layout = _Layout.read(path, self.entry)
+                self._rules.check(path, self.entry, layout.tensors, partial(self._read_index, layout))
+            except HarnessError:
+                if self.entry.sha256 is not None:
+                    _check_digest(path, self.entry.sha256)  # if the file was altered, that is what to say
+                raise
+            self._checked_layout = layout
+        return self._checked_layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """The layout of a step file's tensors."""
+
+    tensors: dict[str, TensorEntry]
+    data_offset: int
+    entry: StepEntry
+
+    @classmethod
+    def read(cls, path: Path, entry: StepEntry) -> Self:
+        header = _read_step_header(path)
+        if header.file_bytes != entry.num_bytes:
+            raise _truncated(path, entry, header.file_bytes)
+        return cls(tensors=header.by_name(), data_offset=header.data_offset, entry=entry)
+
+
+def _small_files(entries: Sequence[StepEntry]) -> set[int]:
+    """Return the steps whose files are kept in memory, as many of the small ones as there is room for."""
+    chosen, room = set(), _KEPT_BYTES
+    for entry in entries:
+        if entry.num_bytes < min(room, _MAP_FROM_BYTES):
+            chosen.add(entry.index)
+            room -= entry.num_bytes
+    return chosen
+
+
+def _read_file(path: Path, entry: StepEntry) -> bytearray:
+    content = bytearray(entry.num_bytes)
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = file.readinto(content)
+            if size != entry.num_bytes or file.read(1):
+                raise _truncated(path, entry, path.stat().st_size)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    return content
+
+
+def _read_tensor(path: Path, layout: _Layout, name: str, content: bytearray | None = None) -> torch.Tensor:
+    """Return one tensor of a step file: read if it is small, else a private mapping that goes when the tensor does.
+
+    Args:
+        path: the file.
+        layout: where its tensors lie.
+        name: of the tensor.
+        content: of the whole file, where it is kept.
+    """
+    entry = layout.tensors[name]
+    dtype = TORCH_DTYPES[entry.dtype]
+    begin, num_bytes = layout.data_offset + entry.begin, entry.end - entry.begin
+    if not num_bytes:
+        return torch.empty(entry.shape, dtype=dtype)
+    if content is not None and not begin % dtype.itemsize:
+        return torch.frombuffer(content, dtype=dtype, count=entry.num_elements, offset=begin).view(entry.shape)
+    try:
+        with path.open("rb", buffering=0) as file:
+            if (size := os.fstat(file.fileno()).st_size) != layout.entry.num_bytes:
+                raise _truncated(path, layout.entry, size)
+            if num_bytes < _MAP_FROM_BYTES or begin % dtype.itemsize:
+                file.seek(begin)
+                data: bytearray | mmap.mmap = bytearray(num_bytes)
+                skipped = 0
+                if file.readinto(data) != num_bytes:
+                    raise _truncated(path, layout.entry, path.stat().st_size)
+            else:
+                skipped = begin % mmap.ALLOCATIONGRANULARITY
+                data = mmap.mmap(file.fileno(), num_bytes + skipped, access=mmap.ACCESS_COPY, offset=begin - skipped)
+    except (OSError, ValueError) as error:  # mmap raises ValueError beyond the end of the file
+        raise _unreadable(path, error) from None
+    return torch.frombuffer(data, dtype=dtype, count=entry.num_elements, offset=skipped).view(entry.shape)
+
+
+def _unreadable(path: Path, error: Exception) -> HarnessError:
+    hint = "the recording changed while it was read: copy it again, or record again"
+    return HarnessError(Code.STEP_MISSING, f"a step file cannot be read: {error}", where=path, hint=hint)
+
+
+def _manifest_path(folder: Path) -> Path:
+    try:
+        found = stat.S_ISREG((folder / MANIFEST_NAME).stat().st_mode)
+    except (OSError, ValueError):
+        found = False
+    if found:
+        return folder / MANIFEST_NAME
+    raise HarnessError(
+        Code.NOT_A_RECORDING,
+        f"the folder has no {MANIFEST_NAME}",
+        where=folder,
+        expected=f"a folder with {MANIFEST_NAME} and one safetensors file per step",
+        hint="record again: a recording that was interrupted has no manifest",
+    )
+
+
+def _step_path(folder: Path, entry: StepEntry) -> Path:
+    """Return the path of a step file that exists, in this folder, as a regular file of the size that it should have."""
+    path = folder / entry.file
+    try:
+        status = path.stat()
+    except OSError as error:
+        hint = "copy the recording again, with all of its files, or record again"
+        what = f"a step file is missing: {error.strerror}"
+        raise HarnessError(Code.STEP_MISSING, what, where=path, expected=entry.file, hint=hint) from None
+    if not stat.S_ISREG(status.st_mode):
+        malformed(path, "a step file is not a regular file")
+    if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+        malformed(path, "a step file leads out of the recording", expected=folder, actual=path.resolve())
+    if status.st_size != entry.num_bytes:
+        raise _truncated(path, entry, status.st_size)
+    return path
+
+
+def _truncated(path: Path, entry: StepEntry, num_bytes: int) -> HarnessError:
+    return HarnessError(
+        Code.STEP_TRUNCATED,
+        "a step file has another size than the manifest says",
+        where=path,
+        expected=f"{entry.num_bytes} bytes",
+        actual=f"{num_bytes} bytes",
+        hint="copy the recording again, or record again",
+    )
+
+
+def _read_step_header(path: Path) -> Header:
+    try:
+        return read_header(path)
+    except HarnessError as error:
+        raise HarnessError(
+            Code.STEP_MALFORMED,
+            f"a step file is no safetensors file: {error.what}",
+            where=error.where,
+            expected=error.expected,
+            actual=error.actual,
+            hint=error.hint,
+        ) from error
+
+
+def _check_digest(path: Path, expected: str) -> None:
+    try:
+        with path.open("rb", buffering=0) as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        actual = f"cannot be read: {error.strerror}"
+    if actual != expected:
+        raise HarnessError(
+            Code.STEP_ALTERED,
+            "a step file is not the one that was recorded: its sha256 differs",
+            where=path,
+            expected=expected,
+            actual=actual,
+            hint="copy the recording again, or record again",
+        )

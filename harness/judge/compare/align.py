@@ -1,0 +1,264 @@
+"""The place of each row: rows of recordings are found by (request, position), never by step or call order."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from harness.errors import Code, HarnessError
+from harness.formats.recording import Recording, RequestInfo, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Identity of some rows; all int64 tensors of the same length."""
+
+    request: torch.Tensor
+    position: torch.Tensor
+    step: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.request)
+
+    def select(self, keep: torch.Tensor) -> "Rows":
+        """Return the rows at the given indices, or where the given mask holds."""
+        return Rows(request=self.request[keep], position=self.position[keep], step=self.step[keep])
+
+    def first(self, among: torch.Tensor) -> int:
+        """Return the index of the smallest (request, position) where the mask `among` holds."""
+        candidates = among.nonzero()[:, 0]
+        keys = self.request[candidates] * (1 << 32) + self.position[candidates]
+        return int(candidates[keys.argmin()])
+
+    @staticmethod
+    def concat(parts: Sequence["Rows"]) -> "Rows":
+        """Join several into one."""
+        if len(parts) == 1:
+            return parts[0]
+        empty = torch.empty(0, dtype=torch.int64)
+        return Rows(
+            request=torch.cat([empty, *(part.request for part in parts)]),
+            position=torch.cat([empty, *(part.position for part in parts)]),
+            step=torch.cat([empty, *(part.step for part in parts)]),
+        )
+
+
+def is_readback(step: Step) -> bool:
+    """Whether the step's rows were read back from the KV cache rather than computed."""
+    return step.phase == "readback"
+
+
+def all_rows(step: Step) -> Rows:
+    """Return the identity of all rows of one step."""
+    request = step.request.long()
+    return Rows(request=request, position=step.position.long(), step=torch.full_like(request, step.index))
+
+
+def step_rows(step: Step, tap: str) -> Rows:
+    """Return the identity of the rows of one tap in one step."""
+    covered = step.rows_of(tap)
+    request, position = step.request.long(), step.position.long()
+    if covered is not None:
+        request, position = request[covered], position[covered]
+    return Rows(request=request, position=position, step=torch.full_like(request, step.index))
+
+
+_CHUNK_ROWS = 2048
+_CHUNK_BYTES = 64 << 20
+
+
+def chunks(steps: Sequence[Step]) -> Iterator[list[Step]]:
+    """Group consecutive steps until they hold enough rows, of all taps, to be worth handling at once.
+
+    A decode step has a row or two; measuring each by itself would cost a hundred times the arithmetic.
+    """
+    chunk: list[Step] = []
+    rows = num_bytes = 0
+    for step in steps:
+        chunk.append(step)
+        rows, num_bytes = rows + step.entry.num_rows, num_bytes + step.entry.num_bytes
+        if rows >= _CHUNK_ROWS or num_bytes >= _CHUNK_BYTES:
+            yield chunk
+            chunk, rows, num_bytes = [], 0, 0
+    if chunk:
+        yield chunk
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Join along rows; a single tensor, which may be a view of a file, is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def take(step: Step, tap: str, wanted: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a tap at some of the step's rows, and which of those rows it has (None: all).
+
+    Args:
+        step: the step.
+        tap: a tap the step has.
+        wanted: indices of step rows, or None for all of them.
+    """
+    tensor, covered = step.tap(tap), step.rows_of(tap)
+    if covered is None:
+        return (tensor if wanted is None else tensor[wanted]), None
+    num_rows = len(step.request)
+    where = torch.full((num_rows,), -1, dtype=torch.int64)
+    where[covered] = torch.arange(len(covered))
+    found = where if wanted is None else where[wanted]
+    return tensor[found[found >= 0]], found >= 0
+
+
+class Locator:
+    """Finds rows of a recording by (request, position); a row recorded more than once is found where it was last."""
+
+    def __init__(self, recording: Recording, aliases: Mapping[int, int] | None = None) -> None:
+        """Read nothing yet; a request named in `aliases` is looked up as the one it repeats."""
+        self.recording = recording
+        self._aliases = aliases or {}
+        self._tables: dict[tuple[str, ...], torch.Tensor] = {}
+
+    @cached_property
+    def request_ids(self) -> torch.Tensor:
+        """The ids of the requests in ascending order; rows of `recorded` follow it."""
+        return torch.tensor(sorted(request.id for request in self.recording.manifest.requests), dtype=torch.int64)
+
+    @cached_property
+    def _shape(self) -> tuple[int, int]:
+        requests = self.recording.manifest.requests
+        return len(requests), max((len(request.token_ids) for request in requests), default=0)
+
+    def _dense(self, request: torch.Tensor) -> torch.Tensor:
+        """Request ids to rows of a table: ids may be any integers."""
+        return torch.searchsorted(self.request_ids, request)
+
+    def _originals(self, request: torch.Tensor) -> torch.Tensor:
+        """Ids of requests to those they are looked up as."""
+        originals = request
+        for alias, original in self._aliases.items():  # an alias may be the id of another original
+            originals = torch.where(request == alias, original, originals)
+        return originals
+
+    @cached_property
+    def _signatures(self) -> dict[str, tuple[str, ...]]:
+        """Taps recorded at exactly the same rows share one table."""
+        parts: dict[str, list[str]] = {}
+        for step in self.recording.steps:
+            for tap in step.tap_names:
+                own = f":{tap}" if step.rows_of(tap) is not None else ""
+                parts.setdefault(tap, []).append(f"{step.index}{own}")
+        return {tap: tuple(signature) for tap, signature in parts.items()}
+
+    @cached_property
+    def computed(self) -> torch.Tensor:
+        """[requests, positions] bool: rows of any step that computed them."""
+        computed = torch.zeros(self._shape, dtype=torch.bool)
+        for step in self.recording.steps:
+            if not is_readback(step):
+                computed[self._dense(step.request.long()), step.position.long()] = True
+        return computed
+
+    def taps(self) -> list[str]:
+        """Return the names of all taps of the recording."""
+        return list(self._signatures)
+
+    def signature(self, tap: str) -> tuple[str, ...]:
+        """Return what is equal for taps that were recorded at exactly the same rows."""
+        return self._signatures.get(tap, ())
+
+    def find(self, tap: str, rows: Rows) -> torch.Tensor:
+        """Return [rows, 3] int64: step, row within the tap, running number over all steps; -1 where there is none."""
+        signature = self._signatures.get(tap)
+        if signature is None:
+            return torch.full((len(rows), 3), -1, dtype=torch.int64)
+        if signature not in self._tables:
+            self._tables[signature] = self._table(tap)
+        return self._tables[signature][self._dense(self._originals(rows.request)), rows.position]
+
+    def _table(self, tap: str) -> torch.Tensor:
+        table = torch.full((*self._shape, 3), -1, dtype=torch.int64)
+        running = 0
+        for step in self.recording.steps:
+            if tap in step.tap_names:
+                rows = step_rows(step, tap)
+                count = torch.arange(len(rows))
+                table[self._dense(rows.request), rows.position] = torch.stack(
+                    [rows.step, count, running + count], dim=1
+                )
+                running += len(rows)
+        return table
+
+    def recorded(self, tap: str) -> torch.Tensor:
+        """Return [requests, positions] bool: where the tap was recorded."""
+        signature = self._signatures.get(tap)
+        if signature is None:
+            return torch.zeros(self._shape, dtype=torch.bool)
+        if signature not in self._tables:
+            self._tables[signature] = self._table(tap)
+        return self._tables[signature][..., 0] >= 0
+
+    def gather(self, tap: str, found: torch.Tensor) -> torch.Tensor:
+        """Return the rows that `find` found (none of them -1), without copying where they lie side by side."""
+        steps, rows = found[:, 0], found[:, 1]
+        first = int(steps[0])
+        if bool((steps == first).all()):
+            tensor, start = self.recording.steps[first].tap(tap), int(rows[0])
+            if bool((rows == torch.arange(start, start + len(rows))).all()):
+                return tensor[start : start + len(rows)]
+            return tensor[rows]
+        places = [(steps == step).nonzero()[:, 0] for step in steps.unique()]
+        parts = [self.recording.steps[int(steps[place[0]])].tap(tap)[rows[place]] for place in places]
+        return torch.cat(parts)[torch.cat(places).argsort()]
+
+
+def match_requests(expected: Recording, actual: Recording, *, is_pool: bool = False) -> dict[int, int]:
+    """Return which request of `expected` each additional request of `actual` repeats, by their ids.
+
+    Every request of `expected` is in `actual` under the same id. What `actual` has besides are the same tokens once
+    more, or their beginning: a request that was sent again, or forked. Of a pool, `actual` holds what it likes, under
+    ids of its own.
+
+    Raises:
+        HarnessError: DIFFERENT_PROMPTS: rows of different requests mean different things.
+    """
+    theirs = {request.id: request for request in expected.manifest.requests}
+    ours = {request.id: request for request in actual.manifest.requests}
+    where = f"{actual.path} against {expected.path}"
+    additional = [own for own in ours.values() if is_pool or own.id not in theirs]
+    aliases = {own.id: _original(own, theirs.values()) for own in additional}
+    if not (is_pool or theirs.keys() <= ours.keys()) or None in aliases.values():
+        raise HarnessError(
+            Code.DIFFERENT_PROMPTS,
+            "the recordings hold different requests",
+            where=where,
+            expected=f"requests {sorted(theirs)}",
+            actual=f"requests {sorted(ours)}",
+            hint="record both from the same prompts",
+        )
+    for request_id, request in sorted(theirs.items() if not is_pool else ()):
+        _check_same_request(request, ours[request_id], where)
+    return {own: original for own, original in aliases.items() if original is not None}
+
+
+def _original(request: RequestInfo, candidates: Iterable[RequestInfo]) -> int | None:
+    tokens = list(request.token_ids)
+    return next((other.id for other in candidates if list(other.token_ids[: len(tokens)]) == tokens), None)
+
+
+def _check_same_request(expected: RequestInfo, actual: RequestInfo, where: str) -> None:
+    pairs = zip(expected.token_ids, actual.token_ids, strict=False)
+    differing = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+    if differing is None and len(expected.token_ids) == len(actual.token_ids):
+        return
+    if differing is None:
+        values = (f"{len(expected.token_ids)} tokens", f"{len(actual.token_ids)} tokens")
+    else:
+        values = (f"token {expected.token_ids[differing]}", f"token {actual.token_ids[differing]}")
+        where += f", position {differing}"
+    raise HarnessError(
+        Code.DIFFERENT_PROMPTS,
+        f"request {expected.id} holds different tokens",
+        where=where,
+        expected=values[0],
+        actual=values[1],
+        hint="feed the engine the golden's tokens (forced tokens), so that rows align",
+    )

@@ -1,0 +1,107 @@
+"""Some sequences of an engine's rows, padded to one length, and the recorded rows of any tap in them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from harness.formats.recording import Recording
+from harness.judge.compare.align import Rows, joined
+from harness.judge.compare.sequences import NOWHERE, RowSequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRows:
+    """The recorded rows of one tap in a batch."""
+
+    places: torch.Tensor
+    """[rows] int64: where each row stands, request times tokens, plus token."""
+    rows: torch.Tensor
+    """[rows, ...] in the dtype they were recorded in."""
+
+
+class Batch:
+    """Sequences side by side: [sequences, tokens], the shorter ones padded behind their end."""
+
+    def __init__(self, recording: Recording, sequences: Sequence[RowSequence]) -> None:
+        self.recording, self.sequences = recording, sequences
+        self.num_tokens = max(len(sequence) for sequence in sequences)
+        self._step = self._padded([sequence.step for sequence in sequences], NOWHERE)
+        self._row = self._padded([sequence.row for sequence in sequences], NOWHERE)
+        self.is_own = self._padded([sequence.is_own for sequence in sequences], False)
+        """[places] bool: rows that are judged in this batch."""
+
+    def _padded(self, columns: Sequence[torch.Tensor], fill: int | bool) -> torch.Tensor:
+        """[places] of columns that are shorter than the batch."""
+        table = torch.full((len(columns), self.num_tokens), fill, dtype=columns[0].dtype)
+        for line, column in zip(table, columns, strict=True):
+            line[: len(column)] = column
+        return table.flatten()
+
+    @cached_property
+    def token_ids(self) -> torch.Tensor:
+        """[sequences, tokens] int64; padding is token 0, which no row of a sequence sees."""
+        ids = torch.zeros(len(self.sequences), self.num_tokens, dtype=torch.int64)
+        for line, sequence in zip(ids, self.sequences, strict=True):
+            line[: len(sequence)] = torch.tensor(sequence.token_ids)
+        return ids
+
+    @property
+    def num_places(self) -> int:
+        """Rows of the batch, padding included."""
+        return len(self._step)
+
+    def rows(self, places: torch.Tensor) -> Rows:
+        """Return the identity of the rows at some places."""
+        request = torch.tensor([sequence.request.id for sequence in self.sequences])
+        return Rows(
+            request=request[places // self.num_tokens], position=places % self.num_tokens, step=self._step[places]
+        )
+
+    @cached_property
+    def _by_step(self) -> list[tuple[int, torch.Tensor, torch.Tensor | slice]]:
+        """For each step: its index, the places of its rows, and the rows, as a slice where they lie side by side."""
+        there = (self._step >= 0).nonzero()[:, 0]
+        order = self._step[there].argsort(stable=True)
+        steps, counts = self._step[there][order].unique_consecutive(return_counts=True)
+        places = there[order].split(counts.tolist())
+        return [(step, own, _as_slice(self._row[own])) for step, own in zip(steps.tolist(), places, strict=True)]
+
+    def recorded(self, tap: str) -> RecordedRows | None:
+        """Return the rows of a tap that were recorded; None if there are none."""
+        parts = list(self._parts(tap))
+        if not parts:
+            return None
+        return RecordedRows(places=joined([places for places, _ in parts]), rows=joined([rows for _, rows in parts]))
+
+    def _parts(self, tap: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for index, places, rows in self._by_step:
+            step = self.recording.steps[index]
+            if not step.has(tap):
+                continue
+            covered = step.rows_of(tap)
+            if covered is not None:
+                where = torch.full((len(step.request),), NOWHERE, dtype=torch.int64)
+                where[covered] = torch.arange(len(covered))
+                found = where[rows]
+                places, rows = places[found >= 0], found[found >= 0]
+            if len(places):
+                yield places, step.tap(tap)[rows]
+
+
+def _as_slice(rows: torch.Tensor) -> torch.Tensor | slice:
+    first, last = int(rows[0]), int(rows[-1])
+    is_run = last - first == len(rows) - 1 and bool((rows.diff() == 1).all())
+    return slice(first, last + 1) if is_run else rows
+
+
+def make_batches(recording: Recording, sequences: Sequence[RowSequence], max_tokens: int) -> list[Batch]:
+    """Group sequences of similar lengths so that a batch has at most so many tokens, padding included."""
+    groups: list[list[RowSequence]] = []
+    for sequence in sorted(sequences, key=len, reverse=True):
+        if groups and len(groups[-1][0]) * (len(groups[-1]) + 1) <= max_tokens:
+            groups[-1].append(sequence)
+        else:
+            groups.append([sequence])
+    return [Batch(recording, group) for group in groups]

@@ -1,0 +1,211 @@
+"""The KV cache read back through the block table, bit for bit against what was written."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from harness.base.metrics import rounding_unit, row_metrics
+from harness.formats.recording import Step
+from harness.formats.taps import Graph, Kind, Operation
+from harness.judge.compare.align import Locator, Rows, is_readback, step_rows
+from harness.judge.compare.cache_format import CacheFormat
+from harness.judge.compare.local_judge import LocalErrors
+from harness.judge.compare.prefixes import Prefixes
+from harness.judge.compare.propagated import RATIO_BOUND
+from harness.judge.compare.shapes import cache_format, engine_dtype
+
+KEPT_AS_DECLARED = "kept in {}, as declared"
+_KEYS = "k_cache"
+
+
+def cache_errors(
+    locator: Locator,
+    graph: Graph,
+    usable: Collection[str],
+    expected: Locator | None = None,
+    noise: Mapping[str, torch.Tensor] | None = None,
+) -> Iterator[tuple[Operation, LocalErrors]]:
+    """Compare every `k_cache` and `v_cache` row with the key or value last recorded before it for the same tokens.
+
+    Any differing bit is an error: a cache stores, it does not compute. What was computed in a wider dtype is stored in
+    the engine's, or in the one that is declared for the cache; a cache of a dtype narrower than that shows as rounding.
+    Where no row of these tokens was recorded (a prefix that was taken over, an engine that shows its cache and not
+    what it writes), the row is wrong unless it is as near to the golden's as HF's own noise allows.
+
+    Args:
+        locator: of the engine's recording.
+        graph: of the model.
+        usable: recorded taps whose shape and dtype fit.
+        expected: of the golden.
+        noise: HF's own error per tap and row of the golden.
+    """
+    writes = _Writes(locator)
+    for operation in graph:
+        if operation.kind is Kind.CACHE and operation.tap in usable:
+            parts = [*_read_back(operation, writes)] if operation.inputs[0] in usable else []
+            if expected is not None:
+                parts += _found_there(operation, writes, expected, _Noise.of(locator, graph, operation, noise or {}))
+            if parts:
+                yield operation, _joined(parts, writes.declared(operation))
+
+
+class _Writes:
+    """The latest computation of each prefix's content, as of each step that reads the cache back."""
+
+    def __init__(self, locator: Locator) -> None:
+        self.locator = locator
+        self._formats = {"k": cache_format(locator.recording, "k"), "v": cache_format(locator.recording, "v")}
+        self.prefixes = Prefixes(locator.recording.manifest.requests)
+        self._found: dict[tuple[str, ...], dict[int, torch.Tensor]] = {}
+
+    def declared(self, operation: Operation) -> CacheFormat | None:
+        """Return the declared format of the keys or the values."""
+        return self._formats["k" if operation.site == _KEYS else "v"]
+
+    def differs(self, read: torch.Tensor, written: torch.Tensor, operation: Operation) -> torch.Tensor:
+        """[rows] bool: what was read is not what a cache of this engine makes of what was written."""
+        declared = self.declared(operation)
+        if declared is not None and declared.dtype is None:
+            return declared.differs(read, written)
+        return _differs(read, self.stored(read, written, operation))
+
+    def stored(self, read: torch.Tensor, written: torch.Tensor, operation: Operation) -> torch.Tensor:
+        """Return what was written as a cache of this engine holds it.
+
+        That is in the declared format, or in the engine's dtype; a cache whose content is in neither keeps what it is
+        given.
+        """
+        declared = self.declared(operation)
+        if declared is not None and declared.dtype is None:
+            return declared.unturned(declared.stored(written).values).to(read.dtype)
+        dtype = engine_dtype(self.locator.recording) if declared is None else declared.dtype or read.dtype
+        if declared is None and bool(_differs(read, read.to(dtype).to(read.dtype)).any()):
+            return written
+        return written.to(dtype) if written.dtype.itemsize > dtype.itemsize else written
+
+    def before(self, step: Step, rows: Rows, tap: str) -> torch.Tensor:
+        """Return [rows, 2] int64: the step and the row within `tap` of each row's latest write; -1 for none."""
+        signature = self.locator.signature(tap)
+        if signature not in self._found:
+            self._found[signature] = self._tables(tap)
+        return self._found[signature][step.index][self.prefixes.of(rows)]
+
+    def _tables(self, tap: str) -> dict[int, torch.Tensor]:
+        """Return, per read-back step, a table of all prefixes."""
+        latest, tables = torch.full((self.prefixes.count, 2), -1, dtype=torch.int64), {}
+        unchanged: torch.Tensor | None = None
+        for step in self.locator.recording.steps:
+            if is_readback(step):
+                tables[step.index] = unchanged = latest.clone() if unchanged is None else unchanged
+            elif step.has(tap):
+                rows = step_rows(step, tap)
+                latest[self.prefixes.of(rows)] = torch.stack([rows.step, torch.arange(len(rows))], dim=1)
+                unchanged = None
+        return tables
+
+    def is_kept(self, step: Step, rows: Rows, read: torch.Tensor, operation: Operation) -> torch.Tensor:
+        """Return [rows] bool: any write before `step` of the same tokens holds the bits that were read."""
+        tap = operation.inputs[0]
+        wanted, kept = self.prefixes.of(rows), torch.zeros(len(rows), dtype=torch.bool)
+        for writer in self.locator.recording.steps[: step.index]:
+            if not is_readback(writer) and writer.has(tap):
+                written = self.prefixes.of(step_rows(writer, tap))
+                here, there = (wanted[:, None] == written).nonzero().unbind(1)
+                content = writer.tap(tap)[there].flatten(1)
+                kept[here[~self.differs(read[here], content, operation)]] = True
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Errors of the rows of one step; tensors [rows]."""
+
+    rows: Rows
+    roundings: torch.Tensor
+    bound: torch.Tensor
+    bad: torch.Tensor
+
+
+def _read_back(operation: Operation, writes: _Writes) -> Iterator[_Part]:
+    """Compare the rows with a known writer."""
+    source = operation.inputs[0]
+    for step, own, read in _read(operation, writes):
+        found = writes.before(step, own, source)
+        present = found[:, 0] >= 0
+        if not bool(present.any()):
+            continue
+        own, read = own.select(present), read[present]
+        written = writes.locator.gather(source, found[present]).flatten(1)
+        bad = writes.differs(read, written, operation)
+        if bool(bad.any()):  # of several who computed the same tokens, the cache may keep any
+            bad[bad.clone()] = ~writes.is_kept(step, own.select(bad), read[bad], operation)
+        errors = row_metrics(read, writes.stored(read, written, operation)).relative_l2 / rounding_unit(read.dtype)
+        roundings = torch.where(bad, torch.where(errors > 0, errors, torch.inf), 0.0)
+        yield _Part(own, roundings, torch.zeros_like(roundings), bad)
+
+
+@dataclass(frozen=True, slots=True)
+class _Noise:
+    """Relative L2 error that rounding makes of what a cache holds."""
+
+    rows: torch.Tensor | None
+    """HF's own, per row of the golden."""
+    least: float
+
+    @classmethod
+    def of(cls, locator: Locator, graph: Graph, operation: Operation, noise: Mapping[str, torch.Tensor]) -> "_Noise":
+        rows = noise.get(operation.inputs[0])
+        if rows is not None and len(rows):
+            return cls(rows, float(rows.nanmedian()))
+        depth = next(at for at, each in enumerate(graph, start=1) if each.tap == operation.tap)
+        return cls(None, rounding_unit(engine_dtype(locator.recording)) * math.sqrt(depth))
+
+    def at(self, running: torch.Tensor) -> torch.Tensor:
+        """Return the noise of some rows of the golden, by their running numbers."""
+        if self.rows is None:
+            return torch.full((len(running),), self.least, dtype=torch.float64)
+        return self.rows[running].to(torch.float64).clamp(min=self.least)
+
+
+def _found_there(operation: Operation, writes: _Writes, expected: Locator, noise: _Noise) -> Iterator[_Part]:
+    """Compare the rows whose writing was not recorded with the golden's."""
+    source = operation.inputs[0]
+    for step, own, read in _read(operation, writes):
+        theirs = expected.find(source, own)
+        wanted = (writes.before(step, own, source)[:, 0] < 0) & (theirs[:, 0] >= 0)
+        if not bool(wanted.any()):
+            continue
+        metrics = row_metrics(read[wanted], expected.gather(source, theirs[wanted]).flatten(1))
+        unit = rounding_unit(read.dtype)
+        roundings = torch.where(metrics.is_finite, metrics.relative_l2 / unit, torch.inf)
+        bound = RATIO_BOUND * noise.at(theirs[wanted][:, 2]) / unit
+        yield _Part(own.select(wanted), roundings, bound, roundings > bound)
+
+
+def _read(operation: Operation, writes: _Writes) -> Iterator[tuple[Step, Rows, torch.Tensor]]:
+    """Yield each step that reads this cache back, with its rows and what was read, flat."""
+    for step in writes.locator.recording.steps:
+        if is_readback(step) and step.has(operation.tap):
+            yield step, step_rows(step, operation.tap), step.tap(operation.tap).flatten(1)
+
+
+def _joined(parts: Sequence[_Part], declared: CacheFormat | None) -> LocalErrors:
+    bad, roundings = torch.cat([part.bad for part in parts]), torch.cat([part.roundings for part in parts])
+    return LocalErrors(
+        rows=Rows.concat([part.rows for part in parts]),
+        roundings=roundings,
+        bound=torch.cat([part.bound for part in parts]),
+        bad=bad,
+        exact=declared is None and not bool((roundings != 0).any()),
+        convention=None if declared is None else KEPT_AS_DECLARED.format(declared.name),
+    )
+
+
+def _differs(read: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+    """[rows] bool: any bit differs. Two NaN of the same bits are equal: the cache is not to blame for them."""
+    if read.dtype != written.dtype:
+        return (read.to(torch.float64) != written.to(torch.float64)).any(dim=1)
+    read_bytes, written_bytes = (x.contiguous().view(torch.uint8) for x in (read, written))
+    return (read_bytes != written_bytes).any(dim=1)

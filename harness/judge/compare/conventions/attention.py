@@ -1,0 +1,142 @@
+"""Conventions of attention.
+
+`B` requests, `T` queries, `S` keys, `N` query heads, `K` KV heads, `H` head size, `R` rows.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from harness.base.metrics import rounding_unit
+from harness.formats.taps import KINDS, ErrorModel, Kind
+from harness.judge.compare.conventions.entry import Convention, Rounding, Subject, dtype_name
+from harness.oracle.attention import attention_sensitivity, scaling, visible_keys
+from harness.oracle.watch import AttentionCall, run_attention
+
+EAGER = "scores rounded to the engine's dtype"
+CACHE = "keys and values kept in {}"
+CACHE_PRODUCTS = "keys and values kept in {}, queries and probabilities rounded to it"
+CACHE_FLASH = "keys and values kept in {}, the sum of the values too (flash attention)"
+_EAGER_MODEL = ErrorModel(roundings=1, accumulation=25, products=8)
+"""Attention against HF's eager code in the engine's dtype: a product of another shape lets a few scores round the other
+way, each by a whole rounding."""
+MODEL = KINDS[Kind.ATTENTION].error_model or _EAGER_MODEL
+_SCORE_BYTES = 64 << 20
+"""Scores held at a time."""
+Round = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _eager(subject: Subject) -> Iterator[Rounding]:
+    """Scores and probabilities rounded to the dtype, as HF's eager code does it."""
+    call = subject.call
+    eager = None if call is None else subject.hf.eager_attention(call.module)
+    if call is None or eager is None:
+        return
+    function = eager
+    yield Rounding(
+        name=EAGER,
+        model=_EAGER_MODEL,
+        expected=lambda: _run_eager(call, function, subject.dtype)[subject.rows].to(torch.float64),
+    )
+
+
+def _run_eager(call: AttentionCall, function: Callable[..., object], dtype: torch.dtype) -> torch.Tensor:
+    """Compute attention as HF's eager code does in the engine's dtype, scores rounded: [B * T, N*H]."""
+    visible = visible_keys(call)
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    mask = mask.masked_fill(~visible, torch.finfo(dtype).min)
+    low = replace(call, query=call.query.to(dtype), key=call.key.to(dtype), value=call.value.to(dtype), mask=mask)
+    context = run_attention(low, function)[0]
+    result: torch.Tensor = context.flatten(2).flatten(0, 1)
+    return result
+
+
+def _coarse_cache(subject: Subject) -> Iterator[Rounding]:
+    """Keys and values come from a cache of the declared dtype; products with it are done in that dtype or not."""
+    call, name = subject.call, subject.declared.cache
+    dtype = getattr(torch, name or "", None)
+    if call is None or not isinstance(dtype, torch.dtype) or dtype.itemsize >= subject.dtype.itemsize:
+        return
+    if subject.declared.cache_values not in (None, name):
+        return
+    found = attention_sensitivity(call)
+    amplification = found.amplification.flatten()[subject.rows].to("cpu", torch.float64)
+    coarse = rounding_unit(dtype) / rounding_unit(subject.dtype)
+    name = dtype_name(dtype)
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype).to(torch.float64)
+
+    yield Rounding(name=CACHE.format(name), model=MODEL, expected=lambda: _attend(subject, call, rounded, None))
+    if dtype not in (torch.float16, torch.bfloat16):
+        return
+    # A score that is computed in another order lets its probability round the other way.
+    yield Rounding(
+        name=CACHE_PRODUCTS.format(name),
+        model=MODEL,
+        expected=lambda: _attend(subject, call, rounded, rounded),
+        room=2 * coarse * amplification,
+    )
+    num_seen = (subject.positions + 1).to(torch.float64)
+    yield Rounding(
+        name=CACHE_FLASH.format(name),
+        model=MODEL,
+        expected=lambda: _attend(subject, call, rounded, rounded),
+        room=2 * coarse * (amplification + num_seen.sqrt()),
+    )
+
+
+def _attend(subject: Subject, call: AttentionCall, stored: Round, used: Round | None) -> torch.Tensor:
+    """Compute attention in float64 from what a cache holds: [R, N*H].
+
+    Args:
+        subject: the rows.
+        call: what attention read, before it was stored.
+        stored: rounds keys and values.
+        used: rounds queries and probabilities; None if they are not rounded.
+    """
+    query, key, value = (x.to(torch.float64) for x in (call.query, stored(call.key), stored(call.value)))
+    query, used = (query, _as_it_is) if used is None else (used(query), used)
+    context = torch.cat([used(p) @ v for p, v in probabilities(call, query, key, value)], dim=2)
+    return context.transpose(1, 2).flatten(2).flatten(0, 1)[subject.rows]
+
+
+def probabilities(
+    call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield probabilities [B, N, t, S] of some queries at a time, and the values [B, N, S, H] that they weigh."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    visible, per_query = visible_keys(call), 8 * query.shape[0] * query.shape[1] * max(1, key.shape[2])
+    step = max(1, _SCORE_BYTES // per_query)
+    for at in range(0, query.shape[2], step):
+        yield _probabilities(call, query[:, :, at : at + step], key, visible[:, :, at : at + step]), value
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _probabilities(call: AttentionCall, query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """[B, N, t, S] of some queries; soft cap and sinks as the family has them."""
+    softcap, sinks = call.options.get("softcap"), call.options.get("s_aux")
+    scores = query @ key.transpose(2, 3) * scaling(call)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    column = sinks.reshape(1, -1, 1, 1).to(scores.dtype).expand(*scores.shape[:3], 1)
+    return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
+
+
+CONVENTIONS = (
+    Convention(name="scores rounded to the dtype", kinds=(Kind.ATTENTION,), roundings=_eager),
+    Convention(
+        name="a cache in a lower dtype than the arithmetic",
+        kinds=(Kind.ATTENTION,),
+        roundings=_coarse_cache,
+        is_declared=True,
+    ),
+)

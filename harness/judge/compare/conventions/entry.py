@@ -1,0 +1,76 @@
+"""An entry of the registry of conventions, and what it is given to look at.
+
+`R` rows, `W` elements of a row, `B` requests, `T` tokens.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from harness.base.numerics import Numerics
+from harness.formats.taps import ErrorModel, Kind, Operation
+from harness.oracle.model import HFModel
+from harness.oracle.watch import AttentionCall
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `bfloat16` of `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """Rows of one operation, some of which are out of bounds."""
+
+    hf: HFModel
+    """The operation's weights are in it."""
+    operation: Operation
+    dtype: torch.dtype
+    """Of the operation's tensors: the unit that it is judged in."""
+    actual: torch.Tensor
+    """[R, W] as the engine recorded them."""
+    expected: torch.Tensor
+    """[R, W] the truth's."""
+    rows: torch.Tensor
+    """[R] int64: indices into the batch, request times T plus position; for attention."""
+    positions: torch.Tensor
+    """[R] int64."""
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    """[R, ...] each, of an operation that works row by row; empty for attention."""
+    call: AttentionCall | None = None
+    """Of attention."""
+    recorded: Callable[[str], torch.Tensor | None] = lambda _tap: None
+    """Returns another tap at the same rows, [R, ...]; None if it was not recorded at all of them."""
+    declared: Numerics = field(default_factory=Numerics)
+    """The engine's declaration of its arithmetic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """One legitimate order of rounding, applied to the rows at hand."""
+
+    name: str
+    """The name in the report."""
+    model: ErrorModel
+    """The error that remains to rounding under it."""
+    expected: Callable[[], torch.Tensor]
+    """Computes what the rows should be: [R, W] float64."""
+    room: torch.Tensor | None = None
+    """[R] float64: roundings that are left to it besides those of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convention:
+    """One entry of the registry."""
+
+    name: str
+    """For the documentation: which order of rounding."""
+    kinds: tuple[Kind, ...]
+    """Operations that it may apply to."""
+    roundings: Callable[[Subject], Iterator[Rounding]]
+    """Yields the ways in which it applies to the rows; nothing if it does not."""
+    is_declared: bool = False
+    """Whether it is tried only where the engine declares it (`harness.base.numerics`)."""

@@ -1,0 +1,140 @@
+"""Conventions of rotary embeddings: the angles through another order of float32, or in float64.
+
+HF computes theta^-x and position times frequency in float32. An angle of 10,000 has an error of 0.0005 there, 10,000
+roundings of what is turned by it: whoever computes the same angle otherwise is far off and right.
+
+`R` rows, `P` pairs of elements that turn together.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from harness.base.metrics import rounding_unit
+from harness.formats.taps import KINDS, ErrorModel, Kind
+from harness.judge.compare.conventions.entry import Convention, Rounding, Subject
+from harness.oracle.rotation import Rotation, rotations
+
+_MODEL = KINDS[Kind.ROTARY].error_model or ErrorModel(roundings=3)
+_SAME = 1e-5
+"""Relative distance within which a rotation is the one in HF's forward."""
+_ROUNDINGS_OF_ANGLE = 2
+"""Largest float32 roundings of an angle that are left to every order: scaled frequencies are made in several steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Angles:
+    """The factors of the angles."""
+
+    positions: torch.Tensor
+    """[R] int64."""
+    exponents: torch.Tensor
+    """[P] float64: x in theta^-x."""
+    theta: float
+    given: torch.Tensor
+    """[P] float32: HF's frequencies."""
+    stretch: torch.Tensor
+    """[P] float64: what rope scaling makes of a frequency, as a factor."""
+
+
+def _in_float64(angles: _Angles) -> torch.Tensor:
+    return angles.positions[:, None].to(torch.float64) * angles.given.to(torch.float64)
+
+
+def _all_in_float64(angles: _Angles) -> torch.Tensor:
+    return angles.positions[:, None].to(torch.float64) * (angles.theta**-angles.exponents * angles.stretch)
+
+
+def _frequencies_in_float64(angles: _Angles) -> torch.Tensor:
+    frequencies = (angles.theta**-angles.exponents * angles.stretch).to(torch.float32)
+    return (angles.positions[:, None].to(torch.float32) * frequencies).to(torch.float64)
+
+
+def _divided(angles: _Angles) -> torch.Tensor:
+    wavelengths = angles.theta ** angles.exponents.to(torch.float32) / angles.stretch.to(torch.float32)
+    return (angles.positions[:, None].to(torch.float32) / wavelengths).to(torch.float64)
+
+
+def _by_logarithm(angles: _Angles) -> torch.Tensor:
+    logarithm = torch.tensor(angles.theta, dtype=torch.float32).log()
+    frequencies = (-angles.exponents.to(torch.float32) * logarithm).exp() * angles.stretch.to(torch.float32)
+    return (angles.positions[:, None].to(torch.float32) * frequencies).to(torch.float64)
+
+
+def _one_from_another(angles: _Angles) -> torch.Tensor:
+    """As ggml does: the angle of the first pair is the position, and each next one is the last times theta^(-2/H)."""
+    factor = torch.tensor(angles.theta, dtype=torch.float32) ** -(angles.exponents[1:2].to(torch.float32))
+    angle, columns = angles.positions.to(torch.float32), []
+    for _ in angles.exponents:
+        columns.append(angle)
+        angle = angle * factor if len(factor) else angle
+    return (torch.stack(columns, dim=1) * angles.stretch.to(torch.float32)).to(torch.float64)
+
+
+OTHER_ORDER = "rotary angles in float64, or through another order of float32"
+_ORDERS = (
+    _in_float64, _all_in_float64, _frequencies_in_float64, _divided, _by_logarithm, _one_from_another,
+)  # fmt: skip
+"""[R, P] float64 angles each."""
+
+
+def _other_orders(subject: Subject) -> Iterator[Rounding]:
+    """Hold the rows to the order that they are nearest to; a few rows seldom tell two of them apart."""
+    x = subject.inputs[0].flatten(1).to("cpu", torch.float64)
+    own = _own_rotation(subject, x)
+    if own is not None:
+        angles = _angles(subject, own)
+        room = _room(angles, own.pairs(own.heads(x)), subject.dtype)
+        actual = subject.actual.to("cpu", torch.float64).nan_to_num()
+        expected = partial(_nearest, own, x, angles, actual)
+        yield Rounding(name=OTHER_ORDER, model=_MODEL, expected=expected, room=room)
+
+
+def _nearest(own: Rotation, x: torch.Tensor, angles: _Angles, actual: torch.Tensor) -> torch.Tensor:
+    turned = [own.turned(own.heads(x), *own.table(order(angles))) for order in _ORDERS]
+    return min(turned, key=lambda each: float((each - actual).norm()))
+
+
+def _own_rotation(subject: Subject, x: torch.Tensor) -> Rotation | None:
+    """Return the rotation that takes the input to what it should be; None if the model has no such."""
+    expected, size = subject.expected.to("cpu", torch.float64), subject.hf.head_dim
+    if x.shape != expected.shape or x.shape[1] % size:
+        return None
+    for each in rotations(subject.hf):
+        error = (each.turn(x, subject.positions) - expected).norm(dim=1)
+        if bool((error <= _SAME * expected.norm(dim=1)).all()):
+            return each
+    return None
+
+
+def _angles(subject: Subject, own: Rotation) -> _Angles:
+    """Return what the angles are made of; without a theta of the whole model, HF's frequencies are all there is."""
+    num = len(own.frequencies)
+    exponents = torch.arange(0, num, dtype=torch.float64) / num
+    parameters = getattr(subject.hf.config, "rope_parameters", None) or {}
+    theta = parameters.get("rope_theta")
+    if theta is None:
+        theta = float(own.frequencies[1].to(torch.float64) ** -num) if num > 1 else 1.0
+    plain = 1.0 / (float(theta) ** exponents.to(torch.float32))
+    stretch = own.frequencies.to(torch.float64) / plain.to(torch.float64)
+    is_plain = (stretch - 1).abs() < 4 * torch.finfo(torch.float32).eps
+    return _Angles(
+        positions=subject.positions,
+        exponents=exponents,
+        theta=float(theta),
+        given=own.frequencies,
+        stretch=torch.where(is_plain, 1.0, stretch),
+    )
+
+
+def _room(angles: _Angles, pairs_RNP2: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[R] roundings that an error of the angles makes: each pair moves by its size times the angle's error."""
+    angle = _in_float64(angles) * torch.finfo(torch.float32).eps / 2 * _ROUNDINGS_OF_ANGLE
+    moved = (pairs_RNP2.norm(dim=-1) * angle[:, None]).flatten(1).norm(dim=1)
+    size = pairs_RNP2.flatten(1).norm(dim=1)
+    return torch.where(size > 0, moved / size, 0.0) / rounding_unit(dtype)
+
+
+CONVENTIONS = (Convention(name=OTHER_ORDER, kinds=(Kind.ROTARY,), roundings=_other_orders),)

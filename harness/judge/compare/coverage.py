@@ -1,0 +1,159 @@
+"""Coverage fails closed: what was to be recorded and is not, and what the workload never reached."""
+
+from collections.abc import Collection, Iterable
+
+import torch
+
+from harness.errors import Code
+from harness.formats.recording import Recording
+from harness.formats.taps import Graph, Kind
+from harness.judge.compare.align import Locator, all_rows, is_readback
+from harness.judge.compare.prefixes import Prefixes
+from harness.judge.compare.traits import Traits
+from harness.judge.compare.triggers import not_reached, reached_triggers
+from harness.results.check import Coverage, Finding
+
+
+def wanted_rows(tap: str, locator: Locator, graph: Graph, sampled_only: Collection[str] = ()) -> torch.Tensor:
+    """Return [requests, positions] bool: the rows at which `tap` must be recorded.
+
+    Args:
+        tap: its name.
+        locator: of the engine's recording.
+        graph: of the model.
+        sampled_only: taps that the engine computes for sampled rows only, besides those of the graph.
+    """
+    is_sampled_only = tap in sampled_only or (tap in graph and graph[tap].sampled_only)
+    window = graph[tap].window if tap in graph and graph[tap].kind is Kind.CACHE else None
+    requests = sorted(locator.recording.manifest.requests, key=lambda request: request.id)
+    wanted = torch.zeros_like(locator.recorded(tap))
+    for row, request in enumerate(requests):
+        begin = request.prompt_length - 1 if is_sampled_only else 0
+        if window is not None:  # what no later row will see may be dropped
+            begin = max(begin, len(request.token_ids) - window + 1)
+        wanted[row, begin : len(request.token_ids)] = True
+    return wanted
+
+
+def shared_rows(recorded: torch.Tensor, prefixes: Prefixes) -> torch.Tensor:
+    """Return [requests, positions] bool: rows that a request took over from another instead of computing them.
+
+    They come before the first row that the request computed itself, and another has recorded the same tokens there.
+    A request that computed nothing took over nothing.
+    """
+    first = torch.where(recorded.any(dim=1), recorded.int().argmax(dim=1), 0)
+    is_before = torch.arange(recorded.shape[1]) < first[:, None]
+    return is_before & torch.isin(prefixes.table, prefixes.table[recorded])
+
+
+def resumed_rows(recording: Recording, prefixes: Prefixes) -> torch.Tensor:
+    """Return [requests, positions] bool: prompt rows that a request left out in the midst of its prompt.
+
+    It was preempted there, and found more in the cache than it had computed: others had computed the same tokens by
+    then.
+    """
+    requests = sorted(recording.manifest.requests, key=lambda request: request.id)
+    left_out = torch.zeros(prefixes.table.shape, dtype=torch.bool)
+    computed = torch.zeros(prefixes.count, dtype=torch.bool)
+    reached = [0] * len(requests)
+    for step in (step for step in recording.steps if not is_readback(step)):
+        for row, request in enumerate(requests):
+            positions = step.position[step.request == request.id].long()
+            if not len(positions):
+                continue
+            begin, end = reached[row], min(int(positions.min()), request.prompt_length - 1)
+            if 0 < begin < end:
+                left_out[row, begin:end] = computed[prefixes.table[row, begin:end]]
+            reached[row] = max(begin, int(positions.max()) + 1)
+        computed[prefixes.of(all_rows(step))] = True
+    return left_out
+
+
+def check_coverage(
+    locator: Locator,
+    graph: Graph,
+    taps: Iterable[str],
+    *,
+    not_offered: Iterable[str] = (),
+    require: Iterable[str] = (),
+    traits: Traits | None = None,
+    also: Iterable[str] = (),
+    sampled_only: Collection[str] = (),
+) -> tuple[Coverage, list[Finding]]:
+    """Count what is there of what must be there.
+
+    Args:
+        locator: of the engine's recording.
+        graph: of the model.
+        taps: names of the taps that must be there.
+        not_offered: sites the engine declares it cannot record; reported only.
+        require: triggers the workload must have reached.
+        traits: of the model, as far as it is known.
+        also: triggers that were reached and cannot be told from the recording's steps.
+        sampled_only: taps that the engine computes for sampled rows only.
+    """
+    findings = list[Finding]()
+    expected = recorded = 0
+    missing_taps = []
+    recorded_taps = set(locator.taps())
+    prefixes = Prefixes(locator.recording.manifest.requests)
+    resumed = resumed_rows(locator.recording, prefixes)
+    for tap in taps:
+        wanted = wanted_rows(tap, locator, graph, sampled_only)
+        there = locator.recorded(tap)
+        there = (there | shared_rows(there, prefixes) | resumed) & wanted
+        expected, recorded = expected + int(wanted.sum()), recorded + int(there.sum())
+        if tap not in recorded_taps:
+            missing_taps.append(tap)
+        elif bool((wanted & ~there).any()):
+            findings.append(_rows_missing(tap, wanted & ~there, locator))
+    if missing_taps:
+        shown = ", ".join(missing_taps[:4]) + (f" and {len(missing_taps) - 4} more" if len(missing_taps) > 4 else "")
+        findings.append(Finding(code=Code.TAP_MISSING, message=f"not recorded: {shown}", tap=missing_taps[0]))
+    reached = (*reached_triggers(locator.recording, traits), *also)
+    findings += [not_reached(name) for name in require if name not in reached]
+    coverage = Coverage(
+        expected=expected,
+        recorded=recorded,
+        missing=expected - recorded,
+        missing_taps=tuple(missing_taps),
+        not_offered=tuple(not_offered),
+        triggers=reached,
+    )
+    return coverage, findings
+
+
+def _rows_missing(tap: str, missing: torch.Tensor, locator: Locator) -> Finding:
+    row, position = missing.nonzero()[0].tolist()
+    request = int(locator.request_ids[row])
+    message = f"{int(missing.sum())} rows of {tap} are missing, the first at request {request}, position {position}"
+    return Finding(code=Code.ROWS_MISSING, message=message, tap=tap, request=request, position=position)
+
+
+def check_caches(locator: Locator, graph: Graph, usable: Iterable[str], judged: Iterable[str]) -> list[Finding]:
+    """Return a finding for each cache that was read back and could be held to nothing."""
+    unjudged = set(usable) & set(locator.taps()) - set(judged)
+    return [
+        Finding(
+            code=Code.CACHE_NOT_JUDGED,
+            message=f"{op.tap} was read back, and neither recording has {op.inputs[0]} to compare it with",
+            tap=op.tap,
+        )
+        for op in graph
+        if op.kind is Kind.CACHE and op.tap in unjudged
+    ]
+
+
+def check_tokens(locator: Locator, num_compared: int) -> list[Finding]:
+    """Return a finding if the engine did not report its own choice at every sampled row that it computed."""
+    requests = sorted(locator.recording.manifest.requests, key=lambda request: request.id)
+    computed = locator.computed
+    shared = shared_rows(computed, Prefixes(requests))
+    expected = sum(
+        len(request.token_ids) - request.prompt_length + 1 - int(shared[row, request.prompt_length - 1 :].sum())
+        for row, request in enumerate(requests)
+    )
+    if num_compared >= expected:
+        return []
+    message = f"the engine reported its own choice at {num_compared} of {expected} sampled rows"
+    return [Finding(code=Code.ROWS_MISSING, message=message)]

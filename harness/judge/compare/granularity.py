@@ -1,0 +1,29 @@
+"""The granularity of a recording: the operations between the taps that are there."""
+
+from harness.formats.taps import Graph, Kind, Operation
+
+
+def ways(graph: Graph, usable: set[str]) -> dict[str, tuple[str, ...] | None]:
+    """Return, for each recorded tap whose inputs were not all recorded, the taps that are computed on the way to it.
+
+    None if the way begins at the tokens: then the whole model so far would be judged as one operation, and
+    propagation judges that better.
+    """
+    found: dict[str, tuple[str, ...] | None] = {}
+    for operation in graph:
+        if operation.tap in usable and operation.kind is not Kind.CACHE and not set(operation.inputs) <= usable:
+            between = _unrecorded(graph, operation, usable)
+            is_closed = all(graph[tap].inputs for tap in between)
+            found[operation.tap] = tuple(op.tap for op in graph if op.tap in between) if is_closed else None
+    return found
+
+
+def _unrecorded(graph: Graph, operation: Operation, usable: set[str]) -> set[str]:
+    found: set[str] = set()
+    pending = [tap for tap in operation.inputs if tap not in usable]
+    while pending:
+        tap = pending.pop()
+        if tap not in found:
+            found.add(tap)
+            pending += [each for each in graph[tap].inputs if each not in usable]
+    return found

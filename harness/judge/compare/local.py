@@ -1,0 +1,79 @@
+"""Local judgement: every operation by itself, in one forward of HF's with the engine's own rows put back.
+
+At every tap the engine's row is compared with what HF's code gives from the engine's rows before it, and HF goes on
+with the engine's row. So a wrong operation is wrong once, and what follows is judged on what it was given. What was not
+recorded flows through HF's code, in the truth and in the control alike.
+"""
+
+from contextlib import suppress
+from functools import partial
+
+import torch
+
+from harness.base.progress import Progress
+from harness.base.workers import Workers, num_spare_threads
+from harness.formats.recording import Recording
+from harness.judge.compare.batch import make_batches
+from harness.judge.compare.local_judge import LocalJudge, LocalJudgement, Measured
+from harness.judge.compare.replay import DecidedError, Replay
+from harness.judge.compare.sequences import sequences
+from harness.judge.compare.shapes import engine_dtype
+from harness.oracle.batching import batch_tokens
+from harness.oracle.model import HFModel
+from harness.oracle.paired import run_pair
+from harness.oracle.precision import truth_dtype
+
+
+def local_errors(
+    recording: Recording,
+    hf: HFModel,
+    usable: set[str],
+    *,
+    truth: str = "auto",
+    stops_early: bool = False,
+    progress: Progress | None = None,
+) -> LocalJudgement:
+    """Run the model once over all that the engine computed, every recorded value put back, and judge each operation.
+
+    Args:
+        recording: the engine's, its taps named as in the graph.
+        hf: the model in the engine's dtype.
+        usable: recorded taps whose shape and dtype fit.
+        truth: `float64`, `float32` or `auto`.
+        stops_early: go no further than the first part of the model with an operation that is out of bounds.
+        progress: told what is being done.
+    """
+    batches = make_batches(recording, sequences(recording), batch_tokens(hf))
+    precision, declared = _truth_dtype(truth, recording, hf), recording.manifest.numerics
+    with Workers[Measured](min(1, num_spare_threads(hf.device))) as workers:  # more only wait for the interpreter
+        judge = LocalJudge(
+            hf,
+            engine_dtype(recording),
+            usable,
+            is_alone=len(batches) == 1,
+            declared=declared,
+            stops_early=stops_early,
+            workers=workers,
+        )
+        with suppress(DecidedError):
+            for index, batch in enumerate(batches):
+                watcher = Replay(judge, batch)
+                report = None if progress is None else partial(progress, f"replay {index + 1}/{len(batches)}")
+                run_pair(
+                    hf,
+                    batch.token_ids,
+                    watcher,
+                    truth_dtype=precision,
+                    logit_positions=watcher.logit_positions,
+                    progress=report,
+                )
+    return judge.judgement()
+
+
+def _truth_dtype(choice: str, recording: Recording, hf: HFModel) -> torch.dtype:
+    """Return the dtype of the truth: for `auto` float64 where the engine's activations are float32.
+
+    Logits alone do not count: many engines give those of 16 bits in float32.
+    """
+    finer = {tap.name for tap in recording.taps if tap.dtype == "F32"} - {hf.graph.logits, *hf.graph.head}
+    return torch.float64 if choice == "auto" and finer else truth_dtype(choice, hf.dtype)

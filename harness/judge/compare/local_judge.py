@@ -1,0 +1,311 @@
+"""Judges the rows of every operation against its bound, and sums them up."""
+
+import copy
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from harness.base.numerics import Numerics
+from harness.base.workers import Workers
+from harness.formats.taps import Kind, Operation
+from harness.judge.compare.align import Rows
+from harness.judge.compare.choices import choice_errors
+from harness.judge.compare.evidence import MAX_LAYERS, MAX_ROWS, Evidence, Scene, histories, merged, spread
+from harness.judge.compare.granularity import ways
+from harness.judge.compare.replay import TapRows
+from harness.judge.compare.row_judge import RowErrors, RowJudge
+from harness.judge.compare.systematic import Effects, beyond_control
+from harness.oracle.attention import score_slope
+from harness.oracle.model import HFModel
+from harness.results.check import Effect
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalErrors:
+    """Local errors of one operation; tensors [rows] in the order of `rows`."""
+
+    rows: Rows
+    roundings: torch.Tensor
+    """float64; infinite where the engine's row is not finite though it should be, NaN where it cannot be judged because
+    what it was given is not finite."""
+    bound: torch.Tensor
+    """float64: the largest error that rounding explains."""
+    bad: torch.Tensor
+    """bool: out of bounds."""
+    exact: bool
+    dtype: torch.dtype | None = None
+    """The unit: what the operation's tensors are rounded to; None if nothing was measured in roundings."""
+    control: torch.Tensor | None = None
+    """float64: what HF's own module loses in the engine's dtype on the same inputs; None if it was not run."""
+    is_bounded_by_control: bool = False
+    convention: str | None = None
+    effect: Effect | None = None
+    """A direction that the errors have over all rows, and that neither truth nor control has."""
+    through: tuple[str, ...] = ()
+    """Taps that were not recorded and were computed on the way; empty if the operation was judged by itself."""
+    failures: tuple[str, ...] = ()
+    """Conventions that raised, so that the operation was not held to them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalJudgement:
+    """The result of forced replay."""
+
+    errors: Mapping[str, LocalErrors]
+    """By tap, in the order of the run."""
+    evidence: Mapping[str, Evidence]
+    """Of taps with wrong rows."""
+    is_partial: bool = False
+    """Whether the model was left at the first part with a wrong operation: what lies behind it was not judged."""
+
+
+@dataclass(slots=True)
+class _Parts:
+    """Results of one operation, batch by batch."""
+
+    dtype: torch.dtype | None = None
+    rows: list[Rows] = field(default_factory=list)
+    roundings: list[torch.Tensor] = field(default_factory=list)
+    bound: list[torch.Tensor] = field(default_factory=list)
+    control: list[torch.Tensor] = field(default_factory=list)
+    is_bounded_by_control: bool = False
+    convention: str | None = None
+    room: float = 0.0
+    effects: Effects | None = None
+    control_effects: Effects | None = None
+    evidence: list[Evidence] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Rows of one operation that were measured, and are still to be taken into its results."""
+
+    rows: TapRows
+    through: tuple[str, ...]
+    errors: RowErrors
+    has_direction: bool
+    """Whether the errors of the operation, as far as it was measured, have a direction that rounding has not."""
+
+
+class LocalJudge:
+    """Judges the rows of every operation and sums them up.
+
+    Operations are measured by the workers, while the model goes on; what was measured is taken in the order of the run.
+    """
+
+    def __init__(
+        self,
+        hf: HFModel,
+        dtype: torch.dtype,
+        usable: set[str],
+        *,
+        is_alone: bool,
+        declared: Numerics | None = None,
+        stops_early: bool = False,
+        workers: Workers[Measured] | None = None,
+    ) -> None:
+        self.graph, self.usable = hf.graph, usable
+        self.ways = ways(hf.graph, usable)
+        self.heads = hf.graph.head
+        self._rows = RowJudge(hf, dtype, usable, declared or Numerics())
+        self._is_alone = is_alone
+        self._workers = Workers[Measured]() if workers is None else workers
+        self._parts: dict[str, _Parts] = {}
+        self._num_kept = Counter[str]()
+        self._stops_early, self._has_bad = stops_early, False
+
+    def add(self, rows: TapRows, through: tuple[str, ...]) -> None:
+        """See `Judge.add`."""
+        part = self._parts.setdefault(rows.operation.tap, _Parts())
+        if rows.operation.kind is Kind.CHOICE:
+            distances = choice_errors(rows)
+            part.rows.append(rows.rows)
+            part.roundings.append(distances)
+            part.bound.append(torch.ones_like(distances))
+            if bool((distances > 1).any()):
+                self._keep_choices(rows, part, distances)
+            return
+        self._workers.submit(partial(self._measure, rows, through, part))
+
+    def settle(self) -> None:
+        """See `Judge.settle`."""
+        for measured in self._workers.finished():
+            self._take(measured, self._parts[measured.rows.operation.tap])
+
+    @property
+    def is_decided(self) -> bool:
+        """See `Judge.is_decided`: where it stops early, whether an operation that was judged by itself is wrong."""
+        return self._stops_early and self._has_bad
+
+    def _measure(self, rows: TapRows, through: tuple[str, ...], part: _Parts) -> Measured:
+        """Measure some rows: their errors, their bounds, and what direction the errors have."""
+        errors = self._rows.judge(rows, through, dtype=part.dtype)
+        if part.effects is None:
+            part.effects, part.control_effects = (_new_effects(rows, errors.dtype) for _ in range(2))
+        before = None if self._is_alone else copy.deepcopy(part.effects)
+        self._add_effects(rows, part, errors)
+        has_direction = not through and self._has_direction(part, errors)
+        if has_direction and errors.convention is None:
+            part.effects, errors = self._without_direction(rows, part.effects, before, errors)
+            has_direction = errors.convention is None
+        return Measured(rows=rows, through=through, errors=errors, has_direction=has_direction)
+
+    @staticmethod
+    def _has_direction(part: _Parts, errors: RowErrors) -> bool:
+        room = max(part.room, errors.room)
+        return beyond_control(part.effects, part.control_effects, room=room) is not None
+
+    def _take(self, measured: Measured, part: _Parts) -> None:
+        """Take what was measured."""
+        rows, errors = measured.rows, measured.errors
+        part.dtype = errors.dtype
+        part.rows.append(rows.rows)
+        part.roundings.append(errors.roundings)
+        part.bound.append(errors.bound)
+        part.is_bounded_by_control |= errors.is_bounded_by_control
+        part.convention, part.room = errors.convention or part.convention, max(part.room, errors.room)
+        if errors.control is not None:
+            part.control.append(errors.control)
+        if measured.through and not self._is_within(rows, measured.through):
+            return
+        if bool(errors.bad.any()):
+            self._has_bad |= not measured.through
+            self._keep_evidence(rows, part, errors, errors.bad)
+        elif measured.has_direction:  # of which any row is as good as another
+            self._keep_evidence(rows, part, errors, errors.roundings.isfinite())
+
+    def _is_within(self, rows: TapRows, through: tuple[str, ...]) -> bool:
+        """Whether all that was computed on the way stands in the operation's part of the model."""
+        part = rows.part
+        return part is not None and all(f"{self.graph[tap].module}.".startswith(f"{part.path}.") for tap in through)
+
+    def _add_effects(self, rows: TapRows, part: _Parts, errors: RowErrors) -> None:
+        """Add the rows to what is tested for a direction; the control's only where it will be asked for."""
+        assert part.effects is not None
+        assert part.control_effects is not None
+        slope = _slope(rows, errors)
+        judged = _add(part.effects, rows, errors, slope)
+        if rows.control is None or errors.control is None:
+            return
+        if not self._is_alone or part.effects.strongest() is not None:
+            position = rows.places % rows.batch.num_tokens
+            finite = judged & errors.control.isfinite()
+            part.control_effects.add(position, rows.control, rows.expected, finite, slope)
+
+    def _without_direction(
+        self, rows: TapRows, effects: Effects, before: Effects | None, errors: RowErrors
+    ) -> tuple[Effects, RowErrors]:
+        """Return effects and errors under a convention that the direction of the errors comes of; else as they are."""
+        best = self._rows.under_best_convention(rows, errors)
+        if best is None or best.num_bad > errors.num_bad or best.typical >= errors.typical:
+            return effects, errors
+        others = before or _new_effects(rows, errors.dtype)
+        _add(others, rows, best, _slope(rows, best))
+        return (effects, errors) if beyond_control(others, None, room=best.room) else (others, best)
+
+    def _keep_evidence(self, rows: TapRows, part: _Parts, errors: RowErrors, bad: torch.Tensor) -> None:
+        operation = rows.operation
+        if not self._is_kept(operation, part):
+            return
+        if operation.kind is Kind.ATTENTION and rows.value.call is not None:
+            found, kept = histories(rows.batch, rows.value.call, rows.places[bad])
+            where = {place: at for at, place in enumerate(rows.places.tolist())}
+            chosen = torch.tensor([where[place] for place in kept.tolist()])
+            inputs = list[torch.Tensor]()
+        else:
+            wrong = bad.nonzero()[:, 0]
+            found, chosen = (), wrong[torch.tensor(spread(range(len(wrong)), MAX_ROWS))]
+            inputs = rows.inputs(rows.places[chosen])
+        part.evidence.append(
+            Evidence(
+                operation=operation,
+                rows=rows.batch.rows(rows.places[chosen]),
+                expected=rows.expected[chosen.to(rows.expected.device)].to("cpu", torch.float64),
+                inputs=[_kept_input(x) for x in inputs],
+                roundings=errors.roundings[chosen],
+                bound=errors.bound[chosen],
+                dtype=errors.dtype,
+                histories=found,
+                through=self.ways.get(operation.tap) or (),
+                scene=None if rows.part is None else Scene(batch=rows.batch, call=rows.part),
+            )
+        )
+
+    def _keep_choices(self, rows: TapRows, part: _Parts, distances: torch.Tensor) -> None:
+        """Keep wrong choices, with the scores that they were to be made by in the place of their inputs."""
+        if not self._is_kept(rows.operation, part):
+            return
+        wrong = (distances > 1).nonzero()[:, 0]
+        chosen = wrong[torch.tensor(spread(range(len(wrong)), MAX_ROWS))]
+        assert rows.value.scores is not None
+        part.evidence.append(
+            Evidence(
+                operation=rows.operation,
+                rows=rows.batch.rows(rows.places[chosen]),
+                expected=rows.expected[chosen.to(rows.expected.device)].to("cpu", torch.float64).flatten(1),
+                inputs=[_kept_input(rows.value.scores[rows.places[chosen].to(rows.value.scores.device)])],
+                roundings=distances[chosen],
+                bound=torch.ones(len(chosen), dtype=torch.float64),
+                dtype=torch.float32,
+            )
+        )
+
+    def _is_kept(self, operation: Operation, part: _Parts) -> bool:
+        """Whether evidence of an operation is kept still: of a site, that of the first layers."""
+        if not part.evidence and self._num_kept[operation.site] == MAX_LAYERS:
+            return False
+        self._num_kept[operation.site] += not part.evidence
+        return True
+
+    def judgement(self) -> LocalJudgement:
+        """Sum up what was judged, in the order of the run."""
+        in_order = [op.tap for op in self.graph if op.tap in self._parts]
+        return LocalJudgement(
+            errors={tap: self._errors(tap, self._parts[tap]) for tap in in_order},
+            evidence={tap: merged(self._parts[tap].evidence) for tap in in_order if self._parts[tap].evidence},
+            is_partial=self.is_decided,
+        )
+
+    def _errors(self, tap: str, part: _Parts) -> LocalErrors:
+        roundings, bound = torch.cat(part.roundings), torch.cat(part.bound)
+        return LocalErrors(
+            rows=Rows.concat(part.rows),
+            roundings=roundings,
+            bound=bound,
+            bad=roundings > bound,
+            exact=bool((roundings == 0).all()),
+            dtype=part.dtype,
+            control=torch.cat(part.control) if len(part.control) == len(part.roundings) else None,
+            is_bounded_by_control=part.is_bounded_by_control,
+            convention=part.convention,
+            effect=beyond_control(part.effects, part.control_effects, room=part.room),
+            through=self.ways.get(tap) or (),
+            failures=tuple(self._rows.failures.get(tap, ())),
+        )
+
+
+def _new_effects(rows: TapRows, dtype: torch.dtype) -> Effects:
+    shape = rows.value.rows.shape
+    return Effects(rows.operation.kind, dtype, num_heads=shape[1] if len(shape) == 3 else 1)
+
+
+def _add(effects: Effects, rows: TapRows, errors: RowErrors, slope: torch.Tensor | None) -> torch.Tensor:
+    """Add the rows that can be judged; return which these are, [R] bool."""
+    judged = errors.roundings.isfinite()
+    effects.add(rows.places % rows.batch.num_tokens, rows.actual, errors.expected, judged, slope)
+    return judged
+
+
+def _slope(rows: TapRows, errors: RowErrors) -> torch.Tensor | None:
+    """[R, W] how the rows move with the softmax scale; None where a row shows that by itself, or there is none."""
+    if rows.value.call is None or errors.dtype not in (torch.bfloat16, torch.float16) or errors.num_bad:
+        return None
+    slope = score_slope(rows.value.call).flatten(0, 1)
+    return slope[rows.places.to(slope.device)]
+
+
+def _kept_input(x: torch.Tensor) -> torch.Tensor:
+    return x.to("cpu", torch.float64).flatten(1) if x.is_floating_point() else x.cpu()

@@ -1,0 +1,141 @@
+"""Propagated judgement: an engine's rows against the golden's, as a ratio to the error HF itself makes.
+
+Nothing but a pass over two recordings: tap by tap, memory-mapped, each row found by (request, position).
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from harness.base.metrics import RowMetrics, logit_metrics, rounding_unit, row_metrics
+from harness.formats.recording import Recording, Step
+from harness.formats.taps import Graph, Kind
+from harness.judge.compare.align import Locator, Rows, chunks, joined, step_rows
+from harness.judge.compare.shapes import engine_dtype
+from harness.results.check import LogitResult
+
+RATIO_BOUND = 10.0
+"""Largest ratio of a row's error to HF's own that passes if nothing but propagation can judge. HF's eager against
+HF's sdpa reaches 4 on the tiny models (reports/cpu/noise-floors.md); a bug upstream gives hundreds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PropagatedErrors:
+    """Distances of one tap to the golden; tensors [rows] in the order of `rows`."""
+
+    rows: Rows
+    metrics: RowMetrics
+    ratio: torch.Tensor
+    """float64: relative L2 error over the noise of the same row."""
+
+
+@dataclass(slots=True)
+class Propagation:
+    """All taps' distances."""
+
+    errors: dict[str, PropagatedErrors] = field(default_factory=dict)
+    logits: LogitResult | None = None
+
+
+@dataclass(slots=True)
+class _Parts:
+    """Results of one tap, chunk by chunk."""
+
+    rows: list[Rows] = field(default_factory=list)
+    metrics: list[RowMetrics] = field(default_factory=list)
+    noise: list[torch.Tensor] = field(default_factory=list)
+
+    def joined(self) -> PropagatedErrors:
+        metrics = RowMetrics.concat(self.metrics)
+        error, noise = metrics.relative_l2, torch.cat(self.noise)
+        ratio = torch.where((error == 0) & (noise == 0), 0.0, error / noise)
+        return PropagatedErrors(rows=Rows.concat(self.rows), metrics=metrics, ratio=ratio)
+
+
+def propagated_errors(
+    actual: Recording,
+    expected: Locator,
+    noise: Mapping[str, torch.Tensor],
+    graph: Graph,
+    usable: Collection[str],
+) -> Propagation:
+    """Compare every usable tap that both recordings hold.
+
+    Args:
+        actual: the engine's recording.
+        expected: a golden, or any recording of the same requests.
+        noise: HF's own relative L2 error per row of `expected`; taps without it are measured against the noise that
+            independent roundings would add up to, `unit * sqrt(operations so far)`.
+        graph: of the model.
+        usable: taps whose shape and dtype fit.
+    """
+    result, parts, logits = Propagation(), dict[str, _Parts](), list[torch.Tensor]()
+    unit = rounding_unit(engine_dtype(actual))
+    depths = {operation.tap: depth for depth, operation in enumerate(graph, start=1)}
+    measured = {tap for tap in usable if tap not in graph or graph[tap].kind is not Kind.CHOICE}
+    floors = {tap: float(rows.nanmedian()) for tap, rows in noise.items() if len(rows)}
+    for chunk in chunks(actual.steps):
+        for tap in dict.fromkeys(tap for step in chunk for tap in step.tap_names if tap in measured):
+            pair = _pair([step for step in chunk if step.has(tap)], tap, expected)
+            if pair is None:
+                continue
+            rows, found, ours, theirs = pair
+            part = parts.setdefault(tap, _Parts())
+            part.rows.append(rows)
+            part.metrics.append(row_metrics(ours, theirs))
+            if tap in floors:
+                # A row where HF happened to be exact says nothing of what rounding may do: the median is the least.
+                part.noise.append(noise[tap][found[:, 2]].to(torch.float64).clamp(min=floors[tap]))
+            else:
+                part.noise.append(torch.full((len(found),), unit * math.sqrt(depths.get(tap, 1)), dtype=torch.float64))
+            if tap == graph.logits:
+                logits.append(logit_metrics(ours, theirs))
+    result.errors = {tap: part.joined() for tap, part in parts.items()}
+    result.logits = _logit_result(logits)
+    return result
+
+
+def what_logits_show(noise: torch.Tensor, graph: Graph) -> str:
+    """Say what a comparison of nothing but logits can find: `errors of 12 % of a row, ...`.
+
+    A relative change of each weight by its own random amount moves the output of each product by as much, and the
+    products add up as independent errors do, to the root of their number. Of changes that were planted in four tiny
+    models in three dtypes, what was found first was 1 to 2 times as large, and 5 times in one model in float32
+    (docs/how-verdicts-work.md): twice the estimate is said.
+
+    Args:
+        noise: [rows] HF's own relative L2 error of the logits.
+        graph: of the model.
+    """
+    num_products = max(1, sum(operation.kind is Kind.LINEAR for operation in graph))
+    row = RATIO_BOUND * float(noise.nanmedian())
+    return (
+        f"errors from {100 * row:.2g} % of a row's norm on, {RATIO_BOUND:g} times HF's own; a change of all weights "
+        f"from about {200 * row / math.sqrt(num_products):.2g} % on, or of one matrix from about {200 * row:.2g} % on"
+    )
+
+
+def _pair(
+    steps: Sequence[Step], tap: str, expected: Locator
+) -> tuple[Rows, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Find the expected rows of a tap of some steps; rows that the other side lacks are left out."""
+    rows = Rows.concat([step_rows(step, tap) for step in steps])
+    found = expected.find(tap, rows)
+    present = found[:, 0] >= 0
+    if not bool(present.any()):
+        return None
+    ours = joined([step.tap(tap) for step in steps])
+    if not bool(present.all()):
+        rows, found, ours = rows.select(present), found[present], ours[present]
+    return rows, found, ours.flatten(1), expected.gather(tap, found).flatten(1)
+
+
+def _logit_result(parts: list[torch.Tensor]) -> LogitResult | None:
+    if not parts:
+        return None
+    agreement, kl, margin = torch.cat(parts, dim=1)
+    return LogitResult(
+        num_rows=len(kl), top1_agreement=float(agreement.mean()), kl_max=float(kl.max()), margin_min=float(margin.min())
+    )

@@ -1,0 +1,249 @@
+"""Forced replay: HF's forward over an engine's rows, each recorded value put back as soon as it has been compared."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from harness.formats.taps import Graph, Kind, Operation
+from harness.judge.compare.align import Rows
+from harness.judge.compare.batch import Batch, RecordedRows
+from harness.oracle.paired import PartCall, Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TapRows:
+    """Judged rows of one tap in one batch; tensors [rows, W]."""
+
+    operation: Operation
+    batch: Batch
+    places: torch.Tensor
+    actual: torch.Tensor
+    """In the dtype they were recorded in."""
+    expected: torch.Tensor
+    """The truth's."""
+    control: torch.Tensor | None
+    """The control's, in the engine's dtype."""
+    control_scores: torch.Tensor | None
+    """[rows, n] of a router's choice: the control's scores."""
+    values: Mapping[str, torch.Tensor]
+    """[places, ...] of its inputs, as the truth went on with them."""
+    value: Value
+    part: PartCall | None = None
+    """What the part of the model with the operation was called with; None outside of all parts."""
+
+    @property
+    def rows(self) -> Rows:
+        """Identity of the rows."""
+        return self.batch.rows(self.places)
+
+    def inputs(self, places: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Return the operation's inputs at the judged rows, or at other places."""
+        wanted = self.places if places is None else places
+        if self.operation.kind is Kind.EMBEDDING or not self.operation.inputs:
+            return [self.batch.token_ids.flatten()[wanted]]
+        return [self.values[tap][wanted.to(self.values[tap].device)] for tap in self.operation.inputs]
+
+
+class Judge(Protocol):
+    """Judges rows of one operation after the other."""
+
+    @property
+    def graph(self) -> Graph:
+        """Operations of the model."""
+
+    @property
+    def usable(self) -> Collection[str]:
+        """Recorded taps whose shape and dtype fit."""
+
+    @property
+    def heads(self) -> Collection[str]:
+        """Taps that HF computes only for the positions whose logits it is asked for."""
+
+    @property
+    def ways(self) -> Mapping[str, tuple[str, ...] | None]:
+        """For a tap whose inputs were not all recorded, the taps that are computed on the way to it.
+
+        None if the way begins at the tokens.
+        """
+
+    def add(self, rows: TapRows, through: tuple[str, ...]) -> None:
+        """Judge some rows of an operation, now or before `settle` returns."""
+
+    def settle(self) -> None:
+        """Finish with all rows that were added: the weights go."""
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether nothing further is to be judged."""
+
+
+class DecidedError(Exception):
+    """Ends a replay whose judge has seen enough; whoever runs the replay catches it."""
+
+
+class Replay:
+    """Puts an engine's rows back into both forwards of one batch, and hands them to the judge."""
+
+    def __init__(self, judge: Judge, batch: Batch) -> None:
+        self._judge, self._batch = judge, batch
+        self._control: dict[str, torch.Tensor] = {}
+        self._control_scores: dict[str, torch.Tensor] = {}
+        self._recorded_rows: dict[str, RecordedRows] = {}
+        """Rows that the control was given and the truth is still to be given."""
+        self._given: dict[str, torch.Tensor] = {}
+        """[places] bool of each tap: where the engine recorded it."""
+        self._values: dict[str, torch.Tensor] = {}
+        self._part: PartCall | None = None
+        computed = (op for op in judge.graph if op.kind is not Kind.CACHE)
+        self._num_readers = Counter(tap for op in computed for tap in op.inputs)
+
+    @property
+    def logit_positions(self) -> list[int] | None:
+        """Positions at which the head was recorded; None if it was nowhere."""
+        recorded = [self._recorded(tap) for tap in self._judge.heads]
+        places = torch.cat([torch.zeros(0, dtype=torch.int64), *(each.places for each in recorded if each is not None)])
+        positions: list[int] = (places % self._batch.num_tokens).unique().tolist()
+        return positions or [0]
+
+    def control(self, value: Value) -> torch.Tensor | None:
+        """See `PairObserver.control`."""
+        found = self._found(value)
+        if found is None:
+            return None
+        recorded, at = found
+        self._recorded_rows[value.operation.tap] = recorded
+        self._control[value.operation.tap] = value.rows[at].flatten(1)
+        if value.scores is not None:
+            self._control_scores[value.operation.tap] = value.scores[at]
+        return put_back(value.rows, at, _to_go_on_with(value, recorded, at))
+
+    def truth(self, value: Value) -> torch.Tensor | None:
+        """See `PairObserver.truth`."""
+        tap, replaced, found = value.operation.tap, None, self._found(value)
+        given = torch.zeros(self._batch.num_places, dtype=torch.bool)
+        if found is not None:
+            recorded, at = found
+            given[recorded.places] = True
+            self._judge_rows(value, recorded, at)
+            replaced = put_back(value.rows, at, _to_go_on_with(value, recorded, at))
+        self._given[tap] = given
+        self._keep(value, replaced)
+        return replaced
+
+    def part_begins(self, call: PartCall) -> None:
+        """See `PairObserver.part_begins`."""
+        args, kwargs = tree_map_only(torch.Tensor, torch.clone, (call.args, _rows_in(call.kwargs)))
+        self._part = PartCall(path=call.path, args=args, kwargs={**call.kwargs, **kwargs})
+
+    def part_done(self) -> None:
+        """See `PairObserver.part_done`; raises DecidedError once nothing further is to be judged."""
+        self._part = None
+        self._judge.settle()
+        if self._judge.is_decided:
+            raise DecidedError
+
+    def _judge_rows(self, value: Value, recorded: RecordedRows, at: torch.Tensor) -> None:
+        through = self._judge.ways.get(value.operation.tap, ())
+        control = self._control.pop(value.operation.tap, None)
+        scores = self._control_scores.pop(value.operation.tap, None)
+        if through is None:
+            return
+        judged = self._batch.is_own[recorded.places]
+        if not through:
+            judged = judged & self._inputs_recorded(value.operation)[recorded.places]
+        if bool(judged.any()):
+            self._judge.add(
+                TapRows(
+                    operation=value.operation,
+                    batch=self._batch,
+                    places=recorded.places[judged],
+                    actual=recorded.rows[judged].flatten(1),
+                    expected=value.rows[at[judged.to(at.device)]].flatten(1),
+                    control=None if control is None else control[judged.to(control.device)],
+                    control_scores=None if scores is None else scores[judged.to(scores.device)],
+                    values={tap: self._values[tap] for tap in value.operation.inputs if tap in self._values},
+                    value=value,
+                    part=self._part,
+                ),
+                through,
+            )
+
+    def _inputs_recorded(self, operation: Operation) -> torch.Tensor:
+        """[places] bool: where all inputs were recorded, for attention with all of the history."""
+        given = torch.ones(self._batch.num_places, dtype=torch.bool)
+        for index, tap in enumerate(operation.inputs):
+            own = self._given.get(tap, torch.zeros_like(given))
+            if operation.kind is Kind.ATTENTION and index:
+                own = own.view(-1, self._batch.num_tokens).int().cummin(dim=1).values.bool().flatten()
+            given &= own
+        return given
+
+    def _found(self, value: Value) -> tuple[RecordedRows, torch.Tensor] | None:
+        """Return what was recorded of a value, and where its rows stand in it."""
+        recorded = self._recorded_rows.pop(value.operation.tap, None) or self._recorded(value.operation.tap)
+        if recorded is None or value.places is None:
+            return None if recorded is None else (recorded, recorded.places.to(value.rows.device))
+        at = torch.searchsorted(value.places, recorded.places).clamp(max=len(value.places) - 1)
+        is_there = value.places[at] == recorded.places
+        if not bool(is_there.any()):
+            return None
+        kept = RecordedRows(places=recorded.places[is_there], rows=recorded.rows[is_there])
+        return kept, at[is_there].to(value.rows.device)
+
+    def _recorded(self, tap: str) -> RecordedRows | None:
+        return self._batch.recorded(tap) if tap in self._judge.usable else None
+
+    def _keep(self, value: Value, replaced: torch.Tensor | None) -> None:
+        """Keep a value until the last operation that reads it has been judged; the model may change its own."""
+        operation = value.operation
+        for tap in operation.inputs:
+            self._num_readers[tap] -= 1
+            if not self._num_readers[tap]:
+                self._values.pop(tap, None)
+        if self._num_readers[operation.tap]:
+            rows = value.rows.clone() if replaced is None else replaced
+            self._values[operation.tap] = self._in_all_places(value, rows)
+
+    def _in_all_places(self, value: Value, rows: torch.Tensor) -> torch.Tensor:
+        if value.places is None:
+            return rows
+        unknown = torch.nan if rows.is_floating_point() else -1
+        table = rows.new_full((self._batch.num_places, *rows.shape[1:]), unknown)
+        table[value.places.to(rows.device)] = rows
+        return table
+
+
+def _rows_in(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hidden states among a part's arguments: what recorded rows are put into; all else stays as it is."""
+    return {name: value for name, value in kwargs.items() if name == "hidden_states"}
+
+
+def _to_go_on_with(value: Value, recorded: RecordedRows, at: torch.Tensor) -> torch.Tensor:
+    """Return the recorded rows, HF's own choice in the place of indices that do not exist."""
+    if value.scores is None:
+        return recorded.rows
+    possible = are_indices(recorded.rows, value.scores.shape[-1])
+    if bool(possible.all()):
+        return recorded.rows
+    rows = recorded.rows.clone()
+    rows[~possible] = value.rows[at][~possible.to(at.device)].to(rows.device, rows.dtype).reshape(-1, *rows.shape[1:])
+    return rows
+
+
+def are_indices(chosen: torch.Tensor, num_scores: int) -> torch.Tensor:
+    """[rows] bool: whether all indices of a row, [rows, ..., k], name one of so many scores."""
+    return ((chosen >= 0) & (chosen < num_scores)).flatten(1).all(dim=1)
+
+
+def put_back(rows: torch.Tensor, at: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
+    """Return the rows with what was recorded in its place."""
+    given = recorded.to(rows.device, rows.dtype)
+    if len(at) == len(rows) and bool((at == torch.arange(len(rows), device=at.device)).all()):
+        return given.reshape(rows.shape)
+    rows = rows.clone()
+    rows[at] = given.reshape(-1, *rows.shape[1:])
+    return rows

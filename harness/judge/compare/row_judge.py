@@ -1,0 +1,252 @@
+"""Judges rows of one operation: their errors, their bounds, and the convention that the engine follows in them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from harness.base.metrics import rounding_unit, row_errors
+from harness.base.numerics import Numerics
+from harness.formats.taps import KINDS, ErrorModel, Kind
+from harness.judge.compare.bounds import CONTROL_FACTOR, THROUGH_FACTOR, Sensitivity, control_bound, derived_bound
+from harness.judge.compare.conventions import Rounding, Subject, conventions
+from harness.judge.compare.guard import guarded
+from harness.judge.compare.replay import TapRows
+from harness.judge.compare.sequences import NOWHERE
+from harness.oracle.attention import attention_sensitivity
+from harness.oracle.model import HFModel
+
+_HALF = (torch.bfloat16, torch.float16)
+_BLOCK_ELEMENTS = 1 << 18
+"""Elements of a weight that are squared at a time: they stay in the second-level cache."""
+_MAJORITY = 0.5
+"""Share of the rows from which the finer dtype is the operation's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowErrors:
+    """Errors of some rows of one operation; tensors [R]."""
+
+    dtype: torch.dtype
+    """The unit: what the operation's tensors are rounded to."""
+    roundings: torch.Tensor
+    """float64; infinite where the engine's row is not finite though it should be, NaN where it cannot be judged."""
+    bound: torch.Tensor
+    """float64."""
+    expected: torch.Tensor
+    """[R, W] what the rows were held to: the truth's, or what the convention gives."""
+    control: torch.Tensor | None = None
+    """float64: the control's own errors if it was run in this dtype."""
+    is_bounded_by_control: bool = False
+    convention: str | None = None
+    room: float = 0.0
+    """Roundings that the convention allows a row besides those of its kind, at most: a direction may be as large."""
+
+    @property
+    def bad(self) -> torch.Tensor:
+        """bool: out of bounds."""
+        return self.roundings > self.bound
+
+    @property
+    def num_bad(self) -> int:
+        """Rows that are out of bounds."""
+        return int(self.bad.sum())
+
+    @property
+    def typical(self) -> float:
+        """Mean error of the rows that can be judged; 0 if there are none."""
+        known = self.roundings[self.roundings.isfinite()]
+        return float(known.mean()) if len(known) else 0.0
+
+
+class RowJudge:
+    """Judges rows of a model's operations, of one engine."""
+
+    def __init__(self, hf: HFModel, dtype: torch.dtype, usable: set[str], declared: Numerics) -> None:
+        """Prepare to judge.
+
+        Args:
+            hf: the model.
+            dtype: the engine's; the control is in it.
+            usable: recorded taps whose shape and dtype fit.
+            declared: what the engine says of its arithmetic.
+        """
+        self._hf, self._dtype, self._usable, self._declared = hf, dtype, usable, declared
+        self._column_norms: dict[str, torch.Tensor] = {}
+        self.failures: dict[str, list[str]] = {}
+        """By tap: conventions that raised, and where."""
+
+    def judge(self, rows: TapRows, through: tuple[str, ...], *, dtype: torch.dtype | None = None) -> RowErrors:
+        """Judge rows in the dtype of their operation's tensors.
+
+        Args:
+            rows: of one operation.
+            through: taps that were not recorded and were computed on the way.
+            dtype: in which rows of the operation were judged before; None for the first ones.
+        """
+        if dtype is None and self._may_be_finer(rows, through):
+            finer = self._judge_in(rows, through, torch.float32)
+            if float(finer.bad.float().mean()) <= 1 - _MAJORITY:
+                return finer
+        return self._judge_in(rows, through, dtype or self._dtype)
+
+    def _may_be_finer(self, rows: TapRows, through: tuple[str, ...]) -> bool:
+        """Whether the tensors are finer than the engine's dtype, in a model whose truth is finer than they are."""
+        is_derived = not through and KINDS[rows.operation.kind].error_model is not None
+        if not is_derived or self._dtype not in _HALF or rows.actual.dtype != torch.float32:
+            return False
+        is_on_grid = torch.equal(rows.actual.to(self._dtype).to(torch.float32), rows.actual)
+        return rows.expected.dtype == torch.float64 and not is_on_grid
+
+    def _judge_in(self, rows: TapRows, through: tuple[str, ...], dtype: torch.dtype) -> RowErrors:
+        roundings, control = _roundings(rows.actual, rows.expected, dtype), None
+        if rows.control is not None and dtype == self._dtype:
+            control = _roundings(rows.control, rows.expected, dtype)
+        bound, by_control = self._bound(rows, roundings, control, through, dtype)
+        errors = RowErrors(
+            dtype=dtype,
+            roundings=roundings,
+            bound=bound,
+            expected=rows.expected,
+            control=control,
+            is_bounded_by_control=by_control,
+        )
+        if through or not bool(errors.bad.any()):
+            return errors
+        best = self.under_best_convention(rows, errors)
+        return errors if best is None or best.num_bad >= errors.num_bad else best
+
+    def _bound(
+        self,
+        rows: TapRows,
+        roundings: torch.Tensor,
+        control: torch.Tensor | None,
+        through: tuple[str, ...],
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, bool]:
+        """Return the bound of each row, and whether the control made it."""
+        model = KINDS[rows.operation.kind].error_model
+        if through or model is None:
+            factor = THROUGH_FACTOR if through else CONTROL_FACTOR
+            known = roundings.new_zeros(len(roundings)) if control is None else control
+            return control_bound(known, dtype, factor=factor, model=model), True
+        bound = self._derived_bound(model, rows, roundings, dtype)
+        if control is None or not bool((control > bound).any()):
+            return bound, False
+        # HF's own module rounds more than the model of its kind says: the model does not hold for this module.
+        return torch.maximum(bound, control_bound(control, dtype, factor=CONTROL_FACTOR, model=model)), True
+
+    def _derived_bound(
+        self, model: ErrorModel, rows: TapRows, roundings: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        if rows.operation.kind is Kind.LINEAR:
+            # Amplification takes a pass over the weights, and only adds to the bound: looked at if it may decide.
+            bound = derived_bound(model, dtype, Sensitivity(), rows.expected)
+            if not bool((roundings > bound).any()):
+                return bound
+        return derived_bound(model, dtype, self._sensitivity(rows), rows.expected)
+
+    def _sensitivity(self, rows: TapRows) -> Sensitivity:
+        if rows.operation.kind is Kind.ATTENTION and rows.value.call is not None:
+            return _attention_sensitivity(rows)
+        if rows.operation.kind is Kind.LINEAR:
+            return self._linear_sensitivity(rows)
+        return Sensitivity()
+
+    def _linear_sensitivity(self, rows: TapRows) -> Sensitivity:
+        weight = getattr(self._hf.module(rows.operation.module), "weight", None)
+        (x,) = (each.flatten(1) for each in rows.inputs())
+        if not isinstance(weight, torch.Tensor) or x.shape[1] not in weight.shape:
+            return Sensitivity()
+        norms = self._column_norms.get(rows.operation.tap)
+        if norms is None:
+            norms = self._column_norms[rows.operation.tap] = _column_norms2(weight, x.shape[1])
+        scale = (x.square() @ norms.to(x.device, x.dtype)).sqrt()
+        norm = torch.linalg.vector_norm(rows.expected, dim=1)
+        return Sensitivity(amplification=(scale / norm).to("cpu", torch.float64))
+
+    def under_best_convention(self, rows: TapRows, errors: RowErrors) -> RowErrors | None:
+        """Hold rows against the conventions that apply: the one with the fewest bad rows, and of these the nearest.
+
+        None if no convention applies.
+        """
+        subject, sensitivity = self._subject(rows, errors.dtype), self._sensitivity(rows)
+        failures, tried = self.failures.setdefault(rows.operation.tap, []), list[RowErrors]()
+        for convention in conventions(rows.operation.kind):
+            with guarded(convention.name, failures):
+                tried.extend(_under(each, rows, errors, sensitivity) for each in convention.roundings(subject))
+        return min(tried, key=lambda each: (each.num_bad, each.typical), default=None)
+
+    def _subject(self, rows: TapRows, dtype: torch.dtype) -> Subject:
+        return Subject(
+            hf=self._hf,
+            operation=rows.operation,
+            dtype=dtype,
+            actual=rows.actual.to(rows.expected.device),
+            expected=rows.expected,
+            rows=rows.places.to(rows.expected.device),
+            positions=rows.rows.position,
+            inputs=[] if rows.operation.kind is Kind.ATTENTION else rows.inputs(),
+            call=rows.value.call,
+            recorded=lambda tap: _recorded(rows, tap) if tap in self._usable else None,
+            declared=self._declared,
+        )
+
+
+def _recorded(rows: TapRows, tap: str) -> torch.Tensor | None:
+    """Return another tap at the same rows, [R, ...]; None if it was not recorded at all of them."""
+    found = rows.batch.recorded(tap)
+    if found is None:
+        return None
+    where = torch.full((rows.batch.num_places,), NOWHERE, dtype=torch.int64)
+    where[found.places] = torch.arange(len(found.places))
+    at = where[rows.places]
+    return None if bool((at == NOWHERE).any()) else found.rows[at].to(rows.expected.device)
+
+
+def _under(rounding: Rounding, rows: TapRows, errors: RowErrors, sensitivity: Sensitivity) -> RowErrors:
+    """Judge rows by a convention."""
+    expected = rounding.expected().to(rows.expected.device)
+    roundings = _roundings(rows.actual, expected, errors.dtype)
+    bound = derived_bound(rounding.model, errors.dtype, sensitivity, expected)
+    return RowErrors(
+        dtype=errors.dtype,
+        roundings=torch.where(errors.roundings.isnan(), torch.nan, roundings),
+        bound=bound if rounding.room is None else bound + rounding.room,
+        expected=expected,
+        control=errors.control,
+        is_bounded_by_control=errors.is_bounded_by_control,
+        convention=rounding.name,
+        room=0.0 if rounding.room is None or not len(rounding.room) else float(rounding.room.max()),
+    )
+
+
+def _roundings(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[R] float64: errors in roundings; infinite where only the actual row is not finite, NaN where both."""
+    error = row_errors(actual.to(expected.device), expected).cpu() / rounding_unit(dtype)
+    odd = ~error.isfinite()  # only such rows can hold anything that is not finite
+    if bool(odd.any()):
+        at = odd.to(actual.device)
+        error[odd] = torch.where(actual[at].isfinite().all(dim=1).cpu(), error[odd], torch.inf)
+        is_expected_finite = expected[odd.to(expected.device)].isfinite().all(dim=1).cpu()
+        error[odd] = torch.where(is_expected_finite, error[odd], torch.nan)
+    return error
+
+
+def _attention_sensitivity(rows: TapRows) -> Sensitivity:
+    assert rows.value.call is not None
+    found = attention_sensitivity(rows.value.call)
+    at = rows.places.to(found.amplification.device)
+    both = found.amplification, found.score_sensitivity
+    amplification, scores = (x.flatten()[at].to("cpu", torch.float64) for x in both)
+    return Sensitivity(amplification=amplification, score_sensitivity=scores)
+
+
+def _column_norms2(weight: torch.Tensor, num_in: int) -> torch.Tensor:
+    """Return the squared norm of what each input is multiplied with: [in] float64."""
+    if weight.shape[1] != num_in:  # HF's Conv1D keeps its weight as [in, out]
+        weight = weight.T
+    norms = torch.zeros(num_in, dtype=torch.float64, device=weight.device)
+    for rows in weight.split(max(1, _BLOCK_ELEMENTS // num_in)):
+        finer = rows if rows.dtype == torch.float64 else rows.to(torch.float32)
+        norms += finer.square().sum(dim=0)
+    return norms

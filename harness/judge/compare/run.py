@@ -1,0 +1,234 @@
+"""One recording against one golden: every judgement there is, put together into a result."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from harness.base.progress import Progress
+from harness.base.workers import Workers
+from harness.formats.recording import Recording
+from harness.formats.taps import Graph
+from harness.judge.compare.align import Locator, match_requests
+from harness.judge.compare.cache import cache_errors
+from harness.judge.compare.compute import judged_compute, unjudged
+from harness.judge.compare.coverage import check_caches, check_coverage, check_tokens
+from harness.judge.compare.divergence import first_divergence
+from harness.judge.compare.evidence import Evidence
+from harness.judge.compare.figures import tap_result
+from harness.judge.compare.findings import bad_finding, departure_finding, oracle_finding
+from harness.judge.compare.judged import TapJudgement, judge
+from harness.judge.compare.local import local_errors
+from harness.judge.compare.local_judge import LocalErrors, LocalJudgement
+from harness.judge.compare.positions import position_errors
+from harness.judge.compare.propagated import Propagation, propagated_errors
+from harness.judge.compare.shapes import check_taps, refuse_other_dtype, refuse_part
+from harness.judge.compare.slots import slot_conflicts
+from harness.judge.compare.tokens import compare_tokens
+from harness.judge.compare.traits import Traits
+from harness.oracle.golden import LOGIT_NOISE, Golden
+from harness.oracle.model import HFModel
+from harness.results.check import Coverage, Finding, LogitResult, Outcome, RunResult
+
+TOKENS = "tokens"
+"""The unsupported tap of an engine that cannot report its own choices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The result of a comparison, and the evidence for the causes."""
+
+    result: RunResult
+    errors: Mapping[str, LocalErrors]
+    """By tap: operations judged by themselves."""
+    caches: Mapping[str, LocalErrors]
+    """By tap: the cache read back."""
+    evidence: Mapping[str, Evidence]
+    """By tap: wrong rows of operations that were judged by themselves."""
+
+
+def compare_run(
+    actual: Recording,
+    expected: Golden,
+    *,
+    hf: HFModel | None = None,
+    wanted: Iterable[str] | None = None,
+    not_offered: Sequence[str] = (),
+    sampled_only: Sequence[str] = (),
+    accepts_tokens: bool = False,
+    least_compute: float = 0.0,
+    require: Sequence[str] = ("decode",),
+    truth: str = "auto",
+    stops_early: bool = False,
+    engine_s: float | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Compare an engine's recording with a golden, or with another engine's recording.
+
+    Args:
+        actual: what the engine recorded.
+        expected: the golden, or another recording without noise.
+        hf: the model that judges every operation by itself; without it the rows are compared and no more.
+        wanted: taps that must have been recorded; by default those of `expected`.
+        not_offered: sites that the engine declares it cannot record; reported only.
+        sampled_only: taps that the engine computes for sampled rows only.
+        accepts_tokens: whether equal tokens are enough to pass where not one operation could be judged.
+        least_compute: share of the model's multiply-adds whose output must be judged to pass.
+        require: triggers the workload must have reached.
+        truth: precision in which operations are judged, `float64`, `float32` or `auto`.
+        stops_early: judge no further than the first operation that is wrong.
+        engine_s: seconds the engine took, for the report.
+        progress: told what is being done.
+
+    Raises:
+        HarnessError: the recordings hold different prompts or are of different dtypes, or one of them is damaged.
+    """
+    begin, sides = time.perf_counter(), _sides(actual, expected, hf)
+    graph, ours, noise = sides.graph, sides.ours, expected.noise
+    found = _judge(sides, hf, truth=truth, stops_early=stops_early, progress=progress)
+    judged, propagation = found.judged, found.propagation
+    sound = ours if _follows_conventions(judged, graph.logits) else None
+    tokens, differences = compare_tokens(actual, sides.theirs, graph.logits, noise.get(LOGIT_NOISE), sound=sound)
+    coverage, gaps = check_coverage(
+        ours,
+        graph,
+        [entry.name for entry in expected.recording.taps] if wanted is None else wanted,
+        not_offered=not_offered,
+        require=require if actual.steps else (),
+        traits=None if hf is None else Traits.of(hf),
+        also=_ties(propagation.logits, noise.get(LOGIT_NOISE)),
+        sampled_only=sampled_only,
+    )
+    coverage = _with_what_was_judged(coverage, sides, judged, hf)
+    findings = [*sides.findings, *_findings(sides, found), *differences, *gaps]
+    findings += [] if TOKENS in not_offered else check_tokens(ours, tokens.compared)
+    num_tokens = tokens.compared if accepts_tokens else 0
+    for recording in (actual, expected.recording):
+        recording.verify_all()
+    misshapen = [finding.tap for finding in sides.findings if finding.tap is not None]
+    result = RunResult(
+        schedule=actual.manifest.schedule or "recorded",
+        outcome=_outcome(judged, coverage, num_tokens, findings, least_compute),
+        num_rows=sum(step.entry.num_rows for step in actual.steps if step.phase != "readback"),
+        taps=tuple(tap_result(each) for each in judged),
+        findings=tuple(findings),
+        first_divergence=first_divergence(judged, misshapen, graph, actual),
+        tokens=tokens,
+        logits=propagation.logits,
+        coverage=coverage,
+        engine_s=engine_s,
+        compare_s=time.perf_counter() - begin,
+        positions=position_errors(propagation, graph),
+    )
+    return Comparison(result=result, errors=found.local.errors, caches=found.caches, evidence=found.local.evidence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sides:
+    """Two recordings of the same requests, their taps named as in the graph."""
+
+    actual: Recording
+    graph: Graph
+    usable: set[str]
+    """Recorded taps whose shape and dtype fit."""
+    findings: Sequence[Finding]
+    """Taps whose shape or dtype does not fit."""
+    ours: Locator
+    theirs: Locator
+    noise: Mapping[str, torch.Tensor]
+
+
+def _sides(actual: Recording, expected: Golden, hf: HFModel | None) -> _Sides:
+    """Bring both recordings to the same requests and names."""
+    for recording in (expected.recording, actual):
+        refuse_part(recording)
+    refuse_other_dtype(expected.recording, actual)
+    aliases = match_requests(expected.recording, actual, is_pool=expected.is_pool)
+    graph = expected.graph if hf is None else hf.graph
+    for recording in (actual, expected.recording):
+        recording.with_names(graph.aliases)
+    findings, usable = check_taps(actual, expected.recording, graph)
+    return _Sides(
+        actual=actual,
+        graph=graph,
+        usable=usable,
+        findings=findings,
+        ours=Locator(actual),
+        theirs=Locator(expected.recording, aliases),
+        noise=expected.noise,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Judgements:
+    """Every judgement there is on the taps."""
+
+    local: LocalJudgement
+    caches: Mapping[str, LocalErrors]
+    propagation: Propagation
+    judged: Sequence[TapJudgement]
+
+
+def _judge(
+    sides: _Sides, hf: HFModel | None, *, truth: str, stops_early: bool, progress: Progress | None
+) -> _Judgements:
+    """Judge operations by themselves, the cache, and how errors propagate."""
+    actual, graph, usable = sides.actual, sides.graph, sides.usable
+    local = LocalJudgement(errors={}, evidence={})
+    with Workers[Propagation](min(1, torch.get_num_threads() - 1)) as beside:
+        beside.submit(lambda: propagated_errors(actual, sides.theirs, sides.noise, graph, usable))
+        if hf is not None:
+            local = local_errors(actual, hf, usable, truth=truth, stops_early=stops_early, progress=progress)
+        (propagation,) = beside.finished()
+    caches = {op.tap: errors for op, errors in cache_errors(sides.ours, graph, usable, sides.theirs, sides.noise)}
+    judged = judge(graph, local.errors, caches, propagation)
+    if local.is_partial:  # of the others it is not known whether they are wrong or were computed from wrong input
+        judged = [each for each in judged if each.errors is not None]
+    return _Judgements(local=local, caches=caches, propagation=propagation, judged=judged)
+
+
+def _findings(sides: _Sides, found: _Judgements) -> list[Finding]:
+    """Return what is wrong with operations, with the oracle, and with the cache and its slots."""
+    not_finite = oracle_finding(found.propagation)
+    findings = [bad_finding(each) for each in found.judged if each.is_bad] + ([not_finite] if not_finite else [])
+    findings += [departure_finding(each) for each in found.judged if each.departure]
+    findings += check_caches(sides.ours, sides.graph, sides.usable, [each.operation.tap for each in found.judged])
+    return findings + slot_conflicts(sides.actual)
+
+
+def _follows_conventions(judged: Sequence[TapJudgement], logits: str) -> bool:
+    """Whether the engine follows other conventions than HF, its logits were judged by themselves, and all is sound."""
+    is_sound = not any(each.is_wrong for each in judged)
+    has_logits = any(each.operation.tap == logits and each.local is not None for each in judged)
+    return is_sound and has_logits and any(each.errors is not None and each.errors.convention for each in judged)
+
+
+def _ties(logits: LogitResult | None, noise: torch.Tensor | None) -> tuple[str, ...]:
+    """Name the trigger of a near-tie if the truth's two best logits were ever nearer than two errors of HF's own."""
+    if logits is None or noise is None or not len(noise):
+        return ()
+    return ("near_tie",) if logits.margin_min <= 2 * float(noise.max()) else ()
+
+
+def _with_what_was_judged(
+    coverage: Coverage, sides: _Sides, judged: Sequence[TapJudgement], hf: HFModel | None
+) -> Coverage:
+    """Add what the judgement left out, and the share of the model's compute that it covers."""
+    taps = {each.operation.tap for each in judged if each.is_in_graph and len(each.rows)}
+    only_through, not_judged = unjudged(sides.graph, taps)
+    share = None
+    if hf is not None and taps:
+        longest = max(len(request.token_ids) for request in sides.actual.manifest.requests)
+        share = judged_compute(hf, taps, num_tokens=max(1, longest // 2)) if not_judged else 1.0
+    return replace(coverage, only_through=only_through, not_judged=not_judged, judged_compute=share)
+
+
+def _outcome(
+    judged: Sequence[TapJudgement], coverage: Coverage, num_tokens: int, findings: Sequence[Finding], least: float
+) -> Outcome:
+    if findings:
+        return Outcome.MISMATCH
+    compared = any(len(each.rows) for each in judged if each.is_in_graph)
+    is_enough = coverage.judged_compute is None or coverage.judged_compute >= least
+    return Outcome.PASS if num_tokens or (compared and is_enough) else Outcome.NOTHING

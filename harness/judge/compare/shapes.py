@@ -1,0 +1,126 @@
+"""Shapes and dtypes, looked at before any value."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from harness.base.metrics import rounding_unit
+from harness.base.numerics import Numerics
+from harness.errors import Code, HarnessError
+from harness.formats.recording import Recording, Replicated, TapEntry
+from harness.formats.recording.tensors import TORCH_DTYPES
+from harness.formats.taps import Graph, Kind
+from harness.judge.compare.cache_blocks import FORMATS
+from harness.judge.compare.cache_format import CacheFormat
+from harness.results.check import Finding
+
+
+def engine_dtype(recording: Recording) -> torch.dtype:
+    """Return the dtype that the engine computed in.
+
+    Raises:
+        HarnessError: BAD_MANIFEST: the manifest names no floating-point dtype of torch.
+    """
+    dtype = getattr(torch, recording.manifest.dtype, None)
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    raise HarnessError(
+        Code.BAD_MANIFEST,
+        "the manifest's dtype is none that an engine computes in",
+        where=f"{recording.path}: dtype",
+        expected="float32, bfloat16, float16, ...",
+        actual=recording.manifest.dtype,
+    )
+
+
+def cache_format(recording: Recording, part: Literal["k", "v"]) -> CacheFormat | None:
+    """Return how the engine declares to keep keys or values; None if it declares nothing.
+
+    Raises:
+        HarnessError: BAD_MANIFEST: the manifest names no floating-point dtype of torch and no format that is known.
+    """
+    declared = CacheFormat.declared(recording.manifest.numerics or Numerics(), part)
+    if declared is None or declared.is_known:
+        return declared
+    raise HarnessError(
+        Code.BAD_MANIFEST,
+        "the declared dtype of the cache is none that this harness can round to",
+        where=f"{recording.path}: numerics.cache",
+        expected=f"float16, bfloat16, float8_e4m3fn, ..., {', '.join(FORMATS)}",
+        actual=declared.name,
+        hint="declare none, and declare k_cache and v_cache as lacking",
+    )
+
+
+def refuse_part(recording: Recording) -> None:
+    """Refuse what one rank of several recorded: its rows are slices or addends of the taps, and not all of them.
+
+    Raises:
+        HarnessError: ONE_RANK_OF_SEVERAL.
+    """
+    manifest = recording.manifest
+    if manifest.world_size > 1 and not all(isinstance(tap.shard, Replicated) for tap in manifest.taps):
+        raise HarnessError(
+            Code.ONE_RANK_OF_SEVERAL,
+            "the recording is a part: what one rank of several holds",
+            where=recording.path,
+            expected="a recording of whole taps (world_size 1), or taps that are replicated on every rank",
+            actual=f"rank {manifest.rank} of {manifest.world_size}",
+            hint="join the ranks' parts while recording, and record them once",
+        )
+
+
+def refuse_other_dtype(expected: Recording, actual: Recording) -> None:
+    """Refuse recordings of different dtypes: the rounding of the coarser one would excuse any error of the other.
+
+    A golden's dtype is that of its noise.
+
+    Raises:
+        HarnessError: DIFFERENT_DTYPES.
+    """
+    theirs, ours = expected.manifest.dtype, actual.manifest.dtype
+    if theirs != ours:
+        raise HarnessError(
+            Code.DIFFERENT_DTYPES,
+            "the two recordings are of different dtypes, so that no rounding error can be told from a wrong result",
+            where=f"dtype of {actual.path} against {expected.path}",
+            expected=theirs,
+            actual=ours,
+            hint="record both in one dtype, or compare with a golden of that dtype (harness golden --dtype)",
+        )
+
+
+def check_taps(actual: Recording, expected: Recording, graph: Graph) -> tuple[list[Finding], set[str]]:
+    """Compare the taps' shapes and dtypes; return what is wrong, and the names of the taps that can be used."""
+    shapes = {entry.name: entry.shape for entry in expected.taps}
+    caches = {operation.tap: operation.inputs[0] for operation in graph if operation.kind is Kind.CACHE}
+    shapes |= {cache: shapes[written] for cache, written in caches.items() if written in shapes}
+    findings, usable = [], set[str]()
+    for entry in actual.taps:
+        # What a cache of a coarser dtype has lost shows when it is read back.
+        finest = None if entry.name in caches else engine_dtype(actual)
+        is_choice = entry.name in graph and graph[entry.name].kind is Kind.CHOICE
+        message = _mismatch(entry, shapes.get(entry.name), finest, is_choice=is_choice)
+        if message is None:
+            usable.add(entry.name)
+        else:
+            findings.append(Finding(code=Code.TAP_MISMATCH, message=message, tap=entry.name))
+    return findings, usable
+
+
+def _mismatch(
+    entry: TapEntry, shape: Sequence[int] | None, engine: torch.dtype | None, *, is_choice: bool
+) -> str | None:
+    dtype = TORCH_DTYPES[entry.dtype]
+    if is_choice:
+        if dtype.is_floating_point:
+            return f"dtype of {entry.name} is {entry.dtype}, expected indices"
+    elif not dtype.is_floating_point:
+        return f"dtype of {entry.name} is {entry.dtype}, expected a floating-point dtype"
+    # A finer dtype is welcome (logits in float32); a coarser one has lost what was to be judged.
+    if not is_choice and engine is not None and rounding_unit(dtype) > rounding_unit(engine) * 1.001:
+        return f"dtype of {entry.name} is {entry.dtype}, coarser than the engine's {str(engine).removeprefix('torch.')}"
+    if shape is not None and torch.Size(shape).numel() != torch.Size(entry.shape).numel():
+        return f"shape of {entry.name} differs: expected {list(shape)}, actual {list(entry.shape)} per row"
+    return None

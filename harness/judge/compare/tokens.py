@@ -1,0 +1,97 @@
+"""Greedy choices: the engine's tokens against the truth's, with near-ties told apart from errors."""
+
+import torch
+
+from harness.errors import Code
+from harness.formats.recording import Recording, Step
+from harness.judge.compare.align import Locator, Rows
+from harness.results.check import Finding, TokenResult
+
+_BLOCK_ROWS = 256
+
+
+def compare_tokens(
+    actual: Recording,
+    expected: Locator,
+    logits: str,
+    logit_noise: torch.Tensor | None,
+    *,
+    sound: Locator | None = None,
+) -> tuple[TokenResult, list[Finding]]:
+    """Compare the tokens both sides chose, row by row.
+
+    A differing choice is a *tie* if the truth's logit of the chosen token lies below the truth's best by no more than
+    twice the largest error that HF itself makes in the engine's dtype on this golden: each of two logits may be off.
+    HF's error says nothing of an engine that follows another convention, quantised inputs for one. Where every
+    operation of it is sound, its own logits decide: it is to choose the best of them.
+
+    Args:
+        actual: the engine's recording.
+        expected: of the golden.
+        logits: tap that tokens are chosen from.
+        logit_noise: HF's own error per row of it.
+        sound: of the engine's recording, where it follows a convention and nothing is wrong with it.
+    """
+    threshold = 0.0 if logit_noise is None or not len(logit_noise) else 2 * float(logit_noise.max())
+    pairs = [_choices(step) for step in actual.steps]
+    rows = Rows.concat([pair[0] for pair in pairs])
+    chosen = torch.cat([torch.empty(0, dtype=torch.int64), *(pair[1] for pair in pairs)])
+    found = expected.find(logits, rows)
+    present = found[:, 0] >= 0
+    rows, chosen, found = rows.select(present), chosen[present], found[present]
+    equal, ties, findings = 0, 0, list[Finding]()
+    for at in range(0, len(rows), _BLOCK_ROWS):
+        block = torch.arange(at, min(at + _BLOCK_ROWS, len(rows)))
+        values = expected.gather(logits, found[block]).to(torch.float64)
+        margin = _margin(values, chosen[block])
+        if sound is not None:
+            margin = _tied_by_own(margin, threshold, sound, logits, rows.select(block), chosen[block])
+        equal += int((margin == 0).sum())
+        ties += int(((margin > 0) & (margin <= threshold)).sum())
+        findings += _differences(rows.select(block), chosen[block], values, margin, threshold, logits)
+    return TokenResult(compared=len(rows), equal=equal, ties=ties), findings
+
+
+def _margin(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """[rows]: how far below the best logit the chosen one is; infinite for a token outside the vocabulary."""
+    known = chosen < logits.shape[1]
+    margin = torch.full((len(chosen),), torch.inf, dtype=torch.float64)
+    margin[known] = logits[known].amax(dim=1) - logits[known, chosen[known]]
+    return margin
+
+
+def _tied_by_own(
+    margin: torch.Tensor, threshold: float, sound: Locator, logits: str, rows: Rows, chosen: torch.Tensor
+) -> torch.Tensor:
+    """Return the margins, those beyond the threshold as ties where the engine chose the best of its own logits."""
+    found = sound.find(logits, rows)
+    far = ((margin > threshold) & (found[:, 0] >= 0)).nonzero()[:, 0]
+    if len(far):
+        own = sound.gather(logits, found[far]).to(torch.float64)
+        margin[far[_margin(own, chosen[far]) == 0]] = threshold
+    return margin
+
+
+def _choices(step: Step) -> tuple[Rows, torch.Tensor]:
+    """Rows of a step at which the engine chose a token, and the tokens."""
+    if step.sampled is None:
+        empty = torch.empty(0, dtype=torch.int64)
+        return Rows(request=empty, position=empty, step=empty), empty
+    at = (step.sampled >= 0).nonzero()[:, 0]
+    request, position = step.request.long()[at], step.position.long()[at]
+    return Rows(request=request, position=position, step=torch.full_like(request, step.index)), step.sampled[at]
+
+
+def _differences(
+    rows: Rows, chosen: torch.Tensor, logits: torch.Tensor, margin: torch.Tensor, threshold: float, tap: str
+) -> list[Finding]:
+    findings = []
+    for at in (~(margin <= threshold)).nonzero()[:, 0].tolist():
+        request, position = int(rows.request[at]), int(rows.position[at])
+        message = (
+            f"request {request} chose token {int(chosen[at])} after position {position}, expected "
+            f"{int(logits[at].argmax())}: its logit is {float(margin[at]):.3g} below the best, "
+            f"noise allows {threshold:.3g}"
+        )
+        findings.append(Finding(code=Code.TOKENS_DIFFER, message=message, tap=tap, request=request, position=position))
+    return findings

@@ -1,0 +1,131 @@
+"""Triggers: conditions that a workload must reach, or a check of it says nothing about them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from harness.errors import Code
+from harness.formats.recording import Recording, Step
+from harness.judge.compare.align import is_readback
+from harness.judge.compare.prefixes import Prefixes
+from harness.judge.compare.traits import Traits
+from harness.results.check import Finding
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The requests' history so far."""
+
+    prompt_lengths: dict[int, int]
+    prefixes: Prefixes
+    computed: dict[int, set[int]] = field(default_factory=dict)
+    """Positions computed so far, by request."""
+    num_blocks: dict[int, int] = field(default_factory=dict)
+    """Blocks of each request in its latest step."""
+
+
+def reached_triggers(recording: Recording, traits: Traits | None = None) -> tuple[str, ...]:
+    """Return the names of the conditions that the recorded workload reached.
+
+    Args:
+        recording: the engine's.
+        traits: of the model; without them, what depends on the model counts as not reached.
+    """
+    requests = recording.manifest.requests
+    seen = _Seen({request.id: request.prompt_length for request in requests}, Prefixes(requests))
+    reached = {name for step in recording.steps for name in _of_step(step, seen)}
+    reached |= set() if traits is None else _of_model(recording, traits)
+    return tuple(name for name in _MESSAGES if name in reached)
+
+
+def _of_model(recording: Recording, traits: Traits) -> set[str]:
+    last = max((int(step.position.max()) for step in recording.steps if len(step.position)), default=-1)
+    conditions = {
+        "gqa": traits.num_groups > 1,
+        "window_exceeded": traits.window is not None and last >= traits.window,
+        "rope_extended": traits.original_positions is not None and last >= traits.original_positions,
+    }
+    return {name for name, holds in conditions.items() if holds and last >= 0}
+
+
+def not_reached(name: str) -> Finding:
+    """Return the finding that a required condition was not reached."""
+    code = Code.NO_DECODE if name == "decode" else Code.TRIGGER_NOT_REACHED
+    return Finding(code=code, message=_MESSAGES.get(name, f"the workload never reached {name!r}"))
+
+
+def _of_step(step: Step, seen: _Seen) -> Iterator[str]:
+    has_tables = bool(step.block_tables)
+    if any(len(blocks) > 1 for blocks in (step.block_tables or {}).values()):
+        yield "block_boundary"
+    if is_readback(step):
+        return
+    present = step.request.unique().tolist()
+    if len(present) > 1:
+        yield "batch"
+        if len({int(step.position[step.request == request].max()) for request in present}) > 1:
+            yield "ragged_batch"
+    for request in present:
+        positions = step.position[step.request == request]
+        yield from _of_request(request, positions, step, seen, has_tables)
+
+
+def _of_request(request: int, positions: torch.Tensor, step: Step, seen: _Seen, has_tables: bool) -> Iterator[str]:
+    prompt_length, first = seen.prompt_lengths[request], int(positions.min())
+    num_blocks = len((step.block_tables or {}).get(request, ()))
+    if _is_decode(step, request, positions, prompt_length):
+        yield "decode"
+        if num_blocks > seen.num_blocks.get(request, num_blocks):
+            yield "new_block"
+    seen.num_blocks[request] = num_blocks
+    if request not in seen.computed and first > 0:
+        yield "prefix_hit"
+        if any(_has_computed(other, request, first, seen) for other in step.request.unique().tolist()):
+            yield "forked"
+    computed, new = seen.computed.setdefault(request, set()), set(positions.tolist())
+    # An engine without a cache computes every position in every step: it has no blocks that it could have lost.
+    if has_tables and not computed.isdisjoint(new):
+        yield "preempted"
+    if new - computed and max(new) < prompt_length - 1 and (step.sampled is None or not len(_sampled(step, request))):
+        yield "chunked_prefill"
+    computed |= new
+
+
+def _sampled(step: Step, request: int) -> torch.Tensor:
+    """Positions of a request after which the step chose a token."""
+    assert step.sampled is not None
+    return step.position[(step.request == request) & (step.sampled >= 0)]
+
+
+def _has_computed(other: int, request: int, first: int, seen: _Seen) -> bool:
+    """Whether another request of the same step had computed all that comes before a request's first row."""
+    past = seen.prefixes.up_to(request, first)
+    return (
+        set(range(first)) <= seen.computed.get(other, set())
+        and len(theirs := seen.prefixes.up_to(other, first)) == first
+        and bool((theirs == past).all())
+    )
+
+
+def _is_decode(step: Step, request: int, positions: torch.Tensor, prompt_length: int) -> bool:
+    """Whether the step made one token after the prompt; an engine without a cache computes all rows for it again."""
+    made = positions if step.sampled is None else _sampled(step, request)
+    return len(made) == 1 and int(made[0]) >= prompt_length
+
+
+_MESSAGES: Mapping[str, str] = {
+    "decode": "no decode step ran: every row was a prompt's (raise --max-new-tokens to at least 2)",
+    "chunked_prefill": "no prompt was split into chunks (lower the chunk size or lengthen the prompt)",
+    "batch": "no step held rows of more than one request",
+    "ragged_batch": "no step held requests of different lengths (give prompts of different lengths)",
+    "new_block": "no decode step opened a new KV block (raise --max-new-tokens or lower the block size)",
+    "block_boundary": "no request filled more than one KV block (lengthen the prompt or lower the block size)",
+    "prefix_hit": "no request found its beginning in the cache (lengthen the prompt beyond a block)",
+    "forked": "no request went on from one that was still running (raise --max-new-tokens to at least 2)",
+    "preempted": "no request lost its blocks and was computed again (give several requests, or lower num_blocks)",
+    "gqa": "the model has as many KV heads as query heads, or no model was given (name one with --model)",
+    "window_exceeded": "no request was longer than the model's sliding window (lengthen the prompt)",
+    "rope_extended": "no position lay beyond those the model was trained on before its rope scaling",
+    "near_tie": "no row's two best logits were nearer than the noise (add requests, or take a coarser dtype)",
+}

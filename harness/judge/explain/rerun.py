@@ -1,0 +1,94 @@
+"""The part of HF's model with an operation, run again over all of a batch, with something else in it.
+
+What the engine recorded is put back, as where it was judged, so that everything that it did not record follows from
+HF's own code: a change is tried through all that lies between it and the next tap.
+
+`P` places of the batch, `R` rows.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from harness.formats.taps import Operation
+from harness.judge.compare.align import Rows
+from harness.judge.compare.batch import RecordedRows
+from harness.judge.compare.evidence import Scene
+from harness.judge.compare.replay import put_back
+from harness.oracle.model import HFModel
+from harness.oracle.paired import Value, run_part
+from harness.oracle.watch import AttentionCall, Watch
+
+
+class _SeenError(Exception):
+    """Ends a run where the operation was seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rerun:
+    """A part of the model, held in float64, and the operation in it that is looked at."""
+
+    hf: HFModel
+    watch: Watch
+    scene: Scene
+    operation: Operation
+    usable: frozenset[str]
+    """Recorded taps."""
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    """[P, ...] of each tap of the part, as the latest run went on with it."""
+    recorded: dict[str, RecordedRows | None] = field(default_factory=dict)
+    """Of each tap of the part, what the engine recorded in the batch."""
+    calls: dict[str, AttentionCall] = field(default_factory=dict)
+    """Of each attention of the part, by its tap."""
+
+    @cached_property
+    def _where(self) -> Mapping[tuple[int, int, int], int]:
+        everything = torch.arange(self.scene.batch.num_places)
+        return {row: place for place, row in enumerate(_identities(self.scene.batch.rows(everything)))}
+
+    def places(self, rows: Rows) -> torch.Tensor:
+        """Return where rows stand in the batch, [R] int64; -1 for those that stand in another."""
+        return torch.tensor([self._where.get(row, -1) for row in _identities(rows)], dtype=torch.int64)
+
+    def run(self, given: Mapping[str, tuple[torch.Tensor, torch.Tensor]] | None = None) -> torch.Tensor:
+        """Return what the operation gives in all places, [P, W] float64.
+
+        Args:
+            given: by tap, places [R] and rows [R, ...] to put there in the place of what HF computes.
+        """
+        self.values.clear()
+        with suppress(_SeenError):
+            run_part(
+                self.hf,
+                self.watch,
+                self.scene.call,
+                (len(self.scene.batch.sequences), self.scene.batch.num_tokens),
+                lambda value: self._show(value, given or {}),
+            )
+        return self.values[self.operation.tap].flatten(1).to("cpu", torch.float64)
+
+    def _recorded(self, tap: str) -> RecordedRows | None:
+        if tap not in self.recorded:
+            self.recorded[tap] = self.scene.batch.recorded(tap) if tap in self.usable else None
+        return self.recorded[tap]
+
+    def _show(self, value: Value, given: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
+        tap, replaced = value.operation.tap, None
+        if value.call is not None:
+            self.calls[tap] = value.call
+        if tap == self.operation.tap:
+            self.values[tap] = value.rows.clone()
+            raise _SeenError
+        if tap in given:
+            replaced = put_back(value.rows, *given[tap])
+        elif (recorded := self._recorded(tap)) is not None:
+            replaced = put_back(value.rows, recorded.places, recorded.rows)
+        self.values[tap] = (value.rows if replaced is None else replaced).clone()
+        return replaced
+
+
+def _identities(rows: Rows) -> list[tuple[int, int, int]]:
+    return list(zip(rows.request.tolist(), rows.position.tolist(), rows.step.tolist(), strict=True))

@@ -1,0 +1,255 @@
+"""The cause of every operation that a comparison found wrong."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+
+from harness.errors import Code
+from harness.formats.recording import Recording
+from harness.formats.taps import Kind, Operation, layer_of
+from harness.judge.compare.align import Locator, Rows, match_requests
+from harness.judge.compare.evidence import MAX_ROWS, Evidence, spread
+from harness.judge.compare.guard import guarded
+from harness.judge.compare.local_judge import LocalErrors
+from harness.judge.compare.prefixes import Prefixes
+from harness.judge.compare.run import Comparison
+from harness.judge.compare.shapes import engine_dtype
+from harness.judge.compare.slot_history import SlotHistory
+from harness.judge.explain.attention_context import AttentionContext
+from harness.judge.explain.choice import explain_count
+from harness.judge.explain.declared import declared_failures
+from harness.judge.explain.direction import explain_direction
+from harness.judge.explain.failure import Failure, gathered
+from harness.judge.explain.layers import layers_that_did_not_run
+from harness.judge.explain.ranking import rank_hypotheses, with_failures
+from harness.judge.explain.rerun import Rerun
+from harness.judge.explain.scope import first_bad_row, scope
+from harness.judge.explain.tokens import explain_token
+from harness.oracle.golden import Golden
+from harness.oracle.model import HFModel
+from harness.oracle.precision import upcast
+from harness.oracle.watch import watching
+from harness.results.check import Explanation, Finding, RunResult, Verdict
+
+_EXPLAINED = (Code.LOCAL_ERROR, Code.NOT_FINITE, Code.CACHE_DIFFERS, Code.SYSTEMATIC_ERROR)
+_SOUND = (Verdict.EXACT, Verdict.NOISE, Verdict.CONVENTION)
+
+
+def explain_run(found: Comparison, recording: Recording, expected: Golden, hf: HFModel) -> RunResult:
+    """Return the result with an explanation for each finding that is about wrong numbers of one operation.
+
+    Args:
+        found: what `compare_run` found, and what it kept of the wrong rows.
+        recording: the engine's.
+        expected: the golden that it was compared with.
+        hf: the model.
+    """
+    run = found.result
+    if not any(finding.tap for finding in run.findings):
+        return run
+    explainer = _Explainer(found, recording, expected, hf)
+    findings = tuple(explainer.explained(finding) for finding in run.findings)
+    by_tap = {finding.tap: finding.explanation for finding in findings if finding.explanation is not None}
+    first = run.first_divergence
+    if first is not None and first.tap in by_tap:
+        first = replace(first, explanation=by_tap[first.tap])
+    return replace(run, findings=findings, first_divergence=first)
+
+
+def _failed(failures: Sequence[str]) -> Explanation:
+    """Return what stands in for an explanation that raised."""
+    return Explanation(
+        cause="no explanation: looking for one failed",
+        scope="",
+        residual_before=None,
+        residual_after=None,
+        num_rows=0,
+        num_explained=0,
+        is_cause=False,
+        detail="; ".join(failures),
+    )
+
+
+def _not_looked_for(errors: LocalErrors, where: str, begins: str) -> Explanation:
+    """Return what stands in for an explanation where too much on the way to a tap was not recorded."""
+    return Explanation(
+        cause="no cause was looked for: too much on the way to this tap was not recorded",
+        scope=where,
+        residual_before=float(errors.roundings[errors.bad].median()),
+        residual_after=None,
+        num_rows=int(errors.bad.sum()),
+        num_explained=0,
+        is_cause=False,
+        detail=begins,
+    )
+
+
+def _explained(failure: Failure, evidence: Evidence, where: str) -> Explanation:
+    """Return what fits the rows as they are, or under the conventions that the engine declares."""
+    found = rank_hypotheses(failure, evidence.roundings, evidence.bound, where)
+    if found.is_cause:
+        return found
+    failures = list[str]()
+    with guarded(declared_failures.__name__, failures):
+        for declared in declared_failures(failure):
+            other = rank_hypotheses(declared, evidence.roundings, evidence.bound, where)
+            if other.is_cause:
+                return other
+    return with_failures(found, failures)
+
+
+class _Explainer:
+    """Explains the operations of one recording."""
+
+    def __init__(self, found: Comparison, recording: Recording, expected: Golden, hf: HFModel) -> None:
+        self.found, self.recording, self.hf = found, recording, hf
+        aliases = match_requests(expected.recording, recording, is_pool=expected.is_pool)
+        self.expected = Locator(expected.recording, aliases)
+        self.locator, self.slot_history = Locator(recording), SlotHistory(recording)
+        self.dtype = engine_dtype(recording)
+        self.usable = frozenset(self.locator.taps()) & {tap.name for tap in found.result.taps}
+        self.sound = frozenset(tap.name for tap in found.result.taps if tap.verdict in _SOUND)
+        self.modules = {path for path, _ in hf.model.named_modules()}
+
+    def explained(self, finding: Finding) -> Finding:
+        """Return the finding with its explanation, if it has one."""
+        explanation, failures = None, list[str]()
+        with guarded("the explanation", failures):
+            explanation = self._explanation(finding)
+        if failures:
+            explanation = _failed(failures)
+        return finding if explanation is None else replace(finding, explanation=explanation)
+
+    def _explanation(self, finding: Finding) -> Explanation | None:
+        if finding.code is Code.TOKENS_DIFFER and finding.request is not None and finding.position is not None:
+            return explain_token(self.recording, self.hf.graph.logits, finding.request, finding.position)
+        tap = finding.tap or ""
+        if finding.code is Code.TAP_MISMATCH and tap in self.hf.graph:
+            return explain_count(self.hf.graph[tap], self.recording)
+        return self.explain(self.hf.graph[tap]) if finding.code in _EXPLAINED and tap in self.hf.graph else None
+
+    def explain(self, operation: Operation) -> Explanation | None:
+        """Explain one operation, and say where it begins to be wrong; None if no row of it is."""
+        found = self._explain(operation)
+        errors = (self.found.caches if operation.kind is Kind.CACHE else self.found.errors).get(operation.tap)
+        if errors is None or not bool(errors.bad.any()):
+            return found
+        size = self.slot_history.block_size
+        where, is_edge = first_bad_row(errors.rows, errors.bad, self.recording, getattr(self.hf, "config", None), size)
+        if found is None:
+            return _not_looked_for(errors, scope(errors.rows, errors.bad, self.recording), where)
+        begins_late = not found.is_cause and not found.scope.startswith("every row")
+        if not is_edge and not begins_late:
+            return found
+        return replace(found, detail="; ".join(text for text in (found.detail, where) if text))
+
+    def _explain(self, operation: Operation) -> Explanation | None:
+        """Explain one operation; None if nothing was kept of its rows."""
+        if operation.kind is Kind.CACHE:
+            errors = self.found.caches.get(operation.tap)
+            evidence = None if errors is None else self._cache_evidence(operation, errors)
+        else:
+            errors = self.found.errors.get(operation.tap)
+            evidence = self.found.evidence.get(operation.tap)
+        if errors is None or not (bool(errors.bad.any()) or errors.effect):
+            return None
+        if operation.kind is Kind.CACHE and (silent := self._behind(operation)) is not None:
+            return silent
+        is_bad = bool(errors.bad.any())
+        where = scope(errors.rows, errors.bad, self.recording) if is_bad else ""
+        with torch.no_grad(), ExitStack() as stack:
+            if operation.kind is not Kind.CACHE and operation.module in self.modules:
+                part = self.hf.part_of(operation.module)
+                stack.enter_context(self.hf.weights.held(part))
+                stack.enter_context(upcast(torch.float64, self.hf.module(part)))
+            if evidence is None and not is_bad:
+                return None
+            if evidence is None:
+                return layers_that_did_not_run(operation, errors, self.hf, self.locator, self.dtype, where)
+            failure = self._scene(evidence, stack)
+            if failure is not None and errors.effect is not None and not is_bad:
+                return explain_direction(failure, errors.effect)
+            return None if failure is None else _explained(failure, evidence, where)
+
+    def _behind(self, cache: Operation) -> Explanation | None:
+        """Explain a cache by what stands behind its layer, where that says that the layer did not run."""
+        for tap, errors in self.found.errors.items():
+            if any(layer_of(each) == cache.layer for each in errors.through):
+                explanation = self._explain(self.hf.graph[tap])
+                return explanation if explanation is not None and explanation.is_cause else None
+        return None
+
+    def _scene(self, evidence: Evidence, stack: ExitStack) -> Failure | None:
+        actual = gathered(self.locator, evidence.operation.tap, evidence.rows)
+        if actual is None or actual.shape != evidence.expected.shape:
+            return None
+        rerun = None
+        if evidence.scene is not None:
+            rerun = Rerun(
+                hf=self.hf,
+                watch=stack.enter_context(watching(self.hf)),
+                scene=evidence.scene,
+                operation=evidence.operation,
+                usable=self.usable,
+            )
+        return Failure(
+            operation=evidence.operation,
+            hf=self.hf,
+            recording=self.recording,
+            locator=self.locator,
+            rows=evidence.rows,
+            actual=actual,
+            expected=evidence.expected,
+            inputs=list(evidence.inputs),
+            dtype=evidence.dtype,
+            views=tuple(AttentionContext.of(history) for history in evidence.histories),
+            slot_history=self.slot_history,
+            sound=self.sound,
+            through=evidence.through,
+            rerun=rerun,
+        )
+
+    def _cache_evidence(self, operation: Operation, errors: LocalErrors) -> Evidence | None:
+        """Return the wrong rows of a cache with what should have come back."""
+        order = torch.argsort(errors.rows.request * (1 << 32) + errors.rows.position, stable=True)
+        chosen = torch.tensor(spread(order[errors.bad[order]].tolist(), MAX_ROWS))
+        rows = errors.rows.select(chosen)
+        written = self._written(operation.inputs[0], rows)
+        if written is None:
+            return None
+        return Evidence(
+            operation=operation,
+            rows=rows,
+            expected=written,
+            inputs=[written],
+            roundings=errors.roundings[chosen],
+            bound=errors.bound[chosen],
+            dtype=self.dtype,
+        )
+
+    def _written(self, tap: str, rows: Rows) -> torch.Tensor | None:
+        """Return what a cache was to hold: the row itself, that of whoever has the same tokens, or the golden's."""
+        found = self.locator.find(tap, rows)
+        prefixes = Prefixes(self.recording.manifest.requests)
+        others = sorted(request.id for request in self.recording.manifest.requests)
+        for row, request in enumerate(others):
+            missing = (found[:, 0] < 0).nonzero()[:, 0]
+            position = rows.position[missing]
+            same = missing[prefixes.table[row, position] == prefixes.of(rows.select(missing))]
+            there = Rows(
+                request=torch.full_like(same, request), position=rows.position[same], step=torch.zeros_like(same)
+            )
+            found[same] = self.locator.find(tap, there)
+        is_golden = found[:, 0] < 0
+        golden = self.expected.find(tap, rows.select(is_golden))
+        if bool((golden[:, 0] < 0).any()):
+            return None
+        parts = [
+            locator.gather(tap, places).to(torch.float64).flatten(1)
+            for locator, places in ((self.locator, found[~is_golden]), (self.expected, golden))
+            if len(places)
+        ]
+        order = torch.cat([(~is_golden).nonzero()[:, 0], is_golden.nonzero()[:, 0]]).argsort()
+        return torch.cat(parts)[order]

@@ -1,0 +1,169 @@
+"""Two recordings on disk against each other, with or without the model that would judge single operations."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+
+from harness.base.progress import Progress
+from harness.errors import Code, HarnessError
+from harness.formats.case import DTYPES, TRIGGERS
+from harness.formats.checkpoint import Checkpoint, resolve
+from harness.formats.recording import Recording
+from harness.formats.taps import Graph, Kind
+from harness.judge.compare import TOKENS, compare_run
+from harness.judge.compare.compute import LEAST_JUDGED
+from harness.judge.explain import explain_run
+from harness.oracle.golden import Golden
+from harness.oracle.model import HFModel, load_model
+from harness.plan import check_device
+from harness.results.check import CheckResult
+
+
+def run_diff(
+    expected: Path,
+    actual: Path,
+    *,
+    model: str | None = None,
+    taps: Sequence[str] = ("*",),
+    lacking: Sequence[str] = (),
+    require: Sequence[str] = ("decode",),
+    truth: str = "auto",
+    device: str = "cpu",
+    progress: Progress | None = None,
+    local_files_only: bool = True,
+) -> CheckResult:
+    """Compare two recordings.
+
+    Args:
+        expected: a golden, or any recording of the same requests.
+        actual: the recording under test.
+        model: folder or hub id of the checkpoint; with it every operation is replayed on the actual's own inputs.
+        taps: globs; the taps of `expected` that match must be in `actual`, and the KV cache read back if it has one.
+        lacking: sites (`k_cache`, `mlp.act`) that the engine of `actual` cannot record.
+        require: triggers that `actual` must have reached.
+        truth: precision in which operations are judged, `float64`, `float32` or `auto`.
+        device: where to replay.
+        progress: told what is being done.
+        local_files_only: never ask the hub.
+
+    Raises:
+        HarnessError: a recording is missing or damaged, they hold different prompts, or an option makes no sense.
+    """
+    _refuse_unknown_triggers(require)
+    with Recording.open(expected) as theirs, Recording.open(actual) as ours:
+        manifest, golden = ours.manifest, Golden(theirs)
+        hf, notes = _oracle(ours, model, device, local_files_only=local_files_only)
+        graph = golden.graph if hf is None else hf.graph
+        caches = _caches(ours, graph)
+        if not caches and any(operation.kind is Kind.CACHE for operation in graph):
+            notes.append("no KV cache was read back: whether it holds what was written is not known")
+        wanted = _wanted(taps, lacking, [*(entry.name for entry in theirs.manifest.taps), *caches], graph)
+        chose_tokens = any(step.sampled is not None for step in ours.steps)
+        found = compare_run(
+            ours,
+            golden,
+            hf=hf,
+            wanted=wanted,
+            not_offered=(*lacking, *(() if chose_tokens else (TOKENS,))),
+            least_compute=LEAST_JUDGED if tuple(taps) == ("*",) and not lacking else 0.0,  # or the user asks for less
+            require=require,
+            truth=truth,
+            progress=progress,
+        )
+        run = found.result if hf is None else explain_run(found, ours, golden, hf)
+        return CheckResult(
+            engine=manifest.producer.name,
+            model=manifest.model.id,
+            dtype=manifest.dtype,
+            device=manifest.device,
+            num_requests=len(manifest.requests),
+            runs=(run,),
+            notes=tuple(notes),
+        )
+
+
+def _oracle(
+    recording: Recording, model: str | None, device: str, *, local_files_only: bool
+) -> tuple[HFModel | None, list[str]]:
+    """Load the model that judges single operations, where one is named; note if its weights are not the recording's."""
+    if model is None:
+        return None, []
+    check_device(device)
+    checkpoint = Checkpoint(resolve(model, local_files_only=local_files_only))
+    is_same = recording.manifest.model.weights_hash in (None, checkpoint.weights_hash)
+    notes = [] if is_same else [f"ACTUAL was recorded from other weights than those of {model}, which judge it"]
+    return load_model(checkpoint, dtype=_dtype(recording), device=device), notes
+
+
+def _wanted(globs: Sequence[str], lacking: Sequence[str], names: Sequence[str], graph: Graph) -> list[str]:
+    """Return the taps that match a glob, but for the sites that the engine lacks."""
+    wanted = _matching(globs, list(dict.fromkeys(names)))
+    _refuse_unknown_sites(lacking, [_site(tap, graph) for tap in wanted])
+    return [tap for tap in wanted if _site(tap, graph) not in lacking]
+
+
+def _caches(recording: Recording, graph: Graph) -> list[str]:
+    """Return the caches that the recording shows the engine to have: by a tap, or by slots and block tables."""
+    recorded = {entry.name for entry in recording.taps}
+    recorded |= {name for stored, name in graph.aliases.items() if stored in recorded}
+    is_paged = any(step.slot_mapping is not None or step.block_tables for step in recording.steps)
+    return [op.tap for op in graph if op.kind is Kind.CACHE and (is_paged or op.tap in recorded)]
+
+
+def _site(tap: str, graph: Graph) -> str:
+    return graph[tap].site if tap in graph else tap
+
+
+def _refuse_unknown_sites(lacking: Sequence[str], sites: Sequence[str]) -> None:
+    for site in lacking:
+        if site not in sites:
+            raise HarnessError(
+                Code.BAD_OPTION,
+                f"no tap that is asked for is a {site!r}",
+                where="--lacking",
+                expected=", ".join(dict.fromkeys(sites)),
+                actual=site,
+            )
+
+
+def _refuse_unknown_triggers(require: Sequence[str]) -> None:
+    for trigger in require:
+        if trigger not in TRIGGERS:
+            raise HarnessError(
+                Code.BAD_OPTION,
+                f"unknown trigger {trigger!r}",
+                where="--require",
+                expected=", ".join(TRIGGERS),
+                actual=trigger,
+            )
+
+
+def _dtype(recording: Recording) -> torch.dtype:
+    """Return the dtype the engine computed in; a manifest may name any."""
+    name = recording.manifest.dtype
+    if name not in DTYPES:
+        raise HarnessError(
+            Code.BAD_MANIFEST,
+            f"there is no replay for an engine's dtype of {name!r}",
+            where=f"{recording.path}: dtype",
+            expected=", ".join(DTYPES),
+            actual=name,
+            hint="compare without --model",
+        )
+    return getattr(torch, name)  # type: ignore[no-any-return]
+
+
+def _matching(globs: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the names that match a glob; a glob that matches none would quietly check less than was asked for."""
+    for glob in globs:
+        if glob != "*" and not any(fnmatchcase(name, glob) for name in names):
+            raise HarnessError(
+                Code.BAD_OPTION,
+                f"no tap of EXPECTED matches {glob!r}",
+                where="--taps",
+                expected=f"names such as {', '.join(names[:3])}",
+                actual=glob,
+            )
+    return [name for name in names if any(fnmatchcase(name, glob) for glob in globs)]

@@ -1,0 +1,29 @@
+"""A golden as a plan has it: from the cache, or written to a folder."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+from harness.base.progress import Progress
+from harness.judge.jobs.check import new_output_dir
+from harness.judge.jobs.model import planned_model
+from harness.oracle.golden import Golden
+from harness.oracle.make_golden import cached_golden, make_golden
+from harness.plan import Plan
+
+
+def run_golden(plan: Plan, *, out: Path | None = None, progress: Progress | None = None) -> Golden:
+    """Return what HF computes for a plan's prompts.
+
+    Args:
+        plan: model, prompts, dtype, device and truth.
+        out: folder, new or empty, that the golden is written to; None for the cache, where it may be already.
+        progress: told what is being done.
+
+    Raises:
+        HarnessError: the input cannot be used, or `out` cannot be written.
+    """
+    with nullcontext() if out is None else new_output_dir(out):
+        hf = planned_model(plan)
+        if out is None:
+            return cached_golden(hf, plan.prompts, truth=plan.truth, progress=progress)
+        return make_golden(hf, plan.prompts, out, truth=plan.truth, progress=progress)

@@ -1,0 +1,1 @@
+"""A check in every form."""

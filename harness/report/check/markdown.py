@@ -1,0 +1,107 @@
+"""The check for a pull request: what the terminal shows, in GitHub's Markdown."""
+
+import re
+from collections.abc import Iterator, Sequence
+from urllib.parse import quote, urlsplit
+
+from tabulate import tabulate
+
+from harness.report.check.sentences import (
+    divergence_place,
+    divergence_size,
+    explanation_lines,
+    extent,
+    facts,
+    finding_lines,
+    number,
+    printable,
+    subject,
+)
+from harness.report.check.table import Role, Row, Section, sections
+from harness.results.check import CheckResult, Divergence, Outcome
+
+_HEADERS = ("layer", "operation", "rows", "median", "max", "bound", "propagated", "verdict")
+_ALIGNMENTS = ("right", "left", "right", "right", "right", "right", "right", "left")
+_IN_A_TARGET = "/:?&=%#,;+@~-._"
+_LEGEND = (
+    "median, max: error of the operation itself, in roundings. bound: its largest share of what is allowed; above 1 is "
+    "a bug. propagated: error that has built up, as a multiple of HF's own. downstream: sound by itself, computed from "
+    "wrong input."
+)
+
+
+def check_markdown(result: CheckResult) -> str:
+    """Return a check as Markdown; names are escaped, and the table of a sound check is folded."""
+    lines = [f"### {result.outcome}: {escaped(' · '.join(subject(result)))}", "", escaped(" · ".join(extent(result)))]
+    parts = sections(result)
+    for section in parts:
+        lines += ["", *_section(section, is_only=len(parts) == 1)]
+    lines += ["", *_findings(result), ""]
+    lines += [f"- {label}: {escaped(sentence)}" for label, sentence in facts(result)]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
+
+
+def escaped(text: str) -> str:
+    """Return `text` as Markdown that shows it literally, in a table cell too."""
+    return re.sub(r"([\\`*_\[\]<>|#~&])", r"\\\1", printable(text))
+
+
+def link(text: str, target: str) -> str:
+    """Return a link to a file or a page, or the text alone where the target is neither: `javascript:`, for one."""
+    if urlsplit(target).scheme not in ("", "http", "https"):
+        return escaped(text)
+    return f"[{escaped(text)}]({quote(target, safe=_IN_A_TARGET)})"
+
+
+def fenced(text: str) -> str:
+    """Return a text as a block of code, in a fence that the text cannot close."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{text.rstrip()}\n{fence}"
+
+
+def _section(section: Section, *, is_only: bool) -> Iterator[str]:
+    if not is_only:
+        yield f"**{section.outcome}**: {escaped(section.schedules)}"
+        yield ""
+    if section.divergence:
+        yield _divergence(section.divergence)
+        yield ""
+        if section.divergence.explanation:
+            cause, *rest = map(escaped, explanation_lines(section.divergence.explanation))
+            yield f"**Cause: {cause}** ({'; '.join(rest)})"
+            yield ""
+    rows = section.rows()
+    if rows:
+        state = " open" if section.outcome is Outcome.MISMATCH else ""
+        yield f"<details{state}><summary>Table by layer and operation</summary>"
+        yield from ("", *_table(rows), "", _LEGEND, "", "</details>")
+
+
+def _divergence(divergence: Divergence) -> str:
+    tap = escaped(divergence.tap)
+    place, size = escaped(divergence_place(divergence)), escaped(divergence_size(divergence))
+    return f"**First divergence: {tap}** at {place}: {size} ({divergence.code})"
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    cells = [_cells(row) for row in rows]
+    text = tabulate(cells, _HEADERS, "pipe", disable_numparse=True, colalign=_ALIGNMENTS)
+    return text.splitlines()
+
+
+def _cells(row: Row) -> list[str]:
+    tap = row.tap
+    figures = (tap.local_roundings_median, tap.local_roundings_max, tap.local_bound_share_max, tap.propagated_ratio_max)
+    cells = [row.layers, escaped(row.label), f"{tap.num_rows:,}", *map(number, figures), escaped(row.remark)]
+    if row.role is Role.CULPRIT:
+        return [f"**{cell}**" if cell else "" for cell in cells]
+    return cells
+
+
+def _findings(result: CheckResult) -> Iterator[str]:
+    shown, rest = finding_lines(result)
+    for code, sentence in shown:
+        yield f"- **{code}** {escaped(sentence)}"
+    if rest:
+        yield f"- {rest}"

@@ -1,0 +1,236 @@
+"""Sentences that all forms for people share: numbers, headline, culprit, findings, the facts at the foot."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import PurePath
+
+from harness.report.check.merge import largest, merge_taps, smallest, sum_coverage, sum_seconds, sum_tokens
+from harness.report.check.table import count
+from harness.results.check import (
+    CheckResult,
+    Coverage,
+    Divergence,
+    Explanation,
+    Finding,
+    LogitResult,
+    Outcome,
+    Provenance,
+    RunResult,
+    TokenResult,
+)
+
+MAX_FINDINGS = 12
+MAX_FINDINGS_OF_A_CODE = 3
+MAX_NAMES = 8
+
+
+def number(value: float | None) -> str:
+    """Return a number with three significant digits, `-` for what was not measured."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    if 999.5 <= abs(value) < 999_999.5:
+        return f"{value:,.0f}"
+    return f"{value:#.3g}".rstrip(".") if abs(value) >= 1e-4 else f"{value:.2e}"
+
+
+def printable(text: str) -> str:
+    """Return `text` without control characters: names in a recording may be hostile."""
+    return "".join(character if character.isprintable() else "�" for character in text)
+
+
+def subject(result: CheckResult) -> list[str]:
+    """Return what was checked: engine, model, dtype, device."""
+    # A hub id says who made the model; of a folder on this machine only the name does.
+    model = PurePath(result.model).name if result.model.startswith(("/", ".")) else result.model
+    return [printable(part) for part in (result.engine, model, result.dtype, result.device)]
+
+
+def extent(result: CheckResult) -> list[str]:
+    """Return how much of it was checked: requests, rows, taps, schedules."""
+    num_taps = len({tap.name for run in result.runs for tap in run.taps if tap.num_rows})
+    num_rows = sum(run.num_rows for run in result.runs)
+    schedules = printable(", ".join(run.schedule for run in result.runs)) or "no schedule"
+    return [count(result.num_requests, "request"), count(num_rows, "row"), count(num_taps, "tap"), schedules]
+
+
+def divergence_place(divergence: Divergence) -> str:
+    """Return where the first divergence is, beyond its tap."""
+    parts = [f"request {divergence.request}", f"position {divergence.position}"]
+    if divergence.step is not None:
+        parts.append(f"step {divergence.step}")
+    if divergence.phase:
+        parts.append(printable(divergence.phase))
+    if divergence.schedule:
+        parts.append(f"schedule {printable(divergence.schedule)}")
+    return ", ".join(parts)
+
+
+def divergence_size(divergence: Divergence) -> str:
+    """Return how far off the first divergence is."""
+    parts = []
+    if divergence.local_roundings is not None:
+        bound = f" against a bound of {number(divergence.bound_roundings)}" if divergence.bound_roundings else ""
+        parts.append(f"{number(divergence.local_roundings)} roundings{bound}")
+    if divergence.propagated_ratio is not None:
+        parts.append(f"propagated error {number(divergence.propagated_ratio)} times HF's own")
+    return "; ".join(parts) or f"verdict {divergence.verdict}"
+
+
+def explanation_lines(explanation: Explanation) -> Iterator[str]:
+    """Yield what was done wrong, to which rows, how well that fits, and where a wrong place of the cache leads."""
+    yield printable(explanation.cause)
+    fit = printable(explanation.scope)
+    if explanation.residual_after is not None:
+        change = f"{number(explanation.residual_before)} to {number(explanation.residual_after)} roundings"
+        fit += f"; it takes the median error from {change}"
+        fitted = f", {count(explanation.num_fitted, 'number')} fitted to them" if explanation.num_fitted else ""
+        fit += f" ({explanation.num_explained:,} of {count(explanation.num_rows, 'row')}{fitted})"
+    yield fit
+    if explanation.detail:
+        yield printable(explanation.detail)
+    if explanation.provenance:
+        yield _provenance(explanation.provenance)
+
+
+def _provenance(provenance: Provenance) -> str:
+    head = "" if provenance.head is None else f", KV head {provenance.head}"
+    place = f"layer {provenance.layer}{head}: position {provenance.position} of request {provenance.request}"
+    if provenance.slot is not None:
+        place += f" (block {provenance.block}, slot {provenance.slot}"
+        if provenance.writer_request is None:
+            place += ", which no recorded step wrote)"
+        else:
+            place += f", written last by request {provenance.writer_request} in step {provenance.writer_step})"
+    return printable(f"{place} holds {provenance.holds}")
+
+
+def finding_lines(result: CheckResult) -> tuple[list[tuple[str, str]], str | None]:
+    """Return (code, sentence) of the findings worth reading first, and a line for the rest of them.
+
+    A finding that several schedules share appears once; of one code only the first few appear.
+    """
+    schedules: dict[Finding, list[str]] = {}
+    for run in result.runs:
+        for finding in run.findings:
+            schedules.setdefault(replace(finding, explanation=_cause_only(finding.explanation)), []).append(
+                run.schedule
+            )
+    shown, left, seen = list[tuple[str, str]](), Counter[str](), Counter[str]()
+    for finding, names in schedules.items():
+        seen[finding.code] += 1
+        if seen[finding.code] > MAX_FINDINGS_OF_A_CODE or len(shown) == MAX_FINDINGS:
+            left[finding.code] += 1
+            continue
+        only = "" if len(names) == len(result.runs) else f" [{', '.join(names)}]"
+        shown.append((finding.code.value, printable(_sentence(finding) + only)))
+    rest = ", ".join(f"{number_left:,} more {code}" for code, number_left in left.items())
+    return shown, f"and {rest}" if left else None
+
+
+def _cause_only(explanation: Explanation | None) -> Explanation | None:
+    """Leave out what differs between schedules that share a cause."""
+    if explanation is None:
+        return None
+    nothing = {"scope": "", "detail": "", "provenance": None, "num_rows": 0, "num_explained": 0}
+    return replace(explanation, residual_before=None, residual_after=None, **nothing)  # type: ignore[arg-type]
+
+
+def _sentence(finding: Finding) -> str:
+    tap = f"{finding.tap}: " if finding.tap and finding.tap not in finding.message else ""
+    place = ", ".join(
+        f"{name} {value}"
+        for name, value in (("request", finding.request), ("position", finding.position))
+        if value is not None and f"{name} {value}" not in finding.message
+    )
+    cause = f": {finding.explanation.cause}" if finding.explanation else ""
+    return f"{tap}{finding.message}{f' ({place})' if place else ''}{cause}"
+
+
+def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
+    """Yield (label, sentence) of everything that is not about one operation; timings last."""
+    runs = result.runs
+    if any(run.tokens.compared for run in runs):
+        yield "tokens", _tokens(sum_tokens(runs))
+    logits = [run.logits for run in runs if run.logits]
+    if logits:
+        yield "logits", _logits(logits)
+    coverage = sum_coverage(runs)
+    yield "coverage", _coverage(coverage)
+    if coverage.triggers:
+        yield "reached", printable(", ".join(coverage.triggers))
+    if (sentence := _control(result)) is not None:
+        yield "control", sentence
+    ways = {tap.name: tap.through for run in runs for tap in run.taps if tap.through}
+    if ways:
+        longest = max(map(len, ways.values()))
+        yield "granularity", f"{count(len(ways), 'tap')} judged through up to {longest} that were not recorded"
+    if coverage.not_offered:
+        yield "not offered", _names(coverage.not_offered)
+    if result.outcome is Outcome.PASS:
+        yield "not judged", _not_judged(coverage)
+    for note in result.notes:
+        yield "note", printable(note)
+    timings = _timings(result.golden_s, runs)
+    if timings:
+        yield "timings", timings
+
+
+def _control(result: CheckResult) -> str | None:
+    """Say what HF itself reaches on the engine's inputs if that was measured."""
+    taps = [tap for tap in merge_taps(result.runs) if tap.control_bound_share_max is not None and not tap.convention]
+    if not taps:
+        return None
+    share = largest(tap.control_bound_share_max for tap in taps)
+    bounded = sum(tap.is_bounded_by_control for tap in taps)
+    text = f"HF itself in {printable(result.dtype)}, on the same inputs, takes {number(share)} of the bounds at most"
+    return f"{text}; it makes the bounds of {count(bounded, 'tap')}" if bounded else text
+
+
+def _tokens(tokens: TokenResult) -> str:
+    differ = tokens.compared - tokens.equal - tokens.ties
+    parts = [f"{tokens.equal:,} of {tokens.compared:,} equal"]
+    parts += [f"{count(tokens.ties, 'tie')} (margin below the noise)"] if tokens.ties else []
+    parts += [f"{differ:,} differ"] if differ else []
+    return ", ".join(parts)
+
+
+def _logits(logits: Sequence[LogitResult]) -> str:
+    num_rows = sum(part.num_rows for part in logits)
+    agreement = sum(part.top1_agreement * part.num_rows for part in logits) / max(1, num_rows)
+    kl, margin = largest(part.kl_max for part in logits), smallest(part.margin_min for part in logits)
+    parts = [f"top-1 agrees in {number(100 * agreement)} % of {count(num_rows, 'row')}"]
+    return ", ".join([*parts, f"KL up to {number(kl)} nats", f"smallest margin {number(margin)}"])
+
+
+def _coverage(coverage: Coverage) -> str:
+    total = f"{coverage.recorded:,} of {coverage.expected:,} rows of taps recorded"
+    missing = f", {coverage.missing:,} missing" if coverage.missing else ""
+    return f"{total}{missing}{f': {_names(coverage.missing_taps)}' if coverage.missing_taps else ''}"
+
+
+def _not_judged(coverage: Coverage) -> str:
+    """Say what a pass does not rest on."""
+    parts = [_names(coverage.not_judged)] if coverage.not_judged else []
+    if coverage.only_through:
+        parts.append(f"only through what is computed from them: {_names(coverage.only_through)}")
+    if coverage.judged_compute is not None and coverage.judged_compute < 1:
+        parts.append(f"judged outputs are {100 * coverage.judged_compute:.0f} % of the model's multiply-adds")
+    return "; ".join(parts) or "nothing"
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return printable(", ".join(names[:MAX_NAMES])) + more
+
+
+def _timings(golden_s: float | None, runs: Sequence[RunResult]) -> str:
+    seconds = {
+        "golden": golden_s,
+        "engine": sum_seconds([run.engine_s for run in runs]),
+        "compare": sum_seconds([run.compare_s for run in runs]),
+    }
+    return ", ".join(f"{name} {number(value)} s" for name, value in seconds.items() if value is not None)

@@ -1,0 +1,174 @@
+"""The table by layer and operation, before any form: which taps share a row, and what a row is to its reader.
+
+A sound check has one row per operation, over all layers. A check with a culprit shows the culprit's layer operation by
+operation, and folds every other layer; a model of 80 layers takes no more room than one of 4.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import groupby
+from math import isnan
+
+from harness.report.check.merge import merge, merge_taps, severity
+from harness.results.check import CheckResult, Divergence, Outcome, RunResult, TapResult
+
+CONSEQUENCE_RATIO = 3.0
+"""Propagated error, over HF's own, from which a sound operation behind the culprit is called downstream."""
+
+MAX_FOLDED_ROWS = 6
+"""Wrong operations that are listed one by one for the layers that are folded."""
+
+
+class Role(StrEnum):
+    """Role of a row in the search for the first wrong operation."""
+
+    SOUND = "sound"
+    CULPRIT = "culprit"
+    WRONG = "wrong"
+    """Wrong by itself, but not the first."""
+    MISSING = "missing"
+    DOWNSTREAM = "downstream"
+    """Sound by itself, computed from input that was wrong already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table: one tap, or one operation over several layers, or several operations."""
+
+    layers: str
+    """`3`, `0-27`, or nothing outside of the layers."""
+    label: str
+    tap: TapResult
+    role: Role
+    num_taps: int = 1
+    num_failed: int = 0
+    """Taps among them that have the row's verdict if that is a failure."""
+
+    @property
+    def remark(self) -> str:
+        """The verdict in words, with its extent if it is a failure."""
+        if self.role is Role.DOWNSTREAM:
+            return self.role.value
+        return f"{self.tap.verdict}{self._extent()}"
+
+    def _extent(self) -> str:
+        if not self.tap.verdict.failure:
+            return ""
+        if self.num_taps > 1:
+            return f" in {count(self.num_failed, 'tap')}"
+        if self.tap.num_nan:
+            return f", {self.tap.num_nan:,} NaN"
+        if self.tap.num_inf:
+            return f", {self.tap.num_inf:,} Inf"
+        return f" in {count(self.tap.num_bad_rows, 'row')}" if self.tap.num_bad_rows else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Schedules that show the same: one table stands for all of them."""
+
+    runs: tuple[RunResult, ...]
+
+    @property
+    def schedules(self) -> str:
+        """Names of the schedules."""
+        return ", ".join(run.schedule for run in self.runs)
+
+    @property
+    def outcome(self) -> Outcome:
+        """Outcome of each of them."""
+        return self.runs[0].outcome
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """First divergence of the first of them; all have it at the same tap."""
+        return self.runs[0].first_divergence
+
+    def rows(self) -> list[Row]:
+        """Return the rows of the table."""
+        return table_rows(merge_taps(self.runs), self.divergence.tap if self.divergence else None)
+
+
+def sections(result: CheckResult) -> list[Section]:
+    """Return the schedules in groups of the same outcome, the same culprit and the same failed operations."""
+    groups: dict[object, list[RunResult]] = {}
+    for run in result.runs:
+        culprit = run.first_divergence.tap if run.first_divergence else None
+        failed = frozenset((tap.name, tap.verdict) for tap in run.taps if tap.verdict.failure)
+        groups.setdefault((run.outcome, culprit, failed), []).append(run)
+    return [Section(tuple(runs)) for runs in groups.values()]
+
+
+def table_rows(taps: Sequence[TapResult], culprit: str | None) -> list[Row]:
+    """Return the rows for taps in graph order, around `culprit` if there is one."""
+    layer = next((tap.layer for tap in taps if tap.name == culprit), None)
+    is_behind, rows = False, list[Row]()
+    for part, group in groupby(taps, key=lambda tap: _part(tap, layer)):
+        members = list(group)
+        if part in ("outside", "expanded"):
+            parts: Iterable[Row] = (_row([tap], tap.site) for tap in members)
+        else:
+            parts = _per_site(members) if part == "all" else _folded(members)
+        for row in parts:
+            is_culprit = row.tap.name == culprit
+            rows.append(replace(row, role=Role.CULPRIT if is_culprit else _role(row.tap, is_behind)))
+            is_behind |= is_culprit
+    return rows
+
+
+def _part(tap: TapResult, layer: int | None) -> str:
+    if tap.layer is None:
+        return "outside"
+    if layer is None:
+        return "all"
+    return "expanded" if tap.layer == layer else "before" if tap.layer < layer else "after"
+
+
+def _role(tap: TapResult, is_behind: bool) -> Role:
+    if tap.verdict.failure:
+        return Role(tap.verdict.failure)
+    ratio = tap.propagated_ratio_max
+    is_off = ratio is not None and (isnan(ratio) or ratio > CONSEQUENCE_RATIO)
+    return Role.DOWNSTREAM if is_behind and is_off else Role.SOUND
+
+
+def _per_site(taps: Iterable[TapResult]) -> Iterator[Row]:
+    by_site: dict[str, list[TapResult]] = {}
+    for tap in taps:
+        by_site.setdefault(tap.site, []).append(tap)
+    return (_row(members, site) for site, members in by_site.items())
+
+
+def _folded(taps: Sequence[TapResult]) -> Iterator[Row]:
+    """Yield one row per operation that failed, after one for all that did not."""
+    failed_sites = {tap.site for tap in taps if tap.verdict.failure}
+    worst = sorted(_per_site(tap for tap in taps if tap.site in failed_sites), key=lambda row: severity(row.tap))
+    listed = {row.label for row in worst[-MAX_FOLDED_ROWS:]}
+    sound = [tap for tap in taps if tap.site not in failed_sites]
+    unlisted = [tap for tap in taps if tap.site in failed_sites - listed]
+    if sound:
+        num_sites = len({tap.site for tap in sound})
+        yield _row(sound, f"{'other' if failed_sites else 'all'} {count(num_sites, 'operation')}")
+    yield from _per_site(tap for tap in taps if tap.site in listed)
+    if unlisted:
+        yield _row(unlisted, f"{len(failed_sites - listed)} more operations")
+
+
+def _row(taps: Sequence[TapResult], label: str) -> Row:
+    worst = merge(taps)
+    num_failed = sum(tap.verdict is worst.verdict for tap in taps)
+    layers = _span([tap.layer for tap in taps if tap.layer is not None])
+    return Row(layers=layers, label=label, tap=worst, role=Role.SOUND, num_taps=len(taps), num_failed=num_failed)
+
+
+def _span(layers: Sequence[int]) -> str:
+    if not layers:
+        return ""
+    first, last = min(layers), max(layers)
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def count(number: int, noun: str) -> str:
+    """Return `1 row`, `2 rows`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,1 @@
+"""A search in every form."""

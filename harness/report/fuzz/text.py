@@ -1,0 +1,137 @@
+"""A search of workloads for people at a terminal: what was found, with its smallest workload, and what was reached."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+
+from tabulate import tabulate
+
+from harness.report.check.sentences import divergence_place, divergence_size, explanation_lines, number, printable
+from harness.report.check.table import count
+from harness.results.check import Divergence, Outcome
+from harness.results.fuzz import FuzzFinding, FuzzResult, SentRequest, SentWorkload
+
+MIN_WIDTH = 80
+INDENT = 18
+
+
+def fuzz_text(result: FuzzResult, *, width: int) -> str:
+    """Return a search as lines of at most `width` columns (80 at least)."""
+    width = max(width, MIN_WIDTH)
+    blocks = [[_headline(result)]]
+    blocks += [list(_finding(at, finding, width)) for at, finding in enumerate(result.findings, start=1)]
+    blocks += [_coverage(result), list(_facts(result, width))]
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def _headline(result: FuzzResult) -> str:
+    words = {Outcome.PASS: "NOTHING FOUND", Outcome.MISMATCH: "FOUND", Outcome.NOTHING: "NOTHING CHECKED"}
+    model = PurePath(result.model).name if result.model.startswith(("/", ".")) else result.model
+    found = [count(len(result.findings), "finding")] if result.findings else []
+    parts = [printable(result.engine), printable(model), result.dtype, result.device, *found]
+    parts += [count(result.num_workloads, "workload"), count(result.num_rows, "row")]
+    return f"{words[result.outcome]}  {' · '.join(parts)}"
+
+
+def _finding(at: int, finding: FuzzFinding, width: int) -> Iterator[str]:
+    yield f"{at}. {printable(finding.signature)}"
+    yield ""
+    yield from (f"   {line}" for line in _workload(finding.workload))
+    yield ""
+    if finding.error is not None:
+        for line in finding.error.splitlines():
+            yield from _wrapped("", printable(line), width, indent=3)
+    elif finding.run is not None and finding.run.first_divergence is not None:
+        yield from _divergence(finding.run.first_divergence, width)
+    elif finding.run is not None:
+        for each in finding.run.findings[:3]:
+            yield from _wrapped("", f"{each.code}: {printable(each.message)}", width, indent=3)
+    yield from _wrapped("           Found:", _history(finding), width, indent=INDENT)
+    if finding.workload_file:
+        yield f"{'          Repeat:':{INDENT}}harness fuzz --replay {printable(finding.workload_file)}"
+    if finding.case_file:
+        yield f"{'':{INDENT}}harness check --case {printable(finding.case_file)}"
+
+
+def _workload(workload: SentWorkload) -> list[str]:
+    """Return the table of the requests, and the limits."""
+    headers = ("request", "prompt", "new", "tokens shared", "comes", "ends")
+    rows = [
+        (at, request.prompt_length, request.num_new_tokens, _shared(at, workload), _arrival(request), _end(request))
+        for at, request in enumerate(workload.requests)
+    ]
+    lines = tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=_ALIGN).splitlines()
+    limits = ", ".join(f"{name}={str(value).lower()}" for name, value in workload.limits.items())
+    return [*lines, *([f"limits: {limits}"] if limits else [])] + (
+        [f"schedule: {printable(workload.schedule)}"] if workload.schedule else []
+    )
+
+
+_ALIGN = ("right", "right", "right", "left", "left", "left")
+
+
+def _shared(at: int, workload: SentWorkload) -> str:
+    """Say what a request has in common with one before it: what a cache may share, or confuse."""
+    own = workload.requests[at].token_ids
+    lengths = [_common(own, other.token_ids) for other in workload.requests[:at]]
+    longest = max(lengths, default=0)
+    return f"{longest} with request {lengths.index(longest)}" if longest else "-"
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (left, right) in enumerate(pairs) if left != right), min(len(one), len(other)))
+
+
+def _arrival(request: SentRequest) -> str:
+    if request.fork_of is not None:
+        return f"fork of request {request.fork_of}"
+    return f"before step {request.arrival}" if request.arrival else "at once"
+
+
+def _end(request: SentRequest) -> str:
+    return "aborted" if request.is_aborted else "finished"
+
+
+def _divergence(divergence: Divergence, width: int) -> Iterator[str]:
+    yield from _wrapped("First divergence:", printable(divergence.tap), width)
+    yield from _wrapped("", divergence_place(divergence), width)
+    yield from _wrapped("", f"{divergence_size(divergence)} ({divergence.code})", width)
+    for at, line in enumerate(explanation_lines(divergence.explanation) if divergence.explanation else ()):
+        yield from _wrapped("           Cause:" if at == 0 else "", line, width)
+
+
+def _history(finding: FuzzFinding) -> str:
+    text = f"after {number(finding.found_s)} s"
+    if finding.shrunk_s:
+        before = f"{count(finding.num_requests_found, 'request')} of {count(finding.num_rows_found, 'row')}"
+        text += f"; shrunk in {number(finding.shrunk_s)} s from {before}"
+    more = finding.num_failures - 1
+    return text + (f"; {count(more, 'more workload')} failed in the same way" if more else "")
+
+
+def _coverage(result: FuzzResult) -> list[str]:
+    """Return the table of what the engine's scheduler did, the commonest first."""
+    ordered = sorted(result.coverage.items(), key=lambda pair: (-pair[1], pair[0]))
+    rows = [(printable(name), times) for name, times in ordered]
+    return tabulate(rows, ("what the scheduler did", "workloads"), tablefmt="simple").splitlines() if rows else []
+
+
+def _facts(result: FuzzResult, width: int) -> Iterator[str]:
+    for what, times in result.rejected.items():
+        yield from _wrapped("  rejected", f"{count(times, 'workload')}: {printable(what)}", width, indent=13)
+    for note in result.notes:
+        yield from _wrapped("  note", printable(note), width, indent=13)
+    if result.unreached:
+        text = f"no workload reached {' and '.join(result.unreached)}: give the search more --seconds"
+        yield from _wrapped("  note", text, width, indent=13)
+    if result.was_interrupted:
+        yield from _wrapped("  note", "interrupted: what was found until then", width, indent=13)
+    timings = f"golden {number(result.golden_s)} s, all {number(result.elapsed_s)} s, seed {result.seed}"
+    yield from _wrapped("  timings", timings, width, indent=13)
+
+
+def _wrapped(label: str, text: str, width: int, *, indent: int = INDENT) -> Iterator[str]:
+    lines = textwrap.wrap(text, width - indent) or [""]
+    yield f"{label:{indent}}{lines[0]}".rstrip()
+    yield from (" " * indent + line for line in lines[1:])

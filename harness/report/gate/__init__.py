@@ -1,0 +1,1 @@
+"""A gate in every form."""

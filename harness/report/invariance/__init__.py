@@ -1,0 +1,1 @@
+"""A search for changes of bits in every form."""

@@ -1,0 +1,55 @@
+"""A check and a profile as one page: one file that needs no network, and lets nothing from outside become markup."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from harness.report.page.check_view import check_view
+from harness.report.page.profile_view import profile_view
+from harness.results.check import CheckResult
+from harness.results.profile import ProfileResult
+
+REPORT_NAME = "report.html"
+"""Name of the page's file in an output folder."""
+_TEMPLATES = Path(__file__).parent / "template"
+
+
+def report_html(check: CheckResult | None = None, profile: ProfileResult | None = None) -> str:
+    """Return the page for a check, a profile, or both.
+
+    Links to traces and snapshots are those of the profile: they hold where the page lies in the profile's folder.
+
+    Raises:
+        ValueError: neither is given.
+    """
+    if check is None and profile is None:
+        raise ValueError("a report needs a check or a profile")
+    script, style = ((_TEMPLATES / name).read_text(encoding="utf-8") for name in ("script.js", "style.css"))
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            check=None if check is None else check_view(check),
+            profile=None if profile is None else profile_view(profile),
+            script=Markup(script),
+            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+            style=Markup(style),
+        )
+    )
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )

@@ -1,0 +1,1 @@
+"""A profile in every form."""

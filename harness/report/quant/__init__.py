@@ -1,0 +1,1 @@
+"""Quantised forms side by side."""

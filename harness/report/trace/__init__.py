@@ -1,0 +1,1 @@
+"""Figures of a trace in every form."""

@@ -1,0 +1,1 @@
+"""What each kind of run found: typed records, one file a subject, without torch."""

@@ -1,0 +1,112 @@
+"""Results of a check of a server, as plain data for the reports. Nothing here imports torch."""
+
+from dataclasses import dataclass
+
+from harness.results.check import Finding, Outcome, TokenResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability:
+    """One thing that a server was asked for."""
+
+    name: str
+    """`token id prompts`, `logprobs`, `streaming`, ..."""
+    is_there: bool
+    detail: str = ""
+    """The extent of the feature, or the server's answer in its place."""
+    is_ignored: bool = False
+    """Whether the server takes the field that asks for it, and does not do what the field says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobResult:
+    """Log probabilities of one kind against the truth, over all rows of a schedule."""
+
+    kind: str
+    """`chosen`, `top`, `prompt`."""
+    num_rows: int
+    num_values: int
+    rms: float
+    """Of the server's errors, nats."""
+    rms_noise: float
+    """Of the errors that HF makes in the server's dtype, for the same tokens."""
+    rms_bound: float
+    """Most that `rms` may be, as a multiple of `rms_noise`."""
+    max: float
+    max_noise: float
+    max_bound: float
+    """Most that `max` may be, as a multiple of `max_noise`."""
+    worst_request: int
+    worst_position: int
+    """Position of the token whose log probability is furthest off."""
+    is_sound: bool
+
+    @property
+    def rms_ratio(self) -> float:
+        """Error over noise; 0 if both vanish."""
+        return _ratio(self.rms, self.rms_noise)
+
+    @property
+    def max_ratio(self) -> float:
+        """Largest error over largest noise; 0 if both vanish."""
+        return _ratio(self.max, self.max_noise)
+
+
+def _ratio(error: float, noise: float) -> float:
+    return error / noise if noise else (0.0 if error == 0 else float("inf"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleResult:
+    """The prompts sent in one way."""
+
+    schedule: str
+    """`together`, `alone`, `repeated`, `reversed`, `continued`, `streamed`, `prompt`."""
+    num_requests: int
+    num_failed: int
+    """Requests without an answer that can be judged."""
+    num_tokens: int
+    """New tokens that the server made."""
+    tokens: TokenResult
+    logprobs: tuple[LogprobResult, ...]
+    num_parted: int = 0
+    """Requests that part from the first schedule at a tie; what comes behind it is not judged."""
+    max_difference: float | None = None
+    """Largest difference of a log probability to the first schedule's, nats; None if nothing is shared."""
+    seconds: float = 0.0
+    """From the first request to the last answer; other schedules than `together` and `alone` share this time."""
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def outcome(self) -> Outcome:
+        """Nothing, if no token was judged."""
+        if self.findings:
+            return Outcome.MISMATCH
+        return Outcome.PASS if self.tokens.compared else Outcome.NOTHING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointResult:
+    """A whole check of a server."""
+
+    url: str
+    server: str
+    """The server's own name and version; empty if it names none."""
+    served_model: str
+    """The name that it serves the model under."""
+    model: str
+    dtype: str
+    num_requests: int
+    capabilities: tuple[Capability, ...]
+    runs: tuple[ScheduleResult, ...]
+    server_s: float
+    """Seconds that the server was waited for, the probe included."""
+    truth_s: float
+    """Seconds of HF's forwards, most of them while the server was waited for."""
+    all_s: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def outcome(self) -> Outcome:
+        """Mismatch if any schedule has a finding; pass if all judged something."""
+        return Outcome.of_all(run.outcome for run in self.runs)

@@ -1,0 +1,310 @@
+"""The benchmark: build the model, open the engines, see that they agree, and time them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from harness.base.environment import describe_machine
+from harness.base.progress import Progress
+from harness.base.scratch import scratch_folder
+from harness.engines.adapter import engine_module, refuse_unknown_options
+from harness.engines.reference_backend import choose_backend
+from harness.engines.reference_threads import engine_threads
+from harness.errors import Code, HarnessError
+from harness.formats.case import DTYPES
+from harness.selfcheck.bench.agreement import Agreement, find_divergences, judge_divergences
+from harness.selfcheck.bench.bandwidth import copy_bandwidth
+from harness.selfcheck.bench.hf_generate import load_hf_model
+from harness.selfcheck.bench.peer import (
+    OURS,
+    PEERS,
+    BenchConfig,
+    Generation,
+    OpenPeers,
+    Peer,
+    check_peer_names,
+    open_peers,
+    peer_groups,
+)
+from harness.selfcheck.bench.quiet import quiet_peers
+from harness.selfcheck.bench.results import BandwidthShare, BenchResult, Measure
+from harness.selfcheck.bench.shape import Shape, build_checkpoint, find_shape
+from harness.selfcheck.bench.workload import Workload, even_workload, uneven_workload
+
+BATCH_SIZES = (1, 16)
+Tokens = dict[str, Sequence[Sequence[int]]]
+"""The tokens generated for each request of a workload, by engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """A workload with all of its generations, one a repeat, by engine."""
+
+    workload: Workload
+    generations: dict[str, list[Generation]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Found:
+    """The results of all groups of engines."""
+
+    timed: list[Timed]
+    tokens: list[Tokens]
+    """Of each workload."""
+    copies: list[float] = field(default_factory=list)
+    """Copy bandwidths, bytes a second."""
+    agreements: list[Agreement] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    grown_bytes: dict[str, int] = field(default_factory=dict)
+    """Resident memory, by engine."""
+
+
+def run_bench(
+    *,
+    shape_name: str,
+    dtype: str,
+    device: str,
+    repeats: int,
+    seed: int = 0,
+    peer_names: Sequence[str] = (),
+    num_requests: int | None = None,
+    engine_options: Mapping[str, str],
+    progress: Progress,
+    engine: str = OURS,
+) -> BenchResult:
+    """Benchmark an engine and its peers on a model of a shape.
+
+    `num_requests` replaces the shape's own number of requests of the uneven workload.
+
+    Raises:
+        HarnessError: BAD_OPTION: a shape, dtype or peer is unknown. PEER_TOKENS_DIFFER: the engines disagree.
+            UNKNOWN_ENGINE; ENGINE_LACKS_METHOD: the engine cannot continue prompts.
+    """
+    shape = find_shape(shape_name)
+    check_peer_names(peer_names)
+    _check_engine(engine, engine_options)
+    _check_dtype(dtype)
+    workloads = _workloads(shape, seed, num_requests or shape.uneven.num_requests)
+    with (
+        quiet_peers(),
+        engine_threads(shape.hidden_size, device) as threads,
+        scratch_folder("harness-") as temporary,
+    ):
+        folder = temporary / "model"
+        progress("building the model", 0, 1)
+        num_parameters = build_checkpoint(shape, folder, dtype=dtype, seed=seed, device=device)
+        setting = _setting(
+            folder, shape, workloads, dtype=dtype, device=device, engine=engine, engine_options=engine_options
+        )
+        groups = peer_groups(peer_names, device, engine)
+        found = _run_groups(groups, workloads, setting, [engine, *peer_names], repeats, progress)
+        backend = _reference_backend(found, setting)
+        machine = describe_machine(device)
+    return BenchResult(
+        shape=shape_name,
+        num_parameters=num_parameters,
+        dtype=dtype,
+        seed=seed,
+        repeats=repeats,
+        machine=machine,
+        copy_bytes_per_second=median(found.copies),
+        copy_spread=(min(found.copies), max(found.copies)),
+        measures=_measures(found.timed, engine),
+        shares=[
+            _share(shape, num_parameters, dtype, own, median(found.copies)) for own in found.timed[: len(BATCH_SIZES)]
+        ],
+        agreements=found.agreements,
+        absent=found.absent,
+        engine=engine,
+        resident_bytes=found.grown_bytes,
+        threads=threads,
+        reference_backend=backend,
+    )
+
+
+def _reference_backend(found: Found, setting: BenchConfig) -> str:
+    """Describe the backend of the reference engine, the one that is timed or a peer; empty if it is neither."""
+    if not any(OURS in own for own in found.tokens):
+        return ""
+    chosen = choose_backend(setting.options_of(OURS), hidden_size=setting.hidden_size, device=setting.device)
+    return chosen.description
+
+
+def _check_engine(engine: str, options: Mapping[str, str]) -> None:
+    """Refuse a name that no engine has, and options that are not read."""
+    if engine not in PEERS:
+        engine_module(engine)  # raises where there is none
+    elif engine != OURS:
+        refuse_unknown_options(engine, options, ())
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise HarnessError(Code.BAD_OPTION, "unknown dtype", where="--dtype", expected=", ".join(DTYPES), actual=dtype)
+
+
+def _workloads(shape: Shape, seed: int, num_requests: int) -> list[Workload]:
+    """Return the even workloads, one for each of `BATCH_SIZES`, and behind them the uneven one."""
+    even = [
+        even_workload(
+            size, prompt_len=shape.prompt_len, output_len=shape.decode_len, vocab_size=shape.vocab_size, seed=seed
+        )
+        for size in BATCH_SIZES
+    ]
+    uneven = replace(shape.uneven, num_requests=num_requests)
+    return [*even, uneven_workload(uneven, vocab_size=shape.vocab_size, seed=seed)]
+
+
+def _setting(
+    folder: Path,
+    shape: Shape,
+    workloads: Sequence[Workload],
+    *,
+    dtype: str,
+    device: str,
+    engine: str,
+    engine_options: Mapping[str, str],
+) -> BenchConfig:
+    lens = [
+        [len(prompt) + length for prompt, length in zip(own.prompts, own.output_lens, strict=True)] for own in workloads
+    ]
+    return BenchConfig(
+        folder=folder,
+        hidden_size=shape.hidden_size,
+        dtype=dtype,
+        device=device,
+        num_threads=torch.get_num_threads(),
+        max_request_len=max(map(max, lens)),
+        max_total_len=max(map(sum, lens)),
+        max_requests=max(map(len, lens)),
+        engine=engine,
+        engine_options=engine_options,
+    )
+
+
+def _run_groups(
+    groups: Sequence[Sequence[str]],
+    workloads: Sequence[Workload],
+    setting: BenchConfig,
+    required: Sequence[str],
+    repeats: int,
+    progress: Progress,
+) -> Found:
+    """Time the engines of each group while they are open; their tokens are compared before, or once all are closed."""
+    found = Found(timed=[Timed(workload=own) for own in workloads], tokens=[{} for _ in workloads])
+    for group in groups:
+        with open_peers(group, setting, required=required) as opened:
+            found.absent |= opened.absent
+            found.absent |= _run_once(opened, workloads, found.tokens, progress)
+            found.grown_bytes |= opened.memory.grown_bytes
+            if len(groups) == 1:  # nothing is timed in vain
+                found.agreements = _agree(found.tokens, workloads, setting, progress)
+            found.copies += _time(opened.peers, found.timed, found.tokens, setting.device, repeats, progress)
+    if len(groups) > 1:  # the model that judges needs the memory that the engines had
+        found.agreements = _agree(found.tokens, workloads, setting, progress)
+    return found
+
+
+def _run_once(
+    opened: OpenPeers, workloads: Sequence[Workload], tokens: Sequence[Tokens], progress: Progress
+) -> dict[str, str]:
+    """Run everything once, which also warms everything up, and keep the tokens of each workload.
+
+    Returns what an engine says that it does not serve, and why.
+    """
+    not_served = {}
+    for index, (workload, own) in enumerate(zip(workloads, tokens, strict=True)):
+        progress("comparing tokens", index, len(workloads))
+        for peer in opened.peers:
+            try:
+                with opened.memory.of(peer.name):
+                    own[peer.name] = peer.generate(workload).token_ids
+            except HarnessError as error:
+                if error.code is not Code.ENGINE_CANNOT_SERVE:
+                    raise
+                not_served[f"{peer.name}, {workload.name}"] = error.what
+    return not_served
+
+
+def _agree(
+    tokens: Sequence[Tokens], workloads: Sequence[Workload], setting: BenchConfig, progress: Progress
+) -> list[Agreement]:
+    """Compare each peer's tokens with the engine's, of the workloads that both have run."""
+    engine = setting.engine
+    ties: dict[str, list[float]] = {name: [] for own in tokens for name in own if name != engine}
+    num_requests = dict.fromkeys(ties, 0)
+    model = None
+    for index, (workload, own) in enumerate(zip(workloads, tokens, strict=True)):
+        progress("judging tokens", index, len(workloads))
+        if engine not in own:
+            continue
+        for name in own.keys() - {engine}:
+            num_requests[name] += len(workload.prompts)
+        divergences = find_divergences(workload, own, engine)
+        if divergences:
+            model = model or load_hf_model(setting, "float32")
+            judged = judge_divergences(divergences, workload, own[engine], model, dtype=setting.dtype, engine=engine)
+            for name, distances in judged.items():
+                ties[name] += distances
+    return [
+        Agreement(peer=name, num_requests=num_requests[name], num_ties=len(own), worst_tie_stds=max(own, default=0.0))
+        for name, own in ties.items()
+    ]
+
+
+def _time(
+    peers: Sequence[Peer],
+    timed: Sequence[Timed],
+    tokens: Sequence[Tokens],
+    device: str,
+    repeats: int,
+    progress: Progress,
+) -> list[float]:
+    """Time engines in turn in each repeat, in the opposite order in every second one; return copy bandwidths.
+
+    What an engine has made no tokens for, it does not serve.
+    """
+    copies = []
+    for repeat in range(repeats):
+        progress("timing", repeat, repeats)
+        copies.append(copy_bandwidth(device))
+        for own, served in zip(timed, tokens, strict=True):
+            for peer in peers if repeat % 2 == 0 else reversed(peers):
+                if peer.name in served and (peer.shows_steps or own is timed[-1]):
+                    own.generations.setdefault(peer.name, []).append(peer.generate(own.workload))
+    return copies
+
+
+def _measures(timed: Sequence[Timed], engine: str) -> list[Measure]:
+    *even, uneven = timed
+    num_prompt_tokens = len(even[0].workload.prompts[0])
+
+    def measure(name: str, unit: str, timed: Timed, value: Callable[[Generation], float]) -> Measure:
+        samples = {peer: [value(run) for run in runs] for peer, runs in timed.generations.items() if runs}
+        return Measure(name=name, unit=unit, is_higher_better=unit == "tok/s", samples=samples, engine=engine)
+
+    return [
+        measure("prefill, batch 1", "tok/s", even[0], lambda run: num_prompt_tokens / run.prefill_seconds),
+        *(
+            measure(f"decode step, {own.workload.name}", "ms", own, lambda run: 1000 * run.decode_step_seconds)
+            for own in even
+        ),
+        measure("uneven workload", "tok/s", uneven, lambda run: uneven.workload.num_output_tokens / run.seconds),
+    ]
+
+
+def _share(shape: Shape, num_parameters: int, dtype: str, timed: Timed, copy_bytes_per_second: float) -> BandwidthShare:
+    """Relate a decode step's bytes to its time; an embedding that is not the head is read by the row, for nothing."""
+    workload = timed.workload
+    num_read = num_parameters - (0 if shape.is_tied else shape.vocab_size * shape.hidden_size)
+    num_cached = len(workload.prompts) * workload.mean_decode_context * shape.kv_elements_per_token
+    num_bytes = int((num_read + num_cached) * getattr(torch, dtype).itemsize)
+    steps = {name: median(run.decode_step_seconds for run in runs) for name, runs in timed.generations.items() if runs}
+    return BandwidthShare(
+        batch_size=len(workload.prompts),
+        bytes_per_step=num_bytes,
+        shares={name: num_bytes / seconds / copy_bytes_per_second for name, seconds in steps.items()},
+    )

@@ -1,0 +1,110 @@
+"""A sound server of the reference engine, and one whose answers a test spoils."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.formats.case import RequestSpec
+from harness.plan import Plan, plan_request
+from reference_engine import EngineConfig, LLMEngine
+from reference_engine.server.text import Text
+
+from ....loopback import serving
+
+PROMPTS = [[1, 64, 155, 143, 3, 64], [1, 20, 31, 7, 9], [1, 5, 6, 200, 201, 202, 3, 5], [1, 99, 98, 97]]
+VICTIM = PROMPTS[2]
+"""The prompt whose answers are spoilt."""
+
+
+class Spoiling:
+    """An ASGI application before another one: what it says to the victim is up to the test."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        self.spoil: Callable[..., Any] | None = None
+        self.spoils_all = False
+        """Whether every prompt is a victim."""
+        self.num_spoilt = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or self.spoil is None or scope["path"] != "/v1/completions":
+            await self.app(scope, receive, send)
+            return
+        message = await receive()
+        body = json.loads(message["body"])
+
+        async def again() -> Any:
+            nonlocal message
+            first, message = message, None
+            return first if first is not None else await receive()
+
+        if self.spoils_all or body["prompt"][: len(VICTIM)] == VICTIM:
+            self.num_spoilt += 1
+            await self.spoil(self.app, scope, again, send, body)
+        else:
+            await self.app(scope, again, send)
+
+
+def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
+    """Spoil the sound answer: `change` gets its JSON, and edits or replaces it."""
+
+    async def spoil(app: Any, scope: Any, receive: Any, send: Any, body: dict[str, Any]) -> None:
+        if body.get("stream"):
+            await app(scope, receive, send)
+            return
+        parts = []
+
+        async def keep(message: Any) -> None:
+            parts.append(message)
+
+        await app(scope, receive, keep)
+        answer = json.loads(b"".join(part.get("body", b"") for part in parts))
+        spoilt = change(answer)
+        await reply(send, json.dumps(answer if spoilt is None else spoilt).encode())
+
+    return spoil
+
+
+async def reply(send: Any, body: bytes, *, status: int = 200, headers: tuple[Any, ...] = (), claims: int = 0) -> None:
+    """Answer with a body; `claims` more bytes are promised than sent."""
+    own = [(b"content-type", b"application/json"), (b"content-length", str(len(body) + claims).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": [*own, *headers]})
+    await send({"type": "http.response.body", "body": body})
+
+
+@pytest.fixture(scope="session")
+def folder(checkpoints: Path) -> Path:
+    return checkpoints / "qwen3-tiny"
+
+
+@pytest.fixture(scope="session")
+def spoiling(folder: Path) -> Iterator[tuple[Spoiling, str]]:
+    from reference_engine.server.app import build_app  # the tests' modules skip where fastapi is missing
+
+    config = EngineConfig(dtype="float32", max_num_seqs=16, enable_prefix_caching=True)
+    with LLMEngine(folder, config) as engine:
+        app = Spoiling(build_app(engine, Text(folder), model="tiny"))
+        with serving(app) as url:
+            yield app, url
+
+
+@pytest.fixture
+def server(spoiling: tuple[Spoiling, str]) -> Iterator[tuple[Spoiling, str]]:
+    """The server, sound until a test sets `spoil`."""
+    app, url = spoiling
+    yield app, url
+    app.spoil, app.spoils_all, app.num_spoilt = None, False, 0
+
+
+@pytest.fixture(scope="session")
+def plan(folder: Path) -> Plan:
+    return make_plan(folder)
+
+
+def make_plan(folder: Path, *, dtype: str = "float32", prompts: Any = PROMPTS, max_new_tokens: int = 8) -> Plan:
+    """Return the plan of a check of a server."""
+    requests = [RequestSpec(token_ids=ids) for ids in prompts]
+    return plan_request(model=str(folder), dtype=dtype, requests=requests, max_new_tokens=max_new_tokens)

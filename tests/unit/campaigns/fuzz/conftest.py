@@ -1,0 +1,27 @@
+"""A pool, and an engine that leaves everything to workloads."""
+
+import pytest
+
+from harness.campaigns.fuzz.pool import Pool, make_pool
+from harness.campaigns.fuzz.workload import Translator
+from harness.engines import LIMITS, Capabilities, Control
+
+CONTROL = Control(limits=LIMITS, aborts=True, forks=True)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Pool:
+    """The pool of a model with few tokens."""
+    return make_pool(0, vocab_size=64, max_positions=None, window=None)
+
+
+@pytest.fixture(scope="session")
+def translator(pool: Pool) -> Translator:
+    """What workloads have to fit."""
+    return Translator(pool, CONTROL)
+
+
+@pytest.fixture(scope="session")
+def capabilities() -> Capabilities:
+    """Of an engine that leaves everything to workloads."""
+    return Capabilities(schedules=("plain",), control=CONTROL)

@@ -1,0 +1,187 @@
+"""Parts of the writer by hand: what it refuses, what JSON holds, and folders that were left behind."""
+
+import json
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from harness.errors import Code, HarnessError
+from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+from harness.formats.recording.writer import _file_name, discard_unfinished, is_unfinished, plain
+
+
+def writer_of(path, **given):
+    return RecordingWriter(
+        path, producer=Producer(name="x", version="1"), model=ModelInfo(id="x"), dtype="float32", device="cpu",
+        environment={}, requests=[RequestInfo(id=7, token_ids=[1, 2, 3], prompt_length=2)], **given,
+    )  # fmt: skip
+
+
+def begin(writer, **given):
+    writer.begin_step(**{"phase": "prefill", "request": [7, 7], "position": [0, 1]} | given)
+
+
+def refused(call, *arguments, **given):
+    with pytest.raises(HarnessError) as caught:
+        call(*arguments, **given)
+    assert caught.value.code is Code.BAD_RECORDER_CALL
+    return caught.value
+
+
+def test_a_step_is_between_its_begin_and_its_end(tmp_path):
+    writer = writer_of(tmp_path / "r")
+    assert "outside of a step" in refused(writer.tap, "a", torch.ones(2, 1)).what
+    assert "outside of a step" in refused(writer.end_step).what
+    begin(writer)
+    assert refused(begin, writer).where == "step 0"
+    assert refused(writer.close).where == "step 0"
+    writer.end_step()
+    begin(writer, position=[1, 2])
+    assert refused(writer.tap, "a", torch.ones(3, 1)).where == "step 1: tap 'a'"
+    writer.end_step()
+    writer.close()
+    writer.close()
+    refused(begin, writer)
+    assert [step.position.tolist() for step in Recording.open(tmp_path / "r").steps] == [[0, 1], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected", "actual"),
+    [
+        (torch.ones(1, 3), "[2, ...]", [1, 3]), (torch.ones(3), "[2, ...]", [3]), (torch.tensor(1.0), "[2, ...]", []),
+        (np.ones((0, 2)), "[2, ...]", [0, 2]),
+    ],
+)  # fmt: skip
+def test_a_tap_has_one_entry_for_each_row(tmp_path, tensor, expected, actual):
+    with writer_of(tmp_path / "r") as writer:
+        begin(writer, partial_rows={"part": [1]})
+        error = refused(writer.tap, "a", tensor)
+        assert (error.expected, error.actual) == (expected, actual)
+        assert refused(writer.tap, "part", torch.ones(2, 1)).expected == "[1, ...]"
+        writer.tap("part", torch.ones(1, 1))
+        assert "twice" in refused(writer.tap, "part", torch.ones(1, 1)).what
+        writer.tap("a", torch.ones(2))
+        writer.end_step()
+
+
+@pytest.mark.parametrize(
+    "other", [torch.ones(2, 4), torch.ones(2, 3, 1), torch.ones(2), torch.ones(2, 3, dtype=torch.float16)]
+)
+def test_a_tap_keeps_its_dtype_and_shape(tmp_path, other):
+    with writer_of(tmp_path / "r") as writer:
+        begin(writer)
+        writer.tap("a", torch.ones(2, 3))
+        writer.end_step()
+        begin(writer)
+        error = refused(writer.tap, "a", other)
+        assert error.expected == "F32 [3]"
+        assert error.actual.endswith(str(list(other.shape[1:])))
+        writer.tap("a", torch.zeros(2, 3))
+        writer.end_step()
+    assert [step.tap("a").sum().item() for step in Recording.open(tmp_path / "r").steps] == [6, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64])
+def test_a_dtype_that_no_recording_holds(tmp_path, dtype):
+    with writer_of(tmp_path / "r") as writer:
+        begin(writer)
+        assert refused(writer.tap, "a", torch.ones(2, 1).to(dtype)).actual == dtype
+        writer.end_step()
+
+
+def test_choices_stand_behind_the_rows_that_were_sampled(tmp_path):
+    with writer_of(tmp_path / "r") as writer:
+        begin(writer, sampled_rows=[1])
+        for wrong in ([], [3, 4], [-1]):
+            refused(writer.end_step, wrong)
+        writer.end_step([5])
+        begin(writer, sampled_rows=[1, 0])
+        writer.end_step([5, 0])
+    assert [step.sampled.tolist() for step in Recording.open(tmp_path / "r").steps] == [[-1, 5], [0, 5]]
+
+
+def test_the_manifest_says_what_was_written(tmp_path):
+    with writer_of(tmp_path / "r", schedule="plain") as writer:
+        begin(writer)
+        writer.tap("a", torch.ones(2, 3))
+        writer.end_step()
+    manifest = json.loads((tmp_path / "r" / "manifest.json").read_text())
+    (step,) = manifest["steps"]
+    file = tmp_path / "r" / "step-00000.safetensors"
+    assert (step["index"], step["phase"], step["file"], step["num_rows"]) == (0, "prefill", file.name, 2)
+    assert step["num_bytes"] == file.stat().st_size
+    assert (manifest["schedule"], "numerics" in manifest) == ("plain", False)
+    assert [(tap["name"], tap["dtype"], tap["shape"]) for tap in manifest["taps"]] == [("a", "F32", [3])]
+
+
+def test_names_of_steps_are_in_their_order():
+    assert [_file_name(index) for index in (0, 12345)] == ["step-00000.safetensors", "step-12345.safetensors"]
+
+
+@dataclass
+class Part:
+    size: float
+    parts: tuple[int, ...] = (1,)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (math.nan, None), (math.inf, None), (1.5, 1.5), ((1, -math.inf), [1, None]), ({"a": [math.nan]}, {"a": [None]}),
+        (Part(math.nan), {"size": None, "parts": [1]}),
+        (SimpleNamespace(a=Part(2.0)), {"a": {"size": 2.0, "parts": [1]}}),
+        (Part, Part), ("text", "text"), (None, None), (Producer(name="x", version="1"), {"name": "x", "version": "1"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_json_can_hold(value, expected):
+    assert plain(value) == expected
+
+
+def left_behind(folder, *, is_finished=False):
+    folder.mkdir()
+    for name in ("step-00000.safetensors", ".manifest.json.tmp", *(["manifest.json"] if is_finished else [])):
+        (folder / name).write_text("")
+    return folder
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path):
+    gone, kept, other, whole = (tmp_path / name for name in ("gone", "kept", "other", "whole"))
+    for folder in (gone, kept, other):
+        assert is_unfinished(left_behind(folder))
+    (other / "notes").write_text("mine")
+    assert not is_unfinished(left_behind(whole, is_finished=True))
+    for folder in (gone, other, whole):
+        discard_unfinished(folder, keep_folder=False)
+    discard_unfinished(kept, keep_folder=True)
+    assert not gone.exists()
+    assert list(kept.iterdir()) == []
+    assert [path.name for path in other.iterdir()] == ["notes"]
+    assert len(list(whole.iterdir())) == 3
+    assert not is_unfinished(kept)
+
+
+def test_folders_above_the_recording_are_made(tmp_path):
+    writer_of(tmp_path / "a" / "b" / "r").close()
+    assert Recording.open(tmp_path / "a" / "b" / "r").steps == []
+
+
+def test_a_recording_that_is_given_up_leaves_what_was_there_before(tmp_path):
+    (tmp_path / "there").mkdir()
+    for name, remains in (("made", False), ("there", True)):
+        writer = writer_of(tmp_path / name)
+        begin(writer)
+        writer.end_step()
+        begin(writer)
+        writer.abandon()
+        writer.abandon()
+        assert (tmp_path / name).exists() == remains
+        assert not remains or list((tmp_path / name).iterdir()) == []
+    done = writer_of(tmp_path / "done")
+    done.close()
+    done.abandon()
+    assert (tmp_path / "done" / "manifest.json").exists()

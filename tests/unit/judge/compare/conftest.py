@@ -1,0 +1,115 @@
+"""Sound recordings of HF itself under several schedules, and the golden they are compared with."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.engines import Workload, open_engine
+from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+from harness.formats.schedule import parse_schedule
+from harness.judge.compare import compare_run
+from harness.judge.compare.run import Comparison
+from harness.oracle.golden import Golden
+from harness.oracle.make_golden import cached_golden
+from harness.oracle.model import load_model
+from harness.oracle.requests import Prompt
+from harness.results.check import RunResult
+
+from .recordings import Copy
+
+LENGTHS = (11, 4, 7)
+NUM_NEW = 4
+
+
+class Bench:
+    """One checkpoint in one dtype: its golden, sound recordings of it, and the comparison."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, runs: Path) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.dtype = str(dtype).removeprefix("torch.")
+        self.folder, self._runs = folder, runs
+        self.hf = load_model(folder, dtype=dtype)
+        highest = min(256, self.hf.vocab_size)
+        prompts = [
+            Prompt(
+                token_ids=tuple(torch.randint(3, highest, (n,), generator=generator).tolist()), max_new_tokens=NUM_NEW
+            )
+            for n in LENGTHS
+        ]
+        self.golden: Golden = cached_golden(self.hf, prompts)
+
+    def recorded(self, schedule: str = "batched", *, engine: str = "hf", label: str = "", **options: str) -> Copy:
+        """Return what an engine recorded under a schedule, made once for each label, copied for each test."""
+        name = "-".join([self.folder.name, self.dtype, schedule, engine, label, *options.values()])
+        path = self._runs / name.replace(":", "-")
+        if not path.exists():
+            self.run(self.golden.requests, schedule, path, engine=engine, **options).close()
+        with Recording.open(path) as recording:
+            return Copy.of(recording)
+
+    def run(
+        self, requests: Sequence[RequestInfo], schedule: str, path: Path, *, engine: str = "hf", **options: str
+    ) -> Recording:
+        """Run an engine over some requests and open what it recorded."""
+        writer = RecordingWriter(
+            path,
+            producer=Producer(name="tests", version="1"),
+            model=ModelInfo(id=str(self.folder)),
+            dtype=self.dtype,
+            device="cpu",
+            environment={},
+            requests=requests,
+            schedule=schedule,
+        )
+        with writer:
+            opened = open_engine(engine, self.folder, dtype=self.dtype, device="cpu", options=options)
+            opened.run(Workload(requests=requests, schedule=parse_schedule(schedule)), writer)
+        return Recording.open(path)
+
+    def comparison(self, actual: Recording, **given: object) -> Comparison:
+        """Compare with the golden, by replay and by propagation."""
+        return compare_run(actual, self.golden, hf=self.hf, **given)
+
+    def compare(self, actual: Recording, **given: object) -> RunResult:
+        """Return what `comparison` found."""
+        return self.comparison(actual, **given).result
+
+    def measure(
+        self,
+        actual: Recording,
+        *,
+        expected: Recording | None = None,
+        noise: Mapping[str, torch.Tensor] | None = None,
+        **given: object,
+    ) -> RunResult:
+        """Compare with the golden without replay, which is most of the work.
+
+        Args:
+            actual: the engine's.
+            expected: in the place of the golden's recording.
+            noise: in the place of the golden's noise; none makes of `expected` just another engine's recording.
+            given: further arguments of `compare_run`.
+        """
+        golden = Golden(expected or self.golden.recording)
+        golden.noise = dict(self.golden.noise if noise is None else noise)
+        if golden.noise:
+            golden.graph = self.golden.graph
+        return compare_run(actual, golden, **given).result
+
+
+@pytest.fixture(scope="session")
+def bench(
+    checkpoints: Path, tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Bench]:
+    """Return the bench of a checkpoint, embedded or of a tiny model of a family, and a dtype."""
+    runs, benches = tmp_path_factory.mktemp("runs"), {}
+
+    def get(name: str = "qwen3-tiny", dtype: torch.dtype = torch.float32) -> Bench:
+        if (name, dtype) not in benches:
+            embedded = checkpoints / name
+            benches[name, dtype] = Bench(embedded if embedded.exists() else tiny_folder(name), dtype, runs)
+        return benches[name, dtype]
+
+    return get

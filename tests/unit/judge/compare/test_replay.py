@@ -1,0 +1,208 @@
+"""Forced replay: HF goes on with each recorded row, and rows are judged where what they were computed from is known."""
+
+import pytest
+import torch
+
+from harness.base.threads import one_thread
+from harness.formats.taps import Kind
+from harness.judge.compare.batch import make_batches
+from harness.judge.compare.local_judge import LocalJudge, ways
+from harness.judge.compare.replay import Replay, put_back
+from harness.judge.compare.sequences import sequences
+from harness.oracle.paired import run_pair
+from harness.results.check import Verdict
+
+from ....closeness import near_roundings
+from .conftest import LENGTHS, NUM_NEW
+
+PREFIX = "model.layers.1."
+HEAD = "lm_head"
+
+
+@pytest.fixture
+def one(bench):
+    return bench()
+
+
+def tap(result, name):
+    (found,) = [tap for tap in result.taps if tap.name == name]
+    return found
+
+
+def everywhere():
+    return sum(LENGTHS) + len(LENGTHS) * (NUM_NEW - 1)
+
+
+def without(actual, name, *rows):
+    """Leave some rows of a tap out, as an engine does that computes a tap for some of its rows."""
+    for step in actual.computing():
+        covered = step.rows_of.get(name, list(range(len(step.request))))
+        kept = [row for row in covered if (step.request[row], step.position[row]) not in rows]
+        if name in step.taps and len(kept) < len(covered):
+            step.taps[name] = step.taps[name][[covered.index(row) for row in kept]]
+            step.rows_of[name] = kept
+        if name in step.taps and not kept:
+            del step.taps[name], step.rows_of[name]
+
+
+def test_rows_are_put_back_where_they_stand():
+    rows = torch.arange(12.0).view(4, 3)
+    recorded = torch.tensor([[9, 9, 9], [7, 7, 7]], dtype=torch.bfloat16)
+    changed = put_back(rows, torch.tensor([3, 1]), recorded)
+    assert changed.tolist() == [[0, 1, 2], [7, 7, 7], [6, 7, 8], [9, 9, 9]]
+    assert rows.tolist() == torch.arange(12.0).view(4, 3).tolist(), "in a copy"
+    assert changed.dtype == torch.float32
+    whole = put_back(rows.view(4, 1, 3), torch.arange(4), torch.ones(4, 3))
+    assert whole.shape == (4, 1, 3), "in the shape that HF has"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_operation_is_judged_on_what_the_engine_gave_it(bench, tmp_path, dtype):
+    """Every tap is noise of its own; the same wrong rows downstream would be bugs if nothing were put back."""
+    one = bench("qwen3-tiny", dtype)
+    actual, name = one.recorded(), f"{PREFIX}attn_residual"
+    generator = torch.Generator().manual_seed(1)
+    for step in actual.computing():
+        x = step.taps[name].float()
+        step.taps[name] = (x + torch.randn(x.shape, generator=generator)).to(dtype)
+        normed = one.hf.module(f"{PREFIX}post_attention_layernorm")(step.taps[name])
+        step.taps[f"{PREFIX}post_attention_layernorm"] = normed
+    run = one.compare(actual.write(tmp_path / "r"))
+    assert tap(run, name).num_bad_rows == everywhere()
+    assert tap(run, f"{PREFIX}post_attention_layernorm").verdict in (Verdict.NOISE, Verdict.EXACT)
+    readers = {op.tap for op in one.hf.graph if {name, f"{PREFIX}post_attention_layernorm"} & set(op.inputs)}
+    assert {each.name for each in run.taps if each.num_bad_rows} <= {name, *readers}
+
+
+def test_rows_whose_input_is_unknown_are_not_judged(one, tmp_path):
+    actual, row = one.recorded(), (2, 3)
+    without(actual, f"{PREFIX}mlp.act", row)
+    actual.at(f"{PREFIX}mlp.down_proj", *row).mul_(2)
+    run = one.compare(actual.write(tmp_path / "r"), wanted=[])
+    assert tap(run, f"{PREFIX}mlp.down_proj").num_rows == everywhere() - 1
+    assert tap(run, f"{PREFIX}mlp.down_proj").num_bad_rows == 0
+    actual.at(f"{PREFIX}mlp.down_proj", 2, 4).mul_(2)
+    assert tap(one.compare(actual.write(tmp_path / "s"), wanted=[]), f"{PREFIX}mlp.down_proj").num_bad_rows == 1
+
+
+@pytest.mark.parametrize("part", ["k_rope", "self_attn.v_proj"])
+def test_a_history_with_a_hole_is_not_judged_behind_it(one, tmp_path, part):
+    actual = one.recorded()
+    without(actual, f"{PREFIX}{part}", (0, 5))
+    for at in (4, 5, 9):
+        actual.at(f"{PREFIX}attention", 0, at).mul_(2)
+    result = tap(one.compare(actual.write(tmp_path / "r"), wanted=[]), f"{PREFIX}attention")
+    length = LENGTHS[0] + NUM_NEW - 1
+    assert result.num_rows == everywhere() - (length - 5)
+    assert result.num_bad_rows == 1
+    assert (result.first_bad.request, result.first_bad.position) == (0, 4)
+
+
+def test_a_query_that_is_unknown_is_one_row(one, tmp_path):
+    actual = one.recorded()
+    without(actual, f"{PREFIX}q_rope", (0, 5))
+    result = tap(one.compare(actual.write(tmp_path / "r"), wanted=[]), f"{PREFIX}attention")
+    assert result.num_rows == everywhere() - 1
+
+
+def test_attention_that_reads_another_history_is_found_at_the_attention(one, tmp_path):
+    """A decode step that reads the keys of another request."""
+    actual, row = one.recorded(), (1, LENGTHS[1] + 1)
+    actual.at(f"{PREFIX}attention", *row).copy_(actual.at(f"{PREFIX}attention", 0, row[1]))
+    run = one.compare(actual.write(tmp_path / "r"))
+    first = run.first_divergence
+    assert (first.tap, first.request, first.position) == (f"{PREFIX}attention", *row)
+
+
+@pytest.mark.parametrize("schedule", ["plain", "chunked:3", "mixed:5", "batched"])
+def test_local_errors_do_not_depend_on_the_schedule(one, tmp_path, schedule):
+    """Rows are judged in whole sequences, whatever the pieces in which they were computed."""
+    actual = one.recorded(schedule, engine="reference")
+    actual.at(f"{PREFIX}mlp.up_proj", 2, 8).mul_(1.01)
+    run = one.compare(actual.write(tmp_path / "r"))
+    assert {each.name for each in run.taps if each.num_bad_rows} <= {f"{PREFIX}mlp.up_proj", f"{PREFIX}mlp.act"}
+    assert tap(run, f"{PREFIX}mlp.up_proj").local_roundings_max > 1000
+    for each in run.taps:
+        assert each.num_rows == (len(LENGTHS) * NUM_NEW if each.name == HEAD else everywhere())
+
+
+def test_several_batches_are_one_judgement(one, tmp_path, monkeypatch):
+    actual = one.recorded()
+    actual.at(f"{PREFIX}mlp.up_proj", 2, 8).mul_(1.01)
+    recording = actual.write(tmp_path / "r")
+    together = one.comparison(recording)
+    monkeypatch.setattr("harness.judge.compare.local.batch_tokens", lambda _hf: 1)
+    apart = one.comparison(recording)
+    for name, errors in together.errors.items():
+        other = apart.errors[name]
+        assert sorted(errors.rows.request.tolist()) == sorted(other.rows.request.tolist())
+        assert int(errors.bad.sum()) == int(other.bad.sum())
+        expected = near_roundings(errors.roundings.sort().values.tolist(), torch.float32)
+        assert other.roundings.sort().values.tolist() == expected, name
+    assert apart.result.first_divergence == near_roundings(together.result.first_divergence, torch.float32)
+    assert apart.evidence.keys() == together.evidence.keys()
+
+
+@one_thread()  # of torch: workers have one each, and another number may sum in another order
+def test_several_threads_come_to_the_same_judgement(one, tmp_path, monkeypatch):
+    actual = one.recorded()
+    actual.at(f"{PREFIX}mlp.up_proj", 2, 8).mul_(1.01)
+    recording = actual.write(tmp_path / "r")
+    alone = one.comparison(recording)
+    monkeypatch.setattr("harness.judge.compare.local.num_spare_threads", lambda _device: 3)
+    beside = one.comparison(recording)
+    assert beside.result.findings == alone.result.findings
+    assert list(beside.errors) == list(alone.errors)
+    for name, errors in alone.errors.items():
+        other = beside.errors[name]
+        for column in ("roundings", "bound", "bad", "control"):
+            left, right = getattr(errors, column), getattr(other, column)
+            assert (left is None and right is None) or torch.equal(left, right), (name, column)
+        assert other.effect == errors.effect
+    assert {tap: each.roundings.tolist() for tap, each in beside.evidence.items()} == {
+        tap: each.roundings.tolist() for tap, each in alone.evidence.items()
+    }
+
+
+def test_values_are_kept_until_their_last_reader_has_been_judged(one, tmp_path):
+    recording = one.recorded().write(tmp_path / "r").with_names(one.hf.graph.aliases)
+    usable = {entry.name for entry in recording.taps}
+    judge = LocalJudge(one.hf, torch.float32, usable, is_alone=True)
+    (batch,) = make_batches(recording, sequences(recording), 10_000)
+    most = []
+
+    class Counting(Replay):
+        def truth(self, value):
+            result = super().truth(value)
+            most.append(len(self._values))
+            return result
+
+    replay = Counting(judge, batch)
+    run_pair(one.hf, batch.token_ids, replay, truth_dtype=torch.float64, logit_positions=replay.logit_positions)
+    assert max(most) <= 6, "a layer's residual and what lies between it and the next"
+    assert replay._values == {}
+    assert replay._control == {}
+    assert replay._recorded_rows == {}
+
+
+def test_logits_are_computed_where_they_were_recorded(one, tmp_path):
+    recording = one.recorded().write(tmp_path / "r").with_names(one.hf.graph.aliases)
+    (batch,) = make_batches(recording, sequences(recording), 10_000)
+    judge = LocalJudge(one.hf, torch.float32, {entry.name for entry in recording.taps}, is_alone=True)
+    wanted = {at for n in LENGTHS for at in range(n - 1, n + NUM_NEW - 1)} | set(range(max(LENGTHS) + NUM_NEW - 1))
+    assert set(Replay(judge, batch).logit_positions) <= wanted
+    nothing = LocalJudge(one.hf, torch.float32, {"model.embed_tokens"}, is_alone=True)
+    assert Replay(nothing, batch).logit_positions == [0], "as few as there can be"
+
+
+def test_ways_lead_from_a_tap_back_to_what_was_recorded(one):
+    graph = one.hf.graph
+    everything = {op.tap for op in graph}
+    assert ways(graph, everything) == {}
+    assert ways(graph, everything - {f"{PREFIX}mlp.act"}) == {f"{PREFIX}mlp.down_proj": (f"{PREFIX}mlp.act",)}
+    coarse = {"model.layers.0.output", f"{PREFIX}output", "model.layers.2.output"}
+    found = ways(graph, coarse)
+    assert found["model.layers.0.output"] is None, "its way begins at the tokens"
+    inner = [op.tap for op in graph.of_layer(1) if op.kind is not Kind.CACHE and op.tap != f"{PREFIX}output"]
+    assert list(found[f"{PREFIX}output"]) == inner
+    assert found["model.layers.2.output"] is not None

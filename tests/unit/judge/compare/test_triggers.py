@@ -1,0 +1,212 @@
+"""Conditions of the model and of the workload that a case can require."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from harness.errors import Code
+from harness.formats.recording.manifest import RequestInfo
+from harness.judge.compare.traits import Traits
+from harness.judge.compare.triggers import reached_triggers
+from harness.oracle.model import load_model
+
+from ...tiny_models import WINDOW
+from . import in_memory
+
+PLAIN = Traits(num_groups=1, window=None, original_positions=None)
+
+
+def step(index, request, position, *, sampled=None, tables=None, phase="mixed"):
+    return SimpleNamespace(
+        index=index,
+        phase=phase,
+        request=torch.tensor(request),
+        position=torch.tensor(position),
+        sampled=None if sampled is None else torch.tensor(sampled),
+        block_tables=tables,
+    )
+
+
+def recording(*steps, prompt_lengths=(4, 4)):
+    requests = [
+        RequestInfo(id=index, prompt_length=length, token_ids=list(range(length + 8)))
+        for index, length in enumerate(prompt_lengths)
+    ]
+    return SimpleNamespace(steps=steps, manifest=SimpleNamespace(requests=requests))
+
+
+@pytest.mark.parametrize(
+    ("traits", "name"),
+    [
+        (Traits(num_groups=2, window=None, original_positions=None), "gqa"),
+        (Traits(num_groups=1, window=4, original_positions=None), "window_exceeded"),
+        (Traits(num_groups=1, window=None, original_positions=4), "rope_extended"),
+    ],
+)
+def test_what_the_model_decides(traits, name):
+    long = recording(step(0, [0] * 5, range(5)))
+    assert name in reached_triggers(long, traits)
+    assert name not in reached_triggers(long, PLAIN)
+    assert name not in reached_triggers(long)
+    if name != "gqa":
+        assert name not in reached_triggers(recording(step(0, [0] * 4, range(4))), traits)
+
+
+def test_a_ragged_batch_holds_requests_of_different_lengths():
+    assert "ragged_batch" in reached_triggers(recording(step(0, [0, 1], [3, 2])))
+    even = reached_triggers(recording(step(0, [0, 1], [3, 3])))
+    assert "batch" in even
+    assert "ragged_batch" not in even
+
+
+def test_a_decode_step_that_opens_a_block():
+    prefill = step(0, [0] * 4, range(4), sampled=[-1, -1, -1, 9], tables={0: [1]})
+    assert "new_block" in reached_triggers(recording(prefill, step(1, [0], [4], sampled=[9], tables={0: [1, 2]})))
+    assert "new_block" not in reached_triggers(recording(prefill, step(1, [0], [4], sampled=[9], tables={0: [1]})))
+
+
+@pytest.mark.parametrize(("tables", "is_preempted"), [({0: [1]}, True), (None, False)])
+def test_only_an_engine_with_blocks_can_lose_them(tables, is_preempted):
+    """One without a cache computes every position in every step."""
+    steps = [step(0, [0] * 4, range(4), tables=tables), step(1, [0] * 5, range(5), tables=tables)]
+    assert ("preempted" in reached_triggers(recording(*steps))) == is_preempted
+    once = [step(0, [0] * 4, range(4), tables=tables), step(1, [0], [4], tables=tables)]
+    assert "preempted" not in reached_triggers(recording(*once))
+
+
+def test_a_prompt_in_chunks():
+    whole = step(0, [0] * 4, range(4), sampled=[-1, -1, -1, 9])
+    assert "chunked_prefill" not in reached_triggers(recording(whole))
+    first, last = step(0, [0] * 3, range(3), sampled=[-1] * 3), step(1, [0], [3], sampled=[9])
+    assert "chunked_prefill" in reached_triggers(recording(first, last))
+    assert "chunked_prefill" in reached_triggers(recording(step(0, [0] * 3, range(3)), step(1, [0], [3])))
+    early = step(0, [0] * 3, range(3), sampled=[-1, -1, 9])  # it chose a token: that was its prompt
+    assert "chunked_prefill" not in reached_triggers(recording(early))
+
+
+def test_a_request_that_begins_behind_its_beginning():
+    first = step(0, [0] * 4, range(4))
+    hit = reached_triggers(recording(first, step(1, [1] * 2, [2, 3])))
+    assert "prefix_hit" in hit
+    assert "forked" not in hit
+    together = reached_triggers(recording(first, step(1, [0, 1], [4, 4])))
+    assert "forked" in together
+    assert "forked" not in reached_triggers(recording(step(0, [0] * 3, range(3)), step(1, [0, 1], [3, 5])))
+
+
+def test_traits_of_a_model(checkpoints, tiny):
+    llama = load_model(checkpoints / "llama-tiny", dtype=torch.float32)
+    original = llama.config.rope_parameters["original_max_position_embeddings"]
+    assert Traits.of(llama) == Traits(num_groups=3, window=None, original_positions=original)
+    assert Traits.of(tiny("gemma3_text")) == Traits(num_groups=2, window=WINDOW, original_positions=None)
+    assert Traits.of(tiny("mamba")) == PLAIN
+
+
+def test_a_requirement_that_is_not_reached_fails(bench, tmp_path):
+    bench = bench("llama-tiny")
+    sound = bench.recorded().write(tmp_path / "r")
+    assert "gqa" in bench.compare(sound).coverage.triggers
+    assert bench.compare(sound, require=("gqa", "ragged_batch")).findings == ()
+    (finding,) = bench.compare(sound, require=("window_exceeded",)).findings
+    assert finding.code is Code.TRIGGER_NOT_REACHED
+    assert "sliding window" in finding.message
+
+
+# A loop over steps and requests that knows nothing of the code: every condition by its definition.
+
+
+def by_definition(steps, requests):
+    """Conditions that steps reach; each step is rows, sampled rows or None, block tables or None, and its phase."""
+    reached, computed, num_blocks = set(), {}, {}
+    for rows, sampled, tables, phase in steps:
+        if any(len(blocks) > 1 for blocks in (tables or {}).values()):
+            reached.add("block_boundary")
+        if phase == "readback":
+            continue
+        present = {request: [at for of, at in rows if of == request] for request in sorted({of for of, _ in rows})}
+        if len(present) > 1:
+            reached.add("batch")
+            if len({max(positions) for positions in present.values()}) > 1:
+                reached.add("ragged_batch")
+        for request, positions in present.items():
+            tokens, prompt_length = requests[request]
+            chose = positions if sampled is None else [at for of, at in sampled if of == request]
+            blocks = len((tables or {}).get(request, ()))
+            if len(chose) == 1 and chose[0] >= prompt_length:
+                reached.add("decode")
+                if request in num_blocks and blocks > num_blocks[request]:
+                    reached.add("new_block")
+            num_blocks[request] = blocks
+            first = min(positions)
+            if request not in computed and first > 0:
+                reached.add("prefix_hit")
+                others = [other for other in present if set(range(first)) <= computed.get(other, set())]
+                if any(requests[other][0][:first] == tokens[:first] for other in others):
+                    reached.add("forked")
+            before = computed.setdefault(request, set())
+            if tables and before & set(positions):
+                reached.add("preempted")
+            if set(positions) - before and max(positions) < prompt_length - 1 and (sampled is None or not chose):
+                reached.add("chunked_prefill")
+            before |= set(positions)
+    return reached
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_conditions_are_those_of_the_loop(seed):
+    generator = random.Random(seed)
+    shared = [generator.randint(1, 2) for _ in range(9)]
+    requests = {id_: (tuple(shared[:4] + [id_] * 2 if id_ != 5 else [7] * 6), 4) for id_ in (2, 5, 9)}
+    steps = []
+    for _ in range(generator.randint(1, 4)):
+        rows = []
+        for request in generator.sample([2, 5, 9], generator.randint(1, 3)):
+            begin = generator.randint(0, 4)
+            rows += [(request, at) for at in range(begin, min(begin + generator.randint(1, 5), 6))]
+        generator.shuffle(rows)
+        sampled = generator.sample(rows, generator.randint(0, min(2, len(rows)))) if generator.random() < 0.7 else None
+        tables = None
+        if generator.random() < 0.5:
+            tables = {request: [0] * generator.randint(1, 3) for request in generator.sample([2, 5, 9], 2)}
+        steps.append((rows, sampled, tables, generator.choice(["mixed", "mixed", "mixed", "readback"])))
+    made = [
+        in_memory.Step(
+            rows, phase=phase, tables=tables,
+            sampled=None if sampled is None else [9 if row in sampled else -1 for row in rows],
+        )
+        for rows, sampled, tables, phase in steps
+    ]  # fmt: skip
+    recorded = in_memory.recording_of({id_: tokens for id_, (tokens, _) in requests.items()}, made, prompt_length=4)
+    assert set(reached_triggers(recorded)) == by_definition(steps, requests)
+
+
+@pytest.mark.parametrize(
+    ("last", "reached"), [(3, set()), (4, {"window_exceeded"}), (5, {"window_exceeded", "rope_extended"})]
+)
+def test_the_last_position_decides_what_the_model_was_asked_for(last, reached):
+    traits = Traits(num_groups=1, window=4, original_positions=5)
+    steps = [in_memory.Step([(0, 0), (0, last)]), in_memory.Step([]), in_memory.Step([(0, 1)])]
+    recorded = in_memory.recording_of({0: range(9)}, steps, prompt_length=9)
+    found = set(reached_triggers(recorded, traits))
+    assert found & {"window_exceeded", "rope_extended"} == reached
+    nothing = in_memory.recording_of({0: range(9)}, [])
+    assert reached_triggers(nothing, Traits(num_groups=2, window=0, original_positions=0)) == ()
+    one = in_memory.recording_of({0: range(9)}, [in_memory.Step([(0, 0)])], prompt_length=9)
+    assert "gqa" in reached_triggers(one, Traits(num_groups=2, window=None, original_positions=None))
+
+
+@pytest.mark.parametrize(
+    ("config", "num_groups"),
+    [({"num_attention_heads": 6, "num_key_value_heads": 2}, 3), ({"num_attention_heads": 6}, 1), ({}, 1),
+     ({"num_attention_heads": 6, "num_key_value_heads": None}, 1)],
+)  # fmt: skip
+def test_traits_of_a_configuration(config, num_groups):
+    def hf(windows, **config):
+        graph = [SimpleNamespace(window=window) for window in windows]
+        return SimpleNamespace(config=SimpleNamespace(**config), graph=graph)
+
+    assert Traits.of(hf([None, 8, 4], **config)) == Traits(num_groups=num_groups, window=4, original_positions=None)
+    rope = {"rope_parameters": {"original_max_position_embeddings": 77}}
+    assert Traits.of(hf([None], **rope)) == Traits(num_groups=1, window=None, original_positions=77)

@@ -1,0 +1,153 @@
+"""Failures that are made by hand: a few rows of one operation, of a graph of a few operations, in a recording or none.
+
+An explanation is held against what such a failure makes it yield: every cause, by name, with the rows that it would
+give. Whether a cause is named in a report is the business of test_run.py and of the tests that use `bench`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+from harness.formats.taps import Graph, Operation
+from harness.judge.compare.align import Locator, Rows
+from harness.judge.compare.slot_history import SlotHistory
+from harness.judge.explain.failure import Failure
+from harness.judge.explain.hypothesis import Hypothesis
+
+
+class ToyModel:
+    """What explanations ask a model for: its graph, its modules by path, its config."""
+
+    def __init__(
+        self,
+        *operations: Operation,
+        modules: Mapping[str, nn.Module] | None = None,
+        head_dim: int = 4,
+        **config: object,
+    ) -> None:
+        self.graph, self.modules, self.head_dim = Graph(operations), dict(modules or {}), head_dim
+        self.config = SimpleNamespace(**config)
+        self.model = nn.Module()
+        self.weights = SimpleNamespace(held=lambda _part: nullcontext())
+        self.device = torch.device("cpu")
+
+    def module(self, path: str) -> nn.Module:
+        """Return the module at a path."""
+        return self.modules[path]
+
+    def part_of(self, path: str) -> str:
+        """Return what is held of the model for a module."""
+        return path
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Return normal numbers, float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+    """Return a product with a weight [O, I] and a bias [O]."""
+    module = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
+    module.weight.data = weight
+    if bias is not None:
+        module.bias.data = bias
+    return module
+
+
+def recorded(
+    folder: Path,
+    steps: Iterable[Mapping[str, object]],
+    *,
+    lengths: Sequence[tuple[int, int]] = ((12, 8),),
+    tokens: Sequence[Sequence[int]] | None = None,
+    device: str = "cpu",
+    dtype: str = "float32",
+) -> Recording:
+    """Return a recording of steps, each of `RecordingWriter.begin_step`'s arguments and of `taps` by their names.
+
+    Args:
+        folder: where it is written.
+        steps: `phase` may be left out.
+        lengths: tokens and prompt length of each request; their ids count from 0.
+        tokens: of each request, where they matter.
+        device: the manifest's.
+        dtype: the manifest's.
+    """
+    requests = [
+        RequestInfo(
+            id=number,
+            token_ids=list(range(100 * number + 3, 100 * number + 3 + count)) if tokens is None else tokens[number],
+            prompt_length=prompt,
+        )
+        for number, (count, prompt) in enumerate(lengths)
+    ]
+    writer = RecordingWriter(
+        folder, producer=Producer(name="test", version="1"), model=ModelInfo(id="m"), dtype=dtype, device=device,
+        environment={}, requests=requests,
+    )  # fmt: skip
+    with writer:
+        for step in steps:
+            given = dict(step)
+            taps = given.pop("taps", {})
+            writer.begin_step(**{"phase": "mixed", **given})
+            for name, tensor in taps.items():
+                writer.tap(name, tensor)
+            writer.end_step()
+    return Recording.open(folder, verify=False)
+
+
+def failure_of(
+    operation: Operation,
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    *inputs: torch.Tensor,
+    model: ToyModel | None = None,
+    dtype: torch.dtype = torch.float32,
+    recording: Recording | None = None,
+    request: Sequence[int] | None = None,
+    position: Sequence[int] | None = None,
+    step: Sequence[int] | None = None,
+    **others: object,
+) -> Failure:
+    """Return the failure of rows that should be `expected` [R, W]: of request 0, one after the other, in step 0."""
+    count = len(actual)
+    rows = Rows(
+        request=torch.tensor(request or [0] * count),
+        position=torch.arange(count) if position is None else torch.tensor(position),
+        step=torch.tensor(step or [0] * count),
+    )
+    return Failure(
+        operation=operation, hf=model or ToyModel(operation), recording=recording,
+        locator=None if recording is None else Locator(recording), rows=rows, actual=actual, expected=expected,
+        inputs=list(inputs), dtype=dtype, slot_history=None if recording is None else SlotHistory(recording), **others,
+    )  # fmt: skip
+
+
+def found(explain: Callable[[Failure], Iterable[Hypothesis]], failure: Failure) -> dict[str, Hypothesis]:
+    """Return what an explanation yields by its cause; of one that it yields twice, the first."""
+    by_cause: dict[str, Hypothesis] = {}
+    with torch.no_grad():  # as where explanations are run
+        for each in explain(failure):
+            assert each.output.shape == failure.actual.shape, each.cause
+            by_cause.setdefault(each.cause, each)
+    return by_cause
+
+
+def outputs(explain: Callable[[Failure], Iterable[Hypothesis]], failure: Failure) -> dict[str, torch.Tensor]:
+    """Return the rows that each cause would give."""
+    return {cause: hypothesis.output for cause, hypothesis in found(explain, failure).items()}
+
+
+def assert_outputs(
+    explain: Callable[[Failure], Iterable[Hypothesis]], failure: Failure, expected: Mapping[str, torch.Tensor]
+) -> None:
+    """Assert that an explanation yields these causes, with these rows, and no others."""
+    actual = outputs(explain, failure)
+    assert set(actual) == set(expected)
+    for cause, rows in expected.items():
+        torch.testing.assert_close(actual[cause], rows.expand_as(actual[cause]), rtol=1e-9, atol=1e-12, msg=cause)
