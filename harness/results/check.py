@@ -6,9 +6,20 @@ Numbers that could not be measured are None, never 0. NaN is a measurement: the 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Self
+from typing import Annotated, Self
 
 from harness.errors import Code
+from harness.results.merging import (
+    LARGEST,
+    LARGEST_COMPUTED,
+    MEDIAN,
+    MEDIAN_COMPUTED,
+    SMALLEST,
+    TOTAL,
+    UNION,
+    WORST,
+    mergeable,
+)
 
 
 class Verdict(StrEnum):
@@ -143,49 +154,50 @@ class Effect:
     """Distinct rows it was seen in."""
 
 
+@mergeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TapResult:
     """One operation over all rows that were compared."""
 
-    name: str
-    site: str
+    name: Annotated[str, WORST]
+    site: Annotated[str, WORST]
     """Name without the layer."""
-    layer: int | None
-    kind: str
-    num_rows: int
-    verdict: Verdict
-    judged_by: str = "none"
+    layer: Annotated[int | None, WORST]
+    kind: Annotated[str, WORST]
+    num_rows: Annotated[int, TOTAL]
+    verdict: Annotated[Verdict, WORST]
+    judged_by: Annotated[str, WORST] = "none"
     """`local` (replay), `propagated` (against the golden's noise), `cache` (bit for bit), or `none`."""
-    convention: str | None = None
+    convention: Annotated[str | None, WORST] = None
     """The legitimate convention the engine follows if it is not the default one."""
-    local_roundings_median: float | None = None
-    local_roundings_p99: float | None = None
-    local_roundings_max: float | None = None
-    local_bound_share_max: float | None = None
+    local_roundings_median: Annotated[float | None, MEDIAN_COMPUTED] = None
+    local_roundings_p99: Annotated[float | None, LARGEST_COMPUTED] = None
+    local_roundings_max: Annotated[float | None, LARGEST_COMPUTED] = None
+    local_bound_share_max: Annotated[float | None, LARGEST_COMPUTED] = None
     """Largest local error of a row as a share of that row's bound; above 1 is out of bounds."""
-    control_roundings_max: float | None = None
+    control_roundings_max: Annotated[float | None, LARGEST_COMPUTED] = None
     """Largest error of the control: HF's own module in the engine's dtype on the same inputs."""
-    control_bound_share_max: float | None = None
+    control_bound_share_max: Annotated[float | None, LARGEST_COMPUTED] = None
     """The same as a share of the bound."""
-    is_bounded_by_control: bool = False
+    is_bounded_by_control: Annotated[bool, WORST] = False
     """Whether the control makes the bound, rather than a derivation for this kind of operation."""
-    propagated_relative_l2_max: float | None = None
-    propagated_ratio_median: float | None = None
-    propagated_ratio_max: float | None = None
+    propagated_relative_l2_max: Annotated[float | None, LARGEST] = None
+    propagated_ratio_median: Annotated[float | None, MEDIAN] = None
+    propagated_ratio_max: Annotated[float | None, LARGEST] = None
     """Propagated error over HF's own in the engine's dtype."""
-    max_abs: float | None = None
-    cosine_min: float | None = None
-    sqnr_db_min: float | None = None
-    max_ulp: float | None = None
-    num_nan: int = 0
-    num_inf: int = 0
-    worst: RowId | None = None
+    max_abs: Annotated[float | None, LARGEST] = None
+    cosine_min: Annotated[float | None, SMALLEST] = None
+    sqnr_db_min: Annotated[float | None, SMALLEST] = None
+    max_ulp: Annotated[float | None, LARGEST] = None
+    num_nan: Annotated[int, TOTAL] = 0
+    num_inf: Annotated[int, TOTAL] = 0
+    worst: Annotated[RowId | None, WORST] = None
     """Row of the largest local error, or of the largest propagated one if nothing is local."""
-    num_bad_rows: int = 0
-    first_bad: RowId | None = None
-    effect: Effect | None = None
+    num_bad_rows: Annotated[int, TOTAL] = 0
+    first_bad: Annotated[RowId | None, WORST] = None
+    effect: Annotated[Effect | None, WORST] = None
     """The effect that makes the verdict `systematic`."""
-    through: tuple[str, ...] = ()
+    through: Annotated[tuple[str, ...], WORST] = ()
     """Taps that the engine did not record and that the replay computed on the way; an error may be in any of them."""
 
 
@@ -219,13 +231,14 @@ class Finding:
     explanation: Explanation | None = None
 
 
+@mergeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenResult:
     """Greedy choices of the engine against those of the truth."""
 
-    compared: int = 0
-    equal: int = 0
-    ties: int = 0
+    compared: Annotated[int, TOTAL] = 0
+    equal: Annotated[int, TOTAL] = 0
+    ties: Annotated[int, TOTAL] = 0
     """Unequal, but the truth's own margin is below the noise."""
 
 
@@ -241,23 +254,24 @@ class LogitResult:
     """Smallest distance between the truth's two best logits."""
 
 
+@mergeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
     """Rows of taps that were to be recorded, and those that were."""
 
-    expected: int = 0
-    recorded: int = 0
-    missing: int = 0
-    missing_taps: tuple[str, ...] = ()
-    not_offered: tuple[str, ...] = ()
+    expected: Annotated[int, TOTAL] = 0
+    recorded: Annotated[int, TOTAL] = 0
+    missing: Annotated[int, TOTAL] = 0
+    missing_taps: Annotated[tuple[str, ...], UNION] = ()
+    not_offered: Annotated[tuple[str, ...], UNION] = ()
     """Sites the engine declares it cannot record."""
-    triggers: tuple[str, ...] = ()
+    triggers: Annotated[tuple[str, ...], UNION] = ()
     """Conditions the workload reached: decode, chunked_prefill, batch, block_boundary, ..."""
-    only_through: tuple[str, ...] = ()
+    only_through: Annotated[tuple[str, ...], UNION] = ()
     """Sites, or single taps, that were judged only through what is computed from them."""
-    not_judged: tuple[str, ...] = ()
+    not_judged: Annotated[tuple[str, ...], UNION] = ()
     """Sites, or single taps, that were not judged at all: nothing that is computed from them was, either."""
-    judged_compute: float | None = None
+    judged_compute: Annotated[float | None, SMALLEST] = None
     """Share of the model's multiply-adds whose output was judged, by itself or through what is computed from it; None
     without the model."""
 

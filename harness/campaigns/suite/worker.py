@@ -16,9 +16,10 @@ from harness.campaigns.suite.task import Answer, Loss, Task
 from harness.engines.worker import serve
 from harness.errors import Code, HarnessError
 from harness.report.check.json import check_json_text, plain
-from harness.report.check.merge import largest, merge_taps, sum_tokens
+from harness.report.check.merge import merge_taps, sum_tokens
 from harness.report.page.html import REPORT_NAME, report_html
 from harness.results.check import CheckResult, Divergence, Outcome
+from harness.results.merging import largest
 
 CHECK_NAME = "check.json"
 """File with a check's result in a case's folder."""

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from harness.report.check.merge import largest, merge_taps, sum_coverage, sum_tokens
+from harness.report.check.merge import merge_taps, sum_coverage, sum_tokens
 from harness.report.check.sentences import divergence_place, number, printable
 from harness.results.check import CheckResult, TapResult
+from harness.results.merging import largest
 from harness.results.profile import ProfileResult
 
 

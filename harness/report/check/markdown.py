@@ -6,6 +6,7 @@ from urllib.parse import quote, urlsplit
 
 from tabulate import tabulate
 
+from harness.report.check.columns import PAGE_COLUMNS, legend
 from harness.report.check.sentences import (
     divergence_place,
     divergence_size,
@@ -13,21 +14,13 @@ from harness.report.check.sentences import (
     extent,
     facts,
     finding_lines,
-    number,
     printable,
     subject,
 )
 from harness.report.check.table import Role, Row, Section, sections
 from harness.results.check import CheckResult, Divergence, Outcome
 
-_HEADERS = ("layer", "operation", "rows", "median", "max", "bound", "propagated", "verdict")
-_ALIGNMENTS = ("right", "left", "right", "right", "right", "right", "right", "left")
 _IN_A_TARGET = "/:?&=%#,;+@~-._"
-_LEGEND = (
-    "median, max: error of the operation itself, in roundings. bound: its largest share of what is allowed; above 1 is "
-    "a bug. propagated: error that has built up, as a multiple of HF's own. downstream: sound by itself, computed from "
-    "wrong input."
-)
 
 
 def check_markdown(result: CheckResult) -> str:
@@ -35,7 +28,7 @@ def check_markdown(result: CheckResult) -> str:
     lines = [f"### {result.outcome}: {escaped(' · '.join(subject(result)))}", "", escaped(" · ".join(extent(result)))]
     parts = sections(result)
     for section in parts:
-        lines += ["", *_section(section, is_only=len(parts) == 1)]
+        lines += ["", *_section(section, printable(result.dtype), is_only=len(parts) == 1)]
     lines += ["", *_findings(result), ""]
     lines += [f"- {label}: {escaped(sentence)}" for label, sentence in facts(result)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
@@ -60,7 +53,7 @@ def fenced(text: str) -> str:
     return f"{fence}text\n{text.rstrip()}\n{fence}"
 
 
-def _section(section: Section, *, is_only: bool) -> Iterator[str]:
+def _section(section: Section, dtype: str, *, is_only: bool) -> Iterator[str]:
     if not is_only:
         yield f"**{section.outcome}**: {escaped(section.schedules)}"
         yield ""
@@ -75,7 +68,8 @@ def _section(section: Section, *, is_only: bool) -> Iterator[str]:
     if rows:
         state = " open" if section.outcome is Outcome.MISMATCH else ""
         yield f"<details{state}><summary>Table by layer and operation</summary>"
-        yield from ("", *_table(rows), "", _LEGEND, "", "</details>")
+        key = " ".join(f"{words}: {meaning}." for words, meaning in legend(dtype))
+        yield from ("", *_table(rows), "", key, "", "</details>")
 
 
 def _divergence(divergence: Divergence) -> str:
@@ -85,15 +79,13 @@ def _divergence(divergence: Divergence) -> str:
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    cells = [_cells(row) for row in rows]
-    text = tabulate(cells, _HEADERS, "pipe", disable_numparse=True, colalign=_ALIGNMENTS)
+    headers, alignments = zip(*((column.header, column.align) for column in PAGE_COLUMNS), strict=True)
+    text = tabulate([_cells(row) for row in rows], headers, "pipe", disable_numparse=True, colalign=alignments)
     return text.splitlines()
 
 
 def _cells(row: Row) -> list[str]:
-    tap = row.tap
-    figures = (tap.local_roundings_median, tap.local_roundings_max, tap.local_bound_share_max, tap.propagated_ratio_max)
-    cells = [row.layers, escaped(row.label), f"{tap.num_rows:,}", *map(number, figures), escaped(row.remark)]
+    cells = [escaped(column.cell(row)) for column in PAGE_COLUMNS]
     if row.role is Role.CULPRIT:
         return [f"**{cell}**" if cell else "" for cell in cells]
     return cells

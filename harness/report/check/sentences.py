@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
-from harness.report.check.merge import largest, merge_taps, smallest, sum_coverage, sum_seconds, sum_tokens
+from harness.report.check.merge import merge_taps, sum_coverage, sum_seconds, sum_tokens
 from harness.report.check.table import count
 from harness.results.check import (
     CheckResult,
@@ -20,6 +20,7 @@ from harness.results.check import (
     RunResult,
     TokenResult,
 )
+from harness.results.merging import largest, smallest
 
 MAX_FINDINGS = 12
 MAX_FINDINGS_OF_A_CODE = 3

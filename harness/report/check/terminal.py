@@ -4,12 +4,13 @@ A wider terminal earns more columns. Colour only repeats what the words say, so 
 """
 
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from tabulate import tabulate
 
+from harness.report.check.columns import COLUMNS, LABEL, Column, legend
 from harness.report.check.sentences import (
     divergence_place,
     divergence_size,
@@ -17,51 +18,19 @@ from harness.report.check.sentences import (
     extent,
     facts,
     finding_lines,
-    number,
     printable,
     subject,
 )
 from harness.report.check.table import Role, Row, Section, sections
-from harness.results.check import CheckResult, Divergence, Outcome, RowId
+from harness.results.check import CheckResult, Divergence, Outcome
 
 MIN_WIDTH = 80
 MIN_LABEL_WIDTH = 12
-BAR_WIDTH = 10
 ARROW = "▸"
 NO_BREAK = "\u00a0"
 
 _STYLES = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "cyan": 36}
 _OUTCOMES = {Outcome.PASS: "green", Outcome.MISMATCH: "red", Outcome.NOTHING: "yellow"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """One column of the table."""
-
-    header: str
-    cell: Callable[[Row], str]
-    align: str = "right"
-    rank: int = 0
-    """If the table is too wide, the column of the highest rank goes first; rank 0 stays."""
-
-
-_LABEL = 1
-"""Index of the column that is shortened if nothing is left to leave out."""
-
-_COLUMNS = (
-    _Column("layer", lambda row: row.layers),
-    _Column("operation", lambda row: printable(row.label), align="left"),
-    _Column("rows", lambda row: f"{row.tap.num_rows:,}", rank=2),
-    _Column("median", lambda row: number(row.tap.local_roundings_median)),
-    _Column("p99", lambda row: number(row.tap.local_roundings_p99), rank=3),
-    _Column("max", lambda row: number(row.tap.local_roundings_max)),
-    _Column("bound", lambda row: number(row.tap.local_bound_share_max)),
-    _Column("", lambda row: _bar(row.tap.local_bound_share_max), align="left", rank=1),
-    _Column("propagated", lambda row: number(row.tap.propagated_ratio_max)),
-    _Column("rel. L2", lambda row: number(row.tap.propagated_relative_l2_max), rank=4),
-    _Column("worst row", lambda row: _row_id(row.tap.worst), rank=5),
-    _Column("verdict", lambda row: row.remark, align="left"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +57,14 @@ def check_text(result: CheckResult, *, width: int, color: bool) -> str:
     """Return a check as lines of at most `width` columns (80 at least), with ANSI colours where `color` is true."""
     page = _Page(max(width, MIN_WIDTH), color)
     blocks = [_headline(result, page)]
-    parts, legend = sections(result), list(_legend(result, page))
+    parts, key = sections(result), list(_legend(result, page))
     for part in parts:
         if len(parts) > 1:
             blocks.append(list(_title(part, page)))
         rows = part.rows()
         if rows and (len(parts) == 1 or part.outcome is not Outcome.PASS):
-            blocks += [_table(rows, page), legend]
-            legend = []
+            blocks += [_table(rows, page), key]
+            key = []
         if part.divergence:
             blocks.append(list(_divergence(part.divergence, page)))
     blocks += [list(_findings(result, page)), list(_facts(result, page))]
@@ -131,7 +100,7 @@ def _divergence(divergence: Divergence, page: _Page) -> Iterator[str]:
 
 def _table(rows: Sequence[Row], page: _Page) -> list[str]:
     header, *lines = _laid_out(rows, page.width)
-    verdict_at = header.index(_COLUMNS[-1].header)
+    verdict_at = header.index(COLUMNS[-1].header)
     rule = "  " + "─" * (max(map(len, (header, *lines))) - 2)
     body = [_painted(row, line, verdict_at, page) for row, line in zip(rows, lines, strict=True)]
     return [page.paint(header, "bold"), page.paint(rule, "dim"), *body]
@@ -139,7 +108,7 @@ def _table(rows: Sequence[Row], page: _Page) -> list[str]:
 
 def _laid_out(rows: Sequence[Row], width: int) -> list[str]:
     """Return the header and one line a row, with a gutter of two for the arrow, in at most `width` columns."""
-    columns = list(_COLUMNS)
+    columns = list(COLUMNS)
     overflow = max(map(len, _tabulated(rows, columns))) - width
     while overflow > 0 and any(column.rank for column in columns):
         columns.remove(max(columns, key=lambda column: column.rank))
@@ -148,11 +117,15 @@ def _laid_out(rows: Sequence[Row], width: int) -> list[str]:
     return [line[:width].rstrip() for line in _tabulated(rows, columns, label_width)]
 
 
-def _tabulated(rows: Sequence[Row], columns: Sequence[_Column], label_width: int = 1000) -> list[str]:
+def _tabulated(rows: Sequence[Row], columns: Sequence[Column], label_width: int = 1000) -> list[str]:
     """Return the lines of the table; the header is a row as any other, or tabulate pads it."""
-    cells = [[column.header for column in columns], *([column.cell(row) for column in columns] for row in rows)]
+    body = ([printable(column.cell(row)) for column in columns] for row in rows)
+    cells = [[column.header for column in columns], *body]
+        [column.header for column in columns],
+        *([printable(column.cell(row)) for column in columns] for row in rows),
+    ]
     for line in cells:
-        line[_LABEL] = _shortened(line[_LABEL], label_width)
+        line[LABEL] = _shortened(line[LABEL], label_width)
     _hide_repeats(cells)
     text = tabulate(cells, tablefmt="plain", disable_numparse=True, colalign=[column.align for column in columns])
     return [f"  {line}".rstrip() for line in text.splitlines()]
@@ -173,31 +146,10 @@ def _painted(row: Row, line: str, verdict_at: int, page: _Page) -> str:
     return line[:verdict_at] + page.paint(line[verdict_at:], row.tap.verdict.color)
 
 
-def _bar(share: float | None) -> str:
-    """Return a bar of a share of the bound; the last of its cells is only reached beyond the bound."""
-    if share is None:
-        return ""
-    if not share <= 1:
-        return "█" * BAR_WIDTH
-    eighths = round(share * (BAR_WIDTH - 1) * 8)
-    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
-
-
-def _row_id(row: RowId | None) -> str:
-    return f"{row.request}:{row.position}" if row else "-"
-
-
 def _legend(result: CheckResult, page: _Page) -> Iterator[str]:
-    dtype = printable(result.dtype)
-    words = {
-        "median, max": f"error of the operation itself, in roundings to {dtype}",
-        "bound": "its largest share of what is allowed; above 1 is a bug",
-        "propagated": f"error that has built up, as a multiple of HF's own in {dtype}",
-    }
-    if any(row.role is Role.DOWNSTREAM for section in sections(result) for row in section.rows()):
-        words["downstream"] = "sound by itself, computed from wrong input"
-    for word, meaning in words.items():
-        yield from (page.paint(line, "dim") for line in page.wrap(f"  {word}", meaning, indent=15))
+    has_downstream = any(row.role is Role.DOWNSTREAM for section in sections(result) for row in section.rows())
+    for words, meaning in legend(printable(result.dtype), has_downstream=has_downstream):
+        yield from (page.paint(line, "dim") for line in page.wrap(f"  {words}", meaning, indent=15))
 
 
 def _findings(result: CheckResult, page: _Page) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from harness.report.check.columns import COLUMNS, LABEL, PAGE_COLUMNS, Column, legend
 from harness.report.check.merge import merge_taps
 from harness.report.check.sentences import (
     divergence_place,
@@ -12,7 +13,6 @@ from harness.report.check.sentences import (
     extent,
     facts,
     finding_lines,
-    number,
     printable,
     subject,
 )
@@ -40,12 +40,7 @@ class CulpritView:
 class TableLine:
     """One row of the table by layer and operation."""
 
-    layers: str
-    operation: str
-    rows: str
-    figures: tuple[str, ...]
-    """Median, largest, share of the bound, propagated."""
-    remark: str
+    cells: tuple[str, ...]
     role: str
 
 
@@ -75,6 +70,9 @@ class CheckView:
     more_findings: str | None
     facts: tuple[tuple[str, str], ...]
     dtype: str
+    columns: tuple[tuple[str, str], ...]
+    """Header of each column of the tables, and the style of its cells."""
+    legend: str
 
 
 def check_view(result: CheckResult) -> CheckView:
@@ -90,7 +88,15 @@ def check_view(result: CheckResult) -> CheckView:
         more_findings=rest,
         facts=tuple(facts(result)),
         dtype=printable(result.dtype),
+        columns=tuple((column.header, _style(column)) for column in PAGE_COLUMNS),
+        legend=" ".join(f"{words}: {meaning}." for words, meaning in legend(printable(result.dtype))),
     )
+
+
+def _style(column: Column) -> str:
+    if column is COLUMNS[LABEL]:
+        return "code"
+    return "number" if column.align == "right" else ""
 
 
 def _sentence(result: CheckResult) -> str:
@@ -135,13 +141,4 @@ def _culprit(section: Section) -> CulpritView | None:
 
 
 def _line(row: Row) -> TableLine:
-    tap = row.tap
-    figures = (tap.local_roundings_median, tap.local_roundings_max, tap.local_bound_share_max, tap.propagated_ratio_max)
-    return TableLine(
-        layers=row.layers,
-        operation=printable(row.label),
-        rows=f"{tap.num_rows:,}",
-        figures=tuple(map(number, figures)),
-        remark=row.remark,
-        role=row.role.value,
-    )
+    return TableLine(cells=tuple(printable(column.cell(row)) for column in PAGE_COLUMNS), role=row.role.value)

@@ -1,9 +1,12 @@
 import math
+from dataclasses import dataclass, fields
+from typing import Annotated
 
 import pytest
 
 from harness.report.check.merge import merge, merge_taps, sum_coverage, sum_seconds, sum_tokens
 from harness.results.check import TapResult, Verdict
+from harness.results.merging import TOTAL, mergeable
 
 from .examples import NUM_ROWS, missing_run, sound_run, wrong_run
 
@@ -68,3 +71,22 @@ def test_totals():
     assert coverage.triggers == ("decode", "batch", "block_boundary")
     assert sum_seconds([None, 1.5, 2.0]) == 3.5
     assert sum_seconds([None]) is None
+
+
+def test_a_field_without_a_rule_is_an_error_when_it_is_declared():
+    with pytest.raises(TypeError, match=r"Figures.mean names 0 rules for merging, expected one: write Annotated"):
+
+        @mergeable
+        @dataclass
+        class Figures:
+            num_rows: Annotated[int, TOTAL]
+            mean: float | None = None
+
+
+def test_every_figure_of_a_tap_is_merged_by_its_rule():
+    """No figure of the worst tap stands for all of them by accident: each is set in the better tap alone."""
+    worst = tap(verdict=Verdict.BUG)
+    for field in fields(TapResult):
+        if "float" in str(field.type):
+            better = tap(**{field.name: 3.0})
+            assert getattr(merge([worst, better]), field.name) == 3.0, field.name
