@@ -209,8 +209,6 @@ def open_engine(
     return engine
 
 
-RENAMED = "capabilities = Capabilities(unsupported_taps=...), which was offer = Offer(lacking=...)"
-"""Changes that an adapter for an earlier version needs."""
 _OURS = ("harness.engines.reference:", "harness.engines.hf:")
 
 
@@ -238,8 +236,6 @@ def check_engine(name: str, engine: object) -> None:
     Raises:
         HarnessError: ENGINE_FAILED.
     """
-    if hasattr(engine, "offer") and not hasattr(engine, "capabilities"):
-        raise _no_engine(name, "the engine has an offer", RENAMED, "offer")
     if not isinstance(engine, Engine):
         raise _no_engine(name, "what is opened is no engine", "an object with name, capabilities and run", type(engine))
     capabilities = engine.capabilities

@@ -17,14 +17,6 @@ _KEY = "inference_harness_failure"
 """Entry of a serialised report that holds a `FailureText`."""
 
 
-class CheckFailedError(Exception):
-    """Ends a case whose check did not pass."""
-
-    def __init__(self, result: CheckResult) -> None:
-        self.result = result
-        super().__init__(summary(result))
-
-
 class GateFailedError(Exception):
     """Ends a case whose engine is right and needs more than its baseline allows."""
 
@@ -94,12 +86,12 @@ def failure_text(error: BaseException, config: pytest.Config) -> FailureText | N
     """Return what to show for an error that is ours; None for any other, whose traceback is wanted."""
     if os.environ.get("HARNESS_TRACEBACK"):
         return None
-    if isinstance(error, CheckFailedError):
-        from harness.report.check.terminal import check_text
+    from harness.api import CheckFailedError
 
+    if isinstance(error, CheckFailedError):
         width = terminal_width(config)
-        plain, colored = (check_text(error.result, width=width, color=color).rstrip() for color in (False, True))
-        return FailureText(str(error), plain, colored)
+        plain, colored = (error.report.text(width=width, color=color).rstrip() for color in (False, True))
+        return FailureText(summary(error.report), plain, colored)
     if isinstance(error, GateFailedError):
         from harness.report.gate.text import gate_text
 

@@ -10,8 +10,7 @@ import pytest
 
 from harness.errors import Code, HarnessError
 from harness.pytest_plugin.captures import captures_folder, making, settle
-from harness.pytest_plugin.failure import CheckFailedError, GateFailedError, failure_text
-from harness.results.check import Outcome
+from harness.pytest_plugin.failure import GateFailedError, failure_text
 
 if TYPE_CHECKING:
     from harness.formats.case import Case, ProfileSection
@@ -69,6 +68,7 @@ class CaseItem(pytest.Item):
 
     def runtest(self) -> None:
         """Run the case."""
+        from harness.api import CheckReport
         from harness.judge.jobs.check import run_check
         from harness.plan import plan_case
         from harness.report.check.junit import check_properties
@@ -84,8 +84,7 @@ class CaseItem(pytest.Item):
         self._check_sketch(plan)
         result = run_check(plan)
         self.user_properties += check_properties(result)
-        if result.outcome is not Outcome.PASS:
-            raise CheckFailedError(result)
+        CheckReport.of(result).assert_ok()
         if plan.profile is not None:
             self._profile(plan, plan.profile, result)
 

@@ -56,8 +56,6 @@ ENDS = {
     "Engine.capabilities = Capabilities(schedules=('plain',), unsupported_taps='mlp.act')": (
         "the engine's capabilities have no list of unsupported_taps"
     ),
-    "Engine.offer = Engine.capabilities; del Engine.capabilities": "the engine has an offer",
-    "from harness.engines import Offer": "harness.engines.Offer is Capabilities now",
     "Engine.capabilities = property(lambda self: 1 / 0)": "raised ZeroDivisionError",
     "os.write(1, b'{}')": "cannot follow the schedule 'batched'",  # what it prints is no answer
     "sys.stdin.read()": "cannot follow the schedule 'batched'",  # nor is it given our jobs

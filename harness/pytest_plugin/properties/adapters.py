@@ -20,17 +20,6 @@ ADAPTERS = {
 }
 """By the name of the fixture, what is tested without the option: the reference engine."""
 
-_MOVED = {
-    "harness.properties.block_manager": "harness.properties.blocks.adapter",
-    "harness.properties.scheduler_adapter": "harness.properties.scheduler.adapter",
-    "harness.properties.attention_adapter": "harness.properties.attention.adapter",
-    "harness.properties.engine_adapter": "harness.properties.engine.adapter",
-    "harness.properties.reference_attention": "harness.selfcheck.properties.attention",
-    "harness.properties.reference_whole": "harness.selfcheck.properties.engine",
-    "harness.properties.reference_ops": "harness.selfcheck.properties.ops",
-}
-"""Modules that adapters written before version 0.2 may import, and where they are now."""
-
 
 def option_of(name: str) -> str:
     """Return the option of a fixture."""
@@ -106,10 +95,8 @@ def load_adapter(path: str, *, option: str) -> Any:
         for part in name.split("."):
             target = getattr(target, part)
     except (ImportError, AttributeError) as error:
-        moved_to = _MOVED.get(getattr(error, "name", None) or "")
         raise HarnessError(
             Code.BAD_ADAPTER, f"the adapter cannot be imported: {error}", where=option,
             expected="module:name, importable from where pytest was started", actual=path,
-            hint=f"import {moved_to} instead" if moved_to else None,
         ) from error  # fmt: skip
     return target

@@ -121,9 +121,6 @@ def _tabulated(rows: Sequence[Row], columns: Sequence[Column], label_width: int 
     """Return the lines of the table; the header is a row as any other, or tabulate pads it."""
     body = ([printable(column.cell(row)) for column in columns] for row in rows)
     cells = [[column.header for column in columns], *body]
-        [column.header for column in columns],
-        *([printable(column.cell(row)) for column in columns] for row in rows),
-    ]
     for line in cells:
         line[LABEL] = _shortened(line[LABEL], label_width)
     _hide_repeats(cells)

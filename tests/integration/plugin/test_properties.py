@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -202,26 +201,6 @@ def test_an_adapter_that_cannot_be_imported_is_an_error_with_its_path(path: str,
     with pytest.raises(HarnessError, match=message) as caught:
         load_adapter(path, option="--scheduler")
     assert (caught.value.code, caught.value.where, caught.value.actual) == (Code.BAD_ADAPTER, "--scheduler", path)
-
-
-@pytest.mark.parametrize(
-    ("path", "hint"),
-    [
-        (
-            "harness.properties.reference_attention:PagedAttention",
-            "import harness.selfcheck.properties.attention instead",
-        ),
-        ("old_adapter:Adapter", "import harness.properties.blocks.adapter instead"),
-    ],
-)
-def test_an_adapter_that_imports_a_module_that_has_moved_is_told_where_it_is(
-    path: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "old_adapter.py").write_text("from harness.properties.block_manager import BlockManagerAdapter\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(HarnessError) as caught:
-        load_adapter(path, option="--attention")
-    assert (caught.value.code, caught.value.hint) == (Code.BAD_ADAPTER, hint)
 
 
 def test_an_adapter_may_stand_inside_a_class() -> None:
