@@ -11,6 +11,7 @@ import typer
 from harness.base.files import read_text
 from harness.errors import Code, HarnessError
 from harness.formats.case import RequestSpec, load_case
+from harness.formats.schedule import schedules_help
 
 if TYPE_CHECKING:
     from harness.plan import Plan
@@ -150,8 +151,7 @@ ScheduleNames = Annotated[
     typer.Option(
         "--schedule",
         metavar="NAME",
-        help="plain, chunked[:N], batched, mixed[:N], prefix-hit, forked, preempted, tensor-parallel[:N], where N is "
-        "the tokens of a chunk or the number of ranks; comma list or repeated. "
+        help=f"{schedules_help()}, where N is the tokens of a chunk or the number of ranks; comma list or repeated. "
         "[default: plain, chunked and batched, as far as the prompts can reach them]",
     ),
 ]

@@ -15,7 +15,7 @@ from harness.base.numerics import Numerics
 from harness.engines.adapter import Engine, Workload, engine_errors
 from harness.formats.recording.arguments import validated
 from harness.formats.recording.writer import RecordingWriter, plain
-from harness.formats.schedule import Schedule
+from harness.formats.schedule import Schedule, ScheduleKind
 from harness.version import __version__
 
 if TYPE_CHECKING:
@@ -50,9 +50,13 @@ class RunDescription:
     def from_json(cls, data: Mapping[str, Any]) -> RunDescription:
         """Return the description of `to_json`."""
         requests, copies = ([_info("RequestInfo", each) for each in data[name]] for name in ("requests", "copies"))
-        model, schedule, folder = _info("ModelInfo", data["model"]), Schedule(**data["schedule"]), Path(data["folder"])
+        model, schedule, folder = _info("ModelInfo", data["model"]), _schedule(data["schedule"]), Path(data["folder"])
         parts = {"folder": folder, "model": model, "schedule": schedule, "requests": requests, "copies": copies}
         return cls(**{**data, **parts})
+
+
+def _schedule(fields: Mapping[str, Any]) -> Schedule:
+    return Schedule(**{**fields, "kind": ScheduleKind(fields["kind"])})
 
 
 def _info(kind: str, fields: Mapping[str, Any]) -> Any:

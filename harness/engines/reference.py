@@ -15,13 +15,14 @@ from harness.engines.reference_options import parse_reference_options
 from harness.engines.reference_session import ReferenceSession
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
-from harness.formats.schedule import SCHEDULES
 from harness.formats.taps import LOGITS
 from reference_engine import EngineConfig, LLMEngine, SamplingParams, StepInfo, TokenOutput
 from reference_engine.parallel.worker import parallel_engine
 
-_NOT_SERVED = {"contiguous": ("prefix-hit", "preempted"), "recompute": ("prefix-hit", "forked", "preempted")}
-"""Schedules that mean nothing to a backend without blocks, or without a cache."""
+_WITHOUT_CACHE = ("plain", "chunked", "batched", "mixed", "tensor-parallel")
+_SCHEDULES = {"contiguous": (*_WITHOUT_CACHE, "forked"), "recompute": _WITHOUT_CACHE}
+"""Schedules that a backend without blocks, or without a cache, can follow."""
+_ALL_SCHEDULES = (*_WITHOUT_CACHE, "forked", "prefix-hit", "preempted")
 _LIMITS_WITHOUT_BLOCKS = ("max_num_batched_tokens", "max_num_seqs")
 _SMALL_BLOCK = 4
 """Tokens of a block where requests are to run out of blocks: the smaller, the sooner."""
@@ -52,10 +53,9 @@ class ReferenceEngine:
         self._adapters = adapters or {}
         self._folder, self._options = folder, {**options, "dtype": dtype, "device": device}
         backend = str(options.get("attention_backend", "paged"))
-        unserved = _NOT_SERVED.get(backend, ())
-        if self._adapters:
-            unserved = (*unserved, "tensor-parallel")  # ranks have no adapters
-        schedules = tuple(name for name in SCHEDULES if name not in unserved)
+        schedules = _SCHEDULES.get(backend, _ALL_SCHEDULES)
+        if self._adapters:  # ranks have none
+            schedules = tuple(name for name in schedules if name != "tensor-parallel")
         self.capabilities = Capabilities(
             schedules=schedules, keeps_cache=backend != "recompute", control=self._control(backend)
         )
@@ -77,7 +77,7 @@ class ReferenceEngine:
 
     def _control(self, backend: str) -> Control:
         """Return what workloads may decide: not what an option has decided."""
-        limits = LIMITS if backend not in _NOT_SERVED else _LIMITS_WITHOUT_BLOCKS
+        limits = LIMITS if backend not in _SCHEDULES else _LIMITS_WITHOUT_BLOCKS
         free = tuple(name for name in limits if name not in self._options)
         return Control(limits=free, aborts=True, forks=backend != "recompute")
 

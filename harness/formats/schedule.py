@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Literal, Self
 
 from harness.errors import Code, HarnessError
 
@@ -11,31 +13,82 @@ _MAX_DIGITS = 9
 DEFAULT_CHUNK_SIZE = 7
 """Tokens per chunk: no divisor of any usual block size, so that chunks end inside blocks."""
 
+Parameter = Literal["chunk_size", "num_ranks"]
+
+
+class ScheduleKind(StrEnum):
+    """The ways to put requests into steps; an engine declares those that it can follow."""
+
+    PLAIN = "plain", "one request after the other, each prompt in one step"
+    CHUNKED = "chunked", "the same, each prompt in chunks of N tokens", {"parameter": "chunk_size"}
+    BATCHED = "batched", "all requests at once", {"is_batched": True}
+    MIXED = "mixed", "all at once, prompts in chunks beside decode", {"is_batched": True, "parameter": "chunk_size"}
+    PREFIX_HIT = "prefix-hit", "each request again, on cached blocks", {"is_repeated": True, "trigger": "prefix_hit"}
+    FORKED = "forked", "requests forked in decode", {"is_batched": True, "is_repeated": True, "trigger": "forked"}
+    TENSOR_PARALLEL = "tensor-parallel", "all at once on N ranks", {"is_batched": True, "parameter": "num_ranks"}
+    PREEMPTED = "preempted", "all at once, too few KV blocks for all", {"is_batched": True, "trigger": "preempted"}
+
+    help: str
+    """What it does, for people."""
+    is_batched: bool
+    """Whether all requests run at once, rather than one after the other."""
+    is_repeated: bool
+    """Whether every request is followed by a copy of itself, which shares what it can of the first one's cache."""
+    trigger: str | None
+    """The purpose of the schedule, if it is more than batches and chunks."""
+    parameter: Parameter | None
+    """The field of `Schedule` that a number after the name sets."""
+
+    def __new__(cls, word: str, text: str = "", traits: dict[str, object] | None = None) -> Self:
+        """Make a member whose value is its name."""
+        kind, defaults = str.__new__(cls, word), {"is_batched": False, "is_repeated": False, "trigger": None}
+        kind._value_, kind.help = word, text
+        for name, value in {**defaults, "parameter": None, **(traits or {})}.items():
+            setattr(kind, name, value)
+        return kind
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A way to put requests into steps.
+    """A way to put requests into steps, written `name` or `name:number`: `plain`, `chunked:32`, `tensor-parallel:4`."""
 
-    Written `name` or `name:number`: plain, chunked, batched, mixed, prefix-hit, forked, preempted, tensor-parallel,
-    `chunked:32` (tokens of a chunk), `tensor-parallel:4` (ranks).
-    """
-
-    name: str
-    is_batched: bool
-    """Whether all requests run at once, rather than one after the other."""
+    kind: ScheduleKind
     chunk_size: int | None = None
     """Most tokens of prompt in one step; None for whole prompts."""
-    is_repeated: bool = False
-    """Whether every request is followed by a copy of itself, which shares what it can of the first one's cache."""
     num_ranks: int = 1
     """Processes that share the model."""
-    trigger: str | None = None
-    """The purpose of the schedule, if it is more than batches and chunks."""
+
+    @classmethod
+    def of(cls, name: str) -> "Schedule":
+        """Return the schedule of that name, with the default of its parameter."""
+        kind = ScheduleKind(name)
+        chunk_size = DEFAULT_CHUNK_SIZE if kind.parameter == "chunk_size" else None
+        return cls(kind=kind, chunk_size=chunk_size, num_ranks=2 if kind.parameter == "num_ranks" else 1)
+
+    @property
+    def name(self) -> str:
+        """Name without a number."""
+        return self.kind.value
+
+    @property
+    def is_batched(self) -> bool:
+        """See `ScheduleKind.is_batched`."""
+        return self.kind.is_batched
+
+    @property
+    def is_repeated(self) -> bool:
+        """See `ScheduleKind.is_repeated`."""
+        return self.kind.is_repeated
+
+    @property
+    def trigger(self) -> str | None:
+        """See `ScheduleKind.trigger`."""
+        return self.kind.trigger
 
     def __str__(self) -> str:
-        if self == SCHEDULES[self.name]:
+        if self.kind.parameter is None or self == Schedule.of(self.name):
             return self.name
-        return f"{self.name}:{self.chunk_size if self.num_ranks == 1 else self.num_ranks}"
+        return f"{self.name}:{getattr(self, self.kind.parameter)}"
 
     @property
     def requires(self) -> tuple[str, ...]:
@@ -51,17 +104,7 @@ class Schedule:
         return self.chunk_size is None or max(prompt_lengths, default=0) > self.chunk_size
 
 
-SCHEDULES = {
-    "plain": Schedule(name="plain", is_batched=False),
-    "chunked": Schedule(name="chunked", is_batched=False, chunk_size=DEFAULT_CHUNK_SIZE),
-    "batched": Schedule(name="batched", is_batched=True),
-    "mixed": Schedule(name="mixed", is_batched=True, chunk_size=DEFAULT_CHUNK_SIZE),
-    "prefix-hit": Schedule(name="prefix-hit", is_batched=False, is_repeated=True, trigger="prefix_hit"),
-    "forked": Schedule(name="forked", is_batched=True, is_repeated=True, trigger="forked"),
-    "tensor-parallel": Schedule(name="tensor-parallel", is_batched=True, num_ranks=2),
-    "preempted": Schedule(name="preempted", is_batched=True, trigger="preempted"),
-}
-DEFAULT_SCHEDULES = ("plain", "chunked", "batched")
+DEFAULT_SCHEDULES = (ScheduleKind.PLAIN, ScheduleKind.CHUNKED, ScheduleKind.BATCHED)
 
 
 def parse_schedule(text: str) -> Schedule:
@@ -71,18 +114,19 @@ def parse_schedule(text: str) -> Schedule:
         HarnessError: BAD_OPTION: no such schedule, or a number that is not a positive integer or does not apply.
     """
     name, colon, size = text.partition(":")
-    schedule = SCHEDULES.get(name)
-    if schedule is None:
+    if name not in list(ScheduleKind):
+        expected = ", ".join(ScheduleKind)
         raise HarnessError(
-            Code.BAD_OPTION, f"unknown schedule {name!r}", where="schedule", expected=", ".join(SCHEDULES), actual=text
+            Code.BAD_OPTION, f"unknown schedule {name!r}", where="schedule", expected=expected, actual=text
         )
+    schedule = Schedule.of(name)
     if not colon:
         return schedule
-    is_number = size.isdecimal() and len(size) <= _MAX_DIGITS and int(size) >= 1
-    if is_number and schedule.num_ranks > 1 and int(size) > 1:
-        return replace(schedule, num_ranks=int(size))
-    if is_number and schedule.chunk_size is not None:
-        return replace(schedule, chunk_size=int(size))
+    number = int(size) if size.isdecimal() and len(size) <= _MAX_DIGITS else 0
+    if schedule.kind.parameter == "num_ranks" and number >= 2:
+        return replace(schedule, num_ranks=number)
+    if schedule.kind.parameter == "chunk_size" and number >= 1:
+        return replace(schedule, chunk_size=number)
     raise HarnessError(
         Code.BAD_OPTION,
         f"schedule {name!r} takes no number {size!r}",
@@ -100,3 +144,8 @@ def parse_schedules(texts: Iterable[str]) -> list[Schedule]:
     """
     names = [name.strip() for text in texts for name in text.split(",")]
     return list(dict.fromkeys(parse_schedule(name) for name in names))
+
+
+def schedules_help() -> str:
+    """Return the names for a command's help, with the number that each may take: `plain, chunked[:N], ...`."""
+    return ", ".join(f"{kind}[:N]" if kind.parameter else kind.value for kind in ScheduleKind)

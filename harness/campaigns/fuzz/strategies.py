@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from harness.campaigns.fuzz.pool import SEGMENT
 from harness.campaigns.fuzz.workload import Request, Searched, Translator
 from harness.engines import Capabilities
-from harness.formats.schedule import DEFAULT_CHUNK_SIZE, SCHEDULES
+from harness.formats.schedule import DEFAULT_CHUNK_SIZE, ScheduleKind
 
 MOST_REQUESTS = 6
 BLOCK_SIZES = (4, 8, 16, 5, 2)
@@ -17,7 +17,7 @@ ARRIVALS = (0, 0, 0, 0, 0, 1, 2, 4, 99)
 """Steps; the last is when there is nothing else to do."""
 SLACK_BLOCKS = (0, 0, 1, 2)
 """Blocks beyond those that some of the prompts need: so few that the requests do not fit when they have grown."""
-SEARCHED = tuple(name for name in SCHEDULES if name not in ("forked", "tensor-parallel"))
+SEARCHED = tuple(kind for kind in ScheduleKind if kind not in (ScheduleKind.FORKED, ScheduleKind.TENSOR_PARALLEL))
 """Schedules by name: not those whose requests need continuations of their own, or processes that take seconds to
 start."""
 
@@ -102,7 +102,7 @@ class Strategies:
     def _schedule(self, draw: st.DrawFn) -> str:
         name = draw(st.sampled_from(searched_schedules(self.capabilities)))
         size = self.translator.block_size
-        if SCHEDULES[name].chunk_size is None:
+        if ScheduleKind(name).parameter is None:
             return name
         return f"{name}:{draw(st.sampled_from((DEFAULT_CHUNK_SIZE, size, max(1, size - 1), size + 1, 3)))}"
 

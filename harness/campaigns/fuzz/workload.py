@@ -7,7 +7,7 @@ from functools import cached_property
 from harness.campaigns.fuzz.pool import Pool
 from harness.engines import LIMITS, Control, Timeline, Workload
 from harness.formats.recording import RequestInfo
-from harness.formats.schedule import SCHEDULES, parse_schedule
+from harness.formats.schedule import Schedule, parse_schedule
 from harness.oracle.requests import duplicate_requests
 from harness.results.fuzz import SentRequest, SentWorkload
 
@@ -167,4 +167,4 @@ def engine_workload(sent: SentWorkload) -> Workload:
         aborted=frozenset(number for number, request in pairs if request.is_aborted),
         forks={number: request.fork_of for number, request in pairs if request.fork_of is not None},
     )
-    return Workload(requests=infos, schedule=SCHEDULES["batched"], timeline=timeline)
+    return Workload(requests=infos, schedule=Schedule.of("batched"), timeline=timeline)

@@ -60,7 +60,7 @@ def run_task(task: Task) -> Answer | Loss:
 
 
 def _make_goldens(task: Task, store: Store | None) -> Answer:
-    from harness.formats.schedule import SCHEDULES
+    from harness.formats.schedule import Schedule
     from harness.judge.jobs.check import with_duplicate_requests
     from harness.judge.jobs.model import planned_model
     from harness.oracle.make_golden import cached_golden
@@ -71,7 +71,7 @@ def _make_goldens(task: Task, store: Store | None) -> Answer:
     golden = cached_golden(hf, plan.prompts, truth=plan.truth)
     folders = [golden.recording.path]
     if task.is_forked:
-        larger, _ = with_duplicate_requests(plan, golden, SCHEDULES["forked"], hf)
+        larger, _ = with_duplicate_requests(plan, golden, Schedule.of("forked"), hf)
         folders.append(larger.recording.path)
     shared = () if store is None else tuple(share_golden(folder, store) for folder in folders)
     return Answer(verdict="pass", goldens=shared)

@@ -22,7 +22,7 @@ from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint, embedded_cases, resolve
 from harness.formats.recording import ModelInfo, Recording, RequestInfo
 from harness.formats.recording.reader import Step
-from harness.formats.schedule import SCHEDULES
+from harness.formats.schedule import Schedule
 from harness.properties.engine.adapter import OPTIONS, Taps
 
 __all__ = ["installed_engine"]
@@ -143,7 +143,7 @@ class _Installed:
     def _record(self, requests: Sequence[RequestInfo], arrivals: Mapping[int, int]) -> "_Run":
         has_control = self.engine.capabilities.control is not None
         timeline = Timeline(limits=self._limits, arrivals=arrivals) if has_control else None
-        schedule = SCHEDULES["batched"]
+        schedule = Schedule.of("batched")
         with scratch_folder("harness-") as folder:
             path = folder / "recording"
             run = RunDescription(

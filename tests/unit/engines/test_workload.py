@@ -4,7 +4,7 @@ import pytest
 
 from harness.engines import Workload
 from harness.formats.recording import RequestInfo
-from harness.formats.schedule import SCHEDULES
+from harness.formats.schedule import Schedule
 
 REQUESTS = [
     RequestInfo(id=0, token_ids=list(range(1, 10)), prompt_length=6),
@@ -14,7 +14,7 @@ COPY = RequestInfo(id=2, token_ids=list(range(1, 10)), prompt_length=6)
 
 
 def workload(schedule, copies=()):
-    return Workload(requests=REQUESTS, schedule=SCHEDULES[schedule], copies=copies)
+    return Workload(requests=REQUESTS, schedule=Schedule.of(schedule), copies=copies)
 
 
 @pytest.mark.parametrize(
