@@ -17,7 +17,7 @@ from harness.campaigns.fuzz.strategies import SEARCHED, searched_schedules
 from harness.campaigns.fuzz.workload import Translator
 from harness.engines import Capabilities, Engine, open_engine
 from harness.errors import Code, HarnessError
-from harness.formats.schedule import SCHEDULES
+from harness.formats.schedule import ScheduleKind
 from harness.judge.compare.traits import Traits
 from harness.judge.jobs.check import match_taps
 from harness.judge.jobs.model import planned_model
@@ -185,7 +185,7 @@ def _refuse_nothing(plan: Plan, search: Search) -> None:
 def _unreached(capabilities: Capabilities, reached: Collection[str]) -> tuple[str, ...]:
     """Return what every engine's search must reach, as far as this engine can, and has not."""
     names = searched_schedules(capabilities)
-    can_batch = capabilities.control is not None or any(SCHEDULES[name].is_batched for name in names)
+    can_batch = capabilities.control is not None or any(ScheduleKind(name).is_batched for name in names)
     return tuple(name for name in ("decode", *(["batch"] if can_batch else [])) if name not in reached)
 
 
