@@ -49,7 +49,7 @@ def describe_environment() -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class MachineInfo:
     """The machine of a run."""
 
     device: str
@@ -78,7 +78,7 @@ class Machine:
         )
 
 
-def describe_machine(device: str) -> Machine:
+def describe_machine(device: str) -> MachineInfo:
     """Look at the machine; `device` is the one that is timed."""
     import torch
 
@@ -87,7 +87,7 @@ def describe_machine(device: str) -> Machine:
         torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu.get("model name", platform.machine())
     )
     own = cpu.get("flags", "").split()
-    return Machine(
+    return MachineInfo(
         device=name,
         cpu_flags=tuple(flag for flag in FLAGS if flag in own),
         num_threads=torch.get_num_threads(),

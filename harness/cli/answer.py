@@ -6,7 +6,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class TimedContinuation:
     """A continuation, and how long it took."""
 
     text: str

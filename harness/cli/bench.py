@@ -8,7 +8,7 @@ import typer
 
 from harness.base.files import writing
 from harness.cli import options as opt
-from harness.cli.command import Command
+from harness.cli.command import StrictCommand
 from harness.cli.output import write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
@@ -21,7 +21,7 @@ def bench() -> None:
     """Time an engine against its peers."""
 
 
-@app.command("engine", cls=Command)
+@app.command("engine", cls=StrictCommand)
 def bench_engine(
     shape: Annotated[
         str, typer.Option(metavar="NAME", help="tiny, 142m, qwen3-0.6b or qwen3-8b, with random weights.")

@@ -1,10 +1,10 @@
 """A prompt in the words of the checkpoint's chat template."""
 
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint import Tokenizer
+from harness.formats.checkpoint import HFTokenizer
 
 
-def chat_token_ids(text: str, tokenizer: Tokenizer) -> list[int]:
+def chat_token_ids(text: str, tokenizer: HFTokenizer) -> list[int]:
     """Return the tokens of one user's message, up to where the assistant's answer begins.
 
     Raises:

@@ -11,7 +11,7 @@ _HAVE_AN_ERROR_OF_THEIR_OWN = {"prompt", "token_ids"}
 """An empty prompt is EMPTY_PROMPT."""
 
 
-class Command(typer.core.TyperCommand):
+class StrictCommand(typer.core.TyperCommand):
     """Refuses an option or argument that is given empty: it would be taken for its default, or for this folder."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from harness.cli import options as opt
-from harness.cli.answer import Answer
+from harness.cli.answer import TimedContinuation
 from harness.cli.output import write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
@@ -207,7 +207,7 @@ def open_reference_engine(
 
 def _answer(
     source: _Source, checkpoint: Checkpoint, num_prompt_tokens: int, show: Callable[[str], None] | None
-) -> Answer:
+) -> TimedContinuation:
     """Take the tokens, and hand each piece of text to `show` when it is there."""
     from harness.engines.reference_errors import reference_errors
     from harness.engines.reference_threads import engine_threads
@@ -231,7 +231,7 @@ def _answer(
                 pieces[-1] += detokenizer.finish()
             if show is not None:
                 show(pieces[-1])
-    return Answer(
+    return TimedContinuation(
         text="".join(pieces),
         token_ids=generated,
         finish_reason=finish_reason,

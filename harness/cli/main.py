@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from harness.cli.command import Command
+from harness.cli.command import StrictCommand
 from harness.cli.interrupts import INTERRUPTED, Interrupts
 from harness.cli.output import results_on, write, write_json
 from harness.cli.supervisor import supervise
@@ -188,18 +188,18 @@ def build_app() -> typer.Typer:
     )
     app.callback(help=_HELP, epilog=_ENVIRONMENT)(_options)
     engines = f"Engines installed here: {', '.join(engine_names())}. docs/write-an-adapter.md shows how to add one."
-    app.command(cls=Command, epilog=engines)(check.check)
-    app.command(cls=Command)(golden.golden)
-    app.command(cls=Command, epilog=engines)(run.run)
-    app.command(cls=Command)(diff.diff)
-    app.command(cls=Command)(inspect.inspect)
-    app.command(cls=Command)(generate.generate)
-    app.command(cls=Command)(serve.serve)
-    app.command(cls=Command, epilog=engines)(profile.profile)
-    app.command(cls=Command)(gate.gate)
-    app.command(cls=Command, epilog=engines)(fuzz.fuzz)
-    app.command(cls=Command)(faults.faults)
-    app.command(cls=Command)(quant.quant)
+    app.command(cls=StrictCommand, epilog=engines)(check.check)
+    app.command(cls=StrictCommand)(golden.golden)
+    app.command(cls=StrictCommand, epilog=engines)(run.run)
+    app.command(cls=StrictCommand)(diff.diff)
+    app.command(cls=StrictCommand)(inspect.inspect)
+    app.command(cls=StrictCommand)(generate.generate)
+    app.command(cls=StrictCommand)(serve.serve)
+    app.command(cls=StrictCommand, epilog=engines)(profile.profile)
+    app.command(cls=StrictCommand)(gate.gate)
+    app.command(cls=StrictCommand, epilog=engines)(fuzz.fuzz)
+    app.command(cls=StrictCommand)(faults.faults)
+    app.command(cls=StrictCommand)(quant.quant)
     app.add_typer(bench.app)
     app.add_typer(suite.app)
     app.add_typer(trace.app)

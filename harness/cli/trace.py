@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from harness.cli import options as opt
-from harness.cli.command import Command
+from harness.cli.command import StrictCommand
 from harness.cli.output import write, write_json
 from harness.errors import Code, ExitStatus, HarnessError
 
@@ -33,7 +33,7 @@ def _compiled(pattern: str | None, option: str = "--phase-pattern") -> re.Patter
         raise HarnessError(Code.BAD_OPTION, what, where=option, actual=pattern) from error
 
 
-@app.command(cls=Command)
+@app.command(cls=StrictCommand)
 def summary(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=f"Traces: {_METAVAR} Of a folder, all in it.")],
     phase_pattern: PhasePattern = None,
@@ -60,7 +60,7 @@ def summary(
     return ExitStatus.PASS
 
 
-@app.command(cls=Command)
+@app.command(cls=StrictCommand)
 def diff(
     before: Annotated[Path, typer.Argument(metavar="A", help=f"Trace before: {_METAVAR}")],
     after: Annotated[Path, typer.Argument(metavar="B", help="Trace after.")],
@@ -88,7 +88,7 @@ def diff(
     return ExitStatus.PASS
 
 
-@app.command("critical-path", cls=Command)
+@app.command("critical-path", cls=StrictCommand)
 def critical_path(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=f"Traces: {_METAVAR} Of a folder, all in it.")],
     within: Annotated[
@@ -116,7 +116,7 @@ def critical_path(
     return ExitStatus.PASS
 
 
-@app.command(cls=Command)
+@app.command(cls=StrictCommand)
 def flame(
     file: Annotated[Path, typer.Argument(metavar="FILE", help=f"Trace: {_METAVAR}")],
     out: Annotated[Path, typer.Option(metavar="HTML", help="New file for the page.")],

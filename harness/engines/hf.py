@@ -18,7 +18,7 @@ from harness.engines.hf_session import HFSession
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph, Kind, Operation, prefix_of
-from harness.oracle.decode import Decoder
+from harness.oracle.decode import HFDecoder
 from harness.oracle.lora import add_adapter
 from harness.oracle.model import HFModel, load_model
 from harness.oracle.rows import as_rows
@@ -125,7 +125,7 @@ class HFEngine:
         """Whether HF leaves padding out: families such as RWKV take a mask and ignore it, and run one by one."""
         logits = []
         for mask in ([0, 1], [1, 1]):
-            with Decoder(self._hf) as decoder:
+            with HFDecoder(self._hf) as decoder:
                 logits.append(decoder.feed([[1, 2]], attention_mask=torch.tensor([mask], device=self._hf.device)))
         return not torch.equal(*logits)
 
@@ -157,7 +157,7 @@ class _Batch:
         self._takes_positions = "position_ids" in inspect.signature(hf.model.forward).parameters
 
     def run(self, chunk_size: int | None) -> None:
-        with Decoder(self._hf) as decoder:
+        with HFDecoder(self._hf) as decoder:
             for columns in self._columns(chunk_size):
                 self._forward(columns, decoder)
                 self._read_back_finished(decoder)
@@ -170,7 +170,7 @@ class _Batch:
         for _ in range(max(len(lane.request.token_ids) - lane.request.prompt_length for lane in self._lanes)):
             yield 1
 
-    def _forward(self, columns: int, decoder: Decoder) -> None:
+    def _forward(self, columns: int, decoder: HFDecoder) -> None:
         forward = self._next_forward(columns)
         prompts = {lane.request.id: lane.request.prompt_length for lane in self._lanes}
         in_prompt = {
@@ -186,7 +186,7 @@ class _Batch:
         logits = self._compute(forward, decoder)
         self._writer.end_step(logits[forward.lanes].argmax(dim=-1).tolist())
 
-    def _compute(self, forward: _Forward, decoder: Decoder) -> torch.Tensor:
+    def _compute(self, forward: _Forward, decoder: HFDecoder) -> torch.Tensor:
         is_padded = any(lane.num_padding for lane in self._lanes)
         options: dict[str, Any] = {}
         if self._takes_positions:
@@ -228,14 +228,14 @@ class _Batch:
         forward.request += [lane.request.id] * num_real
         forward.position += positions[:num_real]
 
-    def _read_back_finished(self, decoder: Decoder) -> None:
+    def _read_back_finished(self, decoder: HFDecoder) -> None:
         """Read each request's cache when it is done: behind a window, padding soon takes the place of its rows."""
         for index, lane in enumerate(self._lanes):
             if lane.num_fed >= len(lane.request.token_ids) and not lane.is_read_back:
                 lane.is_read_back = True
                 self._read_back(index, lane, decoder)
 
-    def _read_back(self, index: int, lane: _Lane, decoder: Decoder) -> None:
+    def _read_back(self, index: int, lane: _Lane, decoder: HFDecoder) -> None:
         """Write what the cache holds of a request: of a sliding window, its last rows."""
         caches = {op.tap: prod(op.shape) for op in self._hf.graph if op.kind is Kind.CACHE}
         layers = list(getattr(decoder.cache.get("past_key_values"), "layers", ()))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.engines.stepping import PREPARE, ROTARY, SAMPLE, ModelShape, Watcher
+from harness.engines.stepping import PREPARE, ROTARY, SAMPLE, ModelShape, OperationWatcher
 from harness.errors import Code, HarnessError
 from harness.formats.taps import EMBEDDING, layer_prefix
 from harness.oracle.model import HFModel
@@ -38,7 +38,7 @@ class HFSession:
         self._num_cached = 0
         self._next_ids: torch.Tensor | None = None
         self._cache: Any = None
-        self._watcher: Watcher | None = None
+        self._watcher: OperationWatcher | None = None
         self.model = _model_shape(hf)
 
     def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
@@ -70,7 +70,7 @@ class HFSession:
         return {first + place: int(token) for place, token in enumerate(self._next_ids[:, 0].tolist())}
 
     @contextmanager
-    def watching(self, watcher: Watcher) -> Iterator[None]:
+    def watching(self, watcher: OperationWatcher) -> Iterator[None]:
         """See `Session.watching`."""
         with ExitStack() as stack:
             stack.callback(setattr, self, "_watcher", self._watcher)

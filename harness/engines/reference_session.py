@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from harness.engines.reference_errors import reference_errors
-from harness.engines.stepping import COMMIT, PREPARE, SAMPLE, Experts, ModelShape, Watcher
+from harness.engines.stepping import COMMIT, PREPARE, SAMPLE, ExpertsLoad, ModelShape, OperationWatcher
 from harness.results.profile import StepShape
 from reference_engine import LLMEngine, SamplingParams, StepInfo
 from reference_engine.checkpoint.experts import ExpertsShape
@@ -62,7 +62,7 @@ class ReferenceSession:
         return {output.request_id: output.token_id for output in outputs}
 
     @contextmanager
-    def watching(self, watcher: Watcher) -> Iterator[None]:
+    def watching(self, watcher: OperationWatcher) -> Iterator[None]:
         """See `Session.watching`."""
         before, self._engine.observer = self._engine.observer, _Boundaries(watcher, self._computed_with_another())
         try:
@@ -99,7 +99,7 @@ class ReferenceSession:
 class _Boundaries:
     """The engine's observer: a tap is where the operation ends that made it."""
 
-    def __init__(self, watcher: Watcher, computed_with_another: tuple[str, ...]) -> None:
+    def __init__(self, watcher: OperationWatcher, computed_with_another: tuple[str, ...]) -> None:
         self._watcher = watcher
         self._computed_with_another = computed_with_another
         self._is_readback = False
@@ -170,7 +170,7 @@ def _model_shape(engine: LLMEngine) -> ModelShape:
     )
 
 
-def _experts(shape: ExpertsShape) -> Experts:
-    return Experts(
+def _experts(shape: ExpertsShape) -> ExpertsLoad:
+    return ExpertsLoad(
         num_experts=shape.num_experts, num_chosen=shape.num_chosen, intermediate_size=shape.intermediate_size
     )

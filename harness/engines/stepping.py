@@ -24,7 +24,7 @@ ROTARY = "model.rotary_emb"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class ExpertsLoad:
     """The kind of a layer's MLP."""
 
     num_experts: int
@@ -55,7 +55,7 @@ class ModelShape:
     mlp_bias: bool = False
     has_norms_behind: bool = False
     """Whether what attention and MLP make is normed before it is added."""
-    experts: Mapping[int, Experts] = field(default_factory=dict)
+    experts: Mapping[int, ExpertsLoad] = field(default_factory=dict)
     """By layer if it has some."""
 
     @property
@@ -64,7 +64,7 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
 
 
-class Watcher(Protocol):
+class OperationWatcher(Protocol):
     """Is told where one operation of a step ends, which is where the next one begins."""
 
     def begin_step(self, shape: StepShape) -> None:
@@ -110,7 +110,7 @@ class Session(TokenSession, Protocol):
     def step(self) -> Sequence[int]:
         """Compute one step and return the numbers of the requests that have got a token by it."""
 
-    def watching(self, watcher: Watcher) -> AbstractContextManager[None]:
+    def watching(self, watcher: OperationWatcher) -> AbstractContextManager[None]:
         """Show the steps of this block to `watcher`; afterwards nothing of it is left in the engine."""
 
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -227,7 +227,7 @@ class _BlamedSession(_BlamedTokenSession):
     def step(self) -> Sequence[int]:
         return list(super().step())
 
-    def watching(self, watcher: Watcher) -> AbstractContextManager[None]:
+    def watching(self, watcher: OperationWatcher) -> AbstractContextManager[None]:
         return self._watched.watching(watcher)
 
     def weights(self) -> Mapping[str, torch.Tensor]:

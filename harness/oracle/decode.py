@@ -15,7 +15,7 @@ _CACHES = ("past_key_values", "cache_params", "state", "mems")
 """Names under which HF's families return their cache, and take it."""
 
 
-class Decoder:
+class HFDecoder:
     """Feeds a batch of requests to the model, piece after piece. Use it as a context manager.
 
     A model without a cache is fed all tokens so far each time; what is new are the last rows.
@@ -64,7 +64,7 @@ class Decoder:
 def greedy_continuation(hf: HFModel, token_ids: Sequence[int], num_tokens: int) -> list[int]:
     """Return so many greedy tokens of HF in the engine's dtype; an end-of-text token does not end it."""
     feed, tokens = list(token_ids), list[int]()
-    with Decoder(hf) as decoder:
+    with HFDecoder(hf) as decoder:
         for _ in range(num_tokens):
             feed = [int(decoder.feed([feed])[0].argmax())]
             tokens += feed

@@ -9,7 +9,7 @@ from harness.errors import Code, HarnessError
 from harness.formats.taps import LOGITS, Graph, Kind, Operation, layer_of, prefix_of, site_of
 from harness.oracle.caches import cache_windows
 from harness.oracle.model import HFModel
-from harness.oracle.trace import Shown, Trace, trace
+from harness.oracle.trace import ForwardTrace, Shown, trace
 
 _ACTIVATIONS = frozenset({"activation", "silu", "gelu", "relu", "sigmoid", "tanh", "softplus", "hardswish", "mish"})
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear"})
@@ -36,7 +36,7 @@ def trace_graph(hf: HFModel) -> Graph:
     return _named(hf, seen)
 
 
-def _named(hf: HFModel, seen: Trace) -> Graph:
+def _named(hf: HFModel, seen: ForwardTrace) -> Graph:
     """Give every value its kind, its inputs and its name."""
     operations = [
         Operation(
@@ -66,7 +66,7 @@ def _named(hf: HFModel, seen: Trace) -> Graph:
     return Graph(tuple(_with_caches(renamed, cache_windows(hf))), others)
 
 
-def _attention(operation: Operation, seen: Trace) -> Operation:
+def _attention(operation: Operation, seen: ForwardTrace) -> Operation:
     """Attention reads query, key and value of its own interface, and nothing else (masks are computed, too)."""
     if operation.kind is not Kind.ATTENTION:
         return operation

@@ -45,7 +45,7 @@ class Shown:
 
 
 @dataclass(slots=True)
-class Trace:
+class ForwardTrace:
     """The values of one traced forward."""
 
     num_requests: int
@@ -79,7 +79,7 @@ class Trace:
 
 
 @torch.no_grad()
-def trace(hf: HFModel) -> Trace:
+def trace(hf: HFModel) -> ForwardTrace:
     """Run the model over a few tokens and return what it computed for each of them."""
     num_requests, (few, more) = unmistakable_sizes(hf)
     generator = torch.Generator().manual_seed(0)
@@ -88,8 +88,8 @@ def trace(hf: HFModel) -> Trace:
     return _without_other_rows(_watched(hf, ids[:, :few]), _row_shapes(hf, ids))
 
 
-def _watched(hf: HFModel, ids: torch.Tensor) -> Trace:
-    seen = Trace(*ids.shape)
+def _watched(hf: HFModel, ids: torch.Tensor) -> ForwardTrace:
+    seen = ForwardTrace(*ids.shape)
     with ExitStack() as stack:
         flow = stack.enter_context(following())
         stack.enter_context(_activations_noted(hf, flow))
@@ -138,7 +138,7 @@ def unmistakable_sizes(hf: HFModel) -> tuple[int, tuple[int, int]]:
     return requests, (few, more)
 
 
-def _without_other_rows(seen: Trace, shapes: Mapping[str, _RowShape]) -> Trace:
+def _without_other_rows(seen: ForwardTrace, shapes: Mapping[str, _RowShape]) -> ForwardTrace:
     """Leave out values whose rows are not the tokens in their order, and rows as wide as the history is long.
 
     So is a choice among the tokens so far: an engine numbers them by the places of its own cache.

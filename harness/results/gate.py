@@ -35,9 +35,9 @@ class GateChange:
     """Of an operator: the functions that dispatch it more or less often now: `package.module.Class.function`."""
 
     @property
-    def subject(self) -> Subject:
+    def subject(self) -> Quantity:
         """Memory for bytes and allocations, counts for everything else."""
-        return Subject.MEMORY if self.measure in _OF_MEMORY else Subject.COUNTS
+        return Quantity.MEMORY if self.measure in _OF_MEMORY else Quantity.COUNTS
 
     @property
     def is_regression(self) -> bool:
@@ -121,7 +121,7 @@ class PhaseTime:
         return self.decisive.verdict
 
 
-class Subject(StrEnum):
+class Quantity(StrEnum):
     """The quantities that a gate compares."""
 
     COUNTS = "counts"
@@ -151,7 +151,7 @@ class GateResult:
         An accepted profile may need more, but not take longer: no baseline holds a time.
         """
         subjects = self.subjects
-        if subjects.get(Subject.TIME) == TimeVerdict.SLOWER:
+        if subjects.get(Quantity.TIME) == TimeVerdict.SLOWER:
             return GateVerdict.REGRESSION
         if self.is_accepted:
             return GateVerdict.ACCEPTED
@@ -160,10 +160,10 @@ class GateResult:
         return GateVerdict.IMPROVED if self.changes else GateVerdict.PASS
 
     @property
-    def subjects(self) -> dict[Subject, GateVerdict | TimeVerdict]:
+    def subjects(self) -> dict[Quantity, GateVerdict | TimeVerdict]:
         """The verdicts on counts, on memory, and on time if it was taken."""
-        found: dict[Subject, GateVerdict | TimeVerdict] = {}
-        for subject in (Subject.COUNTS, Subject.MEMORY):
+        found: dict[Quantity, GateVerdict | TimeVerdict] = {}
+        for subject in (Quantity.COUNTS, Quantity.MEMORY):
             changes = [change for change in self.changes if change.subject is subject]
             is_worse = any(change.is_regression for change in changes)
             found[subject] = (
@@ -171,5 +171,5 @@ class GateResult:
             )
         if self.times:
             verdicts = [time.verdict for time in self.times.values()]
-            found[Subject.TIME] = min(verdicts, key=list(TimeVerdict).index)
+            found[Quantity.TIME] = min(verdicts, key=list(TimeVerdict).index)
         return found

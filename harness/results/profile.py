@@ -18,7 +18,7 @@ class BoundBy(StrEnum):
     """Neither: it reaches less than a tenth of the lower roof, so that time goes elsewhere (the host, mostly)."""
 
 
-class Category(StrEnum):
+class MemoryCategory(StrEnum):
     """The use of a piece of memory."""
 
     WEIGHTS = "weights"
@@ -150,7 +150,7 @@ class MemoryPoint:
     allocated_bytes: int
     """All categories together."""
     by_category: tuple[int, ...]
-    """Bytes of each category, in the order of `Category`."""
+    """Bytes of each category, in the order of `MemoryCategory`."""
     stack: int | None
     """Index into the timeline's stacks of what made the change."""
 

@@ -39,11 +39,11 @@ from harness.properties.core.profiles import PROFILES
 from harness.properties.engine.suite import check_engine
 from harness.properties.ops.test_ops import CHECKS
 from harness.properties.scheduler.suite import SchedulerMachine
-from harness.selfcheck.properties.attention import PagedAttention
-from harness.selfcheck.properties.blocks import BlockManager
-from harness.selfcheck.properties.engine import Engine
+from harness.selfcheck.properties.attention import PagedSubject
+from harness.selfcheck.properties.blocks import BlockManagerSubject
+from harness.selfcheck.properties.engine import EngineSubject
 from harness.selfcheck.properties.ops import Ops
-from harness.selfcheck.properties.scheduler import Scheduler
+from harness.selfcheck.properties.scheduler import SchedulerSubject
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the mutants and the managers are the tests'
@@ -88,14 +88,14 @@ def search(machine: Machine, factory: Callable[..., Any], chosen: settings, numb
 def speeds() -> Iterator[list[object]]:
     """Yield one row for each correct subject and profile; `ci` for our own only."""
     subjects: list[tuple[Machine, Callable[..., Any]]] = [
-        (BlockManagerMachine, BlockManager),
+        (BlockManagerMachine, BlockManagerSubject),
         (BlockManagerMachine, ChainedManager),
         (BlockManagerMachine, RadixManager),
-        (SchedulerMachine, Scheduler),
+        (SchedulerMachine, SchedulerSubject),
         (SchedulerMachine, TwoPhaseScheduler),
     ]
     for machine, factory in subjects:
-        for name in ("dev", "ci") if factory in (BlockManager, Scheduler) else ("dev",):
+        for name in ("dev", "ci") if factory in (BlockManagerSubject, SchedulerSubject) else ("dev",):
             start = time.perf_counter()
             num_examples, invariant = search(machine, factory, PROFILES[name].settings(), 0)
             seconds = time.perf_counter() - start
@@ -107,8 +107,8 @@ def speeds() -> Iterator[list[object]]:
 def call_speeds() -> Iterator[list[object]]:
     """Yield one row for each suite that draws batches, workloads or inputs rather than sequences of calls."""
     checks: dict[str, Callable[[settings], None]] = {
-        "attention": lambda chosen: check_definition(PagedAttention, chosen, "any"),
-        "engine": lambda chosen: check_engine(Engine, chosen, "all"),
+        "attention": lambda chosen: check_definition(PagedSubject, chosen, "any"),
+        "engine": lambda chosen: check_engine(EngineSubject, chosen, "all"),
     }
     for name, (check, _) in CHECKS.items():
         checks[f"ops: {name}"] = partial(check, Ops)
@@ -196,9 +196,9 @@ def bugs() -> Iterator[Bug]:
     for scheduler, _ in SCHEDULER_BUGS:
         yield _name(scheduler), SchedulerMachine, scheduler, nullcontext()
     for mutant in BLOCK_MUTANTS:
-        yield f"mutant: {mutant.name}", BlockManagerMachine, BlockManager, mutant.planted()
+        yield f"mutant: {mutant.name}", BlockManagerMachine, BlockManagerSubject, mutant.planted()
     for mutant in SCHEDULER_MUTANTS:
-        yield f"mutant: {mutant.name}", SchedulerMachine, Scheduler, mutant.planted()
+        yield f"mutant: {mutant.name}", SchedulerMachine, SchedulerSubject, mutant.planted()
 
 
 def found(bug: Bug, num_seeds: int) -> list[object]:

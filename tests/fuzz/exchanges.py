@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 
 from harness.base.json_text import parse_json
-from harness.campaigns.endpoint.answer import Answer
-from harness.campaigns.endpoint.case import Case, Promised
+from harness.campaigns.endpoint.answer import Completion
+from harness.campaigns.endpoint.case import JudgedCompletion, Promised
 from harness.campaigns.endpoint.judge import judge
 from harness.campaigns.endpoint.names import TokenNames
 from harness.campaigns.endpoint.parse import read_answer
@@ -160,7 +160,7 @@ class _Judge:
             finding.message.encode()
         return f"{len(findings) > 0:d}", []
 
-    def _case(self, answer: Answer, random: Random) -> Case:
+    def _case(self, answer: Completion, random: Random) -> JudgedCompletion:
         prompt = Prompt(token_ids=tuple(PROMPT), max_new_tokens=len(NEW))
         sent = Sent(request=0, prompt=prompt.token_ids, max_tokens=len(NEW), result=answer)
         walk = walk_of(prompt, [sent], eos=self.eos, num_top=2)
@@ -171,7 +171,7 @@ class _Judge:
             logprobs = {token: -random.random() - 0.01 for token in {*wanted, 11, 12, 13}}
             top = tuple(sorted(logprobs, key=lambda token: -logprobs[token]))[:3]
             rows[position] = TruthRow(top=top, logprobs=logprobs, control=logprobs, logit_noise=1e-5, resolution=1e-7)
-        return Case(
+        return JudgedCompletion(
             request=0, prompt=prompt.token_ids, answer=answer, rows=rows, walked=answer.token_ids,
             asked_tokens=len(NEW), eos=self.eos,
             promised=Promised(

@@ -18,7 +18,7 @@ from torch import distributed
 from transformers import AutoConfig
 
 from harness.engines import Capabilities
-from harness.engines.torch_modules import Batch, PagedCache, StepWatcher, find_table
+from harness.engines.torch_modules import ForwardBatch, PagedCache, StepWatcher, find_table
 
 BLOCK = 16
 
@@ -28,7 +28,7 @@ class Watcher(StepWatcher):
 
     def read_batch(self, given):
         lengths = [sequence.num_scheduled_tokens for sequence in self.step]
-        return Batch(
+        return ForwardBatch(
             requests=[sequence.request_id for sequence in self.step],
             starts=torch.tensor([0, *lengths]).cumsum(0).tolist(),
             positions=given["positions"].tolist(),

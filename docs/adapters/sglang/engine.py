@@ -15,7 +15,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
 from harness.engines import Capabilities
-from harness.engines.torch_modules import Batch, PagedCache, StepWatcher, find_table
+from harness.engines.torch_modules import ForwardBatch, PagedCache, StepWatcher, find_table
 
 ROUTING = ("mlp.gate.topk", "mlp.gate.1")
 """Which experts a row takes, and their weights: the table does not know the module that chooses them."""
@@ -31,7 +31,7 @@ class Watcher(StepWatcher):
         lengths = step.extend_lens if step.forward_mode.is_extend() else [1] * len(step.reqs)
         requests = [int(request.rid) for request in step.reqs]
         rows = zip(requests, step.req_pool_indices.tolist(), step.seq_lens_cpu.tolist(), strict=True)
-        return Batch(
+        return ForwardBatch(
             requests=requests,
             starts=torch.tensor([0, *lengths]).cumsum(0).tolist(),
             positions=given["positions"].tolist(),

@@ -9,7 +9,7 @@ for `null`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Completion:
     """One continuation."""
 
     token_ids: tuple[int, ...]

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from harness.base.progress import Progress
 from harness.campaigns.endpoint.address import Address
-from harness.campaigns.endpoint.answer import Answer
+from harness.campaigns.endpoint.answer import Completion
 from harness.campaigns.endpoint.client import Client
 from harness.campaigns.endpoint.names import TokenNames
 from harness.campaigns.endpoint.probe import probe
 from harness.campaigns.endpoint.probed import Probed
-from harness.campaigns.endpoint.schedules import Run, Sender, Sent, Way, continued
+from harness.campaigns.endpoint.schedules import ScheduledRequests, Sender, Sent, Way, continued
 from harness.campaigns.endpoint.truth import Walk
 from harness.campaigns.endpoint.walks import walk_of
 from harness.oracle.requests import Prompt
@@ -30,7 +30,7 @@ class Asked:
 
     probed: Probed
     names: TokenNames
-    runs: tuple[Run, ...]
+    runs: tuple[ScheduledRequests, ...]
     """The first is of all prompts together."""
     num_retries: int
     waited_s: float
@@ -103,7 +103,7 @@ class _Requests:
     _are_firsts_done: asyncio.Event = field(default_factory=asyncio.Event)
     _num_done: int = 0
 
-    async def send(self) -> tuple[Run, ...]:
+    async def send(self) -> tuple[ScheduledRequests, ...]:
         """Send all, and return the runs, the first one first."""
         async with asyncio.TaskGroup() as group:
             together = group.create_task(self.sender.send(Way.TOGETHER, self.prompts, on_sent=self._first_is_done))
@@ -115,7 +115,7 @@ class _Requests:
                 for way, own in asked.items()
                 if way is not Way.ALONE
             }
-        runs: dict[Way, Run] = {way: task.result() for way, task in tasks.items()}
+        runs: dict[Way, ScheduledRequests] = {way: task.result() for way, task in tasks.items()}
         if Way.ALONE in asked:
             runs[Way.ALONE] = await self.sender.send(Way.ALONE, asked[Way.ALONE], on_sent=self._is_done)
         return together.result(), *(runs[way] for way in asked)
@@ -135,7 +135,7 @@ class _Requests:
     def _asked_again(self) -> dict[Way, list[tuple[int, Prompt]]]:
         """Return the prompts of the other ways; none if the server answered none of those that are sent again."""
         again, asked = self.prompts[: self.num_again], dict[Way, list[tuple[int, Prompt]]]()
-        answers = {sent.request: sent.result for sent in self._firsts if isinstance(sent.result, Answer)}
+        answers = {sent.request: sent.result for sent in self._firsts if isinstance(sent.result, Completion)}
         for way in self.ways if answers else ():
             asked[way] = again
             if way is Way.CONTINUED:

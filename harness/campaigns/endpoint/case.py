@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from harness.campaigns.endpoint.answer import Answer
+from harness.campaigns.endpoint.answer import Completion
 from harness.campaigns.endpoint.truth import TruthRow
 
 
@@ -24,12 +24,12 @@ class Promised:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class JudgedCompletion:
     """One answer with what it is judged by."""
 
     request: int
     prompt: tuple[int, ...]
-    answer: Answer
+    answer: Completion
     rows: Mapping[int, TruthRow]
     """Of the first schedule's walk, which the answer may leave at a tie."""
     walked: tuple[int, ...]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from harness.campaigns.endpoint.case import Case
+from harness.campaigns.endpoint.case import JudgedCompletion
 from harness.campaigns.endpoint.logprobs import is_number, left_out, strange, unpromised
 from harness.campaigns.endpoint.truth import TruthRow
 from harness.errors import Code
@@ -30,7 +30,7 @@ _MOST_FINDINGS = 3
 
 
 @dataclass(slots=True, kw_only=True)
-class Judgement:
+class ScheduleJudgement:
     """The verdict on the answers of one schedule."""
 
     tokens: TokenResult
@@ -39,7 +39,7 @@ class Judgement:
     num_parted: int = 0
 
 
-def judge(cases: Sequence[Case]) -> Judgement:
+def judge(cases: Sequence[JudgedCompletion]) -> ScheduleJudgement:
     """Judge the answers of one schedule."""
     noise = max((row.logit_noise for case in cases for row in case.rows.values()), default=0.0)
     tokens = _Tokens(threshold=2 * noise)  # each of two logits may be off
@@ -49,7 +49,7 @@ def judge(cases: Sequence[Case]) -> Judgement:
         findings += [*_end(case, tokens.threshold), *tokens.add(case), *_add_errors(case, errors, tokens.threshold)]
     results = tuple(own.result() for own in errors.values() if own.num_values)
     summary = [_unsound(result) for result in results if not result.is_sound]
-    return Judgement(
+    return ScheduleJudgement(
         tokens=tokens.result,
         logprobs=results,
         findings=[*summary, *findings],
@@ -70,7 +70,7 @@ class _Tokens:
     def result(self) -> TokenResult:
         return TokenResult(compared=self.compared, equal=self.equal, ties=self.ties)
 
-    def add(self, case: Case) -> Iterator[Finding]:
+    def add(self, case: JudgedCompletion) -> Iterator[Finding]:
         """Judge the tokens up to and with the first that leaves the walk."""
         num_said = 0
         for at, token_id in enumerate(case.answer.token_ids[: case.num_shared + 1]):
@@ -94,7 +94,7 @@ class _Tokens:
                 )
 
 
-def _end(case: Case, threshold: float) -> Iterator[Finding]:
+def _end(case: JudgedCompletion, threshold: float) -> Iterator[Finding]:
     """Judge how many tokens there are, and whether the model ends there."""
     num, reason = len(case.answer.token_ids), case.answer.finish_reason
     what = None
@@ -111,7 +111,7 @@ def _end(case: Case, threshold: float) -> Iterator[Finding]:
             yield Finding(code=Code.ENDPOINT_TOKENS, message=each, request=case.request)
 
 
-def _miscounted(case: Case) -> Iterator[str]:
+def _miscounted(case: JudgedCompletion) -> Iterator[str]:
     """Judge the server's own counts: an end-of-sequence token that it does not name may be counted or not."""
     answer, num = case.answer, len(case.answer.token_ids)
     if answer.num_new_tokens not in (None, num, num + (answer.finish_reason == "stop")):
@@ -120,7 +120,7 @@ def _miscounted(case: Case) -> Iterator[str]:
         yield f"usage counts {answer.num_prompt_tokens} tokens of the prompt, {len(case.prompt)} were sent"
 
 
-def _ends_at_eos(case: Case, threshold: float) -> bool:
+def _ends_at_eos(case: JudgedCompletion, threshold: float) -> bool:
     """Whether the last token ends a text, or such a token comes next."""
     tokens = case.answer.token_ids
     if tokens and tokens[-1] in case.eos:
@@ -182,7 +182,7 @@ def _rms(values: Sequence[float]) -> float:
     return math.sqrt(sum(value * value for value in values) / len(values))
 
 
-def _add_errors(case: Case, errors: Mapping[str, _Errors], threshold: float) -> Iterator[Finding]:
+def _add_errors(case: JudgedCompletion, errors: Mapping[str, _Errors], threshold: float) -> Iterator[Finding]:
     """Collect the errors of one answer's log probabilities; yield what is missing, or is no log probability at all."""
     yield from unpromised(case)
     for at, given in enumerate((case.answer.logprobs or ())[: case.num_shared + 1]):

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeGuard
 
-from harness.campaigns.endpoint.case import Case
+from harness.campaigns.endpoint.case import JudgedCompletion
 from harness.campaigns.endpoint.truth import TruthRow
 from harness.errors import Code
 from harness.results.check import Finding
@@ -24,7 +24,7 @@ def is_number(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value) and value > _MISSING
 
 
-def unpromised(case: Case) -> Iterator[Finding]:
+def unpromised(case: JudgedCompletion) -> Iterator[Finding]:
     """Find log probabilities that the server gave to the probe, and does not give to this request."""
     answer, begin = case.answer, len(case.prompt)
     if case.promised.has_logprobs:
@@ -40,7 +40,9 @@ def unpromised(case: Case) -> Iterator[Finding]:
         )
 
 
-def _lacking(case: Case, given: Sequence[bool], num_expected: int, kind: str, begin: int) -> Iterator[Finding]:
+def _lacking(
+    case: JudgedCompletion, given: Sequence[bool], num_expected: int, kind: str, begin: int
+) -> Iterator[Finding]:
     num_given = sum(given)
     if num_given < num_expected:
         at = next((at for at, is_given in enumerate(given) if not is_given), len(given))
@@ -52,7 +54,7 @@ def _lacking(case: Case, given: Sequence[bool], num_expected: int, kind: str, be
         )
 
 
-def _too_few(case: Case) -> Iterator[Finding]:
+def _too_few(case: JudgedCompletion) -> Iterator[Finding]:
     """Find a token for which fewer of the likeliest tokens are named than for the probe's."""
     for at, num_named in enumerate(case.answer.num_named):
         row = case.row(at) if at <= case.num_shared else None
@@ -68,7 +70,7 @@ def _too_few(case: Case) -> Iterator[Finding]:
             return
 
 
-def _of_others(case: Case) -> Iterator[Finding]:
+def _of_others(case: JudgedCompletion) -> Iterator[Finding]:
     for at, (own, token_id) in enumerate(zip(case.answer.logprobs_of, case.answer.token_ids, strict=False)):
         if own not in (None, token_id):
             yield Finding(
@@ -80,7 +82,9 @@ def _of_others(case: Case) -> Iterator[Finding]:
             return
 
 
-def strange(case: Case, position: int, row: TruthRow, given: Mapping[int, float | None]) -> Iterator[Finding]:
+def strange(
+    case: JudgedCompletion, position: int, row: TruthRow, given: Mapping[int, float | None]
+) -> Iterator[Finding]:
     """Find the first value that no log probability of its token can have."""
     for token_id, value in given.items():
         what = _strangeness(value, row.logprobs.get(token_id, -math.inf))
@@ -105,7 +109,7 @@ def _strangeness(value: float | None, expected: float) -> str | None:
 
 
 def left_out(
-    case: Case, position: int, row: TruthRow, known: Mapping[int, float], threshold: float
+    case: JudgedCompletion, position: int, row: TruthRow, known: Mapping[int, float], threshold: float
 ) -> Iterator[Finding]:
     """Find a token that is likelier than one of the likeliest tokens that the server names."""
     num_top = min(case.promised.num_top, len(row.top))

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.campaigns.endpoint.answer import Answer
+from harness.campaigns.endpoint.answer import Completion
 from harness.campaigns.endpoint.client import Client
 from harness.campaigns.endpoint.dialect import COMPLETIONS
 from harness.campaigns.endpoint.names import TokenNames
@@ -44,7 +44,7 @@ async def parameters(client: Client, found: Probed, prompt: Sequence[int], names
     await _sampling(asker, plain)
 
 
-def note_ignore_eos(found: Probed, answers: Iterable[Answer], eos: frozenset[int]) -> None:
+def note_ignore_eos(found: Probed, answers: Iterable[Completion], eos: frozenset[int]) -> None:
     """Keep what the answers show of `ignore_eos`, which was sent with all of them if the server takes it."""
     if "ignore_eos" not in dict(found.dialect.options):
         return

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.campaigns.endpoint.answer import Answer
+from harness.campaigns.endpoint.answer import Completion
 from harness.campaigns.endpoint.names import TokenNames
 from harness.errors import Code, HarnessError
 
 
 def read_answer(
     body: Any, prompt: Sequence[int], names: TokenNames, *, where: str, is_echoed: bool = False, seconds: float = 0.0
-) -> Answer:
+) -> Completion:
     """Return the only choice of a completion.
 
     Args:
@@ -31,7 +31,7 @@ def read_answer(
     entries, num_unechoed = logprob_entries(choice.get("logprobs"), names, where=where), 0
     num_echoed = _num_echoed(entries, prompt, _count(body, "completion_tokens")) if is_echoed else 0
     if entries is not None and num_echoed and num_echoed == len(prompt) - 1:
-        entries, num_echoed, num_unechoed = [Entry(), *entries], len(prompt), 1  # without the begin-of-text token
+        entries, num_echoed, num_unechoed = [ParsedToken(), *entries], len(prompt), 1  # without the begin-of-text token
     token_ids = _token_ids(choice, entries, num_echoed, names, where=where)
     if token_ids is None:
         own = None if entries is None else entries[num_echoed:]
@@ -46,7 +46,7 @@ def read_answer(
             hint="a server that names token ids (return_token_ids, return_tokens_as_token_ids) can be judged",
         )
     own = None if entries is None else entries[num_echoed:][: len(token_ids)]
-    return Answer(
+    return Completion(
         token_ids=token_ids,
         finish_reason=reason if isinstance(reason, str) else None if reason is None else repr(reason)[:80],
         logprobs=None if own is None else _by_id(own, token_ids),
@@ -76,7 +76,7 @@ def unreadable(what: str, *, where: str, actual: object) -> HarnessError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ParsedToken:
     """One token with its log probabilities; those of tokens whose id cannot be told are left out."""
 
     token_id: int | None = None
@@ -90,7 +90,7 @@ class Entry:
         return {**self.top, **({token_id: self.own["logprob"]} if self.own else {})}
 
 
-def logprob_entries(given: Any, names: TokenNames, *, where: str) -> list[Entry] | None:
+def logprob_entries(given: Any, names: TokenNames, *, where: str) -> list[ParsedToken] | None:
     """Return the tokens of an answer's `logprobs`; None if it has none; raises HarnessError (ENDPOINT_UNREADABLE)."""
     if not isinstance(given, dict):
         return None
@@ -107,9 +107,11 @@ def logprob_entries(given: Any, names: TokenNames, *, where: str) -> list[Entry]
     ]
 
 
-def _entry(name: str, own: Mapping[str, float | None], top: Mapping[str, Any], names: TokenNames, where: str) -> Entry:
+def _entry(
+    name: str, own: Mapping[str, float | None], top: Mapping[str, Any], names: TokenNames, where: str
+) -> ParsedToken:
     pairs = [(_known(names.id_of(key), names, where), _logprob(value)) for key, value in top.items()]
-    return Entry(
+    return ParsedToken(
         token_id=_known(names.id_of(name), names, where),
         own=own,
         top={token_id: value for token_id, value in pairs if token_id is not None},
@@ -117,14 +119,14 @@ def _entry(name: str, own: Mapping[str, float | None], top: Mapping[str, Any], n
     )
 
 
-def _chat_entry(entry: Any, names: TokenNames, where: str) -> Entry:
+def _chat_entry(entry: Any, names: TokenNames, where: str) -> ParsedToken:
     """Read an entry of a chat's log probabilities, which llama.cpp's server gives for completions as well."""
     if not isinstance(entry, dict):
         raise unreadable("a token's log probabilities have another form", where=where, actual=entry)
     given = entry.get("top_logprobs")
     alternatives = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
     pairs = [(_id(each, names, where), _logprob(each.get("logprob"))) for each in alternatives]
-    return Entry(
+    return ParsedToken(
         token_id=_id(entry, names, where),
         own={"logprob": _logprob(entry.get("logprob"))},
         top={token_id: value for token_id, value in pairs if token_id is not None},
@@ -162,7 +164,7 @@ def _count(body: Mapping[str, Any], name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _num_echoed(entries: Sequence[Entry] | None, prompt: Sequence[int], num_new: int | None) -> int:
+def _num_echoed(entries: Sequence[ParsedToken] | None, prompt: Sequence[int], num_new: int | None) -> int:
     """Return how many entries are of the prompt: the first of all has no log probability then."""
     if not entries or entries[0].own.get("logprob") is not None:
         return 0
@@ -174,7 +176,7 @@ def _new_text(text: object, num_echoed: int, prompt: Sequence[int], names: Token
     return str(text).removeprefix(before or "")
 
 
-def _retokenised(token_ids: tuple[int, ...] | None, entries: Sequence[Entry] | None) -> tuple[int, ...] | None:
+def _retokenised(token_ids: tuple[int, ...] | None, entries: Sequence[ParsedToken] | None) -> tuple[int, ...] | None:
     """Return the tokens of a text if they are those that the server names, as far as the names tell."""
     if token_ids is None or entries is None:
         return token_ids
@@ -183,7 +185,7 @@ def _retokenised(token_ids: tuple[int, ...] | None, entries: Sequence[Entry] | N
 
 
 def _token_ids(
-    choice: Mapping[str, Any], entries: Sequence[Entry] | None, num_echoed: int, names: TokenNames, *, where: str
+    choice: Mapping[str, Any], entries: Sequence[ParsedToken] | None, num_echoed: int, names: TokenNames, *, where: str
 ) -> tuple[int, ...] | None:
     named = choice.get("token_ids")
     if isinstance(named, list):
@@ -196,7 +198,7 @@ def _token_ids(
     return None if None in found else tuple(token_id for token_id in found if token_id is not None)
 
 
-def _by_id(entries: Sequence[Entry], token_ids: Sequence[int]) -> list[dict[int, float | None]]:
+def _by_id(entries: Sequence[ParsedToken], token_ids: Sequence[int]) -> list[dict[int, float | None]]:
     return [entry.logprobs(token_id) for entry, token_id in zip(entries, token_ids, strict=False)]
 
 
@@ -230,7 +232,7 @@ def _prompt_id(key: str, names: TokenNames, where: str) -> int:
     return int(token_id)
 
 
-def _prompt_logprobs(entries: Sequence[Entry], prompt: Sequence[int]) -> list[dict[int, float | None]] | None:
+def _prompt_logprobs(entries: Sequence[ParsedToken], prompt: Sequence[int]) -> list[dict[int, float | None]] | None:
     """Return the log probabilities of the prompt's tokens.
 
     Raises:

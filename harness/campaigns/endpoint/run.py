@@ -7,15 +7,15 @@ from typing import Any
 
 from harness.base.progress import Progress
 from harness.campaigns.endpoint.address import Address
-from harness.campaigns.endpoint.answer import Answer
+from harness.campaigns.endpoint.answer import Completion
 from harness.campaigns.endpoint.ask import Asked, ask
 from harness.campaigns.endpoint.background import BackgroundTruth
-from harness.campaigns.endpoint.case import Case, Promised
+from harness.campaigns.endpoint.case import JudgedCompletion, Promised
 from harness.campaigns.endpoint.judge import judge
 from harness.campaigns.endpoint.logprobs import is_number
 from harness.campaigns.endpoint.parameters import note_ignore_eos
 from harness.campaigns.endpoint.probed import Probed
-from harness.campaigns.endpoint.schedules import Run, Sent, Way
+from harness.campaigns.endpoint.schedules import ScheduledRequests, Sent, Way
 from harness.campaigns.endpoint.truth import Rows
 from harness.errors import Code, HarnessError
 from harness.judge.jobs.model import planned_model
@@ -76,7 +76,7 @@ def check_endpoint(
     )
 
 
-def _refuse_silence(run: Run) -> None:
+def _refuse_silence(run: ScheduledRequests) -> None:
     """Raise the first error where no request at all was answered."""
     errors = [sent.result for sent in run.sent if isinstance(sent.result, HarnessError)]
     if len(errors) == len(run.sent):
@@ -108,8 +108,8 @@ def _promised(asked: Asked, way: Way) -> Promised:
 
 
 def _judged(
-    run: Run,
-    first: Run,
+    run: ScheduledRequests,
+    first: ScheduledRequests,
     prompts: Sequence[Prompt],
     truth: Mapping[int, Rows],
     eos: frozenset[int],
@@ -134,17 +134,17 @@ def _judged(
 
 def _case(
     sent: Sent,
-    first: Run,
+    first: ScheduledRequests,
     prompts: Sequence[Prompt],
     truth: Mapping[int, Rows],
     eos: frozenset[int],
     promised: Promised,
-) -> Case | None:
+) -> JudgedCompletion | None:
     walked = first.answers.get(sent.request)
-    if not isinstance(sent.result, Answer) or walked is None:
+    if not isinstance(sent.result, Completion) or walked is None:
         return None
     num_before = len(sent.prompt) - len(prompts[sent.request].token_ids)
-    return Case(
+    return JudgedCompletion(
         request=sent.request,
         prompt=sent.prompt,
         answer=sent.result,
@@ -161,7 +161,7 @@ def _failure(number: int, error: HarnessError) -> Finding:
     return Finding(code=error.code, message=f"{error.what}{words}", request=number)
 
 
-def _difference(run: Run, first: Run, prompts: Sequence[Prompt]) -> float | None:
+def _difference(run: ScheduledRequests, first: ScheduledRequests, prompts: Sequence[Prompt]) -> float | None:
     """Return the largest difference of a log probability between two runs, over the tokens that they share."""
     found = [
         abs(value - theirs[token_id])
@@ -173,9 +173,9 @@ def _difference(run: Run, first: Run, prompts: Sequence[Prompt]) -> float | None
     return max(found, default=None)
 
 
-def _shared(sent: Sent, first: Run, prompts: Sequence[Prompt]) -> Iterator[tuple[Any, Any]]:
+def _shared(sent: Sent, first: ScheduledRequests, prompts: Sequence[Prompt]) -> Iterator[tuple[Any, Any]]:
     answer, walked = sent.result, first.answers.get(sent.request)
-    if not isinstance(answer, Answer) or walked is None or answer.logprobs is None or walked.logprobs is None:
+    if not isinstance(answer, Completion) or walked is None or answer.logprobs is None or walked.logprobs is None:
         return
     begin = len(sent.prompt) - len(prompts[sent.request].token_ids)
     tokens = zip(answer.token_ids, walked.token_ids[begin:], strict=False)

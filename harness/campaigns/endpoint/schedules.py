@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from harness.campaigns.endpoint.answer import Answer
+from harness.campaigns.endpoint.answer import Completion
 from harness.campaigns.endpoint.client import Client
 from harness.campaigns.endpoint.dialect import COMPLETIONS, Dialect
 from harness.campaigns.endpoint.names import TokenNames
@@ -44,11 +44,11 @@ class Sent:
     prompt: tuple[int, ...]
     """The tokens that were sent."""
     max_tokens: int
-    result: Answer | HarnessError
+    result: Completion | HarnessError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ScheduledRequests:
     """All requests of one way."""
 
     way: Way
@@ -57,9 +57,9 @@ class Run:
     """From the first request to the last answer."""
 
     @property
-    def answers(self) -> dict[int, Answer]:
+    def answers(self) -> dict[int, Completion]:
         """Answers by the number of the prompt, without failures."""
-        return {each.request: each.result for each in self.sent if isinstance(each.result, Answer)}
+        return {each.request: each.result for each in self.sent if isinstance(each.result, Completion)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,9 @@ class Sender:
     dialect: Dialect
     names: TokenNames
 
-    async def send(self, way: Way, prompts: Iterable[tuple[int, Prompt]], *, on_sent: Callable[[Sent], None]) -> Run:
+    async def send(
+        self, way: Way, prompts: Iterable[tuple[int, Prompt]], *, on_sent: Callable[[Sent], None]
+    ) -> ScheduledRequests:
         """Send numbered prompts in one way. A request that fails keeps no other from its answer.
 
         Args:
@@ -95,17 +97,17 @@ class Sender:
                 for number, prompt in asked:
                     group.create_task(one(number, prompt))
         results.sort(key=lambda sent: sent.request)
-        return Run(way=way, sent=tuple(results), seconds=time.perf_counter() - begin)
+        return ScheduledRequests(way=way, sent=tuple(results), seconds=time.perf_counter() - begin)
 
     async def _ask(self, way: Way, number: int, prompt: Prompt) -> Sent:
-        result: Answer | HarnessError
+        result: Completion | HarnessError
         try:
             result = await self._answer(way, prompt)
         except HarnessError as error:
             result = error
         return Sent(request=number, prompt=prompt.token_ids, max_tokens=prompt.max_new_tokens, result=result)
 
-    async def _answer(self, way: Way, prompt: Prompt) -> Answer:
+    async def _answer(self, way: Way, prompt: Prompt) -> Completion:
         begin, ids = time.perf_counter(), prompt.token_ids
         body = self.dialect.body(ids, prompt.max_new_tokens, self.names, with_prompt=way is Way.PROMPT)
         if way is Way.STREAMED:
@@ -143,7 +145,7 @@ def _extend(whole: dict[str, Any], part: dict[str, Any]) -> None:
             whole[name] = [*whole.get(name, ()), *values]
 
 
-def continued(prompts: Iterable[tuple[int, Prompt]], answers: Mapping[int, Answer]) -> list[tuple[int, Prompt]]:
+def continued(prompts: Iterable[tuple[int, Prompt]], answers: Mapping[int, Completion]) -> list[tuple[int, Prompt]]:
     """Return numbered prompts that begin in the middle of their answers; short answers are left out."""
     found = []
     for number, prompt in prompts:

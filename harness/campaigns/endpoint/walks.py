@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence, Set
 
-from harness.campaigns.endpoint.answer import Answer
+from harness.campaigns.endpoint.answer import Completion
 from harness.campaigns.endpoint.schedules import Sent
 from harness.campaigns.endpoint.truth import Walk
 from harness.oracle.requests import Prompt
@@ -21,11 +21,11 @@ def walk_of(prompt: Prompt, all_sent: Sequence[Sent], *, eos: Set[int], num_top:
         None if the first request failed: there is nothing to go along.
     """
     first = all_sent[0].result
-    if not isinstance(first, Answer):
+    if not isinstance(first, Completion):
         return None
     ids = (*prompt.token_ids, *first.token_ids)
     wanted: dict[int, set[int]] = {}
-    answers = [(sent.prompt, sent.result) for sent in all_sent if isinstance(sent.result, Answer)]
+    answers = [(sent.prompt, sent.result) for sent in all_sent if isinstance(sent.result, Completion)]
     for sent_prompt, answer in answers:
         _want(wanted, ids, sent_prompt, answer)
     if first.finish_reason == "stop":
@@ -37,7 +37,7 @@ def walk_of(prompt: Prompt, all_sent: Sequence[Sent], *, eos: Set[int], num_top:
     )
 
 
-def _want(wanted: dict[int, set[int]], walk: Sequence[int], prompt: Sequence[int], answer: Answer) -> None:
+def _want(wanted: dict[int, set[int]], walk: Sequence[int], prompt: Sequence[int], answer: Completion) -> None:
     """Add the tokens whose probability is asked for, as far as an answer goes along the walk."""
     for at, token_id in enumerate(answer.token_ids):
         position = len(prompt) + at

@@ -20,7 +20,7 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunSetting:
     """A run of an engine: some requests under a schedule."""
 
     schedule: str
@@ -42,37 +42,52 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Variation:
     """Two runs, and in words what is different."""
 
     name: str
     before: str
     after: str
-    runs: tuple[Run, Run]
+    runs: tuple[RunSetting, RunSetting]
 
 
-_ALONE, _TOGETHER = Run(schedule="plain"), Run(schedule="batched")
+_ALONE, _TOGETHER = RunSetting(schedule="plain"), RunSetting(schedule="batched")
 
 CHANGES = (
-    Change(name="repetition", before="alone", after="alone, again", runs=(_ALONE, Run(schedule="plain", number=1))),
-    Change(name="batch mates", before="alone", after="in one batch", runs=(_ALONE, _TOGETHER)),
-    Change(
+    Variation(
+        name="repetition", before="alone", after="alone, again", runs=(_ALONE, RunSetting(schedule="plain", number=1))
+    ),
+    Variation(name="batch mates", before="alone", after="in one batch", runs=(_ALONE, _TOGETHER)),
+    Variation(
         name="order",
         before="in one batch",
         after="in one batch, the last first",
-        runs=(_TOGETHER, Run(schedule="batched", is_reversed=True)),
+        runs=(_TOGETHER, RunSetting(schedule="batched", is_reversed=True)),
     ),
-    Change(
+    Variation(
         name="KV length",
         before="beside short requests",
         after="beside long ones",
-        runs=(Run(schedule="batched", company="short"), Run(schedule="batched", company="long")),
+        runs=(RunSetting(schedule="batched", company="short"), RunSetting(schedule="batched", company="long")),
     ),
-    Change(name="chunk", before="prompts whole", after="in chunks of 7", runs=(_ALONE, Run(schedule="chunked:7"))),
-    Change(name="decode", before="prompts whole", after="token by token", runs=(_ALONE, Run(schedule="chunked:1"))),
-    Change(name="mixed", before="alone", after="chunks beside decodes", runs=(_ALONE, Run(schedule="mixed"))),
-    Change(name="prefix hit", before="computed", after="found in the cache", runs=(_ALONE, Run(schedule="prefix-hit"))),
-    Change(name="fork", before="alone", after="forked", runs=(_ALONE, Run(schedule="forked"))),
-    Change(name="preemption", before="in one batch", after="preempted", runs=(_TOGETHER, Run(schedule="preempted"))),
-    Change(name="ranks", before="one rank", after="two ranks", runs=(_TOGETHER, Run(schedule="tensor-parallel:2"))),
+    Variation(
+        name="chunk", before="prompts whole", after="in chunks of 7", runs=(_ALONE, RunSetting(schedule="chunked:7"))
+    ),
+    Variation(
+        name="decode", before="prompts whole", after="token by token", runs=(_ALONE, RunSetting(schedule="chunked:1"))
+    ),
+    Variation(name="mixed", before="alone", after="chunks beside decodes", runs=(_ALONE, RunSetting(schedule="mixed"))),
+    Variation(
+        name="prefix hit",
+        before="computed",
+        after="found in the cache",
+        runs=(_ALONE, RunSetting(schedule="prefix-hit")),
+    ),
+    Variation(name="fork", before="alone", after="forked", runs=(_ALONE, RunSetting(schedule="forked"))),
+    Variation(
+        name="preemption", before="in one batch", after="preempted", runs=(_TOGETHER, RunSetting(schedule="preempted"))
+    ),
+    Variation(
+        name="ranks", before="one rank", after="two ranks", runs=(_TOGETHER, RunSetting(schedule="tensor-parallel:2"))
+    ),
 )

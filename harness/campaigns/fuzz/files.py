@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.base.files import write_text
-from harness.campaigns.fuzz.judge import Judgement
+from harness.campaigns.fuzz.judge import WorkloadJudgement
 from harness.campaigns.fuzz.workload_file import header, table, toml, workload_toml
 from harness.errors import HarnessError
 from harness.formats.case import load_case
@@ -48,9 +48,9 @@ def _write_case(
     write_text(path, text)
     try:
         with planted():
-            judged = Judgement(run=run_check(plan_case(load_case(path))).runs[0])
+            judged = WorkloadJudgement(run=run_check(plan_case(load_case(path))).runs[0])
     except HarnessError as error:
-        judged = Judgement(error=error)
+        judged = WorkloadJudgement(error=error)
     if judged.signature == finding.signature:
         return path
     path.unlink()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from harness.base.progress import Progress
 from harness.base.scratch import scratch_folder
-from harness.campaigns.fuzz.changes import CHANGES, Change, Prompts, Run
-from harness.campaigns.fuzz.pool import Pool
+from harness.campaigns.fuzz.changes import CHANGES, Prompts, RunSetting, Variation
+from harness.campaigns.fuzz.pool import SequencePool
 from harness.engines import Engine
 from harness.errors import Code, HarnessError
 from harness.formats.recording import Recording, RequestInfo
@@ -69,7 +69,7 @@ class _Total:
 class _Found:
     """The effect of a change, summed over rounds."""
 
-    change: Change
+    change: Variation
     totals: dict[str, _Total] = field(default_factory=lambda: defaultdict(_Total))
     """By site."""
     first: ComparedRows | None = None
@@ -92,7 +92,7 @@ class Comparer:
     engine: Engine
     hf: HFModel
     golden: Golden
-    pool: Pool
+    pool: SequencePool
     progress: Progress
     num_rounds: int = 0
 
@@ -115,7 +115,7 @@ class Comparer:
         """Whether some change did not end in an error: where all have, another round says nothing more."""
         return any(found.error is None and found.refusal is None for found in self._found.values())
 
-    def _is_offered(self, change: Change) -> bool:
+    def _is_offered(self, change: Variation) -> bool:
         return all(run.parsed().name in self.engine.capabilities.schedules for run in change.runs)
 
     def _drawn(self, generator: random.Random) -> Prompts:
@@ -136,7 +136,7 @@ class Comparer:
     def _round(self, prompts: Prompts) -> None:
         """Try every change on one set of requests; a run that two changes share is run once."""
         with scratch_folder("harness-") as folder:
-            runs: dict[Run, _Recorded | HarnessError] = {}
+            runs: dict[RunSetting, _Recorded | HarnessError] = {}
             for at, found in enumerate(self._found.values()):
                 self.progress(f"{self.plan.engine}, round {self.num_rounds + 1}", at, len(self._found))
                 for run in found.change.runs:
@@ -144,7 +144,7 @@ class Comparer:
                         runs[run] = self._recorded(run, prompts, folder / str(len(runs)))
                 self._compare(found, *(runs[run] for run in found.change.runs))
 
-    def _recorded(self, run: Run, prompts: Prompts, path: Path) -> _Recorded | HarnessError:
+    def _recorded(self, run: RunSetting, prompts: Prompts, path: Path) -> _Recorded | HarnessError:
         try:
             record_run(self.plan, self.engine, run.parsed(), run.requests(prompts), path)
         except HarnessError as error:
@@ -177,7 +177,7 @@ class Comparer:
         """Return what was found, change by change."""
         return tuple(self._result(change) for change in CHANGES)
 
-    def _result(self, change: Change) -> ScheduleChange:
+    def _result(self, change: Variation) -> ScheduleChange:
         found = self._found.get(change.name)
         sites = list(dict.fromkeys(operation.site for operation in self.hf.graph if operation.kind.value != "cache"))
         return ScheduleChange(

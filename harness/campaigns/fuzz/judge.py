@@ -28,7 +28,7 @@ _NOT_SERVED = (Code.ENGINE_CANNOT_SERVE, Code.BAD_OPTION, Code.PROMPT_TOO_LONG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
+class WorkloadJudgement:
     """The result of one workload."""
 
     run: RunResult | None = None
@@ -67,7 +67,7 @@ def _first_words(error: HarnessError) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judge:
+class WorkloadJudge:
     """An engine, and what it is held to."""
 
     plan: Plan
@@ -79,14 +79,16 @@ class Judge:
     planted: Callable[[], AbstractContextManager[object]] = nullcontext
     """Puts a known bug into the engine, anew for each workload."""
 
-    def judge(self, workload: SentWorkload, *, explain: bool = False, limit_s: float | None = None) -> Judgement:
+    def judge(
+        self, workload: SentWorkload, *, explain: bool = False, limit_s: float | None = None
+    ) -> WorkloadJudgement:
         """Run one workload and judge every row of it."""
         with scratch_folder("harness-") as folder:
             path = folder / "recording"
             try:
                 self._record(workload, path, limit_s or self.limit_s)
             except HarnessError as error:
-                return Judgement(error=error)
+                return WorkloadJudgement(error=error)
             with Recording.open(path, verify=False) as actual:  # written a moment ago by ourselves
                 return self._compared(actual, explain=explain)
 
@@ -97,10 +99,10 @@ class Judge:
         with writer, engine_errors(self.plan.engine), _timed(self.plan.engine, limit_s), self.planted():
             self.engine.run(asked, writer)
 
-    def _compared(self, actual: Recording, *, explain: bool) -> Judgement:
+    def _compared(self, actual: Recording, *, explain: bool) -> WorkloadJudgement:
         found = compare_planned(self.plan, self.engine.capabilities, actual, self.golden, self.hf)
         run = explain_run(found, actual, self.golden, self.hf) if explain else found.result
-        return Judgement(run=run, conditions=conditions(actual))
+        return WorkloadJudgement(run=run, conditions=conditions(actual))
 
 
 @contextmanager

@@ -38,7 +38,7 @@ _FIRST_TOKEN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class SequencePool:
     """Sequences of tokens, each a tuple of token ids."""
 
     sequences: tuple[tuple[int, ...], ...]
@@ -59,12 +59,12 @@ class Pool:
         return [Prompt(token_ids=tokens, max_new_tokens=1, prompt_length=1) for tokens in self.sequences]
 
     @classmethod
-    def of(cls, workload: SentWorkload) -> "Pool":
+    def of(cls, workload: SentWorkload) -> "SequencePool":
         """Return the pool of one workload: its own requests."""
         return cls(tuple(request.token_ids for request in workload.requests))
 
 
-def make_pool(seed: int, *, vocab_size: int, max_positions: int | None, window: int | None) -> Pool:
+def make_pool(seed: int, *, vocab_size: int, max_positions: int | None, window: int | None) -> SequencePool:
     """Draw a pool.
 
     Args:
@@ -89,7 +89,7 @@ def make_pool(seed: int, *, vocab_size: int, max_positions: int | None, window: 
     for letter in dict.fromkeys("".join(PATTERNS).upper()):
         segments[letter] = generator.choices(tokens, k=SEGMENT)
         segments[letter.lower()] = segments[letter][:-_REPLACED] + generator.choices(tokens, k=_REPLACED)
-    return Pool(
+    return SequencePool(
         tuple(
             tuple(islice((token for letter in cycle(pattern) for token in segments[letter]), length))
             for pattern in PATTERNS

@@ -10,8 +10,8 @@ from harness.base.progress import Progress
 from harness.base.threads import limit_threads
 from harness.campaigns.fuzz.files import write_findings
 from harness.campaigns.fuzz.invariance import Comparer
-from harness.campaigns.fuzz.judge import Judge, Judgement
-from harness.campaigns.fuzz.pool import Pool, make_pool
+from harness.campaigns.fuzz.judge import WorkloadJudge, WorkloadJudgement
+from harness.campaigns.fuzz.pool import SequencePool, make_pool
 from harness.campaigns.fuzz.search import Search
 from harness.campaigns.fuzz.strategies import SEARCHED, searched_schedules
 from harness.campaigns.fuzz.workload import Translator
@@ -138,7 +138,7 @@ def run_again(
     subject = _Subject.opened(plan, options, progress)
     _check_served(plan, workload, subject.engine)
     with subject.threads():
-        judge = subject.judge(Pool.of(workload))
+        judge = subject.judge(SequencePool.of(workload))
         golden_s = subject.elapsed_s()
         subject.report(f"{plan.engine}, replay", 0, 1)
         judged = judge.judge(workload, explain=True)
@@ -154,7 +154,7 @@ def run_again(
     )
 
 
-def _finding(judged: Judgement, workload: SentWorkload, found_s: float) -> tuple[FuzzFinding, ...]:
+def _finding(judged: WorkloadJudgement, workload: SentWorkload, found_s: float) -> tuple[FuzzFinding, ...]:
     if judged.signature is None:
         return ()
     finding = FuzzFinding(
@@ -250,16 +250,16 @@ class _Subject:
         """Return the seconds since the engine was opened."""
         return time.perf_counter() - self.began
 
-    def golden(self, pool: Pool) -> Golden:
+    def golden(self, pool: SequencePool) -> Golden:
         """Make the pool's golden, or find it in the cache, and let the engine match its taps to the model's."""
         golden = cached_golden(self.hf, pool.prompts(), truth=self.plan.truth, progress=self.report)
         golden.is_pool = True
         match_taps(self.plan, self.engine, self.hf.graph)
         return golden
 
-    def judge(self, pool: Pool) -> Judge:
+    def judge(self, pool: SequencePool) -> WorkloadJudge:
         """Return what judges workloads of the pool."""
-        return Judge(
+        return WorkloadJudge(
             plan=self.plan,
             engine=self.engine,
             hf=self.hf,

@@ -12,7 +12,7 @@ from hypothesis.errors import Unsatisfiable
 
 from harness.base.progress import Progress
 from harness.campaigns.fuzz.coverage import pairs
-from harness.campaigns.fuzz.judge import Judge, Judgement
+from harness.campaigns.fuzz.judge import WorkloadJudge, WorkloadJudgement
 from harness.campaigns.fuzz.shrink import shrink
 from harness.campaigns.fuzz.strategies import Strategies
 from harness.campaigns.fuzz.workload import Searched, Translator
@@ -36,7 +36,7 @@ class SearchEndError(BaseException):
 class Search:
     """A search and what it has found so far: that stays if it is interrupted."""
 
-    judge: Judge
+    judge: WorkloadJudge
     translator: Translator
     seconds: float
     seed: int = 0
@@ -112,7 +112,7 @@ class Search:
         found = f", {len(self.findings)} found" if self.findings else ""
         return f"{self.judge.plan.engine}, searching{found}"
 
-    def _note(self, workload: Searched, judged: Judgement, took_s: float) -> None:
+    def _note(self, workload: Searched, judged: WorkloadJudgement, took_s: float) -> None:
         if judged.is_rejected:
             assert judged.error is not None
             self.rejected[judged.error.what.splitlines()[0]] += 1

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from harness.campaigns.fuzz.strategies import without_request
-from harness.campaigns.fuzz.workload import Request, Searched, Translator
+from harness.campaigns.fuzz.workload import Searched, SearchedRequest, Translator
 
 _BLOCK_SIZES = (4, 8)
 _LEAST = {"max_num_batched_tokens": 2, "max_num_seqs": 1, "num_blocks": 2}
@@ -77,7 +77,7 @@ def _with_smaller_sizes(workload: Searched) -> Iterator[Searched]:
             yield from (workload.with_limit(name, number) for number in _numbers_below(int(value), _LEAST[name]))
 
 
-def _simpler(request: Request) -> Iterator[Request]:
+def _simpler(request: SearchedRequest) -> Iterator[SearchedRequest]:
     if request.fork_of is not None:
         yield replace(request, fork_of=None)
     if request.is_aborted:
@@ -86,7 +86,7 @@ def _simpler(request: Request) -> Iterator[Request]:
         yield replace(request, arrival=arrival)
 
 
-def _shorter(request: Request) -> Iterator[Request]:
+def _shorter(request: SearchedRequest) -> Iterator[SearchedRequest]:
     for number in _numbers_below(request.prompt_length, 1):
         yield replace(request, prompt_length=number)
     for number in _numbers_below(request.num_new, 1):
@@ -99,9 +99,9 @@ def _numbers_below(number: int, least: int) -> list[int]:
     return sorted({other for other in (least, number // 2, number - 1) if least <= other < number})
 
 
-def _with(workload: Searched, at: int, request: Request) -> Searched:
+def _with(workload: Searched, at: int, request: SearchedRequest) -> Searched:
     return replace(workload, requests=(*workload.requests[:at], request, *workload.requests[at + 1 :]))
 
 
-def _each(workload: Searched, change: Callable[[Request], Request]) -> Searched:
+def _each(workload: Searched, change: Callable[[SearchedRequest], SearchedRequest]) -> Searched:
     return replace(workload, requests=tuple(map(change, workload.requests)))

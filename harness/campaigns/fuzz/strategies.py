@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from harness.campaigns.fuzz.pool import SEGMENT
-from harness.campaigns.fuzz.workload import Request, Searched, Translator
+from harness.campaigns.fuzz.workload import Searched, SearchedRequest, Translator
 from harness.engines import Capabilities
 from harness.formats.schedule import DEFAULT_CHUNK_SIZE, ScheduleKind
 
@@ -40,7 +40,7 @@ class Strategies:
             base = self._base(draw)
             sizes = self._sizes(base)
             number = draw(st.integers(1, MOST_REQUESTS))
-            requests: list[Request] = []
+            requests: list[SearchedRequest] = []
             for _ in range(number):
                 requests.append(self._request(draw, sizes, requests))
                 if draw(st.integers(0, 3)) == 0:
@@ -112,14 +112,14 @@ class Strategies:
         size = workload.limit("block_size") or self.translator.block_size
         return tuple(dict.fromkeys((size, SEGMENT, *(() if chunk is None else (chunk,)))))
 
-    def _request(self, draw: st.DrawFn, sizes: Sequence[int], before: Sequence[Request]) -> Request:
+    def _request(self, draw: st.DrawFn, sizes: Sequence[int], before: Sequence[SearchedRequest]) -> SearchedRequest:
         control, pool = self.capabilities.control, self.translator.pool
         sequence = draw(st.integers(0, len(pool.sequences) - 1))
         if before and draw(st.integers(0, 2)) == 0:  # the same tokens again: a cache may have kept them, or lost them
             sequence = draw(st.sampled_from(before)).sequence
         size = draw(st.sampled_from(sizes))
         boundary = draw(st.integers(0, pool.num_tokens // size)) * size
-        request = Request(
+        request = SearchedRequest(
             sequence=sequence,
             prompt_length=boundary + draw(st.sampled_from((1, 0, -1))),
             num_new=draw(st.sampled_from(NUMBERS_OF_NEW_TOKENS)),
@@ -131,7 +131,7 @@ class Strategies:
             request = replace(request, is_aborted=True)
         return request
 
-    def _fork(self, draw: st.DrawFn, requests: list[Request]) -> None:
+    def _fork(self, draw: st.DrawFn, requests: list[SearchedRequest]) -> None:
         """Make the last request a fork of one before it: one that soon goes another way."""
         control, pool = self.capabilities.control, self.translator.pool
         if control is None or not control.forks or len(requests) < 2:
@@ -171,7 +171,7 @@ def searched_schedules(capabilities: Capabilities) -> list[str]:
 def without_request(workload: Searched, at: int) -> Searched:
     """Return the workload without one request, and without the forks of it."""
 
-    def renumbered(request: Request) -> Request:
+    def renumbered(request: SearchedRequest) -> SearchedRequest:
         original = request.fork_of
         if original is None or original < at:
             return request

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from harness.campaigns.fuzz.pool import Pool
+from harness.campaigns.fuzz.pool import SequencePool
 from harness.engines import LIMITS, Control, Timeline, Workload
 from harness.formats.recording import RequestInfo
 from harness.formats.schedule import Schedule, parse_schedule
@@ -16,7 +16,7 @@ DEFAULT_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class SearchedRequest:
     """The beginning of a sequence of the pool, as a prompt and a continuation that is forced."""
 
     sequence: int
@@ -37,7 +37,7 @@ class Request:
 class Searched:
     """One workload of a search."""
 
-    requests: tuple[Request, ...]
+    requests: tuple[SearchedRequest, ...]
     limits: tuple[tuple[str, int | bool], ...] = ()
     """Names of `LIMITS` with values, in their order."""
     schedule: str | None = None
@@ -74,7 +74,7 @@ class Searched:
 class Translator:
     """The limits of a workload: the pool, and the engine's control over its scheduling."""
 
-    pool: Pool
+    pool: SequencePool
     control: Control | None
     options: Mapping[str, str] = field(default_factory=dict)
     """Of the engine: they may decide what workloads then do not."""
@@ -105,14 +105,14 @@ class Translator:
         needed = sorted((-(-request.prompt_length // size) for request in workload.requests), reverse=True)
         return 1 + sum(needed[:number])
 
-    def cut(self, request: Request) -> Request:
+    def cut(self, request: SearchedRequest) -> SearchedRequest:
         """Return the request with lengths that its sequence has."""
         longest = len(self.pool.sequences[request.sequence])
         num_new = max(1, min(request.num_new, longest))
         prompt_length = max(1, min(request.prompt_length, longest - num_new + 1))
         return replace(request, num_new=num_new, prompt_length=prompt_length)
 
-    def _forked(self, number: int, request: Request, requests: list[Request]) -> Request:
+    def _forked(self, number: int, request: SearchedRequest, requests: list[SearchedRequest]) -> SearchedRequest:
         """Keep a fork that shares its original's prompt and first token; the original is no fork, and goes on."""
         if request.fork_of is None:
             return request

@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path, PurePath
 from typing import Any
 
-from harness.campaigns.suite.matrix import EngineValue, Matrix, Rule
+from harness.campaigns.suite.matrix import CaseRule, EngineValue, Matrix
 from harness.campaigns.suite.task import DEFAULT_TIME_LIMIT_S, Resources, SuiteCase
 from harness.errors import Code, HarnessError
 from harness.formats.case import Case, load_case
@@ -123,7 +123,7 @@ def _own_labels(case: Case) -> dict[str, str]:
     }
 
 
-def _ruled(case: SuiteCase, rules: Sequence[Rule]) -> SuiteCase:
+def _ruled(case: SuiteCase, rules: Sequence[CaseRule]) -> SuiteCase:
     given: dict[str, Any] = {}
     for rule in rules:
         if _has(case, rule.where):

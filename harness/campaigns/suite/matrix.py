@@ -56,7 +56,7 @@ class PromptsValue(BaseModel):
     max_new_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
 
-class Rule(BaseModel):
+class CaseRule(BaseModel):
     """Needs of the cases that it selects; of several rules, the last that names a need counts."""
 
     model_config = _STRICT
@@ -84,7 +84,7 @@ class Matrix(BaseModel):
     prompts: dict[str, PromptsValue] = {}
     exclude: list[dict[str, str]] = []
     """Labels of cases that are left out."""
-    rules: list[Rule] = []
+    rules: list[CaseRule] = []
     environments: dict[str, Environment] = {}
 
 

@@ -17,7 +17,7 @@ from harness.campaigns.suite.fingerprint import Installation, installation, node
 from harness.campaigns.suite.preflight import installed_in, missing_models
 from harness.campaigns.suite.process import ProcessShelf
 from harness.campaigns.suite.store import DamagedBlobError, Store
-from harness.campaigns.suite.task import Answer, Environment, Loss, Task
+from harness.campaigns.suite.task import Environment, Loss, Task, TaskResult
 from harness.errors import HarnessError
 
 _shelf = ProcessShelf(1)
@@ -73,10 +73,10 @@ def run_on_node(task: str) -> str:
     return json.dumps({"loss" if isinstance(found, Loss) else "answer": found.model_dump(mode="json")})
 
 
-def ended(text: str) -> Answer | Loss:
+def ended(text: str) -> TaskResult | Loss:
     """Return what `run_on_node` has written."""
     said = json.loads(text)
-    return Loss.model_validate(said["loss"]) if "loss" in said else Answer.model_validate(said["answer"])
+    return Loss.model_validate(said["loss"]) if "loss" in said else TaskResult.model_validate(said["answer"])
 
 
 def _store_error(url: str, probe: str) -> str | None:

@@ -25,7 +25,7 @@ _SILENCE_S = 300.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Node:
+class ClusterNode:
     """A node, and what of it is in use."""
 
     id: str
@@ -57,7 +57,7 @@ class Node:
 @dataclass(slots=True, kw_only=True)
 class _Running:
     task: Task
-    node: Node
+    node: ClusterNode
     deadline: float
 
 
@@ -85,7 +85,7 @@ class RayPool:
         self._store = store
         self._run: Any = self._ray.remote(max_retries=0)(run_on_node)
         self._look: Any = self._ray.remote(max_retries=0, num_cpus=0)(look)
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, ClusterNode] = {}
         self._running: dict[Any, _Running] = {}
         self._looks: dict[Any, str] = {}
         self._refused: set[str] = set()
@@ -145,7 +145,7 @@ class RayPool:
         """See `Pool.close`."""
         self._ray.shutdown()
 
-    def _place(self, task: Task) -> Node | None:
+    def _place(self, task: Task) -> ClusterNode | None:
         """Return the node for a task: one that has run its model before, then the one with most that is free."""
         case = task.case
         trusted = [node for node in self._nodes.values() if node.is_trusted and node.has(case)]
@@ -200,7 +200,7 @@ class RayPool:
         elif id in self._nodes:
             self._nodes[id].is_trusted = True
         else:
-            self._nodes[id] = Node(id=id, all=alive[id], look=seen)
+            self._nodes[id] = ClusterNode(id=id, all=alive[id], look=seen)
 
     def _alive(self) -> dict[str, Resources]:
         """Return the nodes that are there, by id, with all that they have."""
@@ -228,7 +228,7 @@ class RayPool:
             except self._ray.exceptions.RayError as error:
                 raise _no_harness(id, error) from error
             refuse_store(seen, self._store)
-            self._nodes[id] = Node(id=id, all=alive[id], look=seen)
+            self._nodes[id] = ClusterNode(id=id, all=alive[id], look=seen)
         refuse_differences([node.look for node in self._nodes.values()])
         refuse_missing([node.look for node in self._nodes.values()], cases)
 

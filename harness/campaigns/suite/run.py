@@ -13,7 +13,7 @@ from pathlib import Path
 from harness.base.files import write_text
 from harness.campaigns.suite.journal import Journal
 from harness.campaigns.suite.pool import Ended, Pool
-from harness.campaigns.suite.task import Answer, Environment, Loss, SuiteCase, Task
+from harness.campaigns.suite.task import Environment, Loss, SuiteCase, Task, TaskResult
 from harness.errors import Code, HarnessError
 from harness.report.page.html import REPORT_NAME
 from harness.results.suite import CaseResult, CaseVerdict, SuiteResult
@@ -204,13 +204,13 @@ class Driver:
         reasons = self._losses[task.label]
         last = f"{reasons[-1]} ({len(reasons)} attempts)"
         if task.kind == "case":
-            self._end(task.case, CaseVerdict.LOST, Answer(verdict="error", code=Code.CASE_LOST, reason=last), node)
+            self._end(task.case, CaseVerdict.LOST, TaskResult(verdict="error", code=Code.CASE_LOST, reason=last), node)
             return
         for waiting in self._waiting.pop(task.case.golden_digest()):
-            lost = Answer(verdict="error", code=Code.CASE_LOST, reason=f"its golden was not made: {last}")
+            lost = TaskResult(verdict="error", code=Code.CASE_LOST, reason=f"its golden was not made: {last}")
             self._end(waiting.case, CaseVerdict.LOST, lost, node)
 
-    def _release(self, task: Task, answer: Answer, node: str | None) -> None:
+    def _release(self, task: Task, answer: TaskResult, node: str | None) -> None:
         """Let the cases run whose golden is there; where it cannot be made, they end as it did."""
         waiting = self._waiting.pop(task.case.golden_digest())
         self._goldens.append(answer.seconds)
@@ -222,10 +222,10 @@ class Driver:
         self.journal.add_golden(task.case.golden_digest(), answer.goldens, answer.seconds)
         self._ready.extend(each.model_copy(update={"goldens": answer.goldens}) for each in waiting)
 
-    def _finish(self, case: SuiteCase, answer: Answer, node: str | None) -> None:
+    def _finish(self, case: SuiteCase, answer: TaskResult, node: str | None) -> None:
         self._end(case, CaseVerdict(answer.verdict), answer, node)
 
-    def _end(self, case: SuiteCase, verdict: CaseVerdict, answer: Answer, node: str | None) -> None:
+    def _end(self, case: SuiteCase, verdict: CaseVerdict, answer: TaskResult, node: str | None) -> None:
         """Write down how a case ended; it does so once."""
         assert case.name not in self._done
         losses = tuple(self._losses.get(case.name, ()))
@@ -247,7 +247,7 @@ class Driver:
         self.journal.add_case(case, result)
         self._done[case.name] = result
 
-    def _keep(self, case: SuiteCase, answer: Answer) -> str | None:
+    def _keep(self, case: SuiteCase, answer: TaskResult) -> str | None:
         """Write a case's own report; return its place in the suite's folder."""
         place = Path("cases") / case_folder(case.name)
         for name, packed in answer.files.items():

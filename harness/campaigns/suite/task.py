@@ -109,7 +109,7 @@ class Task(BaseModel):
         return f"golden of {self.case.name}" if self.kind == "golden" else self.case.name
 
 
-class Answer(BaseModel):
+class TaskResult(BaseModel):
     """Outcome of a task that ran to its end."""
 
     model_config = ConfigDict(extra="forbid")

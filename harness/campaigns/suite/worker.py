@@ -12,7 +12,7 @@ from typing import Any
 from harness.campaigns.suite.fingerprint import fingerprint
 from harness.campaigns.suite.shared_golden import fetch_goldens, share_golden
 from harness.campaigns.suite.store import DamagedBlobError, Store
-from harness.campaigns.suite.task import Answer, Loss, Task
+from harness.campaigns.suite.task import Loss, Task, TaskResult
 from harness.engines.worker import serve
 from harness.errors import Code, HarnessError
 from harness.report.check.json import check_json_text, plain
@@ -40,7 +40,7 @@ def answer(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"loss" if isinstance(found, Loss) else "answer": found.model_dump(mode="json")}
 
 
-def run_task(task: Task) -> Answer | Loss:
+def run_task(task: Task) -> TaskResult | Loss:
     """Do a task; an exception is its outcome."""
     begin = time.perf_counter()
     try:
@@ -59,7 +59,7 @@ def run_task(task: Task) -> Answer | Loss:
     return found.model_copy(update={"seconds": time.perf_counter() - begin})
 
 
-def _make_goldens(task: Task, store: Store | None) -> Answer:
+def _make_goldens(task: Task, store: Store | None) -> TaskResult:
     from harness.formats.schedule import Schedule
     from harness.judge.jobs.check import with_duplicate_requests
     from harness.judge.jobs.model import planned_model
@@ -74,10 +74,10 @@ def _make_goldens(task: Task, store: Store | None) -> Answer:
         larger, _ = with_duplicate_requests(plan, golden, Schedule.of("forked"), hf)
         folders.append(larger.recording.path)
     shared = () if store is None else tuple(share_golden(folder, store) for folder in folders)
-    return Answer(verdict="pass", goldens=shared)
+    return TaskResult(verdict="pass", goldens=shared)
 
 
-def _check(task: Task, store: Store | None) -> Answer:
+def _check(task: Task, store: Store | None) -> TaskResult:
     from harness.judge.jobs.check import run_check
     from harness.plan import plan_case
 
@@ -88,11 +88,11 @@ def _check(task: Task, store: Store | None) -> Answer:
     if result.outcome is Outcome.NOTHING:
         note = next(iter(result.notes), "")
         return _error(Code.NOTHING_CHECKED, f"nothing was checked {f'({note})' if note else ''}".strip())
-    answered = Answer(verdict="pass", figures=_figures(result))
+    answered = TaskResult(verdict="pass", figures=_figures(result))
     return answered if result.outcome is Outcome.PASS else _mismatch(answered, result)
 
 
-def _mismatch(answered: Answer, result: CheckResult) -> Answer:
+def _mismatch(answered: TaskResult, result: CheckResult) -> TaskResult:
     finding = next(finding for run in result.runs for finding in run.findings)
     divergence = result.first_divergence
     files = {REPORT_NAME: report_html(result), CHECK_NAME: check_json_text(result)}
@@ -126,8 +126,8 @@ def _figures(result: CheckResult) -> dict[str, float]:
     return {name: value for name, value in figures.items() if value is not None and math.isfinite(value)}
 
 
-def _error(code: Code, reason: str) -> Answer:
-    return Answer(verdict="error", code=code.value, reason=reason)
+def _error(code: Code, reason: str) -> TaskResult:
+    return TaskResult(verdict="error", code=code.value, reason=reason)
 
 
 def _packed(text: str) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 import typer
 import typer.core
 
-from harness.cli.command import Command
+from harness.cli.command import StrictCommand
 from harness.cli.suite.bisect import bisect
 from harness.cli.suite.diff import diff
 from harness.cli.suite.run import run
@@ -31,6 +31,6 @@ app = typer.Typer(
 )
 
 
-app.command(_RUN, cls=Command)(run)
-app.command(cls=Command)(diff)
-app.command(cls=Command)(bisect)
+app.command(_RUN, cls=StrictCommand)(run)
+app.command(cls=StrictCommand)(diff)
+app.command(cls=StrictCommand)(bisect)

@@ -9,7 +9,7 @@ from harness.engines.llamacpp.tensor import llama
 from harness.errors import Code, HarnessError
 
 
-class Batch:
+class LlamaBatch:
     """Room for some rows, and the logits of those that were computed last; freed with the object."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from harness.engines.llamacpp.batch import Batch
+from harness.engines.llamacpp.batch import LlamaBatch
 from harness.engines.llamacpp.cache import CachedRows, parse_state
 from harness.engines.llamacpp.capture import Capture
 from harness.engines.llamacpp.options import FLASH_ATTENTION, LlamaCppOptions
@@ -99,7 +99,7 @@ class Context:
         self._apply_adapters()
         self.num_batch = int(params.n_batch)
         self.vocab_size = model.vocab_size
-        self._batch = Batch(self.num_batch, self.vocab_size)
+        self._batch = LlamaBatch(self.num_batch, self.vocab_size)
 
     def __enter__(self) -> Self:
         return self

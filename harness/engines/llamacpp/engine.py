@@ -16,7 +16,7 @@ from harness.engines.llamacpp.context import Context, Model
 from harness.engines.llamacpp.nodes import pruned_taps
 from harness.engines.llamacpp.options import LlamaCppOptions, parse_llamacpp_options
 from harness.engines.llamacpp.rotation import rotations, turned_back
-from harness.engines.llamacpp.sequence import LlamaSequence, Piece, next_batch
+from harness.engines.llamacpp.sequence import LlamaSequence, SequencePiece, next_batch
 from harness.engines.llamacpp.tensor import llama
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.gguf import open_gguf, read_source
@@ -176,7 +176,7 @@ class _Run:
         self._context.share(sequence.number, self._numbers[fork.id], request.prompt_length)
         return [self._sequence(fork, request.prompt_length)]
 
-    def _compute(self, pieces: Sequence[Piece]) -> None:
+    def _compute(self, pieces: Sequence[SequencePiece]) -> None:
         rows = [row for piece in pieces for row in piece.rows()]
         self._context.decode(rows)
         ids = [piece.sequence.request.id for piece in pieces for _ in piece.positions]

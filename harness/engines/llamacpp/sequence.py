@@ -27,7 +27,7 @@ class LlamaSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SequencePiece:
     """Tokens of one sequence in a batch."""
 
     sequence: LlamaSequence
@@ -41,7 +41,7 @@ class Piece:
             yield request.token_ids[position], position, self.sequence.number, is_sampled
 
 
-def next_batch(sequences: Sequence[LlamaSequence], *, chunk_size: int | None, num_batch: int) -> list[Piece]:
+def next_batch(sequences: Sequence[LlamaSequence], *, chunk_size: int | None, num_batch: int) -> list[SequencePiece]:
     """Return what the next batch holds: a token of each sequence behind its prompt, then pieces of prompts.
 
     Args:
@@ -50,12 +50,14 @@ def next_batch(sequences: Sequence[LlamaSequence], *, chunk_size: int | None, nu
         num_batch: most tokens of all.
     """
     pieces = [
-        Piece(each, range(each.num_computed, each.num_computed + 1)) for each in sequences if not each.is_in_prompt
+        SequencePiece(each, range(each.num_computed, each.num_computed + 1))
+        for each in sequences
+        if not each.is_in_prompt
     ][:num_batch]
     room = num_batch - len(pieces) if chunk_size is None else min(chunk_size, num_batch - len(pieces))
     for each in sequences:
         if each.is_in_prompt and room > 0:
             end = min(each.request.prompt_length, each.num_computed + room)
-            pieces.append(Piece(each, range(each.num_computed, end)))
+            pieces.append(SequencePiece(each, range(each.num_computed, end)))
             room -= end - each.num_computed
     return pieces

@@ -29,7 +29,7 @@ _FILLED_IF_REQUIRED: Mapping[str, Callable[[range, torch.device], Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ForwardResult:
     """The result of a forward."""
 
     logits: torch.Tensor
@@ -72,7 +72,7 @@ class Forward:
         """Whether the forward takes a cache."""
         return self._cache is not None
 
-    def __call__(self, ids: Sequence[int], start: int, cache: Any = None) -> Answer:
+    def __call__(self, ids: Sequence[int], start: int, cache: Any = None) -> ForwardResult:
         """Feed tokens of one request.
 
         Args:
@@ -103,7 +103,7 @@ class Forward:
                 expected=f"[1, {len(ids)}, vocabulary], or the last row alone",
                 actual=list(logits.shape),
             )
-        return Answer(rows, self._returned_cache(output))
+        return ForwardResult(rows, self._returned_cache(output))
 
     def leave_out_what_it_refuses(self, ids: Sequence[int]) -> None:
         """Leave out the arguments that have a default if the module raises with them and does not without them.
@@ -124,7 +124,7 @@ class Forward:
             return
         self._fills = everything
 
-    def check_vocabulary(self, answer: Answer, size: int) -> None:
+    def check_vocabulary(self, answer: ForwardResult, size: int) -> None:
         """Refuse what has another width than HF's logits.
 
         Raises:

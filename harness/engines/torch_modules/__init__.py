@@ -13,11 +13,23 @@ from harness.engines.torch_modules.calls import Calls, watched_calls
 from harness.engines.torch_modules.paged_cache import PagedCache
 from harness.engines.torch_modules.parallel_layers import find_table
 from harness.engines.torch_modules.recorder import ModuleRecorder, StepRows
-from harness.engines.torch_modules.step_watcher import Batch, StepWatcher
+from harness.engines.torch_modules.step_watcher import ForwardBatch, StepWatcher
 from harness.engines.torch_modules.table import Entry
 from harness.engines.torch_modules.values import Attribute, Fields, PackedHeads, Split
 
 __all__ = [
-    "Attribute", "Batch", "CacheLayout", "Calls", "Entry", "Fields", "ModuleRecorder", "PackedHeads", "PagedCache",
-    "Split", "StepRows", "StepWatcher", "find_table", "watched_calls",
+    "Attribute",
+    "CacheLayout",
+    "Calls",
+    "Entry",
+    "Fields",
+    "ForwardBatch",
+    "ModuleRecorder",
+    "PackedHeads",
+    "PagedCache",
+    "Split",
+    "StepRows",
+    "StepWatcher",
+    "find_table",
+    "watched_calls",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Watches the steps of a live engine: a forward of its model, then the sampling behind it.
 
-An engine's adapter says what a step computes (`Batch`), from the metadata that its scheduler has made. The rest is the
+An engine's adapter says what a step computes (`ForwardBatch`), from the metadata that its scheduler has made. The rest is the
 same for all engines: rows and phases, the tokens that are forced, what the cache holds at a request's end.
 """
 
@@ -24,7 +24,7 @@ from harness.formats.taps import Graph, Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class ForwardBatch:
     """One forward of an engine's model."""
 
     requests: Sequence[int]
@@ -62,7 +62,7 @@ class Batch:
 class _Step:
     """State between a forward of the model and the sampling that follows it."""
 
-    batch: Batch
+    batch: ForwardBatch
     rows: StepRows
     resources: ExitStack = field(default_factory=ExitStack)
 
@@ -102,7 +102,7 @@ class StepWatcher(ABC):
         self._stack = ExitStack()
 
     @abstractmethod
-    def read_batch(self, given: Mapping[str, Any]) -> Batch:
+    def read_batch(self, given: Mapping[str, Any]) -> ForwardBatch:
         """Return what a forward computes; `given` are the model's arguments, those by place under their names."""
 
     @abstractmethod
@@ -136,7 +136,7 @@ class StepWatcher(ABC):
             show_to(partial(recorder.tap, tap))
             step.resources.callback(show_to, None)
 
-    def _rows(self, batch: Batch) -> StepRows:
+    def _rows(self, batch: ForwardBatch) -> StepRows:
         position = batch.positions
         spans = zip(batch.requests, pairwise(batch.starts), strict=True)
         request = [key for key, (start, stop) in spans for _ in range(start, stop)]

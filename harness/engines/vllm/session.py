@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.forward_context import get_forward_context
 
-from harness.engines.stepping import COMMIT, PREPARE, SAMPLE, ModelShape, Watcher
+from harness.engines.stepping import COMMIT, PREPARE, SAMPLE, ModelShape, OperationWatcher
 from harness.engines.vllm.opening import add_request, model_runner
 from harness.errors import Code, HarnessError
 from harness.results.profile import StepShape
@@ -47,7 +47,7 @@ class VllmSession:
     def __init__(self, opened: AbstractContextManager[Any]) -> None:
         """Enter `opened`, a block that opens an engine in this process."""
         self._num_added, self._live = 0, set[int]()
-        self._watcher: Watcher | None = None
+        self._watcher: OperationWatcher | None = None
         with ExitStack() as stack:
             self._engine = stack.enter_context(opened)
             self._runner = model_runner(self._engine)
@@ -70,7 +70,7 @@ class VllmSession:
         return {int(output.request_id): output.outputs[0].token_ids[-1] for output in outputs}
 
     @contextmanager
-    def watching(self, watcher: Watcher) -> Iterator[None]:
+    def watching(self, watcher: OperationWatcher) -> Iterator[None]:
         """See `Session.watching`."""
         model = self._runner.get_model()
 
@@ -149,7 +149,7 @@ def _operation(path: str, num_layers: int) -> str | None:
     return f"{prefix}layers.{layer}.{_SITES[site]}"
 
 
-def _reaching(watcher: Watcher, names: Sequence[str]) -> Callable[..., None]:
+def _reaching(watcher: OperationWatcher, names: Sequence[str]) -> Callable[..., None]:
     """Return a hook that says the names one after the other: one module may serve all layers."""
     calls = 0
 

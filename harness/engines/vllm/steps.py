@@ -11,7 +11,7 @@ from torch import nn
 from vllm.forward_context import get_forward_context
 
 from harness.base.numerics import Numerics
-from harness.engines.torch_modules import Batch, Calls, PagedCache, StepWatcher, find_table
+from harness.engines.torch_modules import Calls, ForwardBatch, PagedCache, StepWatcher, find_table
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph, Kind, layer_of
@@ -41,12 +41,12 @@ class VllmWatcher(StepWatcher):
         super().__init__(model, runner.sampler, table, requests, writer, caches=caches)
         self._runner, self._routers = runner, _routers(model, graph)
 
-    def read_batch(self, given: Mapping[str, Any]) -> Batch:
+    def read_batch(self, given: Mapping[str, Any]) -> ForwardBatch:
         """Read vLLM's metadata of the step; requests of vLLM are named by our ids, and by a suffix of vLLM's."""
         requests = [int(name.partition("-")[0]) for name in self._runner.input_batch.req_ids]
         starts = self._runner.query_start_loc.np[: len(requests) + 1].tolist()  # not all metadata of layers has them
         positions = given["positions"].reshape(-1)[: starts[-1]].tolist()
-        return Batch(
+        return ForwardBatch(
             requests=requests,
             starts=starts,
             positions=positions,

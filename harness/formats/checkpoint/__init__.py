@@ -4,14 +4,14 @@ from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from harness.formats.checkpoint.locations import cache_dir, embedded_cases
 from harness.formats.checkpoint.names import resolve
 from harness.formats.checkpoint.shards import INDEX_NAME, WEIGHTS_NAME
-from harness.formats.checkpoint.tokenizer import Tokenizer
+from harness.formats.checkpoint.tokenizer import HFTokenizer
 
 __all__ = [
     "CONFIG_NAME",
     "INDEX_NAME",
     "WEIGHTS_NAME",
     "Checkpoint",
-    "Tokenizer",
+    "HFTokenizer",
     "cache_dir",
     "embedded_cases",
     "resolve",

@@ -19,7 +19,7 @@ from harness.formats.checkpoint.refusals import not_a_checkpoint
 from harness.formats.checkpoint.shards import ShardIndex, locate_tensors, read_shard_index
 from harness.formats.checkpoint.stamp import FileStamp
 from harness.formats.checkpoint.table import read_table
-from harness.formats.checkpoint.tokenizer import Tokenizer, has_tokenizer
+from harness.formats.checkpoint.tokenizer import HFTokenizer, has_tokenizer
 from harness.formats.safetensors_header import Header, TensorEntry, read_header
 
 CONFIG_NAME = "config.json"
@@ -120,9 +120,9 @@ class Checkpoint:
         return has_tokenizer(self.folder)
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> HFTokenizer:
         """The tokenizer; raises HarnessError (NO_TOKENIZER)."""
-        return Tokenizer.load(self.folder)
+        return HFTokenizer.load(self.folder)
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ _FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenizer:
+class HFTokenizer:
     """A tokenizer of transformers, and where it comes from."""
 
     hf: Any
@@ -18,7 +18,7 @@ class Tokenizer:
     folder: Path
 
     @classmethod
-    def load(cls, folder: Path) -> "Tokenizer":
+    def load(cls, folder: Path) -> "HFTokenizer":
         """Load the tokenizer of a checkpoint's folder.
 
         Raises:

@@ -26,7 +26,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRows:
+class StepArguments:
     """The rows of a step that is about to be computed."""
 
     phase: str
@@ -50,7 +50,7 @@ def step_rows(
     slot_mapping: Ints | None,
     tables: Mapping[int, Sequence[int]] | None,
     partial_rows: Mapping[str, Ints],
-) -> StepRows:
+) -> StepArguments:
     """Check the arguments of `RecordingWriter.begin_step`."""
     known = known_phase(where, phase)
     requests, positions = rows(where, tokens, request, position)
@@ -65,7 +65,7 @@ def step_rows(
     tensors |= {"rows.request": requests, "rows.position": positions}
     if tables is not None:
         tensors["kv.requests"], tensors["kv.block_table"] = block_tables(f"{where}: block_tables", tokens, tables)
-    return StepRows(phase=known, num_rows=num_rows, sampled_rows=sampled, partial_rows=partial, tensors=tensors)
+    return StepArguments(phase=known, num_rows=num_rows, sampled_rows=sampled, partial_rows=partial, tensors=tensors)
 
 
 def known_phase(where: str, phase: str) -> str:

@@ -24,7 +24,7 @@ from harness.base.files import writing
 from harness.base.numerics import Numerics
 from harness.errors import Code, HarnessError
 from harness.formats.recording import arguments
-from harness.formats.recording.arguments import Ints, StepRows, refuse
+from harness.formats.recording.arguments import Ints, StepArguments, refuse
 from harness.formats.recording.format import DTYPES as KNOWN_DTYPES
 from harness.formats.recording.format import MANIFEST_NAME, SCHEMA_VERSION, as_bytes, dtype_name
 from harness.formats.recording.rows import TokenCounts
@@ -43,7 +43,7 @@ class _OpenStep:
     """The step between `begin_step` and `end_step`."""
 
     stream: TensorStream
-    rows: StepRows
+    rows: StepArguments
 
 
 class RecordingWriter:

@@ -21,7 +21,7 @@ class RecordedRows:
     """[rows, ...] in the dtype they were recorded in."""
 
 
-class Batch:
+class PaddedBatch:
     """Sequences side by side: [sequences, tokens], the shorter ones padded behind their end."""
 
     def __init__(self, recording: Recording, sequences: Sequence[RowSequence]) -> None:
@@ -96,7 +96,7 @@ def _as_slice(rows: torch.Tensor) -> torch.Tensor | slice:
     return slice(first, last + 1) if is_run else rows
 
 
-def make_batches(recording: Recording, sequences: Sequence[RowSequence], max_tokens: int) -> list[Batch]:
+def make_batches(recording: Recording, sequences: Sequence[RowSequence], max_tokens: int) -> list[PaddedBatch]:
     """Group sequences of similar lengths so that a batch has at most so many tokens, padding included."""
     groups: list[list[RowSequence]] = []
     for sequence in sorted(sequences, key=len, reverse=True):
@@ -104,4 +104,4 @@ def make_batches(recording: Recording, sequences: Sequence[RowSequence], max_tok
             groups[-1].append(sequence)
         else:
             groups.append([sequence])
-    return [Batch(recording, group) for group in groups]
+    return [PaddedBatch(recording, group) for group in groups]

@@ -12,7 +12,7 @@ import torch
 from harness.base.metrics import rounding_unit, row_errors
 from harness.formats.recording import Recording
 from harness.formats.taps import KINDS, Graph, Kind, Operation
-from harness.judge.compare.batch import Batch
+from harness.judge.compare.batch import PaddedBatch
 from harness.judge.compare.sequences import RowSequence, sequences
 from harness.judge.compare.shapes import engine_dtype
 
@@ -45,11 +45,13 @@ def compare_bits(before: Recording, after: Recording, graph: Graph) -> Iterator[
     for sequence in sequences(after):
         other = known.get(tuple(sequence.request.token_ids))
         if other is not None:
-            yield from _compare_sequence(Batch(before, [other]), Batch(after, [sequence]), sequence, graph, unit)
+            yield from _compare_sequence(
+                PaddedBatch(before, [other]), PaddedBatch(after, [sequence]), sequence, graph, unit
+            )
 
 
 def _compare_sequence(
-    before: Batch, after: Batch, sequence: RowSequence, graph: Graph, unit: float
+    before: PaddedBatch, after: PaddedBatch, sequence: RowSequence, graph: Graph, unit: float
 ) -> Iterator[ComparedRows]:
     same: dict[str, torch.Tensor] = {}
     """[tokens] bool of each tap: recorded in both runs, with the same bits."""
@@ -74,7 +76,9 @@ def _compare_sequence(
             )
 
 
-def _rows_of_both(before: Batch, after: Batch, tap: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+def _rows_of_both(
+    before: PaddedBatch, after: PaddedBatch, tap: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Return the positions that both recorded, and the rows of each."""
     left, right = before.recorded(tap), after.recorded(tap)
     if left is None or right is None or left.rows.dtype != right.rows.dtype:

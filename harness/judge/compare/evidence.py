@@ -7,7 +7,7 @@ import torch
 
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Rows
-from harness.judge.compare.batch import Batch
+from harness.judge.compare.batch import PaddedBatch
 from harness.oracle.attention import scaling, visible_keys
 from harness.oracle.paired import PartCall
 from harness.oracle.watch import AttentionCall, window_of
@@ -50,7 +50,7 @@ class AttentionHistory:
 class Scene:
     """What is needed to run the part of the model with an operation again, over all of a batch."""
 
-    batch: Batch
+    batch: PaddedBatch
     call: PartCall
 
 
@@ -97,7 +97,7 @@ def spread(items: Sequence[int], count: int) -> list[int]:
 
 
 def histories(
-    batch: Batch, call: AttentionCall, places: torch.Tensor
+    batch: PaddedBatch, call: AttentionCall, places: torch.Tensor
 ) -> tuple[tuple[AttentionHistory, ...], torch.Tensor]:
     """Return the histories behind wrong rows of attention, of some rows of some requests, and the places of these rows.
 
@@ -115,7 +115,7 @@ def histories(
     return tuple(found), torch.cat(kept)
 
 
-def _history(batch: Batch, call: AttentionCall, line: int, places: torch.Tensor) -> AttentionHistory:
+def _history(batch: PaddedBatch, call: AttentionCall, line: int, places: torch.Tensor) -> AttentionHistory:
     sequence = batch.sequences[line]
     positions, length = places % batch.num_tokens, len(sequence)
     sinks = call.options.get("s_aux")

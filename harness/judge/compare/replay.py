@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare.align import Rows
-from harness.judge.compare.batch import Batch, RecordedRows
+from harness.judge.compare.batch import PaddedBatch, RecordedRows
 from harness.oracle.paired import PartCall, Value
 
 
@@ -19,7 +19,7 @@ class TapRows:
     """Judged rows of one tap in one batch; tensors [rows, W]."""
 
     operation: Operation
-    batch: Batch
+    batch: PaddedBatch
     places: torch.Tensor
     actual: torch.Tensor
     """In the dtype they were recorded in."""
@@ -88,7 +88,7 @@ class DecidedError(Exception):
 class Replay:
     """Puts an engine's rows back into both forwards of one batch, and hands them to the judge."""
 
-    def __init__(self, judge: Judge, batch: Batch) -> None:
+    def __init__(self, judge: Judge, batch: PaddedBatch) -> None:
         self._judge, self._batch = judge, batch
         self._control: dict[str, torch.Tensor] = {}
         self._control_scores: dict[str, torch.Tensor] = {}

@@ -8,7 +8,7 @@ from harness.base.metrics import rounding_unit, row_errors
 from harness.base.numerics import Numerics
 from harness.formats.taps import KINDS, ErrorModel, Kind
 from harness.judge.compare.bounds import CONTROL_FACTOR, THROUGH_FACTOR, Sensitivity, control_bound, derived_bound
-from harness.judge.compare.conventions import Rounding, Subject, conventions
+from harness.judge.compare.conventions import Rounding, SuspectRows, conventions
 from harness.judge.compare.guard import guarded
 from harness.judge.compare.replay import TapRows
 from harness.judge.compare.sequences import NOWHERE
@@ -176,8 +176,8 @@ class RowJudge:
                 tried.extend(_under(each, rows, errors, sensitivity) for each in convention.roundings(subject))
         return min(tried, key=lambda each: (each.num_bad, each.typical), default=None)
 
-    def _subject(self, rows: TapRows, dtype: torch.dtype) -> Subject:
-        return Subject(
+    def _subject(self, rows: TapRows, dtype: torch.dtype) -> SuspectRows:
+        return SuspectRows(
             hf=self._hf,
             operation=rows.operation,
             dtype=dtype,

@@ -19,7 +19,7 @@ from harness.judge.explain.behind import PARAMETERS, attention_behind
 from harness.judge.explain.failure import Explain, Failure
 from harness.judge.explain.not_finite import not_finite
 from harness.judge.explain.pattern import pattern
-from harness.judge.explain.trial import Evidence, Trial, distance
+from harness.judge.explain.trial import Trial, WrongRows, distance
 from harness.results.check import Explanation
 
 NO_CAUSE = "no known way to get it wrong fits"
@@ -57,13 +57,13 @@ def rank_hypotheses(failure: Failure, roundings: torch.Tensor, bound: torch.Tens
     return with_failures(_ranked(evidence, scope), evidence.failures)
 
 
-def _evidence(failure: Failure, roundings: torch.Tensor, bound: torch.Tensor) -> Evidence:
+def _evidence(failure: Failure, roundings: torch.Tensor, bound: torch.Tensor) -> WrongRows:
     """Return the evidence; where rotary and attention were not recorded, with what HF computes behind them."""
     behind = attention_behind(failure) if failure.through and not failure.views else None
     if behind is None:
-        return Evidence(failure, roundings, bound)
+        return WrongRows(failure, roundings, bound)
     inner, order = behind
-    return Evidence(failure.take(order), roundings[order], bound[order], behind=inner)
+    return WrongRows(failure.take(order), roundings[order], bound[order], behind=inner)
 
 
 def with_failures(explanation: Explanation, failures: Sequence[str]) -> Explanation:
@@ -74,7 +74,7 @@ def with_failures(explanation: Explanation, failures: Sequence[str]) -> Explanat
     return replace(explanation, detail="; ".join(note for note in notes if note))
 
 
-def _ranked(evidence: Evidence, scope: str) -> Explanation:
+def _ranked(evidence: WrongRows, scope: str) -> Explanation:
     best, equal, other = _best(evidence)
     if best is None and other is not None and other.fits:
         return _explanation(other, (), evidence, scope)
@@ -93,7 +93,7 @@ def _explanations(name: str) -> Sequence[Explain]:
     return explanations
 
 
-def _best(evidence: Evidence) -> tuple[Trial | None, list[Trial], Trial | None]:
+def _best(evidence: WrongRows) -> tuple[Trial | None, list[Trial], Trial | None]:
     """Return the best cause, those that are as good, and the best of what fits and may not be asserted."""
     best: Trial | None = None
     other: Trial | None = None
@@ -132,7 +132,7 @@ def _is_same(one: Trial, other: Trial) -> bool:
     return distance(one, other) <= _SAME
 
 
-def _names(evidence: Evidence) -> Iterator[str]:
+def _names(evidence: WrongRows) -> Iterator[str]:
     """Yield what is tried: causes in what was not recorded before those of the operation itself."""
     yield from () if evidence.behind is None else PARAMETERS
     yield from KINDS[evidence.failure.operation.kind].causes
@@ -150,7 +150,7 @@ def _says_more(trial: Trial, other: Trial) -> bool:
     return trial.is_better_than(other) if trial.fits == other.fits else trial.fits
 
 
-def _trials(name: str, evidence: Evidence) -> Iterator[Trial]:
+def _trials(name: str, evidence: WrongRows) -> Iterator[Trial]:
     inner = evidence.behind if name in PARAMETERS else None
     for explain in _explanations(name):
         with guarded(explain.__name__, evidence.failures):  # it may not know operations of this shape; others may
@@ -161,14 +161,14 @@ def _trials(name: str, evidence: Evidence) -> Iterator[Trial]:
                     yield Trial.of(hypothesis, evidence)
 
 
-def _is_perfect(trial: Trial, evidence: Evidence) -> bool:
+def _is_perfect(trial: Trial, evidence: WrongRows) -> bool:
     """Whether nothing is left that another explanation could explain better."""
     room = torch.where(evidence.bound > 0, evidence.bound.clamp(min=1), _EXACT_ROOM)
     is_left = ~trial.holds | (trial.residual > room)
     return trial.hypothesis.freedom == 0 and not bool(is_left.any())
 
 
-def _no_cause(evidence: Evidence, weak: Trial | None, scope: str) -> Explanation:
+def _no_cause(evidence: WrongRows, weak: Trial | None, scope: str) -> Explanation:
     seen = pattern(evidence.failure)
     if weak is not None:
         count = f"{int(weak.holds.sum())} of {len(weak.holds)}"
@@ -185,7 +185,7 @@ def _no_cause(evidence: Evidence, weak: Trial | None, scope: str) -> Explanation
     )
 
 
-def _explanation(best: Trial, equal: Sequence[Trial], evidence: Evidence, scope: str) -> Explanation:
+def _explanation(best: Trial, equal: Sequence[Trial], evidence: WrongRows, scope: str) -> Explanation:
     hypothesis, provenance = best.hypothesis, None
     if hypothesis.provenance is not None:
         with guarded("the way of the cache's content", evidence.failures):
@@ -210,7 +210,7 @@ def _explanation(best: Trial, equal: Sequence[Trial], evidence: Evidence, scope:
     )
 
 
-def _what_would_tell(best: Trial, equal: Sequence[Trial], evidence: Evidence) -> str:
+def _what_would_tell(best: Trial, equal: Sequence[Trial], evidence: WrongRows) -> str:
     """Say what would tell causes apart that fit alike."""
     apart = min(distance(best, each) for each in equal)
     fine = rounding_unit(torch.float32)

@@ -29,7 +29,7 @@ _SAME_RESIDUAL = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class WrongRows:
     """The wrong rows, as far as every hypothesis is held against them."""
 
     failure: Failure
@@ -62,7 +62,7 @@ class Trial:
     """Whether these rows are enough for what was fitted to them."""
 
     @classmethod
-    def of(cls, hypothesis: Hypothesis, evidence: Evidence) -> "Trial":
+    def of(cls, hypothesis: Hypothesis, evidence: WrongRows) -> "Trial":
         """Hold a hypothesis against the wrong rows."""
         failure, bound = evidence.failure, evidence.bound.clamp(min=1)
         error = (failure.actual - hypothesis.output).norm(dim=1)

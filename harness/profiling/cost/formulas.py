@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.engines.stepping import Experts, ModelShape
+from harness.engines.stepping import ExpertsLoad, ModelShape
 from harness.formats.taps import EMBEDDING, FINAL_NORM, LOGITS
 from harness.profiling.cost.pairs import visible_pairs
 from harness.results.profile import StepShape
@@ -87,7 +87,7 @@ def _attention_costs(model: ModelShape, step: StepShape, window: int | None) -> 
     yield _add("attn_residual", rows * hidden, size)
 
 
-def _mlp_costs(model: ModelShape, step: StepShape, experts: Experts | None) -> Iterator[Cost]:
+def _mlp_costs(model: ModelShape, step: StepShape, experts: ExpertsLoad | None) -> Iterator[Cost]:
     rows, size, hidden, ffn = step.num_rows, model.itemsize, model.hidden_size, model.intermediate_size
     before = "pre_feedforward_layernorm" if model.has_norms_behind else "post_attention_layernorm"
     yield _norm(before, rows, hidden, size)
@@ -103,7 +103,7 @@ def _mlp_costs(model: ModelShape, step: StepShape, experts: Experts | None) -> I
     yield _add("output", rows * hidden, size)
 
 
-def _experts_costs(experts: Experts, rows: int, hidden: int, size: int) -> Iterator[Cost]:
+def _experts_costs(experts: ExpertsLoad, rows: int, hidden: int, size: int) -> Iterator[Cost]:
     """Count a router's product and softmax, and three products for each expert of each row.
 
     Weights are read of as many experts as the rows can choose at most: which they choose, sizes do not say.

@@ -40,7 +40,7 @@ class PhaseNeeds(BaseModel):
     """FLOPs and bytes: equal within a tolerance."""
 
 
-class Entry(BaseModel):
+class BaselineEntry(BaseModel):
     """One profile's needs, and what they hold for."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -50,7 +50,7 @@ class Entry(BaseModel):
     phases: dict[str, PhaseNeeds]
 
     @model_validator(mode="after")
-    def _has_the_phases_of_its_key(self) -> Entry:
+    def _has_the_phases_of_its_key(self) -> BaselineEntry:
         expected = [steps.partition("=")[0] for steps in self.key.get("steps", "").split()]
         if sorted(expected) != sorted(self.phases):
             raise ValueError(f"phases {sorted(self.phases)} where the key has {sorted(expected)}")
@@ -63,13 +63,13 @@ class Baseline(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: Literal[1] = 1
-    entries: list[Entry] = []
+    entries: list[BaselineEntry] = []
 
-    def matching(self, key: Mapping[str, str]) -> Entry | None:
+    def matching(self, key: Mapping[str, str]) -> BaselineEntry | None:
         """Return the entry of this very key."""
         return next((entry for entry in self.entries if entry.key == key), None)
 
-    def with_entry(self, entry: Entry) -> Baseline:
+    def with_entry(self, entry: BaselineEntry) -> Baseline:
         """Return the baseline with the entry in the place of that of the same key, or added."""
         others = [other for other in self.entries if other.key != entry.key]
         return Baseline(entries=sorted([*others, entry], key=lambda entry: sorted(entry.key.items())))
@@ -80,7 +80,7 @@ def profile_file(path: Path) -> Path:
     return path / PROFILE_NAME if path.is_dir() else path
 
 
-def read_profile(path: Path) -> Entry:
+def read_profile(path: Path) -> BaselineEntry:
     """Read what a profile needed, from its folder or its `profile.json`.
 
     Raises:
@@ -90,7 +90,7 @@ def read_profile(path: Path) -> Entry:
     hint = "the folder that was given to harness profile --out"
     try:
         document = parse_json(read_text(file))
-        return Entry(key=_key(document), phases={phase["name"]: _needs(phase) for phase in document["phases"]})
+        return BaselineEntry(key=_key(document), phases={phase["name"]: _needs(phase) for phase in document["phases"]})
     except OSError as error:
         what = f"the profile cannot be read: {error.strerror}"
         raise HarnessError(Code.BAD_PROFILE, what, where=file, hint=hint) from error

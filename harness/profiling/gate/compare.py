@@ -9,7 +9,7 @@ from pathlib import Path
 from harness.errors import Code, HarnessError
 from harness.profiling.gate.baseline import (
     Baseline,
-    Entry,
+    BaselineEntry,
     PhaseNeeds,
     changing,
     read_baseline,
@@ -47,7 +47,7 @@ def run_gate(profile: Path, baseline: Path, *, accept: bool = False, command: st
     return GateResult(key=entry.key, changes=compare(before, entry))
 
 
-def _accept(entry: Entry, path: Path) -> GateResult:
+def _accept(entry: BaselineEntry, path: Path) -> GateResult:
     with changing(path):
         stored = read_baseline(path) or Baseline()
         write_baseline(stored.with_entry(entry), path)
@@ -55,7 +55,7 @@ def _accept(entry: Entry, path: Path) -> GateResult:
     return GateResult(key=entry.key, changes=compare(before, entry) if before else (), is_accepted=True)
 
 
-def compare(before: Entry, after: Entry) -> tuple[GateChange, ...]:
+def compare(before: BaselineEntry, after: BaselineEntry) -> tuple[GateChange, ...]:
     """Return what differs between two entries of one key by more than it may."""
     changes = [change for phase, needs in after.phases.items() for change in _phase(phase, before.phases[phase], needs)]
     return tuple(sorted(changes, key=lambda change: not change.is_regression))

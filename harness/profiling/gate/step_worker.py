@@ -39,7 +39,7 @@ def serve(spec: dict[str, Any]) -> None:
     os.dup2(2, 1)  # libraries that print must not do so into the answers
     with limit_threads(Checkpoint.of(spec["folder"]).hidden_size):
         held = _shift_memory(spec["placement"])
-        run = Run(spec)
+        run = LoadedEngine(spec)
         gc.collect()
         gc.freeze()  # a collection of all that is imported takes four times as long as a run of a tiny model
         _tell(answers, {"sources": sources(spec["packages"]), "threads": torch.get_num_threads()})
@@ -77,7 +77,7 @@ def sources(packages: Sequence[str]) -> dict[str, tuple[str, str]]:
     return found
 
 
-class Run:
+class LoadedEngine:
     """An engine that is loaded, and a load whose steps are known by phase, to be run again and again."""
 
     def __init__(self, spec: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from harness.profiling.trace.nodes import MemoryEvent, Node
-from harness.results.profile import Category, Frame
+from harness.results.profile import Frame, MemoryCategory
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -23,7 +23,7 @@ class Allocation:
     freed_us: float | None = None
     freed_frames: tuple[Frame, ...] = ()
     freed_within: Node | None = None
-    category: Category = Category.OTHER
+    category: MemoryCategory = MemoryCategory.OTHER
 
     def is_alive(self, time_us: float) -> bool:
         """Whether the block exists at that time."""
@@ -71,13 +71,13 @@ def categorize(allocations: Iterable[Allocation], kv_storages: Mapping[float, Co
             allocation.address in addresses and allocation.is_alive(time_us)
             for time_us, addresses in kv_storages.items()
         ):
-            allocation.category = Category.KV_CACHE
+            allocation.category = MemoryCategory.KV_CACHE
         elif allocation.within is None:
-            allocation.category = Category.OTHER
+            allocation.category = MemoryCategory.OTHER
         elif allocation.within is allocation.freed_within:
-            allocation.category = Category.TEMPORARY
+            allocation.category = MemoryCategory.TEMPORARY
         else:
-            allocation.category = Category.ACTIVATIONS
+            allocation.category = MemoryCategory.ACTIVATIONS
 
 
 def _span(event: MemoryEvent, names: Collection[str]) -> Node | None:

@@ -29,7 +29,7 @@ from harness.profiling.passes.recorders import activities, profiling, recording_
 from harness.profiling.passes.spans import SpanEmitter
 from harness.profiling.passes.timing import Stopwatch
 from harness.profiling.trace.nodes import MemoryEvent, Node, read_events
-from harness.results.profile import Category, Frame, MemoryTimeline, StepShape
+from harness.results.profile import Frame, MemoryCategory, MemoryTimeline, StepShape
 
 MAX_FRAMES = 32
 """Innermost frames of a stack that are kept."""
@@ -104,12 +104,12 @@ class _Run:
 def _held(session: Session) -> list[PersistentBlock]:
     """Return what was allocated before any request: the weights, and a cache that is there from the beginning."""
     held = [
-        PersistentBlock(address=address, num_bytes=num_bytes, category=Category.WEIGHTS, name=name)
+        PersistentBlock(address=address, num_bytes=num_bytes, category=MemoryCategory.WEIGHTS, name=name)
         for name, tensor in session.weights().items()
         for address, num_bytes in storages([tensor]).items()
     ]
     held += [
-        PersistentBlock(address=address, num_bytes=num_bytes, category=Category.KV_CACHE, name="KV cache")
+        PersistentBlock(address=address, num_bytes=num_bytes, category=MemoryCategory.KV_CACHE, name="KV cache")
         for address, num_bytes in storages(session.cache_tensors()).items()
     ]
     return list({block.address: block for block in reversed(held)}.values())[::-1]

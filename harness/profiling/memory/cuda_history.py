@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from harness.profiling.memory.allocations import Allocation
-from harness.results.profile import Category, Frame
+from harness.results.profile import Frame, MemoryCategory
 
 EARLIER_US = -1.0
 """When a block was allocated whose allocation no history shows."""
@@ -42,7 +42,7 @@ def read_cuda_history(
                 address=event["addr"],
                 num_bytes=event["size"],
                 frames=frames,
-                category=Category.ACTIVATIONS,
+                category=MemoryCategory.ACTIVATIONS,
             )
             found.append(alive[event["addr"]])
         elif event["action"] == "free_completed" and (freed := alive.pop(event["addr"], None)) is not None:

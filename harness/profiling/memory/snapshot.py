@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.profiling.memory.allocations import Allocation
-from harness.results.profile import Category, Frame
+from harness.results.profile import Frame, MemoryCategory
 
 PICKLE_PROTOCOL = 4
 
@@ -24,7 +24,7 @@ class PersistentBlock:
 
     address: int
     num_bytes: int
-    category: Category
+    category: MemoryCategory
     name: str
     """The parameter, or what else it is."""
 
@@ -73,7 +73,9 @@ class _Builder:
                 for order, action in enumerate(("free_requested", "free_completed"), 1):
                     yield (freed_at, order), self._event(action, allocation, freed_at, allocation.freed_frames)
 
-    def block(self, address: int, num_bytes: int, category: Category, frames: tuple[Frame, ...]) -> dict[str, Any]:
+    def block(
+        self, address: int, num_bytes: int, category: MemoryCategory, frames: tuple[Frame, ...]
+    ) -> dict[str, Any]:
         return {
             "address": address,
             "size": num_bytes,

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from harness.profiling.memory.allocations import Allocation
 from harness.profiling.memory.snapshot import PersistentBlock
-from harness.results.profile import Category, Frame, MemoryPoint, MemoryTimeline
+from harness.results.profile import Frame, MemoryCategory, MemoryPoint, MemoryTimeline
 
 MAX_POINTS = 2000
-_CATEGORIES = tuple(Category)
+_CATEGORIES = tuple(MemoryCategory)
 
 
 def build_timeline(
@@ -53,7 +53,7 @@ def _points(
     current = dict.fromkeys(_CATEGORIES, 0)
     for block in held:
         current[block.category] += block.num_bytes
-    changes: list[tuple[float, int, Category, tuple[Frame, ...]]] = []
+    changes: list[tuple[float, int, MemoryCategory, tuple[Frame, ...]]] = []
     for allocation in allocations:
         changes.append((allocation.time_us, allocation.num_bytes, allocation.category, allocation.frames))
         if allocation.freed_us is not None:
@@ -73,7 +73,7 @@ def _points(
         yield _point(0.0, current, None)
 
 
-def _point(time_us: float, current: dict[Category, int], stack: int | None) -> MemoryPoint:
+def _point(time_us: float, current: dict[MemoryCategory, int], stack: int | None) -> MemoryPoint:
     return MemoryPoint(
         time_us=time_us,
         allocated_bytes=sum(current.values()),

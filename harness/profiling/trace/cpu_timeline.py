@@ -15,7 +15,7 @@ _OPERATORS = {"cpu_op", "Operator", ""}
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class ThreadTimeline:
     """One thread, cut into pieces in each of which one event is the innermost."""
 
     begin_ns: NDArray[np.int64]
@@ -43,13 +43,13 @@ class Timeline:
         return until if self.event[at] != NO_EVENT else int(self.begin_ns[at])
 
 
-def cpu_timelines(trace: Trace) -> dict[int, Timeline]:
+def cpu_timelines(trace: Trace) -> dict[int, ThreadTimeline]:
     """Return the threads that ran operators or calls, by number."""
     is_operator = np.array([category in _OPERATORS for category, _ in trace.labels], bool)[trace.label]
     is_call = np.array([bool(LAUNCH_CATEGORY.match(category)) for category, _ in trace.labels], bool)[trace.label]
     events = np.flatnonzero(is_operator | is_call)
     return {
-        int(thread): Timeline(*_pieces(trace, events[trace.thread[events] == thread]), is_call)
+        int(thread): ThreadTimeline(*_pieces(trace, events[trace.thread[events] == thread]), is_call)
         for thread in np.unique(trace.thread[events])
     }
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from harness.properties.blocks.tables import Owner, Request, Tables
+from harness.properties.blocks.tables import Owner, RequestRecord, Tables
 from harness.properties.core.findings import Violation
 from harness.properties.core.subject import Subject
 
@@ -42,14 +42,14 @@ class CacheEntries:
         self._group_of: dict[int, int] = {}
         """By block that was released, the group of layers that it was last used for."""
 
-    def note_released(self, request: Request) -> None:
+    def note_released(self, request: RequestRecord) -> None:
         """Note that a request gives its tables up."""
         self._clock += 1
         for group, table in enumerate(request.tables):
             self._released_at.update({block: (self._clock, -index) for index, block in enumerate(table)})
             self._group_of.update(dict.fromkeys(table, group))
 
-    def note_used(self, request: Request) -> None:
+    def note_used(self, request: RequestRecord) -> None:
         """Note that a request has its tables."""
         for table in request.tables:
             for block in table:

@@ -7,9 +7,9 @@ from harness.properties.blocks.adapter import OPTIONAL, REQUIRED
 from harness.properties.blocks.cache_entries import CacheEntries
 from harness.properties.blocks.capabilities import PoolCapabilities
 from harness.properties.blocks.expected_hits import ExpectedHits
-from harness.properties.blocks.tables import Request, Tables
-from harness.properties.core.adapter import Adapter
-from harness.properties.core.findings import Finding, Violation
+from harness.properties.blocks.tables import RequestRecord, Tables
+from harness.properties.core.adapter import NamedAdapter
+from harness.properties.core.findings import PropertyFinding, Violation
 from harness.properties.core.machine import Machine, NotApplicable
 from harness.properties.core.subject import Subject
 
@@ -21,7 +21,7 @@ class BlockManagerCalls(Machine):
 
     def __init__(self, factory: Any) -> None:
         super().__init__()
-        self.adapter = Adapter.of(factory)
+        self.adapter = NamedAdapter.of(factory)
         self.pool = PoolCapabilities.of(self.adapter)
 
     def start(self, num_blocks: int, block_size: int, hash_bits: int | None, num_host_blocks: int) -> None:
@@ -44,33 +44,33 @@ class BlockManagerCalls(Machine):
             self.subject, self.tables, block_size, self.note, may_lose_duplicates=self.pool.may_lose_duplicates
         )
         self.history: list[list[int]] = []
-        self.preempted: dict[int, Request] = {}
-        self.finished: list[Request] = []
+        self.preempted: dict[int, RequestRecord] = {}
+        self.finished: list[RequestRecord] = []
         self.num_requests = 0
         self.is_reset = False
         self.num_hits = 0
         """Allocations and look-ups that found something."""
-        self.first_miss: Finding | None = None
+        self.first_miss: PropertyFinding | None = None
         """The first that found nothing where a prefix was computed before, and nothing was evicted since."""
 
-    def live(self) -> list[Request]:
+    def live(self) -> list[RequestRecord]:
         """Return the requests that hold blocks."""
         return list(self.tables.live.values())
 
-    def caught_up(self) -> list[Request]:
+    def caught_up(self) -> list[RequestRecord]:
         """Return those whose tokens are all computed."""
         return [request for request in self.live() if request.num_computed == len(request.token_ids)]
 
-    def behind(self) -> list[Request]:
+    def behind(self) -> list[RequestRecord]:
         """Return those with tokens to compute."""
         return [request for request in self.live() if request.num_computed < len(request.token_ids)]
 
-    def new_request(self, request_id: int, token_ids: Sequence[int], salt: str) -> Request:
+    def new_request(self, request_id: int, token_ids: Sequence[int], salt: str) -> RequestRecord:
         """Return a request with a number that no other has."""
         if request_id < self.num_requests:
             raise NotApplicable
         self.num_requests = request_id + 1
-        return Request(request_id=request_id, token_ids=list(token_ids), salt=salt)
+        return RequestRecord(request_id=request_id, token_ids=list(token_ids), salt=salt)
 
     def _salted(self, salt: str) -> dict[str, object]:
         return {"salt": salt} if salt else {}
@@ -79,7 +79,7 @@ class BlockManagerCalls(Machine):
         """Ask an optional question; None if it is not offered."""
         return self.subject.ask(invariant, method, *args, **kwargs) if self.offers[method] else None
 
-    def begin_request(self, request: Request, *, looks_up: bool, computes: bool) -> bool:
+    def begin_request(self, request: RequestRecord, *, looks_up: bool, computes: bool) -> bool:
         """Allocate a request's blocks and perhaps compute all its tokens; tell whether there was room."""
         token_ids, salted = request.token_ids, self._salted(request.salt)
         found = self.look_up(token_ids, request.salt) if looks_up and self.offers["lookup"] else None
@@ -135,9 +135,9 @@ class BlockManagerCalls(Machine):
         if self.offers["lookup"] and not self.pool.has_groups:
             self.note(violation)
         elif self.first_miss is None:  # of one miss nothing follows here: see `search_block_manager`
-            self.first_miss = Finding.of(violation, self.subject.program(violation))
+            self.first_miss = PropertyFinding.of(violation, self.subject.program(violation))
 
-    def _check_hit(self, request: Request, num_cached: int, found: int | None) -> None:
+    def _check_hit(self, request: RequestRecord, num_cached: int, found: int | None) -> None:
         self._check_found(num_cached, request.token_ids, request.salt)
         if found is not None and found != num_cached:
             self.note(
@@ -147,7 +147,7 @@ class BlockManagerCalls(Machine):
                 )
             )  # fmt: skip
 
-    def _check_cached_content(self, request: Request) -> None:
+    def _check_cached_content(self, request: RequestRecord) -> None:
         """Tell the kinds of a wrong hit apart: not computed yet, or another prefix."""
         oracle = self.tables.oracle
         oracle.extend(request.prefixes, request.token_ids, request.salt)
@@ -161,7 +161,7 @@ class BlockManagerCalls(Machine):
             self.tables.check_content(request, 8 if is_early else 10)
         self.tables.check_content(request, 10)
 
-    def append_token(self, request: Request, token_id: int) -> bool:
+    def append_token(self, request: RequestRecord, token_id: int) -> bool:
         """Append a token, and tell whether there was room."""
         expected = self.ask_optional(12, "can_append", request.request_id)
         num_tokens = len(request.token_ids) + 1
@@ -181,7 +181,7 @@ class BlockManagerCalls(Machine):
         self.tables.check()
         return True
 
-    def compute_up_to(self, request: Request, stop: int) -> None:
+    def compute_up_to(self, request: RequestRecord, stop: int) -> None:
         """Compute up to `stop`; without `computed`, what is allocated counts as computed."""
         if stop > request.num_computed:
             self.tables.write(request, stop)
@@ -190,7 +190,7 @@ class BlockManagerCalls(Machine):
                 self.subject.do(8, "computed", request.request_id, stop)
                 self.tables.refresh()
 
-    def release(self, request: Request, method: str, *, is_kept: bool = False) -> None:
+    def release(self, request: RequestRecord, method: str, *, is_kept: bool = False) -> None:
         """Take a request's blocks away; `is_kept`: what they hold can be found again."""
         self.hits.note_released(request, num_kept=request.num_computed if is_kept else 0)
         self.entries.note_released(request)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.errors import Code, HarnessError
-from harness.properties.core.adapter import Adapter
+from harness.properties.core.adapter import NamedAdapter
 
 __all__ = ["PoolCapabilities", "declared_choice", "declared_pool", "declared_sizes"]
 
@@ -37,7 +37,7 @@ class PoolCapabilities:
         return self.windows != (None,)
 
     @classmethod
-    def of(cls, adapter: Adapter) -> "PoolCapabilities":
+    def of(cls, adapter: NamedAdapter) -> "PoolCapabilities":
         """Read what an adapter declares.
 
         Raises:
@@ -46,7 +46,7 @@ class PoolCapabilities:
         return cls(**declared_pool(adapter))
 
 
-def declared_pool(adapter: Adapter) -> dict[str, Any]:
+def declared_pool(adapter: NamedAdapter) -> dict[str, Any]:
     """Return the fields of `PoolCapabilities` that an adapter declares; raises as `PoolCapabilities.of`."""
     declared: dict[str, Any] = {
         name: declared_sizes(adapter, name)
@@ -61,7 +61,7 @@ def declared_pool(adapter: Adapter) -> dict[str, Any]:
     return declared
 
 
-def declared_sizes(adapter: Adapter, name: str) -> tuple[int, ...]:
+def declared_sizes(adapter: NamedAdapter, name: str) -> tuple[int, ...]:
     """Return an attribute that lists positive integers.
 
     Raises:
@@ -77,7 +77,7 @@ def declared_sizes(adapter: Adapter, name: str) -> tuple[int, ...]:
     return sizes
 
 
-def declared_choice(adapter: Adapter, name: str, choices: tuple[Any, ...]) -> Any:
+def declared_choice(adapter: NamedAdapter, name: str, choices: tuple[Any, ...]) -> Any:
     """Return an attribute that is one of some values, the first of them if it is absent.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from harness.properties.blocks.tables import Request, Tables
+from harness.properties.blocks.tables import RequestRecord, Tables
 
 __all__ = ["ExpectedHits"]
 
@@ -29,18 +29,18 @@ class ExpectedHits:
         self._all_lost_at = 0
         self._expected: set[int] = set()
 
-    def note_computed(self, request: Request, like: Request | None = None) -> None:
+    def note_computed(self, request: RequestRecord, like: RequestRecord | None = None) -> None:
         """Note the full blocks of a request that are computed; `like`: when they were for another."""
         for prefix in self._full_prefixes(request):
             since = self._clock if like is None else self._computed_at[like.request_id, prefix]
             self._computed_at.setdefault((request.request_id, prefix), since)
 
-    def note_unfindable(self, request: Request) -> None:
+    def note_unfindable(self, request: RequestRecord) -> None:
         """Note blocks of a request that the cache need not find: their content came from elsewhere."""
         for prefix in self._full_prefixes(request):
             self._computed_at[request.request_id, prefix] = NEVER
 
-    def note_released(self, request: Request, *, num_kept: int) -> None:
+    def note_released(self, request: RequestRecord, *, num_kept: int) -> None:
         """Note that a request gives its blocks up; the cache has to keep those of its first `num_kept` tokens."""
         for index, prefix in enumerate(self._full_prefixes(request)):
             since = self._computed_at.pop((request.request_id, prefix))
@@ -84,5 +84,5 @@ class ExpectedHits:
     def _forget_idle(self) -> None:
         self._expected &= {prefix for request in self._tables.live.values() for prefix in self._full_prefixes(request)}
 
-    def _full_prefixes(self, request: Request) -> list[int]:
+    def _full_prefixes(self, request: RequestRecord) -> list[int]:
         return request.prefixes[: request.num_computed][self._block_size - 1 :: self._block_size]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from harness.properties.blocks.calls import BlockManagerCalls
 from harness.properties.blocks.swapping import Swapping
-from harness.properties.blocks.tables import Request
+from harness.properties.blocks.tables import RequestRecord
 from harness.properties.blocks.tokens import prompts, similar_prompts, stretch_of, token_lists
 from harness.properties.core.findings import Violation
 from harness.properties.core.machine import Arguments, Drawn, NotApplicable, action, one_of
@@ -234,14 +234,14 @@ class BlockManagerMachine(Swapping, BlockManagerCalls):
                 "assert result is not None",
             )
 
-    def _caught_up(self, request_id: int) -> Request:
+    def _caught_up(self, request_id: int) -> RequestRecord:
         request = _known(self.tables.live, request_id)
         if request not in self.caught_up():
             raise NotApplicable
         return request
 
 
-def _known(requests: dict[int, Request], request_id: int) -> Request:
+def _known(requests: dict[int, RequestRecord], request_id: int) -> RequestRecord:
     if request_id not in requests:
         raise NotApplicable
     return requests[request_id]

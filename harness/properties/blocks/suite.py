@@ -8,8 +8,8 @@ from hypothesis import settings as Settings  # noqa: N812  # `settings` is what 
 from harness.properties.blocks.adapter import OPTIONAL, REQUIRED
 from harness.properties.blocks.capabilities import PoolCapabilities
 from harness.properties.blocks.machine import BlockManagerMachine
-from harness.properties.core.adapter import Adapter
-from harness.properties.core.findings import Finding
+from harness.properties.core.adapter import NamedAdapter
+from harness.properties.core.findings import PropertyFinding
 from harness.properties.core.search import SearchReport, not_offered, search
 from harness.properties.core.subject import Subject
 
@@ -36,7 +36,7 @@ def search_block_manager(
     Raises:
         HarnessError: BAD_ADAPTER.
     """
-    adapter, hits = Adapter.of(factory), _Hits()
+    adapter, hits = NamedAdapter.of(factory), _Hits()
     report = search(lambda: hits.watched(BlockManagerMachine(adapter)), settings, is_first_enough=is_first_enough)
     miss = hits.miss_of_all()
     if miss is not None and hits.reports_hits:
@@ -55,7 +55,7 @@ class _Hits:
     def __init__(self) -> None:
         self._machines: list[BlockManagerMachine] = []
         self._num_hits = 0
-        self._miss: Finding | None = None
+        self._miss: PropertyFinding | None = None
         self.reports_hits = False
         """Whether a look-up is offered: without one, a manager that finds nothing may have no prefix cache."""
 
@@ -65,7 +65,7 @@ class _Hits:
         self._machines.append(machine)
         return machine
 
-    def miss_of_all(self) -> Finding | None:
+    def miss_of_all(self) -> PropertyFinding | None:
         """Return a miss if some example had reason to hit and none did."""
         self._take_down()
         return None if self._num_hits else self._miss
@@ -82,7 +82,7 @@ class _Hits:
 
 def not_checked(factory: Callable[..., Any]) -> list[str]:
     """Name what the adapter does not offer, and the invariants that are therefore not checked, or checked less."""
-    adapter = Adapter.of(factory)
+    adapter = NamedAdapter.of(factory)
     pool = PoolCapabilities.of(adapter)
     subject = Subject(
         adapter, "manager", required=REQUIRED, num_blocks=max(pool.pool_sizes), block_size=pool.block_sizes[-1]

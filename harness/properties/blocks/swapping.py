@@ -1,7 +1,7 @@
 """Requests whose blocks are moved to host memory and back, in block managers that can do so."""
 
 from harness.properties.blocks.calls import BlockManagerCalls
-from harness.properties.blocks.tables import Request
+from harness.properties.blocks.tables import RequestRecord
 from harness.properties.core.findings import Violation
 from harness.properties.core.machine import NotApplicable, action, one_of
 
@@ -14,7 +14,7 @@ class Swapping(BlockManagerCalls):
     def start(self, num_blocks: int, block_size: int, hash_bits: int | None, num_host_blocks: int) -> None:
         """Make a manager with nothing in host memory."""
         super().start(num_blocks, block_size, hash_bits, num_host_blocks)
-        self.swapped: dict[int, Request] = {}
+        self.swapped: dict[int, RequestRecord] = {}
         self.host_blocks: dict[int, list[int]] = {}
         """By request, the blocks of host memory that hold its content."""
 

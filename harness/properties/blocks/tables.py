@@ -8,11 +8,11 @@ from harness.properties.blocks.content import ContentOracle
 from harness.properties.core.findings import Violation
 from harness.properties.core.subject import Subject
 
-__all__ = ["Owner", "Request", "Tables"]
+__all__ = ["Owner", "RequestRecord", "Tables"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Request:
+class RequestRecord:
     """The suite's own record of one request."""
 
     request_id: int
@@ -38,7 +38,7 @@ class Request:
 class Owner:
     """One place of a block in a table."""
 
-    request: Request
+    request: RequestRecord
     group: int
     index: int
 
@@ -61,7 +61,7 @@ class Tables:
         num_lookahead: int = 0,
     ) -> None:
         self.oracle = ContentOracle(block_size)
-        self.live: dict[int, Request] = {}
+        self.live: dict[int, RequestRecord] = {}
         self.knows_all = True
         self._subject = subject
         self._pool = pool
@@ -82,7 +82,7 @@ class Tables:
         """Whether the whole pool holds `num_tokens` tokens of one request, in all groups."""
         return self.num_needed(num_tokens) * self._pool.num_groups <= self._num_blocks
 
-    def source(self, request: Request, group: int) -> str:
+    def source(self, request: RequestRecord, group: int) -> str:
         """Return the call that gives a table, as source text."""
         arguments = f"{request.request_id}, {group}" if self._pool.has_groups else f"{request.request_id}"
         return f"{self._subject.name}.block_table({arguments})"
@@ -113,14 +113,14 @@ class Tables:
         groups = range(self._pool.num_groups)
         return [list(self._subject.ask(15, "block_table", request_id, group)) for group in groups]
 
-    def _assume_copies(self, old: Sequence[Sequence[int]], request: Request) -> None:
+    def _assume_copies(self, old: Sequence[Sequence[int]], request: RequestRecord) -> None:
         """Take a block that another has replaced as copied: without `take_copies` that is unknown."""
         for before, after in zip(old, request.tables, strict=False):
             for source, target in zip(before, after, strict=False):
                 if source != target and target != self._null_block:
                     self.oracle.copy(source, target)
 
-    def write(self, request: Request, stop: int, *, found: Mapping[int, int] | None = None) -> None:
+    def write(self, request: RequestRecord, stop: int, *, found: Mapping[int, int] | None = None) -> None:
         """Compute a request up to `stop`: write the slots of its new positions in every group.
 
         `found` are the tokens that requests which start in the same step find in the cache. They may be what the step
@@ -140,7 +140,7 @@ class Tables:
 
     def _check_written(
         self,
-        request: Request,
+        request: RequestRecord,
         group: int,
         index: int,
         position: int,
@@ -178,7 +178,7 @@ class Tables:
         for request in self.live.values():
             self.check_content(request, 7)
 
-    def check_table(self, request: Request) -> None:
+    def check_table(self, request: RequestRecord) -> None:
         """Verify the length of a request's tables, and that no block is twice in one.
 
         Raises:
@@ -188,7 +188,7 @@ class Tables:
             self._check_length(request, group)
             self._check_entries(request, group)
 
-    def _check_length(self, request: Request, group: int) -> None:
+    def _check_length(self, request: RequestRecord, group: int) -> None:
         table, source = request.tables[group], self.source(request, group)
         most = self.num_needed(len(request.token_ids) + self._num_lookahead)
         least = most if self._are_exact else self.num_needed(request.num_computed)
@@ -200,7 +200,7 @@ class Tables:
                 f"assert {least} <= len({source}) <= {most}",
             )
 
-    def _check_entries(self, request: Request, group: int) -> None:
+    def _check_entries(self, request: RequestRecord, group: int) -> None:
         table, source = request.tables[group], self.source(request, group)
         blocks = [block for block in table if block != self._null_block]
         if len(blocks) < len(table) and self._pool.windows[group] is None:
@@ -281,7 +281,7 @@ class Tables:
                     f"assert {self._subject.name}.num_owners({block}) == {len(places)}",
                 )
 
-    def check_content(self, request: Request, invariant: int, *, first_query: int | None = None) -> None:
+    def check_content(self, request: RequestRecord, invariant: int, *, first_query: int | None = None) -> None:
         """Verify that what counts as computed is there, as far back as each group attends to.
 
         `first_query` is the first position that attends to it; None: the next one that is computed.
@@ -299,7 +299,7 @@ class Tables:
             if position is not None:
                 self._raise_wrong(request, group, position, invariant)
 
-    def _raise_wrong(self, request: Request, group: int, position: int, invariant: int) -> None:
+    def _raise_wrong(self, request: RequestRecord, group: int, position: int, invariant: int) -> None:
         index, table = position // self._block_size, request.tables[group]
         block, expected = table[index], (group, request.prefixes[position])
         raise Violation(

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-__all__ = ["Adapter", "hides_parameters", "takes"]
+__all__ = ["NamedAdapter", "hides_parameters", "takes"]
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class NamedAdapter:
     """A class, a function, a partial, a bound method or any other object, with the source text that names it."""
 
     target: Any
@@ -20,7 +20,7 @@ class Adapter:
     """The expression that names it after these lines."""
 
     @classmethod
-    def of(cls, named: Any) -> "Adapter":
+    def of(cls, named: Any) -> "NamedAdapter":
         """Return an adapter as it is, and find the import of anything else by its module and qualified name."""
         if isinstance(named, cls):
             return named
@@ -35,13 +35,13 @@ class Adapter:
         return cls(named, made.imports, f"{made.expression}()")
 
     @classmethod
-    def at(cls, path: str, target: Any) -> "Adapter":
+    def at(cls, path: str, target: Any) -> "NamedAdapter":
         """Return the adapter that `module:name` names."""
         module, _, name = path.partition(":")
         return cls(target, (f"from {module} import {name.partition('.')[0]}",), name)
 
     @classmethod
-    def _of_partial(cls, named: "partial[Any]") -> "Adapter":
+    def _of_partial(cls, named: "partial[Any]") -> "NamedAdapter":
         inner = cls.of(named.func)
         arguments = [inner.expression, *map(repr, named.args)]
         arguments += [f"{name}={value!r}" for name, value in named.keywords.items()]

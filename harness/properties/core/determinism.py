@@ -7,7 +7,7 @@ enough: the order of its elements depends on where they lie in memory.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from harness.properties.core.findings import Finding, RejectedError, Violation
+from harness.properties.core.findings import PropertyFinding, RejectedError, Violation
 from harness.properties.core.machine import Machine, NotApplicable, Step
 from harness.properties.core.minimize import smaller_traces
 from harness.properties.core.subject import Call
@@ -33,7 +33,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class CallDifference:
     """Two runs of an example, up to the call that they answer differently."""
 
     trace: Sequence[Step]
@@ -42,7 +42,9 @@ class Difference:
     answers: tuple[str, str]
 
 
-def difference(make: Callable[[], Machine], samples: Sequence[Sample], *, is_certain: bool = False) -> Finding | None:
+def difference(
+    make: Callable[[], Machine], samples: Sequence[Sample], *, is_certain: bool = False
+) -> PropertyFinding | None:
     """Run samples a second time, and return the shortest example whose answers differ; None if there is none.
 
     `is_certain`: the search has met a difference already, so that one is reported even if it does not come again.
@@ -54,20 +56,22 @@ def difference(make: Callable[[], Machine], samples: Sequence[Sample], *, is_cer
     if not is_certain:
         return None
     what = "an example was run twice and did not take the same course; no second run of another one showed where"
-    return Finding.of(Violation(INVARIANT, what), "# no program: the difference did not come again\n")
+    return PropertyFinding.of(Violation(INVARIANT, what), "# no program: the difference did not come again\n")
 
 
-def _compare(make: Callable[[], Machine], sample: Sample) -> Difference | None:
+def _compare(make: Callable[[], Machine], sample: Sample) -> CallDifference | None:
     machine = _run(make, sample.trace)
     if machine is None:
         return None
     for index, (first, second) in enumerate(zip(sample.calls, machine.subject.calls, strict=False)):
         if first.source == second.source and first.answer != second.answer:
-            return Difference(trace=sample.trace, machine=machine, index=index, answers=(_told(first), _told(second)))
+            return CallDifference(
+                trace=sample.trace, machine=machine, index=index, answers=(_told(first), _told(second))
+            )
     return None
 
 
-def _smallest(make: Callable[[], Machine], found: Difference) -> Difference:
+def _smallest(make: Callable[[], Machine], found: CallDifference) -> CallDifference:
     num_runs, is_smaller = 0, True
     while is_smaller and num_runs < MOST_RUNS:
         is_smaller = False
@@ -82,7 +86,7 @@ def _smallest(make: Callable[[], Machine], found: Difference) -> Difference:
     return found
 
 
-def _differs(make: Callable[[], Machine], trace: Sequence[Step]) -> Difference | None:
+def _differs(make: Callable[[], Machine], trace: Sequence[Step]) -> CallDifference | None:
     first = _run(make, trace)
     if first is None:
         return None
@@ -102,7 +106,7 @@ def _run(make: Callable[[], Machine], trace: Sequence[Step]) -> Machine | None:
     return machine
 
 
-def _finding(found: Difference) -> Finding:
+def _finding(found: CallDifference) -> PropertyFinding:
     subject, (first, second) = found.machine.subject, found.answers
     calls = subject.calls[: found.index + 1]
     what = f"{calls[-1].source} gave {first} in one run and {second} in another, after the same calls"
@@ -118,7 +122,7 @@ def _finding(found: Difference) -> Finding:
         "answers = [run() for _ in range(1000)]",
         "assert all(answer == answers[0] for answer in answers)",
     ]
-    return Finding.of(Violation(INVARIANT, what), "\n".join(lines) + "\n")
+    return PropertyFinding.of(Violation(INVARIANT, what), "\n".join(lines) + "\n")
 
 
 def _attempt(call: Call) -> list[str]:

@@ -10,8 +10,8 @@ from hypothesis.errors import Flaky, Unsatisfiable, UnsatisfiedAssumption
 from hypothesis.strategies import SearchStrategy
 
 from harness.errors import Code, HarnessError
-from harness.properties.core.adapter import Adapter, hides_parameters, takes
-from harness.properties.core.findings import Counterexample, Finding, PropertyError, RejectedError, Rejections
+from harness.properties.core.adapter import NamedAdapter, hides_parameters, takes
+from harness.properties.core.findings import Counterexample, PropertyError, PropertyFinding, RejectedError, Rejections
 
 __all__ = ["Target", "calling", "falsify"]
 
@@ -31,7 +31,7 @@ class Target:
 
     def __init__(self, named: Any, name: str) -> None:
         self.name = name
-        self._source = Adapter.of(named)
+        self._source = NamedAdapter.of(named)
         target = self._source.target
         self.adapter: Any = target() if self._source.is_class else target
 
@@ -119,4 +119,4 @@ def falsify(
 
 
 def _finding(property: str, what: str, program: str) -> PropertyError:
-    return PropertyError(Finding(property=property, what=what, program=program))
+    return PropertyError(PropertyFinding(property=property, what=what, program=program))

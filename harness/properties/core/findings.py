@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from harness.errors import Code, HarnessError
 from harness.properties.core.invariants import INVARIANTS, severity_of
 
-__all__ = ["Counterexample", "Finding", "PropertyError", "RejectedError", "Rejections", "Violation", "raise_all"]
+__all__ = [
+    "Counterexample",
+    "PropertyError",
+    "PropertyFinding",
+    "RejectedError",
+    "Rejections",
+    "Violation",
+    "raise_all",
+]
 
 Rejections = Counter[str]
 """By an adapter's words: how many inputs it said it does not serve."""
@@ -54,7 +62,7 @@ class Violation(Counterexample):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class PropertyFinding:
     """One property that does not hold."""
 
     property: str
@@ -67,7 +75,7 @@ class Finding:
     """Its number in `INVARIANTS`; None for properties of single calls."""
 
     @classmethod
-    def of(cls, violation: Violation, program: str) -> "Finding":
+    def of(cls, violation: Violation, program: str) -> "PropertyFinding":
         """Make a finding of a broken invariant."""
         number = violation.invariant
         property = f"invariant {number}: {INVARIANTS[number]}"
@@ -89,7 +97,7 @@ class PropertyError(HarnessError):
         property, invariant, program: those of the first finding.
     """
 
-    def __init__(self, *findings: Finding) -> None:
+    def __init__(self, *findings: PropertyFinding) -> None:
         self.findings = findings
         first = findings[0]
         self.property, self.invariant, self.program = first.property, first.invariant, first.program
@@ -112,7 +120,7 @@ def raise_all(checks: Iterable[Callable[[], Rejections]]) -> Rejections:
     Raises:
         PropertyError: the findings of all.
     """
-    findings: list[Finding] = []
+    findings: list[PropertyFinding] = []
     rejections = Rejections()
     for check in checks:
         try:

@@ -10,7 +10,7 @@ from hypothesis.errors import Flaky, StopTest, Unsatisfiable
 
 from harness.errors import Code, HarnessError
 from harness.properties.core.determinism import Sample, difference
-from harness.properties.core.findings import Finding, PropertyError, RejectedError, Rejections, Violation
+from harness.properties.core.findings import PropertyError, PropertyFinding, RejectedError, Rejections, Violation
 from harness.properties.core.invariants import severity_of
 from harness.properties.core.machine import Machine, Step
 from harness.properties.core.minimize import minimize
@@ -36,7 +36,7 @@ class EnoughFoundError(BaseException):
 class SearchReport:
     """The result of a search."""
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[PropertyFinding] = field(default_factory=list)
     """The worst first."""
     num_examples: int = 0
     rejections: Rejections = field(default_factory=Rejections)
@@ -140,7 +140,7 @@ class _Found:
         if self.broken and self._is_first_enough:
             raise EnoughFoundError
 
-    def smallest(self, invariant: int) -> Finding:
+    def smallest(self, invariant: int) -> PropertyFinding:
         """Return the shortest program that breaks an invariant."""
         shrunk = [
             minimize(self._make, trace, invariant, hangs=violation.hangs)
@@ -148,10 +148,10 @@ class _Found:
         ]
         found = min(filter(None, shrunk), key=lambda smallest: smallest.cost, default=None)
         if found is not None:
-            return Finding.of(found.violation, found.machine.subject.program(found.violation))
+            return PropertyFinding.of(found.violation, found.machine.subject.program(found.violation))
         _, violation, machine = self.broken[invariant][0]
         what = f"{violation.what}; the same calls a second time did not show it"
-        return Finding.of(Violation(invariant, what), machine.subject.program(violation))
+        return PropertyFinding.of(Violation(invariant, what), machine.subject.program(violation))
 
     def _note(self, violation: Violation, trace: list[Step], machine: Machine) -> None:
         broken = self.broken.setdefault(violation.invariant, [])

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis.errors import UnsatisfiedAssumption
 
 from harness.errors import Code, HarnessError
-from harness.properties.core.adapter import Adapter, takes
+from harness.properties.core.adapter import NamedAdapter, takes
 from harness.properties.core.findings import RejectedError, Violation
 from harness.properties.core.source import plain_text, spell
 from harness.properties.core.watchdog import HangError, call_limited
@@ -35,7 +35,7 @@ class Subject:
     """
 
     def __init__(self, factory: Any, name: str, *, required: Iterable[str] = (), **sizes: object) -> None:
-        self._adapter = Adapter.of(factory)
+        self._adapter = NamedAdapter.of(factory)
         self.name = name
         self._sizes = sizes
         self.calls: list[Call] = []

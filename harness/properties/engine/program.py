@@ -1,12 +1,12 @@
 """A finding about a whole engine as a program, with the engine's adapter in it and nothing else."""
 
-from harness.properties.core.adapter import Adapter
+from harness.properties.core.adapter import NamedAdapter
 from harness.properties.engine.case import EngineCase
 
 __all__ = ["tap_program", "token_program"]
 
 
-def token_program(adapter: Adapter, case: EngineCase) -> str:
+def token_program(adapter: NamedAdapter, case: EngineCase) -> str:
     """Return a program that asserts that the tokens of all requests are those of each alone."""
     name = adapter.expression
     alone = f"plain = [{name}().generate([prompt], [n])[0] for prompt, n in zip(prompts, max_new_tokens)]"
@@ -17,7 +17,7 @@ def token_program(adapter: Adapter, case: EngineCase) -> str:
 
 
 def tap_program(
-    adapter: Adapter, case: EngineCase, request: int, tap: str, place: tuple[int, int], bound: float, unit: float
+    adapter: NamedAdapter, case: EngineCase, request: int, tap: str, place: tuple[int, int], bound: float, unit: float
 ) -> str:
     """Return a program that asserts that one row of a tap is what it is alone; `place` is its key among the taps."""
     lines = [
@@ -34,7 +34,7 @@ def tap_program(
     return "\n".join(lines) + "\n"
 
 
-def _opening(adapter: Adapter, case: EngineCase) -> list[str]:
+def _opening(adapter: NamedAdapter, case: EngineCase) -> list[str]:
     prompts = [list(prompt) for prompt in case.prompts]
     return [
         *adapter.imports,
@@ -43,7 +43,7 @@ def _opening(adapter: Adapter, case: EngineCase) -> list[str]:
     ]
 
 
-def _running(adapter: Adapter, case: EngineCase) -> list[str]:
+def _running(adapter: NamedAdapter, case: EngineCase) -> list[str]:
     options = ", ".join(f"{name}={value!r}" for name, value in case.options.items())
     lines = [f"engine = {adapter.expression}({options})"]
     if case.warm_up:

@@ -9,7 +9,7 @@ from hypothesis import settings as Settings  # noqa: N812  # `settings` is what 
 
 from harness.base.metrics import rounding_unit
 from harness.errors import Code, HarnessError
-from harness.properties.core.adapter import Adapter
+from harness.properties.core.adapter import NamedAdapter
 from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections
 from harness.properties.engine.adapter import OPTIONAL, OPTIONS, Taps
@@ -63,7 +63,7 @@ def check_engine(factory: Any, settings: Settings, relation: str = "all") -> Rej
 
 def refusal(factory: Any, relation: str) -> str | None:
     """Return why a relation cannot be checked of an engine; None if it can."""
-    adapter = Adapter.of(factory)
+    adapter = NamedAdapter.of(factory)
     missing = [option for option in RELATIONS[relation].options if not adapter.takes(option)]
     reasons: Mapping[str, str] = adapter.declares("refusals", {})
     if missing and missing[0] in reasons:
@@ -89,7 +89,7 @@ class EngineUnderTest:
     """
 
     def __init__(self, factory: Any) -> None:
-        self.adapter = Adapter.of(factory)
+        self.adapter = NamedAdapter.of(factory)
         engine = self.adapter.target()
         if not callable(getattr(engine, "generate", None)) or not hasattr(engine, "vocab_size"):
             raise HarnessError(

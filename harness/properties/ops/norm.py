@@ -17,7 +17,7 @@ from harness.base.metrics import largest_rounding, rounding_unit
 from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections, raise_all
 from harness.properties.ops.adapter import OpsUnderTest
-from harness.properties.ops.rows import Rows, closeness_lines, worst_row
+from harness.properties.ops.rows import RandomRows, closeness_lines, worst_row
 
 __all__ = ["check_norms"]
 
@@ -29,18 +29,18 @@ _LEVELS = {"float32": 40, "bfloat16": 40, "float16": 13}
 class NormCase:
     """Rows to be normalised."""
 
-    x: Rows
+    x: RandomRows
     eps: float
     factor: float
     """By which the rows are scaled, where the property is about that; a power of two."""
 
     @property
-    def weight(self) -> Rows:
+    def weight(self) -> RandomRows:
         """[X]: half to one and a half, for the most part."""
         return replace(self.x, shape=self.x.shape[-1:], level=0.25, offset=1.0, seed=self.x.seed + 1)
 
     @property
-    def bias(self) -> Rows:
+    def bias(self) -> RandomRows:
         """[X]."""
         return replace(self.x, shape=self.x.shape[-1:], level=0.5, offset=0.0, seed=self.x.seed + 2)
 
@@ -188,7 +188,7 @@ def _cases(draw: DrawFn, dtypes: tuple[str, ...], *, is_centred: bool) -> NormCa
     # At a mean far above the spread nothing is left of the row to be judged.
     offset = draw(st.sampled_from((0.0, 1.0, -3.0))) * level if is_centred else 0.0
     return NormCase(
-        x=Rows(
+        x=RandomRows(
             shape=(draw(st.integers(1, 4)), draw(st.sampled_from((8, 2, 3, 16, 64, 1000)))),
             dtype=dtype,
             level=level,

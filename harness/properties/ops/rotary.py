@@ -20,7 +20,7 @@ from harness.base.metrics import largest_rounding, rounding_unit
 from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections, raise_all
 from harness.properties.ops.adapter import OpsUnderTest
-from harness.properties.ops.rows import Rows, closeness_lines, worst_row
+from harness.properties.ops.rows import RandomRows, closeness_lines, worst_row
 
 __all__ = ["check_rotary"]
 
@@ -29,7 +29,7 @@ __all__ = ["check_rotary"]
 class RotaryCase:
     """Heads and their positions."""
 
-    rows: Rows
+    rows: RandomRows
     """[T, N, H]."""
     positions: tuple[int, ...]
     shift: int
@@ -37,7 +37,7 @@ class RotaryCase:
     theta: float
 
 
-Claim = Callable[["Rotation"], None]
+Claim = Callable[["RotaryScheme"], None]
 
 
 def check_rotary(named: Any, settings: Settings) -> Rejections:
@@ -49,13 +49,13 @@ def check_rotary(named: Any, settings: Settings) -> Rejections:
     target = OpsUnderTest(named)
 
     def check(method: str, sentence: str, claim: Claim) -> Rejections:
-        return falsify(sentence, lambda case: claim(Rotation(target, method, case)), _cases(target), settings)
+        return falsify(sentence, lambda case: claim(RotaryScheme(target, method, case)), _cases(target), settings)
 
     methods = filter(target.offers, ("rotary", "rotary_interleaved"))
     return raise_all(partial(check, method, *claim) for method in methods for claim in _CLAIMS.items())
 
 
-class Rotation:
+class RotaryScheme:
     """One way to rotate, on one case."""
 
     def __init__(self, target: OpsUnderTest, method: str, case: RotaryCase) -> None:
@@ -96,7 +96,7 @@ class Rotation:
             raise Counterexample(what, self.program([*lines, *closeness_lines(row, bound, actual.dtype)]))
 
 
-def _definition(rotation: Rotation) -> None:
+def _definition(rotation: RotaryScheme) -> None:
     x_TNH, case = rotation.x_TNH, rotation.case
     pairs_TNP2 = rotation.pairs(x_TNH.double())
     num_pairs = x_TNH.shape[-1] // 2
@@ -117,14 +117,14 @@ def _definition(rotation: Rotation) -> None:
     rotation.expect(rotation.rotate(x_TNH, rotation.positions_T), expected, rotation.positions_T, lines)
 
 
-def _position_zero(rotation: Rotation) -> None:
+def _position_zero(rotation: RotaryScheme) -> None:
     zeros = torch.zeros_like(rotation.positions_T)
     if not torch.equal(rotation.rotate(rotation.x_TNH, zeros), rotation.x_TNH):
         lines = [rotation.line("out", "x", "torch.zeros_like(positions)"), "assert torch.equal(out, x)"]
         raise Counterexample(f"{rotation.method} changes what stands at position 0", rotation.program(lines))
 
 
-def _composition(rotation: Rotation) -> None:
+def _composition(rotation: RotaryScheme) -> None:
     positions_T, shift = rotation.positions_T, rotation.case.shift
     there = rotation.rotate(rotation.x_TNH, positions_T)
     twice = rotation.rotate(there, torch.full_like(positions_T, shift))
@@ -137,7 +137,7 @@ def _composition(rotation: Rotation) -> None:
     rotation.expect(twice, at_once, 2 * (positions_T + shift), lines)
 
 
-def _norm(rotation: Rotation) -> None:
+def _norm(rotation: RotaryScheme) -> None:
     rotated = rotation.pairs(rotation.rotate(rotation.x_TNH, rotation.positions_T)).double().norm(dim=-1)
     expected = rotation.pairs(rotation.x_TNH.double()).norm(dim=-1)
     half = rotation.x_TNH.shape[-1] // 2
@@ -162,7 +162,7 @@ def _norm(rotation: Rotation) -> None:
         raise Counterexample(what, rotation.program([*lines, *ending]))
 
 
-def _relative(rotation: Rotation) -> None:
+def _relative(rotation: RotaryScheme) -> None:
     shift, positions_T = rotation.case.shift, rotation.positions_T
     q, k = rotation.x_TNH, rotation.x_TNH.flip(0)
     k_positions_T = positions_T.flip(0)
@@ -195,13 +195,13 @@ def _products(q_TNH: torch.Tensor, k_TNH: torch.Tensor) -> torch.Tensor:
     return (q_TNH.double() * k_TNH.double()).sum(dim=-1)
 
 
-def _permutation(rotation: Rotation) -> None:
+def _permutation(rotation: RotaryScheme) -> None:
     """Compare the two ways with each other if there are two."""
     if rotation.method != "rotary" or not rotation.target.offers("rotary_interleaved"):
         return
     half = rotation.x_TNH.shape[-1] // 2
     interleaved = [i // 2 + half * (i % 2) for i in range(2 * half)]
-    other = Rotation(rotation.target, "rotary_interleaved", rotation.case)
+    other = RotaryScheme(rotation.target, "rotary_interleaved", rotation.case)
     by_halves = rotation.rotate(rotation.x_TNH, rotation.positions_T)[..., interleaved]
     by_neighbours = other.rotate(rotation.x_TNH[..., interleaved], rotation.positions_T)
     lines = [
@@ -230,7 +230,7 @@ def _cases(target: OpsUnderTest) -> SearchStrategy[RotaryCase]:
 def _rotary_cases(draw: DrawFn, dtypes: tuple[str, ...]) -> RotaryCase:
     positions = draw(st.lists(st.integers(0, 40) | st.integers(0, 4000), min_size=1, max_size=6))
     return RotaryCase(
-        rows=Rows(
+        rows=RandomRows(
             shape=(len(positions), draw(st.integers(1, 3)), draw(st.sampled_from((8, 2, 4, 6, 16, 64, 128)))),
             dtype=draw(st.sampled_from(dtypes)),
             level=2.0 ** draw(st.just(0) | st.integers(-10, 10)),

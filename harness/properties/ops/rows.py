@@ -7,11 +7,11 @@ import torch
 
 from harness.base.metrics import rounding_unit, row_metrics
 
-__all__ = ["Rows", "closeness_lines", "worst_row"]
+__all__ = ["RandomRows", "closeness_lines", "worst_row"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class RandomRows:
     """Normally distributed numbers."""
 
     shape: tuple[int, ...]

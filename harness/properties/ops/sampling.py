@@ -21,7 +21,7 @@ from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections, raise_all
 from harness.properties.ops.adapter import OpsUnderTest
 
-__all__ = ["Request", "check_frequency", "check_sampling"]
+__all__ = ["SampledRow", "check_frequency", "check_sampling"]
 
 _SLACK = 1e-5
 """The room for a sum of probabilities in float32 at the edge of top-p or min-p."""
@@ -33,7 +33,7 @@ _LARGEST_Z = 5.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class SampledRow:
     """One row: how it is sampled, and from what."""
 
     logits: tuple[float, ...]
@@ -84,7 +84,7 @@ def check_sampling(named: Any, settings: Settings) -> Rejections:
     )
 
 
-def _check_sets(target: OpsUnderTest, batch: Sequence[Request]) -> None:
+def _check_sets(target: OpsUnderTest, batch: Sequence[SampledRow]) -> None:
     tokens = _sample(target, batch)
     for row, (request, token) in enumerate(zip(batch, tokens, strict=True)):
         allowed = request.probabilities(slack=_SLACK).nonzero().flatten().tolist()
@@ -95,7 +95,7 @@ def _check_sets(target: OpsUnderTest, batch: Sequence[Request]) -> None:
             )
 
 
-def _check_batches(target: OpsUnderTest, batch: Sequence[Request]) -> None:
+def _check_batches(target: OpsUnderTest, batch: Sequence[SampledRow]) -> None:
     tokens = _sample(target, batch)
     for row, request in enumerate(batch):
         alone = _sample(target, [request])
@@ -107,7 +107,7 @@ def _check_batches(target: OpsUnderTest, batch: Sequence[Request]) -> None:
             )
 
 
-def check_frequency(target: OpsUnderTest, request: Request) -> None:
+def check_frequency(target: OpsUnderTest, request: SampledRow) -> None:
     """Count what a request draws with many seeds, and test that with chi-square.
 
     Raises:
@@ -158,7 +158,7 @@ def _largest_chi_square(num_free: int) -> float:
     return num_free * (1 - 2 / (9 * num_free) + _LARGEST_Z * math.sqrt(2 / (9 * num_free))) ** 3
 
 
-def _sample(target: OpsUnderTest, batch: Sequence[Request]) -> list[int]:
+def _sample(target: OpsUnderTest, batch: Sequence[SampledRow]) -> list[int]:
     logits = torch.tensor([request.logits for request in batch])
     with calling("sample", lambda: _program(target, batch, [])):
         tokens = target.adapter.sample(
@@ -172,11 +172,11 @@ def _sample(target: OpsUnderTest, batch: Sequence[Request]) -> list[int]:
     return [int(token) for token in tokens]
 
 
-def _program(target: OpsUnderTest, batch: Sequence[Request], ending: Sequence[str]) -> str:
+def _program(target: OpsUnderTest, batch: Sequence[SampledRow], ending: Sequence[str]) -> str:
     return "\n".join(["import torch", *target.opening(), "", *_call(target, batch, "tokens"), *ending]) + "\n"
 
 
-def _call(target: OpsUnderTest, batch: Sequence[Request], name: str) -> list[str]:
+def _call(target: OpsUnderTest, batch: Sequence[SampledRow], name: str) -> list[str]:
     columns = {
         keyword: [getattr(request, field) for request in batch]
         for keyword, field in (
@@ -193,7 +193,7 @@ def _call(target: OpsUnderTest, batch: Sequence[Request], name: str) -> list[str
     ]
 
 
-def _many_calls(target: OpsUnderTest, request: Request) -> list[str]:
+def _many_calls(target: OpsUnderTest, request: SampledRow) -> list[str]:
     number = f"* {_NUM_DRAWS}"
     return [
         f"tokens = {target.name}.sample(",
@@ -206,9 +206,9 @@ def _many_calls(target: OpsUnderTest, request: Request) -> list[str]:
 
 
 @st.composite
-def _requests(draw: DrawFn, vocab_size: int | None = None) -> Request:
+def _requests(draw: DrawFn, vocab_size: int | None = None) -> SampledRow:
     size = draw(st.integers(2, 8)) if vocab_size is None else vocab_size
-    return Request(
+    return SampledRow(
         logits=tuple(draw(st.lists(st.integers(-12, 12).map(lambda x: x / 4), min_size=size, max_size=size))),
         temperature=draw(st.sampled_from((1.0, 0.0, 0.5, 2.0))),
         top_k=draw(st.sampled_from((0, 1, 2, 3))),
@@ -219,13 +219,13 @@ def _requests(draw: DrawFn, vocab_size: int | None = None) -> Request:
 
 
 @st.composite
-def _batches(draw: DrawFn) -> list[Request]:
+def _batches(draw: DrawFn) -> list[SampledRow]:
     size = draw(st.integers(2, 40))
     return draw(st.lists(_requests(size), min_size=1, max_size=5))
 
 
 @st.composite
-def _repeated(draw: DrawFn) -> list[Request]:
+def _repeated(draw: DrawFn) -> list[SampledRow]:
     """Draw one request with many seeds: sooner or later it draws what is hardly likely."""
     request = draw(_requests())
     first, number = draw(st.integers(0, 2**31)), draw(st.integers(1, 40))

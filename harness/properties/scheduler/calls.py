@@ -9,14 +9,14 @@ from typing import Any
 
 from harness.properties.blocks.cache_entries import CacheEntries
 from harness.properties.blocks.tables import Tables
-from harness.properties.core.adapter import Adapter
+from harness.properties.core.adapter import NamedAdapter
 from harness.properties.core.findings import Violation
 from harness.properties.core.machine import Machine, NotApplicable
 from harness.properties.core.subject import Subject
 from harness.properties.scheduler.adapter import OPTIONAL, REQUIRED
 from harness.properties.scheduler.capabilities import SchedulerCapabilities
-from harness.properties.scheduler.limits import Limits
-from harness.properties.scheduler.requests import Chunk, ScheduledRequest, Step
+from harness.properties.scheduler.limits import SchedulerLimits
+from harness.properties.scheduler.requests import Chunk, ScheduledRequest, ScheduledStep
 from harness.properties.scheduler.reuse import Reuse
 
 __all__ = ["END_OF_SEQUENCE", "MAX_EMPTY_STEPS", "SchedulerCalls"]
@@ -31,7 +31,7 @@ class SchedulerCalls(Machine):
 
     def __init__(self, factory: Any) -> None:
         super().__init__()
-        self.adapter = Adapter.of(factory)
+        self.adapter = NamedAdapter.of(factory)
         self.declared = SchedulerCapabilities.of(self.adapter)
 
     def start(
@@ -60,7 +60,7 @@ class SchedulerCalls(Machine):
         )  # fmt: skip
         self.offers = {method: self.subject.offers(method) for method in (*OPTIONAL, "finish")}
         self.has_salts = self.subject.takes("add", "salt")
-        self.limits = Limits(
+        self.limits = SchedulerLimits(
             declared=declared, budget=budget, max_num_seqs=max_num_seqs, max_model_len=max_model_len, note=self.note
         )
         self.tables = Tables(
@@ -71,7 +71,7 @@ class SchedulerCalls(Machine):
         self.entries = CacheEntries(self.subject, self.tables, block_size, self.note)
         self.reuse = Reuse(self)
         self.requests: dict[int, ScheduledRequest] = {}
-        self.in_flight: list[Step] = []
+        self.in_flight: list[ScheduledStep] = []
         self.num_requests = 0
         self.num_empty_steps = 0
 
@@ -241,9 +241,9 @@ class SchedulerCalls(Machine):
                     )
                 )
 
-    def _sample(self, chunks: Sequence[Chunk], sampled: list[int], num_accepted: int) -> Step:
+    def _sample(self, chunks: Sequence[Chunk], sampled: list[int], num_accepted: int) -> ScheduledStep:
         """Decide what a step samples; drafts that are not accepted are taken back."""
-        step = Step(chunks=chunks)
+        step = ScheduledStep(chunks=chunks)
         for chunk in chunks:
             request = self.requests[chunk.request_id]
             if chunk.stop < len(request.token_ids):

@@ -10,7 +10,7 @@ from harness.properties.blocks.capabilities import (
     declared_sizes,
 )
 from harness.properties.blocks.tokens import stretch_of
-from harness.properties.core.adapter import Adapter
+from harness.properties.core.adapter import NamedAdapter
 
 __all__ = ["SchedulerCapabilities"]
 
@@ -51,7 +51,7 @@ class SchedulerCapabilities(PoolCapabilities):
         return self.num_lookahead > 0
 
     @classmethod
-    def of(cls, adapter: Adapter) -> "SchedulerCapabilities":
+    def of(cls, adapter: NamedAdapter) -> "SchedulerCapabilities":
         """Read what an adapter declares.
 
         Raises:

@@ -7,11 +7,11 @@ from harness.properties.core.findings import Violation
 from harness.properties.scheduler.capabilities import SchedulerCapabilities
 from harness.properties.scheduler.requests import Chunk, ScheduledRequest
 
-__all__ = ["Limits"]
+__all__ = ["SchedulerLimits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SchedulerLimits:
     """The limits of a scheduler; `note` takes violations after which the example can go on."""
 
     declared: SchedulerCapabilities

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from harness.properties.blocks.tables import Request
+from harness.properties.blocks.tables import RequestRecord
 
-__all__ = ["Chunk", "ScheduledRequest", "Step"]
+__all__ = ["Chunk", "ScheduledRequest", "ScheduledStep"]
 
 
 class Chunk(NamedTuple):
@@ -18,7 +18,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class ScheduledRequest(Request):
+class ScheduledRequest(RequestRecord):
     """A request with its place in the queue.
 
     `token_ids` has all tokens that are sampled, those of steps in flight among them.
@@ -49,7 +49,7 @@ class ScheduledRequest(Request):
 
 
 @dataclass(slots=True, kw_only=True)
-class Step:
+class ScheduledStep:
     """A step that is planned and not yet reported."""
 
     chunks: Sequence[Chunk]

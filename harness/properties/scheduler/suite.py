@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import settings as Settings  # noqa: N812  # `settings` is what the functions here take
 
-from harness.properties.core.adapter import Adapter
+from harness.properties.core.adapter import NamedAdapter
 from harness.properties.core.search import SearchReport, not_offered, search
 from harness.properties.core.subject import Subject
 from harness.properties.scheduler.adapter import OPTIONAL, REQUIRED
@@ -41,13 +41,13 @@ def search_scheduler(
     Raises:
         HarnessError: BAD_ADAPTER.
     """
-    adapter, refuses = Adapter.of(factory), REFUSAL not in accepted
+    adapter, refuses = NamedAdapter.of(factory), REFUSAL not in accepted
     return search(lambda: SchedulerMachine(adapter, refuses=refuses), settings, is_first_enough=is_first_enough)
 
 
 def not_checked(factory: Callable[..., Any]) -> list[str]:
     """Name what the adapter does not offer, and the invariants that are therefore not checked, or checked less."""
-    adapter = Adapter.of(factory)
+    adapter = NamedAdapter.of(factory)
     declared = SchedulerCapabilities.of(adapter)
     subject = Subject(
         adapter, "scheduler", required=REQUIRED, num_blocks=max(declared.pool_sizes),

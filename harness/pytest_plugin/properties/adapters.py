@@ -12,10 +12,10 @@ from harness.errors import Code, HarnessError
 __all__ = ["ADAPTERS", "attention", "block_manager", "engine", "load_adapter", "ops", "option_of", "scheduler"]
 
 ADAPTERS = {
-    "block_manager": "harness.selfcheck.properties.blocks:BlockManager",
-    "scheduler": "harness.selfcheck.properties.scheduler:Scheduler",
-    "attention": "harness.selfcheck.properties.attention:PagedAttention",
-    "engine": "harness.selfcheck.properties.engine:Engine",
+    "block_manager": "harness.selfcheck.properties.blocks:BlockManagerSubject",
+    "scheduler": "harness.selfcheck.properties.scheduler:SchedulerSubject",
+    "attention": "harness.selfcheck.properties.attention:PagedSubject",
+    "engine": "harness.selfcheck.properties.engine:EngineSubject",
     "ops": "harness.selfcheck.properties.ops:Ops",
 }
 """By the name of the fixture, what is tested without the option: the reference engine."""
@@ -58,7 +58,7 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 def _adapter(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Yield the object that the fixture's option names; its module may lie where pytest was started."""
-    from harness.properties.core.adapter import Adapter
+    from harness.properties.core.adapter import NamedAdapter
 
     name = str(request.fixturename)
     path = request.config.getoption(name) or ADAPTERS[name]
@@ -67,18 +67,18 @@ def _adapter(request: pytest.FixtureRequest) -> Iterator[Any]:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(request.config.invocation_params.dir), *sys.path])
-        yield Adapter.at(path, load_adapter(path, option=option_of(name)))
+        yield NamedAdapter.at(path, load_adapter(path, option=option_of(name)))
 
 
 def _installed(name: str, model: str | None) -> Any:
     """Return the adapter of an engine that is installed for every command of the harness."""
-    from harness.properties.core.adapter import Adapter
+    from harness.properties.core.adapter import NamedAdapter
     from harness.properties.engine.installed import installed_engine
 
     arguments = repr(name) if model is None else f"{name!r}, {model!r}"
     module = "harness.properties.engine.installed"
     imports = (f"from {module} import installed_engine",)
-    return Adapter(installed_engine(name, model), imports, f"installed_engine({arguments})")
+    return NamedAdapter(installed_engine(name, model), imports, f"installed_engine({arguments})")
 
 
 def load_adapter(path: str, *, option: str) -> Any:

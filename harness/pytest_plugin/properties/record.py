@@ -10,7 +10,7 @@ import pytest
 from harness.base.files import write_text
 
 if TYPE_CHECKING:
-    from harness.properties.core.findings import Finding, Rejections
+    from harness.properties.core.findings import PropertyFinding, Rejections
     from harness.properties.core.search import SearchReport
 
 __all__ = ["ATTRIBUTE", "RECORD", "SCHEMA_VERSION", "FindingsFile", "SuiteRecord", "suite_record"]
@@ -46,7 +46,7 @@ class SuiteRecord:
         for finding in report.findings:
             self.add_finding(finding)
 
-    def add_finding(self, finding: "Finding") -> None:
+    def add_finding(self, finding: "PropertyFinding") -> None:
         """Note a finding, and the reason if it is accepted."""
         self.findings.append(
             {

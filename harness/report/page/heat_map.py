@@ -15,7 +15,7 @@ LEVELS = (1.0, 2.0, 4.0, 8.0, 16.0, 100.0, 1e4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class HeatCell:
     """One operation of one layer."""
 
     style: str
@@ -28,7 +28,7 @@ class HeatRow:
     """One operation, over the layers."""
 
     label: str
-    cells: tuple[Cell | None, ...]
+    cells: tuple[HeatCell | None, ...]
     """None if a layer has no such operation."""
 
 
@@ -81,7 +81,7 @@ def _names_behind(taps: Sequence[TapResult], culprit: str | None) -> set[str]:
     return set(names[names.index(culprit) + 1 :]) if culprit in names else set()
 
 
-def _cell(tap: TapResult, culprit: str | None, behind: set[str]) -> Cell:
+def _cell(tap: TapResult, culprit: str | None, behind: set[str]) -> HeatCell:
     styles = [f"level-{level(tap.local_roundings_max)}"]
     if tap.verdict.failure:
         styles.append(tap.verdict.failure)
@@ -90,7 +90,7 @@ def _cell(tap: TapResult, culprit: str | None, behind: set[str]) -> Cell:
     ratio = tap.propagated_ratio_max
     if tap.name in behind and ratio is not None and not ratio <= CONSEQUENCE_RATIO:
         styles.append("downstream")
-    return Cell(style=" ".join(styles), title=_title(tap))
+    return HeatCell(style=" ".join(styles), title=_title(tap))
 
 
 def _title(tap: TapResult) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 from harness.report.check.sentences import printable
 from harness.report.page.plot import Line, Plot, polyline
 from harness.report.page.scale import Scale, Tick, linear_scale
-from harness.results.profile import Category, Frame, MemoryPoint, MemoryTimeline
+from harness.results.profile import Frame, MemoryCategory, MemoryPoint, MemoryTimeline
 
-_CATEGORIES = tuple(Category)
+_CATEGORIES = tuple(MemoryCategory)
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _MAX_FRAMES = 24
 """Innermost frames of a stack that are shown."""

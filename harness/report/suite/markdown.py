@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from harness.report.check.markdown import escaped, link
-from harness.report.suite.matrix import Cell, matrix_lines
+from harness.report.suite.matrix import MatrixCell, matrix_lines
 from harness.report.suite.text import MOST_SHOWN, facts, headline
 from harness.results.suite import CaseVerdict, SuiteResult
 
@@ -16,7 +16,7 @@ def suite_markdown(result: SuiteResult) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cell(cell: Cell) -> str:
+def _cell(cell: MatrixCell) -> str:
     if not cell.failed or not cell.failed[0].first_divergence:
         return cell.counts
     return f"{cell.counts}<br>{escaped(str(cell.failed[0].first_divergence['tap']))}"

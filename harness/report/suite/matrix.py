@@ -9,7 +9,7 @@ from harness.results.suite import SEVERITY, CaseResult, CaseVerdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class MatrixCell:
     """All cases of one model on one engine."""
 
     cases: tuple[CaseResult, ...]
@@ -33,28 +33,28 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Matrix:
+class VerdictMatrix:
     """Cells by model and engine."""
 
     models: tuple[str, ...]
     engines: tuple[str, ...]
-    cells: tuple[tuple[Cell, ...], ...]
+    cells: tuple[tuple[MatrixCell, ...], ...]
     """[models][engines]"""
 
 
-def matrix_of(cases: Sequence[CaseResult]) -> Matrix:
+def matrix_of(cases: Sequence[CaseResult]) -> VerdictMatrix:
     """Put cases into their cells; models and engines stand in the order of the plan."""
     by_place: dict[tuple[str, str], list[CaseResult]] = {}
     for case in cases:
         by_place.setdefault((case.labels["model"], case.labels["engine"]), []).append(case)
     models = tuple(dict.fromkeys(model for model, _ in by_place))
     engines = tuple(dict.fromkeys(engine for _, engine in by_place))
-    cells = [[Cell(cases=tuple(by_place.get((model, engine), ()))) for engine in engines] for model in models]
-    return Matrix(models=models, engines=engines, cells=tuple(map(tuple, cells)))
+    cells = [[MatrixCell(cases=tuple(by_place.get((model, engine), ()))) for engine in engines] for model in models]
+    return VerdictMatrix(models=models, engines=engines, cells=tuple(map(tuple, cells)))
 
 
 def matrix_lines(
-    cases: Sequence[CaseResult], *, tablefmt: str, name: Callable[[str], str], cell: Callable[[Cell], str]
+    cases: Sequence[CaseResult], *, tablefmt: str, name: Callable[[str], str], cell: Callable[[MatrixCell], str]
 ) -> list[str]:
     """Return the table of a matrix; `name` and `cell` say how a name and a cell are written."""
     matrix = matrix_of(cases)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from harness.report.check.sentences import number, printable
 from harness.report.check.table import count
-from harness.report.suite.matrix import Cell, matrix_lines
+from harness.report.suite.matrix import MatrixCell, matrix_lines
 from harness.results.suite import CaseResult, CaseVerdict, SuiteResult
 
 MIN_WIDTH = 80
@@ -43,7 +43,7 @@ def facts(result: SuiteResult) -> list[tuple[str, str]]:
     return [*found, *(("note", note) for note in result.notes)]
 
 
-def _cell(cell: Cell) -> str:
+def _cell(cell: MatrixCell) -> str:
     lines = [cell.counts or "-"]
     if cell.failed and (first := cell.failed[0].first_divergence):
         lines.append(printable(str(first["tap"])).removeprefix("model.layers."))

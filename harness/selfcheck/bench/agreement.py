@@ -12,7 +12,7 @@ import torch
 
 from harness.errors import Code, HarnessError
 from harness.selfcheck.bench.peer import OURS
-from harness.selfcheck.bench.workload import Workload
+from harness.selfcheck.bench.workload import BenchWorkload
 
 TIE_STDS = {"float32": 0.01, "bfloat16": 0.2, "float16": 0.05}
 """Largest distance from the likeliest token, in standard deviations of the row's logits, that rounding may hide."""
@@ -44,7 +44,7 @@ class Agreement:
 
 
 def find_divergences(
-    workload: Workload, tokens: Mapping[str, Sequence[Sequence[int]]], engine: str = OURS
+    workload: BenchWorkload, tokens: Mapping[str, Sequence[Sequence[int]]], engine: str = OURS
 ) -> list[TokenDivergence]:
     """Return the first difference of each request and peer from the engine; `tokens` has one list a request for each.
 
@@ -76,7 +76,7 @@ def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> Iterable[in
 @torch.no_grad()
 def judge_divergences(
     divergences: Sequence[TokenDivergence],
-    workload: Workload,
+    workload: BenchWorkload,
     ours: Sequence[Sequence[int]],
     model: Any,
     *,

@@ -8,7 +8,7 @@ from harness.engines.reference_backend import choose_backend
 from harness.engines.reference_errors import reference_errors
 from harness.engines.reference_options import parse_reference_options
 from harness.selfcheck.bench.peer import OURS, BenchConfig, Generation
-from harness.selfcheck.bench.workload import Workload
+from harness.selfcheck.bench.workload import BenchWorkload
 from reference_engine import EngineConfig
 
 STEP_TOKENS = EngineConfig().max_num_batched_tokens
@@ -33,7 +33,7 @@ class EnginePeer:
         self._continuation = Continuation(engine, max_num_tokens=STEP_TOKENS, max_num_seqs=setting.max_requests)
         self.shows_steps = self._continuation.shows_steps
 
-    def generate(self, workload: Workload) -> Generation:
+    def generate(self, workload: BenchWorkload) -> Generation:
         """See `Peer.generate`."""
         generation = Generation(token_ids=[[] for _ in workload.prompts])
         for new_tokens in self._continuation.steps(workload.prompts, workload.output_lens):

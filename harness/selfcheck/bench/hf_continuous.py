@@ -10,7 +10,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from harness.errors import Code, HarnessError
 from harness.selfcheck.bench.hf_generate import load_hf_model
 from harness.selfcheck.bench.peer import BenchConfig, Generation, PeerMissingError
-from harness.selfcheck.bench.workload import Workload
+from harness.selfcheck.bench.workload import BenchWorkload
 
 PAGE_SIZE = 256
 TIMEOUT_SECONDS = 600
@@ -43,7 +43,7 @@ class HfContinuousPeer:
             allow_block_sharing=False,
         )
 
-    def generate(self, workload: Workload) -> Generation:
+    def generate(self, workload: BenchWorkload) -> Generation:
         """See `Peer.generate`."""
         greedy = GenerationConfig(do_sample=False, max_new_tokens=max(workload.output_lens), eos_token_id=-1)
         with (

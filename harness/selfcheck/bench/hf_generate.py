@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from harness.selfcheck.bench.peer import BenchConfig, Generation
-from harness.selfcheck.bench.workload import Workload
+from harness.selfcheck.bench.workload import BenchWorkload
 
 PAD_TOKEN = 0
 
@@ -33,7 +33,7 @@ class HfGeneratePeer:
         self._model = load_hf_model(setting)
         self._device = setting.device
 
-    def generate(self, workload: Workload) -> Generation:
+    def generate(self, workload: BenchWorkload) -> Generation:
         """See `Peer.generate`."""
         generation = Generation()
         width = max(map(len, workload.prompts))

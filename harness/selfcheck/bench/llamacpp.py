@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.engines.llamacpp.batch import Batch
+from harness.engines.llamacpp.batch import LlamaBatch
 from harness.engines.llamacpp.context import Model
 from harness.engines.llamacpp.tensor import llama
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.gguf.types import PLAIN
 from harness.formats.checkpoint.gguf.writer import write_gguf
 from harness.selfcheck.bench.peer import BenchConfig, Generation, PeerMissingError
-from harness.selfcheck.bench.workload import Workload
+from harness.selfcheck.bench.workload import BenchWorkload
 
 BATCH_TOKENS = 2048
 _TYPES = {dtype: name for name, dtype in PLAIN.items()}
@@ -62,12 +62,12 @@ class LlamaCppPeer:
         self._context = self._llama.llama_init_from_model(self._model.pointer, self._context_params(setting))
         if not self._context:
             raise HarnessError(Code.ENGINE_FAILED, "llama_init_from_model fails", where=self.name)
-        self._batch = Batch(BATCH_TOKENS, self._model.vocab_size)
+        self._batch = LlamaBatch(BATCH_TOKENS, self._model.vocab_size)
 
     def close(self) -> None:
         """See `Peer.close`; the library's memory is the process's until it ends."""
 
-    def generate(self, workload: Workload) -> Generation:
+    def generate(self, workload: BenchWorkload) -> Generation:
         """See `Peer.generate`."""
         requests = [_Request(*pair) for pair in zip(workload.prompts, workload.output_lens, strict=True)]
         generation = Generation()

@@ -32,7 +32,7 @@ from harness.selfcheck.bench.peer import (
 from harness.selfcheck.bench.quiet import quiet_peers
 from harness.selfcheck.bench.results import BandwidthShare, BenchResult, Measure
 from harness.selfcheck.bench.shape import Shape, build_checkpoint, find_shape
-from harness.selfcheck.bench.workload import Workload, even_workload, uneven_workload
+from harness.selfcheck.bench.workload import BenchWorkload, even_workload, uneven_workload
 
 BATCH_SIZES = (1, 16)
 Tokens = dict[str, Sequence[Sequence[int]]]
@@ -43,7 +43,7 @@ Tokens = dict[str, Sequence[Sequence[int]]]
 class Timed:
     """A workload with all of its generations, one a repeat, by engine."""
 
-    workload: Workload
+    workload: BenchWorkload
     generations: dict[str, list[Generation]] = field(default_factory=dict)
 
 
@@ -146,7 +146,7 @@ def _check_dtype(dtype: str) -> None:
         raise HarnessError(Code.BAD_OPTION, "unknown dtype", where="--dtype", expected=", ".join(DTYPES), actual=dtype)
 
 
-def _workloads(shape: Shape, seed: int, num_requests: int) -> list[Workload]:
+def _workloads(shape: Shape, seed: int, num_requests: int) -> list[BenchWorkload]:
     """Return the even workloads, one for each of `BATCH_SIZES`, and behind them the uneven one."""
     even = [
         even_workload(
@@ -161,7 +161,7 @@ def _workloads(shape: Shape, seed: int, num_requests: int) -> list[Workload]:
 def _setting(
     folder: Path,
     shape: Shape,
-    workloads: Sequence[Workload],
+    workloads: Sequence[BenchWorkload],
     *,
     dtype: str,
     device: str,
@@ -187,7 +187,7 @@ def _setting(
 
 def _run_groups(
     groups: Sequence[Sequence[str]],
-    workloads: Sequence[Workload],
+    workloads: Sequence[BenchWorkload],
     setting: BenchConfig,
     required: Sequence[str],
     repeats: int,
@@ -209,7 +209,7 @@ def _run_groups(
 
 
 def _run_once(
-    opened: OpenPeers, workloads: Sequence[Workload], tokens: Sequence[Tokens], progress: Progress
+    opened: OpenPeers, workloads: Sequence[BenchWorkload], tokens: Sequence[Tokens], progress: Progress
 ) -> dict[str, str]:
     """Run everything once, which also warms everything up, and keep the tokens of each workload.
 
@@ -230,7 +230,7 @@ def _run_once(
 
 
 def _agree(
-    tokens: Sequence[Tokens], workloads: Sequence[Workload], setting: BenchConfig, progress: Progress
+    tokens: Sequence[Tokens], workloads: Sequence[BenchWorkload], setting: BenchConfig, progress: Progress
 ) -> list[Agreement]:
     """Compare each peer's tokens with the engine's, of the workloads that both have run."""
     engine = setting.engine

@@ -14,7 +14,7 @@ import torch
 from harness.engines import engine_names
 from harness.errors import Code, HarnessError
 from harness.selfcheck.bench.memory import ResidentMemory
-from harness.selfcheck.bench.workload import Workload
+from harness.selfcheck.bench.workload import BenchWorkload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Peer(Protocol):
     shows_steps: bool
     """Whether `Generation.step_ends` has every step, so that prefill and decode can be told apart."""
 
-    def generate(self, workload: Workload) -> Generation:
+    def generate(self, workload: BenchWorkload) -> Generation:
         """Run the requests greedily, each to its length; an end-of-sequence token ends nothing."""
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from harness.base.environment import Machine
+from harness.base.environment import MachineInfo
 from harness.selfcheck.bench.agreement import Agreement
 from harness.selfcheck.bench.peer import OURS
 
@@ -67,7 +67,7 @@ class BenchResult:
     dtype: str
     seed: int
     repeats: int
-    machine: Machine
+    machine: MachineInfo
     copy_bytes_per_second: float
     """Bytes read and bytes written, median over the repeats."""
     copy_spread: tuple[float, float]

@@ -15,7 +15,7 @@ class UnevenSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class BenchWorkload:
     """Requests that are handed over at once."""
 
     name: str
@@ -34,21 +34,21 @@ class Workload:
         return len(self.prompts[0]) + self.output_lens[0] / 2
 
 
-def even_workload(batch_size: int, *, prompt_len: int, output_len: int, vocab_size: int, seed: int) -> Workload:
+def even_workload(batch_size: int, *, prompt_len: int, output_len: int, vocab_size: int, seed: int) -> BenchWorkload:
     """Return requests of one length."""
     rng = random.Random(seed)
-    return Workload(
+    return BenchWorkload(
         name=f"batch {batch_size}",
         prompts=[_prompt(rng, prompt_len, vocab_size) for _ in range(batch_size)],
         output_lens=[output_len] * batch_size,
     )
 
 
-def uneven_workload(size: UnevenSize, *, vocab_size: int, seed: int) -> Workload:
+def uneven_workload(size: UnevenSize, *, vocab_size: int, seed: int) -> BenchWorkload:
     """Return requests whose lengths are drawn uniformly."""
     rng = random.Random(seed)
     lens = [(rng.randint(*size.prompt_lens), rng.randint(*size.output_lens)) for _ in range(size.num_requests)]
-    return Workload(
+    return BenchWorkload(
         name="uneven",
         prompts=[_prompt(rng, prompt_len, vocab_size) for prompt_len, _ in lens],
         output_lens=[output_len for _, output_len in lens],

@@ -10,7 +10,7 @@ from harness.errors import Code, HarnessError
 from harness.results.check import Divergence, Explanation, Finding, RunResult
 from harness.selfcheck.faults.fault import Fault, Variant
 from harness.selfcheck.faults.peers import RULES, TOKENS
-from harness.selfcheck.faults.trial import Trial, try_fault, try_variant
+from harness.selfcheck.faults.trial import FaultTrial, try_fault, try_variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ def keep_score(
     )
 
 
-def score_fault(fault: Fault, trial: Trial) -> FaultScore:
+def score_fault(fault: Fault, trial: FaultTrial) -> FaultScore:
     """Hold what was said of a fault against the truth.
 
     Raises:

@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 def block_manager() -> None:
     """Hold the block manager to its invariants."""
     from harness.properties.blocks.suite import check_block_manager
-    from harness.selfcheck.properties.blocks import BlockManager
+    from harness.selfcheck.properties.blocks import BlockManagerSubject
 
-    check_block_manager(BlockManager, _settings())
+    check_block_manager(BlockManagerSubject, _settings())
 
 
 def sampling() -> None:

@@ -31,7 +31,7 @@ _VOCABULARY = range(3, 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class FaultTrial:
     """The result of a check."""
 
     result: CheckResult | None
@@ -48,7 +48,7 @@ class Trial:
         return self.error is not None or (self.result is not None and self.result.outcome is not Outcome.PASS)
 
 
-def try_fault(fault: Fault, *, seed: int = 0) -> Trial:
+def try_fault(fault: Fault, *, seed: int = 0) -> FaultTrial:
     """Check the reference engine with a fault in it, and take the fault out again."""
     if fault.suite is not None:
         with fault.inject() as planted:
@@ -57,7 +57,7 @@ def try_fault(fault: Fault, *, seed: int = 0) -> Trial:
         return _checked(folder, fault.setting, "reference", seed, planted)
 
 
-def _tested(suite: Callable[[], None], planted: InjectedFault) -> Trial:
+def _tested(suite: Callable[[], None], planted: InjectedFault) -> FaultTrial:
     """Run a property suite; other rules do not apply to it."""
     broken: HarnessError | None = None
     try:
@@ -66,10 +66,10 @@ def _tested(suite: Callable[[], None], planted: InjectedFault) -> Trial:
         if error.code is not Code.PROPERTY_VIOLATED:
             raise
         broken = error
-    return Trial(result=None, error=broken, num_calls=planted.num_calls, peers={})
+    return FaultTrial(result=None, error=broken, num_calls=planted.num_calls, peers={})
 
 
-def try_variant(variant: Variant, *, seed: int = 0) -> Trial:
+def try_variant(variant: Variant, *, seed: int = 0) -> FaultTrial:
     """Check an engine that is legitimately different."""
     with checkpoint(variant.setting) as folder, _injected(variant) as planted:
         return _checked(folder, variant.setting, variant.engine, seed, planted)
@@ -104,17 +104,17 @@ def plan_of(setting: FaultConfig, folder: Path, *, engine: str = "reference", se
     )
 
 
-def _checked(folder: Path, setting: FaultConfig, engine: str, seed: int, planted: InjectedFault) -> Trial:
+def _checked(folder: Path, setting: FaultConfig, engine: str, seed: int, planted: InjectedFault) -> FaultTrial:
     plan = _declared_plan(setting, folder, engine, seed)
     with scratch_folder("harness-") as out:
         try:
             result = run_check(plan, out=out / "recordings")
         except HarnessError as error:
-            return Trial(result=None, error=error, num_calls=planted.num_calls, peers={})
+            return FaultTrial(result=None, error=error, num_calls=planted.num_calls, peers={})
         (recording,) = (out / "recordings").iterdir()
         with Recording.open(recording, verify=False) as actual:
             peers = judge_as_peers(actual, _golden(plan), result.runs[0])
-    return Trial(result=result, error=None, num_calls=planted.num_calls, peers=peers)
+    return FaultTrial(result=result, error=None, num_calls=planted.num_calls, peers=peers)
 
 
 def _declared_plan(setting: FaultConfig, folder: Path, engine: str, seed: int) -> Plan:

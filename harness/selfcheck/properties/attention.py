@@ -23,7 +23,7 @@ from reference_engine.requests.sampling import SamplingParams
 from reference_engine.requests.sequence import Chunk
 from reference_engine.requests.sequence import Sequence as EngineSequence
 
-__all__ = ["ContiguousAttention", "PagedAttention", "RecomputeAttention", "TritonAttention"]
+__all__ = ["ContiguousSubject", "PagedSubject", "RecomputeSubject", "TritonSubject"]
 
 
 class Backend:
@@ -83,7 +83,7 @@ class Backend:
         return [[NULL_BLOCK + 1 + block for block in table] for table in block_tables]
 
 
-class PagedAttention(Backend):
+class PagedSubject(Backend):
     """The backend `paged`."""
 
     backend = "paged"
@@ -111,7 +111,7 @@ class PagedAttention(Backend):
         return _cache(k_cache_BSKH, v_cache_BSKH).gather(0, slots_C)
 
 
-class ContiguousAttention(Backend):
+class ContiguousSubject(Backend):
     """The backend `contiguous`: a buffer for each request."""
 
     backend = "contiguous"
@@ -132,7 +132,7 @@ class ContiguousAttention(Backend):
         return [[NULL_BLOCK + 1 + request] for request in range(len(contexts))]
 
 
-class RecomputeAttention(Backend):
+class RecomputeSubject(Backend):
     """The backend `recompute`: no cache, all rows of a request in every step."""
 
     backend = "recompute"
@@ -153,7 +153,7 @@ class RecomputeAttention(Backend):
         return [[NULL_BLOCK + 1 + request] for request in range(len(contexts))]
 
 
-class TritonAttention(PagedAttention):
+class TritonSubject(PagedSubject):
     """The backend `triton`, by its interpreter if there is no GPU (TRITON_INTERPRET=1)."""
 
     backend = "triton"

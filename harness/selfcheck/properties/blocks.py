@@ -9,7 +9,7 @@ from reference_engine.requests.sampling import SamplingParams
 from reference_engine.requests.sequence import Chunk
 from reference_engine.requests.sequence import Sequence as EngineSequence
 
-__all__ = ["BlockManager", "PoolAndCache"]
+__all__ = ["BlockManagerSubject", "PoolAndCache"]
 
 
 class PoolAndCache:
@@ -58,7 +58,7 @@ class PoolAndCache:
         )
 
 
-class BlockManager(PoolAndCache):
+class BlockManagerSubject(PoolAndCache):
     """The reference engine's block manager under the block suite."""
 
     def __init__(self, *, num_blocks: int, block_size: int, hash_bits: int | None = None) -> None:

@@ -11,10 +11,10 @@ from harness.formats.checkpoint import embedded_cases
 from harness.properties.engine.adapter import Taps
 from reference_engine import EngineConfig, LLMEngine, SamplingParams, StepInfo
 
-__all__ = ["Engine", "LlamaEngine", "Qwen2Engine"]
+__all__ = ["EngineSubject", "LlamaEngine", "Qwen2Engine"]
 
 
-class Engine:
+class EngineSubject:
     """The reference engine with qwen3-tiny in float32."""
 
     model = "qwen3-tiny"
@@ -94,13 +94,13 @@ class Engine:
         scheduler._preempt_youngest, scheduler._blocks.take_prefix = counted_preempt, counted_take
 
 
-class LlamaEngine(Engine):
+class LlamaEngine(EngineSubject):
     """The same with llama-tiny."""
 
     model = "llama-tiny"
 
 
-class Qwen2Engine(Engine):
+class Qwen2Engine(EngineSubject):
     """The same with qwen2-tiny."""
 
     model = "qwen2-tiny"

@@ -7,10 +7,10 @@ from reference_engine.requests.admission import Admission
 from reference_engine.requests.sequence import Chunk
 from reference_engine.scheduler import Scheduler as EngineScheduler
 
-__all__ = ["Scheduler"]
+__all__ = ["SchedulerSubject"]
 
 
-class Scheduler(PoolAndCache):
+class SchedulerSubject(PoolAndCache):
     """The reference engine's scheduler, with the admission that stands before it, under the scheduler suite."""
 
     reuses_prefixes = True

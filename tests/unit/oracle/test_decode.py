@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness.oracle.decode import Decoder, greedy_continuation
+from harness.oracle.decode import HFDecoder, greedy_continuation
 
 from .state import bits, surroundings
 
@@ -62,7 +62,7 @@ def test_pieces_are_one_sequence(tiny, family):
     hf = tiny(family)
     with torch.no_grad():
         expected = hf.model(input_ids=torch.tensor([PROMPT]), use_cache=False).logits[:, -1]
-    with Decoder(hf) as decoder:
+    with HFDecoder(hf) as decoder:
         for piece in (PROMPT[:4], PROMPT[4:7], PROMPT[7:8]) if family != "mamba" else (PROMPT[:7], PROMPT[7:8]):
             decoder.feed([piece])
         assert decoder.cache
@@ -73,7 +73,7 @@ def test_a_model_without_a_cache_computes_all_tokens_again(tiny, monkeypatch):
     hf = tiny("gemma3_text")
     monkeypatch.setattr("harness.oracle.decode.new_cache", lambda hf: None)
     monkeypatch.setattr("harness.oracle.decode._CACHES", ())
-    with Decoder(hf) as decoder:
+    with HFDecoder(hf) as decoder:
         decoder.feed([PROMPT])
         assert not decoder.cache
     assert greedy_continuation(hf, PROMPT, 6) == hf_generate(hf, PROMPT, 6)
@@ -81,11 +81,11 @@ def test_a_model_without_a_cache_computes_all_tokens_again(tiny, monkeypatch):
 
 def test_requests_are_fed_together(load):
     hf = load("qwen3-tiny")
-    with Decoder(hf) as decoder:
+    with HFDecoder(hf) as decoder:
         decoder.feed([PROMPT[:5], PROMPT[2:7]])
         together = decoder.feed([[7], [8]])
     for at, tokens in enumerate(([*PROMPT[:5], 7], [*PROMPT[2:7], 8])):
-        with Decoder(hf) as decoder:
+        with HFDecoder(hf) as decoder:
             torch.testing.assert_close(together[at : at + 1], decoder.feed([tokens]), rtol=1e-4, atol=1e-4)
 
 
@@ -96,7 +96,7 @@ def test_nothing_is_left_behind(load, token_ids):
     assert surroundings(hf) == before
 
     def fail():
-        with Decoder(hf) as decoder:
+        with HFDecoder(hf) as decoder:
             decoder.feed([token_ids])
             raise BoomError
 

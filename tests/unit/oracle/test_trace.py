@@ -14,8 +14,8 @@ from harness.oracle.model import HFModel
 from harness.oracle.trace import (
     _SAME,
     _SAME_ROUNDINGS,
+    ForwardTrace,
     Shown,
-    Trace,
     _bridged,
     _is_causal,
     _is_mask,
@@ -261,7 +261,7 @@ def value(source, origin, width=2):
 
 
 def test_a_value_that_is_another_as_a_whole_is_its_alias():
-    seen = Trace(1, 3)
+    seen = ForwardTrace(1, 3)
     seen.shown = {"a": value("a", of())}
     seen.aliases = {"b": "a"}
     assert seen._shown_already(of("a"), 2) == seen._shown_already(of("b"), 2) == "a"

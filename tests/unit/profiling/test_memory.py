@@ -15,11 +15,11 @@ from harness.profiling.memory.capture import capture_memory
 from harness.profiling.memory.cuda_history import read_cuda_history
 from harness.profiling.memory.snapshot import PersistentBlock, build_snapshot
 from harness.profiling.memory.timeline import build_timeline
-from harness.results.profile import Category, Frame
+from harness.results.profile import Frame, MemoryCategory
 
-CATEGORIES = list(Category)
-KV = CATEGORIES.index(Category.KV_CACHE)
-WEIGHTS = CATEGORIES.index(Category.WEIGHTS)
+CATEGORIES = list(MemoryCategory)
+KV = CATEGORIES.index(MemoryCategory.KV_CACHE)
+WEIGHTS = CATEGORIES.index(MemoryCategory.WEIGHTS)
 
 
 @pytest.fixture(scope="module", params=["prefill", "decode"])
@@ -116,14 +116,14 @@ def test_a_leak_is_counted(reference, find_window, tmp_path, monkeypatch):
     assert timeline.num_kept == len(window.steps)
 
 
-def allocation(time_us, num_bytes, freed_us=None, category=Category.ACTIVATIONS):
+def allocation(time_us, num_bytes, freed_us=None, category=MemoryCategory.ACTIVATIONS):
     frames = (Frame(filename="a.py", line=int(time_us), name="f"),)
     return Allocation(
         time_us=time_us, address=int(time_us), num_bytes=num_bytes, frames=frames, freed_us=freed_us, category=category
     )
 
 
-HELD = [PersistentBlock(address=9000, num_bytes=50, category=Category.WEIGHTS, name="w")]
+HELD = [PersistentBlock(address=9000, num_bytes=50, category=MemoryCategory.WEIGHTS, name="w")]
 
 
 def test_a_timeline_begins_with_what_was_there():

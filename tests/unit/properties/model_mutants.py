@@ -16,8 +16,8 @@ from harness.properties.ops.norm import check_norms
 from harness.properties.ops.rotary import check_rotary
 from harness.properties.ops.sampling import check_sampling
 from harness.selfcheck.properties import ops as reference_ops
-from harness.selfcheck.properties.attention import PagedAttention
-from harness.selfcheck.properties.engine import Engine
+from harness.selfcheck.properties.attention import PagedSubject
+from harness.selfcheck.properties.engine import EngineSubject
 from harness.selfcheck.properties.ops import Ops
 from reference_engine import batch, block_manager, kv_cache, layers, rotary, sampler
 from reference_engine import model_runner as runner
@@ -28,11 +28,11 @@ Suite = Callable[[Any], None]
 
 
 def attention(focus: str) -> Suite:
-    return lambda settings: check_definition(PagedAttention, settings, focus)
+    return lambda settings: check_definition(PagedSubject, settings, focus)
 
 
 def cache(check: Any) -> Suite:
-    return lambda settings: check(PagedAttention, settings)
+    return lambda settings: check(PagedSubject, settings)
 
 
 def operation(check: Any) -> Suite:
@@ -40,7 +40,7 @@ def operation(check: Any) -> Suite:
 
 
 def engine(relation: str) -> Suite:
-    return lambda settings: check_engine(Engine, settings, relation)
+    return lambda settings: check_engine(EngineSubject, settings, relation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from harness.formats.checkpoint.gguf.header import Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class GGUFFamily:
     """A family of models that GGUF files are read of."""
 
     model_type: str
@@ -28,15 +28,15 @@ class Family:
 
 
 FAMILIES = {
-    "llama": Family(
+    "llama": GGUFFamily(
         model_type="llama",
         class_name="LlamaForCausalLM",
         originals=("llama", "mistral"),
         permutes_heads=True,
         divides_frequencies=True,
     ),
-    "qwen2": Family(model_type="qwen2", class_name="Qwen2ForCausalLM", originals=("qwen2",)),
-    "qwen3": Family(model_type="qwen3", class_name="Qwen3ForCausalLM", originals=("qwen3",)),
+    "qwen2": GGUFFamily(model_type="qwen2", class_name="Qwen2ForCausalLM", originals=("qwen2",)),
+    "qwen3": GGUFFamily(model_type="qwen3", class_name="Qwen3ForCausalLM", originals=("qwen3",)),
 }
 """By `general.architecture`. Mistral's files say llama."""
 
@@ -76,7 +76,7 @@ class Metadata:
         self.architecture = self._text("general.architecture")
 
     @property
-    def family(self) -> Family:
+    def family(self) -> GGUFFamily:
         """The family; raises HarnessError (UNSUPPORTED_ARCHITECTURE) if it is none of those that are served."""
         if self.architecture not in FAMILIES:
             raise HarnessError(

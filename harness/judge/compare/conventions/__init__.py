@@ -7,7 +7,7 @@ of operation, here in this folder (docs/how-verdicts-work.md).
 
 from harness.formats.taps import Kind
 from harness.judge.compare.conventions import attention, linear, norm, quantised, quantised_cache, rotary
-from harness.judge.compare.conventions.entry import Convention, Rounding, Subject
+from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
 
 CONVENTIONS: tuple[Convention, ...] = (
     *attention.CONVENTIONS,
@@ -24,4 +24,4 @@ def conventions(kind: Kind) -> list[Convention]:
     return [convention for convention in CONVENTIONS if kind in convention.kinds]
 
 
-__all__ = ["CONVENTIONS", "Convention", "Rounding", "Subject", "conventions"]
+__all__ = ["CONVENTIONS", "Convention", "Rounding", "SuspectRows", "conventions"]

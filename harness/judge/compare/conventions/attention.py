@@ -10,7 +10,7 @@ import torch
 
 from harness.base.metrics import rounding_unit
 from harness.formats.taps import KINDS, ErrorModel, Kind
-from harness.judge.compare.conventions.entry import Convention, Rounding, Subject, dtype_name
+from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows, dtype_name
 from harness.oracle.attention import attention_sensitivity, scaling, visible_keys
 from harness.oracle.watch import AttentionCall, run_attention
 
@@ -27,7 +27,7 @@ _SCORE_BYTES = 64 << 20
 Round = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _eager(subject: Subject) -> Iterator[Rounding]:
+def _eager(subject: SuspectRows) -> Iterator[Rounding]:
     """Scores and probabilities rounded to the dtype, as HF's eager code does it."""
     call = subject.call
     eager = None if call is None else subject.hf.eager_attention(call.module)
@@ -52,7 +52,7 @@ def _run_eager(call: AttentionCall, function: Callable[..., object], dtype: torc
     return result
 
 
-def _coarse_cache(subject: Subject) -> Iterator[Rounding]:
+def _coarse_cache(subject: SuspectRows) -> Iterator[Rounding]:
     """Keys and values come from a cache of the declared dtype; products with it are done in that dtype or not."""
     call, name = subject.call, subject.declared.cache
     dtype = getattr(torch, name or "", None)
@@ -87,7 +87,7 @@ def _coarse_cache(subject: Subject) -> Iterator[Rounding]:
     )
 
 
-def _attend(subject: Subject, call: AttentionCall, stored: Round, used: Round | None) -> torch.Tensor:
+def _attend(subject: SuspectRows, call: AttentionCall, stored: Round, used: Round | None) -> torch.Tensor:
     """Compute attention in float64 from what a cache holds: [R, N*H].
 
     Args:

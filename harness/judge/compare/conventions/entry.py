@@ -22,7 +22,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class SuspectRows:
     """Rows of one operation, some of which are out of bounds."""
 
     hf: HFModel
@@ -70,7 +70,7 @@ class Convention:
     """For the documentation: which order of rounding."""
     kinds: tuple[Kind, ...]
     """Operations that it may apply to."""
-    roundings: Callable[[Subject], Iterator[Rounding]]
+    roundings: Callable[[SuspectRows], Iterator[Rounding]]
     """Yields the ways in which it applies to the rows; nothing if it does not."""
     is_declared: bool = False
     """Whether it is tried only where the engine declares it (`harness.base.numerics`)."""

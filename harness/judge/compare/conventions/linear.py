@@ -11,7 +11,7 @@ import torch
 
 from harness.base.metrics import largest_rounding
 from harness.formats.taps import KINDS, ErrorModel, Kind
-from harness.judge.compare.conventions.entry import HALF, Convention, Rounding, Subject, dtype_name
+from harness.judge.compare.conventions.entry import HALF, Convention, Rounding, SuspectRows, dtype_name
 
 PARTIAL_SUMS = "added up from {} parts, each rounded"
 SUMS_IN_DTYPE = "added up in {} from {} parts, each rounded"
@@ -23,7 +23,7 @@ _GGUF_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 MODEL = KINDS[Kind.LINEAR].error_model or ErrorModel(roundings=1)
 
 
-def weight_and_bias(subject: Subject) -> tuple[torch.Tensor, torch.Tensor | None]:
+def weight_and_bias(subject: SuspectRows) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return [O, I] and [O] in float64 of an operation with a weight and one input."""
     module = subject.hf.module(subject.operation.module)
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
@@ -33,7 +33,7 @@ def weight_and_bias(subject: Subject) -> tuple[torch.Tensor, torch.Tensor | None
     return weight.to(torch.float64), None if bias is None else bias.to(torch.float64)
 
 
-def adapter_update(subject: Subject) -> torch.Tensor | None:
+def adapter_update(subject: SuspectRows) -> torch.Tensor | None:
     """Return what a LoRA adapter adds, [R, O] float64; None of an operation without one."""
     try:
         module = subject.hf.module(subject.operation.module)
@@ -53,7 +53,7 @@ def product(x_RI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | 
     return y if bias_O is None else y + bias_O
 
 
-def _partial_sums(subject: Subject) -> Iterator[Rounding]:
+def _partial_sums(subject: SuspectRows) -> Iterator[Rounding]:
     """Round what each rank makes of its share of the inputs; then add all up, in float32 or rounded again."""
     is_shared = subject.operation.module.rpartition(".")[2] in _ROW_PARALLEL
     if not is_shared or len(subject.inputs) != 1 or subject.dtype not in HALF:
@@ -73,11 +73,11 @@ def _partial_sums(subject: Subject) -> Iterator[Rounding]:
                 )
 
 
-def _sum_of_parts(subject: Subject, count: int) -> torch.Tensor:
+def _sum_of_parts(subject: SuspectRows, count: int) -> torch.Tensor:
     return torch.stack(_parts(subject, count)).sum(dim=0)
 
 
-def _parts(subject: Subject, count: int) -> list[torch.Tensor]:
+def _parts(subject: SuspectRows, count: int) -> list[torch.Tensor]:
     """Return what each rank gives, rounded: [R, O] float64 each. The first adds the bias."""
     weight, bias = weight_and_bias(subject)
     shares = zip(
@@ -95,7 +95,7 @@ def _room_of_sums(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
     return room.nan_to_num(nan=0.0, posinf=0.0).cpu()
 
 
-def rounded_products(subject: Subject) -> Iterator[Rounding]:
+def rounded_products(subject: SuspectRows) -> Iterator[Rounding]:
     """Round the inputs to the dtype of a 16-bit weight; all else is float32, as in llama.cpp."""
     if subject.dtype != torch.float32 or len(subject.inputs) != 1:
         return

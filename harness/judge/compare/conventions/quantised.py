@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from harness.formats.taps import Kind
-from harness.judge.compare.conventions.entry import Convention, Rounding, Subject
+from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
 from harness.judge.compare.conventions.linear import MODEL, adapter_update, product, rounded_products, weight_and_bias
 
 QUANTISED_INPUTS = "inputs quantised to {}"
@@ -45,7 +45,7 @@ _FORMATS: tuple[tuple[str, set[str], int, Blocks], ...] = (
 )
 
 
-def _quantised_inputs(subject: Subject) -> Iterator[Rounding]:
+def _quantised_inputs(subject: SuspectRows) -> Iterator[Rounding]:
     """Round the inputs to 8 bits in blocks, as the declared format of the weights asks for."""
     if subject.dtype != torch.float32 or len(subject.inputs) != 1:
         return
@@ -56,7 +56,7 @@ def _quantised_inputs(subject: Subject) -> Iterator[Rounding]:
             yield Rounding(name=QUANTISED_INPUTS.format(name), model=MODEL, expected=expected)
 
 
-def _expected(subject: Subject, size: int, blocks: Blocks) -> torch.Tensor:
+def _expected(subject: SuspectRows, size: int, blocks: Blocks) -> torch.Tensor:
     """[R, O] float64. A value on a tie is rounded the way that fits the engine's row: that excuses no other value."""
     weight, bias = weight_and_bias(subject)
     scaled, scale = blocks(subject.inputs[0].flatten(1).to(torch.float32).unflatten(1, (-1, size)))
@@ -100,7 +100,7 @@ def quantised_inputs(x: torch.Tensor, formats: Collection[str]) -> Iterator[torc
             yield (scaled.round() * scale).flatten(1)
 
 
-def _adapted(subject: Subject) -> Iterator[Rounding]:
+def _adapted(subject: SuspectRows) -> Iterator[Rounding]:
     """Hold a product with an adapter beside it to the conventions of products; the adapter's part is float32."""
     update = adapter_update(subject)
     if update is None or subject.dtype != torch.float32:

@@ -15,7 +15,7 @@ from harness.formats.taps import Kind
 from harness.judge.compare.cache_blocks import FORMATS, Stored, quantised, rounded_sums
 from harness.judge.compare.cache_format import CacheFormat
 from harness.judge.compare.conventions.attention import MODEL, probabilities
-from harness.judge.compare.conventions.entry import Convention, Rounding, Subject, dtype_name
+from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows, dtype_name
 from harness.oracle.attention import attention_sensitivity, scaling
 from harness.oracle.watch import AttentionCall
 
@@ -36,7 +36,7 @@ class _Operands:
     """[B, K, S, H]"""
 
 
-def _quantised_cache(subject: Subject) -> Iterator[Rounding]:
+def _quantised_cache(subject: SuspectRows) -> Iterator[Rounding]:
     """Keys or values, or both, are in blocks of integers."""
     call, keys = subject.call, CacheFormat.declared(subject.declared, "k")
     values = CacheFormat.declared(subject.declared, "v")
@@ -92,7 +92,7 @@ def _with_more(stored: Stored, more: torch.Tensor) -> Stored:
 
 
 def _attend(
-    subject: Subject, call: AttentionCall, operands: _Operands, values: CacheFormat, used: torch.dtype | None
+    subject: SuspectRows, call: AttentionCall, operands: _Operands, values: CacheFormat, used: torch.dtype | None
 ) -> torch.Tensor:
     """Compute attention in float64: [R, N*H]. Probabilities are rounded to `used` if it is given."""
     parts = [
@@ -103,7 +103,7 @@ def _attend(
     return context.transpose(1, 2).flatten(2).flatten(0, 1)[subject.rows]
 
 
-def _room_of_ties(subject: Subject, call: AttentionCall, operands: _Operands) -> torch.Tensor:
+def _room_of_ties(subject: SuspectRows, call: AttentionCall, operands: _Operands) -> torch.Tensor:
     """[R] roundings that elements on a rounding tie may make, were each rounded the other way; 0 without any."""
     query, key, value = operands.query, operands.key, operands.value
     groups = query.values.shape[1] // key.values.shape[1]

@@ -14,7 +14,7 @@ import torch
 
 from harness.base.metrics import rounding_unit
 from harness.formats.taps import KINDS, ErrorModel, Kind
-from harness.judge.compare.conventions.entry import Convention, Rounding, Subject
+from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
 from harness.oracle.rotation import Rotation, rotations
 
 _MODEL = KINDS[Kind.ROTARY].error_model or ErrorModel(roundings=3)
@@ -80,7 +80,7 @@ _ORDERS = (
 """[R, P] float64 angles each."""
 
 
-def _other_orders(subject: Subject) -> Iterator[Rounding]:
+def _other_orders(subject: SuspectRows) -> Iterator[Rounding]:
     """Hold the rows to the order that they are nearest to; a few rows seldom tell two of them apart."""
     x = subject.inputs[0].flatten(1).to("cpu", torch.float64)
     own = _own_rotation(subject, x)
@@ -97,7 +97,7 @@ def _nearest(own: Rotation, x: torch.Tensor, angles: _Angles, actual: torch.Tens
     return min(turned, key=lambda each: float((each - actual).norm()))
 
 
-def _own_rotation(subject: Subject, x: torch.Tensor) -> Rotation | None:
+def _own_rotation(subject: SuspectRows, x: torch.Tensor) -> Rotation | None:
     """Return the rotation that takes the input to what it should be; None if the model has no such."""
     expected, size = subject.expected.to("cpu", torch.float64), subject.hf.head_dim
     if x.shape != expected.shape or x.shape[1] % size:
@@ -109,7 +109,7 @@ def _own_rotation(subject: Subject, x: torch.Tensor) -> Rotation | None:
     return None
 
 
-def _angles(subject: Subject, own: Rotation) -> _Angles:
+def _angles(subject: SuspectRows, own: Rotation) -> _Angles:
     """Return what the angles are made of; without a theta of the whole model, HF's frequencies are all there is."""
     num = len(own.frequencies)
     exponents = torch.arange(0, num, dtype=torch.float64) / num

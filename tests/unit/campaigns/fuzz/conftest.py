@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.campaigns.fuzz.pool import Pool, make_pool
+from harness.campaigns.fuzz.pool import SequencePool, make_pool
 from harness.campaigns.fuzz.workload import Translator
 from harness.engines import LIMITS, Capabilities, Control
 
@@ -10,13 +10,13 @@ CONTROL = Control(limits=LIMITS, aborts=True, forks=True)
 
 
 @pytest.fixture(scope="session")
-def pool() -> Pool:
+def pool() -> SequencePool:
     """The pool of a model with few tokens."""
     return make_pool(0, vocab_size=64, max_positions=None, window=None)
 
 
 @pytest.fixture(scope="session")
-def translator(pool: Pool) -> Translator:
+def translator(pool: SequencePool) -> Translator:
     """What workloads have to fit."""
     return Translator(pool, CONTROL)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.base.numerics import Numerics
-from harness.campaigns.fuzz.judge import Judge, Judgement
+from harness.campaigns.fuzz.judge import WorkloadJudge, WorkloadJudgement
 from harness.engines import Capabilities
 from harness.errors import Code, HarnessError
 from harness.formats.case import RequestSpec
@@ -31,22 +31,22 @@ def wrong(code, tap="model.layers.3.self_attn.q_proj"):
 @pytest.mark.parametrize(
     ("judged", "signature"),
     [
-        (Judgement(run=run(Outcome.PASS)), None),
-        (Judgement(run=run(Outcome.NOTHING)), "H051"),
-        (Judgement(run=run(divergence=wrong(Code.LOCAL_ERROR))), "H040: self_attn.q_proj"),
-        (Judgement(run=run(divergence=wrong(Code.NOT_FINITE))), "H040: self_attn.q_proj"),
-        (Judgement(run=run(divergence=wrong(Code.CACHE_DIFFERS, "model.layers.0.k_cache"))), "H047: k_cache"),
+        (WorkloadJudgement(run=run(Outcome.PASS)), None),
+        (WorkloadJudgement(run=run(Outcome.NOTHING)), "H051"),
+        (WorkloadJudgement(run=run(divergence=wrong(Code.LOCAL_ERROR))), "H040: self_attn.q_proj"),
+        (WorkloadJudgement(run=run(divergence=wrong(Code.NOT_FINITE))), "H040: self_attn.q_proj"),
+        (WorkloadJudgement(run=run(divergence=wrong(Code.CACHE_DIFFERS, "model.layers.0.k_cache"))), "H047: k_cache"),
         (
-            Judgement(run=run(findings=[Finding(code=Code.ROWS_MISSING, message="", tap="model.norm")])),
+            WorkloadJudgement(run=run(findings=[Finding(code=Code.ROWS_MISSING, message="", tap="model.norm")])),
             "H045: model.norm",
         ),
-        (Judgement(run=run(findings=[Finding(code=Code.TOKENS_DIFFER, message="")])), "H048"),
+        (WorkloadJudgement(run=run(findings=[Finding(code=Code.TOKENS_DIFFER, message="")])), "H048"),
         (
-            Judgement(error=HarnessError(Code.ENGINE_FAILED, "block 17 is free\nand more")),
+            WorkloadJudgement(error=HarnessError(Code.ENGINE_FAILED, "block 17 is free\nand more")),
             "H017: block ## is free",
         ),
-        (Judgement(error=HarnessError(Code.ENGINE_CANNOT_SERVE, "too long")), None),
-        (Judgement(error=HarnessError(Code.BAD_RECORDER_CALL, "no rows")), "H028: no rows"),
+        (WorkloadJudgement(error=HarnessError(Code.ENGINE_CANNOT_SERVE, "too long")), None),
+        (WorkloadJudgement(error=HarnessError(Code.BAD_RECORDER_CALL, "no rows")), "H028: no rows"),
     ],
 )
 def test_a_signature_is_code_and_operation(judged, signature):
@@ -76,7 +76,7 @@ def test_what_an_engine_declares_reaches_the_judge_as_in_a_check(checkpoints, mo
 
     monkeypatch.setattr(check, "compare_run", compared)
     hf = load_model(folder, dtype=torch.float32)
-    judge = Judge(plan=plan, engine=Declaring(), hf=hf, golden=None, limit_s=60.0)
+    judge = WorkloadJudge(plan=plan, engine=Declaring(), hf=hf, golden=None, limit_s=60.0)
     workload = SentWorkload(requests=(SentRequest(token_ids=(3, 4, 5), prompt_length=2),), schedule="plain")
     assert judge.judge(workload).error is None
     ((numerics, arguments),) = given

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.campaigns.fuzz.pool import NUM_TOKENS, PATTERNS, SEGMENT, Pool, make_pool
+from harness.campaigns.fuzz.pool import NUM_TOKENS, PATTERNS, SEGMENT, SequencePool, make_pool
 from harness.errors import Code, HarnessError
 from harness.results.fuzz import SentRequest, SentWorkload
 
@@ -65,4 +65,4 @@ def test_every_token_of_a_golden_chooses():
 
 def test_the_pool_of_one_workload_is_its_requests():
     workload = SentWorkload(requests=(SentRequest(token_ids=(5, 6), prompt_length=1),))
-    assert Pool.of(workload).sequences == ((5, 6),)
+    assert SequencePool.of(workload).sequences == ((5, 6),)

@@ -11,7 +11,7 @@ import pytest
 
 from harness.campaigns.fuzz import search as module
 from harness.campaigns.fuzz.deadline import DeadlineError, deadline
-from harness.campaigns.fuzz.judge import Judgement
+from harness.campaigns.fuzz.judge import WorkloadJudgement
 from harness.campaigns.fuzz.search import Search
 from harness.engines import Capabilities, Engine
 from harness.errors import Code, HarnessError
@@ -66,11 +66,11 @@ def until(number, decide):
 
 
 def sound(sent):
-    return Judgement(run=result(), conditions=frozenset({f"{len(sent.requests)} requests"}))
+    return WorkloadJudgement(run=result(), conditions=frozenset({f"{len(sent.requests)} requests"}))
 
 
 def has_two(sent):
-    return Judgement(run=result("model.layers.2.self_attn.q_proj" if len(sent.requests) >= 2 else None))
+    return WorkloadJudgement(run=result("model.layers.2.self_attn.q_proj" if len(sent.requests) >= 2 else None))
 
 
 def test_a_sound_engine_has_no_findings(searching):
@@ -101,9 +101,9 @@ def test_a_finding_is_shrunk(searching):
 def test_findings_of_different_operations_are_told_apart(searching):
     def decide(sent):
         if any(request.is_aborted for request in sent.requests):
-            return Judgement(run=result("model.layers.0.attention"))
+            return WorkloadJudgement(run=result("model.layers.0.attention"))
         if sent.limits.get("enable_prefix_caching"):
-            return Judgement(run=result("model.layers.0.k_cache"))
+            return WorkloadJudgement(run=result("model.layers.0.k_cache"))
         return sound(sent)
 
     _, search = searching(until(500, decide))
@@ -154,7 +154,7 @@ def test_ctrl_c_while_shrinking_keeps_the_workload_as_it_was_found(searching):
 
 def test_what_an_engine_does_not_serve_is_no_finding(searching):
     error = HarnessError(Code.ENGINE_CANNOT_SERVE, "too long")
-    _, search = searching(until(5, lambda sent: Judgement(error=error)))
+    _, search = searching(until(5, lambda sent: WorkloadJudgement(error=error)))
     search.run()
     assert search.found() == ()
     assert search.num_workloads == 0
@@ -163,7 +163,7 @@ def test_what_an_engine_does_not_serve_is_no_finding(searching):
 
 def test_errors_are_told_apart_by_their_words_not_by_their_numbers(searching):
     def decide(sent):
-        return Judgement(error=HarnessError(Code.ENGINE_FAILED, f"no block {len(sent.requests)}"))
+        return WorkloadJudgement(error=HarnessError(Code.ENGINE_FAILED, f"no block {len(sent.requests)}"))
 
     _, search = searching(until(100, decide))
     search.run()
@@ -176,7 +176,7 @@ def test_a_finding_that_does_not_come_again_says_so(searching):
     def decide(sent):
         nonlocal num_asked
         num_asked += 1
-        return Judgement(run=result("model.norm" if num_asked == 1 else None))
+        return WorkloadJudgement(run=result("model.norm" if num_asked == 1 else None))
 
     _, search = searching(decide, is_first_enough=True)
     search.run()

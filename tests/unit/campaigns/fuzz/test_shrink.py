@@ -3,15 +3,15 @@
 from itertools import pairwise
 
 from harness.campaigns.fuzz.shrink import shrink, smaller
-from harness.campaigns.fuzz.workload import Request, Searched
+from harness.campaigns.fuzz.workload import Searched, SearchedRequest
 
 LARGE = Searched(
     requests=(
-        Request(sequence=7, prompt_length=20, num_new=5, arrival=3),
-        Request(sequence=0, prompt_length=30, num_new=9, is_aborted=True),
-        Request(sequence=8, prompt_length=11, num_new=2, arrival=99),
-        Request(sequence=1, prompt_length=25, num_new=3, arrival=5),
-        Request(sequence=3, prompt_length=17, num_new=5),
+        SearchedRequest(sequence=7, prompt_length=20, num_new=5, arrival=3),
+        SearchedRequest(sequence=0, prompt_length=30, num_new=9, is_aborted=True),
+        SearchedRequest(sequence=8, prompt_length=11, num_new=2, arrival=99),
+        SearchedRequest(sequence=1, prompt_length=25, num_new=3, arrival=5),
+        SearchedRequest(sequence=3, prompt_length=17, num_new=5),
     ),
     limits=(("max_num_batched_tokens", 7), ("block_size", 16), ("num_blocks", 9), ("enable_prefix_caching", True)),
 )
@@ -52,8 +52,8 @@ def test_what_is_needed_stays(translator):
 
 
 def test_a_fork_goes_where_it_is_not_needed(translator):
-    fork = Request(sequence=1, prompt_length=8, num_new=2, fork_of=0)
-    workload = translator.fitted(Searched(requests=(Request(sequence=0, prompt_length=8, num_new=3), fork)))
+    fork = SearchedRequest(sequence=1, prompt_length=8, num_new=2, fork_of=0)
+    workload = translator.fitted(Searched(requests=(SearchedRequest(sequence=0, prompt_length=8, num_new=3), fork)))
     assert workload.requests[1].fork_of == 0
     smallest = shrink(workload, translator, lambda each: len(each.requests) == 2, never)
     assert smallest.requests[1].fork_of is None
@@ -86,7 +86,7 @@ def test_a_block_is_made_as_small_as_those_of_engines(translator):
 
 
 def test_a_schedule_by_name_becomes_plain(translator):
-    workload = Searched(requests=(Request(sequence=0, prompt_length=9, num_new=2),), schedule="batched")
+    workload = Searched(requests=(SearchedRequest(sequence=0, prompt_length=9, num_new=2),), schedule="batched")
     assert shrink(workload, translator, lambda each: True, never).schedule == "plain"
     chunked = Searched(requests=workload.requests, schedule="chunked:3")
     assert shrink(chunked, translator, lambda each: ":" in (each.schedule or ""), never).schedule == "chunked:3"

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from harness.campaigns.fuzz.strategies import SEARCHED, Strategies, without_request
-from harness.campaigns.fuzz.workload import Request, Searched, Translator
+from harness.campaigns.fuzz.workload import Searched, SearchedRequest, Translator
 from harness.engines import Capabilities, Control
 
 
@@ -66,8 +66,8 @@ def test_schedules_that_need_more_than_beginnings_are_not_searched():
 
 @given(st.integers(0, 3))
 def test_forks_follow_the_request_that_they_are_forks_of(at):
-    one = Request(sequence=0, prompt_length=4, num_new=3)
-    forks = Searched(requests=(one, one, Request(sequence=0, prompt_length=4, num_new=2, fork_of=1), one))
+    one = SearchedRequest(sequence=0, prompt_length=4, num_new=3)
+    forks = Searched(requests=(one, one, SearchedRequest(sequence=0, prompt_length=4, num_new=2, fork_of=1), one))
     kept = without_request(forks, at)
     assert len(kept.requests) == 3
     assert [request.fork_of for request in kept.requests] == {

@@ -8,9 +8,9 @@ from harness.campaigns.suite import node_task
 from harness.campaigns.suite.fingerprint import Installation, fingerprint, installation
 from harness.campaigns.suite.node_checks import refuse_differences, refuse_missing, refuse_store
 from harness.campaigns.suite.node_task import Look, look
-from harness.campaigns.suite.ray_pool import Node, RayPool, _Running
+from harness.campaigns.suite.ray_pool import ClusterNode, RayPool, _Running
 from harness.campaigns.suite.store import Store
-from harness.campaigns.suite.task import Answer, Loss, Resources, Task
+from harness.campaigns.suite.task import Loss, Resources, Task, TaskResult
 from harness.errors import Code, HarnessError
 
 
@@ -23,8 +23,8 @@ def installed(*engines: str, **versions: str) -> Installation:
     return Installation(versions=versions, engines=list(engines))
 
 
-def node(name: str, *, cpus: float = 2.0, gpus: float = 0.0, **more) -> Node:
-    return Node(id=name, all=Resources(cpus=cpus, memory_gib=8.0, gpus=gpus), look=seen(name, **more))
+def node(name: str, *, cpus: float = 2.0, gpus: float = 0.0, **more) -> ClusterNode:
+    return ClusterNode(id=name, all=Resources(cpus=cpus, memory_gib=8.0, gpus=gpus), look=seen(name, **more))
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_a_store_that_is_another_folder_on_a_node_is_refused(tmp_path):
 
 
 def test_what_a_node_has_found_comes_back(make_case, monkeypatch):
-    for said in (Answer(verdict="pass", seconds=2.0), Loss(reason="gone", needs_golden=True)):
+    for said in (TaskResult(verdict="pass", seconds=2.0), Loss(reason="gone", needs_golden=True)):
         monkeypatch.setattr(node_task._shelf, "run", lambda _task, _more, said=said: said)
         text = node_task.run_on_node(Task(kind="case", case=make_case("x")).model_dump_json())
         assert node_task.ended(text) == said

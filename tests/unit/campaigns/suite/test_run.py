@@ -11,7 +11,7 @@ from harness.campaigns.suite.journal import Journal
 from harness.campaigns.suite.local_pool import LocalPool
 from harness.campaigns.suite.pool import Ended
 from harness.campaigns.suite.run import MOST_ATTEMPTS, Driver
-from harness.campaigns.suite.task import Answer, Loss
+from harness.campaigns.suite.task import Loss, TaskResult
 from harness.errors import Code, HarnessError
 from harness.results.suite import CaseVerdict
 
@@ -54,7 +54,7 @@ class ScriptedPool:
 
     def find(self, task):
         found = self.script.get(task.label.replace("golden of ", "golden_"))
-        return found.pop(0) if found else Answer(verdict="pass", seconds=1.0)
+        return found.pop(0) if found else TaskResult(verdict="pass", seconds=1.0)
 
     def close(self):
         pass
@@ -208,7 +208,7 @@ def test_a_task_that_has_no_room_does_not_hold_up_those_behind_it(make_case, tmp
 
 def test_progress_counts_what_runs_is_done_and_failed(make_case, tmp_path):
     seen = []
-    pool = ScriptedPool(b=[Answer(verdict="mismatch", code="H040", reason="wrong")])
+    pool = ScriptedPool(b=[TaskResult(verdict="mismatch", code="H040", reason="wrong")])
     run([make_case("a"), make_case("b"), make_case("c")], tmp_path / "out", pool, report=seen.append)
     assert [(each.running, each.done, each.failed, each.total) for each in seen] == [
         (0, 0, 0, 3), (0, 2, 1, 3), (0, 3, 1, 3),

@@ -9,7 +9,7 @@ import pytest
 
 from harness.campaigns.suite import worker
 from harness.campaigns.suite.store import DamagedBlobError
-from harness.campaigns.suite.task import Answer, Loss, SuiteCase, Task
+from harness.campaigns.suite.task import Loss, SuiteCase, Task, TaskResult
 from harness.errors import Code, HarnessError
 from harness.formats.case import Case, RequestSpec
 
@@ -54,7 +54,7 @@ def test_a_task_that_the_harness_refuses_is_an_error_with_its_code(task):
     [
         (DamagedBlobError("cut off"), Loss(reason="its golden did not arrive: cut off", needs_golden=True)),
         (HarnessError(Code.STORE_FAILED, "away"), Loss(reason="H131: away")),
-        (HarnessError(Code.ENGINE_FAILED, "raised"), Answer(verdict="error", code="H017", reason="raised")),
+        (HarnessError(Code.ENGINE_FAILED, "raised"), TaskResult(verdict="error", code="H017", reason="raised")),
     ],
 )
 def test_what_a_task_raises_is_an_answer_or_a_loss(task, monkeypatch, raised, expected):

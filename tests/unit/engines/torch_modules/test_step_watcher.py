@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.engines.torch_modules import Batch, Entry, StepWatcher
+from harness.engines.torch_modules import Entry, ForwardBatch, StepWatcher
 from harness.formats.recording import RequestInfo
 
 
@@ -29,7 +29,7 @@ class PastAllHooks(Model):
 class Watcher(StepWatcher):
     def read_batch(self, given):
         positions = given["positions"].tolist()
-        return Batch(
+        return ForwardBatch(
             requests=[0], starts=[0, len(positions)], positions=positions, num_padded_rows=len(given["input_ids"]),
             slot_mapping=None,
         )  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.formats.recording import RequestInfo
-from harness.judge.compare.batch import Batch, make_batches
+from harness.judge.compare.batch import PaddedBatch, make_batches
 from harness.judge.compare.sequences import RowSequence
 
 from .in_memory import Step, recording_of
@@ -80,13 +80,13 @@ def test_what_was_recorded_stands_where_its_rows_do(seed):
     for request, tokens in REQUESTS.items():
         length = generator.randint(1, len(tokens))
         sequences.append(sequence(request, [generator.choice([*places, None]) for _ in range(length)]))
-    check(Batch(recording_of(REQUESTS, steps_of(sizes, partial)), sequences), sequences, partial)
+    check(PaddedBatch(recording_of(REQUESTS, steps_of(sizes, partial)), sequences), sequences, partial)
 
 
 @pytest.mark.parametrize("rows", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 2), (3, 2, 1), (2,), (0, 1, 1, 3), (0, 0, 1, 1)])
 def test_rows_of_one_step_in_any_order(rows):
     sequences = [sequence(7, [(1, row) for row in rows])]
-    batch = Batch(recording_of(REQUESTS, steps_of([1, 4], {})), sequences)
+    batch = PaddedBatch(recording_of(REQUESTS, steps_of([1, 4], {})), sequences)
     check(batch, sequences, {})
     is_run = list(rows) == list(range(rows[0], rows[0] + len(rows)))
     found = batch.recorded(EVERYWHERE).rows
@@ -95,7 +95,7 @@ def test_rows_of_one_step_in_any_order(rows):
 
 def test_the_identity_of_places():
     sequences = [sequence(9, [(0, 0), (2, 1), None]), sequence(2, [(1, 4), (3, 0)])]
-    batch = Batch(recording_of(REQUESTS, []), sequences)
+    batch = PaddedBatch(recording_of(REQUESTS, []), sequences)
     rows = batch.rows(torch.tensor([1, 2, 3, 4, 5]))
     assert rows.request.tolist() == [9, 9, 2, 2, 2]
     assert rows.position.tolist() == [1, 2, 0, 1, 2]

@@ -10,7 +10,7 @@ from harness.base.metrics import rounding_unit
 from harness.base.numerics import Numerics
 from harness.errors import Code, HarnessError
 from harness.formats.taps import Kind, Operation
-from harness.judge.compare.conventions import Subject, conventions
+from harness.judge.compare.conventions import SuspectRows, conventions
 from harness.judge.compare.conventions.attention import EAGER
 from harness.judge.compare.conventions.linear import PARTIAL_SUMS, ROUNDED_INPUTS, SUMS_IN_DTYPE
 from harness.judge.compare.conventions.norm import UNROUNDED_SUM
@@ -38,7 +38,7 @@ def subject(hf, operation, **given):
     rows = given.pop("rows", torch.arange(3))
     unknown = torch.full((len(rows), 4), torch.nan)
     given = {"dtype": torch.bfloat16, "actual": unknown, "expected": unknown, "positions": rows} | given
-    return Subject(hf=hf, operation=operation, rows=rows, **given)
+    return SuspectRows(hf=hf, operation=operation, rows=rows, **given)
 
 
 def roundings(subject):

@@ -6,7 +6,7 @@ import torch
 from harness.base.metrics import rounding_unit
 from harness.base.numerics import Numerics
 from harness.formats.taps import Kind
-from harness.judge.compare.conventions.entry import Subject
+from harness.judge.compare.conventions.entry import SuspectRows
 from harness.judge.compare.conventions.quantised_cache import CONVENTIONS
 from harness.oracle.model import load_model
 from harness.oracle.watch import Seeing, run_attention, watching
@@ -72,7 +72,7 @@ def first_rounding(hf, call, name):
     operation = next(op for op in hf.graph if op.module == call.path and op.kind is Kind.ATTENTION)
     rows = torch.arange(24)
     unknown = torch.full((24, 4), torch.nan)
-    subject = Subject(
+    subject = SuspectRows(
         hf=hf, operation=operation, dtype=torch.float32, rows=rows, positions=rows, actual=unknown, expected=unknown,
         call=call, inputs=[], declared=Numerics(cache=name),
     )  # fmt: skip

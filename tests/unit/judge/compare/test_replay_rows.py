@@ -8,7 +8,7 @@ import torch
 
 from harness.formats.recording import RequestInfo
 from harness.formats.taps import Graph, Kind, Operation
-from harness.judge.compare.batch import Batch
+from harness.judge.compare.batch import PaddedBatch
 from harness.judge.compare.replay import DecidedError, Replay, are_indices, put_back
 from harness.judge.compare.sequences import RowSequence
 from harness.oracle.paired import Value
@@ -91,7 +91,7 @@ def recorded_batch(seed, share=0.8, nonsense=False):
             is_own=torch.tensor([own[line, at] for at in range(length)]),
         ))  # fmt: skip
     recording = recording_of(dict.fromkeys(range(2), range(6)), steps)
-    return Batch(recording, sequences), recorded, {place_of(row) for row, is_own in own.items() if is_own}
+    return PaddedBatch(recording, sequences), recorded, {place_of(row) for row, is_own in own.items() if is_own}
 
 
 def run(batch, judge, seed=0):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
-from harness.judge.compare.batch import Batch, make_batches
+from harness.judge.compare.batch import PaddedBatch, make_batches
 from harness.judge.compare.sequences import NOWHERE, sequences
 
 TAP, OTHER = "model.layers.0.k_rope", "lm_head"
@@ -235,7 +235,7 @@ def test_what_nobody_computed_before_is_a_hole(tmp_path, steps, known):
 
 
 def batch_of(recording):
-    return Batch(recording, sequences(recording))
+    return PaddedBatch(recording, sequences(recording))
 
 
 def test_rows_of_a_tap_stand_where_their_tokens_do(tmp_path):

@@ -5,7 +5,7 @@ import torch
 
 from harness.base.metrics import rounding_unit
 from harness.judge.explain.hypothesis import Hypothesis
-from harness.judge.explain.trial import Evidence, Trial, distance
+from harness.judge.explain.trial import Trial, WrongRows, distance
 
 WIDTH = 64
 
@@ -29,7 +29,7 @@ def random(rows, seed=0):
 
 def evidence(expected, actual, dtype=torch.float32, bound=3.0):
     error = (actual - expected).norm(dim=1) / expected.norm(dim=1) / rounding_unit(dtype)
-    return Evidence(Rows64(expected, actual, dtype), error, torch.full((len(expected),), bound, dtype=torch.float64))
+    return WrongRows(Rows64(expected, actual, dtype), error, torch.full((len(expected),), bound, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(("freedom", "is_supported"), [(0, True), (1, True), (60, True), (4 * WIDTH, False)])

@@ -8,7 +8,7 @@ import torch
 
 from harness.base.metrics import rounding_unit
 from harness.judge.explain.hypothesis import Hypothesis
-from harness.judge.explain.trial import Evidence, Trial, distance
+from harness.judge.explain.trial import Trial, WrongRows, distance
 
 NOTHING = torch.zeros(1, 1)
 
@@ -118,7 +118,7 @@ def of(residual, roundings, bound, *, freedom=0, room=2.0, unknown=None, num_ele
     failure = SimpleNamespace(actual=actual, expected=output, dtype=torch.float32, num_elements=num_elements)
     numbers = (torch.tensor(values, dtype=torch.float64) for values in (roundings, bound))
     hypothesis = Hypothesis(cause="", output=output, freedom=freedom, room=room, unknown=unknown)
-    return Trial.of(hypothesis, Evidence(failure, *numbers))
+    return Trial.of(hypothesis, WrongRows(failure, *numbers))
 
 
 def test_a_row_holds_up_to_twice_its_bound_and_half_its_error():
@@ -161,7 +161,7 @@ def test_rows_of_zeros():
     numbers = torch.tensor([100.0, 100.0], dtype=torch.float64), torch.ones(2, dtype=torch.float64)
     for actual, is_right in ((zeros, True), (ones, False), (ones * torch.nan, False)):
         failure = SimpleNamespace(actual=actual, expected=ones, dtype=torch.float32, num_elements=3.0)
-        given = Trial.of(Hypothesis(cause="", output=zeros), Evidence(failure, *numbers))
+        given = Trial.of(Hypothesis(cause="", output=zeros), WrongRows(failure, *numbers))
         assert (given.residual == 0).tolist() == given.holds.tolist() == [is_right] * 2
         assert (given.residual > 1e300).tolist() == [not is_right] * 2
 

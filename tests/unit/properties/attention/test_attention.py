@@ -17,7 +17,7 @@ from harness.properties.attention.subject import AttentionUnderTest, not_checked
 from harness.properties.attention.suite import check_batching, check_definition, check_placement
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
-from harness.selfcheck.properties.attention import ContiguousAttention, PagedAttention, RecomputeAttention
+from harness.selfcheck.properties.attention import ContiguousSubject, PagedSubject, RecomputeSubject
 
 from . import full_attention
 from .full_attention import FullAttention
@@ -27,7 +27,7 @@ MANY = PROFILES["dev"].settings()
 OTHERS = (check_placement, check_batching, check_store, check_read_back, check_merge, check_padded)
 
 
-@pytest.mark.parametrize("backend", [PagedAttention, ContiguousAttention, RecomputeAttention])
+@pytest.mark.parametrize("backend", [PagedSubject, ContiguousSubject, RecomputeSubject])
 def test_the_reference_backends_pass(backend: Any) -> None:
     served = AttentionUnderTest(backend).served
     for focus in FOCUSES:
@@ -38,7 +38,7 @@ def test_the_reference_backends_pass(backend: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [PagedAttention, ContiguousAttention, RecomputeAttention])
+@pytest.mark.parametrize("backend", [PagedSubject, ContiguousSubject, RecomputeSubject])
 @pytest.mark.parametrize("focus", FOCUSES)
 def test_the_reference_backends_pass_in_many_examples(backend: Any, focus: str) -> None:
     if AttentionUnderTest(backend).served.refusal(focus) is None:

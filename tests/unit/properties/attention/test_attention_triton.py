@@ -12,7 +12,7 @@ from harness.properties.attention.cache import check_read_back, check_store
 from harness.properties.attention.subject import AttentionUnderTest
 from harness.properties.attention.suite import check_batching, check_definition, check_placement
 from harness.properties.core.profiles import PROFILES
-from harness.selfcheck.properties.attention import TritonAttention
+from harness.selfcheck.properties.attention import TritonSubject
 
 from ...reference_engine.fast.kernels.launching import DEVICES, IGNORE_NUMPY, launch_on
 from .kernel_attention import KernelAttention
@@ -22,7 +22,7 @@ Check = Callable[[Any, settings], None]
 FEW = settings(PROFILES["dev"].settings(), max_examples=40)
 
 
-class OnDevice(TritonAttention):
+class OnDevice(TritonSubject):
     """By the backend, with the tiles that it chooses."""
 
     device = "cpu"

@@ -8,7 +8,7 @@ from hypothesis import settings
 
 from harness.properties.attention.subject import AttentionUnderTest, not_checked
 from harness.properties.attention.suite import check_definition
-from harness.properties.core.adapter import Adapter
+from harness.properties.core.adapter import NamedAdapter
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 
@@ -19,10 +19,10 @@ DEV = PROFILES["dev"].settings()
 FEW = settings(DEV, max_examples=5)
 
 
-def adapter(form: str, broken: str = "") -> Adapter:
+def adapter(form: str, broken: str = "") -> NamedAdapter:
     """Return what the option `--attention` names as `module:name`."""
     name = f"{form}_{broken}"
-    return Adapter.at(f"{forms.__name__}:{name}", getattr(forms, name))
+    return NamedAdapter.at(f"{forms.__name__}:{name}", getattr(forms, name))
 
 
 @pytest.mark.parametrize(("form", "keyword"), sampled(list(product(forms.FORMS, forms.KEYWORDS)), 8))

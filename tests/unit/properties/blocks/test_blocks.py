@@ -10,7 +10,7 @@ from harness.properties.blocks.adapter import OPTIONAL
 from harness.properties.blocks.suite import check_block_manager, not_checked, search_block_manager
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
-from harness.selfcheck.properties.blocks import BlockManager
+from harness.selfcheck.properties.blocks import BlockManagerSubject
 
 from ...sampling import sampled
 from ..programs import assert_fails_in_its_last_line
@@ -19,7 +19,7 @@ from . import chained, hybrid, radix
 DEV = PROFILES["dev"].settings()
 CI = PROFILES["ci"].settings()
 FEW = settings(DEV, max_examples=40)
-OFFERED = tuple(method for method in OPTIONAL if callable(getattr(BlockManager, method, None)))
+OFFERED = tuple(method for method in OPTIONAL if callable(getattr(BlockManagerSubject, method, None)))
 
 BUGS = [
     (chained.BlockSizeOne, {15}),
@@ -37,25 +37,25 @@ BUGS = [
 ]
 
 
-class ComputesAtOnce(BlockManager):
+class ComputesAtOnce(BlockManagerSubject):
     """Publishes as soon as blocks are allocated: an engine that computes whole prompts."""
 
     def allocate(self, request_id: int, token_ids: Sequence[int], salt: str = "") -> int | None:
         num_cached = super().allocate(request_id, token_ids, salt)
         if num_cached is not None:
-            BlockManager.computed(self, request_id, len(token_ids))
+            BlockManagerSubject.computed(self, request_id, len(token_ids))
         return num_cached
 
     def append(self, request_id: int, token_id: int) -> bool:
         has_room = super().append(request_id, token_id)
         if has_room:
-            BlockManager.computed(self, request_id, self.sequences[request_id].num_tokens)
+            BlockManagerSubject.computed(self, request_id, self.sequences[request_id].num_tokens)
         return has_room
 
 
 @pytest.mark.parametrize("missing", sampled([*(((method,),) for method in OFFERED), (OFFERED,)], 5), ids="-".join)
 def test_the_reference_manager_passes_without_any_optional_part(missing: tuple[str, ...]) -> None:
-    base = ComputesAtOnce if "computed" in missing else BlockManager
+    base = ComputesAtOnce if "computed" in missing else BlockManagerSubject
     lesser = type("Lesser", (base,), dict.fromkeys(missing))
     check_block_manager(lesser, FEW)
     assert {line.split()[3] for line in not_checked(lesser) if line.startswith("block manager: no ")} >= set(missing)

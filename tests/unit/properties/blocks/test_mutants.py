@@ -4,7 +4,7 @@ import pytest
 
 from harness.properties.blocks.suite import search_block_manager
 from harness.properties.core.profiles import PROFILES
-from harness.selfcheck.properties.blocks import BlockManager
+from harness.selfcheck.properties.blocks import BlockManagerSubject
 
 from ...sampling import sampled
 from ..mutation import Mutant
@@ -16,7 +16,7 @@ CI = PROFILES["ci"].settings()
 @pytest.mark.parametrize("mutant", sampled(BLOCK_MUTANTS, 7), ids=lambda mutant: mutant.name)
 def test_the_block_suite_kills(mutant: Mutant) -> None:
     with mutant.planted():
-        findings = search_block_manager(BlockManager, CI, is_first_enough=True).findings
+        findings = search_block_manager(BlockManagerSubject, CI, is_first_enough=True).findings
     assert findings
     assert findings[0].invariant in mutant.killed_by
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.properties.core.adapter import Adapter, hides_parameters, takes
+from harness.properties.core.adapter import NamedAdapter, hides_parameters, takes
 
 
 class Made:
@@ -45,19 +45,19 @@ def function(*, salt: str = "") -> None:
     ],
 )
 def test_a_program_imports_what_is_named(named: Any, imports: tuple[str, ...], expression: str) -> None:
-    adapter = Adapter.of(named)
+    adapter = NamedAdapter.of(named)
     assert (adapter.imports, adapter.expression) == (imports, expression)
 
 
 def test_a_path_is_imported_as_it_was_given() -> None:
-    adapter = Adapter.at("my.module:make.inner", partial(Made))
+    adapter = NamedAdapter.at("my.module:make.inner", partial(Made))
     assert (adapter.imports, adapter.expression) == (("from my.module import make",), "make.inner")
-    assert Adapter.of(adapter) is adapter
+    assert NamedAdapter.of(adapter) is adapter
 
 
 @pytest.mark.parametrize("named", [Made, partial(Made, hash_bits=None), partial(partial(Made))])
 def test_a_class_is_made_whatever_is_bound_already(named: Any) -> None:
-    adapter = Adapter.of(named)
+    adapter = NamedAdapter.of(named)
     assert adapter.is_class
     assert adapter.takes("hash_bits")
     assert adapter.declares("sizes") == (1, 2)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 
 from harness.errors import Code, HarnessError
-from harness.properties.core.findings import Finding, PropertyError, Violation
+from harness.properties.core.findings import PropertyError, PropertyFinding, Violation
 from harness.properties.core.machine import Machine, NotApplicable, action
 from harness.properties.core.minimize import minimize
 from harness.properties.core.subject import Subject
@@ -125,7 +125,7 @@ def test_an_error_that_is_right_does_not_end_the_program() -> None:
 
 
 def test_a_finding_says_which_invariant_and_how() -> None:
-    error = PropertyError(Finding.of(Violation(4, "block 1 is free"), "manager.free(0)\n"))
+    error = PropertyError(PropertyFinding.of(Violation(4, "block 1 is free"), "manager.free(0)\n"))
     assert str(error) == (
         "H092: block 1 is free\n  where:    invariant 4: A live table never points at a free block\n\nmanager.free(0)\n"
     )

@@ -11,23 +11,29 @@ from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 from harness.properties.engine.case import RELATIONS
 from harness.properties.engine.suite import check_engine, not_checked, refusal
-from harness.selfcheck.properties.engine import Engine, LlamaEngine, Qwen2Engine
+from harness.selfcheck.properties.engine import EngineSubject, LlamaEngine, Qwen2Engine
 
 DEV = PROFILES["dev"].settings()
 FEW = settings(DEV, max_examples=12)
-OURS = [relation for relation in RELATIONS if refusal(Engine, relation) is None]
+OURS = [relation for relation in RELATIONS if refusal(EngineSubject, relation) is None]
 
 
 @pytest.mark.parametrize(
     ("engine", "relation"),
-    [(Engine, "prefix hit"), (Engine, "preemption"), (Engine, "all"), (LlamaEngine, "all"), (Qwen2Engine, "all")],
+    [
+        (EngineSubject, "prefix hit"),
+        (EngineSubject, "preemption"),
+        (EngineSubject, "all"),
+        (LlamaEngine, "all"),
+        (Qwen2Engine, "all"),
+    ],
 )
 def test_the_reference_engine_passes(engine: Any, relation: str) -> None:
     check_engine(engine, FEW, relation)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", [Engine, LlamaEngine, Qwen2Engine])
+@pytest.mark.parametrize("engine", [EngineSubject, LlamaEngine, Qwen2Engine])
 @pytest.mark.parametrize("relation", OURS)
 def test_the_reference_engine_passes_in_many_examples(engine: Any, relation: str) -> None:
     check_engine(engine, settings(DEV, max_examples=60), relation)
@@ -140,7 +146,7 @@ def test_the_program_is_as_short_as_it_can_be() -> None:
     ]
 
 
-class ShortLived(Engine):
+class ShortLived(EngineSubject):
     """An engine for requests of a few tokens."""
 
     max_model_len = 10
@@ -164,7 +170,7 @@ def test_a_tap_that_differs_is_found_where_the_tokens_agree() -> None:
         run(caught.value.program)
 
 
-class Tapped(Engine):
+class Tapped(EngineSubject):
     """Its taps are off in chunks of one token."""
 
     def __init__(self, *, max_num_batched_tokens: int = 2048) -> None:

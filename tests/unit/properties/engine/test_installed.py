@@ -7,7 +7,7 @@ from hypothesis import settings
 
 from harness.engines import Capabilities
 from harness.errors import Code, HarnessError
-from harness.properties.core.adapter import Adapter
+from harness.properties.core.adapter import NamedAdapter
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 from harness.properties.engine import installed
@@ -90,7 +90,7 @@ class Shifted:
 def test_what_depends_on_the_batch_is_found_and_the_program_names_the_engine(monkeypatch):
     inner = installed_engine("reference").engine
     with opened(monkeypatch, Shifting(inner)) as adapter, pytest.raises(PropertyError) as caught:
-        check_engine(Adapter(adapter, ("from x import y",), "installed_engine('mine')"), FEW, "batch")
+        check_engine(NamedAdapter(adapter, ("from x import y",), "installed_engine('mine')"), FEW, "batch")
     assert "model.norm" in str(caught.value)
     assert "engine = installed_engine('mine')()" in str(caught.value)
 

@@ -14,8 +14,8 @@ from harness.properties.ops.adapter import OpsUnderTest, not_checked
 from harness.properties.ops.loader import check_loader
 from harness.properties.ops.norm import Norm, NormCase, check_norms
 from harness.properties.ops.rotary import check_rotary
-from harness.properties.ops.rows import Rows
-from harness.properties.ops.sampling import Request, check_frequency, check_sampling
+from harness.properties.ops.rows import RandomRows
+from harness.properties.ops.sampling import SampledRow, check_frequency, check_sampling
 from harness.properties.ops.stopping import check_stopping
 from harness.properties.ops.tokenizer import check_tokenizer
 from harness.selfcheck.properties.ops import Ops
@@ -160,7 +160,7 @@ def test_a_bug_is_told_as_a_program_that_shows_it(bug: Any, check: Any, error: t
 @pytest.mark.parametrize("logits", [(-3.0, 3.0), (0.0, 3.25), (0.0, 0.25, 3.25), (3.0, *[-3.0] * 7)])
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_a_token_that_comes_a_few_times_is_no_finding(logits: tuple[float, ...], temperature: float) -> None:
-    check_frequency(OpsUnderTest(Ops), Request(logits=logits, temperature=temperature))
+    check_frequency(OpsUnderTest(Ops), SampledRow(logits=logits, temperature=temperature))
 
 
 class TooWarm(Ops):
@@ -171,7 +171,7 @@ class TooWarm(Ops):
 @pytest.mark.parametrize("logits", [(0.0, 1.0), (0.0, 0.25, 3.25), (3.0, *[-1.0] * 7)])
 def test_a_biased_sampler_is_told_as_a_program_that_shows_it(logits: tuple[float, ...]) -> None:
     with pytest.raises(Counterexample, match="chi-square") as caught:
-        check_frequency(OpsUnderTest(TooWarm), Request(logits=logits))
+        check_frequency(OpsUnderTest(TooWarm), SampledRow(logits=logits))
     with pytest.raises(AssertionError):
         exec(compile(caught.value.program, "program", "exec"), {})
     exec(compile(caught.value.program.replace("TooWarm", "Ops"), "program", "exec"), {})
@@ -179,7 +179,7 @@ def test_a_biased_sampler_is_told_as_a_program_that_shows_it(logits: tuple[float
 
 def test_a_row_of_equal_elements_has_a_bound() -> None:
     """The mean takes all of it away: what is left is the bias, and the rounding of the mean."""
-    rows = Rows(shape=(1, 2), dtype="bfloat16", level=0.0, offset=-1.3, seed=0)
+    rows = RandomRows(shape=(1, 2), dtype="bfloat16", level=0.0, offset=-1.3, seed=0)
     norm = Norm(OpsUnderTest(More()), "layer_norm", NormCase(x=rows, eps=1e-6, factor=1.0))
     out, bound_T = norm.expected()
     assert torch.equal(out, norm.bias.double()[None])

@@ -5,7 +5,7 @@ import pytest
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 from harness.properties.scheduler.suite import check_scheduler, search_scheduler
-from harness.selfcheck.properties.scheduler import Scheduler
+from harness.selfcheck.properties.scheduler import SchedulerSubject
 
 from ...sampling import sampled
 from ..blocks.mutants import BLOCK_MUTANTS
@@ -57,7 +57,7 @@ def test_a_bug_is_found_and_told_as_a_program(scheduler: type, invariants: set[i
 )
 def test_a_bug_of_the_prefix_cache_is_found_through_the_scheduler(mutant: Mutant) -> None:
     with mutant.planted():
-        findings = search_scheduler(Scheduler, CI, is_first_enough=True).findings
+        findings = search_scheduler(SchedulerSubject, CI, is_first_enough=True).findings
     assert findings
     assert findings[0].invariant in REUSE[mutant.name]
 
@@ -65,4 +65,4 @@ def test_a_bug_of_the_prefix_cache_is_found_through_the_scheduler(mutant: Mutant
 def test_reuse_is_expected_only_where_it_is_declared() -> None:
     mutant = next(mutant for mutant in BLOCK_MUTANTS if mutant.name == "nothing is ever published")
     with mutant.planted():
-        check_scheduler(type("Silent", (Scheduler,), {"reuses_prefixes": False}), DEV)
+        check_scheduler(type("Silent", (SchedulerSubject,), {"reuses_prefixes": False}), DEV)

@@ -4,7 +4,7 @@ import pytest
 
 from harness.properties.core.profiles import PROFILES
 from harness.properties.scheduler.suite import search_scheduler
-from harness.selfcheck.properties.scheduler import Scheduler
+from harness.selfcheck.properties.scheduler import SchedulerSubject
 
 from ...sampling import sampled
 from ..mutation import Mutant
@@ -16,7 +16,7 @@ CI = PROFILES["ci"].settings()
 @pytest.mark.parametrize("mutant", sampled(SCHEDULER_MUTANTS, 4), ids=lambda mutant: mutant.name)
 def test_the_scheduler_suite_kills(mutant: Mutant) -> None:
     with mutant.planted():
-        findings = search_scheduler(Scheduler, CI, is_first_enough=True).findings
+        findings = search_scheduler(SchedulerSubject, CI, is_first_enough=True).findings
     assert findings
     assert findings[0].invariant in mutant.killed_by
 
@@ -25,7 +25,7 @@ def test_the_scheduler_suite_kills(mutant: Mutant) -> None:
 @pytest.mark.parametrize("mutant", SURVIVORS, ids=lambda mutant: mutant.name)
 def test_what_is_listed_as_a_survivor_is_one(mutant: Mutant) -> None:
     with mutant.planted():
-        assert not search_scheduler(Scheduler, CI).findings
+        assert not search_scheduler(SchedulerSubject, CI).findings
 
 
 def test_a_planted_mutant_is_gone_afterwards() -> None:

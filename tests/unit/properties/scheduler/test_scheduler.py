@@ -9,7 +9,7 @@ from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 from harness.properties.scheduler.adapter import OPTIONAL
 from harness.properties.scheduler.suite import check_scheduler, not_checked, search_scheduler
-from harness.selfcheck.properties.scheduler import Scheduler
+from harness.selfcheck.properties.scheduler import SchedulerSubject
 from reference_engine.requests.sequence import Chunk, Sequence
 
 from ...sampling import sampled
@@ -19,7 +19,7 @@ from . import two_phase
 DEV = PROFILES["dev"].settings()
 CI = PROFILES["ci"].settings()
 FEW = settings(DEV, max_examples=40)
-OFFERED = tuple(method for method in OPTIONAL if callable(getattr(Scheduler, method, None)))
+OFFERED = tuple(method for method in OPTIONAL if callable(getattr(SchedulerSubject, method, None)))
 
 SCHEDULER_BUGS = [
     (two_phase.SequencesNotCounted, {20}),
@@ -32,12 +32,12 @@ SCHEDULER_BUGS = [
 
 @pytest.mark.parametrize("missing", sampled([*(((method,),) for method in OFFERED), (OFFERED,)], 4), ids="-".join)
 def test_the_reference_scheduler_passes_without_any_optional_part(missing: tuple[str, ...]) -> None:
-    lesser = type("Lesser", (Scheduler,), dict.fromkeys(missing))
+    lesser = type("Lesser", (SchedulerSubject,), dict.fromkeys(missing))
     check_scheduler(lesser, FEW)
     assert {line.split()[2] for line in not_checked(lesser) if line.startswith("scheduler: no ")} >= set(missing)
 
 
-class SharesWithinAStep(Scheduler):
+class SharesWithinAStep(SchedulerSubject):
     """Lets requests find blocks as soon as they are given out, as vLLM does: the step itself fills them."""
 
     shares_within_step = True

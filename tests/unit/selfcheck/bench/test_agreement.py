@@ -7,9 +7,9 @@ import torch
 
 from harness.errors import Code, HarnessError
 from harness.selfcheck.bench.agreement import TokenDivergence, find_divergences, judge_divergences
-from harness.selfcheck.bench.workload import Workload
+from harness.selfcheck.bench.workload import BenchWorkload
 
-WORKLOAD = Workload(name="batch 2", prompts=[[1, 2], [3]], output_lens=[3, 2])
+WORKLOAD = BenchWorkload(name="batch 2", prompts=[[1, 2], [3]], output_lens=[3, 2])
 OURS = [[4, 5, 6], [7, 8]]
 
 

@@ -5,11 +5,11 @@ import pytest
 from harness.errors import Code, HarnessError
 from harness.selfcheck.bench import measure, peer
 from harness.selfcheck.bench.peer import OURS, BenchConfig, Generation, PeerMissingError, open_peers, peer_groups
-from harness.selfcheck.bench.workload import Workload
+from harness.selfcheck.bench.workload import BenchWorkload
 
 WORKLOADS = [
-    Workload(name="even", prompts=[[1]], output_lens=[2]),
-    Workload(name="uneven", prompts=[[1]], output_lens=[2]),
+    BenchWorkload(name="even", prompts=[[1]], output_lens=[2]),
+    BenchWorkload(name="uneven", prompts=[[1]], output_lens=[2]),
 ]
 
 

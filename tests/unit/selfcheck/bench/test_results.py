@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.base.environment import Machine, describe_machine
+from harness.base.environment import MachineInfo, describe_machine
 from harness.selfcheck.bench.agreement import Agreement
 from harness.selfcheck.bench.peer import Generation
 from harness.selfcheck.bench.results import BandwidthShare, BenchResult, Measure
@@ -22,7 +22,7 @@ ALONE = Measure(name="prefill, batch 1", unit="tok/s", is_higher_better=True, sa
 def result(*measures):
     return BenchResult(
         shape="tiny", num_parameters=1_320_000, dtype="float32", seed=0, repeats=3,
-        machine=Machine(device="A CPU", cpu_flags=("avx2",), num_threads=2, versions={"torch": "2.13"}),
+        machine=MachineInfo(device="A CPU", cpu_flags=("avx2",), num_threads=2, versions={"torch": "2.13"}),
         copy_bytes_per_second=20e9, copy_spread=(18e9, 21e9), measures=measures,
         shares=[BandwidthShare(batch_size=1, bytes_per_step=5_000_000, shares={"reference": 0.5})],
         agreements=[Agreement(peer="good", num_requests=9, num_ties=2, worst_tie_stds=0.0123)],

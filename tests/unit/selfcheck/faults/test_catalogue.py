@@ -15,7 +15,7 @@ from harness.selfcheck.faults.catalogue import FAULTS, choose
 from harness.selfcheck.faults.fault import Category, Fault, FaultConfig
 from harness.selfcheck.faults.injection import replacing
 from harness.selfcheck.faults.scoreboard import score_fault
-from harness.selfcheck.faults.trial import Trial, try_fault, try_variant
+from harness.selfcheck.faults.trial import FaultTrial, try_fault, try_variant
 from harness.selfcheck.faults.variants import variants
 from reference_engine import LLMEngine
 from reference_engine.block_manager import BlockManager
@@ -100,7 +100,7 @@ def test_a_fault_that_nothing_shows_is_not_detected():
 
 def test_the_wrong_place_and_the_wrong_cause_do_not_count():
     fault = FAULTS["norm-weight-skipped"]
-    trial: Trial = try_fault(fault)
+    trial: FaultTrial = try_fault(fault)
     elsewhere = Fault(**{name: getattr(fault, name) for name in fault.__slots__} | {"row": (1, 0), "cause": "theta"})
     score = score_fault(elsewhere, trial)
     assert (score.detected, score.localised, score.named) == (True, False, False)

@@ -20,7 +20,7 @@ from harness.judge.compare.conventions.attention import (
     MODEL,
     probabilities,
 )
-from harness.judge.compare.conventions.entry import Subject
+from harness.judge.compare.conventions.entry import SuspectRows
 from harness.oracle.watch import AttentionCall
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS, SIZE = 2, 4, 2, 3, 5, 8
@@ -45,7 +45,7 @@ def call_of(mask=None, **options):
 
 def subject_of(call, *, dtype=torch.float32, hf=None, **declared):
     unknown = torch.full((3, HEADS * SIZE), torch.nan)
-    return Subject(
+    return SuspectRows(
         hf=hf, operation=OPERATION, dtype=dtype, actual=unknown, expected=unknown, rows=ROWS,
         positions=torch.tensor([4, 2, 2]), call=call, declared=Numerics(**declared),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import nn
 from harness.base.metrics import largest_rounding
 from harness.base.numerics import Numerics
 from harness.formats.taps import Kind, Operation
-from harness.judge.compare.conventions.entry import Subject
+from harness.judge.compare.conventions.entry import SuspectRows
 from harness.judge.compare.conventions.linear import (
     CONVENTIONS,
     MODEL,
@@ -37,7 +37,7 @@ def subject_of(weight, x, *, bias=None, dtype=torch.bfloat16, name="o_proj", inp
         module.weight, module.bias = weight, bias
     operation = Operation(tap=f"layer.{name}", kind=Kind.LINEAR, inputs=("x",), source=f"layer.{name}")
     unknown = torch.full((len(x), OUT), torch.nan)
-    return Subject(
+    return SuspectRows(
         hf=SimpleNamespace(module=lambda _path: module), operation=operation, dtype=dtype, actual=unknown,
         expected=unknown, rows=torch.arange(len(x)), positions=torch.arange(len(x)),
         inputs=[x] if inputs is None else inputs, declared=Numerics(**declared),

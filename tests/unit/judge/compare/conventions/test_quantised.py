@@ -9,7 +9,7 @@ import torch
 from harness.base.numerics import Numerics
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.conventions import quantised
-from harness.judge.compare.conventions.entry import Subject
+from harness.judge.compare.conventions.entry import SuspectRows
 from harness.judge.compare.conventions.linear import ROUNDED_INPUTS
 from harness.judge.compare.conventions.quantised import CONVENTIONS, QUANTISED_INPUTS, quantised_inputs
 
@@ -62,7 +62,7 @@ def test_inputs_as_quantised_products_see_them(formats, width, sizes):
 
 def subject_of(module, x, actual, *, dtype=torch.float32, inputs=None, expected=None, **declared):
     operation = Operation(tap="proj", kind=Kind.LINEAR, inputs=("x",), source="proj")
-    return Subject(
+    return SuspectRows(
         hf=SimpleNamespace(module=lambda _path: module), operation=operation, dtype=dtype, actual=actual,
         expected=actual.double() if expected is None else expected, rows=torch.arange(len(x)),
         positions=torch.arange(len(x)), inputs=[x] if inputs is None else inputs, declared=Numerics(**declared),

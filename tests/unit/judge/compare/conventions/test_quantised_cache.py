@@ -13,7 +13,7 @@ from harness.judge.compare.cache_blocks import Stored, quantised, rounded_sums
 from harness.judge.compare.cache_format import CacheFormat
 from harness.judge.compare.conventions import quantised_cache
 from harness.judge.compare.conventions.attention import MODEL
-from harness.judge.compare.conventions.entry import Subject
+from harness.judge.compare.conventions.entry import SuspectRows
 from harness.judge.compare.conventions.quantised_cache import CONVENTIONS, KEPT, ROUNDED_PROBABILITIES, ROUNDED_SUMS
 from harness.oracle.watch import AttentionCall
 
@@ -35,7 +35,7 @@ def call_of(seed=0):
 
 def subject_of(call, *, dtype=torch.float32, **declared):
     unknown = torch.full((3, 4), torch.nan)
-    return Subject(
+    return SuspectRows(
         hf=None, operation=Operation(tap="a", kind=Kind.ATTENTION, inputs=("q", "k", "v"), source="a"), dtype=dtype,
         actual=unknown, expected=unknown, rows=ROWS, positions=ROWS % TOKENS, call=call, declared=Numerics(**declared),
     )  # fmt: skip

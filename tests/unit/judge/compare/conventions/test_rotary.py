@@ -11,7 +11,7 @@ from torch import nn
 from harness.base.metrics import rounding_unit
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.conventions import rotary
-from harness.judge.compare.conventions.entry import Subject
+from harness.judge.compare.conventions.entry import SuspectRows
 from harness.judge.compare.conventions.rotary import CONVENTIONS, OTHER_ORDER
 
 (ORDERS,) = (convention.roundings for convention in CONVENTIONS)
@@ -88,7 +88,7 @@ def orders(frequencies, theta, stretch):
 
 def held(hf, actual, expected, *, x=X, dtype=torch.float32):
     operation = Operation(tap="q_rope", kind=Kind.ROTARY, inputs=("q",), source="q")
-    subject = Subject(
+    subject = SuspectRows(
         hf=hf, operation=operation, dtype=dtype, actual=actual, expected=expected, rows=torch.arange(len(x)),
         positions=torch.tensor(POSITIONS), inputs=[x],
     )  # fmt: skip
