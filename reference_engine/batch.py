@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.lora.adapter import Adapter
 from reference_engine.observer import Observer
-from reference_engine.requests.sequence import Chunk
+from reference_engine.requests.sequence import ScheduledChunk
 
 __all__ = ["Batch", "build_batch", "sampled_rows", "slots_of"]
 
@@ -76,7 +76,7 @@ class Batch:
 
 
 def build_batch(
-    chunks: Sequence[Chunk],
+    chunks: Sequence[ScheduledChunk],
     block_size: int,
     device: torch.device,
     observer: Observer | None = None,
@@ -110,7 +110,7 @@ def build_batch(
 
 
 def _rows_by_adapter(
-    chunks: Sequence[Chunk], requests_T: np.ndarray, adapters: Mapping[str, Adapter], device: torch.device
+    chunks: Sequence[ScheduledChunk], requests_T: np.ndarray, adapters: Mapping[str, Adapter], device: torch.device
 ) -> Sequence[tuple[Adapter, torch.Tensor]]:
     names = [chunk.sequence.params.adapter for chunk in chunks]
     found = []
@@ -121,13 +121,13 @@ def _rows_by_adapter(
     return found
 
 
-def slots_of(chunk: Chunk, block_size: int) -> list[int]:
+def slots_of(chunk: ScheduledChunk, block_size: int) -> list[int]:
     """Return the physical slot of each row of a chunk."""
     table = chunk.sequence.block_table
     return [table[p // block_size] * block_size + p % block_size for p in range(chunk.start, chunk.stop)]
 
 
-def sampled_rows(chunks: Sequence[Chunk]) -> list[int]:
+def sampled_rows(chunks: Sequence[ScheduledChunk]) -> list[int]:
     """Return the rows whose logits are needed: the last one of each chunk that has caught up."""
     rows: list[int] = []
     last_row = -1
@@ -138,7 +138,7 @@ def sampled_rows(chunks: Sequence[Chunk]) -> list[int]:
     return rows
 
 
-def _token_ids(chunks: Sequence[Chunk]) -> list[int]:
+def _token_ids(chunks: Sequence[ScheduledChunk]) -> list[int]:
     token_ids: list[int] = []
     for chunk in chunks:
         token_ids += chunk.sequence.token_ids[chunk.start : chunk.stop]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from reference_engine.block_pool import BlockPool
-from reference_engine.requests.sequence import Chunk, Sequence
+from reference_engine.requests.sequence import ScheduledChunk, Sequence
 
 __all__ = ["BlockManager"]
 
@@ -52,7 +52,7 @@ class BlockManager:
             sequence.num_computed_tokens = len(sequence.block_table) * self._cache.block_size
         return sequence.num_computed_tokens
 
-    def publish(self, chunks: Iterable[Chunk]) -> None:
+    def publish(self, chunks: Iterable[ScheduledChunk]) -> None:
         """Let others find the blocks that computed chunks have filled."""
         if self._cache is None:
             return

@@ -23,7 +23,7 @@ from reference_engine.model import Decoder
 from reference_engine.numerics import step_numerics
 from reference_engine.observer import Observer
 from reference_engine.observing.steps import describe, show_cache
-from reference_engine.requests.sequence import Chunk, Sequence
+from reference_engine.requests.sequence import ScheduledChunk, Sequence
 from reference_engine.rotary import RotaryEmbedding
 from reference_engine.sampler import Sampled, sample
 from reference_engine.share import Share
@@ -91,7 +91,7 @@ class ModelRunner:
             torch.cuda.empty_cache()  # or the device's free memory, by which caches are sized, does not count it
 
     @torch.no_grad()
-    def run(self, chunks: Seq[Chunk], observer: Observer | None) -> Sampled:
+    def run(self, chunks: Seq[ScheduledChunk], observer: Observer | None) -> Sampled:
         """Compute the chunks and choose the next token of each that has caught up."""
         computed = chunks if self.backend.cache is not None else [replace(chunk, start=0) for chunk in chunks]
         self._share.tell_step(computed, observer is not None)
@@ -119,7 +119,7 @@ class ModelRunner:
             self._share.tell_copy(source, target)
             self.backend.cache.copy_block(source, target)
 
-    def batch(self, computed: Seq[Chunk], observer: Observer | None) -> Batch:
+    def batch(self, computed: Seq[ScheduledChunk], observer: Observer | None) -> Batch:
         """Return a step's batch; an observed one with its plan, so that no observer takes planning for an operation."""
         batch = build_batch(computed, self.backend.block_size, self.device, observer, self.adapters)
         return batch if observer is None else self._planned(batch)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from reference_engine.checkpoint.config_file import Fields
+from reference_engine.checkpoint.config_file import ConfigFields
 from reference_engine.checkpoint.model_config import ModelConfig, RopeConfig
 from reference_engine.errors import UnsupportedModelError
 
@@ -68,7 +68,7 @@ def _default_inv_freq(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 def _llama3_inv_freq(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """Stretch the long wavelengths by `factor`, keep the short ones, blend between (Llama 3.1's scaling)."""
-    fields = Fields(rope.parameters, "rope_parameters of type llama3")
+    fields = ConfigFields(rope.parameters, "rope_parameters of type llama3")
     factor = fields.number("factor")
     low_freq_factor = fields.number("low_freq_factor")
     high_freq_factor = fields.number("high_freq_factor")

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from reference_engine.block_manager import BlockManager
-from reference_engine.requests.sequence import Chunk, Sequence
+from reference_engine.requests.sequence import ScheduledChunk, Sequence
 
 __all__ = ["Scheduler"]
 
@@ -46,7 +46,7 @@ class Scheduler:
         """Queue a request that fits the pool."""
         self.waiting.append(sequence)
 
-    def schedule(self) -> list[Chunk]:
+    def schedule(self) -> list[ScheduledChunk]:
         """Choose the next step's chunks, single tokens first, and give each the blocks that it needs."""
         chunks, budget, has_preempted = self._schedule_running()
         if self.waiting and not has_preempted:
@@ -55,7 +55,7 @@ class Scheduler:
             chunks.sort(key=lambda chunk: chunk.stop - chunk.start > 1)
         return chunks
 
-    def advance(self, chunks: list[Chunk]) -> None:
+    def advance(self, chunks: list[ScheduledChunk]) -> None:
         """Record that chunks are computed, and let others find the blocks that have become full."""
         for chunk in chunks:
             chunk.sequence.num_computed_tokens = chunk.stop
@@ -87,14 +87,14 @@ class Scheduler:
         else:
             self.finish(sequence)
 
-    def _schedule_running(self) -> tuple[list[Chunk], int, bool]:
+    def _schedule_running(self) -> tuple[list[ScheduledChunk], int, bool]:
         """Return the chunks, what is left of the budget, and whether a request was preempted.
 
         This is the loop that every step of every request goes through: a request with room in its blocks costs a few
         comparisons. A prompt takes all of the budget that is left, so only the youngest running request, with its
         forks, can be amid its prompt: the order of arrival already puts the single tokens of the others first.
         """
-        chunks: list[Chunk] = []
+        chunks: list[ScheduledChunk] = []
         budget = self._max_num_batched_tokens
         num_running = len(self.running)
         for sequence in self.running:  # the loop ends early when its tail is preempted
@@ -106,11 +106,11 @@ class Scheduler:
             while stop > sequence.num_writable_tokens and not self._blocks.grow(sequence, stop):
                 if self._preempt_youngest() is sequence:
                     return chunks, budget, True
-            chunks.append(Chunk(sequence, start, stop))
+            chunks.append(ScheduledChunk(sequence, start, stop))
             budget -= stop - start
         return chunks, budget, len(self.running) < num_running
 
-    def _admit_waiting(self, chunks: list[Chunk], budget: int) -> int:
+    def _admit_waiting(self, chunks: list[ScheduledChunk], budget: int) -> int:
         """Add chunks of requests that start to run, and return what is left of the budget."""
         while self.waiting and budget > 0 and len(self.running) < self._max_num_seqs:
             sequence = self.waiting[0]
@@ -120,7 +120,7 @@ class Scheduler:
                 self._blocks.release(sequence)
                 break
             self.running.append(self.waiting.popleft())
-            chunks.append(Chunk(sequence, start, stop))
+            chunks.append(ScheduledChunk(sequence, start, stop))
             budget -= stop - start
         return budget
 

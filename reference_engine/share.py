@@ -14,7 +14,7 @@ from reference_engine.device import open_device
 from reference_engine.kv_cache import cache_budget_bytes
 from reference_engine.layers import Embedding, Linear
 from reference_engine.observer import Observer
-from reference_engine.requests.sequence import Chunk, Sequence
+from reference_engine.requests.sequence import ScheduledChunk, Sequence
 
 __all__ = ["Share"]
 
@@ -54,7 +54,7 @@ class Share:
         """Return what shows `observer` whole taps of this share's parts."""
         return observer
 
-    def tell_step(self, computed: Seq[Chunk], is_observed: bool) -> None:
+    def tell_step(self, computed: Seq[ScheduledChunk], is_observed: bool) -> None:
         """Let the other processes compute their shares of a step."""
 
     def tell_copy(self, source: int, target: int) -> None:

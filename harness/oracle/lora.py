@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from harness.errors import HarnessError
 from harness.formats.checkpoint import Checkpoint
-from harness.oracle.lora_config import CONFIG_FILE, LoraConfig, bad_lora, read_lora_config
+from harness.oracle.lora_config import CONFIG_FILE, AdapterConfig, bad_lora, read_lora_config
 from harness.oracle.model import HFModel, load_model
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -131,7 +131,7 @@ def read_adapter(folder: Path) -> dict[str, Update]:
     return _read_updates(read_lora_config(folder), folder)
 
 
-def _read_updates(config: LoraConfig, folder: Path) -> dict[str, Update]:
+def _read_updates(config: AdapterConfig, folder: Path) -> dict[str, Update]:
     tensors = _read_tensors(folder)
     paths = sorted({key.removesuffix(_A).removesuffix(_B) for key in tensors})
     if not paths:
@@ -139,7 +139,7 @@ def _read_updates(config: LoraConfig, folder: Path) -> dict[str, Update]:
     return {path: _update(config, tensors, path) for path in paths}
 
 
-def _update(config: LoraConfig, tensors: Mapping[str, torch.Tensor], path: str) -> Update:
+def _update(config: AdapterConfig, tensors: Mapping[str, torch.Tensor], path: str) -> Update:
     a, b = tensors.get(path + _A), tensors.get(path + _B)
     if a is None or b is None:
         raise bad_lora("the adapter has one of two tensors", where=path, expected=path + (_A if a is None else _B))
@@ -151,7 +151,7 @@ def _update(config: LoraConfig, tensors: Mapping[str, torch.Tensor], path: str) 
     return Update(a=a, b=b, scaling=config.scaling(path))
 
 
-def _check_targets(hf: HFModel, config: LoraConfig, updates: Mapping[str, Update], folder: Path) -> None:
+def _check_targets(hf: HFModel, config: AdapterConfig, updates: Mapping[str, Update], folder: Path) -> None:
     """Refuse weights that are not there, and those of a head, which `all-linear` leaves out."""
     modules = dict(hf.model.named_modules())
     if config.targets_all_linear:

@@ -1,6 +1,6 @@
 """The config of a LoRA adapter, `adapter_config.json`: which modules it changes, with which rank and which scale.
 
-Every field means what it means to PEFT 0.21 (`LoraConfig`, `check_target_module_exists`, `get_pattern_key`). What is
+Every field means what it means to PEFT 0.21 (`AdapterConfig`, `check_target_module_exists`, `get_pattern_key`). What is
 not listed here is refused unless it is null: PEFT has many variants that make another product of the same tensors, and
 later versions add more. tests/unit/lora_cases.py holds this reader, the reference engine's and PEFT against each other.
 """
@@ -54,7 +54,7 @@ _Off = Literal[False] | None
 _T = TypeVar("_T")
 
 
-class LoraConfig(BaseModel):
+class AdapterConfig(BaseModel):
     """The fields that are read, and the values that they may have."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
@@ -80,7 +80,7 @@ class LoraConfig(BaseModel):
     use_qalora: _Off = None
 
     @model_validator(mode="after")
-    def _check_layers(self) -> "LoraConfig":
+    def _check_layers(self) -> "AdapterConfig":
         chooses = self.layers_to_transform is not None
         if isinstance(self.target_modules, str) and (chooses or self.layers_pattern is not None):
             raise ValueError("layers_to_transform and layers_pattern need target_modules to be a list")
@@ -138,7 +138,7 @@ def _own(patterns: Mapping[str, _T] | None, path: str, default: _T) -> _T:
     return next(fits, default)
 
 
-def read_lora_config(folder: Path) -> LoraConfig:
+def read_lora_config(folder: Path) -> AdapterConfig:
     """Read the config of the adapter in `folder`.
 
     Raises:
@@ -153,7 +153,7 @@ def read_lora_config(folder: Path) -> LoraConfig:
         actual = fields.get("peft_type") if isinstance(fields, dict) else None
         raise bad_lora("the adapter is no LoRA", where=path, expected="peft_type LORA", actual=actual)
     try:
-        config = LoraConfig(**{name: value for name, value in fields.items() if name not in _WITHOUT_EFFECT})
+        config = AdapterConfig(**{name: value for name, value in fields.items() if name not in _WITHOUT_EFFECT})
     except ValidationError as error:
         raise _refusal(error, path) from error
     for name, value in (config.model_extra or {}).items():

@@ -11,7 +11,7 @@ from typing import Any
 
 from reference_engine.errors import ConfigError
 
-__all__ = ["Fields", "read_json"]
+__all__ = ["ConfigFields", "read_json"]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Fields:
+class ConfigFields:
     """The values of a config file, taken out one by one; `where` names the file in errors."""
 
     values: Mapping[str, Any]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from reference_engine.checkpoint.config_file import Fields
+from reference_engine.checkpoint.config_file import ConfigFields
 from reference_engine.checkpoint.placement import Placement, stacked
 from reference_engine.errors import ConfigError
 
@@ -50,7 +50,7 @@ class ExpertsShape:
         return replace(self, intermediate_size=self.intermediate_size // num_ranks)
 
 
-def qwen3_moe_experts(fields: Fields) -> Mapping[int, ExpertsShape]:
+def qwen3_moe_experts(fields: ConfigFields) -> Mapping[int, ExpertsShape]:
     """Read the experts of each layer that has them.
 
     Raises:
@@ -65,7 +65,7 @@ def qwen3_moe_experts(fields: Fields) -> Mapping[int, ExpertsShape]:
     return dict.fromkeys(sparse, _shape(fields)) if sparse else {}
 
 
-def _shape(fields: Fields) -> ExpertsShape:
+def _shape(fields: ConfigFields) -> ExpertsShape:
     # transformers 5 writes num_local_experts, everybody else num_experts.
     name = "num_local_experts" if fields.values.get("num_experts") is None else "num_experts"
     shape = ExpertsShape(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from reference_engine.checkpoint.config_file import Fields
+from reference_engine.checkpoint.config_file import ConfigFields
 from reference_engine.checkpoint.experts import qwen3_moe_experts
 from reference_engine.checkpoint.placement import Placement
 
@@ -40,7 +40,7 @@ class MLPShape(Protocol):
         """
 
 
-def _no_mlps(fields: Fields) -> Mapping[int, MLPShape]:
+def _no_mlps(fields: ConfigFields) -> Mapping[int, MLPShape]:
     return {}
 
 
@@ -75,7 +75,7 @@ class Family:
     """Whether norms multiply by 1 + weight."""
     scales_embedding: bool = False
     """Whether embeddings are multiplied by the root of the hidden size."""
-    mlps: Callable[[Fields], Mapping[int, MLPShape]] = _no_mlps
+    mlps: Callable[[ConfigFields], Mapping[int, MLPShape]] = _no_mlps
     """By layer, what stands in the place of an MLP that is not a plain one."""
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reference_engine.checkpoint.config_file import Fields, read_json
+from reference_engine.checkpoint.config_file import ConfigFields, read_json
 from reference_engine.checkpoint.families import FAMILIES, Family, MLPShape
 from reference_engine.checkpoint.rope_config import RopeConfig, read_ropes
 from reference_engine.checkpoint.sliding_window import layer_windows
@@ -69,7 +69,7 @@ class ModelConfig:
         cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None, *, where: str = "config.json"
     ) -> ModelConfig:
         """Interpret the content of config.json; `where` names it in errors, which are those of `from_folder`."""
-        fields = Fields(config, where)
+        fields = ConfigFields(config, where)
         family = _family(fields)
         _refuse_unsupported(fields, family)
         hidden_size = fields.positive_int("hidden_size")
@@ -124,7 +124,7 @@ class ModelConfig:
         mlps = {layer: mlp.shard(num_ranks) for layer, mlp in self.mlps.items()}
         return replace(self, mlps=mlps, **{name: getattr(self, name) // num_ranks for name in shared})
 
-    def _check_heads(self, fields: Fields) -> None:
+    def _check_heads(self, fields: ConfigFields) -> None:
         where = fields.where
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
@@ -143,7 +143,7 @@ class ModelConfig:
             )
 
 
-def _family(fields: Fields) -> Family:
+def _family(fields: ConfigFields) -> Family:
     model_type = fields.values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedModelError(
@@ -158,7 +158,7 @@ def _family(fields: Fields) -> Family:
     return family
 
 
-def _refuse_unsupported(fields: Fields, family: Family) -> None:
+def _refuse_unsupported(fields: ConfigFields, family: Family) -> None:
     """Refuse what would silently compute something else."""
     values, where = fields.values, fields.where
     activation = values.get(family.activation_field, family.activation)

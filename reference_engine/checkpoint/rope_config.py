@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reference_engine.checkpoint.config_file import Fields
+from reference_engine.checkpoint.config_file import ConfigFields
 from reference_engine.checkpoint.families import Family
 from reference_engine.errors import ConfigError, UnsupportedModelError
 
@@ -27,7 +27,9 @@ class RopeConfig:
     """The type's own parameters as config.json gives them (`factor`, `low_freq_factor`, ...)."""
 
 
-def read_ropes(fields: Fields, family: Family, max_position_embeddings: int) -> tuple[RopeConfig, RopeConfig | None]:
+def read_ropes(
+    fields: ConfigFields, family: Family, max_position_embeddings: int
+) -> tuple[RopeConfig, RopeConfig | None]:
     """Return the rotary embedding of the layers, and that of those with a window where the family has two.
 
     Raises:
@@ -53,7 +55,7 @@ def _is_by_layer_type(parameters: Mapping[str, Any]) -> bool:
 
 
 def _rope(
-    fields: Fields, parameters: Any, theta_field: str, default_theta: float, max_position_embeddings: int
+    fields: ConfigFields, parameters: Any, theta_field: str, default_theta: float, max_position_embeddings: int
 ) -> RopeConfig:
     values = fields.values
     if not isinstance(parameters, Mapping) or _is_by_layer_type(parameters):
@@ -67,7 +69,7 @@ def _rope(
             "unsupported partial_rotary_factor", where=fields.where, expected="1.0", actual=partial
         )
     given = {"rope_theta": values.get(theta_field), **parameters}
-    theta = Fields(given, fields.where).number("rope_theta", default_theta)
+    theta = ConfigFields(given, fields.where).number("rope_theta", default_theta)
     own = {"original_max_position_embeddings": max_position_embeddings, **parameters}
     if values.get("original_max_position_embeddings") is not None:  # outranks the nested one, as in transformers
         own["original_max_position_embeddings"] = values["original_max_position_embeddings"]

@@ -6,7 +6,7 @@ layers, Qwen a switch, a width, and the first layer that slides, Gemma how many 
 
 from __future__ import annotations
 
-from reference_engine.checkpoint.config_file import Fields
+from reference_engine.checkpoint.config_file import ConfigFields
 from reference_engine.checkpoint.families import Family, Sliding
 from reference_engine.errors import ConfigError, UnsupportedModelError
 
@@ -20,7 +20,7 @@ MAX_WINDOW_LAYERS = 28
 MAX_LAYERS = 10_000  # a typing error must not become a list that fills the memory
 
 
-def layer_windows(fields: Fields, family: Family) -> tuple[int | None, ...]:
+def layer_windows(fields: ConfigFields, family: Family) -> tuple[int | None, ...]:
     """Return the window of each layer, None if it sees everything.
 
     Raises:
@@ -61,19 +61,19 @@ def layer_windows(fields: Fields, family: Family) -> tuple[int | None, ...]:
     return tuple(window if layer_type == SLIDING else None for layer_type in layer_types)
 
 
-def _from_first(fields: Fields, num_layers: int, is_on: bool) -> list[str]:
+def _from_first(fields: ConfigFields, num_layers: int, is_on: bool) -> list[str]:
     """Return the types of layers of which all from a certain one on slide."""
     first = fields.positive_int("max_window_layers", MAX_WINDOW_LAYERS) if is_on else num_layers
     return [FULL if layer < first else SLIDING for layer in range(num_layers)]
 
 
-def _by_pattern(fields: Fields, num_layers: int) -> list[str]:
+def _by_pattern(fields: ConfigFields, num_layers: int) -> list[str]:
     """Return the types of layers of which one in so many sees everything."""
     pattern = fields.positive_int("sliding_window_pattern", GEMMA_PATTERN)
     return [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]
 
 
-def _layer_types(fields: Fields, num_layers: int, default: list[str]) -> list[str]:
+def _layer_types(fields: ConfigFields, num_layers: int, default: list[str]) -> list[str]:
     layer_types = fields.values.get("layer_types")
     if not layer_types:
         return default

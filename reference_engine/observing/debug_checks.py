@@ -14,7 +14,7 @@ from reference_engine.block_pool import NULL_BLOCK, BlockPool
 from reference_engine.errors import BlockError
 from reference_engine.kv_cache import KVCache
 from reference_engine.prefix_cache import Prefix
-from reference_engine.requests.sequence import Chunk, Sequence
+from reference_engine.requests.sequence import ScheduledChunk, Sequence
 
 __all__ = ["DebugChecks"]
 
@@ -44,7 +44,7 @@ class DebugChecks:
                 if source_slot in self._content:
                     self._content[slot] = self._content[source_slot]
 
-    def before_step(self, chunks: Iterable[Chunk], pool: BlockPool) -> None:
+    def before_step(self, chunks: Iterable[ScheduledChunk], pool: BlockPool) -> None:
         """Verify that what is about to be written belongs to its request alone.
 
         Raises:
@@ -59,7 +59,7 @@ class DebugChecks:
                         where=f"block {block}", expected="1 owner", actual=pool.num_owners(block),
                     )  # fmt: skip
 
-    def after_step(self, chunks: Iterable[Chunk], running: Seq[Sequence], pool: BlockPool) -> None:
+    def after_step(self, chunks: Iterable[ScheduledChunk], running: Seq[Sequence], pool: BlockPool) -> None:
         """Verify owners, tables and content of everything that is live or cached.
 
         Raises:
@@ -72,7 +72,7 @@ class DebugChecks:
             ids = self._ids(chunk.sequence.token_ids[: chunk.stop], chunk.sequence.params.prefix_salt)
             self._content.update(zip(slots_of(chunk, pool.block_size), ids[chunk.start :], strict=True))
         for sequence in running:
-            whole = Chunk(sequence, 0, sequence.num_computed_tokens)
+            whole = ScheduledChunk(sequence, 0, sequence.num_computed_tokens)
             ids = self._ids(sequence.token_ids[: whole.stop], sequence.params.prefix_salt)
             self._expect(f"request {sequence.request_id}", slots_of(whole, pool.block_size), ids)
         for block, prefix in pool.prefix_cache.prefixes.items() if pool.prefix_cache is not None else ():

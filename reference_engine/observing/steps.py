@@ -7,12 +7,12 @@ from collections.abc import Sequence as Seq
 from reference_engine.attention.backend import AttentionBackend
 from reference_engine.batch import sampled_rows, slots_of
 from reference_engine.observer import Observer, StepInfo
-from reference_engine.requests.sequence import Chunk, Sequence
+from reference_engine.requests.sequence import ScheduledChunk, Sequence
 
 __all__ = ["describe", "show_cache"]
 
 
-def describe(scheduled: Seq[Chunk], computed: Seq[Chunk], backend: AttentionBackend) -> StepInfo:
+def describe(scheduled: Seq[ScheduledChunk], computed: Seq[ScheduledChunk], backend: AttentionBackend) -> StepInfo:
     """Say what the rows of a step are: those of `computed`, which without a cache begin before `scheduled`."""
     are_decodes = {chunk.is_decode for chunk in scheduled}
     phase = "mixed" if len(are_decodes) == 2 else "decode" if are_decodes == {True} else "prefill"
@@ -22,7 +22,7 @@ def describe(scheduled: Seq[Chunk], computed: Seq[Chunk], backend: AttentionBack
 def show_cache(sequence: Sequence, backend: AttentionBackend, num_layers: int, observer: Observer) -> None:
     """Show K and V of all computed positions as they stand in the cache, as a step of phase `readback`."""
     num_tokens = sequence.num_computed_tokens
-    whole = Chunk(sequence, 0, num_tokens)
+    whole = ScheduledChunk(sequence, 0, num_tokens)
     observer.begin_step(_step_info("readback", [whole], [], backend))
     for layer in range(num_layers):
         k_CKH, v_CKH = backend.read_back(layer, sequence.block_table, num_tokens)
@@ -31,7 +31,7 @@ def show_cache(sequence: Sequence, backend: AttentionBackend, num_layers: int, o
     observer.end_step([])
 
 
-def _step_info(phase: str, chunks: Seq[Chunk], rows: Seq[int], backend: AttentionBackend) -> StepInfo:
+def _step_info(phase: str, chunks: Seq[ScheduledChunk], rows: Seq[int], backend: AttentionBackend) -> StepInfo:
     has_blocks = backend.has_blocks
     return StepInfo(
         phase=phase,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 from reference_engine.requests.sampling import SamplingParams
-from reference_engine.requests.sequence import Chunk
+from reference_engine.requests.sequence import ScheduledChunk
 from reference_engine.requests.sequence import Sequence as Request
 
 __all__ = ["Command", "decode_chunks", "encode_chunks"]
@@ -25,7 +25,7 @@ class Command(IntEnum):
     """One chunk: a request's computed tokens."""
 
 
-def encode_chunks(chunks: Sequence[Chunk]) -> Iterator[int]:
+def encode_chunks(chunks: Sequence[ScheduledChunk]) -> Iterator[int]:
     """Yield, per chunk: start, stop, tokens known, blocks, and then the blocks and the tokens to compute."""
     for chunk in chunks:
         sequence = chunk.sequence
@@ -34,9 +34,9 @@ def encode_chunks(chunks: Sequence[Chunk]) -> Iterator[int]:
         yield from sequence.token_ids[chunk.start : chunk.stop]
 
 
-def decode_chunks(numbers: Sequence[int]) -> list[Chunk]:
+def decode_chunks(numbers: Sequence[int]) -> list[ScheduledChunk]:
     """Return chunks that compute the same; tokens that are not computed are zeros."""
-    chunks: list[Chunk] = []
+    chunks: list[ScheduledChunk] = []
     at = 0
     while at < len(numbers):
         start, stop, num_tokens, num_blocks = numbers[at : at + 4]
@@ -51,5 +51,5 @@ def decode_chunks(numbers: Sequence[int]) -> list[Chunk]:
             block_table=array("q", table),
         )
         request.num_computed_tokens = stop
-        chunks.append(Chunk(request, start, stop))
+        chunks.append(ScheduledChunk(request, start, stop))
     return chunks

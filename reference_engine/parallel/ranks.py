@@ -27,7 +27,7 @@ from reference_engine.kv_cache import cache_budget_bytes
 from reference_engine.layers import Linear
 from reference_engine.observer import Observer, StepInfo
 from reference_engine.parallel.messages import Command, encode_chunks
-from reference_engine.requests.sequence import Chunk
+from reference_engine.requests.sequence import ScheduledChunk
 from reference_engine.requests.sequence import Sequence as Request
 from reference_engine.share import Share
 
@@ -118,7 +118,7 @@ class Ranks(Share):
         """See `Share.watching`; ranks but the first have no observer, and only give their parts."""
         return ShardedTaps(self, observer)
 
-    def tell_step(self, computed: Sequence[Chunk], is_observed: bool) -> None:
+    def tell_step(self, computed: Sequence[ScheduledChunk], is_observed: bool) -> None:
         """See `Share.tell_step`."""
         self.broadcast([Command.STEP, is_observed, *encode_chunks(computed)])
 
@@ -128,7 +128,7 @@ class Ranks(Share):
 
     def tell_read_back(self, sequence: Request) -> None:
         """See `Share.tell_read_back`."""
-        self.broadcast([Command.READ_BACK, *encode_chunks([Chunk(sequence, 0, sequence.num_computed_tokens)])])
+        self.broadcast([Command.READ_BACK, *encode_chunks([ScheduledChunk(sequence, 0, sequence.num_computed_tokens)])])
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks, on every rank: in float32, so that the order of the ranks is not seen."""

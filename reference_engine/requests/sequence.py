@@ -9,7 +9,7 @@ from reference_engine.prefix_cache import Prefix
 from reference_engine.requests.outputs import FinishReason, RequestOutput, TokenLogprobs
 from reference_engine.requests.sampling import SamplingParams
 
-__all__ = ["Chunk", "Sequence"]
+__all__ = ["ScheduledChunk", "Sequence"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -101,7 +101,7 @@ class Sequence:
 
 
 @dataclass(slots=True)
-class Chunk:
+class ScheduledChunk:
     """The positions `start` to `stop - 1` of a sequence, computed in one step.
 
     Not frozen and not keyword-only, because hundreds are made in each step, and that would cost three times as much.

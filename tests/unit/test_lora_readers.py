@@ -153,7 +153,7 @@ def test_what_is_not_understood_is_refused_by_both(read, field, value, tmp_path)
 
 def test_every_field_of_peft_is_known():
     """A version of PEFT with another field fails here: is it without effect, refused, or read?"""
-    from harness.oracle.lora_config import _WITHOUT_EFFECT, LoraConfig
+    from harness.oracle.lora_config import _WITHOUT_EFFECT, AdapterConfig
     from reference_engine.lora import config as engine
 
     refused = {
@@ -161,7 +161,7 @@ def test_every_field_of_peft_is_known():
         "modules_to_save", "monteclora_config", "target_parameters", "trainable_token_indices", "use_bdlora",
         "velora_config",
     }  # fmt: skip
-    known = {*LoraConfig.model_fields, *_WITHOUT_EFFECT}
+    known = {*AdapterConfig.model_fields, *_WITHOUT_EFFECT}
     assert {*engine._READ, *engine._SERVED, *engine._WITHOUT_EFFECT} == known
     assert set(peft.LoraConfig.__dataclass_fields__) - known == refused
 

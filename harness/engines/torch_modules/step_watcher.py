@@ -1,7 +1,7 @@
-"""Watches the steps of a live engine: a forward of its model, then the sampling behind it.
+"""Watches the steps of a live engine: a forward of its model, then the sampling after it.
 
-An engine's adapter says what a step computes (`ForwardBatch`), from the metadata that its scheduler has made. The rest is the
-same for all engines: rows and phases, the tokens that are forced, what the cache holds at a request's end.
+An engine's adapter says what a step computes (`ForwardBatch`), from the metadata that its scheduler has made. The rest
+is the same for all engines: rows and phases, the tokens that are forced, what the cache holds at a request's end.
 """
 
 import inspect

@@ -20,7 +20,7 @@ from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.fast.acceleration import FastAcceleration
 from reference_engine.kv_cache import CacheSpec, KVCache, context_slots
 from reference_engine.requests.sampling import SamplingParams
-from reference_engine.requests.sequence import Chunk
+from reference_engine.requests.sequence import ScheduledChunk
 from reference_engine.requests.sequence import Sequence as EngineSequence
 
 __all__ = ["ContiguousSubject", "PagedSubject", "RecomputeSubject", "TritonSubject"]
@@ -226,7 +226,7 @@ def _cache(k_cache_BSKH: torch.Tensor, v_cache_BSKH: torch.Tensor) -> KVCache:
 
 def _chunks(
     block_tables: Sequence[Sequence[int]], query_lens: Sequence[int], context_lens: Sequence[int]
-) -> list[Chunk]:
+) -> list[ScheduledChunk]:
     """Return a chunk for each request, single rows first, as a batch wants them."""
     chunks = []
     for request_id, (table, query_len, num_tokens) in enumerate(
@@ -239,7 +239,7 @@ def _chunks(
             params=SamplingParams(),
             block_table=array("q", table),
         )
-        chunks.append(Chunk(sequence, num_tokens - query_len, num_tokens))
+        chunks.append(ScheduledChunk(sequence, num_tokens - query_len, num_tokens))
     return sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)
 
 

@@ -6,7 +6,7 @@ from reference_engine.block_manager import BlockManager as EngineBlockManager
 from reference_engine.block_pool import NULL_BLOCK, BlockPool
 from reference_engine.prefix_cache import HashFunction, Prefix, PrefixCache, sha256_digest
 from reference_engine.requests.sampling import SamplingParams
-from reference_engine.requests.sequence import Chunk
+from reference_engine.requests.sequence import ScheduledChunk
 from reference_engine.requests.sequence import Sequence as EngineSequence
 
 __all__ = ["BlockManagerSubject", "PoolAndCache"]
@@ -85,7 +85,7 @@ class BlockManagerSubject(PoolAndCache):
     def computed(self, request_id: int, num_tokens: int) -> None:
         """Publish what has become full."""
         sequence = self.sequences[request_id]
-        chunk = Chunk(sequence, sequence.num_computed_tokens, num_tokens)
+        chunk = ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens)
         sequence.num_computed_tokens = num_tokens
         self.manager.publish([chunk])
 

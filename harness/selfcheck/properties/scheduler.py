@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from harness.selfcheck.properties.blocks import PoolAndCache
 from reference_engine.requests.admission import Admission
-from reference_engine.requests.sequence import Chunk
+from reference_engine.requests.sequence import ScheduledChunk
 from reference_engine.scheduler import Scheduler as EngineScheduler
 
 __all__ = ["SchedulerSubject"]
@@ -32,7 +32,7 @@ class SchedulerSubject(PoolAndCache):
         self._admission = Admission(
             vocab_size=256, max_model_len=max_model_len, num_usable_blocks=num_blocks, block_size=block_size
         )
-        self._chunks: list[Chunk] = []
+        self._chunks: list[ScheduledChunk] = []
 
     def add(self, request_id: int, token_ids: Sequence[int], max_new_tokens: int, salt: str = "") -> None:
         """Check a request and queue it."""

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from reference_engine.batch import build_batch, slots_of
 from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.requests.sampling import SamplingParams
-from reference_engine.requests.sequence import Chunk, Sequence
+from reference_engine.requests.sequence import ScheduledChunk, Sequence
 
 CPU = torch.device("cpu")
 
 
-def make_chunk(table: list[int], num_tokens: int, start: int, stop: int) -> Chunk:
+def make_chunk(table: list[int], num_tokens: int, start: int, stop: int) -> ScheduledChunk:
     tokens = [100 * table[0] + position for position in range(num_tokens)]
     sequence = Sequence(request_id=0, token_ids=tokens, num_prompt_tokens=num_tokens, params=SamplingParams())
     sequence.block_table = array("q", table)
-    return Chunk(sequence, start, stop)
+    return ScheduledChunk(sequence, start, stop)
 
 
 def test_rows_are_packed_with_their_slots_and_padded_tables() -> None:

@@ -17,7 +17,7 @@ from reference_engine.kv_cache import CacheSpec, KVCache
 from reference_engine.observing.debug_checks import DebugChecks
 from reference_engine.prefix_cache import PrefixCache
 from reference_engine.requests.sampling import SamplingParams
-from reference_engine.requests.sequence import Chunk, Sequence
+from reference_engine.requests.sequence import ScheduledChunk, Sequence
 from reference_engine.scheduler import Scheduler
 
 from .test_prefix_cache import two_bits
@@ -140,7 +140,7 @@ def compute(manager: BlockManager, sequence: Sequence) -> int:
     start = manager.take_prefix(sequence)
     assert manager.grow(sequence, sequence.num_tokens)
     sequence.num_computed_tokens = sequence.num_tokens
-    manager.publish([Chunk(sequence, start, sequence.num_tokens)])
+    manager.publish([ScheduledChunk(sequence, start, sequence.num_tokens)])
     return start
 
 
@@ -203,7 +203,7 @@ def test_debug_checks_see_a_shared_block_written_and_wrong_content() -> None:
     parent, child = make_sequence(6), make_sequence(6)
     compute(manager, parent)
     debug = DebugChecks(make_cache(20, 4))
-    whole = Chunk(parent, 0, 6)
+    whole = ScheduledChunk(parent, 0, 6)
     debug.after_step([whole], [parent], manager.pool)
     manager.share(parent, child)
     with pytest.raises(BlockError, match=r"request 0 would write a block that is not its own.*1 owner, found 2"):

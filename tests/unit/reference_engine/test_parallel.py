@@ -21,7 +21,7 @@ from reference_engine.parallel import ranks as parallel
 from reference_engine.parallel.messages import decode_chunks, encode_chunks
 from reference_engine.parallel.ranks import Ranks, RowParallel, ShardedTaps, VocabParallelEmbedding
 from reference_engine.requests.sampling import SamplingParams
-from reference_engine.requests.sequence import Chunk, Sequence
+from reference_engine.requests.sequence import ScheduledChunk, Sequence
 
 EMBEDDED = Path(__file__).parents[3] / "cases" / "checkpoints"
 CPU = torch.device("cpu")
@@ -115,11 +115,11 @@ def test_taps_are_joined_where_each_rank_has_a_part(name: str, is_sharded: bool)
 
 
 def test_chunks_survive_being_told() -> None:
-    def chunk(tokens: list[int], start: int, stop: int, table: list[int]) -> Chunk:
+    def chunk(tokens: list[int], start: int, stop: int, table: list[int]) -> ScheduledChunk:
         request = Sequence(
             request_id=7, token_ids=tokens, num_prompt_tokens=2, params=SamplingParams(), block_table=array("q", table)
         )
-        return Chunk(request, start, stop)
+        return ScheduledChunk(request, start, stop)
 
     told = [chunk([5, 6, 7, 8], 1, 3, [4, 2]), chunk([9], 0, 1, [3]), chunk([1, 2, 3], 2, 3, [])]
     for before, after in zip(told, decode_chunks(list(encode_chunks(told))), strict=True):

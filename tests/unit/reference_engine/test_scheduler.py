@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
 from reference_engine.requests.sampling import SamplingParams
-from reference_engine.requests.sequence import Chunk, Sequence
+from reference_engine.requests.sequence import ScheduledChunk, Sequence
 from reference_engine.scheduler import Scheduler
 
 
@@ -29,7 +29,7 @@ def add(scheduler: Scheduler, request_id: int, num_tokens: int, max_new_tokens: 
     return sequence
 
 
-def compute(chunks: list[Chunk]) -> None:
+def compute(chunks: list[ScheduledChunk]) -> None:
     """Do what the engine does, without a model."""
     sampling = [chunk.sequence for chunk in chunks if chunk.samples]
     for chunk in chunks:
@@ -38,7 +38,7 @@ def compute(chunks: list[Chunk]) -> None:
         sequence.append(1)
 
 
-def spans(chunks: list[Chunk]) -> list[tuple[int, int, int]]:
+def spans(chunks: list[ScheduledChunk]) -> list[tuple[int, int, int]]:
     return [(chunk.sequence.request_id, chunk.start, chunk.stop) for chunk in chunks]
 
 
@@ -133,7 +133,7 @@ def test_every_request_ends_within_the_limits(
     assert scheduler.pool.num_free == scheduler.pool.num_usable
 
 
-def _check_limits(scheduler: Scheduler, chunks: list[Chunk], budget: int, max_num_seqs: int) -> None:
+def _check_limits(scheduler: Scheduler, chunks: list[ScheduledChunk], budget: int, max_num_seqs: int) -> None:
     assert chunks, "somebody always progresses"
     assert sum(chunk.num_tokens for chunk in chunks) <= budget
     assert len(scheduler.running) <= max_num_seqs

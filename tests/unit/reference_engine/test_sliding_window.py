@@ -6,14 +6,14 @@ import pytest
 from transformers import Qwen2Config
 
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
-from reference_engine.checkpoint.config_file import Fields
+from reference_engine.checkpoint.config_file import ConfigFields
 from reference_engine.checkpoint.families import FAMILIES
 from reference_engine.checkpoint.sliding_window import layer_windows
 from reference_engine.errors import ConfigError, EngineError, UnsupportedModelError
 
 
 def windows_of(family: str, **values: object) -> tuple[int | None, ...]:
-    return layer_windows(Fields({"num_hidden_layers": 3, **values}, "config.json"), FAMILIES[family])
+    return layer_windows(ConfigFields({"num_hidden_layers": 3, **values}, "config.json"), FAMILIES[family])
 
 
 def test_mistral_slides_everywhere_or_nowhere() -> None:

@@ -10,7 +10,7 @@ from harness.properties.core.profiles import PROFILES
 from harness.properties.scheduler.adapter import OPTIONAL
 from harness.properties.scheduler.suite import check_scheduler, not_checked, search_scheduler
 from harness.selfcheck.properties.scheduler import SchedulerSubject
-from reference_engine.requests.sequence import Chunk, Sequence
+from reference_engine.requests.sequence import ScheduledChunk, Sequence
 
 from ...sampling import sampled
 from ..programs import assert_fails_in_its_last_line
@@ -49,7 +49,7 @@ class SharesWithinAStep(SchedulerSubject):
         def grow_and_publish(sequence: Sequence, num_tokens: int) -> bool:
             has_grown = grow(sequence, num_tokens)
             if has_grown:
-                self.manager.publish([Chunk(sequence, sequence.num_computed_tokens, num_tokens)])
+                self.manager.publish([ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens)])
             return has_grown
 
         self.manager.grow = grow_and_publish  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from reference_engine import EngineConfig, LLMEngine, SamplingParams
 from reference_engine.batch import Batch, build_batch
 from reference_engine.fast.graphs import CudaCapture, DecodeGraphs, _fill, _padding, graph_sizes
 from reference_engine.model import Forward
-from reference_engine.requests.sequence import Chunk, Sequence
+from reference_engine.requests.sequence import ScheduledChunk, Sequence
 
 from .kernels.launching import IGNORE_NUMPY, launch_on
 
@@ -42,7 +42,7 @@ def decode_batch(tables: list[list[int]], lengths: list[int]) -> Batch:
             request_id=index, token_ids=list(range(1, length + 1)), num_prompt_tokens=1, params=SamplingParams(),
             block_table=array("q", table),
         )  # fmt: skip
-        chunks.append(Chunk(request, length - 1, length))
+        chunks.append(ScheduledChunk(request, length - 1, length))
     return build_batch(chunks, 4, CPU)
 
 
@@ -133,8 +133,8 @@ def test_a_prompt_is_left_to_others(run: Run) -> None:
     request = Sequence(
         request_id=0, token_ids=[1, 2, 3], num_prompt_tokens=3, params=SamplingParams(), block_table=array("q", [1])
     )
-    assert run(build_batch([Chunk(request, 0, 3)], 4, CPU)) is None
-    assert run(build_batch([Chunk(request, 0, 1)], 4, CPU)) is None, "nothing is sampled from it"
+    assert run(build_batch([ScheduledChunk(request, 0, 3)], 4, CPU)) is None
+    assert run(build_batch([ScheduledChunk(request, 0, 1)], 4, CPU)) is None, "nothing is sampled from it"
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
