@@ -89,7 +89,7 @@ class DecoderLayer:
     mlp: FeedForward
 
     def __call__(self, x_TD: torch.Tensor, rotation: Rotation, batch: Batch) -> torch.Tensor:
-        """Return the residual stream [T, D] behind this layer."""
+        """Return the residual stream [T, D] after this layer."""
         normed_TD = self.input_layernorm(x_TD)
         batch.tap(self.prefix, "input_layernorm", normed_TD)
         x_TD = x_TD + self.attention(normed_TD, rotation, batch, self.prefix)
@@ -105,7 +105,7 @@ class Layer(Protocol):
     """A decoder layer, compiled or not."""
 
     def __call__(self, x_TD: torch.Tensor, rotation: Rotation, batch: Batch, /) -> torch.Tensor:
-        """Return the residual stream [T, D] behind it."""
+        """Return the residual stream [T, D] after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,7 @@ class Scheduler:
         self._blocks.publish(chunks)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Queue a copy of `parent` right behind it.
+        """Queue a copy of `parent` right after it.
 
         Where both can run, they share their blocks until one of them writes. Where not, the child waits for its turn
         and is computed from its tokens.

@@ -90,7 +90,7 @@ def _write_d(block: bytearray, scales: list[bytes]) -> None:
 
 
 def _read_q6_k(block: bytearray) -> list[int]:
-    return list(block[192:208])  # int8_t scales[16] behind ql[128] and qh[64]
+    return list(block[192:208])  # int8_t scales[16] after ql[128] and qh[64]
 
 
 def _write_q6_k(block: bytearray, scales: list[int]) -> None:

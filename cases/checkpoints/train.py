@@ -2,7 +2,7 @@
 
 Random weights hide bugs: their logits are nearly flat, and a wrong cache moves them without anybody seeing it. These
 models have learnt to *recite*: after random words and a separator they say the same words again. Each greedy token is
-then unambiguous and depends on keys and values far behind it, so a wrong cache, position, head or norm flips it.
+then unambiguous and depends on keys and values far after it, so a wrong cache, position, head or norm flips it.
 
     python cases/checkpoints/train.py all
     python cases/checkpoints/train.py llama-tiny --out /tmp/checkpoints --steps 300 --seed 7

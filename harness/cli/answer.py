@@ -27,7 +27,7 @@ class TimedContinuation:
 
     @property
     def tpot_ms(self) -> float:
-        """Time per output token behind the first; NaN where there is one alone."""
+        """Time per output token after the first; NaN where there is one alone."""
         num_later = len(self.token_ids) - 1
         return (1000 * self.elapsed_seconds - self.ttft_ms) / num_later if num_later else math.nan
 

@@ -49,7 +49,7 @@ def print_results(
 ) -> int:
     """Print checks, those of several dtypes side by side first; return the exit status of the worst.
 
-    Where there are profiles there is one for each check, and it stands behind it.
+    Where there are profiles there is one for each check, and it stands after it.
     """
     from harness.report.check.dtypes import dtypes_json, dtypes_text
     from harness.results.check import Outcome

@@ -89,7 +89,7 @@ def _listening(host: str, port: int) -> socket.socket:
         raise HarnessError(
             Code.BAD_OPTION, what, where="--host, --port", actual=f"{host}:{port}", hint="--port 0 takes a free one"
         ) from error
-    # asyncio sets it only for sockets that say TCP, which these do not: bodies waited 40 ms behind their headers
+    # asyncio sets it only for sockets that say TCP, which these do not: bodies waited 40 ms after their headers
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 

@@ -229,7 +229,7 @@ class _Batch:
         forward.position += positions[:num_real]
 
     def _read_back_finished(self, decoder: HFDecoder) -> None:
-        """Read each request's cache when it is done: behind a window, padding soon takes the place of its rows."""
+        """Read each request's cache when it is done: after a window, padding soon takes the place of its rows."""
         for index, lane in enumerate(self._lanes):
             if lane.num_fed >= len(lane.request.token_ids) and not lane.is_read_back:
                 lane.is_read_back = True

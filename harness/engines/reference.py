@@ -172,7 +172,7 @@ class _Driver:
             self._engine.abort(output.request_id)
 
     def _num_wanted(self, request: RequestInfo) -> int:
-        """Return how many tokens a request makes: one behind each row from its prompt's last one on."""
+        """Return how many tokens a request makes: one after each row from its prompt's last one on."""
         return len(request.token_ids) - self._prompt_lengths[request.id] + 1
 
     def _params(self, request: RequestInfo) -> SamplingParams:

@@ -19,7 +19,7 @@ def watched_processes(
     Args:
         engine: in errors.
         processes: by what they are called in errors.
-        wake: called once as soon as any of them has ended, also behind the block: it lets the engine raise where it
+        wake: called once as soon as any of them has ended, also after the block: it lets the engine raise where it
             would wait for an answer without end.
 
     Raises:

@@ -37,6 +37,6 @@ def batch_tokens(hf: HFModel) -> int:
 
 
 def padded(requests: Sequence[RequestInfo]) -> torch.Tensor:
-    """Return the tokens of some requests, [requests, tokens], the shorter ones padded behind their end."""
+    """Return the tokens of some requests, [requests, tokens], the shorter ones padded after their end."""
     longest = max(len(request.token_ids) for request in requests)
     return torch.tensor([[*request.token_ids, *[0] * (longest - len(request.token_ids))] for request in requests])

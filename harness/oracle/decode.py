@@ -42,7 +42,7 @@ class HFDecoder:
 
     @torch.no_grad()
     def feed(self, ids: Sequence[Sequence[int]], **options: Any) -> torch.Tensor:
-        """Feed the next tokens of every request and return the logits behind the last ones: [requests, vocabulary].
+        """Feed the next tokens of every request and return the logits after the last ones: [requests, vocabulary].
 
         Args:
             ids: [requests, tokens].

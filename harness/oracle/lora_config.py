@@ -133,7 +133,7 @@ def _names(modules: str | list[str], path: str) -> bool:
 
 
 def _own(patterns: Mapping[str, _T] | None, path: str, default: _T) -> _T:
-    """Return what the first pattern that fits the end of a path says; behind a dot, or the whole path."""
+    """Return what the first pattern that fits the end of a path says; after a dot, or the whole path."""
     fits = (value for key, value in (patterns or {}).items() if re.match(_OWN_KEY.format(key), path))
     return next(fits, default)
 

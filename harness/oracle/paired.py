@@ -85,7 +85,7 @@ def run_pair(
 
     Args:
         hf: the model.
-        ids: [requests, tokens] int64; shorter requests are padded behind their end, where no row of theirs looks.
+        ids: [requests, tokens] int64; shorter requests are padded after their end, where no row of theirs looks.
         observer: is shown the values.
         truth_dtype: float64 or float32.
         logit_positions: positions whose logits are computed; None for all.
@@ -247,7 +247,7 @@ class _Side:
 def _replaced(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Put another value into a tensor, so that all of the model's code that holds it goes on with it.
 
-    A residual stream is read twice, by a norm and by the sum behind it, and only the norm's input is shown. A view of
+    A residual stream is read twice, by a norm and by the sum after it, and only the norm's input is shown. A view of
     something larger is left alone: whoever is given the new value reads that.
     """
     if value.numel() * value.element_size() == value.untyped_storage().nbytes():

@@ -15,7 +15,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     max_new_tokens: int
     prompt_length: int | None = None
-    """Tokens behind the first so many are forced, and each chooses a token too; None: all are the prompt's."""
+    """Tokens after the first so many are forced, and each chooses a token too; None: all are the prompt's."""
 
 
 def check_prompt(hf: HFModel, prompt: Prompt, index: int) -> None:

@@ -4,7 +4,7 @@ import torch
 
 
 def token_dim(tensor: torch.Tensor, num_requests: int, num_tokens: int) -> int | None:
-    """Return which dimension counts the tokens: 1, 2 behind heads, 0 if requests and tokens are one; None for none.
+    """Return which dimension counts the tokens: 1, 2 after heads, 0 if requests and tokens are one; None for none.
 
     Args:
         tensor: any of a forward's.

@@ -70,7 +70,7 @@ class ScheduleResult:
     tokens: TokenResult
     logprobs: tuple[LogprobResult, ...]
     num_parted: int = 0
-    """Requests that part from the first schedule at a tie; what comes behind it is not judged."""
+    """Requests that part from the first schedule at a tie; what comes after it is not judged."""
     max_difference: float | None = None
     """Largest difference of a log probability to the first schedule's, nats; None if nothing is shared."""
     seconds: float = 0.0

@@ -33,7 +33,7 @@ class SingleBlocks:
     max_len: int
     """Keys of the longest request."""
     padding: torch.Tensor | None
-    """Places in [R, B, S], flattened, behind the ends of shorter requests; None if all are equally long."""
+    """Places in [R, B, S], flattened, after the ends of shorter requests; None if all are equally long."""
     mask_R11C: torch.Tensor | None
     """False on padding."""
 
@@ -117,7 +117,7 @@ class PagedAttention:
         if min(lens) >= window:
             return SingleSlots(slots_RC=slots_RC, mask_R11C=None)
         is_key_RC = torch.arange(window, device=slots_RC.device) < num_keys_R[:, None]
-        # Behind a request's last token its block holds old content: read the null block's zeros instead.
+        # After a request's last token its block holds old content: read the null block's zeros instead.
         slots_RC = slots_RC.masked_fill(~is_key_RC, NULL_BLOCK)
         return SingleSlots(slots_RC=slots_RC, mask_R11C=is_key_RC[:, None, None])
 
@@ -132,7 +132,7 @@ class PagedAttention:
         return SingleBlocks(tables_RB=tables_RB, max_len=max_len, padding=padding, mask_R11C=mask_R11C)
 
     def _padding(self, lens: Sequence[int], tables_RB: torch.Tensor) -> torch.Tensor:
-        """Return the places behind each request's end in its last block; further blocks are the null block's zeros."""
+        """Return the places after each request's end in its last block; further blocks are the null block's zeros."""
         lens_R = np.array(lens)
         gaps_R = -lens_R % self.block_size
         ends_R = np.arange(len(lens)) * tables_RB.shape[1] * self.block_size + lens_R

@@ -70,7 +70,7 @@ class Family:
     activation_field: str = "hidden_act"
     """The field of config.json that names the activation."""
     layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    """Norms over the hidden size in each layer: before attention and MLP, or with four also behind each."""
+    """Norms over the hidden size in each layer: before attention and MLP, or with four also after each."""
     has_zero_centred_norms: bool = False
     """Whether norms multiply by 1 + weight."""
     scales_embedding: bool = False

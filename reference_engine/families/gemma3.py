@@ -42,7 +42,7 @@ class ScaledEmbedding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandwichLayer:
-    """Attention, then MLP, each with a norm before it and another one behind it (Gemma 3)."""
+    """Attention, then MLP, each with a norm before it and another one after it (Gemma 3)."""
 
     prefix: str
     """Start of the names of its taps: `model.layers.3.`."""
@@ -54,7 +54,7 @@ class SandwichLayer:
     post_feedforward_layernorm: RMSNorm
 
     def __call__(self, x_TD: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """Return the residual stream [T, D] behind this layer."""
+        """Return the residual stream [T, D] after this layer."""
         normed_TD = self.input_layernorm(x_TD)
         batch.tap(self.prefix, "input_layernorm", normed_TD)
         normed_TD = self.post_attention_layernorm(self.attention(normed_TD, rotation, batch, self.prefix))

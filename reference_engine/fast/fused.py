@@ -63,7 +63,7 @@ class FusedDecoder:
     def _decode_layers(
         self, x_TD: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch
     ) -> torch.Tensor:
-        """Return the residual stream [T, D] behind the last layer, normalised."""
+        """Return the residual stream [T, D] after the last layer, normalised."""
         norms_behind = [*(layer.input_layernorm for layer in self.layers[1:]), self.decoder.norm]
         first = self.layers[0].input_layernorm
         normed_TD: torch.Tensor = self.operators.rms_norm(x_TD, first.weight_X, first.eps)

@@ -39,7 +39,7 @@ def collapse_pages(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte and of the one behind its last."""
+    """Return the addresses of a tensor's first byte and of the one after its last."""
     if not tensor.is_mkldnn:
         return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     own: Any = torch.ops.mkldnn

@@ -39,7 +39,7 @@ EXPECTED_ROWS_AVX2 = 1
 MAX_MEMORY_SHARE = 0.5
 """Of the memory that is available, what second copies may take."""
 MAX_FEW_ROWS, MAX_FEW_ROWS_AVX512 = 64, 256
-"""Rows in float32 behind which MKL's product, which packs plain weights anew in every call, is the faster one. With
+"""Rows in float32 above which MKL's product, which packs plain weights anew in every call, is the faster one. With
 vectors of 512 bits it was half as fast as the kernel at 128 rows and four threads."""
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 

@@ -48,7 +48,7 @@ class LowRank:
     scaling: float
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """Return [T, O], rounded as PEFT rounds: behind A, behind B, and scaled."""
+        """Return [T, O], rounded as PEFT rounds: after A, after B, and scaled."""
         return linear(linear(x_TI, self.a_RI), self.b_OR) * self.scaling
 
 

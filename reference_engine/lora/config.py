@@ -133,7 +133,7 @@ class LoraConfig:
         return alpha / math.sqrt(rank) if self.is_rank_stabilised else alpha / rank
 
     def _layer(self, module: str) -> int | None:
-        """Return the number of a module's layer: the first that stands behind one of the names."""
+        """Return the number of a module's layer: the first that stands after one of the names."""
         for expression in map(_LAYER.format, self.layer_names) if self.layer_names else (_ANY_LAYER,):
             found = re.match(expression, module)
             if found:

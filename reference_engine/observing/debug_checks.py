@@ -1,6 +1,6 @@
 """The invariants of a paged KV cache, verified at every step: for tests, and for developers of the engine.
 
-The oracle is content: for every slot, remember which token was written there behind which others.
+The oracle is content: for every slot, remember which token was written there after which others.
 """
 
 from __future__ import annotations

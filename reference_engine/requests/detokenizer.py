@@ -1,6 +1,6 @@
 """Text as it comes, token by token.
 
-A character may take several tokens, and a tokenizer may write a token differently at the start of a text than behind
+A character may take several tokens, and a tokenizer may write a token differently at the start of a text than after
 others. So a token is decoded together with those before it, and what ends in half a character is held back.
 """
 

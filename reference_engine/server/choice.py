@@ -76,7 +76,7 @@ async def whole(engine: AsyncEngine, text: Text, prompt: Sequence[int], params: 
 async def prompt_logprobs(
     engine: AsyncEngine, prompt: Sequence[int], num_logprobs: int, adapter: str | None = None
 ) -> list[TokenLogprobs | None]:
-    """Return what the model makes of each token of a prompt behind those before it; None for the first.
+    """Return what the model makes of each token of a prompt after those before it; None for the first.
 
     The engine computes logits where a token is chosen, so the prompt is forced, one step a token.
     """

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/out_of_sample_second.py [--seed 0] [--draws 1] [--only NAME ...] [--out FILE]
 
-They were written down, with what may truly be said of each, behind the explanations of single pairs, heads, rows, caps
+They were written down, with what may truly be said of each, after the explanations of single pairs, heads, rows, caps
 and states, and before any of them was run.
 """
 
@@ -116,7 +116,7 @@ def pruned(x: torch.Tensor) -> torch.Tensor:
 
 
 def one_id_for_another(ids: torch.Tensor) -> torch.Tensor:
-    """Every fourth token of the vocabulary is taken for the one behind it."""
+    """Every fourth token of the vocabulary is taken for the one after it."""
     return torch.where(ids % 4 == 0, ids + 1, ids)
 
 

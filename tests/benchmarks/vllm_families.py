@@ -184,7 +184,7 @@ def table(lines: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def cells(line: dict[str, Any]) -> tuple[str, ...]:
-    """Return the cells behind a line's names."""
+    """Return the cells after a line's names."""
     if "error" in line:
         return line["error"].replace("|", "/")[:240], "", "", "", ""
     runs = line["runs"]

@@ -154,7 +154,7 @@ class FusedModel(nn.Module):
 
 
 class FusedEngine:
-    """Steps of requests, with a row of padding behind them; blocks are handed out in no order."""
+    """Steps of requests, with a row of padding after them; blocks are handed out in no order."""
 
     def __init__(self, folder, dtype=torch.float32):
         self.model = FusedModel(folder, dtype).eval()

@@ -42,7 +42,7 @@ TRUTHS = {
     "state_decay": r"A_log|decay|is scaled by 1.1|gain",
     "experts_swapped": r"swapped|computed with the weights of expert",
     "router_top_k": r"wrong top-k",
-    "routed_scaling": r"scaling factor|gain|normalised to a sum of one behind",
+    "routed_scaling": r"scaling factor|gain|normalised to a sum of one after",
     "embedding_multiplier": r"gain|scaled|output is that of",
     "residual_multiplier": r"factor|gain",
     "logits_multiplier": r"gain|output is that of",

@@ -48,7 +48,7 @@ def has_states(module: nn.Module) -> bool:
 
 
 def state(which: str, is_frozen: bool) -> Callable[[nn.Module], None]:
-    """Empty a state before every step of one row, or put it back behind the step."""
+    """Empty a state before every step of one row, or put it back after the step."""
 
     def inject(model: nn.Module) -> None:
         mixer: Any = modules(model, has_states)[0]

@@ -57,7 +57,7 @@ def softmax_scale(monkeypatch):
 
 
 def slot(monkeypatch):
-    """The first token of every block but a request's first goes into the slot behind its own."""
+    """The first token of every block but a request's first goes into the slot after its own."""
 
     def compute(before, self, num_reqs, query_start_loc, positions):
         before(self, num_reqs, query_start_loc, positions)

@@ -25,7 +25,7 @@ class Completion:
     prompt_logprobs: Logprobs | None = None
     """Of each token of the prompt; the first is empty. None if the server gives none."""
     num_unechoed: int = 0
-    """Tokens at the prompt's beginning that its echo leaves out: the one behind them has no log probability."""
+    """Tokens at the prompt's beginning that its echo leaves out: the one after them has no log probability."""
     num_prompt_tokens: int | None = None
     """Tokens of the prompt by the server's own count (`usage`)."""
     num_new_tokens: int | None = None

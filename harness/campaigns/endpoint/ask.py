@@ -90,7 +90,7 @@ def _other_ways(probed: Probed) -> Iterator[Way]:
 
 @dataclass(slots=True, kw_only=True)
 class _Requests:
-    """All prompts together; behind them, in the same queue, some of them again; at last these alone."""
+    """All prompts together; after them, in the same queue, some of them again; at last these alone."""
 
     sender: Sender
     prompts: list[tuple[int, Prompt]]

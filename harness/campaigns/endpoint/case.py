@@ -50,7 +50,7 @@ class JudgedCompletion:
         return len(self.answer.token_ids), len(self.walked)
 
     def row(self, at: int) -> TruthRow | None:
-        """Return the row that gives the new token of a number; None behind the end of the walk."""
+        """Return the row that gives the new token of a number; None after the end of the walk."""
         return self.rows.get(len(self.prompt) + at - 1)
 
     @property

@@ -22,7 +22,7 @@ class Dialect:
     num_top: int = 0
     """Likeliest tokens that the server gives where so many are asked for."""
     options: tuple[tuple[str, Any], ...] = ()
-    """Fields of its own that name token ids, or that go on behind an end of text."""
+    """Fields of its own that name token ids, or that go on after an end of text."""
     prompt_logprobs: tuple[tuple[str, Any], ...] = ()
     """Fields that ask for log probabilities of the prompt; empty if it has none."""
 

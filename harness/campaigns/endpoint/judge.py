@@ -127,7 +127,7 @@ def _ends_at_eos(case: JudgedCompletion, threshold: float) -> bool:
         return True
     row = case.row(len(tokens))
     if case.num_shared < len(tokens) or row is None:
-        return True  # behind a tie the truth is not known
+        return True  # after a tie the truth is not known
     return any(token_id in row.logprobs and row.margin(token_id) <= threshold for token_id in case.eos)
 
 

@@ -66,7 +66,7 @@ class TokenNames:
         return self._checkpoint.tokenizer.encode(text)
 
     def continuation(self, prompt: Sequence[int], text: str, num_tokens: int | None) -> tuple[int, ...] | None:
-        """Return the tokens of a continuation's text, if they can be told: so many, behind the prompt's."""
+        """Return the tokens of a continuation's text, if they can be told: so many, after the prompt's."""
         before = self.text_of(prompt) if self.is_there else None
         if before is None:
             return None

@@ -95,7 +95,7 @@ async def _stop(asker: _Asker, plain: Content) -> None:
     stop = text[len(text) // 2 :][:_STOP_LENGTH]
     answer = await asker.ask("stop", {"stop": [stop]})
     if answer is not None:
-        asker.note("stop", answer != plain, f"the answer goes on behind {stop!r}")
+        asker.note("stop", answer != plain, f"the answer goes on after {stop!r}")
 
 
 def _repeats(prompt: Sequence[int], token_ids: Sequence[int]) -> bool:

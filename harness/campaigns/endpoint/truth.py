@@ -32,7 +32,7 @@ class Walk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruthRow:
-    """HF's distribution behind one position."""
+    """HF's distribution after one position."""
 
     top: tuple[int, ...]
     """Likeliest tokens, the likeliest first."""

@@ -2,7 +2,7 @@
 
 A request is the beginning of one of these sequences, cut into prompt and continuation anywhere. They are made so that
 caches that are shared get something to share, and something to confuse: common beginnings that part at the boundary of
-a segment or inside of one, and the same segments behind different beginnings.
+a segment or inside of one, and the same segments after different beginnings.
 """
 
 import random
@@ -20,9 +20,9 @@ NUM_TOKENS = 48
 MOST_TOKENS = 512
 PATTERNS = (
     "ABCDEF",
-    "ABCDGH",  # parts from the first behind four segments
-    "ABIJCD",  # behind two, and goes on with segments that the first has elsewhere
-    "aBCDEF",  # inside the first segment: the same segments behind another beginning
+    "ABCDGH",  # parts from the first after four segments
+    "ABIJCD",  # after two, and goes on with segments that the first has elsewhere
+    "aBCDEF",  # inside the first segment: the same segments after another beginning
     "KLCDEF",  # the same, two segments later
     "KLCDMN",
     "ABcDEF",  # inside the third

@@ -142,7 +142,7 @@ class Strategies:
         others = [other for other, length in shared.items() if length > 1]
         inside = [other for other in others if shared[other] % SEGMENT]  # they part inside of a block that is shared
         sequence = draw(st.sampled_from([*others, *inside, *inside, *inside]))
-        num_alike = draw(st.sampled_from((1, 2, 3)))  # the token that the original has made, and some behind it
+        num_alike = draw(st.sampled_from((1, 2, 3)))  # the token that the original has made, and some after it
         prompt_length = max(1, pool.shared(original.sequence, sequence) - num_alike)
         num_new = draw(st.sampled_from((3, 5, 9)))
         if original.fork_of is None:

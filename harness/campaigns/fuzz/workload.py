@@ -147,7 +147,7 @@ class Translator:
 def engine_workload(sent: SentWorkload) -> Workload:
     """Return what an engine is asked to do; the numbers of the requests are their ids."""
     infos = [
-        # A fork computes the row behind the prompt itself: it is the first at which it chooses.
+        # A fork computes the row after the prompt itself: it is the first at which it chooses.
         RequestInfo(
             id=number,
             token_ids=list(request.token_ids),

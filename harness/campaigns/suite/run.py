@@ -110,7 +110,7 @@ class Driver:
                 )
 
     def _plan(self) -> None:
-        """Put the goldens that are not there first, and every case behind its own."""
+        """Put the goldens that are not there first, and every case after its own."""
         self._forked = {case.golden_digest() for case in self.cases if "forked" in case.case.schedules}
         for case in self.cases:
             known = self.journal.result_of(case)
@@ -144,7 +144,7 @@ class Driver:
             self._ready.append(task.model_copy(update={"goldens": stored}))
 
     def _submit(self) -> None:
-        """Hand over what has room; a task that has none does not hold up others behind it."""
+        """Hand over what has room; a task that has none does not hold up others after it."""
         left: deque[Task] = deque()
         full: set[tuple[object, ...]] = set()
         while self._ready and len(left) < _LOOK_AHEAD:

@@ -32,7 +32,7 @@ def tap_of(node: Tensor, weights: Collection[str], *, turns_values: bool = False
     Args:
         node: of the graph.
         weights: names of the tensors in the model's file.
-        turns_values: whether what attention gives is in the basis of a quantised cache, and is turned back behind it.
+        turns_values: whether what attention gives is in the basis of a quantised cache, and is turned back after it.
     """
     operation = node.op
     if operation == "MUL_MAT":

@@ -42,7 +42,7 @@ class SequencePiece:
 
 
 def next_batch(sequences: Sequence[LlamaSequence], *, chunk_size: int | None, num_batch: int) -> list[SequencePiece]:
-    """Return what the next batch holds: a token of each sequence behind its prompt, then pieces of prompts.
+    """Return what the next batch holds: a token of each sequence after its prompt, then pieces of prompts.
 
     Args:
         sequences: those that are not finished, in the order of their arrival.

@@ -4,7 +4,7 @@
 `ModuleRecorder` hooks the modules and records steps, `CacheLayout` learns where a paged cache keeps its elements.
 docs/check-your-torch-engine.md puts a small engine with fused modules under test.
 
-For an engine that runs its own loop, `StepWatcher` records each forward and the sampling behind it, and `find_table`
+For an engine that runs its own loop, `StepWatcher` records each forward and the sampling after it, and `find_table`
 finds the table of engines with vLLM's kinds of modules, from what `watched_calls` saw them return.
 """
 

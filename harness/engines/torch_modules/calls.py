@@ -3,7 +3,7 @@
 A class's name does not say it: a norm returns its result, or that and the residual that it has updated; a module is
 there for its weights and is never called. Only shapes are kept, and whether a field is handed through: no value is
 compared with HF's, so no wrong value can take a tap out of a check. What is not shown flows through HF's own modules,
-and is judged at the next tap behind it.
+and is judged at the next tap after it.
 """
 
 import inspect
@@ -29,7 +29,7 @@ class ModuleCall:
     names: Mapping[str, Shape]
     """All arguments by name."""
     outputs: tuple[Shape, ...]
-    """What it returned: the fields of a tuple, or the one value. None, too, for a field behind the first that is an
+    """What it returned: the fields of a tuple, or the one value. None, too, for a field after the first that is an
     argument as it was given: a residual that is handed through, and has not been added."""
 
     @property

@@ -30,7 +30,7 @@ class ForwardBatch:
     requests: Sequence[int]
     """Ids, in the order of their rows."""
     starts: Sequence[int]
-    """First row of each request, and behind them the number of rows: `query_start_loc`, `cu_seqlens_q`."""
+    """First row of each request, and after them the number of rows: `query_start_loc`, `cu_seqlens_q`."""
     positions: Sequence[int]
     """Of each row."""
     num_padded_rows: int
@@ -84,11 +84,11 @@ class StepWatcher(ABC):
         caches: Sequence[PagedCache] = (),
         begins: nn.Module | None = None,
     ) -> None:
-        """Watch a model and the sampler behind it.
+        """Watch a model and the sampler after it.
 
         Args:
             model: whose forward computes all but the logits, or all.
-            sampler: called once behind each forward.
+            sampler: called once after each forward.
             table: which of HF's values the modules show.
             requests: that the engine will be given.
             writer: gets the steps.
@@ -155,7 +155,7 @@ class StepWatcher(ABC):
         )
 
     def _phase(self, request: Sequence[int], position: Sequence[int]) -> str:
-        """Return the step's phase; a lone row behind a prompt is decode, several (computed again) are prefill."""
+        """Return the step's phase; a lone row after a prompt is decode, several (computed again) are prefill."""
         phases = {
             "decode" if request.count(key) == 1 and at >= self._requests[key].prompt_length else "prefill"
             for key, at in zip(request, position, strict=True)

@@ -99,7 +99,7 @@ class Fields:
     """
 
     def __init__(self, *fields: Value | None) -> None:
-        """Give the fields in their order; those behind the last are left alone."""
+        """Give the fields in their order; those after the last are left alone."""
         self._fields = fields
 
     @property

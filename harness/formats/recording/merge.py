@@ -12,7 +12,7 @@ from harness.formats.taps import Graph
 
 
 def merge_ranks(ranks: Sequence[Recording], graph: Graph, writer: RecordingWriter) -> None:
-    """Write the steps of all ranks as one: slices are put behind one another, what every rank has is written once.
+    """Write the steps of all ranks as one: slices are put after one another, what every rank has is written once.
 
     Which it is, a tap's size says: that of the graph's, or a rank's share of it.
 

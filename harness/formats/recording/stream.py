@@ -1,7 +1,7 @@
 """A safetensors file written front to back, while its tensors are still being produced.
 
 The format puts a JSON header with every tensor's place before the first tensor. `TensorStream` reserves room for it,
-streams the tensors behind, and writes the header last, padded with spaces as the format allows. Only where the header
+streams the tensors after it, and writes the header last, padded with spaces as the format allows. Only where the header
 outgrows its room is the data moved.
 """
 
@@ -89,7 +89,7 @@ class TensorStream:
 
 
 def _header_room(num_bytes: int) -> int:
-    """Return the smallest header length of at least `num_bytes` behind which the data is aligned."""
+    """Return the smallest header length of at least `num_bytes` after which the data is aligned."""
     return -(-(LENGTH_BYTES + num_bytes) // ALIGNMENT) * ALIGNMENT - LENGTH_BYTES
 
 

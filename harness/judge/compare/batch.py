@@ -22,7 +22,7 @@ class RecordedRows:
 
 
 class PaddedBatch:
-    """Sequences side by side: [sequences, tokens], the shorter ones padded behind their end."""
+    """Sequences side by side: [sequences, tokens], the shorter ones padded after their end."""
 
     def __init__(self, recording: Recording, sequences: Sequence[RowSequence]) -> None:
         self.recording, self.sequences = recording, sequences

@@ -59,7 +59,7 @@ class LocalJudgement:
     evidence: Mapping[str, Evidence]
     """Of taps with wrong rows."""
     is_partial: bool = False
-    """Whether the model was left at the first part with a wrong operation: what lies behind it was not judged."""
+    """Whether the model was left at the first part with a wrong operation: what lies after it was not judged."""
 
 
 @dataclass(slots=True)

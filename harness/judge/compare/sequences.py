@@ -135,7 +135,7 @@ class _Computed:
 
 
 def _sequence(request: RequestInfo, history: torch.Tensor, own: Mapping[int, tuple[int, int]]) -> RowSequence:
-    """Put rows of a request, by position, behind and into a history [tokens, 2] of steps and rows."""
+    """Put rows of a request, by position, into a history and after its end: [tokens, 2] of steps and rows."""
     length = max(own) + 1
     sequence = RowSequence(
         request=request,

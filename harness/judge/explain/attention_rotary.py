@@ -1,4 +1,4 @@
-"""Rotary embeddings seen through attention, where queries and keys were not recorded behind them.
+"""Rotary embeddings seen through attention, where queries and keys were not recorded after them.
 
 `T` query rows, `S` history rows, `N` query heads, `K` KV heads, `H` head size.
 """
@@ -24,7 +24,7 @@ _LN_THETAS = [math.log(1e2) + step / 10 for step in range(160)]
 _POSITIONS = {
     "positions restart at 0 in every step: the chunk's offset is forgotten": "chunk",
     "positions run on through the batch instead of restarting for each request": "batch",
-    "positions restart at 0 behind the prompt": "behind",
+    "positions restart at 0 after the prompt": "prompt",
     "rotary in decode at a position off by one (+1)": "decode+1",
     "rotary in decode at a position off by one (-1)": "decode-1",
 }
@@ -75,10 +75,10 @@ def _at_other_positions(failure: Failure, sides: _Sides, own: Rotation) -> Itera
     for n in range(1, highest + 1) if highest <= 512 else ():
         first = int(failure.positions.min())
         if n == first:
-            cause = f"positions begin at 0 again behind {n - 1}: they are taken modulo {n}"
+            cause = f"positions begin at 0 again after {n - 1}: they are taken modulo {n}"
             tried[cause] = (sides.query.positions % n, sides.key.positions % n)
         if n == first - 1:
-            cause = f"positions stop at {n}: rows behind it are all rotated for it"
+            cause = f"positions stop at {n}: rows after it are all rotated for it"
             tried[cause] = (sides.query.positions.clamp(max=n), sides.key.positions.clamp(max=n))
     for cause, (of_query, of_key) in tried.items():
         query, key = own.turn(sides.query.inputs[0], of_query), own.turn(sides.key.inputs[0], of_key)
@@ -87,7 +87,7 @@ def _at_other_positions(failure: Failure, sides: _Sides, own: Rotation) -> Itera
 
 def _positions(side: Failure, how: str) -> torch.Tensor:
     own, places = side.positions, rotary_positions.places(side)
-    if how == "behind":
+    if how == "prompt":
         return torch.where(own >= places["prompt"], own - places["prompt"], own)
     if how.startswith("decode"):
         return own + (own >= places["prompt"]).to(own.dtype) * int(how.removeprefix("decode"))
@@ -174,7 +174,7 @@ def _attend(failure: Failure, query: torch.Tensor, key: torch.Tensor) -> torch.T
 
 
 def _sides(failure: Failure) -> _Sides | None:
-    """Return queries and keys, if HF rotates them and the engine did not record them behind that."""
+    """Return queries and keys, if HF rotates them and the engine did not record them after that."""
     if failure.rerun is None or not failure.views:
         return None
     operations = [failure.graph[tap] for tap in failure.operation.inputs[:2]]

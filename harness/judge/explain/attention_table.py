@@ -164,7 +164,7 @@ def _foreign(failure: Failure, read: CacheRead) -> Provenance:
 
 
 def past_the_context(failure: Failure) -> Iterator[Hypothesis]:
-    """Slots behind the request's last token are read as well."""
+    """Slots after the request's last token are read as well."""
     memory, size = failure.slot_history, failure.slot_history.block_size or 1
     if not memory.is_known:
         return
@@ -203,7 +203,7 @@ def past_the_context(failure: Failure) -> Iterator[Hypothesis]:
 
 
 def _all_but_later(read: CacheRead) -> torch.Tensor:
-    """[T, S] bool: the causal mask for what the request has, and everything behind it for all rows."""
+    """[T, S] bool: the causal mask for what the request has, and everything after it for all rows."""
     last = int(read.view.rows.position.max())
     return read.view.visible() | (torch.arange(len(read.view.key)) > last)
 

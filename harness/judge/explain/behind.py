@@ -1,6 +1,6 @@
-"""Attention that was not recorded: what it gave is seen in the operation behind it.
+"""Attention that was not recorded: what it gave is seen in the operation after it.
 
-`R` rows, `W` elements of a row of attention, `V` of a row of what is behind it.
+`R` rows, `W` elements of a row of attention, `V` of a row of what is after it.
 """
 
 from dataclasses import replace
@@ -54,7 +54,7 @@ def attention_behind(failure: Failure) -> tuple[Failure, torch.Tensor] | None:
 
 
 def _guess(failure: Failure, error: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return the context nearest to what should be that gives what the product behind it gave, [R, W]."""
+    """Return the context nearest to what should be that gives what the product after it gave, [R, W]."""
     weight = failure.weight(failure.operation.tap)
     if weight is None:
         return expected

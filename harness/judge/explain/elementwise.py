@@ -1,4 +1,4 @@
-"""Mistakes on every element behind an operation: values cut off at a limit, or bent by a soft cap."""
+"""Mistakes on every element after an operation: values cut off at a limit, or bent by a soft cap."""
 
 import math
 from collections.abc import Iterator

@@ -9,7 +9,7 @@ from harness.judge.explain.hypothesis import Hypothesis
 
 _BLOCK_ROWS = 1 << 14
 _WAY_OF_UNSCALED = (
-    "an engine may scale it behind this module: leave the module out of names=; the input of the first layer is then "
+    "an engine may scale it after this module: leave the module out of names=; the input of the first layer is then "
     "the embedding"
 )
 
@@ -37,7 +37,7 @@ def _distances(actual: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 def _named(failure: Failure, own: torch.Tensor, found: torch.Tensor) -> str:
     tokens = {request.id: request.token_ids for request in failure.recording.manifest.requests}
     places = list(zip(failure.rows.request.tolist(), failure.rows.position.tolist(), strict=True))
-    for shift, name in ((-1, "before"), (1, "behind")):
+    for shift, name in ((-1, "before"), (1, "after")):
         there = [tokens[r][p + shift] if 0 <= p + shift < len(tokens[r]) else -1 for r, p in places]
         if there == found.tolist():
             return f"the embedding is that of the token {name} it"

@@ -27,7 +27,7 @@ _SAME = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Beyond:
-    """What was recorded behind an operation that was not."""
+    """What was recorded after an operation that was not."""
 
     actual: torch.Tensor
     """[R, V] float64, as recorded."""
@@ -35,7 +35,7 @@ class Beyond:
     """From rows of the operation [n, W] and their numbers [n] to what follows from them there, [n, V]."""
 
     def pushed(self, hypothesis: Hypothesis) -> Hypothesis:
-        """Return what a hypothesis about the operation gives behind it."""
+        """Return what a hypothesis about the operation gives after it."""
         return dataclass_replace(hypothesis, output=self.push(hypothesis.output, torch.arange(len(hypothesis.output))))
 
 

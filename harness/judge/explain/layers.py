@@ -1,4 +1,4 @@
-"""Layers of which nothing was recorded: the operation behind them tells whether they ran."""
+"""Layers of which nothing was recorded: the operation after them tells whether they ran."""
 
 import torch
 
@@ -18,7 +18,7 @@ _MAX_ROWS = 192
 def layers_that_did_not_run(
     operation: Operation, errors: LocalErrors, hf: HFModel, locator: Locator, dtype: torch.dtype, scope: str
 ) -> Explanation | None:
-    """Explain an operation that stands behind layers of which nothing was recorded; None if it stands elsewhere.
+    """Explain an operation that stands after layers of which nothing was recorded; None if it stands elsewhere.
 
     Args:
         operation: of which some rows are wrong, judged through taps that were not recorded.

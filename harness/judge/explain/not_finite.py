@@ -142,7 +142,7 @@ def _of_attention(failure: Failure) -> Iterator[_Reason]:
 
 
 def _are_rows_with_room(failure: Failure) -> bool:
-    """Whether the rows that are not finite are those of their kind behind whose last token a slot is free.
+    """Whether the rows that are not finite are those of their kind after whose last token a slot is free.
 
     Of their kind: decode rows, where all of the wrong ones are. Only where some row has no such slot does that say
     anything.

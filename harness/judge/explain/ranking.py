@@ -58,7 +58,7 @@ def rank_hypotheses(failure: Failure, roundings: torch.Tensor, bound: torch.Tens
 
 
 def _evidence(failure: Failure, roundings: torch.Tensor, bound: torch.Tensor) -> WrongRows:
-    """Return the evidence; where rotary and attention were not recorded, with what HF computes behind them."""
+    """Return the evidence; where rotary and attention were not recorded, with what HF computes after them."""
     behind = attention_behind(failure) if failure.through and not failure.views else None
     if behind is None:
         return WrongRows(failure, roundings, bound)

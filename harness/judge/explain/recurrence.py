@@ -74,7 +74,7 @@ class Recurrence:
         return torch.stack([found[row] for row in wanted]) if found.keys() >= set(wanted) else None
 
     def run_by_steps(self, kept: Callable[[str, torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
-        """Return what the operation gives if the state goes through `kept` behind each step: [R, W] float64.
+        """Return what the operation gives if the state goes through `kept` after each step: [R, W] float64.
 
         Args:
             kept: from `conv` or `recurrent`, and a state, to what is kept of it.

@@ -209,7 +209,7 @@ def _fitted_thetas(
     failure: Failure, own: Rotation, based_on: Callable[[Failure, Rotation, float], Rotation | None]
 ) -> list[float]:
     """Return the base under which the pairs turn most nearly as they did, rounded to two digits and to six."""
-    if failure.actual is failure.expected:  # what was recorded stands behind something else: nothing can be fitted
+    if failure.actual is failure.expected:  # what was recorded stands after something else: nothing can be fitted
         return []
     turned = turned_by(failure, own)
 
@@ -266,7 +266,7 @@ def coarse_table(failure: Failure, own: Rotation) -> Causes:
     heads = own.heads(failure.inputs[0])
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
-        for first in (torch.float64, failure.dtype):  # straight from the angles, or behind the engine's own rounding
+        for first in (torch.float64, failure.dtype):  # straight from the angles, or after the engine's own rounding
             cos, sin = (x.to(first).to(dtype).to(torch.float64) for x in own.angles(failure.positions))
             yield Hypothesis(cause=f"cos/sin table in {name}", output=own.turned(heads, cos, sin))
         low = own.frequencies.to(dtype).to(torch.float32)

@@ -56,7 +56,7 @@ def _named_positions(failure: Failure, best: torch.Tensor) -> str | None:
         "positions restart at 0 in every step: the chunk's offset is forgotten": of["chunk"],
         "positions restart at 1 in every step: the chunk's offset is forgotten": of["chunk"] + 1,
         "positions run on through the batch instead of restarting for each request": of["batch"],
-        "positions restart at 0 behind the prompt": own - of["prompt"],
+        "positions restart at 0 after the prompt": own - of["prompt"],
         "rotary at position 0 for every row": torch.zeros_like(own),
         "the rows of other requests before it in the step are added to the position": own + of["others"],
     }
@@ -73,13 +73,13 @@ def _named_positions(failure: Failure, best: torch.Tensor) -> str | None:
 def _bounded(own: torch.Tensor, best: torch.Tensor) -> str | None:
     """Say up to where the positions go, if they stay there or begin again; None if they go on.
 
-    Every row behind that place is wrong then, so the first wrong one is where it begins.
+    Every row after that place is wrong then, so the first wrong one is where it begins.
     """
     first, highest = int(own.min()), int(best.max())
     if first == highest + 1 > 1 and torch.equal(best, own.clamp(max=highest)):
-        return f"positions stop at {highest}: rows behind it are all rotated for it"
+        return f"positions stop at {highest}: rows after it are all rotated for it"
     if first > highest and torch.equal(best, own % first):
-        return f"positions begin at 0 again behind {first - 1}: they are taken modulo {first}"
+        return f"positions begin at 0 again after {first - 1}: they are taken modulo {first}"
     return None
 
 

@@ -87,7 +87,7 @@ def _used_otherwise(failure: Failure, own: _Form, logits: torch.Tensor, chosen: 
         "the weights are squared: applied twice": weights.square(),
     }
     if own.factor != 1:
-        tried["the weights are normalised to a sum of one behind the routed scaling factor"] = again
+        tried["the weights are normalised to a sum of one after the routed scaling factor"] = again
     for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         coarse = rounded(SCORES[own.score](rounded(logits, dtype)), dtype).gather(1, chosen)
         coarse = coarse / coarse.sum(dim=1, keepdim=True) if own.is_normalised else coarse

@@ -174,7 +174,7 @@ class _Explainer:
             return None if failure is None else _explained(failure, evidence, where)
 
     def _behind(self, cache: Operation) -> Explanation | None:
-        """Explain a cache by what stands behind its layer, where that says that the layer did not run."""
+        """Explain a cache by what stands after its layer, where that says that the layer did not run."""
         for tap, errors in self.found.errors.items():
             if any(layer_of(each) == cache.layer for each in errors.through):
                 explanation = self._explain(self.hf.graph[tap])

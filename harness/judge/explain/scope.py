@@ -78,7 +78,7 @@ def _by_step(rows: Rows, recording: Recording) -> Iterator[tuple[str, torch.Tens
     yield "prefill rows", rows.position < prompt
     yield "the last row of each prompt", rows.position == prompt - 1
     starts = _chunk_starts(rows)
-    yield "rows of a prompt behind its first chunk", (rows.position < prompt) & (starts > 0)
+    yield "rows of a prompt after its first chunk", (rows.position < prompt) & (starts > 0)
     yield "rows that are not in their request's first step", starts > 0
     yield "rows in steps of one request alone", ~_in_batch(rows)
     yield "rows in steps of several requests", _in_batch(rows)

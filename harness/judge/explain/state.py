@@ -60,7 +60,7 @@ def _begun_elsewhere(recurrence: Recurrence) -> Iterator[Hypothesis]:
 
 
 def _kept_coarsely(recurrence: Recurrence) -> Iterator[Hypothesis]:
-    """The state, or a part of it, is rounded to a 16-bit dtype behind each step."""
+    """The state, or a part of it, is rounded to a 16-bit dtype after each step."""
     with suppress(AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         right = recurrence.run_by_steps(lambda _name, state: state)
         if not recurrence.failure.is_expected(right):
@@ -123,7 +123,7 @@ def _prefill_and_decode(rows: Rows) -> list[Rows]:
 
 
 def _any_within_a_step(rows: Rows) -> bool:
-    """Whether some row comes behind another one of its request in its step."""
+    """Whether some row comes after another one of its request in its step."""
     places = list(zip(rows.request.tolist(), rows.step.tolist(), strict=True))
     return len(set(places)) < len(places)
 
@@ -139,13 +139,13 @@ def _frozen(rows: Rows) -> list[Rows]:
 
 
 def _a_step_late(rows: Rows) -> list[Rows]:
-    """The rows of a step behind those of all steps but the one before."""
+    """The rows of a step after those of all steps but the one before."""
     steps = _by_step(rows)
     return [Rows.concat([*steps[: max(at - 1, 0)], step]) for at, step in enumerate(steps)]
 
 
 def _doubled(rows: Rows) -> list[Rows]:
-    """The rows of a step behind those of the steps before, the last of which is there twice."""
+    """The rows of a step after those of the steps before, the last of which is there twice."""
     steps = _by_step(rows)
     pieces = [steps[0]]
     for before, step in pairwise(steps):

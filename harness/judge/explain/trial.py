@@ -38,7 +38,7 @@ class WrongRows:
     bound: torch.Tensor
     """[R] the errors that rounding explains."""
     behind: Failure | None = None
-    """That of the attention behind which the rows stand and which was not recorded, of the same rows."""
+    """That of the attention after which the rows stand and which was not recorded, of the same rows."""
     failures: list[str] = field(default_factory=list)
     """Explanations that raised."""
 

@@ -198,7 +198,7 @@ def _what_was_judged(plan: Plan, runs: Sequence[RunResult], golden: Golden, grap
     """Say it if that is less than a reader of `pass` takes it for."""
     judged = {tap.name for run in runs for tap in run.taps if tap.judged_by != "none"}
     if plan.stops_early and any(run.outcome is Outcome.MISMATCH for run in runs):
-        yield "stopped at the first operation that is wrong, as asked: what is behind it was not judged"
+        yield "stopped at the first operation that is wrong, as asked: what is after it was not judged"
     if plan.only == "cache" and 0 < len(judged) < len(graph):
         yield (
             f"{len(judged)} of {len(graph)} taps were judged, as asked: what is wrong elsewhere is seen only as far as "

@@ -28,7 +28,7 @@ def read_cuda_blocks(snapshot: Mapping[str, Any], device: int, left_out: Collect
 def read_cuda_history(
     snapshot: Mapping[str, Any], device: int, max_frames: int, earlier: Sequence[Allocation] = ()
 ) -> list[Allocation]:
-    """Return the `earlier` allocations, freed where the history says so, and behind them those of the history.
+    """Return the `earlier` allocations, freed where the history says so, and after them those of the history.
 
     Spans are not known here, so that activations cannot be told from what is temporary: all are activations.
     """

@@ -64,7 +64,7 @@ class Served:
     device: str = "cpu"
     keywords: frozenset[str] = frozenset()
     hides_keywords: bool = False
-    """Whether there may be more of them, behind `**kwargs` or a signature that cannot be read."""
+    """Whether there may be more of them, after `**kwargs` or a signature that cannot be read."""
     rounds_scores: bool = False
     has_masked_rows: bool = False
 

@@ -25,7 +25,7 @@ from harness.properties.core.findings import Counterexample, Rejections
 __all__ = ["check_merge", "check_padded"]
 
 _PADDING = 100.0
-"""The values behind the end of a request: finite, as the rows of a padding token are."""
+"""The values after the end of a request: finite, as the rows of a padding token are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

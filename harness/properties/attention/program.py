@@ -10,7 +10,7 @@ __all__ = ["call_lines", "definition_lines", "program", "tensor_lines"]
 
 
 def program(target: Target, case: AttentionCase, *parts: Iterable[str]) -> str:
-    """Join the lines behind those that make the adapter and the tensors of a case."""
+    """Join the lines after those that make the adapter and the tensors of a case."""
     opening = ["import torch", *target.opening(), *tensor_lines(case)]
     return "\n".join([*opening, *(line for part in parts for line in part)]) + "\n"
 

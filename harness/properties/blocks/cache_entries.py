@@ -143,7 +143,7 @@ class CacheEntries:
                 Violation(
                     18,
                     f"block {last} with {list(self._cached[last])} was evicted before block {first} with "
-                    f"{list(self._cached[first])}, which was used less recently or stands behind it",
+                    f"{list(self._cached[first])}, which was used less recently or stands after it",
                     f"assert {last} in {self._source} or {first} not in {self._source}",
                 )
             )

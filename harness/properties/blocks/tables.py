@@ -221,7 +221,7 @@ class Tables:
         if places[0] != places[1] or self._tokens_behind(first) != self._tokens_behind(second):
             raise Violation(
                 3,
-                f"block {block} is at {self._place(first)} and at {self._place(second)}, behind other tokens",
+                f"block {block} is at {self._place(first)} and at {self._place(second)}, after other tokens",
                 f"assert {block} not in {self.source(second.request, second.group)}",
             )
 

@@ -70,7 +70,7 @@ class NamedAdapter:
 def takes(function: Callable[..., Any], keyword: str) -> bool:
     """Whether a callable of any kind has a parameter of this name.
 
-    Parameters behind `**kwargs`, or of a callable without a readable signature, are those that its attribute `keywords`
+    Parameters after `**kwargs`, or of a callable without a readable signature, are those that its attribute `keywords`
     names.
     """
     parameters = _parameters(function)

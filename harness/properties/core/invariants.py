@@ -8,7 +8,7 @@ INVARIANTS = {
     # Ownership
     1: "Free and live blocks partition the pool, without duplicates, and counters equal what is walked",
     2: "The owner count of a block is the number of tables that hold it",
-    3: "No block is twice in a table; tables share a block only at the same index, behind equal tokens",
+    3: "No block is twice in a table; tables share a block only at the same index, after equal tokens",
     4: "A live table never points at a free block",
     5: "A block with more than one owner, or the null block, is never written",
     6: "When all requests are gone every block is free, and the prefix cache can be reset",

@@ -110,7 +110,7 @@ _OPTIONS: Mapping[str, SearchStrategy[int] | SearchStrategy[bool]] = {
 def _crowds(draw: DrawFn, vocab_size: int, longest: int) -> EngineCase:
     """Draw requests that start together in a pool that holds their prompts, and grow until it does not."""
     block_size = draw(st.integers(1, MOST_NEW_TOKENS - 2))
-    # Each opens a block behind its prompt before it ends, and no prompt is shorter than what another grows by.
+    # Each opens a block after its prompt before it ends, and no prompt is shorter than what another grows by.
     new_tokens = st.integers(block_size + 1, MOST_NEW_TOKENS)
     max_new_tokens = draw(st.lists(new_tokens, min_size=2, max_size=MOST_REQUESTS))
     least = min(2 * MOST_NEW_TOKENS, longest)

@@ -1,7 +1,7 @@
 """An installed engine under the engine suite: what it computes along tokens that it is given, by its `run` alone.
 
 The suite compares the same requests run in two ways. It need not be the engine's own choice that they continue with:
-here the tokens behind a prompt are drawn from it, so all rows of both ways have equal inputs, and what the engine would
+here the tokens after a prompt are drawn from it, so all rows of both ways have equal inputs, and what the engine would
 have chosen is compared at each of them.
 """
 

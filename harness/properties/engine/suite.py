@@ -147,7 +147,7 @@ class EngineUnderTest:
         plain_tokens, plain_taps = plain[0], _of(plain[1], 0)
         num_prompt = len(case.prompts[request])
         num_same = _first_difference(plain_tokens, tokens)
-        # Rows before the first token that differs have equal inputs; those behind it have not.
+        # Rows before the first token that differs have equal inputs; those after it have not.
         last = num_prompt + len(plain_tokens) if num_same is None else num_prompt + num_same - 1
         self._compare_taps(case, request, plain_taps, taps, last)
         if num_same is not None and not self._is_tie(plain_taps, last, plain_tokens[num_same:], tokens[num_same:]):

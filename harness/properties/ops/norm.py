@@ -86,7 +86,7 @@ class Norm:
         return f"{name} = {self.target.name}.{self.method}({x}, {parameters}, {eps})"
 
     def program(self, lines: list[str]) -> str:
-        """Return a program of these lines, behind those that make the tensors."""
+        """Return a program of these lines, after those that make the tensors."""
         case = self.case
         made = [
             "",

@@ -74,7 +74,7 @@ class RotaryScheme:
         return f"{name} = {self.target.name}.{self.method}({x}, {positions}, {self.case.theta!r})"
 
     def program(self, lines: list[str]) -> str:
-        """Return a program of these lines, behind those that make `x` and `positions`."""
+        """Return a program of these lines, after those that make `x` and `positions`."""
         made = ["", self.case.rows.line("x"), f"positions = torch.tensor({list(self.case.positions)})"]
         return "\n".join(["import torch", *self.target.opening(), *made, *lines]) + "\n"
 

@@ -42,7 +42,7 @@ class SchedulerCapabilities(PoolCapabilities):
 
     @property
     def num_lookahead(self) -> int:
-        """Slots behind a request's tokens that a step may write."""
+        """Slots after a request's tokens that a step may write."""
         return self.max_draft_tokens + self.max_tokens_per_step - 1
 
     @property

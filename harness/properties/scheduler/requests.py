@@ -44,7 +44,7 @@ class ScheduledRequest(RequestRecord):
         self.num_reported = len(self.token_ids)
 
     def is_single_token(self, chunk: Chunk) -> bool:
-        """Whether a chunk computes what the request sampled last, and perhaps drafts behind it."""
+        """Whether a chunk computes what the request sampled last, and perhaps drafts after it."""
         return self.is_generating and chunk.start == len(self.token_ids) - 1
 
 

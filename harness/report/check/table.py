@@ -14,7 +14,7 @@ from harness.report.check.merge import merge, merge_taps, severity
 from harness.results.check import CheckResult, Divergence, Outcome, RunResult, TapResult
 
 CONSEQUENCE_RATIO = 3.0
-"""Propagated error, over HF's own, from which a sound operation behind the culprit is called downstream."""
+"""Propagated error, over HF's own, from which a sound operation after the culprit is called downstream."""
 
 MAX_FOLDED_ROWS = 6
 """Wrong operations that are listed one by one for the layers that are folded."""

@@ -47,7 +47,7 @@ class _Page:
         return f"\x1b[{';'.join(str(_STYLES[style]) for style in styles)}m{text}\x1b[0m"
 
     def wrap(self, label: str, text: str, *styles: str, indent: int) -> Iterator[str]:
-        """Yield `text` wrapped behind `label`, which alone is painted."""
+        """Yield `text` wrapped after `label`, which alone is painted."""
         lines = [line.replace(NO_BREAK, " ") for line in textwrap.wrap(text, self.width - indent)] or [""]
         yield (self.paint(label, *styles) + " " * (indent - len(label)) + lines[0]).rstrip()
         yield from (" " * indent + line for line in lines[1:])

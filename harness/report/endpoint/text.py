@@ -102,7 +102,7 @@ def _facts(result: EndpointResult, width: int) -> Iterator[str]:
         yield from _wrapped("  nats apart", f"from the first schedule, at most: {', '.join(differences)}", width)
     num_parted = sum(run.num_parted for run in result.runs)
     if num_parted:
-        what = f"{count(num_parted, 'answer')} left the first schedule's at a tie; what comes behind was not judged"
+        what = f"{count(num_parted, 'answer')} left the first schedule's at a tie; what comes after was not judged"
         yield from _wrapped("  parted", what, width)
     for note in result.notes:
         yield from _wrapped("  note", printable(note), width)

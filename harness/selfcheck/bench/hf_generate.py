@@ -58,7 +58,7 @@ class HfGeneratePeer:
 
 
 class _Clock(StoppingCriteria):  # type: ignore[misc]
-    """Stops nothing, but is asked behind every step."""
+    """Stops nothing, but is asked after every step."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation

@@ -147,7 +147,7 @@ def _check_dtype(dtype: str) -> None:
 
 
 def _workloads(shape: Shape, seed: int, num_requests: int) -> list[BenchWorkload]:
-    """Return the even workloads, one for each of `BATCH_SIZES`, and behind them the uneven one."""
+    """Return the even workloads, one for each of `BATCH_SIZES`, and after them the uneven one."""
     even = [
         even_workload(
             size, prompt_len=shape.prompt_len, output_len=shape.decode_len, vocab_size=shape.vocab_size, seed=seed

@@ -67,7 +67,7 @@ class Generation:
 
     @property
     def decode_step_seconds(self) -> float:
-        """Mean of the steps behind the first."""
+        """Mean of the steps after the first."""
         return (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
 
 

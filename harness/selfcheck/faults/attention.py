@@ -179,7 +179,7 @@ WINDOWED = FaultConfig(
 FAULTS = [
     _fault(
         "mask-sees-the-next",
-        "The causal mask is one off: a row sees the token behind it.",
+        "The causal mask is one off: a row sees the token after it.",
         _chunks(_sees_the_next),
         "sees the next token",
         row=FIRST,

@@ -9,7 +9,7 @@ from harness.base.numerics import Numerics
 from harness.selfcheck.faults.injection import InjectedFault
 
 PROMPT_LENGTHS = (37, 9, 21)
-"""Tokens of the usual workload's prompts: behind several blocks, inside the second, inside the third."""
+"""Tokens of the usual workload's prompts: after several blocks, inside the second, inside the third."""
 NUM_NEW_TOKENS = 6
 BLOCK_SIZE = 8
 Row = tuple[int, int]

@@ -222,7 +222,7 @@ FAULTS = [
     ),
     _fault(
         "residual-after-norm",
-        "The residual is taken behind the first norm.",
+        "The residual is taken after the first norm.",
         replacing((DecoderLayer, "__call__", _residual_behind_the_norm)),
         "residual is taken after the norm",
         _LAYER + "attn_residual",

@@ -22,7 +22,7 @@ _LENGTH = 16
 
 
 def _next(num_heads: int, num_kv: int) -> torch.Tensor:
-    """Return the KV head behind the one that each query head should read."""
+    """Return the KV head after the one that each query head should read."""
     return (torch.arange(num_heads) // (num_heads // num_kv) + 1) % num_kv
 
 
@@ -54,7 +54,7 @@ def _exchanged(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
 
 def _logits_capped(cap: float) -> Any:
-    """Put a soft cap behind the head's product."""
+    """Put a soft cap after the head's product."""
 
     def make(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def logits(self: Decoder, x_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -148,10 +148,10 @@ FAULTS = [
            "q_rope", SECOND, **_FP16),
     _fault("cosine-and-sine-exchanged", _POSITION, "Cosine and sine stand in each other's place.", rotary(_exchanged),
            "cosine and sine of the rotary table are exchanged", "q_rope", **_BF16),
-    _fault("positions-stop", _POSITION, "Rows behind the end of a table take its last line.",
+    _fault("positions-stop", _POSITION, "Rows after the end of a table take its last line.",
            positions_changed(lambda positions, chunks: positions.clamp(max=_LENGTH - 1)), "positions stop at 15",
            "q_rope", (0, _LENGTH)),
-    _fault("positions-begin-again", _POSITION, "Rows behind the end of a table take its first lines again.",
+    _fault("positions-begin-again", _POSITION, "Rows after the end of a table take its first lines again.",
            positions_changed(lambda positions, chunks: positions % _LENGTH), "taken modulo 16", "q_rope",
            (0, _LENGTH), schedule="chunked:7", **_BF16),
     _fault("row-of-a-weight-zero", _WEIGHTS, "One row of a weight is zero.",

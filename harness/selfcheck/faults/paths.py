@@ -198,7 +198,7 @@ def _last_row_nowhere(batch: Any, chunks: Any) -> Any:
 
 
 def _logits_of_the_first_row(batch: Any, chunks: Any) -> Any:
-    """Of what comes behind a hit, the first row is sampled from."""
+    """Of what comes after a hit, the first row is sampled from."""
     rows, at = [], 0
     for chunk in chunks:
         if chunk.samples:
@@ -282,7 +282,7 @@ def _copied(copy: Callable[[KVCache, int, int], None]) -> Any:
 
 
 def _first_token_taken_for_computed(release: Callable[..., None]) -> Callable[..., None]:
-    """A preempted request starts again behind its first token."""
+    """A preempted request starts again after its first token."""
 
     def released(self: BlockManager, sequence: Any) -> None:
         release(self, sequence)
@@ -324,7 +324,7 @@ FAULTS = [
            "does not see the tokens of its own step", _ATTENTION, _SECOND_CHUNK, _CHUNKED),
     _fault("chunk-not-causal", "A later chunk has no causal mask.", _masked(_no_mask), "no causal mask", _ATTENTION,
            _SECOND_CHUNK, _CHUNKED, _BF16),
-    _fault("chunk-sees-the-next", "In a later chunk a row sees the token behind it.", _masked(_sees_the_next),
+    _fault("chunk-sees-the-next", "In a later chunk a row sees the token after it.", _masked(_sees_the_next),
            "sees the next token", _ATTENTION, _SECOND_CHUNK, _CHUNKED),
     _fault("chunk-boundary-unseen", "A later chunk does not see the last token of the chunk before.",
            _masked(_last_old_unseen), "the last token of the step before", _ATTENTION, _SECOND_CHUNK, _CHUNKED),
@@ -362,13 +362,13 @@ FAULTS = [
     _fault("chunk-norm-skipped", "Later chunks leave q and k as they are projected.",
            replacing((Attention, "_project", _unnormed_later)), "norm is skipped", _Q_NORM, _SECOND_CHUNK, _CHUNKED,
            _BF16),
-    _fault("hit-positions-restart", "Behind a prefix hit, positions start at 0 again.", positions_changed(_restarting),
+    _fault("hit-positions-restart", "After a prefix hit, positions start at 0 again.", positions_changed(_restarting),
            "offset is forgotten", _Q_ROPE, _BEHIND_THE_HIT, _PREFIX),
-    _fault("hit-positions-restart-in-bfloat16", "Behind a prefix hit, positions start at 0 again.",
+    _fault("hit-positions-restart-in-bfloat16", "After a prefix hit, positions start at 0 again.",
            positions_changed(_restarting), "offset is forgotten", _Q_ROPE, _BEHIND_THE_HIT, _PREFIX, _BF16),
     _fault("hit-not-read", "What a prefix hit found is not attended to.", _masked(_own_only),
            "only the tokens of its own step", _ATTENTION, _BEHIND_THE_HIT, _PREFIX),
-    _fault("hit-mask-top-left", "Behind a prefix hit the mask is aligned with the first key.", _masked(_top_left),
+    _fault("hit-mask-top-left", "After a prefix hit the mask is aligned with the first key.", _masked(_top_left),
            "top-left", _ATTENTION, _BEHIND_THE_HIT, _PREFIX, _FP16),
     _fault("hit-parts-averaged", "Cached and own keys are attended to apart, and averaged.", _in_two_parts(_averaged),
            "averaged", _ATTENTION, _BEHIND_THE_HIT, _PREFIX, _BF16),
@@ -378,7 +378,7 @@ FAULTS = [
     _fault("hit-one-token-too-many", "A prefix hit counts one token more than it has.",
            _in_zeroed_memory((BlockManager, "take_prefix", _one_token_too_many)), "zeros come back|never written",
            _K_CACHE, (2, 16), _PREFIX, prompts=(tuple(range(40, 61)), tuple(range(70, 91)))),
-    _fault("hit-logits-of-the-first-row", "Behind a prefix hit the first row is sampled from.",
+    _fault("hit-logits-of-the-first-row", "After a prefix hit the first row is sampled from.",
            replacing(_batches(_logits_of_the_first_row)), "another token, -4 positions away", "lm_head", (3, 36),
            _PREFIX),
     _fault("hash-without-last-token", "The last token of a block is not hashed.",
@@ -398,9 +398,9 @@ FAULTS = [
            positions_changed(_resumed_plus_one), r"off by one \(\+1\)", _Q_ROPE, (_PREEMPTED, 0), _AGAIN),
     _fault("resumed-position-plus-one-in-bfloat16", "A preempted request that comes back starts at position 1.",
            positions_changed(_resumed_plus_one), r"off by one \(\+1\)", _Q_ROPE, (_PREEMPTED, 0), _AGAIN, _BF16),
-    _fault("resumed-behind-its-past", "A preempted request that comes back starts behind its prompt.",
+    _fault("resumed-behind-its-past", "A preempted request that comes back starts after its prompt.",
            positions_changed(_resumed_behind_its_past), r"off by \+21", _Q_ROPE, (_PREEMPTED, 0), _AGAIN, _FP16),
-    _fault("resumed-first-token-lost", "A preempted request starts again behind its first token.",
+    _fault("resumed-first-token-lost", "A preempted request starts again after its first token.",
            replacing((BlockManager, "release", _first_token_taken_for_computed)), "another position.*not written",
            _K_CACHE, (_PREEMPTED, 0), _AGAIN),
 ]  # fmt: skip

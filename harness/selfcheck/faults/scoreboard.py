@@ -169,7 +169,7 @@ def _says(pattern: str, text: str) -> bool:
 
 
 def _same_layer(found: str | None, truth: str | None) -> bool:
-    """Whether a tap is of the layer of the truth; what comes behind the layers is one by itself."""
+    """Whether a tap is of the layer of the truth; what comes after the layers is one by itself."""
 
     def layer(tap: str) -> str:
         return ".".join(tap.split(".")[:3]) if tap.startswith("model.layers.") else tap

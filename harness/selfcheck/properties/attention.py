@@ -27,7 +27,7 @@ __all__ = ["ContiguousSubject", "PagedSubject", "RecomputeSubject", "TritonSubje
 
 
 class Backend:
-    """Any backend over blocks: they lie as they are given, behind its null block."""
+    """Any backend over blocks: they lie as they are given, after its null block."""
 
     backend: str
 

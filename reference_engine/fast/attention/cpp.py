@@ -88,7 +88,7 @@ class CppAttention(PagedAttention):
         self.operators.store_kv(k_TKH, v_TKH, batch.slot_mapping_T, k_cache_BSKH, v_cache_BSKH)
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         if num_single:
-            # The kernel takes a row for each context length: those behind the single ones are left as they are.
+            # The kernel takes a row for each context length: those after the single ones are left as they are.
             self.operators.paged_decode(
                 q_TNH, k_cache_BSKH, v_cache_BSKH, plan.tables_RB, plan.context_lens_R, out_TNH, window=window
             )

@@ -1,7 +1,7 @@
 // The operations of `fused.FusedDecoder` on a CPU, one sweep each, and matrix products of few rows.
 //
 // The operators have the schemas of the Triton kernels beside this file, and round where `layers`, `rotary` and torch
-// round: to T behind each operation that is one there. Sums, softmax and sigmoid are float32. Products and attention
+// round: to T after each operation that is one there. Sums, softmax and sigmoid are float32. Products and attention
 // name their vectors (cpu/vectors.h); other loops are written for the compiler to turn into some (`omp simd` allows it
 // to reorder a sum). All run on torch's own threads. Only torch's stable ABI is used: its headers compile in seconds.
 //

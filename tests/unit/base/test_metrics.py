@@ -151,7 +151,7 @@ def test_trailing_dimensions_are_one_row():
 
 
 def test_blocks_of_rows_make_no_difference():
-    """65,536 elements are handled at a time: rows behind the first block count as well, and in their order."""
+    """65,536 elements are handled at a time: rows after the first block count as well, and in their order."""
     actual, expected = torch.randn(300, 700), torch.randn(300, 700)
     actual[250, 3], actual[299, 650] = NAN, INF
     whole = row_metrics(actual, expected)

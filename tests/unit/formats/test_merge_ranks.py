@@ -1,4 +1,4 @@
-"""Ranks' recordings become one: slices behind one another, whole taps once; what must be equal and is not is said."""
+"""Ranks' recordings become one: slices after one another, whole taps once; what must be equal and is not is said."""
 
 import pytest
 import torch

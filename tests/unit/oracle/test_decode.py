@@ -58,7 +58,7 @@ def test_the_continuation_goes_on_behind_an_end_of_text_token(load, token_ids):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pieces_are_one_sequence(tiny, family):
-    """The logits behind a token do not depend on how the tokens before it came."""
+    """The logits after a token do not depend on how the tokens before it came."""
     hf = tiny(family)
     with torch.no_grad():
         expected = hf.model(input_ids=torch.tensor([PROMPT]), use_cache=False).logits[:, -1]

@@ -226,7 +226,7 @@ def test_logits_behind_the_head_are_a_tap_of_their_own(tiny):
 
 
 def test_requests_of_a_batch_do_not_see_each_other(load, token_ids):
-    """Nor the padding behind the end of the shorter ones."""
+    """Nor the padding after the end of the shorter ones."""
     hf, short = load("qwen3-tiny"), token_ids[5:14]
     together = pair(hf, [token_ids, short + [0] * 14]).values["truth"]
     for begin, tokens in ((0, token_ids), (23, short)):

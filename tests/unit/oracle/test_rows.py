@@ -57,7 +57,7 @@ def test_one_request_or_one_token(num_requests, num_tokens):
 
 
 def test_several_rows_for_each_token_are_one_row():
-    """Experts that each token is sent to, one behind the other."""
+    """Experts that each token is sent to, one after the other."""
     x = torch.arange(66.0).view(33, 2)
     rows = as_rows(x, 0, 1, 11)
     assert rows.tolist() == x.view(11, 6).tolist()

@@ -160,7 +160,7 @@ def test_a_copy_of_one_value_is_no_tap():
 
 
 def test_a_x_k2(tiny):
-    """Latent attention with a gate, behind an indexer that chooses the keys."""
+    """Latent attention with a gate, after an indexer that chooses the keys."""
     hf = tiny("axk2")
     graph = hf.graph
     joined = graph[f"{PREFIX}self_attn.q_gate_proj.input"]

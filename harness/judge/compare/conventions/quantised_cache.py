@@ -87,7 +87,7 @@ def _query_and_key(call: AttentionCall, keys: CacheFormat) -> tuple[Stored, Stor
 
 
 def _with_more(stored: Stored, more: torch.Tensor) -> Stored:
-    """Put exact elements behind those of heads."""
+    """Put exact elements after those of heads."""
     return Stored(torch.cat((stored.values, more), dim=-1), torch.cat((stored.slack, torch.zeros_like(more)), dim=-1))
 
 

@@ -1,4 +1,4 @@
-"""Servers that lie in one way each, behind a sound engine: no lie passes, and a finding says what was seen."""
+"""Servers that lie in one way each, in front of a sound engine: no lie passes, and a finding says what was seen."""
 
 import copy
 import json
@@ -275,7 +275,7 @@ IGNORED = {
     "min_p": (forgets("min_p"), "with 1 at temperature 100 the answer is not the likeliest"),
     "seed": (forgets("seed"), "one seed draws twice differently"),
     "temperature": (lambda body: body | {"temperature": 0}, "100 changes nothing"),
-    "stop": (forgets("stop"), "the answer goes on behind"),
+    "stop": (forgets("stop"), "the answer goes on after"),
     "repetition_penalty": (forgets("repetition_penalty"), "100 changes nothing"),
     "ignore_eos": (forgets("ignore_eos"), "an answer ends at an end of text"),
     "logprobs count": (lambda body: body | ({"logprobs": 1} if "logprobs" in body else {}), "5 asked for, 1 given"),

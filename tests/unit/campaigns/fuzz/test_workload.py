@@ -60,7 +60,7 @@ def test_a_fork_goes_on_from_its_originals_prompt(translator):
     [
         (SearchedRequest(sequence=0, prompt_length=8, num_new=1), FORK),  # it has ended
         (SearchedRequest(sequence=8, prompt_length=8, num_new=3), FORK),  # nothing in common
-        (SearchedRequest(sequence=0, prompt_length=32, num_new=3), FORK),  # not the first token behind the prompt
+        (SearchedRequest(sequence=0, prompt_length=32, num_new=3), FORK),  # not the first token after the prompt
         (ORIGINAL, SearchedRequest(sequence=1, prompt_length=3, num_new=2, fork_of=1)),  # of itself
         (ORIGINAL, SearchedRequest(sequence=1, prompt_length=3, num_new=2, fork_of=7)),  # of nobody
     ],

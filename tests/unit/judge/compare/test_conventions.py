@@ -310,7 +310,7 @@ def test_a_value_on_a_tie_is_rounded_either_way_and_no_other_value_is(is_up):
 
 
 def test_many_values_of_a_row_on_ties_are_told_at_once():
-    """A quantised embedding behind a norm of ones: a whole level of its grid is on ties."""
+    """A quantised embedding after a norm of ones: a whole level of its grid is on ties."""
     generator = torch.Generator().manual_seed(6)
     weight = torch.randn(256, 96, generator=generator)
     x = torch.randint(-60, 60, (3, 96), generator=generator).float()

@@ -57,7 +57,7 @@ def test_requests_that_end_at_different_times_behind_a_window(bench, tmp_path):
 
 
 LATENT = "axk2"
-"""Latent attention behind an indexer that chooses the keys: its cache holds neither keys nor values; it does in
+"""Latent attention after an indexer that chooses the keys: its cache holds neither keys nor values; it does in
 transformers 5.17, where it is read back."""
 
 

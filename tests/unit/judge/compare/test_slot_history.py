@@ -101,7 +101,7 @@ def test_rows_that_were_written_elsewhere_than_their_table_says():
     step = Step(rows, slots=[12, 3, 1, 14, 8], tables={1: [4, 0], 6: [7]})
     found = history(stored(3, 7, [4, 0, 2]), step)
     assert found.block_size == 3
-    assert found.misplaced(1) == [(1, 5, 1, 2), (1, 1, 14, 13)], "position 4 of 6 and 6 of 1 lie behind their tables"
+    assert found.misplaced(1) == [(1, 5, 1, 2), (1, 1, 14, 13)], "position 4 of 6 and 6 of 1 lie after their tables"
     assert found.misplaced(0) == []
     assert history(stored(3, 7, [4, 0, 2]), Step([(1, 0)])).misplaced(1) == []
 

@@ -61,7 +61,7 @@ def test_several_wrong_layers_are_each_found_and_no_other(bench, tmp_path, dtype
     assert run.outcome is Outcome.MISMATCH
     bad = {tap.name for tap in run.taps if tap.num_bad_rows}
     assert {*wrong} <= bad
-    assert bad <= {*wrong, "model.layers.1.output", "model.norm"}  # what reads a row that was changed behind its maker
+    assert bad <= {*wrong, "model.layers.1.output", "model.norm"}  # what reads a row that was changed after its maker
     assert (run.first_divergence.tap, run.first_divergence.position) == ("model.layers.0.output", 3)
     assert run.first_divergence.code is Code.LOCAL_ERROR
     message = next(finding.message for finding in run.findings if finding.tap == "model.layers.0.output")

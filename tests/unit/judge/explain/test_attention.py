@@ -214,7 +214,7 @@ def test_keys_padded_to_a_multiple(bench, multiple):
         wrong[at] *= (total / (total + -context % multiple))[:, None]
     found = bench.explain(TAP, wrong.flatten(1))
     padded = f"padding is attended to: keys are padded with zeros to a multiple of {multiple}"
-    if multiple == BLOCK_SIZE:  # what is behind a request's end in its block is zeros, too
+    if multiple == BLOCK_SIZE:  # what is after a request's end in its block is zeros, too
         assert found.cause == f"reads past the context length, or {padded}"
     else:
         assert found.cause == padded

@@ -171,7 +171,7 @@ def test_the_table_of_the_other_request(toy):
     assert [hypothesis.detail, before.detail] == ["of the next one in the batch", "of the previous one in the batch"]
     torch.testing.assert_close(hypothesis.output, reading(toy, other))
     torch.testing.assert_close(before.output, hypothesis.output)
-    # Request 1 has fewer tokens: what request 0 reads behind them, nobody wrote. The last step has request 0 alone.
+    # Request 1 has fewer tokens: what request 0 reads after them, nobody wrote. The last step has request 0 alone.
     reach = {step: len([p for p in range(7) if step_of((1, p)) <= step]) for step in range(4)}
     blank = {(0, p) for p in range(9) if step_of((0, p)) in reach and p >= reach[step_of((0, p))]}
     assert {place for place, is_unknown in zip(PLACES, hypothesis.unknown.tolist(), strict=True) if is_unknown} == blank
@@ -235,7 +235,7 @@ def past(toy, end, *, reaches):
 
 
 def test_what_is_read_behind_the_last_token(tmp_path):
-    """The slots behind it hold what another request left there."""
+    """The slots after it hold what another request left there."""
     toy = Toy(tmp_path / "r", tables=lambda request, step: {0: [3 if step else 4, 1, 2], 1: [2, 4, 6]}[request])
 
     def longest(step, _length):

@@ -296,7 +296,7 @@ def test_a_prefix_that_two_requests_share_is_the_same_row(tmp_path):
     assert list(found(cache.other_row, of_rows(toy, lambda place: (1, place[1] + 1), [(0, 1), (0, 2)]))) == [near]
     assert list(found(cache.other_row, of_rows(toy, lambda place: (1, place[1] + 1), [(0, 3), (0, 4)]))) == [SHARED]
     longer = of_rows(toy, lambda place: (0, place[1] + 3), [(1, 4), (1, 5)])
-    assert list(found(cache.other_row, longer)) == [SHARED], "behind the end of request 1"
+    assert list(found(cache.other_row, longer)) == [SHARED], "after the end of request 1"
 
 
 def test_without_recorded_rows_there_is_none_to_match(tmp_path):

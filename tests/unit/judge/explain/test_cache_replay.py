@@ -89,7 +89,7 @@ def test_the_contents_are_those_of_the_operations_layer(toy, layer):
     [((0, 5), [1], 1), ((0, 5), [0], 0), ((0, 5), [0, 1], None), ((1, 2), [1], 1), ((1, 6), [1], None)],
 )
 def test_the_head_that_is_off(toy, place, changed, head):
-    """Request 1's history goes up to position 4 here: what should stand behind it is not known."""
+    """Request 1's history goes up to position 4 here: what should stand after it is not known."""
     failure = toy.failure(places=[(0, 8), (1, 4)])
     content = toy.tensors[KEY][place].clone()
     content[changed] += 1

@@ -54,13 +54,13 @@ THE = "the embedding is that of "
     ("token", "places", "cause"),
     [
         (lambda r, p: TOKENS[r][p - 1], [(0, 1), (0, 4), (1, 2)], "the token before it"),
-        (lambda r, p: TOKENS[r][p + 1], [(0, 0), (0, 4), (1, 2)], "the token behind it"),
+        (lambda r, p: TOKENS[r][p + 1], [(0, 0), (0, 4), (1, 2)], "the token after it"),
         (before_in_step, [(0, 1), (1, 0), (0, 3)], "the token before it in the step"),
         (before_in_step, [(0, 0), (0, 3)], "another token"),  # before the first row of the step there is none
         (lambda r, p: TOKENS[r][p] + 1, PLACES, "token id +1"),
         (lambda r, p: TOKENS[r][p] - 2, PLACES, "token id -2"),
         (lambda r, p: (TOKENS[r][p] * 3) % 40, PLACES, "another token"),
-        (lambda r, p: 1, [(0, 0), (0, 5)], "another token"),  # nothing is before the first, or behind the last
+        (lambda r, p: 1, [(0, 0), (0, 5)], "another token"),  # nothing is before the first, or after the last
         (lambda r, p: 0, [(1, 3 - 1)], "token id -2"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Engines that keep q and k for rotary over neighbouring pairs, and embeddings that are scaled behind their module."""
+"""Engines that keep q and k for rotary over neighbouring pairs, and embeddings that are scaled after their module."""
 
 from harness.judge.explain.linear import INTERLEAVED
 

@@ -1,4 +1,4 @@
-"""Layers that did not run, told by the operation behind them."""
+"""Layers that did not run, told by the operation after them."""
 
 import pytest
 import torch

@@ -273,7 +273,7 @@ def test_formats_that_weight_or_input_are_in_already():
     x = coarse(torch.bfloat16)(X)
     causes = set(found(linear.coarse_product, of(weights={Q: weight}, x=x, recording=manifest())))
     assert not {cause for cause in causes if "bfloat16" in cause}
-    assert "the weight is in int8, with one scale for each output" in causes, "what comes behind it is tried"
+    assert "the weight is in int8, with one scale for each output" in causes, "what comes after it is tried"
     causes = set(found(linear.coarse_product, of(weights={Q: weight}, recording=manifest())))
     assert "the product is of inputs in bfloat16" in causes
     assert "the input of the product is rounded to bfloat16, and the weight is not" not in causes

@@ -202,7 +202,7 @@ PAST = "reads past the context length: slots that nobody wrote"
 ALONE = [place for place in PLACES if len(STEPS[step_of(place)][place[0]]) == 1]
 """Rows that are their request's only ones in their step, as in decode."""
 ROOM = [place for place in ALONE if (place[1] + 1) % BLOCK]
-"""Those behind which their block has a free slot."""
+"""Those after which their block has a free slot."""
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_without_slots_it_is_not_known_which_are_free(tmp_path):
 
 
 def test_a_slot_that_somebody_wrote_is_not_free(tmp_path):
-    """Request 0 has its last block from a request that left something there: behind each row there is content."""
+    """Request 0 has its last block from a request that left something there: after each row there is content."""
     toy = Toy(tmp_path / "r", tables=lambda request, step: {0: [3, 1, 2], 1: [2, 4, 6]}[request])
     assert reason(lost(toy, [(0, 6)])).cause != PAST
 
@@ -257,7 +257,7 @@ def test_keys_that_are_not_finite_when_read_back(tmp_path, toy):
     own = Toy(tmp_path / "b", readback={K_CACHE: read})
     cause = "reads slots of its own history that are not finite when read back: see k_cache"
     assert reason(lost(own, [(0, 4)])).cause == cause
-    assert reason(lost(own, [(0, 1)])).cause == UNKNOWN, "behind what it reads"
+    assert reason(lost(own, [(0, 1)])).cause == UNKNOWN, "after what it reads"
     assert reason(lost(own, [(1, 4)])).cause == UNKNOWN, "of another request"
     assert reason(lost(own, [(1, 4), (0, 4)])).cause == cause
 

@@ -62,7 +62,7 @@ def test_the_offset_of_a_chunk_forgotten(bench):
         TAP, rotated(bench, torch.where(rows.position < lengths, rows.position - first, rows.position))
     )
     assert found.cause == "positions restart at 0 in every step: the chunk's offset is forgotten"
-    assert found.scope == "rows of a prompt behind its first chunk"
+    assert found.scope == "rows of a prompt after its first chunk"
 
 
 def test_positions_that_run_on_through_the_batch(bench):
@@ -221,7 +221,7 @@ def test_positions_that_stop_or_begin_again(bench):
     bench = bench()
     positions = bench.rows().position
     found = bench.explain(TAP, rotated(bench, positions.clamp(max=20)))
-    assert found.cause == "positions stop at 20: rows behind it are all rotated for it"
+    assert found.cause == "positions stop at 20: rows after it are all rotated for it"
     for length in (16, 30):
         found = bench.explain(TAP, rotated(bench, positions % length))
-        assert found.cause == f"positions begin at 0 again behind {length - 1}: they are taken modulo {length}"
+        assert found.cause == f"positions begin at 0 again after {length - 1}: they are taken modulo {length}"

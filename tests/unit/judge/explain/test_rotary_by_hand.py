@@ -395,7 +395,7 @@ def test_other_tables():
     })  # fmt: skip
 
 
-# Positions. Two requests in chunks: the rows of a step stand one behind the other.
+# Positions. Two requests in chunks: the rows of a step stand one after the other.
 
 STEPS = (
     [(0, p) for p in range(4)] + [(1, p) for p in range(3)],
@@ -445,7 +445,7 @@ def within(request, position, step):
         (within, "positions restart at 0 in every step: the chunk's offset is forgotten"),
         (lambda *place: within(*place) + 1, "positions restart at 1 in every step: the chunk's offset is forgotten"),
         (index, "positions run on through the batch instead of restarting for each request"),
-        (lambda r, p, s: p - PROMPTS[r], "positions restart at 0 behind the prompt"),
+        (lambda r, p, s: p - PROMPTS[r], "positions restart at 0 after the prompt"),
         (
             lambda r, p, s: p + index(r, p, s) - within(r, p, s),
             "the rows of other requests before it in the step are added to the position",
@@ -486,8 +486,8 @@ BEHIND = [place for place in PLACES if place[1] >= 4]
 @pytest.mark.parametrize(
     ("position", "places", "cause"),
     [
-        (lambda r, p, s: 3, BEHIND, "positions stop at 3: rows behind it are all rotated for it"),
-        (lambda r, p, s: p % 4, BEHIND, "positions begin at 0 again behind 3: they are taken modulo 4"),
+        (lambda r, p, s: 3, BEHIND, "positions stop at 3: rows after it are all rotated for it"),
+        (lambda r, p, s: p % 4, BEHIND, "positions begin at 0 again after 3: they are taken modulo 4"),
         (lambda r, p, s: 2, BEHIND, None),  # it would have stopped before
         (lambda r, p, s: p % 5, BEHIND, None),
         (lambda r, p, s: 0, [place for place in PLACES if place[1] >= 1], "rotary at position 0 for every row"),

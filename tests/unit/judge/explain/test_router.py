@@ -31,7 +31,7 @@ class Gate(nn.Module):
 
 def of(folder, expected, actual=None, *, kind=Kind.OTHER, logits=LOGITS, chosen=CHOSEN, gate=None, block=None, right=(),
        position=None, **config):  # fmt: skip
-    """Return the failure of the weights, or of the numbers; `right` are rows of products behind the wrong ones."""
+    """Return the failure of the weights, or of the numbers; `right` are rows of products after the wrong ones."""
     tap = TOPK if kind is Kind.CHOICE else WEIGHTS
     own = Operation(tap=tap, kind=kind, inputs=(GATE,), source=f"{GATE}:{'topk' if kind is Kind.CHOICE else 1}")
     choices = () if kind is Kind.CHOICE else (Operation(tap=TOPK, kind=Kind.CHOICE, source=f"{GATE}:topk"),)
@@ -114,7 +114,7 @@ def test_weights_that_are_normalised_and_scaled(tmp_path, where):
         by(SIGMOID, SOFTMAX): 2.5 * per_row(SCORES[SIGMOID]),
         f"{by(SIGMOID, SOFTMAX)}, and the weights are not normalised to a sum of one": 2.5 * SCORES[SIGMOID],
         "the weights are all equal: the router's are not used": torch.full_like(weights, 1.25),
-        "the weights are normalised to a sum of one behind the routed scaling factor": RENORMED,
+        "the weights are normalised to a sum of one after the routed scaling factor": RENORMED,
     }
     for cause, output in expected.items():
         torch.testing.assert_close(given[cause].output, output, msg=cause)
@@ -296,7 +296,7 @@ def test_the_choice_of_a_neighbour(tmp_path, shift, actual):
 
 
 def test_the_first_row_has_none_before_it(tmp_path):
-    """It is compared with itself, and the last has none behind it."""
+    """It is compared with itself, and the last has none after it."""
     failure = of(tmp_path / "r", CHOSEN.double(), kind=Kind.CHOICE)
     given = found(choice.choice_of_another_row, failure)
     assert list(given) == ["the experts are those of another row, -1 positions away"]

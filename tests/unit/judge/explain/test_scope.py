@@ -34,7 +34,7 @@ def said(holds):
     ("decode rows", lambda step, request, position: position >= (6, 3)[request]),
     ("prefill rows", lambda step, request, position: position < (6, 3)[request]),
     ("the last row of each prompt", lambda step, request, position: position == (5, 2)[request]),
-    ("rows of a prompt behind its first chunk", lambda step, request, position: request == 0 and 4 <= position < 6),
+    ("rows of a prompt after its first chunk", lambda step, request, position: request == 0 and 4 <= position < 6),
     ("rows that are not in their request's first step",
      lambda step, request, position: position >= (4, 3)[request]),
     ("rows in steps of one request alone", lambda step, request, position: step in (0, 3, 4)),

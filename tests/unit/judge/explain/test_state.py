@@ -187,7 +187,7 @@ def doubled(history):
 
 
 def prefill_and_decode(history):
-    number = {0: 6, 1: 2}[history[0][0]]  # request 1 has one row in each step behind the first
+    number = {0: 6, 1: 2}[history[0][0]]  # request 1 has one row in each step after the first
     return [history[:number], history[number:]]
 
 

@@ -213,7 +213,7 @@ MUTANTS = [
 ]  # fmt: skip
 
 SURVIVORS = [
-    # The request's own keys lie there, and are finite: only a NaN behind the window, which tests of this kernel write
+    # The request's own keys lie there, and are finite: only a NaN outside the window, which tests of this kernel write
     # there, shows that they are read.
     Mutant("keys in front of the window read", "paged_prefill", "(keys_C >= first) & (keys_C < stop)", "keys_C < stop",
            attention("window"), ""),

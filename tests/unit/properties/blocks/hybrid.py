@@ -117,7 +117,7 @@ class HybridManager:
         return [NULL] * first + [self.block_of[self._key(group, token_ids, index)] for index in range(first, number)]
 
     def _first_needed(self, group: int, num_computed: int) -> int:
-        """Return the index of the first block that the position behind the computed ones attends to."""
+        """Return the index of the first block that the position after the computed ones attends to."""
         window = self.windows[group]
         return 0 if window is None else max(0, num_computed - window + 1) // self.block_size
 

@@ -148,7 +148,7 @@ class AheadScheduler:
         return job.num_tokens >= job.num_total
 
     def _num_extra(self, job: Job, budget: int) -> int:
-        """Return how many slots behind its tokens a request may use in this step."""
+        """Return how many slots after its tokens a request may use in this step."""
         if job.num_pending:
             return 0
         wanted = len(job.drafts) + (self.max_tokens_per_step - 1) * (len(job.token_ids) > job.num_planned)

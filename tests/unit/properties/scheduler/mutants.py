@@ -70,7 +70,7 @@ SURVIVORS = [
     ),
     # Slow, and right: all invariants are about what is served, none about how many are served at once.
     mutant(
-        "waiting requests starve behind running ones", Scheduler.schedule,
+        "waiting requests starve after running ones", Scheduler.schedule,
         ("if self.waiting and not has_preempted:", "if self.waiting and not self.running and not chunks:"),
         killed_by=(),
     ),

@@ -100,7 +100,7 @@ def test_where_inputs_are_quantised():
 
 
 def tied(*values):
-    """A row of 32 whose scale is 1, with these values behind the first."""
+    """A row of 32 whose scale is 1, with these values after the first."""
     x = torch.zeros(1, 32, dtype=torch.float64)
     x[0, 0] = 127.0
     x[0, 1 : 1 + len(values)] = torch.tensor(values)

@@ -42,7 +42,7 @@ X = draw(len(POSITIONS), HEADS * SIZE)
 
 
 def turned(x, angles, scaling=1.0):
-    """Rows [R, N * H] whose pairs, half a head apart, turn by angles [R][P]; what is behind the pairs stays."""
+    """Rows [R, N * H] whose pairs, half a head apart, turn by angles [R][P]; what is after the pairs stays."""
     out = x.clone().view(len(x), -1, SIZE)
     num = len(angles[0])
     for row, own in enumerate(angles):

@@ -168,7 +168,7 @@ def test_each_row_sees_its_past_as_far_as_its_window(operators: Any, shape: dict
     q = workload.queries(ones)
     actual = decode(operators, workload, q, window)
     assert relative_l2(actual, workload.expected(q, ones, window)) < TOLERANCE[workload.dtype]
-    for request, context_len in enumerate(LENS):  # what is behind the window is not read
+    for request, context_len in enumerate(LENS):  # what is outside the window is not read
         for cache in workload.caches:
             cache.flatten(0, 1)[workload.slots(request)[: max(0, context_len - (window or context_len))]] = torch.nan
     assert torch.equal(decode(operators, workload, q, window), actual)

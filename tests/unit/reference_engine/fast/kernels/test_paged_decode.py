@@ -48,7 +48,7 @@ def test_a_window_ends_where_it_should(device: torch.device, window: int, min_sp
     q = workload.queries(ONES)
     actual = workload.decode(q, window, min_split_keys)
     assert relative_l2(actual, workload.expected(q, ONES, window)) < TOLERANCE[torch.float32]
-    for request, context_len in enumerate(LENS):  # what is behind the window is not read
+    for request, context_len in enumerate(LENS):  # what is outside the window is not read
         for cache in workload.caches:
             cache.flatten(0, 1)[workload.slots(request)[: max(0, context_len - window)]] = torch.nan
     assert torch.equal(workload.decode(q, window, min_split_keys), actual)

@@ -62,7 +62,7 @@ def test_what_no_row_may_see_is_not_read(device: torch.device) -> None:
     workload = Workload(device, context_lens=(40,))
     q = workload.queries((6,))
     before = workload.prefill(q, (6,), 10)
-    for cache in workload.caches:  # positions 0 to 24 are behind the window of the first row, which is 34
+    for cache in workload.caches:  # positions 0 to 24 are outside the window of the first row, which is 34
         cache.flatten(0, 1)[workload.slots(0)[:25]] = torch.nan
     assert torch.equal(workload.prefill(q, (6,), 10), before)
 
