@@ -62,7 +62,7 @@ scoreboard:  ## what the harness finds of known bugs
 	harness faults --format markdown
 
 floors:  ## measure again what the bounds were chosen from
-	python tests/benchmarks/noise_floors.py
+	python -m harness.selfcheck.calibrations.noise_floors
 
 FUZZ_INPUTS ?= 100000
 fuzz:  ## damaged files of every kind, about 20 ms each, and runs that are killed, about 3 s each

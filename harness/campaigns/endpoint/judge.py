@@ -20,7 +20,7 @@ from harness.results.endpoint import LogprobResult
 _RMS_BOUND, _RMS_BOUND_PER_ROOT = 1.5, 4.0
 """RMS of a sound server's errors over that of HF's, at most: the first, plus the second over the root of the rows.
 
-Calibrated with tests/benchmarks/endpoint_floors.py (reports/cpu/endpoints.md)."""
+Calibrated with harness/selfcheck/calibrations/endpoint_floors.py (reports/cpu/endpoints.md)."""
 _MAX_BOUND, _MAX_BOUND_PER_ROW = 2.5, 80.0
 """The same for the largest error, with the second over the rows themselves. Of a few rows one may have all the weight
 (the others' tokens are certain), and HF's error there is a single draw: a sound server had 5.6 times as much over 16

@@ -2,7 +2,7 @@
 
 The bounds of `harness.judge.compare.bounds` were chosen from this table. Writes reports/<kind>/noise-floors.md.
 
-    python tests/benchmarks/noise_floors.py [--stories ../shared/models/stories260k] [--device cpu] [--out FILE]
+    python -m harness.selfcheck.calibrations.noise_floors [--stories FOLDER] [--device cpu] [--out FILE]
 """
 
 import argparse
@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tabulate import tabulate
@@ -27,7 +28,7 @@ from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel, load_model
 from harness.plan import Plan, plan_request
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ENGINES = {"hf eager": ("hf", {"attention": "eager"}), "hf sdpa": ("hf", {}), "reference": ("reference", {})}
 SCHEDULES = ("plain", "chunked", "batched")
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the sun with her friends. "
@@ -58,7 +59,7 @@ class Floor:
 
 def plans(stories: Path | None, dtype: str, device: str) -> Iterator[tuple[str, Plan]]:
     """Yield the models to measure, each with its requests."""
-    common = {"engine": "reference", "dtype": dtype, "device": device, "local_files_only": True}
+    common: dict[str, Any] = {"engine": "reference", "dtype": dtype, "device": device, "local_files_only": True}
     for family in ("llama", "qwen2", "qwen3"):
         case = load_case(ROOT / "cases" / f"{family}-float32.toml")
         yield (
@@ -143,7 +144,7 @@ def main() -> None:
     table = tabulate(rows, headers, tablefmt="github", disable_numparse=True)
     date = subprocess.run(["date", "-I"], capture_output=True, text=True, check=True).stdout.strip()
     head = (
-        f"# Noise floors\n\n`python tests/benchmarks/noise_floors.py`, {date}. {machine()}.\n\n"
+        f"# Noise floors\n\n`python -m harness.selfcheck.calibrations.noise_floors`, {date}. {machine()}.\n\n"
         f"Models: {', '.join(dict.fromkeys(models))}; schedules {', '.join(SCHEDULES)}; {num_runs} runs, "
         f"{len(alarms)} alarms.\n\nLocal error of each row in roundings to the dtype, over all layers.\n\n"
     )

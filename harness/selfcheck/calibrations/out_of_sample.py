@@ -1,7 +1,7 @@
 """Bugs that are in no catalogue, under drawn settings: how often a cause is said, and how often a wrong one.
 
-    python tests/benchmarks/out_of_sample.py [--seed 0] [--draws 1] [--only NAME ...] [--out FILE]
-    python tests/benchmarks/out_of_sample_second.py ...    # other bugs, the same options
+    python -m harness.selfcheck.calibrations.out_of_sample [--seed 0] [--draws 1] [--only NAME ...] [--out FILE]
+    python -m harness.selfcheck.calibrations.out_of_sample_second ...    # other bugs, the same options
 
 Each bug is drawn a dtype, a checkpoint and a schedule. With it stands what may truly be said of it; for some there is
 nothing, and every cause that is asserted is then a wrong one. Nothing here was used to write an explanation before it
@@ -23,6 +23,7 @@ from tabulate import tabulate
 from torch.nn.functional import silu
 
 import reference_engine.attention.paged
+import reference_engine.kv_cache
 import reference_engine.model
 from harness.base.environment import describe_machine
 from harness.errors import HarnessError
@@ -38,7 +39,7 @@ from harness.selfcheck.faults.weights import loaded
 from reference_engine.layers import MLP, Embedding, RMSNorm
 from reference_engine.model import Attention
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DTYPES = ("float32", "bfloat16", "float16")
 MODELS = ("llama-tiny", "qwen2-tiny", "qwen3-tiny")
 SCHEDULES = ("plain", "batched", "chunked:7", "mixed:8", "prefix-hit", "preempted", "forked")
@@ -243,7 +244,7 @@ BUGS: dict[str, Bug] = {
                                 truth="heads"),
     "context-of-other-values": Bug(inject=attention(lambda q, k, v, m: attend(q, k, v.flip(1), m)),
                                    truth="heads|value"),
-    "last-key-twice": Bug(inject=replacing((reference_engine.attention.paged.KVCache, "gather", last_key_twice)),
+    "last-key-twice": Bug(inject=replacing((reference_engine.kv_cache.KVCache, "gather", last_key_twice)),
                           truth="place|slot|block|position|newest|does not see"),
     "value-heads-lost": Bug(inject=stored(first_head_only), truth="head|zeros?"),
     "values-louder": Bug(inject=stored(lambda c, k, v, s: (k, v * 1.01, s)), truth="gain"),

@@ -1,6 +1,6 @@
 """What the statistics below one rounding reach on sound engines, under prompts that no constant was chosen from.
 
-    python tests/benchmarks/systematic_floors.py [--seeds 1000 1001] [--out reports/cpu/systematic.md]
+    python -m harness.selfcheck.calibrations.systematic_floors [--seeds 1000 1001] [--out reports/cpu/systematic.md]
 
 Every benign variant of the scoreboard is checked with fresh prompts; of every effect that was looked for the statistic
 and the size are kept, whether it was significant or not.
@@ -20,7 +20,7 @@ from harness.results.check import Effect
 from harness.selfcheck.faults.trial import try_variant
 from harness.selfcheck.faults.variants import variants
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 Group = tuple[str, str, str]
 """Kind of operation, dtype, kind of effect."""
 
@@ -65,7 +65,8 @@ def report(found: dict[Group, list[Effect]], num_runs: int, alarms: list[str], s
     header = ["operation", "dtype", "effect", "looked at", "99 %", "largest", f"beyond {THRESHOLD:g}", "their size"]
     return "\n\n".join([
         "# Statistics below one rounding, on sound engines",
-        f"`python tests/benchmarks/systematic_floors.py --seeds {' '.join(map(str, seeds))}`, {datetime.date.today()}, "
+        f"`python -m harness.selfcheck.calibrations.systematic_floors --seeds {' '.join(map(str, seeds))}`, "
+        f"{datetime.date.today()}, "
         f"{machine.hardware}; {machine.software}.",
         f"{num_runs} checks of benign variants, with prompts that no constant was chosen from: {len(alarms)} alarms"
         f"{': ' + '; '.join(alarms) if alarms else ''}.",

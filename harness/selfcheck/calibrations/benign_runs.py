@@ -1,6 +1,6 @@
 """Benign variants under many instruction sets and thread counts: none of these runs may alarm.
 
-    python tests/benchmarks/benign_runs.py --out runs.jsonl --keep alarms/ [--passes 20] [--first 0]
+    python -m harness.selfcheck.calibrations.benign_runs --out runs.jsonl --keep alarms/ [--passes 20] [--first 0]
 
 A pass checks every benign variant of the scoreboard once, in a process of its own, since the libraries read their
 instruction sets when they are loaded. Passes go through three instruction sets and one to four threads in turn; three

@@ -2,7 +2,7 @@
 
 The bounds of `harness.campaigns.endpoint.judge` were chosen from this table. Engines run in this process, without HTTP.
 
-    python tests/benchmarks/endpoint_floors.py [--stories ../shared/models/stories260k] [--out FILE]
+    python -m harness.selfcheck.calibrations.endpoint_floors [--stories ../shared/models/stories260k] [--out FILE]
 
 With --model, other models, and --seed, other prompts, the bounds are tried on what they were not chosen from: the last
 columns count the groups of rows that are beyond them, false alarms of sound engines and detections of wrong ones.
@@ -14,6 +14,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from harness.campaigns.endpoint.truth import TruthRow, Walk, walk_truth
 from harness.oracle.model import load_model
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NUM_PROMPTS, NEW_TOKENS, TOP = 16, 32, 5
 ROWS = (8, 32, 128)
 Served = list[tuple[list[int], list[dict[int, float]]]]
@@ -81,7 +82,7 @@ def engines(folder: Path, dtype: str, prompts: Sequence[list[int]]) -> Iterator[
     yield "hf sdpa", lambda: by_hf(folder, dtype, prompts, "sdpa")
     yield "hf eager", lambda: by_hf(folder, dtype, prompts, "eager")
     for factor in (2.0, 1.2):
-        yield f"WRONG: rope base x {factor}", lambda factor=factor: with_rope(folder, dtype, prompts, factor)
+        yield f"WRONG: rope base x {factor}", partial(with_rope, folder, dtype, prompts, factor)
 
 
 def with_rope(folder: Path, dtype: str, prompts: Sequence[list[int]], factor: float) -> Served:
@@ -113,12 +114,13 @@ def figures(folder: Path, dtype: str, prompts: Sequence[list[int]], served: Serv
         for walk, (prompt, (_, logprobs)) in enumerate(zip(prompts, served, strict=True))
         for at, own in enumerate(logprobs)
     ]
-    cells, beyond = [f"{rms(pairs):.2f}", f"{largest(pairs):.2f}"], [is_beyond(pairs)]
+    cells = [f"{rms(pairs):.2f}", f"{largest(pairs):.2f}"]
+    beyond = [str(is_beyond(pairs))]
     for size in ROWS:
         groups = [pairs[at : at + size] for at in range(0, len(pairs) - size + 1, size)]
         cells += [f"{max(map(rms, groups)):.2f}", f"{max(map(largest, groups)):.2f}"]
         beyond += [f"{sum(map(is_beyond, groups))} of {len(groups)}"]
-    return [*cells, *map(str, beyond)]
+    return [*cells, *beyond]
 
 
 def is_beyond(pairs: Sequence[tuple[list[float], list[float]]]) -> bool:

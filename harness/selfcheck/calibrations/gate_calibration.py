@@ -1,6 +1,6 @@
-"""How often does `harness gate --against` raise a false alarm, and how often does it find 5 %?
+"""How often `harness gate --against` raises a false alarm, and how often it finds 5 %.
 
-    python tests/benchmarks/gate_calibration.py [--rounds 60] [--slowdown 0.05] [--out reports/cpu/gate.md]
+    python -m harness.selfcheck.calibrations.gate_calibration [--rounds 60] [--slowdown 0.05] [--out FILE]
 
 Times the reference engine against itself, and against a copy whose steps take longer by a known share of their CPU
 time, each in so many rounds (pairs of processes). A gate has the rounds that fit into its time, so gates are
@@ -27,7 +27,7 @@ from harness.profiling.gate.paired_timing import paired_ratio
 from harness.profiling.gate.versions import Version, installed_version
 from harness.results.gate import Clock
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PACKAGES = ("harness", "reference_engine")
 TOLERANCE = 0.03
 NUM_GATES = 400
@@ -75,8 +75,9 @@ def measure(before: Version, after: Version, num_rounds: int) -> tuple[list[list
     return timing._rounds, (time.perf_counter() - begin) / num_rounds
 
 
-def _seconds(block: against._Block, phase: str, clock: Clock) -> tuple[float, ...]:
-    return tuple(run[phase][clock.value] for run in block)
+def _seconds(block: against._Block, phase: str, clock: Clock) -> tuple[float, float, float, float]:
+    a, b, c, d = (run[phase][clock.value] for run in block)
+    return a, b, c, d
 
 
 def verdicts(rounds: list[list[against._Block]], phase: str, clock: Clock, num_rounds: int) -> Counter[str]:
@@ -138,7 +139,7 @@ def main() -> None:
     options.out.write_text(
         f"""# Calibration of the gate's time
 
-`python tests/benchmarks/gate_calibration.py --rounds {options.rounds} --slowdown {options.slowdown}`, \
+`python -m harness.selfcheck.calibrations.gate_calibration --rounds {options.rounds} --slowdown {options.slowdown}`, \
 {datetime.date.today()}. {machine.hardware}, {cores} of {os.cpu_count()} cores, shared: load average {loads} \
 (before, after); {machine.software}.
 

@@ -1,6 +1,6 @@
 """How soon `harness fuzz` finds the faults of the catalogue, and how small the workloads are that it reports.
 
-    python tests/benchmarks/fuzz_faults.py [--category cache] [--seconds 60] [--seeds 2] > reports/cpu/fuzz.md
+    python -m harness.selfcheck.calibrations.fuzz_faults [--category cache] [--seconds 60] > reports/cpu/fuzz.md
 
 Each fault is searched from a cold start: a process of its own, with an empty cache of goldens. Seconds are those a user
 waits: from the start of the process, imports included, until the first workload failed.

@@ -1,6 +1,6 @@
 """A second list of bugs that are in no catalogue; see out_of_sample.py.
 
-    python tests/benchmarks/out_of_sample_second.py [--seed 0] [--draws 1] [--only NAME ...] [--out FILE]
+    python -m harness.selfcheck.calibrations.out_of_sample_second [--seed 0] [--draws 1] [--only NAME ...] [--out FILE]
 
 They were written down, with what may truly be said of each, after the explanations of single pairs, heads, rows, caps
 and states, and before any of them was run.
@@ -11,9 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from out_of_sample import NOTHING, Bug, attention, ids_changed, main, mlp, projected, weight
 from torch.nn.functional import gelu, silu
 
+from harness.selfcheck.calibrations.out_of_sample import (
+    NOTHING,
+    Bug,
+    attention,
+    ids_changed,
+    main,
+    mlp,
+    projected,
+    weight,
+)
 from harness.selfcheck.faults.attention import attend
 from harness.selfcheck.faults.cache import stored
 from harness.selfcheck.faults.experts import mixed, routed, sum_of

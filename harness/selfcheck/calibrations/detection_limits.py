@@ -1,6 +1,6 @@
 """Find the smallest relative error of an operation that a check sees, by injecting gains of shrinking size.
 
-    python tests/benchmarks/detection_limits.py [--model qwen3-tiny] [--rows 96 256]
+    python -m harness.selfcheck.calibrations.detection_limits [--model qwen3-tiny] [--rows 96 256]
                                                 [--out reports/cpu/detection-limits.md]
 
 Every kind of operation of the reference engine is computed in float64 and multiplied by 1 + gain before it is rounded
@@ -13,6 +13,7 @@ import datetime
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,7 +32,7 @@ from harness.selfcheck.faults.fault import FaultConfig
 from harness.selfcheck.faults.trial import checkpoint, plan_of
 from reference_engine.layers import MLP, Linear, RMSNorm
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DTYPES = ("bfloat16", "float16", "float32")
 LARGEST, SMALLEST, FACTOR = 0.3, 1e-9, 1.2
 Call = Callable[..., torch.Tensor]
@@ -123,8 +124,8 @@ def limits(model: str, num_rows: int) -> list[list[str]]:
         for kind in SITES:
             sound = is_found(setting, kind, 0.0, bounds_only=False)
             assert not sound, f"{kind} in {dtype} alarms without an error"
-            bounds = limit(lambda size, s=setting, k=kind: is_found(s, k, size, bounds_only=True))
-            whole = limit(lambda size, s=setting, k=kind: is_found(s, k, size, bounds_only=False))
+            bounds = limit(partial(is_found, setting, kind, bounds_only=True))
+            whole = limit(partial(is_found, setting, kind, bounds_only=False))
             table.append([kind, dtype, f"{bounds:.2g}", f"{bounds / unit:.1f}", f"{whole:.2g}", f"{whole / unit:.2f}"])
     return table
 
@@ -135,7 +136,8 @@ def report(model: str, tables: dict[int, list[list[str]]]) -> str:
     header = ["operation", "dtype", "by its bound", "roundings", "by the check", "roundings"]
     parts = [
         "# The smallest error that a check sees",
-        f"`python tests/benchmarks/detection_limits.py --rows {' '.join(map(str, tables))}`, {datetime.date.today()}, "
+        f"`python -m harness.selfcheck.calibrations.detection_limits --rows {' '.join(map(str, tables))}`, "
+        f"{datetime.date.today()}, "
         f"{machine.hardware}; {machine.software}.",
         f"{model}, prompts of three requests and what follows them. Every operation of one kind is computed in float64 "
         f"and multiplied by 1 + gain before its one rounding; the smallest gain found is bracketed to a factor of "

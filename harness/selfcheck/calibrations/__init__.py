@@ -1,0 +1,1 @@
+"""Where the bounds and floors come from: sound engines and planted faults, measured. Each file is a command."""
