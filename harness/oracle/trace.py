@@ -18,9 +18,10 @@ from harness.oracle.precision import eager_experts
 from harness.oracle.rows import as_rows, token_dim
 from harness.oracle.watch import CHOICE, Seeing, watching, window_of
 
-_SAME_ROUNDINGS, _SAME = 256, 1e-3
-"""Distance of a row, in roundings and relative to it, within which rows of two requests are the same: they stand
-elsewhere in a product."""
+_SAME_ROUNDINGS, _SAME, _LEAST_ROUNDINGS = 256, 1e-3, 4
+"""Distance of a row within which rows of two requests are the same: they stand elsewhere in a product, so their last
+bits may differ. In roundings, but no more than a share of the row, which is less than one rounding to bfloat16; so no
+less than some roundings."""
 _RowShape = tuple[torch.Size, int | None]
 """Shape of a row, and of a choice the number of scores."""
 _TOKENS = ((11, 13, 17, 19, 23, 29), (37, 41, 43, 47, 53, 59))
@@ -160,7 +161,8 @@ def _is_causal(rows: torch.Tensor, num_tokens: int) -> bool:
     """Whether the rows of the first two requests, whose last tokens differ, are the same but for the last."""
     if not rows.is_floating_point():
         return True  # a choice between near scores may fall either way
-    distance = min(_SAME, _SAME_ROUNDINGS * torch.finfo(rows.dtype).eps)
+    rounding = torch.finfo(rows.dtype).eps
+    distance = max(min(_SAME, _SAME_ROUNDINGS * rounding), _LEAST_ROUNDINGS * rounding)
     one, other = (rows[at : at + num_tokens - 1].flatten(1).to(torch.float64) for at in (0, num_tokens))
     if not torch.equal(one.isfinite(), other.isfinite()):
         return False

@@ -301,7 +301,7 @@ def test_cache_dir(monkeypatch, tmp_path):
 
 def test_embedded_cases(tmp_path, monkeypatch):
     assert checkpoint.embedded_cases() == Path(__file__).parents[3] / "cases"
-    monkeypatch.setattr(locations, "__file__", str(tmp_path / "harness" / "checkpoint" / "locations.py"))
+    monkeypatch.setattr(locations, "__file__", str(tmp_path / "harness" / "formats" / "checkpoint" / "locations.py"))
     refused(Code.BAD_CASE, checkpoint.embedded_cases)
     (tmp_path / "harness" / "embedded").mkdir(parents=True)
     assert checkpoint.embedded_cases() == tmp_path / "harness" / "embedded"

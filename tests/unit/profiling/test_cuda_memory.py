@@ -57,8 +57,8 @@ def allocator(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: made.history is not None, raising=False)
     monkeypatch.setattr(timing, "synchronize", lambda device: None)
     held = [
-        memory.PersistentBlock(address=WEIGHT, num_bytes=1000, category=memory.Category.WEIGHTS, name="w"),
-        memory.PersistentBlock(address=CACHE, num_bytes=5000, category=memory.Category.KV_CACHE, name="KV cache"),
+        memory.PersistentBlock(address=WEIGHT, num_bytes=1000, category=memory.MemoryCategory.WEIGHTS, name="w"),
+        memory.PersistentBlock(address=CACHE, num_bytes=5000, category=memory.MemoryCategory.KV_CACHE, name="KV cache"),
     ]
     monkeypatch.setattr(memory, "_held", lambda session: held)
     return made
