@@ -21,16 +21,15 @@ OPERATORS = {
     "log": "out",
 }  # fmt: skip
 """Each functional operator, and its overload that writes into a tensor: that one is torch's own still."""
-SHARE = {torch.float64: 1 / 16, torch.float32: 1 / 16, torch.bfloat16: 1 / 64, torch.float16: 1 / 64}
-"""Of results that move: it adds half of a correct rounding's error at most, which bounds of real machines hold."""
+SHARE = 1 / 16
+"""Of results in 32 and 64 bits that move by a last bit: half of a correct rounding's error at most is added, which bounds
+of real machines hold."""
+NARROW = {torch.bfloat16, torch.float16}
+PART = 1 / 64
+"""Of a last bit of 16, by which all results move before they are rounded to 16 bits, as sums in float32 of another order
+do: so many of them come out as the other neighbour, and none is further from the truth than a rounding and this part."""
 
-
-_BITS = {
-    torch.float64: torch.int64,
-    torch.float32: torch.int32,
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.int16,
-}
+_BITS = {torch.float64: torch.int64, torch.float32: torch.int32}
 _ODD = 0x1E3779B97F4A7C15
 """A multiplier after Knuth: its high bits depend on all bits of a value."""
 
@@ -44,15 +43,24 @@ def described(value: Any) -> Any:
     return value if isinstance(value, (int, str, torch.dtype)) or value is None else type(value).__name__
 
 
-def moved(key: str, result: torch.Tensor) -> torch.Tensor:
-    """Move some of a result by a last bit: which ones follows from their values and the kernel's key."""
-    if result.dtype not in SHARE or not result.numel():
+def moved(key: str, result: torch.Tensor, *, share: float = SHARE, step: float | None = None) -> torch.Tensor:
+    """Move a share of a result by a step, a last bit if none is given: which ones follows from value and kernel's key."""
+    if result.dtype not in _BITS or not result.numel():
         return result
     bits = result.abs().view(_BITS[result.dtype]).to(torch.int64)
     drawn = ((bits ^ zlib.crc32(key.encode())) * _ODD >> 40) & 0xFFFF
-    limit = round(SHARE[result.dtype] * 0x8000)
-    steps = (drawn < limit).to(result.dtype) - (drawn > 0xFFFF - limit).to(result.dtype)
-    return result.mul_(1 + torch.finfo(result.dtype).eps * steps)
+    limit = round(share * 0x8000)
+    signs = (drawn < limit).to(result.dtype) - (drawn > 0xFFFF - limit).to(result.dtype)
+    return result.mul_(1 + (step or torch.finfo(result.dtype).eps) * signs)
+
+
+def widened(value: Any) -> Any:
+    """Return tensors of 16 bits in float32."""
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype in NARROW else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(widened(each) for each in value)
+    return value
 
 
 def dtype_of_result(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -69,8 +77,12 @@ def replacement(name: str, overload: str) -> Callable[..., torch.Tensor]:
 
     def operator(*args: Any, **options: Any) -> torch.Tensor:
         given = next(each.dtype for each in args if isinstance(each, torch.Tensor))
-        out = torch.empty(0, dtype=options.get("dtype") or dtype_of_result(short, given))
-        return moved(f"{name} {described(args)}", own(*args, **options, out=out))
+        made, key = options.get("dtype") or dtype_of_result(short, given), f"{name} {described(args)}"
+        if made in NARROW:
+            wide = {**options, "dtype": torch.float32} if options.get("dtype") else options
+            result = own(*widened(args), **wide, out=torch.empty(0, dtype=torch.float32))
+            return moved(key, result, share=1.0, step=PART * torch.finfo(made).eps).to(made)
+        return moved(key, own(*args, **options, out=torch.empty(0, dtype=made)))
 
     return operator
 

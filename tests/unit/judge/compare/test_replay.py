@@ -12,7 +12,7 @@ from harness.judge.compare.sequences import sequences
 from harness.oracle.paired import run_pair
 from harness.results.check import Verdict
 
-from ....closeness import near_roundings
+from ....closeness import near, near_roundings
 from .conftest import LENGTHS, NUM_NEW
 
 PREFIX = "model.layers.1."
@@ -137,8 +137,9 @@ def test_several_batches_are_one_judgement(one, tmp_path, monkeypatch):
         other = apart.errors[name]
         assert sorted(errors.rows.request.tolist()) == sorted(other.rows.request.tolist())
         assert int(errors.bad.sum()) == int(other.bad.sum())
-        expected = near_roundings(errors.roundings.sort().values.tolist(), torch.float32)
-        assert other.roundings.sort().values.tolist() == expected, name
+        roundings = errors.roundings.sort().values.tolist()
+        expected = near(roundings, absolute=4.0) if "rope" in name else near_roundings(roundings, torch.float32)
+        assert other.roundings.sort().values.tolist() == expected, name  # HF's cosines are float32, by any kernel
     assert apart.result.first_divergence == near_roundings(together.result.first_divergence, torch.float32)
     assert apart.evidence.keys() == together.evidence.keys()
 
