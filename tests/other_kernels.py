@@ -22,12 +22,12 @@ OPERATORS = {
 }  # fmt: skip
 """Each functional operator, and its overload that writes into a tensor: that one is torch's own still."""
 SHARE = 1 / 16
-"""Of results in 32 and 64 bits that move by a last bit: half of a correct rounding's error at most is added, which bounds
-of real machines hold."""
+"""Of results in 32 and 64 bits that move by a last bit: it adds half of a correct rounding's error at most, which
+bounds of real machines hold."""
 NARROW = {torch.bfloat16, torch.float16}
 PART = 1 / 64
-"""Of a last bit of 16, by which all results move before they are rounded to 16 bits, as sums in float32 of another order
-do: so many of them come out as the other neighbour, and none is further from the truth than a rounding and this part."""
+"""Of a last bit of 16 bits: all results move by it before they are rounded to 16 bits, as sums in float32 of another
+order do. So many of them come out as the other neighbour, and none is off by more than a rounding and this part."""
 
 _BITS = {torch.float64: torch.int64, torch.float32: torch.int32}
 _ODD = 0x1E3779B97F4A7C15
@@ -44,7 +44,7 @@ def described(value: Any) -> Any:
 
 
 def moved(key: str, result: torch.Tensor, *, share: float = SHARE, step: float | None = None) -> torch.Tensor:
-    """Move a share of a result by a step, a last bit if none is given: which ones follows from value and kernel's key."""
+    """Move a share of a result by a step, or by a last bit: which ones follows from their values and the key."""
     if result.dtype not in _BITS or not result.numel():
         return result
     bits = result.abs().view(_BITS[result.dtype]).to(torch.int64)
