@@ -86,7 +86,7 @@ def declared_choice(adapter: NamedAdapter, name: str, choices: tuple[Any, ...]) 
     value = adapter.declares(name, choices[0])
     if value not in choices:
         raise HarnessError(
-            Code.BAD_ADAPTER, f"{name} declares what nobody does", where=adapter.expression,
+            Code.BAD_ADAPTER, f"{name} has an unknown value", where=adapter.expression,
             expected=" or ".join(map(repr, choices)), actual=repr(value),
         )  # fmt: skip
     return value

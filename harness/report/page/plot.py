@@ -28,7 +28,7 @@ class Dot:
     label: str = ""
     """Written beside it."""
     name: str = ""
-    """The meaning of the label, if it is listed below the plot."""
+    """What the label stands for, in the list below the plot; empty: it is not listed."""
     side: str = ""
     """The label's side: `right`, `left`, `above` or `below`; empty: the side with more room."""
 
