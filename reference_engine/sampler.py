@@ -132,5 +132,6 @@ def _with_logprobs(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, sequences
 
 
 def _column(values: Seq[float] | np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+    host = torch.as_tensor(values, dtype=dtype)
+    # Only a copy from pinned memory is asynchronous, and torch.tensor pins no array of numpy's.
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -215,18 +215,16 @@ def eager_experts(config: Any) -> Iterator[None]:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Switch TF32 off in matrix products, so that float32 on CUDA means float32; put the setting back afterwards.
+    """Switch TF32 off in products and convolutions, so that float32 on CUDA means float32; put it back afterwards.
 
-    Torch has an older and a newer switch and lets a process use one of them: whichever is in use here is used.
+    Torch has older switches, too. What they say follows from the newer ones, which alone tell "not set" from "off".
     """
-    matmul: Any = torch.backends.cuda.matmul
-    switch: tuple[str, Any]
-    try:
-        switch, before = ("allow_tf32", False), matmul.allow_tf32
-    except RuntimeError:  # the newer switch was set
-        switch, before = ("fp32_precision", "ieee"), matmul.fp32_precision
-    setattr(matmul, *switch)
+    switches: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+    before = [switch.fp32_precision for switch in switches]
+    for switch in switches:
+        switch.fp32_precision = "ieee"
     try:
         yield
     finally:
-        setattr(matmul, switch[0], before)
+        for switch, precision in zip(switches, before, strict=True):
+            switch.fp32_precision = precision

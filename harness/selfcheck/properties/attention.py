@@ -106,7 +106,7 @@ class PagedSubject(Backend):
         self, k_cache_BSKH: torch.Tensor, v_cache_BSKH: torch.Tensor, block_table: Sequence[int], num_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Read through a cache of the engine."""
-        table_1B = torch.tensor([list(block_table)]) + NULL_BLOCK + 1
+        table_1B = torch.tensor([list(block_table)], device=k_cache_BSKH.device) + NULL_BLOCK + 1
         slots_C = context_slots(table_1B, k_cache_BSKH.shape[1], num_tokens)[0]
         return _cache(k_cache_BSKH, v_cache_BSKH).gather(0, slots_C)
 

@@ -73,8 +73,8 @@ def _add_norm_kernel(
         sum_D = round_to(x_D + tl.load(delta_ptr + at_D, mask=is_column_D, other=0.0).to(tl.float32), dtype)
         tl.store(sum_ptr + at_D, sum_D, mask=is_column_D)
         x_D = sum_D.to(tl.float32)
-    # Both roundings are exact ones: this factor is the whole row's.
-    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x_D * x_D, 0) / WIDTH + eps))
+    # Each rounding is an exact one: this factor is the whole row's.
+    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(x_D * x_D, 0), WIDTH * 1.0) + eps))
     normed_D = round_to(x_D * scale, dtype).to(tl.float32)
     weight_D = tl.load(weight_ptr + columns_D, mask=is_column_D, other=0.0).to(tl.float32)
     tl.store(normed_ptr + at_D, round_to(weight_D * normed_D, dtype), mask=is_column_D)

@@ -92,7 +92,7 @@ def _norm_rotate_kernel(
     to_EP = row * (NUM_BOTH * 2 * HALF) + offsets_EP
     if q_weight_ptr is not None:
         squares_E = tl.sum(first_EP * first_EP, 1) + tl.sum(second_EP * second_EP, 1)
-        scale_E1 = tl.div_rn(1.0, tl.sqrt_rn(squares_E / (2 * HALF) + eps))[:, None]
+        scale_E1 = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares_E, 2.0 * HALF) + eps))[:, None]
         is_query_E1 = (heads_E < NUM_HEADS)[:, None]
         first_EP = _weighted(first_EP, scale_E1, is_query_E1, q_weight_ptr, k_weight_ptr, dims_P, is_dim_P, dtype)
         second_EP = _weighted(

@@ -23,7 +23,6 @@ from harness.oracle.precision import (
     upcast,
     upcast_on_use,
     upcast_parameters,
-    without_tf32,
 )
 
 from .state import bits
@@ -423,28 +422,42 @@ def test_the_truth_is_finer_than_the_engine_unless_one_asks_for_less(choice, eng
     assert truth_dtype(choice, engine) == expected
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_without_tf32_puts_the_switch_back(before):
-    at_first = torch.backends.cuda.matmul.allow_tf32
-    try:
-        torch.backends.cuda.matmul.allow_tf32 = before
-        with suppress(BoomError), without_tf32():
-            assert not torch.backends.cuda.matmul.allow_tf32
-            raise BoomError
-        assert torch.backends.cuda.matmul.allow_tf32 == before
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = at_first
-
-
-def test_without_tf32_where_somebody_uses_the_new_switches():
-    """In a process of its own: torch does not let one go back to the legacy switches."""
-    code = """
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "pass",
+        "backends.cuda.matmul.allow_tf32 = True",
+        "backends.cuda.matmul.fp32_precision = 'tf32'",
+        "backends.fp32_precision = 'tf32'",
+        "torch.set_float32_matmul_precision('high')",
+        "backends.cudnn.conv.fp32_precision = 'ieee'",
+        "backends.cudnn.allow_tf32 = False",
+    ],
+)
+def test_without_tf32_nothing_is_in_tf32_and_every_switch_comes_back(asked):
+    """In a process of its own: torch does not let one go back from the newer switches to the older ones."""
+    code = f"""
 import torch
+from torch import backends
 from harness.oracle.precision import without_tf32
-torch.backends.cuda.matmul.fp32_precision = "tf32"
-with without_tf32():
-    assert torch.backends.cuda.matmul.fp32_precision == "ieee", torch.backends.cuda.matmul.fp32_precision
-assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+def seen():
+    found = []
+    for place in (backends, backends.cuda.matmul, backends.cudnn, backends.cudnn.conv):
+        for name in ("fp32_precision", "allow_tf32"):
+            try:
+                found.append(getattr(place, name, None))
+            except RuntimeError:
+                found.append("mixed")
+    return found
+{asked}
+before = seen()
+try:
+    with without_tf32():
+        assert backends.cuda.matmul.fp32_precision == backends.cudnn.conv.fp32_precision == "ieee"
+        raise KeyError
+except KeyError:
+    pass
+assert seen() == before, (seen(), before)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

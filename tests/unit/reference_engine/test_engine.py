@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -231,3 +232,18 @@ def test_cuda_agrees(checkpoint: Any, goldens: Any, backend: str) -> None:
     engine = LLMEngine(checkpoint.folder, EngineConfig(device="cuda", attention_backend=backend, max_model_len=64))
     outputs = engine.generate([p for p, _, _ in goldens["qwen3"]], SamplingParams(max_new_tokens=5, ignore_eos=True))
     assert [list(output.token_ids) for output in outputs] == [tokens for _, tokens, _ in goldens["qwen3"]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_samples(checkpoint: Any) -> None:
+    """By top-k and by top-p, with log probabilities: the numbers of each row go to the device."""
+    engine = LLMEngine(checkpoint.folder, EngineConfig(device="cuda", max_model_len=64))
+    params = [
+        SamplingParams(temperature=0.8, top_k=2, seed=1),
+        SamplingParams(temperature=1.0, top_p=0.9, num_logprobs=3),
+    ]
+    outputs = engine.generate(
+        [[5, 6, 7], [8, 9]], [replace(each, max_new_tokens=4, ignore_eos=True) for each in params]
+    )
+    assert [len(output.token_ids) for output in outputs] == [4, 4]
