@@ -1,4 +1,4 @@
-.PHONY: audit check format lock test test-machines test-slow test-gpu test-oldest test-vllm test-sglang floors scoreboard fuzz mutants
+.PHONY: audit check format lock test test-machines test-slow test-gpu test-pretended-gpu test-oldest test-vllm test-sglang floors scoreboard fuzz mutants
 
 check:  ## format, lint, types, floors
 	ruff format --check harness reference_engine tests cases
@@ -22,6 +22,9 @@ test-slow:  ## the longest suites
 
 test-gpu:  ## what needs a CUDA device
 	pytest -m "gpu and not slow"
+
+test-pretended-gpu:  ## the same on a device that is not there: needs g++, and a minute to compile it
+	pytest -p tests.pretended_gpu.plugin -m "gpu and not slow"
 
 OLDEST_PYTHON ?= python3.12
 test-oldest:  ## the default suite under the lower bounds of pyproject.toml, in an environment of its own

@@ -4,6 +4,8 @@ import os
 import sys
 from typing import Any
 
+import pytest
+
 os.environ["TRITON_INTERPRET"] = "1"
 
 from .device import install
@@ -16,3 +18,6 @@ def pytest_collection_modifyitems(items: Any) -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").endswith(".launching"):
             module.IS_INTERPRETING = False  # type: ignore[attr-defined]
+    for item in items:
+        if item.originalname == "test_on_a_gpu_it_is_as_near_as_paged":
+            item.add_marker(pytest.mark.skip(reason="torch's kernel for varying lengths is a GPU's own"))

@@ -125,6 +125,7 @@ def test_a_torch_without_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(
     varlen._kernel() is None, reason=f"torch {torch.__version__} has no varlen_attn that reads block tables (2.13 has)"
 )
+@pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)  # whose heads have 16 dimensions
 def test_on_a_gpu_it_is_as_near_as_paged(checkpoint: Any) -> None:
     forced = SamplingParams(max_new_tokens=3, forced_token_ids=[5, 9])
     config = EngineConfig(dtype="bfloat16", device="cuda", block_size=256, max_model_len=64)

@@ -1,0 +1,61 @@
+"""The command line on a GPU, or on the pretended one: whole commands, whose verdicts are those of the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+ROOT = Path(__file__).parents[2]
+MODEL = str(ROOT / "cases" / "checkpoints" / "qwen3-tiny")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of the harness on the device that the tests run on."""
+    is_pretended = "tests.pretended_gpu.plugin" in sys.modules
+    command = ["-m", "tests.pretended_gpu"] if is_pretended else ["-c", "from harness.cli.main import main; main()"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, *command, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_check(dtype):
+    done = run(
+        "check", "--device", "cuda", "--dtype", dtype, "--schedule", "plain", "--schedule", "mixed", "--format", "json"
+    )
+    result = json.loads(done.stdout)
+    assert (done.returncode, result["verdict"], result["device"]) == (0, "pass", "cuda"), done.stderr
+
+
+def test_a_fault_is_found_where_the_cpu_finds_it():
+    done = run("check", "--device", "cuda", "--fault", "wrong-block", "--format", "json")
+    divergence = json.loads(done.stdout)["first_divergence"]
+    assert done.returncode == 1
+    assert (divergence["tap"], divergence["position"]) == ("model.layers.0.attention", 37)
+    assert divergence["explanation"]["cause"] == "reads one block of its history from a wrong place"
+
+
+def test_a_search():
+    done = run("fuzz", "--device", "cuda", "--seconds", "5", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["verdict"] == "pass"
+
+
+def test_a_profile(tmp_path):
+    done = run("profile", "--model", MODEL, "--device", "cuda", "--quick", "--out", str(tmp_path / "profile"))
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "profile").glob("**/*.json*"))
+
+
+def test_a_drawn_continuation():
+    done = run(
+        "generate", "--model", MODEL, "--device", "cuda", "--prompt", "hu", "--temperature", "0.8", "--seed", "3"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
