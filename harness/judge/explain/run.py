@@ -17,16 +17,16 @@ from harness.judge.compare.prefixes import Prefixes
 from harness.judge.compare.run import Comparison
 from harness.judge.compare.shapes import engine_dtype
 from harness.judge.compare.slot_history import SlotHistory
-from harness.judge.explain.attention_context import AttentionContext
-from harness.judge.explain.choice import explain_count
-from harness.judge.explain.declared import declared_failures
-from harness.judge.explain.direction import explain_direction
-from harness.judge.explain.failure import Failure, gathered
-from harness.judge.explain.layers import layers_that_did_not_run
-from harness.judge.explain.ranking import rank_hypotheses, with_failures
-from harness.judge.explain.rerun import Rerun
-from harness.judge.explain.scope import first_bad_row, scope
+from harness.judge.explain.core.attention_context import AttentionContext
+from harness.judge.explain.core.failure import Failure, gathered
+from harness.judge.explain.core.rerun import Rerun
+from harness.judge.explain.experts.choice import explain_count
+from harness.judge.explain.layer.not_run import layers_that_did_not_run
+from harness.judge.explain.products.declared import declared_failures
 from harness.judge.explain.tokens import explain_token
+from harness.judge.explain.trial.direction import explain_direction
+from harness.judge.explain.trial.ranking import rank_hypotheses, with_failures
+from harness.judge.explain.trial.scope import first_bad_row, scope
 from harness.oracle.golden import Golden
 from harness.oracle.model import HFModel
 from harness.oracle.precision import upcast
