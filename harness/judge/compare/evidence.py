@@ -70,8 +70,8 @@ class Evidence:
     """The unit that they are given in."""
     histories: tuple[AttentionHistory, ...] = ()
     """Attention only; their rows one after the other are `rows`."""
-    through: tuple[str, ...] = ()
-    """Taps that were not recorded and were computed on the way."""
+    unrecorded: tuple[str, ...] = ()
+    """Taps before the operation that were not recorded, so that HF computed them."""
     scene: Scene | None = None
     """Of the first batch with wrong rows; None outside of the parts of the model."""
 

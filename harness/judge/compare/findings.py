@@ -26,7 +26,7 @@ def bad_finding(judged: TapJudgement) -> Finding:
         message = f"{tap} chose other indices than HF does from the same scores in {count}: {_distance(judged)}"
     elif errors is not None:
         share = f"{float(errors.roundings[at]):.3g} roundings, bound {float(errors.bound[at]):.3g}"
-        way = f", computed through {len(errors.through)} taps that were not recorded" if errors.through else ""
+        way = f", computed through {len(errors.unrecorded)} taps that were not recorded" if errors.unrecorded else ""
         message = f"{tap} is out of bounds in {count}: {share}{way}"
     else:
         message = f"{tap} is {judged.ratio_at(at):.3g} times as far from the truth as HF in {count}"

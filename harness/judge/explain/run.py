@@ -155,7 +155,7 @@ class _Explainer:
             evidence = self.found.evidence.get(operation.tap)
         if errors is None or not (bool(errors.bad.any()) or errors.effect):
             return None
-        if operation.kind is Kind.CACHE and (silent := self._behind(operation)) is not None:
+        if operation.kind is Kind.CACHE and (silent := self._layer_not_run(operation)) is not None:
             return silent
         is_bad = bool(errors.bad.any())
         where = scope(errors.rows, errors.bad, self.recording) if is_bad else ""
@@ -173,10 +173,10 @@ class _Explainer:
                 return explain_direction(failure, errors.effect)
             return None if failure is None else _explained(failure, evidence, where)
 
-    def _behind(self, cache: Operation) -> Explanation | None:
-        """Explain a cache by what stands after its layer, where that says that the layer did not run."""
+    def _layer_not_run(self, cache: Operation) -> Explanation | None:
+        """Return the cause of a later operation, if it is that the layer of the cache did not run."""
         for tap, errors in self.found.errors.items():
-            if any(layer_of(each) == cache.layer for each in errors.through):
+            if any(layer_of(each) == cache.layer for each in errors.unrecorded):
                 explanation = self._explain(self.hf.graph[tap])
                 return explanation if explanation is not None and explanation.is_cause else None
         return None
@@ -207,7 +207,7 @@ class _Explainer:
             views=tuple(AttentionContext.of(history) for history in evidence.histories),
             slot_history=self.slot_history,
             sound=self.sound,
-            through=evidence.through,
+            unrecorded=evidence.unrecorded,
             rerun=rerun,
         )
 

@@ -45,7 +45,7 @@ def constant_gain(failure: Failure) -> Iterator[Hypothesis]:
             cause=f"a constant gain of {gain:.6g}",
             output=failure.expected * gain,
             freedom=1,
-            room=1.0,
+            allowance=1.0,
             is_cause=not (_is_contradicted(failure, lambda expected: expected * gain) or _may_be_eps(failure)),
         )
     else:
@@ -138,7 +138,7 @@ def offset_per_channel(failure: Failure) -> Iterator[Hypothesis]:
             cause=f"a constant offset per channel, norm {norm:.3g}",
             output=failure.expected + offset,
             freedom=round(failure.num_elements),
-            room=1.0,
+            allowance=1.0,
             is_cause=not _is_contradicted(failure, lambda expected: expected + offset),
         )
 

@@ -116,7 +116,7 @@ def _fitted(failure: Failure, given: Any, value: float, own: torch.Tensor, small
 def _settings(failure: Failure) -> Iterator[tuple[str, str, Any]]:
     """Yield module, name and value of each setting of the modules around the operation."""
     path, part = failure.operation.module, failure.rerun.scene.call.path  # type: ignore[union-attr]
-    paths = {path, *(failure.graph[tap].module for tap in failure.through)}
+    paths = {path, *(failure.graph[tap].module for tap in failure.unrecorded)}
     around = {parent for each in paths for parent in _parents(each, part)}
     below = (f"{path}.{name}" for name, _ in failure.hf.module(path).named_modules() if name)
     inside = {each for each in below if not _is_shown(failure, each)}

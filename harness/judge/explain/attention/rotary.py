@@ -180,7 +180,7 @@ def _sides(failure: Failure) -> _Sides | None:
     if failure.rerun is None or not failure.views:
         return None
     operations = [failure.graph[tap] for tap in failure.operation.inputs[:2]]
-    if any(each.kind is not Kind.ROTARY or each.tap not in failure.through for each in operations):
+    if any(each.kind is not Kind.ROTARY or each.tap not in failure.unrecorded for each in operations):
         return None
     rerun, made = failure.rerun, list[Failure]()
     rerun.run()
@@ -193,15 +193,15 @@ def _sides(failure: Failure) -> _Sides | None:
         raw, turned = rerun.values.get(operation.inputs[0]), rerun.values.get(operation.tap)
         if raw is None or turned is None or bool((at < 0).any()):
             return None
-        before, behind = (x[at.to(x.device)].flatten(1).to("cpu", torch.float64) for x in (raw, turned))
+        before, after = (x[at.to(x.device)].flatten(1).to("cpu", torch.float64) for x in (raw, turned))
         made.append(
             replace(
                 failure,
                 operation=operation,
                 rows=rows,
                 inputs=[before],
-                expected=behind,
-                actual=behind,
+                expected=after,
+                actual=after,
                 views=(),
                 beyond=None,
             )

@@ -1,6 +1,6 @@
-"""Attention that was not recorded: what it gave is seen in the operation after it.
+"""Attention that was not recorded: its output is seen only through the recorded operation that reads it.
 
-`R` rows, `W` elements of a row of attention, `V` of a row of what is after it.
+`R` rows, `W` elements of a row of attention, `V` elements of a row of the operation that reads it.
 """
 
 from dataclasses import replace
@@ -13,16 +13,16 @@ from harness.judge.explain.core.attention_context import AttentionContext
 from harness.judge.explain.core.failure import Beyond, Failure
 
 PARAMETERS = ("attention.rotary", "attention.scores", "attention.caps")
-"""Causes that are tried through an operation: what attention is told to do, and not how it does it."""
+"""Rooms of causes that are tried on unrecorded attention: what it is told to do, and not how it does it."""
 
 
-def attention_behind(failure: Failure) -> tuple[Failure, torch.Tensor] | None:
+def unrecorded_attention(failure: Failure) -> tuple[Failure, torch.Tensor] | None:
     """Return the failure of the attention that an operation was judged through, and the numbers of its rows.
 
     None if there is none, or several.
     """
     rerun = failure.rerun
-    between = [failure.graph[tap] for tap in failure.through if failure.graph[tap].kind is Kind.ATTENTION]
+    between = [failure.graph[tap] for tap in failure.unrecorded if failure.graph[tap].kind is Kind.ATTENTION]
     if rerun is None or len(between) != 1:
         return None
     attention, places = between[0], rerun.places(failure.rows)

@@ -15,7 +15,7 @@ _LEVELS = 127
 _MANTISSA_STEPS = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 4}
 """Numbers of a float8 between one power of two and the next."""
 _LEAST_GAIN = 1e-3
-_ON_GRID, _ROOM, _TINY, _AS_NEAR = 0.98, 4.0, 1e-6, 1.5
+_ON_GRID, _ALLOWANCE, _TINY, _AS_NEAR = 0.98, 4.0, 1e-6, 1.5
 """Share of the elements that must lie on a grid for it to be the cache's, how near to it in roundings at
 least, and in distances from the grid that is nearest of all."""
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -56,12 +56,12 @@ def _scale(
 ) -> float | None:
     """Return the coarsest scale under which next to all elements lie on a grid, as near to it as under any."""
     values = failure.actual.abs().unique()
-    room, found = _ROOM * rounding_unit(failure.dtype), list[tuple[float, float]]()
+    allowance, found = _ALLOWANCE * rounding_unit(failure.dtype), list[tuple[float, float]]()
     for candidate in candidates:
         on_grid = nearest(values / candidate)
         scale = float((values / on_grid)[on_grid != 0].mean())  # each value once: what is saturated is there often
         x = failure.actual / scale
-        error = (x - nearest(x)).abs() / (room * x.abs() + _TINY)
+        error = (x - nearest(x)).abs() / (allowance * x.abs() + _TINY)
         if float((error <= 1).float().mean()) >= _ON_GRID:
             found.append((float(error.mean()), scale))
     best = min(found, default=(0.0, 0.0))[0]

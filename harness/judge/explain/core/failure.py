@@ -67,8 +67,8 @@ class Failure:
     """Who wrote what into the KV cache."""
     sound: frozenset[str] = frozenset()
     """Taps of the recording that passed."""
-    through: tuple[str, ...] = ()
-    """Taps that were not recorded and were computed on the way: the inputs are what HF makes of what was."""
+    unrecorded: tuple[str, ...] = ()
+    """Taps before the operation that were not recorded: the inputs are what HF computes from those that were."""
     rerun: Rerun | None = None
     """The part of the model with the operation, to run it again with something else in it."""
     beyond: Beyond | None = None

@@ -20,7 +20,7 @@ class Hypothesis:
     """Further facts under it: a fitted value, a list of rows."""
     freedom: int = 0
     """Numbers that were fitted, over all rows together: each costs likelihood, and needs rows that support it."""
-    room: float = 2.0
+    allowance: float = 2.0
     """Times a row's own bound that its error may still be under it: under a cause other roundings may be made than in
     the right operation. What only describes an error, by an average over the rows for one, leaves what it does not
     describe, and has room for rounding alone."""

@@ -30,7 +30,7 @@ def layers_that_did_not_run(
     """
     computed = {op.tap for op in hf.graph if op.kind is not Kind.CACHE} & set(locator.taps())
     silent = [layer for layer in hf.graph.layers if not any(op.tap in computed for op in hf.graph.of_layer(layer))]
-    layers = sorted({layer for layer in silent for op in hf.graph.of_layer(layer) if op.tap in errors.through})
+    layers = sorted({layer for layer in silent for op in hf.graph.of_layer(layer) if op.tap in errors.unrecorded})
     if not layers:
         return None
     names = f"layer {layers[0]}" if len(layers) == 1 else f"layers {', '.join(map(str, layers))}"

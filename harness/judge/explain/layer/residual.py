@@ -67,7 +67,7 @@ def _names(failure: Failure) -> tuple[str, str]:
     return "the residual", "the branch"
 
 
-def residual_behind_the_norm(failure: Failure) -> Iterator[Hypothesis]:
+def residual_after_the_norm(failure: Failure) -> Iterator[Hypothesis]:
     """The residual is the norm's output: taken after it, or overwritten by a norm that works in place."""
     stream, branch = _sides(failure)
     cause = "the residual is taken after the norm, or the norm overwrites it in place"
@@ -120,7 +120,7 @@ EXPLANATIONS = (
     side_missing,
     scaled_branch,
     scaled_stream,
-    residual_behind_the_norm,
+    residual_after_the_norm,
     another_tensor,
     coarse_addition,
 )

@@ -93,9 +93,9 @@ def _inputs(failure: Failure, read: Operation) -> Iterator[tuple[str, torch.Tens
                 yield f"{norm.site} of {name}", made
 
 
-def _is_one_of(x: torch.Tensor, tensors: Mapping[str, torch.Tensor], room: float) -> bool:
+def _is_one_of(x: torch.Tensor, tensors: Mapping[str, torch.Tensor], allowance: float) -> bool:
     """Whether a sum is a tensor that the layer computes, which has a name that says more."""
-    return any(float((x - each).norm()) <= room * float(each.norm()) for each in tensors.values())
+    return any(float((x - each).norm()) <= allowance * float(each.norm()) for each in tensors.values())
 
 
 def _near(failure: Failure) -> dict[str, torch.Tensor]:

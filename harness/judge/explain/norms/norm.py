@@ -212,11 +212,11 @@ def _cause_of_weights(own: torch.Tensor, fitted: torch.Tensor, is_changed: torch
         return f"one weight of the norm is another: [{int(is_changed.nonzero())}]"
     if not bool(is_changed.all()):
         return f"{count} weights of the norm are others"
-    room = _SAME_WEIGHT * float(own.abs().max())
+    allowance = _SAME_WEIGHT * float(own.abs().max())
     for shift in range(1, len(own)):
-        if float((own.roll(shift) - fitted).abs().max()) < room:
+        if float((own.roll(shift) - fitted).abs().max()) < allowance:
             return f"the weights of the norm are in another order: shifted by {min(shift, shift - len(own), key=abs)}"
-    if float((own.sort().values - fitted.sort().values).abs().max()) < room:
+    if float((own.sort().values - fitted.sort().values).abs().max()) < allowance:
         return "the weights of the norm are in another order"
     return "the norm's weights are none of this checkpoint's: not loaded, or changed"
 

@@ -15,7 +15,7 @@ import torch
 from harness.base.metrics import rounding_unit
 from harness.formats.taps import KINDS, Kind
 from harness.judge.compare.guard import guarded
-from harness.judge.explain.attention.unrecorded import PARAMETERS, attention_behind
+from harness.judge.explain.attention.unrecorded import PARAMETERS, unrecorded_attention
 from harness.judge.explain.core.failure import Explain, Failure
 from harness.judge.explain.trial.not_finite import not_finite
 from harness.judge.explain.trial.pattern import pattern
@@ -33,7 +33,7 @@ _LAST = ("layer.wiring", "any_kind.settings", _GENERIC)
 """What is tried only where nothing else explains every row."""
 _SAME = 1e-6
 """Relative distance up to which two causes give the same numbers."""
-_EXACT_ROOM = 2.0
+_EXACT_ALLOWANCE = 2.0
 """Roundings that the right cause may leave if none is allowed: a factor may be rounded, too."""
 
 
@@ -58,12 +58,12 @@ def rank_hypotheses(failure: Failure, roundings: torch.Tensor, bound: torch.Tens
 
 
 def _evidence(failure: Failure, roundings: torch.Tensor, bound: torch.Tensor) -> WrongRows:
-    """Return the evidence; where rotary and attention were not recorded, with what HF computes after them."""
-    behind = attention_behind(failure) if failure.through and not failure.views else None
-    if behind is None:
+    """Return the evidence; where the attention before the operation was not recorded, with that."""
+    attention = unrecorded_attention(failure) if failure.unrecorded and not failure.views else None
+    if attention is None:
         return WrongRows(failure, roundings, bound)
-    inner, order = behind
-    return WrongRows(failure.take(order), roundings[order], bound[order], behind=inner)
+    inner, order = attention
+    return WrongRows(failure.take(order), roundings[order], bound[order], attention=inner)
 
 
 def with_failures(explanation: Explanation, failures: Sequence[str]) -> Explanation:
@@ -134,7 +134,7 @@ def _is_same(one: Trial, other: Trial) -> bool:
 
 def _names(evidence: WrongRows) -> Iterator[str]:
     """Yield what is tried: causes in what was not recorded before those of the operation itself."""
-    yield from () if evidence.behind is None else PARAMETERS
+    yield from () if evidence.attention is None else PARAMETERS
     yield from KINDS[evidence.failure.operation.kind].causes
 
 
@@ -151,7 +151,7 @@ def _says_more(trial: Trial, other: Trial) -> bool:
 
 
 def _trials(name: str, evidence: WrongRows) -> Iterator[Trial]:
-    inner = evidence.behind if name in PARAMETERS else None
+    inner = evidence.attention if name in PARAMETERS else None
     for explain in _explanations(name):
         with guarded(explain.__name__, evidence.failures):  # it may not know operations of this shape; others may
             for hypothesis in explain(inner or evidence.failure):
@@ -163,8 +163,8 @@ def _trials(name: str, evidence: WrongRows) -> Iterator[Trial]:
 
 def _is_perfect(trial: Trial, evidence: WrongRows) -> bool:
     """Whether nothing is left that another explanation could explain better."""
-    room = torch.where(evidence.bound > 0, evidence.bound.clamp(min=1), _EXACT_ROOM)
-    is_left = ~trial.holds | (trial.residual > room)
+    allowance = torch.where(evidence.bound > 0, evidence.bound.clamp(min=1), _EXACT_ALLOWANCE)
+    is_left = ~trial.holds | (trial.residual > allowance)
     return trial.hypothesis.freedom == 0 and not bool(is_left.any())
 
 

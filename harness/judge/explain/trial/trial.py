@@ -37,8 +37,8 @@ class WrongRows:
     """[R] their errors against what they should be."""
     bound: torch.Tensor
     """[R] the errors that rounding explains."""
-    behind: Failure | None = None
-    """That of the attention after which the rows stand and which was not recorded, of the same rows."""
+    attention: Failure | None = None
+    """The same rows as rows of the attention before the operation, where that was not recorded."""
     failures: list[str] = field(default_factory=list)
     """Explanations that raised."""
 
@@ -68,7 +68,7 @@ class Trial:
         error = (failure.actual - hypothesis.output).norm(dim=1)
         relative = torch.where(error == 0, 0.0, error / hypothesis.output.norm(dim=1))
         residual = (relative / rounding_unit(failure.dtype)).nan_to_num(nan=torch.inf)
-        holds = (residual <= hypothesis.room * bound) & (residual <= _FALL * evidence.roundings)
+        holds = (residual <= hypothesis.allowance * bound) & (residual <= _FALL * evidence.roundings)
         num_rows = evidence.distinct(holds)
         num_values = num_rows * failure.num_elements
         is_near = bool(holds.any()) and float((evidence.roundings / bound)[holds].median()) < _NEAR

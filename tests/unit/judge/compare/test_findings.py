@@ -23,7 +23,7 @@ BAD = (0.0, 1.0, 2.516, 30.0)
     [
         (judgement(errors_of(BAD)), Code.LOCAL_ERROR, f"{TAP} is out of bounds {COUNT}: 2.52 roundings, bound 2"),
         (
-            judgement(errors_of(BAD, through=("a", "b"))),
+            judgement(errors_of(BAD, unrecorded=("a", "b"))),
             Code.LOCAL_ERROR,
             f"{TAP} is out of bounds {COUNT}: 2.52 roundings, bound 2, computed through 2 taps that were not recorded",
         ),

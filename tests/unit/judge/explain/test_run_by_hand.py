@@ -87,10 +87,10 @@ def test_a_row_of_the_cache_is_its_own_or_that_of_the_same_tokens_or_the_goldens
     assert explainer()._written(KEY, rows((2, 0), (2, 2))) is None, "nobody computed it"
 
 
-def errors_of(places, bad, *, effect=None, through=()):
+def errors_of(places, bad, *, effect=None, unrecorded=()):
     numbers = torch.arange(1.0, len(places) + 1, dtype=torch.float64)
     return LocalErrors(rows=rows(*places), roundings=10 * numbers, bound=numbers, bad=torch.tensor(bad), exact=True,
-                       effect=effect, through=through)  # fmt: skip
+                       effect=effect, unrecorded=unrecorded)  # fmt: skip
 
 
 def test_the_wrong_rows_of_a_cache_in_the_order_of_their_places(explainer):
@@ -182,7 +182,7 @@ def test_a_cache_of_a_layer_that_did_not_run_is_explained_by_what_stands_behind_
     behind = SimpleNamespace(is_cause=is_cause, cause="did not run")
     monkeypatch.setattr(subject, "layers_that_did_not_run", lambda *args: behind)
     monkeypatch.setattr(_Explainer, "_scene", lambda self, evidence, stack: None)
-    errors = {HEAD: errors_of([(0, 0)], [True], through=(f"model.layers.{layer}.up",))}
+    errors = {HEAD: errors_of([(0, 0)], [True], unrecorded=(f"model.layers.{layer}.up",))}
     caches = {CACHE: errors_of([(0, 0)], [True])}
     assert (explainer(errors, caches)._explain(OPERATIONS[1]) is behind) == is_said
 
@@ -223,7 +223,7 @@ def test_a_cause_under_what_the_engine_declares_comes_second(monkeypatch):
 def test_rows_that_were_not_recorded_or_have_another_width_have_no_failure(explainer):
     def evidence(width, *places):
         return SimpleNamespace(operation=OPERATIONS[0], rows=rows(*places), expected=torch.zeros(len(places), width),
-                               inputs=[], dtype=torch.float32, histories=(), through=(), scene=None)  # fmt: skip
+                               inputs=[], dtype=torch.float32, histories=(), unrecorded=(), scene=None)  # fmt: skip
 
     assert explainer()._scene(evidence(4, (0, 1), (1, 3)), ExitStack()) is not None
     assert explainer()._scene(evidence(5, (0, 1), (1, 3)), ExitStack()) is None

@@ -96,7 +96,7 @@ EACH = "each row is scaled by a factor of its own"
 def test_one_gain_of_all_rows(of, factor):
     (hypothesis,) = found(generic.constant_gain, of(factor * RIGHT)).values()
     assert hypothesis.cause == f"a constant gain of {factor:.6g}"
-    assert (hypothesis.freedom, hypothesis.room, hypothesis.is_cause) == (1, 1.0, True)
+    assert (hypothesis.freedom, hypothesis.allowance, hypothesis.is_cause) == (1, 1.0, True)
     torch.testing.assert_close(hypothesis.output, factor * RIGHT)
 
 
@@ -174,7 +174,7 @@ def test_an_offset(of):
     assert hypothesis.cause == f"a constant offset per channel, norm {float(offset.norm()):.3g}"
     torch.testing.assert_close(hypothesis.output, RIGHT + offset)
     assert hypothesis.freedom == round(failure.num_elements)
-    assert (hypothesis.room, hypothesis.is_cause) == (1.0, True)
+    assert (hypothesis.allowance, hypothesis.is_cause) == (1.0, True)
     assert found(generic.offset_per_channel, of(RIGHT[:2] + offset, PLACES[:2]))
     assert found(generic.offset_per_channel, of(RIGHT[:1] + offset, PLACES[:1])) == {}
 

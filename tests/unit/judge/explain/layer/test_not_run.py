@@ -32,10 +32,10 @@ class Without:
 def explained(bench, tensor):
     rows = Rows.concat([bench.rows(TAP)])
     bad = torch.ones(len(rows), dtype=torch.bool)
-    through = tuple(op.tap for op in bench.hf.graph.of_layer(1))
+    unrecorded = tuple(op.tap for op in bench.hf.graph.of_layer(1))
     errors = LocalErrors(
         rows=rows, roundings=torch.full((len(rows),), 1e6, dtype=torch.float64),
-        bound=torch.full((len(rows),), 20.0, dtype=torch.float64), bad=bad, exact=False, through=through,
+        bound=torch.full((len(rows),), 20.0, dtype=torch.float64), bad=bad, exact=False, unrecorded=unrecorded,
     )  # fmt: skip
     operation = bench.hf.graph[TAP]
     with torch.no_grad(), upcast(torch.float64, bench.hf.module(operation.module)):
@@ -63,7 +63,7 @@ def test_elsewhere_nothing_is_said(bench, tap):
     bench = bench()
     rows = bench.rows(TAP)
     ones = torch.ones(len(rows), dtype=torch.float64)
-    errors = LocalErrors(rows=rows, roundings=ones, bound=ones, bad=ones > 2, exact=False, through=())
+    errors = LocalErrors(rows=rows, roundings=ones, bound=ones, bad=ones > 2, exact=False, unrecorded=())
     operation = bench.hf.graph[tap]
     without = Without(bench, bench.tap(TAP))
     assert layers_that_did_not_run(operation, errors, bench.hf, without, bench.dtype, "") is None

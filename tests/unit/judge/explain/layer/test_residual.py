@@ -134,7 +134,7 @@ def test_the_norm_in_the_streams_place(tmp_path, is_recorded):
     failure = of(folder=tmp_path / "r", taps={NORM: kept} if is_recorded else {"x": S})
     cause = "the residual is taken after the norm, or the norm overwrites it in place"
     expected = {cause: B + (kept if is_recorded else before * weight), f"{cause}, before its weight": before + B}
-    assert_outputs(residual.residual_behind_the_norm, failure, expected)
+    assert_outputs(residual.residual_after_the_norm, failure, expected)
 
 
 def test_another_tensor_of_the_layer_or_of_the_one_before(tmp_path):

@@ -29,7 +29,7 @@ class Wrong:
     operation = Operation(tap="model.layers.0.self_attn.q_proj", kind=Kind.LINEAR)
     hf = SimpleNamespace(head_dim=8)
     positions = torch.zeros(ROWS, dtype=torch.int64)
-    through = ()
+    unrecorded = ()
 
     def __init__(self, actual, dtype=torch.float32, expected=EXPECTED):
         self.actual, self.expected, self.dtype = actual, expected, dtype

@@ -110,14 +110,14 @@ WIDTH = 4
 UNIT = rounding_unit(torch.float32)
 
 
-def of(residual, roundings, bound, *, freedom=0, room=2.0, unknown=None, num_elements=float(WIDTH)):
+def of(residual, roundings, bound, *, freedom=0, allowance=2.0, unknown=None, num_elements=float(WIDTH)):
     """A trial of rows that are each `residual` roundings off, and were `roundings` off."""
     output = torch.eye(WIDTH, dtype=torch.float64)[: len(residual)] * torch.arange(1.0, len(residual) + 1)[:, None]
     error = torch.tensor(residual, dtype=torch.float64)[:, None] * UNIT * output.norm(dim=1, keepdim=True)
     actual = output + error * torch.eye(WIDTH, dtype=torch.float64).roll(1, dims=1)[: len(residual)]
     failure = SimpleNamespace(actual=actual, expected=output, dtype=torch.float32, num_elements=num_elements)
     numbers = (torch.tensor(values, dtype=torch.float64) for values in (roundings, bound))
-    hypothesis = Hypothesis(cause="", output=output, freedom=freedom, room=room, unknown=unknown)
+    hypothesis = Hypothesis(cause="", output=output, freedom=freedom, allowance=allowance, unknown=unknown)
     return Trial.of(hypothesis, WrongRows(failure, *numbers))
 
 
@@ -127,7 +127,7 @@ def test_a_row_holds_up_to_twice_its_bound_and_half_its_error():
     torch.testing.assert_close(
         given.residual, torch.tensor([5.9, 6.1, 5.9, 5.9], dtype=torch.float64), rtol=1e-6, atol=0
     )
-    assert of([2.9, 3.1], [100.0] * 2, [3.0] * 2, room=1.0).holds.tolist() == [True, False]
+    assert of([2.9, 3.1], [100.0] * 2, [3.0] * 2, allowance=1.0).holds.tolist() == [True, False]
     assert of([1.9, 2.1], [100.0] * 2, [0.5] * 2).holds.tolist() == [True, False], "a bound of one rounding at least"
 
 
