@@ -33,7 +33,6 @@ _OTHERS = {
     "compare/granularity": ("test_granularity.py", "test_through.py"),
     "compare/cache": ("test_cache_rows.py", "test_cache.py"),
     "compare/judged": ("test_judged.py", "test_run.py"),
-    "compare/statistics/direction": ("test_findings.py",),
     "compare/local": ("test_local.py", "test_replay.py"),
     "compare/local_judge": ("test_local_judge.py", "test_bounds.py", "test_conventions.py", "test_run.py"),
     "compare/replay": ("test_replay_rows.py", "test_replay.py", "test_through.py"),

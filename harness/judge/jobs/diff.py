@@ -12,7 +12,7 @@ from harness.formats.case import DTYPES, TRIGGERS
 from harness.formats.checkpoint import Checkpoint, resolve
 from harness.formats.recording import Recording
 from harness.formats.taps import Graph, Kind
-from harness.judge.compare import TOKENS, compare_run
+from harness.judge.compare import TOKENS, Requirements, compare_run
 from harness.judge.compare.compute import LEAST_JUDGED
 from harness.judge.explain import explain_run
 from harness.oracle.golden import Golden
@@ -65,10 +65,12 @@ def run_diff(
             ours,
             golden,
             hf=hf,
-            wanted=wanted,
-            not_offered=(*lacking, *(() if chose_tokens else (TOKENS,))),
-            least_compute=LEAST_JUDGED if tuple(taps) == ("*",) and not lacking else 0.0,  # or the user asks for less
-            require=require,
+            requirements=Requirements(
+                wanted=wanted,
+                not_offered=(*lacking, *(() if chose_tokens else (TOKENS,))),
+                least_compute=LEAST_JUDGED if tuple(taps) == ("*",) and not lacking else 0.0,  # or less is asked for
+                require=require,
+            ),
             truth=truth,
             progress=progress,
         )
