@@ -22,7 +22,7 @@ from harness.judge.explain.experts.mixture import (
 )
 
 from ..toys import ToyModel, failure_of, found, random, recorded
-from .test_experts_by_hand import Experts, expert
+from .test_experts import Experts, expert
 
 E, D, ROWS = 4, 8, 10
 X, SHARED = random(ROWS, D, seed=31), random(ROWS, D, seed=32)
