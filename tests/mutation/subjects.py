@@ -48,7 +48,7 @@ _OTHERS = {
     "compare/traits": ("test_triggers.py",),
     "explain/attention/scores": (
         "attention/test_scores.py",
-        "core/test_attention_context.py",
+        "../compare/test_attention_context.py",
         "attention/test_scores.py",
     ),
     "explain/attention/place": ("attention/test_place.py", "attention/test_history.py"),

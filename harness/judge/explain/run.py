@@ -17,7 +17,6 @@ from harness.judge.compare.prefixes import Prefixes
 from harness.judge.compare.run import Comparison
 from harness.judge.compare.shapes import engine_dtype
 from harness.judge.compare.slot_history import SlotHistory
-from harness.judge.explain.core.attention_context import AttentionContext
 from harness.judge.explain.core.failure import Failure, gathered
 from harness.judge.explain.core.rerun import Rerun
 from harness.judge.explain.experts.choice import explain_count
@@ -62,11 +61,6 @@ def _failed(failures: Sequence[str]) -> Explanation:
     """Return what stands in for an explanation that raised."""
     return Explanation(
         cause="no explanation: looking for one failed",
-        scope="",
-        residual_before=None,
-        residual_after=None,
-        num_rows=0,
-        num_explained=0,
         is_cause=False,
         detail="; ".join(failures),
     )
@@ -78,9 +72,7 @@ def _not_looked_for(errors: LocalErrors, where: str, begins: str) -> Explanation
         cause="no cause was looked for: too much on the way to this tap was not recorded",
         scope=where,
         residual_before=float(errors.roundings[errors.bad].median()),
-        residual_after=None,
         num_rows=int(errors.bad.sum()),
-        num_explained=0,
         is_cause=False,
         detail=begins,
     )
@@ -204,7 +196,7 @@ class _Explainer:
             expected=evidence.expected,
             inputs=list(evidence.inputs),
             dtype=evidence.dtype,
-            views=tuple(AttentionContext.of(history) for history in evidence.histories),
+            views=evidence.histories,
             slot_history=self.slot_history,
             sound=self.sound,
             unrecorded=evidence.unrecorded,

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from harness.judge.compare.attention_context import AttentionContext
 from harness.judge.explain.cache.content_index import KEY, VALUE, ContentIndex
 from harness.judge.explain.cache.replay import contents_of, provenance_of, row_keys
-from harness.judge.explain.core.attention_context import AttentionContext
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from harness.formats.taps import Kind
+from harness.judge.compare.attention_context import AttentionContext
 from harness.judge.explain.attention.views import fitted_factor, joined, rows_of
-from harness.judge.explain.core.attention_context import AttentionContext
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from harness.formats.taps import prefix_of
+from harness.judge.compare.attention_context import AttentionContext
 from harness.judge.explain.cache.content_index import RAW_KEY
 from harness.judge.explain.cache.replay import contents_of, history
-from harness.judge.explain.core.attention_context import AttentionContext
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.formats import FLOAT8_DTYPES, HALF_DTYPES, cut_off, name_of
 from harness.judge.explain.core.hypothesis import Hypothesis

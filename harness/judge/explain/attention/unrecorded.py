@@ -9,7 +9,6 @@ import torch
 
 from harness.formats.taps import Kind
 from harness.judge.compare.evidence import histories
-from harness.judge.explain.core.attention_context import AttentionContext
 from harness.judge.explain.core.failure import Beyond, Failure
 
 PARAMETERS = ("attention.rotary", "attention.scores", "attention.caps")
@@ -47,7 +46,7 @@ def unrecorded_attention(failure: Failure) -> tuple[Failure, torch.Tensor] | Non
         actual=_guess(failure, actual - failure.expected[order], expected) if is_direct else expected,
         expected=expected,
         inputs=[],
-        views=tuple(AttentionContext.of(history) for history in found),
+        views=found,
         beyond=Beyond(actual=actual, push=push),
     )
     return inner, order

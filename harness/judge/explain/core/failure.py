@@ -12,8 +12,8 @@ from torch import nn
 from harness.formats.recording import Recording, Step
 from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare.align import Locator, Rows, step_rows
+from harness.judge.compare.attention_context import AttentionContext
 from harness.judge.compare.slot_history import SlotHistory
-from harness.judge.explain.core.attention_context import AttentionContext
 from harness.judge.explain.core.hypothesis import Hypothesis
 from harness.judge.explain.core.operations import replay
 from harness.judge.explain.core.rerun import Rerun
@@ -107,18 +107,10 @@ class Failure:
             begin += len(view.rows)
             if bool(own.any()):
                 views.append(view.select(own))
-        return dataclass_replace(
-            self,
-            rows=self.rows.select(keep),
-            actual=self.actual[keep],
-            expected=self.expected[keep],
-            inputs=[x[keep] for x in self.inputs],
-            views=tuple(views),
-            beyond=None,
-        )
+        return dataclass_replace(self.take(keep), views=tuple(views), beyond=None)
 
     def take(self, order: torch.Tensor) -> "Failure":
-        """Return the failure of the rows with these numbers [n], in their order; attention has no views then."""
+        """Return the failure of the rows with these numbers [n], in their order, or of a mask [R]; without views."""
         return dataclass_replace(
             self,
             rows=self.rows.select(order),

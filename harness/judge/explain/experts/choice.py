@@ -32,10 +32,6 @@ def explain_count(operation: Operation, recording: Recording) -> Explanation | N
     return Explanation(
         cause=f"wrong top-k: a row has {actual} chosen experts, and should have {expected}",
         scope="all rows",
-        residual_before=None,
-        residual_after=None,
-        num_rows=0,
-        num_explained=0,
     )
 
 

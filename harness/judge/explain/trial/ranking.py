@@ -177,9 +177,7 @@ def _no_cause(evidence: WrongRows, weak: Trial | None, scope: str) -> Explanatio
         cause=NO_CAUSE,
         scope=scope,
         residual_before=_median(evidence.roundings),
-        residual_after=None,
         num_rows=len(evidence.roundings),
-        num_explained=0,
         is_cause=False,
         detail=seen,
     )

@@ -233,7 +233,7 @@ def test_rows_that_were_not_recorded_or_have_another_width_have_no_failure(expla
     assert isinstance(failure.locator, Locator)
 
 
-# The same causes planted in recordings of the reference engine and of HF.
+# Findings of a recording.
 
 
 def test_several_independent_mistakes_are_each_explained(bench):

@@ -236,7 +236,7 @@ def test_another_tap_at_the_same_rows(recording):
     assert failure.positions.tolist() == [2, 0]
 
 
-# The same causes planted in recordings of the reference engine and of HF.
+# Rows of a recording.
 
 
 def computed_again(path):

@@ -104,7 +104,7 @@ def test_a_norm_of_heads_sees_heads():
     torch.testing.assert_close(of(Kind.NORM, A, module=wide), wide(A).detach())
 
 
-# The same causes planted in recordings of the reference engine and of HF.
+# Operations and rotations of HF's models.
 
 FAMILIES = (
     "gemma3_text", "gpt2", "gpt_neox", "mistral", "phi3", "qwen3_moe", "gpt_oss",

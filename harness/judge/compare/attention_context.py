@@ -4,23 +4,36 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from harness.judge.compare.evidence import AttentionHistory
+from harness.judge.compare.align import Rows
 
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionContext(AttentionHistory):
+class AttentionContext:
     """Rows of one request, and the history that each of them was to read."""
 
-    @classmethod
-    def of(cls, history: AttentionHistory) -> "AttentionContext":
-        """Return a view of a history."""
-        return cls(**{field.name: getattr(history, field.name) for field in fields(AttentionHistory)})
+    rows: Rows
+    """T of them."""
+    query: torch.Tensor
+    """[T, N, H] float64."""
+    key: torch.Tensor
+    """[S, K, H] float64, row s at position s."""
+    value: torch.Tensor
+    """[S, K, H] float64."""
+    key_step: torch.Tensor
+    """[S] int64: step in which the key was computed by the request itself; -1 for one that was there before."""
+    scale: float
+    window: int | None
+    softcap: float | None = None
+    seen: torch.Tensor | None = None
+    """[T, S] bool: keys that HF's mask shows each query; None for all up to it, or those of the window."""
+    sinks: torch.Tensor | None = None
+    """[N] float64: logits that take part in the softmax and have no value."""
 
     @property
     def num_groups(self) -> int:
