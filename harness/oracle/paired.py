@@ -6,7 +6,7 @@ operation should give, the control what legitimate rounding does to it.
 The truth runs on the thread that calls `run_pair`, the control on a thread of its own (oracle/lockstep.py). They take
 turns: before the truth runs a part of the model, its hook on the part (`before`) lets the control run the same part
 first. The hooks stand on the same modules for both threads, so each asks whose thread it is on. Within a part, `Watch`
-shows the operations of whichever forward is running to that forward's `_Side`, which hands them to the observer as rows.
+shows the operations of the running forward to its `_Side`, which hands them to the observer as rows.
 """
 
 import inspect
@@ -76,7 +76,7 @@ class PairObserver(Protocol):
         """On the truth's thread: return rows that replace the truth's in high precision; None to keep them."""
 
     def part_done(self) -> None:
-        """On the truth's thread: finish what needs the part's weights, which are dropped next. Called at the end, too."""
+        """On the truth's thread: finish what needs the part's weights, which go next. Called at the end, too."""
 
 
 @torch.no_grad()
