@@ -71,7 +71,8 @@ def check(
     Raises:
         HarnessError: an argument cannot be used, or the engine raised an exception.
     """
-    from harness.judge.jobs.check import keep_page, run_check
+    from harness.judge.jobs.check import run_check
+    from harness.judge.jobs.output_folder import keep_page
     from harness.plan import plan_request
 
     with _under_test(engine, model, dtype=dtype, device=device, options=engine_options, names=names) as chosen:
@@ -218,7 +219,7 @@ def profile(
     Raises:
         HarnessError: an argument cannot be used, or the engine has no steps.
     """
-    from harness.judge.jobs.check import new_output_dir
+    from harness.judge.jobs.output_folder import new_output_dir
     from harness.profiling.job import keep_profile, resolve_profile
 
     with _under_test(engine, model, dtype=dtype, device=device, options=engine_options, names=None) as chosen:

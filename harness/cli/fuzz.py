@@ -72,7 +72,7 @@ def fuzz(
         report("loading libraries", 0, 1)
         from harness.campaigns.fuzz.run import FuzzOptions, compare_schedules, run_again, search_workloads
         from harness.campaigns.fuzz.workload_file import load_workload
-        from harness.judge.jobs.check import new_output_dir
+        from harness.judge.jobs.output_folder import new_output_dir
 
         options = FuzzOptions(seconds=seconds, seed=seed, workload_seconds=workload_seconds, is_first_enough=first)
         if invariance:

@@ -72,7 +72,7 @@ def profile(
     """
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.judge.jobs.check import new_output_dir
+        from harness.judge.jobs.output_folder import new_output_dir
         from harness.profiling.job import keep_profile, resolve_profile
         from harness.report.profile.json import profile_json
         from harness.report.profile.text import profile_text

@@ -38,8 +38,9 @@ def run(
     """
     with progress_bar() as report:
         report("loading libraries", 0, 1)
-        from harness.judge.jobs.check import match_taps, new_output_dir, open_planned, record_run
+        from harness.judge.jobs.engine_run import match_taps, open_planned, record_run
         from harness.judge.jobs.golden import run_golden
+        from harness.judge.jobs.output_folder import new_output_dir
 
         plan, requests, graph = _planned(replace(given, schedule=[schedule]), golden, local_files_only)
         if len(plan.schedules) != 1:

@@ -2,6 +2,11 @@
 
 Both see the same tokens, and whatever an observer puts in the place of their values. The truth says what each
 operation should give, the control what legitimate rounding does to it.
+
+The truth runs on the thread that calls `run_pair`, the control on a thread of its own (oracle/lockstep.py). They take
+turns: before the truth runs a part of the model, its hook on the part (`before`) lets the control run the same part
+first. The hooks stand on the same modules for both threads, so each asks whose thread it is on. Within a part, `Watch`
+shows the operations of the running forward to its `_Side`, which hands them to the observer as rows.
 """
 
 import inspect
@@ -56,19 +61,22 @@ class PartCall:
 
 
 class PairObserver(Protocol):
-    """Is shown every operation in the order of the run: of each part all values of the control, then of the truth."""
+    """Is shown every operation in the order of the run: of each part all values of the control, then of the truth.
+
+    No two of its methods ever run at the same time, though `control` runs on another thread than the others.
+    """
 
     def part_begins(self, call: PartCall) -> None:
-        """Take what the truth is about to run a part on; its tensors may be changed by the run."""
+        """On the truth's thread: take what the truth is about to run a part on; the run may change its tensors."""
 
     def control(self, value: Value) -> torch.Tensor | None:
-        """Return rows to go on with in the engine's dtype; None to go on with the control's own."""
+        """On the control's thread: return rows that replace the control's in the engine's dtype; None to keep them."""
 
     def truth(self, value: Value) -> torch.Tensor | None:
-        """Return rows to go on with in high precision; None to go on with the truth's own."""
+        """On the truth's thread: return rows that replace the truth's in high precision; None to keep them."""
 
     def part_done(self) -> None:
-        """Finish what needs the weights of the part that both have run: they go now. Called at the end, too."""
+        """On the truth's thread: finish what needs the part's weights, which go next. Called at the end, too."""
 
 
 @torch.no_grad()

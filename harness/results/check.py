@@ -114,15 +114,15 @@ class Explanation:
 
     cause: str
     """The mistake that was made; says so if no known one fits."""
-    scope: str
+    scope: str = ""
     """The wrong rows: `decode rows`, `request 1`, `every row`."""
-    residual_before: float | None
+    residual_before: float | None = None
     """Median error of the wrong rows in roundings, against what they should be; None if none was measured."""
-    residual_after: float | None
+    residual_after: float | None = None
     """The same against what they would be under the cause; None if no known cause fits."""
-    num_rows: int
+    num_rows: int = 0
     """Wrong rows that were looked at."""
-    num_explained: int
+    num_explained: int = 0
     """Those whose error falls to the rounding floor."""
     num_fitted: int = 0
     """Numbers that were fitted to these rows, over all of them."""

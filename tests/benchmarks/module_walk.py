@@ -13,7 +13,8 @@ from types import FrameType
 import torch
 
 from harness.formats.case import load_case
-from harness.judge.jobs.check import describe_run, run_check
+from harness.judge.jobs.check import run_check
+from harness.judge.jobs.engine_run import describe_run
 from harness.oracle.lora import load_adapted
 from harness.oracle.make_golden import cached_golden
 from harness.plan import Plan, plan_case

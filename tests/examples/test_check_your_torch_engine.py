@@ -12,7 +12,7 @@ from harness.engines import Engine, Workload
 from harness.errors import Code, HarnessError
 from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter
 from harness.formats.schedule import parse_schedule
-from harness.judge.compare import compare_run
+from harness.judge.compare import Requirements, compare_run
 from harness.judge.explain import explain_run
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import load_model
@@ -62,7 +62,12 @@ class Checked:
         with writer:
             engine.run(Workload(requests=self.golden.requests, schedule=parse_schedule("plain")), writer)
         with Recording.open(self.path) as actual:
-            found = compare_run(actual, self.golden, hf=self.hf, wanted=engine.capabilities.wanted(self.hf.graph))
+            found = compare_run(
+                actual,
+                self.golden,
+                hf=self.hf,
+                requirements=Requirements(wanted=engine.capabilities.wanted(self.hf.graph)),
+            )
             return explain_run(found, actual, self.golden, self.hf)
 
 

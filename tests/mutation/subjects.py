@@ -26,14 +26,13 @@ _ROOMS = {"compare": "judge/compare", "explain": "judge/explain", "oracle": "ora
 _DEFAULT = {
     "compare": ("test_run.py",),
     "oracle": ("test_golden.py",),
-    "explain": ("test_run.py", "test_operations.py"),
+    "explain": ("test_run.py", "core/test_operations.py"),
 }
 _OTHERS = {
     "compare/figures": ("test_figures.py", "test_run.py"),
     "compare/granularity": ("test_granularity.py", "test_through.py"),
     "compare/cache": ("test_cache_rows.py", "test_cache.py"),
     "compare/judged": ("test_judged.py", "test_run.py"),
-    "compare/statistics/direction": ("test_findings.py",),
     "compare/local": ("test_local.py", "test_replay.py"),
     "compare/local_judge": ("test_local_judge.py", "test_bounds.py", "test_conventions.py", "test_run.py"),
     "compare/replay": ("test_replay_rows.py", "test_replay.py", "test_through.py"),
@@ -47,54 +46,56 @@ _OTHERS = {
     },
     "compare/propagated": ("test_propagated_rows.py", "test_propagated.py"),
     "compare/traits": ("test_triggers.py",),
-    "explain/attention": ("test_attention_by_hand.py", "test_attention_context.py", "test_attention.py"),
-    "explain/attention_place": ("test_attention_place.py", "test_attention_history.py"),
-    "explain/attention_tensors": ("test_attention_tensors.py", "test_attention_history.py"),
-    "explain/cache": ("test_cache_by_hand.py", "test_cache.py"),
-    "explain/cache_content": ("test_cache_content_by_hand.py", "test_cache_content.py"),
-    "explain/linear": ("test_linear_by_hand.py", "test_linear.py"),
-    "explain/formats": ("test_formats.py", "test_linear_by_hand.py"),
-    "explain/norm": ("test_norm_by_hand.py", "test_norm_form.py", "test_norm.py"),
-    "explain/norm_form": ("test_norm_form.py", "test_norm_by_hand.py"),
-    "explain/experts": ("test_experts_by_hand.py", "test_mixture.py", "test_mixtures.py"),
-    "explain/mixture": ("test_mixture.py", "test_experts_by_hand.py", "test_experts_of_rows.py", "test_mixtures.py"),
-    "explain/not_finite": (
-        "test_not_finite.py",
-        "test_attention.py",
-        "test_cache.py",
-        "test_cache_content.py",
-        "test_linear.py",
+    "explain/attention/scores": (
+        "attention/test_scores.py",
+        "../compare/test_attention_context.py",
+        "attention/test_scores.py",
     ),
-    "explain/cache_replay": ("test_cache_replay.py", "test_attention_place.py", "test_attention_table.py"),
-    "explain/run": ("test_run_by_hand.py", "test_run.py", "test_cache.py"),
-    "explain/operations": ("test_operations_by_hand.py", "test_operations.py"),
-    "explain/direction": ("test_direction_by_hand.py", "test_direction.py"),
-    "explain/embedding": ("test_embedding_by_hand.py", "test_embedding.py"),
-    "explain/tokens": ("test_tokens_by_hand.py", "test_tokens.py"),
-    "explain/trial": ("test_trial_by_hand.py", "test_trial.py"),
-    "explain/generic": ("test_generic_by_hand.py", "test_generic.py"),
-    "explain/block_scales": ("test_block_scales.py", "test_linear.py"),
-    "explain/failure": ("test_failure_by_hand.py", "test_failure.py", "test_rotary.py"),
-    "explain/scope": ("test_scope.py",),
-    "explain/attention_table": ("test_attention_table.py", "test_attention_history.py"),
-    "explain/content_index": ("test_content_index.py", "test_cache_by_hand.py", "test_cache_replay.py"),
+    "explain/attention/place": ("attention/test_place.py", "attention/test_history.py"),
+    "explain/attention/tensors": ("attention/test_tensors.py", "attention/test_history.py"),
+    "explain/core/formats": ("core/test_formats.py", "products/test_linear.py"),
+    "explain/norms/norm": ("norms/test_norm.py", "norms/test_form.py"),
+    "explain/norms/form": ("norms/test_form.py", "norms/test_norm.py"),
+    "explain/experts/experts": ("experts/test_experts.py", "experts/test_mixture.py", "test_mixtures.py"),
+    "explain/experts/mixture": (
+        "experts/test_mixture.py",
+        "experts/test_experts.py",
+        "experts/test_experts_of_rows.py",
+        "test_mixtures.py",
+    ),
+    "explain/trial/not_finite": (
+        "trial/test_not_finite.py",
+        "attention/test_scores.py",
+        "cache/test_entries.py",
+        "cache/test_content.py",
+        "products/test_linear.py",
+    ),
+    "explain/cache/replay": ("cache/test_replay.py", "attention/test_place.py", "attention/test_table.py"),
+    "explain/run": ("test_run.py", "cache/test_entries.py"),
+    "explain/products/block_scales": ("products/test_block_scales.py", "products/test_linear.py"),
+    "explain/core/failure": ("core/test_failure.py", "rotary/test_frequencies.py"),
+    "explain/attention/table": ("attention/test_table.py", "attention/test_history.py"),
+    "explain/cache/content_index": (
+        "cache/test_content_index.py",
+        "cache/test_entries.py",
+        "cache/test_replay.py",
+    ),
     **dict.fromkeys(
-        (f"explain/{name}" for name in ("choice", "recurrence", "router", "state")),
-        ("test_state.py", "test_mixtures.py"),
+        (f"explain/{name}" for name in ("experts/choice", "states/recurrence", "experts/router", "states/state")),
+        ("states/test_state.py", "test_mixtures.py"),
     ),
-    "explain/router": ("test_router.py", "test_experts_of_rows.py", "test_mixtures.py"),
-    "explain/choice": ("test_router.py", "test_experts_of_rows.py", "test_mixtures.py"),
-    "explain/rotary": ("test_rotary_by_hand.py", "test_rotary.py"),
-    "explain/rotary_pairs": ("test_rotary_by_hand.py", "test_rotary.py"),
-    "explain/rotary_positions": ("test_rotary_by_hand.py", "test_rotary.py"),
-    "explain/rotation": ("test_rotary_by_hand.py",),
+    "explain/experts/router": ("experts/test_router.py", "experts/test_experts_of_rows.py", "test_mixtures.py"),
+    "explain/experts/choice": ("experts/test_router.py", "experts/test_experts_of_rows.py", "test_mixtures.py"),
+    "explain/rotary/pairs": ("rotary/test_frequencies.py",),
+    "explain/rotary/positions": ("rotary/test_frequencies.py",),
+    "explain/rotary/rotation": ("rotary/test_frequencies.py",),
     "oracle/caches": ("test_decode.py",),
     "oracle/golden": ("test_golden_files.py", "test_golden.py"),
     "oracle/graph": ("test_graph.py", "test_trace.py"),
     "oracle/make_golden": ("test_make_golden.py", "test_golden.py"),
     "oracle/model": ("test_model.py", "test_weights.py"),
     "oracle/parts": ("test_lockstep.py",),
-    "oracle/rotation": ("test_rotation.py", "../judge/explain/test_rotary.py"),
+    "oracle/rotation": ("test_rotation.py", "../judge/explain/rotary/test_frequencies.py"),
 }
 
 
@@ -107,7 +108,9 @@ def files_of_tests(path: str, *, all_tests: bool) -> tuple[str, ...]:
     package, room = next(each for each in _ROOMS.items() if stem.startswith(f"harness/{each[1]}/"))
     inner = stem.removeprefix(f"harness/{room}/")
     folder, _, module = inner.rpartition("/")
-    if folder:  # a package in a package is tested in one file
+    if package == "explain":
+        module = inner
+    elif folder:  # a package in a package is tested in one file
         module = folder
     if package == "recording":
         own = _RECORDING_OWN.get(module, (f"recording/test_{module}.py",))
@@ -115,8 +118,9 @@ def files_of_tests(path: str, *, all_tests: bool) -> tuple[str, ...]:
         return tuple(file for file in files if (ROOT / file).is_file())
     if all_tests:
         return (f"tests/unit/{room}",)
-    has_own = (ROOT / "tests" / "unit" / room / f"test_{module}.py").is_file()
-    by_default = _OTHERS.get(f"{package}/{module}", (f"test_{module}.py",) if has_own else _DEFAULT[package])
+    own = "/".join((*module.split("/")[:-1], f"test_{module.split('/')[-1]}.py"))
+    has_own = (ROOT / "tests" / "unit" / room / own).is_file()
+    by_default = _OTHERS.get(f"{package}/{module}", (own,) if has_own else _DEFAULT[package])
     return tuple(f"tests/unit/{room}/{name}" for name in _OTHERS.get(f"{package}/{inner}", by_default))
 
 

@@ -9,7 +9,7 @@ from harness.engines import Capabilities
 from harness.errors import Code, HarnessError
 from harness.formats.case import RequestSpec
 from harness.formats.checkpoint import resolve
-from harness.judge.jobs.check import followed_schedules, match_taps, open_planned
+from harness.judge.jobs.engine_run import followed_schedules, match_taps, open_planned
 from harness.plan import plan_request
 
 REQUESTS = [RequestSpec(token_ids=[1, 4, 5, 6, 7, 8, 9, 10, 11])]

@@ -19,7 +19,8 @@ from harness.errors import Code, HarnessError
 from harness.formats.recording import Recording, RequestInfo
 from harness.judge.compare.bits import ComparedRows, compare_bits, first_changed
 from harness.judge.compare.compute import LEAST_JUDGED
-from harness.judge.jobs.check import compare_planned, record_run
+from harness.judge.jobs.check import compare_planned
+from harness.judge.jobs.engine_run import record_run
 from harness.oracle.golden import Golden
 from harness.oracle.model import HFModel
 from harness.plan import Plan

@@ -19,7 +19,7 @@ from harness.engines import Capabilities, Engine, open_engine
 from harness.errors import Code, HarnessError
 from harness.formats.schedule import ScheduleKind
 from harness.judge.compare.traits import Traits
-from harness.judge.jobs.check import match_taps
+from harness.judge.jobs.engine_run import match_taps
 from harness.judge.jobs.model import planned_model
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import cached_golden

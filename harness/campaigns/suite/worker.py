@@ -61,7 +61,7 @@ def run_task(task: Task) -> TaskResult | Loss:
 
 def _make_goldens(task: Task, store: Store | None) -> TaskResult:
     from harness.formats.schedule import Schedule
-    from harness.judge.jobs.check import with_duplicate_requests
+    from harness.judge.jobs.engine_run import with_duplicate_requests
     from harness.judge.jobs.model import planned_model
     from harness.oracle.make_golden import cached_golden
     from harness.plan import plan_case

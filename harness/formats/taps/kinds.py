@@ -48,7 +48,7 @@ class KindTraits:
 
     error_model: ErrorModel | None
     """Its derived bound; None if the control alone says what rounding may do."""
-    causes: tuple[str, ...] = ("generic",)
+    causes: tuple[str, ...] = ("any_kind.generic",)
     """Modules of `harness.judge.explain` with the ways to get it wrong, the likelier first."""
     least_effect: float = 0.05
     """Smallest gain or trend, in roundings to a 16-bit dtype, that is held against an engine."""
@@ -59,59 +59,79 @@ class KindTraits:
 
 
 KINDS: Mapping[Kind, KindTraits] = {
-    Kind.EMBEDDING: KindTraits(error_model=ErrorModel(roundings=0), causes=("embedding", "generic")),
+    Kind.EMBEDDING: KindTraits(error_model=ErrorModel(roundings=0), causes=("layer.embedding", "any_kind.generic")),
     Kind.COPY: KindTraits(error_model=ErrorModel(roundings=0)),
     Kind.NORM: KindTraits(
-        error_model=ErrorModel(roundings=2, accumulation=8), causes=("norm", "wiring", "settings", "generic")
+        error_model=ErrorModel(roundings=2, accumulation=8),
+        causes=("norms.norm", "layer.wiring", "any_kind.settings", "any_kind.generic"),
     ),
     Kind.LINEAR: KindTraits(
         error_model=ErrorModel(roundings=1, accumulation=25),
-        causes=("linear", "linear_rows", "block_scales", "elementwise", "wiring", "settings", "generic"),
+        causes=(
+            "products.linear",
+            "products.rows",
+            "products.block_scales",
+            "any_kind.elementwise",
+            "layer.wiring",
+            "any_kind.settings",
+            "any_kind.generic",
+        ),
     ),
     Kind.ROTARY: KindTraits(
         error_model=ErrorModel(roundings=3),
-        causes=("rotary", "rotary_positions", "rotary_pairs", "quantised", "settings", "generic"),
+        causes=(
+            "rotary.frequencies",
+            "rotary.positions",
+            "rotary.pairs",
+            "cache.quantised",
+            "any_kind.settings",
+            "any_kind.generic",
+        ),
         has_heads=True,
         repeats_by_position=True,
     ),
     Kind.ADD: KindTraits(
-        error_model=ErrorModel(roundings=1), causes=("residual", "elementwise", "settings", "generic")
+        error_model=ErrorModel(roundings=1),
+        causes=("layer.residual", "any_kind.elementwise", "any_kind.settings", "any_kind.generic"),
     ),
     Kind.ACTIVATION: KindTraits(
-        error_model=ErrorModel(roundings=2, accumulation=4), causes=("mlp", "elementwise", "settings", "generic")
+        error_model=ErrorModel(roundings=2, accumulation=4),
+        causes=("layer.mlp", "any_kind.elementwise", "any_kind.settings", "any_kind.generic"),
     ),
     Kind.ATTENTION: KindTraits(
         error_model=ErrorModel(roundings=1, accumulation=25, products=4, scores=6),
         causes=(
-            "attention_history",
-            "attention_rotary",
-            "attention",
-            "attention_splits",
-            "attention_heads",
-            "attention_caps",
-            "settings",
-            "generic",
+            "attention.history",
+            "attention.rotary",
+            "attention.scores",
+            "attention.splits",
+            "attention.heads",
+            "attention.caps",
+            "any_kind.settings",
+            "any_kind.generic",
         ),
         # Flash kernels round the probabilities and not their sum, which is a gain of up to 0.2 roundings in float16.
         least_effect=0.5,
         has_heads=True,
     ),
-    Kind.CACHE: KindTraits(error_model=ErrorModel(roundings=0), causes=("cache", "quantised", "cache_content")),
-    Kind.CHOICE: KindTraits(error_model=None, causes=("choice",)),
+    Kind.CACHE: KindTraits(
+        error_model=ErrorModel(roundings=0), causes=("cache.entries", "cache.quantised", "cache.content")
+    ),
+    Kind.CHOICE: KindTraits(error_model=None, causes=("experts.choice",)),
     # A linear layer with an adapter is one; the experts of a layer are, and scans.
     Kind.OTHER: KindTraits(
         error_model=None,
         causes=(
-            "lora",
-            "embedding",
-            "router",
-            "experts",
-            "shared_expert",
-            "state",
-            "wiring",
-            "elementwise",
-            "settings",
-            "generic",
+            "products.lora",
+            "layer.embedding",
+            "experts.router",
+            "experts.experts",
+            "experts.shared_expert",
+            "states.state",
+            "layer.wiring",
+            "any_kind.elementwise",
+            "any_kind.settings",
+            "any_kind.generic",
         ),
     ),
 }

@@ -23,7 +23,7 @@ from harness.formats.taps import ErrorModel
 
 CONTROL_FACTOR = 4.0
 """The largest ratio of a row's error to its control's, in one operation (reports/cpu/families.md has those seen)."""
-THROUGH_FACTOR = 10.0
+UNRECORDED_FACTOR = 10.0
 """The same where taps between were not recorded: errors of several operations, which add up in other ways."""
 _ONE_OPERATION = ErrorModel(roundings=1, accumulation=10)
 

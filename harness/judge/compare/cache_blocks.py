@@ -66,7 +66,7 @@ def quantised(x: torch.Tensor, name: str, *, is_exact: bool = True) -> Stored:
     step = _float16(scale)
     slack = torch.where(_is_tie(scaled, size, is_exact), step.abs(), 0.0)
     if not is_exact:
-        slack = slack + integers.abs() * _room(scale, _NEAR)
+        slack = slack + integers.abs() * _allowance(scale, _NEAR)
     return Stored((integers * step).flatten(-2), slack.flatten(-2))
 
 
@@ -80,7 +80,7 @@ def _from_minimum(blocks: torch.Tensor, num_steps: int, is_exact: bool) -> Store
     slack = torch.where(_is_tie(scaled, shifted, is_exact), step, 0.0)
     if not is_exact:
         extent = blocks.abs().amax(dim=-1, keepdim=True)  # of which the errors of turning are a share
-        slack = slack + integers * _room(scale, _NEAR, extent / num_steps) + _room(least, _NEAR, extent)
+        slack = slack + integers * _allowance(scale, _NEAR, extent / num_steps) + _allowance(least, _NEAR, extent)
     return Stored((integers * step + minimum).flatten(-2), slack.flatten(-2), minimum.squeeze(-1))
 
 
@@ -102,8 +102,8 @@ def _in_codebook(blocks: torch.Tensor, is_exact: bool) -> Stored:
     other = torch.where(is_tie, (levels[1:] - levels[:-1])[nearest], 0.0)
     # Another level for one value changes the scale of all: d' - d = -d w q (q' - q) / sum w q², to first order.
     moved = (weight * chosen.abs() * other).sum(dim=-1, keepdim=True) / total * step.abs()
-    moved = torch.where(moved > 0, 2 * moved + _room(scale, 2.0**-11), 0.0)
-    slack = other * step.abs() + chosen.abs() * (moved + _room(scale, _NEAR_SUMS))
+    moved = torch.where(moved > 0, 2 * moved + _allowance(scale, 2.0**-11), 0.0)
+    slack = other * step.abs() + chosen.abs() * (moved + _allowance(scale, _NEAR_SUMS))
     return Stored((chosen * step).flatten(-2), slack.flatten(-2))
 
 
@@ -139,7 +139,7 @@ def _is_tie(scaled: torch.Tensor, size: torch.Tensor, is_exact: bool) -> torch.T
     return to_tie <= _TIE * size if is_exact else to_tie < _TIE_ROTATED
 
 
-def _room(value: torch.Tensor, share: float, extent: torch.Tensor | None = None) -> torch.Tensor:
+def _allowance(value: torch.Tensor, share: float, extent: torch.Tensor | None = None) -> torch.Tensor:
     """Return how far apart float16 may round a value that is off by a share of itself, or of `extent`."""
     off = share * (value.abs() if extent is None else extent)
     return (_float16(value + off) - _float16(value - off)).abs()

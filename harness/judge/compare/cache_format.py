@@ -71,10 +71,10 @@ class CacheFormat:
         """[R] bool: rows [R, W] that were read are not what the cache makes of those that were written."""
         held = self.stored(written)
         error = (self.turned(read.to(torch.float64)) - held.values).abs()
-        room = held.slack * (1 + 1e-6)
+        allowance = held.slack * (1 + 1e-6)
         if self.rotation:  # the basis is undone in float32 where the cache is read
-            room = room + 1e-6 * held.values.abs().amax(dim=-1, keepdim=True)
-        return ~(error <= room).all(dim=1)
+            allowance = allowance + 1e-6 * held.values.abs().amax(dim=-1, keepdim=True)
+        return ~(error <= allowance).all(dim=1)
 
 
 def _rotated(x: torch.Tensor, size: int) -> torch.Tensor:

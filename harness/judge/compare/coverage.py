@@ -1,6 +1,7 @@
 """Coverage fails closed: what was to be recorded and is not, and what the workload never reached."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -12,6 +13,24 @@ from harness.judge.compare.prefixes import Prefixes
 from harness.judge.compare.traits import Traits
 from harness.judge.compare.triggers import not_reached, reached_triggers
 from harness.results.check import Coverage, Finding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirements:
+    """What a recording must hold, and how much of it must have been judged, so that it may pass."""
+
+    wanted: Sequence[str] | None = None
+    """Taps that must have been recorded; None for those of the golden."""
+    not_offered: Sequence[str] = ()
+    """Sites that the engine declares it cannot record; reported only."""
+    sampled_only: Collection[str] = ()
+    """Taps that the engine computes for sampled rows only."""
+    require: Sequence[str] = ("decode",)
+    """Triggers that the workload must have reached."""
+    accepts_tokens: bool = False
+    """Whether equal tokens are enough to pass where not one operation could be judged."""
+    least_compute: float = 0.0
+    """Share of the model's multiply-adds whose output must be judged to pass."""
 
 
 def wanted_rows(tap: str, locator: Locator, graph: Graph, sampled_only: Collection[str] = ()) -> torch.Tensor:
@@ -73,33 +92,28 @@ def check_coverage(
     locator: Locator,
     graph: Graph,
     taps: Iterable[str],
+    requirements: Requirements,
     *,
-    not_offered: Iterable[str] = (),
-    require: Iterable[str] = (),
     traits: Traits | None = None,
     also: Iterable[str] = (),
-    sampled_only: Collection[str] = (),
 ) -> tuple[Coverage, list[Finding]]:
     """Count what is there of what must be there.
 
     Args:
         locator: of the engine's recording.
         graph: of the model.
-        taps: names of the taps that must be there.
-        not_offered: sites the engine declares it cannot record; reported only.
-        require: triggers the workload must have reached.
+        taps: that must be there.
+        requirements: of the run; triggers are required only of a recording with steps.
         traits: of the model, as far as it is known.
         also: triggers that were reached and cannot be told from the recording's steps.
-        sampled_only: taps that the engine computes for sampled rows only.
     """
     findings = list[Finding]()
     expected = recorded = 0
-    missing_taps = []
-    recorded_taps = set(locator.taps())
+    recorded_taps, missing_taps = set(locator.taps()), []
     prefixes = Prefixes(locator.recording.manifest.requests)
     resumed = resumed_rows(locator.recording, prefixes)
     for tap in taps:
-        wanted = wanted_rows(tap, locator, graph, sampled_only)
+        wanted = wanted_rows(tap, locator, graph, requirements.sampled_only)
         there = locator.recorded(tap)
         there = (there | shared_rows(there, prefixes) | resumed) & wanted
         expected, recorded = expected + int(wanted.sum()), recorded + int(there.sum())
@@ -107,20 +121,24 @@ def check_coverage(
             missing_taps.append(tap)
         elif bool((wanted & ~there).any()):
             findings.append(_rows_missing(tap, wanted & ~there, locator))
-    if missing_taps:
-        shown = ", ".join(missing_taps[:4]) + (f" and {len(missing_taps) - 4} more" if len(missing_taps) > 4 else "")
-        findings.append(Finding(code=Code.TAP_MISSING, message=f"not recorded: {shown}", tap=missing_taps[0]))
+    findings += [_taps_missing(missing_taps)] if missing_taps else []
     reached = (*reached_triggers(locator.recording, traits), *also)
-    findings += [not_reached(name) for name in require if name not in reached]
+    required = requirements.require if locator.recording.steps else ()
+    findings += [not_reached(name) for name in required if name not in reached]
     coverage = Coverage(
         expected=expected,
         recorded=recorded,
         missing=expected - recorded,
         missing_taps=tuple(missing_taps),
-        not_offered=tuple(not_offered),
+        not_offered=tuple(requirements.not_offered),
         triggers=reached,
     )
     return coverage, findings
+
+
+def _taps_missing(taps: Sequence[str]) -> Finding:
+    shown = ", ".join(taps[:4]) + (f" and {len(taps) - 4} more" if len(taps) > 4 else "")
+    return Finding(code=Code.TAP_MISSING, message=f"not recorded: {shown}", tap=taps[0])
 
 
 def _rows_missing(tap: str, missing: torch.Tensor, locator: Locator) -> Finding:

@@ -7,6 +7,7 @@ import torch
 
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Rows
+from harness.judge.compare.attention_context import AttentionContext
 from harness.judge.compare.batch import PaddedBatch
 from harness.oracle.attention import scaling, visible_keys
 from harness.oracle.paired import PartCall
@@ -18,32 +19,6 @@ MAX_LAYERS = 3
 """Layers of which one and the same operation is kept: one fault repeats itself in every layer."""
 _MAX_HISTORIES = 6
 _MAX_ROWS_OF_HISTORY = 24
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionHistory:
-    """Rows of one request, and the history that each of them was to read.
-
-    `T` query rows, `S` history rows in the order of their positions, `N` query heads, `K` KV heads, `H` head size.
-    """
-
-    rows: Rows
-    """T of them."""
-    query: torch.Tensor
-    """[T, N, H] float64."""
-    key: torch.Tensor
-    """[S, K, H] float64, row s at position s."""
-    value: torch.Tensor
-    """[S, K, H] float64."""
-    key_step: torch.Tensor
-    """[S] int64: step in which the key was computed by the request itself; -1 for one that was there before."""
-    scale: float
-    window: int | None
-    softcap: float | None = None
-    seen: torch.Tensor | None = None
-    """[T, S] bool: keys that HF's mask shows each query; None for all up to it, or those of the window."""
-    sinks: torch.Tensor | None = None
-    """[N] float64: logits that take part in the softmax and have no value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +43,10 @@ class Evidence:
     bound: torch.Tensor
     dtype: torch.dtype
     """The unit that they are given in."""
-    histories: tuple[AttentionHistory, ...] = ()
+    histories: tuple[AttentionContext, ...] = ()
     """Attention only; their rows one after the other are `rows`."""
-    through: tuple[str, ...] = ()
-    """Taps that were not recorded and were computed on the way."""
+    unrecorded: tuple[str, ...] = ()
+    """Taps before the operation that were not recorded, so that HF computed them."""
     scene: Scene | None = None
     """Of the first batch with wrong rows; None outside of the parts of the model."""
 
@@ -98,7 +73,7 @@ def spread(items: Sequence[int], count: int) -> list[int]:
 
 def histories(
     batch: PaddedBatch, call: AttentionCall, places: torch.Tensor
-) -> tuple[tuple[AttentionHistory, ...], torch.Tensor]:
+) -> tuple[tuple[AttentionContext, ...], torch.Tensor]:
     """Return the histories behind wrong rows of attention, of some rows of some requests, and the places of these rows.
 
     Args:
@@ -115,11 +90,11 @@ def histories(
     return tuple(found), torch.cat(kept)
 
 
-def _history(batch: PaddedBatch, call: AttentionCall, line: int, places: torch.Tensor) -> AttentionHistory:
+def _history(batch: PaddedBatch, call: AttentionCall, line: int, places: torch.Tensor) -> AttentionContext:
     sequence = batch.sequences[line]
     positions, length = places % batch.num_tokens, len(sequence)
     sinks = call.options.get("s_aux")
-    return AttentionHistory(
+    return AttentionContext(
         rows=batch.rows(places),
         query=_heads(call.query[line][:, positions]),
         key=_heads(call.key[line][:, :length]),

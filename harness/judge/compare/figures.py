@@ -30,7 +30,7 @@ def tap_result(judged: TapJudgement) -> TapResult:
         worst=_row_id(judged, at),
         num_bad_rows=int(judged.bad.sum()),
         first_bad=_row_id(judged, judged.first_bad) if judged.is_bad else None,
-        through=judged.errors.through if judged.errors else (),
+        through=judged.errors.unrecorded if judged.errors else (),
         is_bounded_by_control=errors is not None and errors.is_bounded_by_control,
         effect=judged.errors.effect if judged.errors and not judged.is_bad else None,
         **figures,

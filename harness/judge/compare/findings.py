@@ -26,7 +26,7 @@ def bad_finding(judged: TapJudgement) -> Finding:
         message = f"{tap} chose other indices than HF does from the same scores in {count}: {_distance(judged)}"
     elif errors is not None:
         share = f"{float(errors.roundings[at]):.3g} roundings, bound {float(errors.bound[at]):.3g}"
-        way = f", computed through {len(errors.through)} taps that were not recorded" if errors.through else ""
+        way = f", computed through {len(errors.unrecorded)} taps that were not recorded" if errors.unrecorded else ""
         message = f"{tap} is out of bounds in {count}: {share}{way}"
     else:
         message = f"{tap} is {judged.ratio_at(at):.3g} times as far from the truth as HF in {count}"
@@ -48,12 +48,17 @@ def _distance(judged: TapJudgement) -> str:
     return "an index does not exist, or is there twice"
 
 
-def departure_finding(judged: TapJudgement) -> Finding:
-    """Say in words what the rows of a tap show together."""
-    assert judged.departure is not None
-    tap = judged.operation.tap
-    message = f"{tap} {judged.departure.message}{_not_tried(judged)}"
-    return Finding(code=judged.departure.code, message=message, tap=tap)
+def systematic_finding(judged: TapJudgement) -> Finding:
+    """Say in words in which direction the rows of a tap are off, none of which is out of bounds."""
+    effect, tap = judged.effect, judged.operation.tap
+    assert effect is not None
+    what = f"{effect.kind} {effect.which}".strip()
+    message = (
+        f"{tap} has a {what} of {effect.size:+.3g} ({effect.low:+.3g} to {effect.high:+.3g} at 95 %), "
+        f"{abs(effect.roundings):.2g} roundings, in {effect.num_rows} rows (t = {abs(effect.statistic):.3g}): "
+        f"rounding has no direction{_not_tried(judged)}"
+    )
+    return Finding(code=judged.code, message=message, tap=tap)
 
 
 def oracle_finding(propagation: Propagation) -> Finding | None:

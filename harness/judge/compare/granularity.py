@@ -3,11 +3,11 @@
 from harness.formats.taps import Graph, Kind, Operation
 
 
-def ways(graph: Graph, usable: set[str]) -> dict[str, tuple[str, ...] | None]:
-    """Return, for each recorded tap whose inputs were not all recorded, the taps that are computed on the way to it.
+def unrecorded_before(graph: Graph, usable: set[str]) -> dict[str, tuple[str, ...] | None]:
+    """Return, for each recorded tap whose inputs were not all recorded, the unrecorded taps that HF computes before it.
 
-    None if the way begins at the tokens: then the whole model so far would be judged as one operation, and
-    propagation judges that better.
+    They reach back to the nearest recorded taps. None if they reach back to the tokens: then the whole model so far
+    would be judged as one operation, and propagation judges that better.
     """
     found: dict[str, tuple[str, ...] | None] = {}
     for operation in graph:

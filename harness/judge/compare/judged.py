@@ -11,8 +11,7 @@ from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare.align import Rows
 from harness.judge.compare.local_judge import LocalErrors
 from harness.judge.compare.propagated import RATIO_BOUND, PropagatedErrors, Propagation
-from harness.judge.compare.statistics import Departure, departure_of
-from harness.results.check import Verdict
+from harness.results.check import Effect, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +59,14 @@ class TapJudgement:
         return bool(self.bad.any())
 
     @cached_property
-    def departure(self) -> Departure | None:
-        """The effect that the rows show together, if none of them is out of bounds by itself."""
-        return None if self.is_bad or self.errors is None else departure_of(self.errors)
+    def effect(self) -> Effect | None:
+        """The direction that the errors of all rows have together, if no row is out of bounds by itself."""
+        return None if self.is_bad or self.errors is None else self.errors.effect
 
     @property
     def is_wrong(self) -> bool:
         """Whether a row is out of bounds, or all of them together are."""
-        return self.is_bad or self.departure is not None
+        return self.is_bad or self.effect is not None
 
     @cached_property
     def first_bad(self) -> int:
@@ -77,8 +76,8 @@ class TapJudgement:
     @property
     def code(self) -> Code:
         """The code of the first bad row, or of all rows together."""
-        if self.departure is not None:
-            return self.departure.code
+        if self.effect is not None:
+            return Code.SYSTEMATIC_ERROR
         at, errors = self.first_bad, self.errors
         if errors is None:
             assert self.propagated is not None
@@ -100,8 +99,8 @@ class TapJudgement:
             return Verdict.NOISE if self.is_in_graph else Verdict.UNJUDGED
         if self.errors.exact:
             return Verdict.EXACT
-        if self.departure is not None:
-            return self.departure.verdict
+        if self.effect is not None:
+            return Verdict.SYSTEMATIC
         return Verdict.CONVENTION if self.errors.convention else Verdict.NOISE
 
     def ratio_at(self, at: int) -> float | None:

@@ -14,7 +14,7 @@ from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Rows
 from harness.judge.compare.choices import choice_errors
 from harness.judge.compare.evidence import MAX_LAYERS, MAX_ROWS, Evidence, Scene, histories, merged, spread
-from harness.judge.compare.granularity import ways
+from harness.judge.compare.granularity import unrecorded_before
 from harness.judge.compare.replay import TapRows
 from harness.judge.compare.row_judge import RowErrors, RowJudge
 from harness.judge.compare.systematic import Effects, beyond_control
@@ -44,8 +44,8 @@ class LocalErrors:
     convention: str | None = None
     effect: Effect | None = None
     """A direction that the errors have over all rows, and that neither truth nor control has."""
-    through: tuple[str, ...] = ()
-    """Taps that were not recorded and were computed on the way; empty if the operation was judged by itself."""
+    unrecorded: tuple[str, ...] = ()
+    """Taps that HF computed because they were not recorded; empty if the operation was judged by itself."""
     failures: tuple[str, ...] = ()
     """Conventions that raised, so that the operation was not held to them."""
 
@@ -63,8 +63,8 @@ class LocalJudgement:
 
 
 @dataclass(slots=True)
-class _Parts:
-    """Results of one operation, batch by batch."""
+class _TapTotals:
+    """What has been judged of one operation so far; the lists have an entry for each batch."""
 
     dtype: torch.dtype | None = None
     rows: list[Rows] = field(default_factory=list)
@@ -73,7 +73,8 @@ class _Parts:
     control: list[torch.Tensor] = field(default_factory=list)
     is_bounded_by_control: bool = False
     convention: str | None = None
-    room: float = 0.0
+    allowance: float = 0.0
+    """See `RowErrors.allowance`."""
     effects: Effects | None = None
     control_effects: Effects | None = None
     evidence: list[Evidence] = field(default_factory=list)
@@ -84,7 +85,6 @@ class Measured:
     """Rows of one operation that were measured, and are still to be taken into its results."""
 
     rows: TapRows
-    through: tuple[str, ...]
     errors: RowErrors
     has_direction: bool
     """Whether the errors of the operation, as far as it was measured, have a direction that rounding has not."""
@@ -93,7 +93,9 @@ class Measured:
 class LocalJudge:
     """Judges the rows of every operation and sums them up.
 
-    Operations are measured by the workers, while the model goes on; what was measured is taken in the order of the run.
+    `add` and `settle` run on the thread of the truth. `add` leaves the measuring (`_measure`) to the workers, while the
+    model goes on; `settle` takes what they measured into the totals (`_take`), in the order of the run. A worker
+    changes nothing but the effects of its operation, whose batches are measured one after the other.
     """
 
     def __init__(
@@ -108,92 +110,97 @@ class LocalJudge:
         workers: Workers[Measured] | None = None,
     ) -> None:
         self.graph, self.usable = hf.graph, usable
-        self.ways = ways(hf.graph, usable)
-        self.heads = hf.graph.head
+        self.unrecorded_before = unrecorded_before(hf.graph, usable)
+        self.head_taps = hf.graph.head
         self._rows = RowJudge(hf, dtype, usable, declared or Numerics())
         self._is_alone = is_alone
         self._workers = Workers[Measured]() if workers is None else workers
-        self._parts: dict[str, _Parts] = {}
+        self._totals: dict[str, _TapTotals] = {}
         self._num_kept = Counter[str]()
         self._stops_early, self._has_bad = stops_early, False
 
-    def add(self, rows: TapRows, through: tuple[str, ...]) -> None:
+    def add(self, rows: TapRows) -> None:
         """See `Judge.add`."""
-        part = self._parts.setdefault(rows.operation.tap, _Parts())
+        totals = self._totals.setdefault(rows.operation.tap, _TapTotals())
         if rows.operation.kind is Kind.CHOICE:
             distances = choice_errors(rows)
-            part.rows.append(rows.rows)
-            part.roundings.append(distances)
-            part.bound.append(torch.ones_like(distances))
+            totals.rows.append(rows.rows)
+            totals.roundings.append(distances)
+            totals.bound.append(torch.ones_like(distances))
             if bool((distances > 1).any()):
-                self._keep_choices(rows, part, distances)
+                self._keep_choices(rows, totals, distances)
             return
-        self._workers.submit(partial(self._measure, rows, through, part))
+        self._workers.submit(partial(self._measure, rows, totals))
 
     def settle(self) -> None:
         """See `Judge.settle`."""
         for measured in self._workers.finished():
-            self._take(measured, self._parts[measured.rows.operation.tap])
+            self._take(measured, self._totals[measured.rows.operation.tap])
 
     @property
     def is_decided(self) -> bool:
         """See `Judge.is_decided`: where it stops early, whether an operation that was judged by itself is wrong."""
         return self._stops_early and self._has_bad
 
-    def _measure(self, rows: TapRows, through: tuple[str, ...], part: _Parts) -> Measured:
+    def _measure(self, rows: TapRows, totals: _TapTotals) -> Measured:
         """Measure some rows: their errors, their bounds, and what direction the errors have."""
-        errors = self._rows.judge(rows, through, dtype=part.dtype)
-        if part.effects is None:
-            part.effects, part.control_effects = (_new_effects(rows, errors.dtype) for _ in range(2))
-        before = None if self._is_alone else copy.deepcopy(part.effects)
-        self._add_effects(rows, part, errors)
-        has_direction = not through and self._has_direction(part, errors)
+        errors = self._rows.judge(rows, dtype=totals.dtype)
+        if totals.effects is None:
+            totals.effects, totals.control_effects = (_new_effects(rows, errors.dtype) for _ in range(2))
+        before = None if self._is_alone else copy.deepcopy(totals.effects)
+        self._add_effects(rows, totals, errors)
+        has_direction = not rows.unrecorded and self._has_direction(totals, errors)
         if has_direction and errors.convention is None:
-            part.effects, errors = self._without_direction(rows, part.effects, before, errors)
+            totals.effects, errors = self._without_direction(rows, totals.effects, before, errors)
             has_direction = errors.convention is None
-        return Measured(rows=rows, through=through, errors=errors, has_direction=has_direction)
+        return Measured(rows=rows, errors=errors, has_direction=has_direction)
 
     @staticmethod
-    def _has_direction(part: _Parts, errors: RowErrors) -> bool:
-        room = max(part.room, errors.room)
-        return beyond_control(part.effects, part.control_effects, room=room) is not None
+    def _has_direction(totals: _TapTotals, errors: RowErrors) -> bool:
+        allowance = max(totals.allowance, errors.allowance)
+        return beyond_control(totals.effects, totals.control_effects, allowance=allowance) is not None
 
-    def _take(self, measured: Measured, part: _Parts) -> None:
+    def _take(self, measured: Measured, totals: _TapTotals) -> None:
         """Take what was measured."""
         rows, errors = measured.rows, measured.errors
-        part.dtype = errors.dtype
-        part.rows.append(rows.rows)
-        part.roundings.append(errors.roundings)
-        part.bound.append(errors.bound)
-        part.is_bounded_by_control |= errors.is_bounded_by_control
-        part.convention, part.room = errors.convention or part.convention, max(part.room, errors.room)
+        totals.dtype = errors.dtype
+        totals.rows.append(rows.rows)
+        totals.roundings.append(errors.roundings)
+        totals.bound.append(errors.bound)
+        totals.is_bounded_by_control |= errors.is_bounded_by_control
+        totals.convention, totals.allowance = (
+            errors.convention or totals.convention,
+            max(totals.allowance, errors.allowance),
+        )
         if errors.control is not None:
-            part.control.append(errors.control)
-        if measured.through and not self._is_within(rows, measured.through):
-            return
+            totals.control.append(errors.control)
+        if rows.unrecorded and not self._is_within_part(rows):
+            return  # what would have to be run again for a cause reaches over several parts of the model
         if bool(errors.bad.any()):
-            self._has_bad |= not measured.through
-            self._keep_evidence(rows, part, errors, errors.bad)
+            self._has_bad |= not rows.unrecorded
+            self._keep_evidence(rows, totals, errors, errors.bad)
         elif measured.has_direction:  # of which any row is as good as another
-            self._keep_evidence(rows, part, errors, errors.roundings.isfinite())
+            self._keep_evidence(rows, totals, errors, errors.roundings.isfinite())
 
-    def _is_within(self, rows: TapRows, through: tuple[str, ...]) -> bool:
-        """Whether all that was computed on the way stands in the operation's part of the model."""
-        part = rows.part
-        return part is not None and all(f"{self.graph[tap].module}.".startswith(f"{part.path}.") for tap in through)
+    def _is_within_part(self, rows: TapRows) -> bool:
+        """Whether the unrecorded taps before the operation all stand in its part of the model."""
+        if rows.part is None:
+            return False
+        part = f"{rows.part.path}."
+        return all(f"{self.graph[tap].module}.".startswith(part) for tap in rows.unrecorded)
 
-    def _add_effects(self, rows: TapRows, part: _Parts, errors: RowErrors) -> None:
+    def _add_effects(self, rows: TapRows, totals: _TapTotals, errors: RowErrors) -> None:
         """Add the rows to what is tested for a direction; the control's only where it will be asked for."""
-        assert part.effects is not None
-        assert part.control_effects is not None
+        assert totals.effects is not None
+        assert totals.control_effects is not None
         slope = _slope(rows, errors)
-        judged = _add(part.effects, rows, errors, slope)
+        judged = _add(totals.effects, rows, errors, slope)
         if rows.control is None or errors.control is None:
             return
-        if not self._is_alone or part.effects.strongest() is not None:
+        if not self._is_alone or totals.effects.strongest() is not None:
             position = rows.places % rows.batch.num_tokens
             finite = judged & errors.control.isfinite()
-            part.control_effects.add(position, rows.control, rows.expected, finite, slope)
+            totals.control_effects.add(position, rows.control, rows.expected, finite, slope)
 
     def _without_direction(
         self, rows: TapRows, effects: Effects, before: Effects | None, errors: RowErrors
@@ -204,11 +211,11 @@ class LocalJudge:
             return effects, errors
         others = before or _new_effects(rows, errors.dtype)
         _add(others, rows, best, _slope(rows, best))
-        return (effects, errors) if beyond_control(others, None, room=best.room) else (others, best)
+        return (effects, errors) if beyond_control(others, None, allowance=best.allowance) else (others, best)
 
-    def _keep_evidence(self, rows: TapRows, part: _Parts, errors: RowErrors, bad: torch.Tensor) -> None:
+    def _keep_evidence(self, rows: TapRows, totals: _TapTotals, errors: RowErrors, bad: torch.Tensor) -> None:
         operation = rows.operation
-        if not self._is_kept(operation, part):
+        if not self._is_kept(operation, totals):
             return
         if operation.kind is Kind.ATTENTION and rows.value.call is not None:
             found, kept = histories(rows.batch, rows.value.call, rows.places[bad])
@@ -219,7 +226,7 @@ class LocalJudge:
             wrong = bad.nonzero()[:, 0]
             found, chosen = (), wrong[torch.tensor(spread(range(len(wrong)), MAX_ROWS))]
             inputs = rows.inputs(rows.places[chosen])
-        part.evidence.append(
+        totals.evidence.append(
             Evidence(
                 operation=operation,
                 rows=rows.batch.rows(rows.places[chosen]),
@@ -229,19 +236,19 @@ class LocalJudge:
                 bound=errors.bound[chosen],
                 dtype=errors.dtype,
                 histories=found,
-                through=self.ways.get(operation.tap) or (),
+                unrecorded=self.unrecorded_before.get(operation.tap) or (),
                 scene=None if rows.part is None else Scene(batch=rows.batch, call=rows.part),
             )
         )
 
-    def _keep_choices(self, rows: TapRows, part: _Parts, distances: torch.Tensor) -> None:
+    def _keep_choices(self, rows: TapRows, totals: _TapTotals, distances: torch.Tensor) -> None:
         """Keep wrong choices, with the scores that they were to be made by in the place of their inputs."""
-        if not self._is_kept(rows.operation, part):
+        if not self._is_kept(rows.operation, totals):
             return
         wrong = (distances > 1).nonzero()[:, 0]
         chosen = wrong[torch.tensor(spread(range(len(wrong)), MAX_ROWS))]
         assert rows.value.scores is not None
-        part.evidence.append(
+        totals.evidence.append(
             Evidence(
                 operation=rows.operation,
                 rows=rows.batch.rows(rows.places[chosen]),
@@ -253,36 +260,36 @@ class LocalJudge:
             )
         )
 
-    def _is_kept(self, operation: Operation, part: _Parts) -> bool:
+    def _is_kept(self, operation: Operation, totals: _TapTotals) -> bool:
         """Whether evidence of an operation is kept still: of a site, that of the first layers."""
-        if not part.evidence and self._num_kept[operation.site] == MAX_LAYERS:
+        if not totals.evidence and self._num_kept[operation.site] == MAX_LAYERS:
             return False
-        self._num_kept[operation.site] += not part.evidence
+        self._num_kept[operation.site] += not totals.evidence
         return True
 
     def judgement(self) -> LocalJudgement:
         """Sum up what was judged, in the order of the run."""
-        in_order = [op.tap for op in self.graph if op.tap in self._parts]
+        in_order = [op.tap for op in self.graph if op.tap in self._totals]
         return LocalJudgement(
-            errors={tap: self._errors(tap, self._parts[tap]) for tap in in_order},
-            evidence={tap: merged(self._parts[tap].evidence) for tap in in_order if self._parts[tap].evidence},
+            errors={tap: self._errors(tap, self._totals[tap]) for tap in in_order},
+            evidence={tap: merged(self._totals[tap].evidence) for tap in in_order if self._totals[tap].evidence},
             is_partial=self.is_decided,
         )
 
-    def _errors(self, tap: str, part: _Parts) -> LocalErrors:
-        roundings, bound = torch.cat(part.roundings), torch.cat(part.bound)
+    def _errors(self, tap: str, totals: _TapTotals) -> LocalErrors:
+        roundings, bound = torch.cat(totals.roundings), torch.cat(totals.bound)
         return LocalErrors(
-            rows=Rows.concat(part.rows),
+            rows=Rows.concat(totals.rows),
             roundings=roundings,
             bound=bound,
             bad=roundings > bound,
             exact=bool((roundings == 0).all()),
-            dtype=part.dtype,
-            control=torch.cat(part.control) if len(part.control) == len(part.roundings) else None,
-            is_bounded_by_control=part.is_bounded_by_control,
-            convention=part.convention,
-            effect=beyond_control(part.effects, part.control_effects, room=part.room),
-            through=self.ways.get(tap) or (),
+            dtype=totals.dtype,
+            control=torch.cat(totals.control) if len(totals.control) == len(totals.roundings) else None,
+            is_bounded_by_control=totals.is_bounded_by_control,
+            convention=totals.convention,
+            effect=beyond_control(totals.effects, totals.control_effects, allowance=totals.allowance),
+            unrecorded=self.unrecorded_before.get(tap) or (),
             failures=tuple(self._rows.failures.get(tap, ())),
         )
 

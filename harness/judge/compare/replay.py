@@ -1,4 +1,14 @@
-"""Forced replay: HF's forward over an engine's rows, each recorded value put back as soon as it has been compared."""
+"""Forced replay: HF's forward over an engine's rows, each recorded value put back as soon as it has been compared.
+
+Who calls whom, for each part of the model (oracle/paired.py; the two forwards never run at the same time):
+
+1. The thread of the truth calls `Replay.part_begins`, and lets the control's thread run the part.
+2. The control's thread calls `Replay.control` at each operation: it keeps what the control gave, and puts the
+   recorded rows back.
+3. The truth's thread runs the same part and calls `Replay.truth` at each operation: it hands the rows and the
+   control's to the `Judge`, and puts the recorded rows back. The judge may leave measuring to worker threads.
+4. The truth's thread calls `Replay.part_done`: the judge waits for its workers, as the part's weights go now.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -32,6 +42,8 @@ class TapRows:
     values: Mapping[str, torch.Tensor]
     """[places, ...] of its inputs, as the truth went on with them."""
     value: Value
+    unrecorded: tuple[str, ...] = ()
+    """Taps between the recorded ones and this one: not recorded, so HF computed them; empty if all inputs were."""
     part: PartCall | None = None
     """What the part of the model with the operation was called with; None outside of all parts."""
 
@@ -49,7 +61,7 @@ class TapRows:
 
 
 class Judge(Protocol):
-    """Judges rows of one operation after the other."""
+    """Judges rows of one operation after the other; all calls come from the thread of the truth."""
 
     @property
     def graph(self) -> Graph:
@@ -60,17 +72,14 @@ class Judge(Protocol):
         """Recorded taps whose shape and dtype fit."""
 
     @property
-    def heads(self) -> Collection[str]:
+    def head_taps(self) -> Collection[str]:
         """Taps that HF computes only for the positions whose logits it is asked for."""
 
     @property
-    def ways(self) -> Mapping[str, tuple[str, ...] | None]:
-        """For a tap whose inputs were not all recorded, the taps that are computed on the way to it.
+    def unrecorded_before(self) -> Mapping[str, tuple[str, ...] | None]:
+        """See `granularity.unrecorded_before`: the taps that HF computes between the recorded ones and a tap."""
 
-        None if the way begins at the tokens.
-        """
-
-    def add(self, rows: TapRows, through: tuple[str, ...]) -> None:
+    def add(self, rows: TapRows) -> None:
         """Judge some rows of an operation, now or before `settle` returns."""
 
     def settle(self) -> None:
@@ -94,24 +103,25 @@ class Replay:
         self._control_scores: dict[str, torch.Tensor] = {}
         self._recorded_rows: dict[str, RecordedRows] = {}
         """Rows that the control was given and the truth is still to be given."""
-        self._given: dict[str, torch.Tensor] = {}
+        self._is_recorded: dict[str, torch.Tensor] = {}
         """[places] bool of each tap: where the engine recorded it."""
         self._values: dict[str, torch.Tensor] = {}
+        """[places, ...] of each tap that an operation is still to read, as the truth went on with them."""
         self._part: PartCall | None = None
         computed = (op for op in judge.graph if op.kind is not Kind.CACHE)
         self._num_readers = Counter(tap for op in computed for tap in op.inputs)
 
     @property
-    def logit_positions(self) -> list[int] | None:
-        """Positions at which the head was recorded; None if it was nowhere."""
-        recorded = [self._recorded(tap) for tap in self._judge.heads]
+    def logit_positions(self) -> list[int]:
+        """Positions at which the LM head was recorded; position 0 if it was nowhere."""
+        recorded = [self._recorded(tap) for tap in self._judge.head_taps]
         places = torch.cat([torch.zeros(0, dtype=torch.int64), *(each.places for each in recorded if each is not None)])
         positions: list[int] = (places % self._batch.num_tokens).unique().tolist()
         return positions or [0]
 
     def control(self, value: Value) -> torch.Tensor | None:
         """See `PairObserver.control`."""
-        found = self._found(value)
+        found = self._recorded_of(value)
         if found is None:
             return None
         recorded, at = found
@@ -119,18 +129,18 @@ class Replay:
         self._control[value.operation.tap] = value.rows[at].flatten(1)
         if value.scores is not None:
             self._control_scores[value.operation.tap] = value.scores[at]
-        return put_back(value.rows, at, _to_go_on_with(value, recorded, at))
+        return put_back(value.rows, at, _usable_rows(value, recorded, at))
 
     def truth(self, value: Value) -> torch.Tensor | None:
         """See `PairObserver.truth`."""
-        tap, replaced, found = value.operation.tap, None, self._found(value)
+        tap, replaced, found = value.operation.tap, None, self._recorded_of(value)
         given = torch.zeros(self._batch.num_places, dtype=torch.bool)
         if found is not None:
             recorded, at = found
             given[recorded.places] = True
             self._judge_rows(value, recorded, at)
-            replaced = put_back(value.rows, at, _to_go_on_with(value, recorded, at))
-        self._given[tap] = given
+            replaced = put_back(value.rows, at, _usable_rows(value, recorded, at))
+        self._is_recorded[tap] = given
         self._keep(value, replaced)
         return replaced
 
@@ -147,13 +157,14 @@ class Replay:
             raise DecidedError
 
     def _judge_rows(self, value: Value, recorded: RecordedRows, at: torch.Tensor) -> None:
-        through = self._judge.ways.get(value.operation.tap, ())
+        """Hand the rows to the judge that the engine computed itself from recorded inputs, or over unrecorded taps."""
+        unrecorded = self._judge.unrecorded_before.get(value.operation.tap, ())
         control = self._control.pop(value.operation.tap, None)
         scores = self._control_scores.pop(value.operation.tap, None)
-        if through is None:
+        if unrecorded is None:
             return
         judged = self._batch.is_own[recorded.places]
-        if not through:
+        if not unrecorded:
             judged = judged & self._inputs_recorded(value.operation)[recorded.places]
         if bool(judged.any()):
             self._judge.add(
@@ -167,23 +178,23 @@ class Replay:
                     control_scores=None if scores is None else scores[judged.to(scores.device)],
                     values={tap: self._values[tap] for tap in value.operation.inputs if tap in self._values},
                     value=value,
+                    unrecorded=unrecorded,
                     part=self._part,
-                ),
-                through,
+                )
             )
 
     def _inputs_recorded(self, operation: Operation) -> torch.Tensor:
         """[places] bool: where all inputs were recorded, for attention with all of the history."""
         given = torch.ones(self._batch.num_places, dtype=torch.bool)
         for index, tap in enumerate(operation.inputs):
-            own = self._given.get(tap, torch.zeros_like(given))
+            own = self._is_recorded.get(tap, torch.zeros_like(given))
             if operation.kind is Kind.ATTENTION and index:
                 own = own.view(-1, self._batch.num_tokens).int().cummin(dim=1).values.bool().flatten()
             given &= own
         return given
 
-    def _found(self, value: Value) -> tuple[RecordedRows, torch.Tensor] | None:
-        """Return what was recorded of a value, and where its rows stand in it."""
+    def _recorded_of(self, value: Value) -> tuple[RecordedRows, torch.Tensor] | None:
+        """Return the recorded rows of a value, and their numbers among its rows; None if there are none."""
         recorded = self._recorded_rows.pop(value.operation.tap, None) or self._recorded(value.operation.tap)
         if recorded is None or value.places is None:
             return None if recorded is None else (recorded, recorded.places.to(value.rows.device))
@@ -222,7 +233,7 @@ def _rows_in(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name == "hidden_states"}
 
 
-def _to_go_on_with(value: Value, recorded: RecordedRows, at: torch.Tensor) -> torch.Tensor:
+def _usable_rows(value: Value, recorded: RecordedRows, at: torch.Tensor) -> torch.Tensor:
     """Return the recorded rows, HF's own choice in the place of indices that do not exist."""
     if value.scores is None:
         return recorded.rows

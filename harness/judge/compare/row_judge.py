@@ -7,7 +7,7 @@ import torch
 from harness.base.metrics import rounding_unit, row_errors
 from harness.base.numerics import Numerics
 from harness.formats.taps import KINDS, ErrorModel, Kind
-from harness.judge.compare.bounds import CONTROL_FACTOR, THROUGH_FACTOR, Sensitivity, control_bound, derived_bound
+from harness.judge.compare.bounds import CONTROL_FACTOR, UNRECORDED_FACTOR, Sensitivity, control_bound, derived_bound
 from harness.judge.compare.conventions import Rounding, SuspectRows, conventions
 from harness.judge.compare.guard import guarded
 from harness.judge.compare.replay import TapRows
@@ -38,8 +38,8 @@ class RowErrors:
     """float64: the control's own errors if it was run in this dtype."""
     is_bounded_by_control: bool = False
     convention: str | None = None
-    room: float = 0.0
-    """Roundings that the convention allows a row besides those of its kind, at most: a direction may be as large."""
+    allowance: float = 0.0
+    """The most roundings that the convention adds to the bound of a row. An effect over all rows may be as large."""
 
     @property
     def bad(self) -> torch.Tensor:
@@ -75,33 +75,32 @@ class RowJudge:
         self.failures: dict[str, list[str]] = {}
         """By tap: conventions that raised, and where."""
 
-    def judge(self, rows: TapRows, through: tuple[str, ...], *, dtype: torch.dtype | None = None) -> RowErrors:
+    def judge(self, rows: TapRows, *, dtype: torch.dtype | None = None) -> RowErrors:
         """Judge rows in the dtype of their operation's tensors.
 
         Args:
             rows: of one operation.
-            through: taps that were not recorded and were computed on the way.
             dtype: in which rows of the operation were judged before; None for the first ones.
         """
-        if dtype is None and self._may_be_finer(rows, through):
-            finer = self._judge_in(rows, through, torch.float32)
+        if dtype is None and self._may_be_finer(rows):
+            finer = self._judge_in(rows, torch.float32)
             if float(finer.bad.float().mean()) <= 1 - _MAJORITY:
                 return finer
-        return self._judge_in(rows, through, dtype or self._dtype)
+        return self._judge_in(rows, dtype or self._dtype)
 
-    def _may_be_finer(self, rows: TapRows, through: tuple[str, ...]) -> bool:
+    def _may_be_finer(self, rows: TapRows) -> bool:
         """Whether the tensors are finer than the engine's dtype, in a model whose truth is finer than they are."""
-        is_derived = not through and KINDS[rows.operation.kind].error_model is not None
+        is_derived = not rows.unrecorded and KINDS[rows.operation.kind].error_model is not None
         if not is_derived or self._dtype not in _HALF or rows.actual.dtype != torch.float32:
             return False
         is_on_grid = torch.equal(rows.actual.to(self._dtype).to(torch.float32), rows.actual)
         return rows.expected.dtype == torch.float64 and not is_on_grid
 
-    def _judge_in(self, rows: TapRows, through: tuple[str, ...], dtype: torch.dtype) -> RowErrors:
+    def _judge_in(self, rows: TapRows, dtype: torch.dtype) -> RowErrors:
         roundings, control = _roundings(rows.actual, rows.expected, dtype), None
         if rows.control is not None and dtype == self._dtype:
             control = _roundings(rows.control, rows.expected, dtype)
-        bound, by_control = self._bound(rows, roundings, control, through, dtype)
+        bound, by_control = self._bound(rows, roundings, control, dtype)
         errors = RowErrors(
             dtype=dtype,
             roundings=roundings,
@@ -110,23 +109,18 @@ class RowJudge:
             control=control,
             is_bounded_by_control=by_control,
         )
-        if through or not bool(errors.bad.any()):
+        if rows.unrecorded or not bool(errors.bad.any()):
             return errors
         best = self.under_best_convention(rows, errors)
         return errors if best is None or best.num_bad >= errors.num_bad else best
 
     def _bound(
-        self,
-        rows: TapRows,
-        roundings: torch.Tensor,
-        control: torch.Tensor | None,
-        through: tuple[str, ...],
-        dtype: torch.dtype,
+        self, rows: TapRows, roundings: torch.Tensor, control: torch.Tensor | None, dtype: torch.dtype
     ) -> tuple[torch.Tensor, bool]:
         """Return the bound of each row, and whether the control made it."""
         model = KINDS[rows.operation.kind].error_model
-        if through or model is None:
-            factor = THROUGH_FACTOR if through else CONTROL_FACTOR
+        if rows.unrecorded or model is None:
+            factor = UNRECORDED_FACTOR if rows.unrecorded else CONTROL_FACTOR
             known = roundings.new_zeros(len(roundings)) if control is None else control
             return control_bound(known, dtype, factor=factor, model=model), True
         bound = self._derived_bound(model, rows, roundings, dtype)
@@ -211,12 +205,12 @@ def _under(rounding: Rounding, rows: TapRows, errors: RowErrors, sensitivity: Se
     return RowErrors(
         dtype=errors.dtype,
         roundings=torch.where(errors.roundings.isnan(), torch.nan, roundings),
-        bound=bound if rounding.room is None else bound + rounding.room,
+        bound=bound if rounding.allowance is None else bound + rounding.allowance,
         expected=expected,
         control=errors.control,
         is_bounded_by_control=errors.is_bounded_by_control,
         convention=rounding.name,
-        room=0.0 if rounding.room is None or not len(rounding.room) else float(rounding.room.max()),
+        allowance=0.0 if rounding.allowance is None or not len(rounding.allowance) else float(rounding.allowance.max()),
     )
 
 

@@ -1,7 +1,7 @@
 """One recording against one golden: every judgement there is, put together into a result."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,11 +13,11 @@ from harness.formats.taps import Graph
 from harness.judge.compare.align import Locator, match_requests
 from harness.judge.compare.cache import cache_errors
 from harness.judge.compare.compute import judged_compute, unjudged
-from harness.judge.compare.coverage import check_caches, check_coverage, check_tokens
+from harness.judge.compare.coverage import Requirements, check_caches, check_coverage, check_tokens
 from harness.judge.compare.divergence import first_divergence
 from harness.judge.compare.evidence import Evidence
 from harness.judge.compare.figures import tap_result
-from harness.judge.compare.findings import bad_finding, departure_finding, oracle_finding
+from harness.judge.compare.findings import bad_finding, oracle_finding, systematic_finding
 from harness.judge.compare.judged import TapJudgement, judge
 from harness.judge.compare.local import local_errors
 from harness.judge.compare.local_judge import LocalErrors, LocalJudgement
@@ -29,7 +29,7 @@ from harness.judge.compare.tokens import compare_tokens
 from harness.judge.compare.traits import Traits
 from harness.oracle.golden import LOGIT_NOISE, Golden
 from harness.oracle.model import HFModel
-from harness.results.check import Coverage, Finding, LogitResult, Outcome, RunResult
+from harness.results.check import Coverage, Finding, LogitResult, Outcome, RunResult, TokenResult
 
 TOKENS = "tokens"
 """The unsupported tap of an engine that cannot report its own choices."""
@@ -53,15 +53,9 @@ def compare_run(
     expected: Golden,
     *,
     hf: HFModel | None = None,
-    wanted: Iterable[str] | None = None,
-    not_offered: Sequence[str] = (),
-    sampled_only: Sequence[str] = (),
-    accepts_tokens: bool = False,
-    least_compute: float = 0.0,
-    require: Sequence[str] = ("decode",),
+    requirements: Requirements | None = None,
     truth: str = "auto",
     stops_early: bool = False,
-    engine_s: float | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Compare an engine's recording with a golden, or with another engine's recording.
@@ -70,56 +64,34 @@ def compare_run(
         actual: what the engine recorded.
         expected: the golden, or another recording without noise.
         hf: the model that judges every operation by itself; without it the rows are compared and no more.
-        wanted: taps that must have been recorded; by default those of `expected`.
-        not_offered: sites that the engine declares it cannot record; reported only.
-        sampled_only: taps that the engine computes for sampled rows only.
-        accepts_tokens: whether equal tokens are enough to pass where not one operation could be judged.
-        least_compute: share of the model's multiply-adds whose output must be judged to pass.
-        require: triggers the workload must have reached.
+        requirements: what `actual` must hold to pass; by default the taps of `expected`, and a decode step.
         truth: precision in which operations are judged, `float64`, `float32` or `auto`.
         stops_early: judge no further than the first operation that is wrong.
-        engine_s: seconds the engine took, for the report.
         progress: told what is being done.
 
     Raises:
         HarnessError: the recordings hold different prompts or are of different dtypes, or one of them is damaged.
     """
-    begin, sides = time.perf_counter(), _sides(actual, expected, hf)
-    graph, ours, noise = sides.graph, sides.ours, expected.noise
+    begin, sides, required = time.perf_counter(), _sides(actual, expected, hf), requirements or Requirements()
     found = _judge(sides, hf, truth=truth, stops_early=stops_early, progress=progress)
-    judged, propagation = found.judged, found.propagation
-    sound = ours if _follows_conventions(judged, graph.logits) else None
-    tokens, differences = compare_tokens(actual, sides.theirs, graph.logits, noise.get(LOGIT_NOISE), sound=sound)
-    coverage, gaps = check_coverage(
-        ours,
-        graph,
-        [entry.name for entry in expected.recording.taps] if wanted is None else wanted,
-        not_offered=not_offered,
-        require=require if actual.steps else (),
-        traits=None if hf is None else Traits.of(hf),
-        also=_ties(propagation.logits, noise.get(LOGIT_NOISE)),
-        sampled_only=sampled_only,
-    )
-    coverage = _with_what_was_judged(coverage, sides, judged, hf)
-    findings = [*sides.findings, *_findings(sides, found), *differences, *gaps]
-    findings += [] if TOKENS in not_offered else check_tokens(ours, tokens.compared)
-    num_tokens = tokens.compared if accepts_tokens else 0
+    tokens, coverage, gaps = _tokens_and_coverage(sides, expected, hf, found, required)
     for recording in (actual, expected.recording):
         recording.verify_all()
+    findings = [*sides.findings, *_findings(sides, found), *gaps]
+    num_tokens = tokens.compared if required.accepts_tokens else 0
     misshapen = [finding.tap for finding in sides.findings if finding.tap is not None]
     result = RunResult(
         schedule=actual.manifest.schedule or "recorded",
-        outcome=_outcome(judged, coverage, num_tokens, findings, least_compute),
+        outcome=_outcome(found.judged, coverage, num_tokens, findings, required.least_compute),
         num_rows=sum(step.entry.num_rows for step in actual.steps if step.phase != "readback"),
-        taps=tuple(tap_result(each) for each in judged),
+        taps=tuple(tap_result(each) for each in found.judged),
         findings=tuple(findings),
-        first_divergence=first_divergence(judged, misshapen, graph, actual),
+        first_divergence=first_divergence(found.judged, misshapen, sides.graph, actual),
         tokens=tokens,
-        logits=propagation.logits,
+        logits=found.propagation.logits,
         coverage=coverage,
-        engine_s=engine_s,
         compare_s=time.perf_counter() - begin,
-        positions=position_errors(propagation, graph),
+        positions=position_errors(found.propagation, sides.graph),
     )
     return Comparison(result=result, errors=found.local.errors, caches=found.caches, evidence=found.local.evidence)
 
@@ -188,11 +160,30 @@ def _judge(
     return _Judgements(local=local, caches=caches, propagation=propagation, judged=judged)
 
 
+def _tokens_and_coverage(
+    sides: _Sides, expected: Golden, hf: HFModel | None, found: _Judgements, required: Requirements
+) -> tuple[TokenResult, Coverage, list[Finding]]:
+    """Compare the tokens, and count what was recorded; return what differs or is missing as findings."""
+    graph, ours, noise = sides.graph, sides.ours, sides.noise.get(LOGIT_NOISE)
+    sound = ours if _follows_conventions(found.judged, graph.logits) else None
+    tokens, differences = compare_tokens(sides.actual, sides.theirs, graph.logits, noise, sound=sound)
+    coverage, gaps = check_coverage(
+        ours,
+        graph,
+        [entry.name for entry in expected.recording.taps] if required.wanted is None else required.wanted,
+        required,
+        traits=None if hf is None else Traits.of(hf),
+        also=_ties(found.propagation.logits, noise),
+    )
+    gaps += [] if TOKENS in required.not_offered else check_tokens(ours, tokens.compared)
+    return tokens, _with_what_was_judged(coverage, sides, found.judged, hf), [*differences, *gaps]
+
+
 def _findings(sides: _Sides, found: _Judgements) -> list[Finding]:
     """Return what is wrong with operations, with the oracle, and with the cache and its slots."""
     not_finite = oracle_finding(found.propagation)
     findings = [bad_finding(each) for each in found.judged if each.is_bad] + ([not_finite] if not_finite else [])
-    findings += [departure_finding(each) for each in found.judged if each.departure]
+    findings += [systematic_finding(each) for each in found.judged if each.effect is not None]
     findings += check_caches(sides.ours, sides.graph, sides.usable, [each.operation.tap for each in found.judged])
     return findings + slot_conflicts(sides.actual)
 

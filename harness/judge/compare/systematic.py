@@ -234,7 +234,7 @@ class Effects:
         )
 
 
-def beyond_control(effects: Effects | None, control: Effects | None, *, room: float = 0.0) -> Effect | None:
+def beyond_control(effects: Effects | None, control: Effects | None, *, allowance: float = 0.0) -> Effect | None:
     """Return the strongest effect that lies outside of what truth and control span; None for none.
 
     Rounding of values that lie on a grid can have a direction: silu of a small bfloat16 number loses its quadratic term
@@ -244,12 +244,12 @@ def beyond_control(effects: Effects | None, control: Effects | None, *, room: fl
     Args:
         effects: of the engine's rows.
         control: of the control's.
-        room: roundings that the engine's convention allows besides.
+        allowance: roundings that the engine's convention allows in addition: no smaller effect is held against it.
     """
     if effects is None:
         return None
     beyond = []
-    for effect in (each for each in effects.significant() if abs(each.roundings) > room):
+    for effect in (each for each in effects.significant() if abs(each.roundings) > allowance):
         own = control.like(effect) if control is not None else None
         if own is None or effects.is_significant(_excess(effect, own)):
             beyond.append(effect)

@@ -17,16 +17,15 @@ from harness.judge.compare.prefixes import Prefixes
 from harness.judge.compare.run import Comparison
 from harness.judge.compare.shapes import engine_dtype
 from harness.judge.compare.slot_history import SlotHistory
-from harness.judge.explain.attention_context import AttentionContext
-from harness.judge.explain.choice import explain_count
-from harness.judge.explain.declared import declared_failures
-from harness.judge.explain.direction import explain_direction
-from harness.judge.explain.failure import Failure, gathered
-from harness.judge.explain.layers import layers_that_did_not_run
-from harness.judge.explain.ranking import rank_hypotheses, with_failures
-from harness.judge.explain.rerun import Rerun
-from harness.judge.explain.scope import first_bad_row, scope
+from harness.judge.explain.core.failure import Failure, gathered
+from harness.judge.explain.core.rerun import Rerun
+from harness.judge.explain.experts.choice import explain_count
+from harness.judge.explain.layer.not_run import layers_that_did_not_run
+from harness.judge.explain.products.declared import declared_failures
 from harness.judge.explain.tokens import explain_token
+from harness.judge.explain.trial.direction import explain_direction
+from harness.judge.explain.trial.ranking import rank_hypotheses, with_failures
+from harness.judge.explain.trial.scope import first_bad_row, scope
 from harness.oracle.golden import Golden
 from harness.oracle.model import HFModel
 from harness.oracle.precision import upcast
@@ -62,11 +61,6 @@ def _failed(failures: Sequence[str]) -> Explanation:
     """Return what stands in for an explanation that raised."""
     return Explanation(
         cause="no explanation: looking for one failed",
-        scope="",
-        residual_before=None,
-        residual_after=None,
-        num_rows=0,
-        num_explained=0,
         is_cause=False,
         detail="; ".join(failures),
     )
@@ -78,9 +72,7 @@ def _not_looked_for(errors: LocalErrors, where: str, begins: str) -> Explanation
         cause="no cause was looked for: too much on the way to this tap was not recorded",
         scope=where,
         residual_before=float(errors.roundings[errors.bad].median()),
-        residual_after=None,
         num_rows=int(errors.bad.sum()),
-        num_explained=0,
         is_cause=False,
         detail=begins,
     )
@@ -155,7 +147,7 @@ class _Explainer:
             evidence = self.found.evidence.get(operation.tap)
         if errors is None or not (bool(errors.bad.any()) or errors.effect):
             return None
-        if operation.kind is Kind.CACHE and (silent := self._behind(operation)) is not None:
+        if operation.kind is Kind.CACHE and (silent := self._layer_not_run(operation)) is not None:
             return silent
         is_bad = bool(errors.bad.any())
         where = scope(errors.rows, errors.bad, self.recording) if is_bad else ""
@@ -173,10 +165,10 @@ class _Explainer:
                 return explain_direction(failure, errors.effect)
             return None if failure is None else _explained(failure, evidence, where)
 
-    def _behind(self, cache: Operation) -> Explanation | None:
-        """Explain a cache by what stands after its layer, where that says that the layer did not run."""
+    def _layer_not_run(self, cache: Operation) -> Explanation | None:
+        """Return the cause of a later operation, if it is that the layer of the cache did not run."""
         for tap, errors in self.found.errors.items():
-            if any(layer_of(each) == cache.layer for each in errors.through):
+            if any(layer_of(each) == cache.layer for each in errors.unrecorded):
                 explanation = self._explain(self.hf.graph[tap])
                 return explanation if explanation is not None and explanation.is_cause else None
         return None
@@ -204,10 +196,10 @@ class _Explainer:
             expected=evidence.expected,
             inputs=list(evidence.inputs),
             dtype=evidence.dtype,
-            views=tuple(AttentionContext.of(history) for history in evidence.histories),
+            views=evidence.histories,
             slot_history=self.slot_history,
             sound=self.sound,
-            through=evidence.through,
+            unrecorded=evidence.unrecorded,
             rerun=rerun,
         )
 

@@ -58,8 +58,6 @@ def _explanation(cause: str, detail: str, wrong: list[_Choice], num_explained: i
     return Explanation(
         cause=cause,
         scope=f"{len(wrong)} choices: {places}" if len(wrong) > 1 else places,
-        residual_before=None,
-        residual_after=None,
         num_rows=len(wrong),
         num_explained=num_explained,
         detail=detail,

@@ -12,7 +12,7 @@ from harness.formats.case import DTYPES, TRIGGERS
 from harness.formats.checkpoint import Checkpoint, resolve
 from harness.formats.recording import Recording
 from harness.formats.taps import Graph, Kind
-from harness.judge.compare import TOKENS, compare_run
+from harness.judge.compare import TOKENS, Requirements, compare_run
 from harness.judge.compare.compute import LEAST_JUDGED
 from harness.judge.explain import explain_run
 from harness.oracle.golden import Golden
@@ -51,7 +51,7 @@ def run_diff(
     Raises:
         HarnessError: a recording is missing or damaged, they hold different prompts, or an option makes no sense.
     """
-    _refuse_unknown_triggers(require)
+    _refuse_unknown("--require", "unknown trigger {}", require, TRIGGERS)
     with Recording.open(expected) as theirs, Recording.open(actual) as ours:
         manifest, golden = ours.manifest, Golden(theirs)
         hf, notes = _oracle(ours, model, device, local_files_only=local_files_only)
@@ -61,17 +61,13 @@ def run_diff(
             notes.append("no KV cache was read back: whether it holds what was written is not known")
         wanted = _wanted(taps, lacking, [*(entry.name for entry in theirs.manifest.taps), *caches], graph)
         chose_tokens = any(step.sampled is not None for step in ours.steps)
-        found = compare_run(
-            ours,
-            golden,
-            hf=hf,
+        requirements = Requirements(
             wanted=wanted,
             not_offered=(*lacking, *(() if chose_tokens else (TOKENS,))),
-            least_compute=LEAST_JUDGED if tuple(taps) == ("*",) and not lacking else 0.0,  # or the user asks for less
+            least_compute=LEAST_JUDGED if tuple(taps) == ("*",) and not lacking else 0.0,  # or less is asked for
             require=require,
-            truth=truth,
-            progress=progress,
         )
+        found = compare_run(ours, golden, hf=hf, requirements=requirements, truth=truth, progress=progress)
         run = found.result if hf is None else explain_run(found, ours, golden, hf)
         return CheckResult(
             engine=manifest.producer.name,
@@ -100,7 +96,8 @@ def _oracle(
 def _wanted(globs: Sequence[str], lacking: Sequence[str], names: Sequence[str], graph: Graph) -> list[str]:
     """Return the taps that match a glob, but for the sites that the engine lacks."""
     wanted = _matching(globs, list(dict.fromkeys(names)))
-    _refuse_unknown_sites(lacking, [_site(tap, graph) for tap in wanted])
+    sites = [_site(tap, graph) for tap in wanted]
+    _refuse_unknown("--lacking", "no tap that is asked for is a {}", lacking, sites)
     return [tap for tap in wanted if _site(tap, graph) not in lacking]
 
 
@@ -116,28 +113,12 @@ def _site(tap: str, graph: Graph) -> str:
     return graph[tap].site if tap in graph else tap
 
 
-def _refuse_unknown_sites(lacking: Sequence[str], sites: Sequence[str]) -> None:
-    for site in lacking:
-        if site not in sites:
-            raise HarnessError(
-                Code.BAD_OPTION,
-                f"no tap that is asked for is a {site!r}",
-                where="--lacking",
-                expected=", ".join(dict.fromkeys(sites)),
-                actual=site,
-            )
-
-
-def _refuse_unknown_triggers(require: Sequence[str]) -> None:
-    for trigger in require:
-        if trigger not in TRIGGERS:
-            raise HarnessError(
-                Code.BAD_OPTION,
-                f"unknown trigger {trigger!r}",
-                where="--require",
-                expected=", ".join(TRIGGERS),
-                actual=trigger,
-            )
+def _refuse_unknown(option: str, what: str, given: Sequence[str], known: Sequence[str]) -> None:
+    """Raise if an option was given a name that is not known; `what` is the message, with `{}` for the name."""
+    for name in given:
+        if name not in known:
+            expected = ", ".join(dict.fromkeys(known))
+            raise HarnessError(Code.BAD_OPTION, what.format(repr(name)), where=option, expected=expected, actual=name)
 
 
 def _dtype(recording: Recording) -> torch.dtype:

@@ -4,8 +4,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from harness.base.progress import Progress
-from harness.judge.jobs.check import new_output_dir
 from harness.judge.jobs.model import planned_model
+from harness.judge.jobs.output_folder import new_output_dir
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import cached_golden, make_golden
 from harness.plan import Plan

@@ -21,9 +21,9 @@ from tabulate import tabulate
 from harness.base.environment import environment
 from harness.formats.case import RequestSpec, load_case
 from harness.formats.recording import Recording
-from harness.judge.compare import compare_run
+from harness.judge.compare import Requirements, compare_run
 from harness.judge.compare.run import Comparison
-from harness.judge.jobs.check import open_planned, record_run
+from harness.judge.jobs.engine_run import open_planned, record_run
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel, load_model
 from harness.plan import Plan, plan_request
@@ -89,8 +89,9 @@ def measure(plan: Plan, floors: dict[tuple[str, str, str], Floor], alarms: list[
                             recording,
                             golden,
                             hf=hf,
-                            wanted=engine.capabilities.wanted(hf.graph),
-                            require=schedule.requires,
+                            requirements=Requirements(
+                                wanted=engine.capabilities.wanted(hf.graph), require=schedule.requires
+                            ),
                         )
                 collect(found, plan.dtype, hf, floors, label)
                 result = found.result

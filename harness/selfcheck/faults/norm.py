@@ -80,7 +80,7 @@ def _over_all_heads(layer: DecoderLayer) -> DecoderLayer:
     return replace(layer, attention=wrong)
 
 
-def _residual_behind_the_norm(call: Callable[..., Any]) -> Callable[..., Any]:
+def _residual_after_the_norm(call: Callable[..., Any]) -> Callable[..., Any]:
     def called(self: DecoderLayer, x: torch.Tensor, rotation: Any, batch: Any) -> torch.Tensor:
         normed = self.input_layernorm(x)
         x = normed  # should be the stream
@@ -223,7 +223,7 @@ FAULTS = [
     _fault(
         "residual-after-norm",
         "The residual is taken after the first norm.",
-        replacing((DecoderLayer, "__call__", _residual_behind_the_norm)),
+        replacing((DecoderLayer, "__call__", _residual_after_the_norm)),
         "residual is taken after the norm",
         _LAYER + "attn_residual",
     ),

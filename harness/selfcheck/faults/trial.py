@@ -16,7 +16,8 @@ from harness.errors import Code, HarnessError
 from harness.formats.case import RequestSpec
 from harness.formats.checkpoint import embedded_cases
 from harness.formats.recording import Recording, RecordingWriter
-from harness.judge.jobs.check import run_check, with_duplicate_requests
+from harness.judge.jobs.check import run_check
+from harness.judge.jobs.engine_run import with_duplicate_requests
 from harness.judge.jobs.model import planned_model
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import cached_golden

@@ -76,14 +76,14 @@ def _coarse_cache(subject: SuspectRows) -> Iterator[Rounding]:
         name=CACHE_PRODUCTS.format(name),
         model=MODEL,
         expected=lambda: _attend(subject, call, rounded, rounded),
-        room=2 * coarse * amplification,
+        allowance=2 * coarse * amplification,
     )
     num_seen = (subject.positions + 1).to(torch.float64)
     yield Rounding(
         name=CACHE_FLASH.format(name),
         model=MODEL,
         expected=lambda: _attend(subject, call, rounded, rounded),
-        room=2 * coarse * (amplification + num_seen.sqrt()),
+        allowance=2 * coarse * (amplification + num_seen.sqrt()),
     )
 
 

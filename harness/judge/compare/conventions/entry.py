@@ -58,7 +58,7 @@ class Rounding:
     """The error that remains to rounding under it."""
     expected: Callable[[], torch.Tensor]
     """Computes what the rows should be: [R, W] float64."""
-    room: torch.Tensor | None = None
+    allowance: torch.Tensor | None = None
     """[R] float64: roundings that are left to it besides those of the model."""
 
 

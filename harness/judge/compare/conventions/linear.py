@@ -69,7 +69,7 @@ def _partial_sums(subject: SuspectRows) -> Iterator[Rounding]:
                     name=SUMS_IN_DTYPE.format(dtype_name(subject.dtype), count),
                     model=MODEL,
                     expected=expected,
-                    room=_room_of_sums(_parts(subject, count), subject.dtype),
+                    allowance=_room_of_sums(_parts(subject, count), subject.dtype),
                 )
 
 
@@ -91,8 +91,8 @@ def _room_of_sums(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
     """[R] roundings of the sums in between, in any order: each as large as some of the parts add up to."""
     between = torch.stack([part.norm(dim=1).square() for part in parts]).sum(dim=0).sqrt()
     total = torch.stack(parts).sum(dim=0).norm(dim=1)
-    room: torch.Tensor = math.sqrt(len(parts) - 2) * largest_rounding(dtype) * (between / total).clamp(min=1)
-    return room.nan_to_num(nan=0.0, posinf=0.0).cpu()
+    allowance: torch.Tensor = math.sqrt(len(parts) - 2) * largest_rounding(dtype) * (between / total).clamp(min=1)
+    return allowance.nan_to_num(nan=0.0, posinf=0.0).cpu()
 
 
 def rounded_products(subject: SuspectRows) -> Iterator[Rounding]:

@@ -51,7 +51,7 @@ def _quantised_cache(subject: SuspectRows) -> Iterator[Rounding]:
     def expected(used: torch.dtype | None) -> torch.Tensor:
         return _attend(subject, call, operands, values, used)
 
-    yield Rounding(name=KEPT.format(*names), model=MODEL, expected=lambda: expected(None), room=ties)
+    yield Rounding(name=KEPT.format(*names), model=MODEL, expected=lambda: expected(None), allowance=ties)
     if values.dtype not in (torch.float16, torch.bfloat16):
         return
     coarse = rounding_unit(values.dtype) / rounding_unit(subject.dtype)
@@ -63,13 +63,13 @@ def _quantised_cache(subject: SuspectRows) -> Iterator[Rounding]:
         name=ROUNDED_PROBABILITIES.format(*names),
         model=MODEL,
         expected=lambda: expected(values.dtype),
-        room=ties + 2 * coarse * amplification,
+        allowance=ties + 2 * coarse * amplification,
     )
     yield Rounding(
         name=ROUNDED_SUMS.format(*names),
         model=MODEL,
         expected=lambda: expected(values.dtype),
-        room=ties + 2 * coarse * (amplification + num_seen),
+        allowance=ties + 2 * coarse * (amplification + num_seen),
     )
 
 
@@ -121,8 +121,8 @@ def _room_of_ties(subject: SuspectRows, call: AttentionCall, operands: _Operands
         moved.append((p * spread).sum(dim=-1) + (p @ value_slack).norm(dim=-1))
         norms.append(context.norm(dim=-1))
     total, norm = (torch.cat(parts, dim=2).square().sum(dim=1).sqrt().flatten() for parts in (moved, norms))
-    room = (total / norm).nan_to_num(nan=0.0, posinf=0.0) / rounding_unit(subject.dtype)
-    return room[subject.rows].cpu()
+    allowance = (total / norm).nan_to_num(nan=0.0, posinf=0.0) / rounding_unit(subject.dtype)
+    return allowance[subject.rows].cpu()
 
 
 CONVENTIONS = (

@@ -86,10 +86,10 @@ def _other_orders(subject: SuspectRows) -> Iterator[Rounding]:
     own = _own_rotation(subject, x)
     if own is not None:
         angles = _angles(subject, own)
-        room = _room(angles, own.pairs(own.heads(x)), subject.dtype)
+        allowance = _allowance(angles, own.pairs(own.heads(x)), subject.dtype)
         actual = subject.actual.to("cpu", torch.float64).nan_to_num()
         expected = partial(_nearest, own, x, angles, actual)
-        yield Rounding(name=OTHER_ORDER, model=_MODEL, expected=expected, room=room)
+        yield Rounding(name=OTHER_ORDER, model=_MODEL, expected=expected, allowance=allowance)
 
 
 def _nearest(own: Rotation, x: torch.Tensor, angles: _Angles, actual: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ def _angles(subject: SuspectRows, own: Rotation) -> _Angles:
     )
 
 
-def _room(angles: _Angles, pairs_RNP2: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _allowance(angles: _Angles, pairs_RNP2: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[R] roundings that an error of the angles makes: each pair moves by its size times the angle's error."""
     angle = _in_float64(angles) * torch.finfo(torch.float32).eps / 2 * _ROUNDINGS_OF_ANGLE
     moved = (pairs_RNP2.norm(dim=-1) * angle[:, None]).flatten(1).norm(dim=1)

@@ -81,5 +81,5 @@ def test_what_an_engine_declares_reaches_the_judge_as_in_a_check(checkpoints, mo
     assert judge.judge(workload).error is None
     ((numerics, arguments),) = given
     assert numerics == Declaring.capabilities.numerics
-    assert arguments["sampled_only"] == ("model.norm",)
-    assert arguments["require"] == ()
+    assert arguments["requirements"].sampled_only == ("model.norm",)
+    assert arguments["requirements"].require == ()

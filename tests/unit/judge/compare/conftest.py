@@ -1,6 +1,7 @@
 """Sound recordings of HF itself under several schedules, and the golden they are compared with."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from harness.engines import Workload, open_engine
 from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
 from harness.formats.schedule import parse_schedule
-from harness.judge.compare import compare_run
+from harness.judge.compare import Requirements, compare_run
 from harness.judge.compare.run import Comparison
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import cached_golden
@@ -21,6 +22,14 @@ from .recordings import Copy
 
 LENGTHS = (11, 4, 7)
 NUM_NEW = 4
+
+REQUIRED = {field.name for field in fields(Requirements)}
+
+
+def compare(actual: Recording, golden: Golden, **given: object) -> Comparison:
+    """Call `compare_run`; the fields of `Requirements` are given as arguments of their own."""
+    required = {name: given.pop(name) for name in REQUIRED & set(given)}
+    return compare_run(actual, golden, requirements=Requirements(**required), **given)
 
 
 class Bench:
@@ -70,7 +79,7 @@ class Bench:
 
     def comparison(self, actual: Recording, **given: object) -> Comparison:
         """Compare with the golden, by replay and by propagation."""
-        return compare_run(actual, self.golden, hf=self.hf, **given)
+        return compare(actual, self.golden, hf=self.hf, **given)
 
     def compare(self, actual: Recording, **given: object) -> RunResult:
         """Return what `comparison` found."""
@@ -90,13 +99,13 @@ class Bench:
             actual: the engine's.
             expected: in the place of the golden's recording.
             noise: in the place of the golden's noise; none makes of `expected` just another engine's recording.
-            given: further arguments of `compare_run`.
+            given: fields of `Requirements`, and further arguments of `compare_run`.
         """
         golden = Golden(expected or self.golden.recording)
         golden.noise = dict(self.golden.noise if noise is None else noise)
         if golden.noise:
             golden.graph = self.golden.graph
-        return compare_run(actual, golden, **given).result
+        return compare(actual, golden, **given).result
 
 
 @pytest.fixture(scope="session")

@@ -80,6 +80,7 @@ def tap_rows(
     num_places: int = 200,
     call: AttentionCall | None = None,
     scores: torch.Tensor | None = None,
+    unrecorded: tuple[str, ...] = (),
 ) -> TapRows:
     """Rows of one operation that are to be judged; requests have so many tokens, and are numbered as in the batch."""
     at = torch.arange(len(actual)) if places is None else torch.tensor(places)
@@ -96,6 +97,7 @@ def tap_rows(
     )
     return TapRows(
         operation=operation,
+        unrecorded=unrecorded,
         batch=batch,
         places=at,
         actual=actual,

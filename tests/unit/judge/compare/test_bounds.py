@@ -125,8 +125,8 @@ def test_a_control_bound_is_a_multiple_of_the_controls_error_and_of_the_median_a
     torch.testing.assert_close(found - floor, torch.tensor([8.0, 8.0, 12.0, 36.0, 8.0], dtype=torch.float64))
     assert largest_rounding(torch.bfloat16) <= floor < 3
     coarse = control_bound(control, torch.bfloat16, factor=4, model=ErrorModel(roundings=3))
-    room = 2 * largest_rounding(torch.bfloat16)
-    torch.testing.assert_close(coarse - found, torch.full((5,), room, dtype=torch.float64), rtol=1e-3, atol=1e-3)
+    allowance = 2 * largest_rounding(torch.bfloat16)
+    torch.testing.assert_close(coarse - found, torch.full((5,), allowance, dtype=torch.float64), rtol=1e-3, atol=1e-3)
 
 
 def test_rows_whose_control_is_not_finite_are_given_the_others_median():

@@ -150,9 +150,9 @@ def test_a_scale_on_a_tie_of_float16_gives_room_to_every_value_that_was_turned(n
     """1 + 2^-11 lies in the middle of two numbers of float16, whose distance is 2^-10."""
     integers = torch.zeros(1, 32)
     integers[0, :4] = torch.tensor([FIRST[name], 3.0, -2.0, 1.0])
-    for off, room in ((0.0, 2.0**-10), (0.8e-6, 2.0**-10), (-0.8e-6, 2.0**-10), (1.4e-6, 0.0), (-1.4e-6, 0.0)):
+    for off, allowance in ((0.0, 2.0**-10), (0.8e-6, 2.0**-10), (-0.8e-6, 2.0**-10), (1.4e-6, 0.0), (-1.4e-6, 0.0)):
         held = quantised(integers * (1 + 2.0**-11) * (1 + off), name, is_exact=False)
-        torch.testing.assert_close(held.slack, integers.abs().double() * room, rtol=0, atol=0)
+        torch.testing.assert_close(held.slack, integers.abs().double() * allowance, rtol=0, atol=0)
     assert not quantised(integers * (1 + 2.0**-11), name).slack.any(), "the engine's own bits are rounded one way"
 
 
@@ -161,16 +161,16 @@ def test_steps_and_least_values_on_a_tie_of_float16_give_room(name, num_steps):
     """Errors of values that were turned are a share of the largest of the block."""
     between, integers = 1 + 2.0**-11, torch.zeros(1, 32)
     integers[0, :4] = torch.tensor([float(num_steps), 3.0, 2.0, 1.0])
-    for off, room in ((0.0, 2.0**-10), (0.8e-6, 2.0**-10), (1.3e-6, 0.0)):
+    for off, allowance in ((0.0, 2.0**-10), (0.8e-6, 2.0**-10), (1.3e-6, 0.0)):
         x = integers * between * (1 + off) + 1
         largest = float(x.max())  # the share of the step is that over the number of steps, a little more than the step
         held = quantised(x, name, is_exact=False)
         assert largest / num_steps < 1.1
-        torch.testing.assert_close(held.slack, integers.double() * room, rtol=0, atol=0)
-    for off, room in ((0.0, 2.0**-10), (0.8e-6, 2.0**-10), (1.3e-6, 0.0)):
+        torch.testing.assert_close(held.slack, integers.double() * allowance, rtol=0, atol=0)
+    for off, allowance in ((0.0, 2.0**-10), (0.8e-6, 2.0**-10), (1.3e-6, 0.0)):
         least = between + off * (num_steps + between)
         held = quantised(integers + least, name, is_exact=False)
-        torch.testing.assert_close(held.slack, torch.full((1, 32), room, dtype=torch.float64), rtol=0, atol=0)
+        torch.testing.assert_close(held.slack, torch.full((1, 32), allowance, dtype=torch.float64), rtol=0, atol=0)
     assert not quantised(integers * between + between, name).slack.any(), "the engine's own bits are rounded one way"
 
 
@@ -198,8 +198,8 @@ def test_room_of_a_tie_in_the_codebook_by_hand(scale, held, neighbours):
     found = quantised(block, "IQ4_NL")
     assert found.values[0, :3].tolist() == [-127 * held, 25 * held, held]
     moved = 2 * (19**2 * 25 * 12 / total) * held + neighbours
-    room = torch.tensor([127 * moved, 12 * held + 25 * moved, moved], dtype=torch.float64)
-    torch.testing.assert_close(found.slack[0, :3], room, rtol=1e-6, atol=0)
+    allowance = torch.tensor([127 * moved, 12 * held + 25 * moved, moved], dtype=torch.float64)
+    torch.testing.assert_close(found.slack[0, :3], allowance, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
@@ -215,9 +215,9 @@ def test_a_scale_of_the_codebook_on_a_tie_of_float16_gives_room():
     levels = torch.zeros(1, 32)
     levels[0, :3] = torch.tensor([-127.0, 53.0, 89.0])
     chosen = levels.double() + (levels == 0)
-    for off, room in ((0.0, 2.0**-10), (3.5e-6, 2.0**-10), (-3.5e-6, 2.0**-10), (4.6e-6, 0.0), (-4.6e-6, 0.0)):
+    for off, allowance in ((0.0, 2.0**-10), (3.5e-6, 2.0**-10), (-3.5e-6, 2.0**-10), (4.6e-6, 0.0), (-4.6e-6, 0.0)):
         held = quantised(levels * (1 + 2.0**-11) * (1 + off), "IQ4_NL")
-        torch.testing.assert_close(held.slack, chosen.abs() * room, rtol=1e-12, atol=0)
+        torch.testing.assert_close(held.slack, chosen.abs() * allowance, rtol=1e-12, atol=0)
 
 
 # Sums of blocks beside their integers.

@@ -348,7 +348,7 @@ def test_angles_of_another_order_and_no_wrong_ones(bench, model):
         given = {"dtype": torch.float32, "actual": actual, "expected": expected, "inputs": [x.flatten(1)]}
         (found,) = roundings(subject(one.hf, operation, rows=torch.arange(4), **given | {"positions": positions}))
         error = (found.expected() - actual).norm(dim=1) / actual.norm(dim=1) / rounding_unit(torch.float32)
-        return (error > found.room + 3).tolist()
+        return (error > found.allowance + 3).tolist()
 
     at = positions[:, None]
     assert bad(at.double() * frequencies.double()) == [False] * 4

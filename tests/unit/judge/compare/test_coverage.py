@@ -12,6 +12,7 @@ from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare import TOKENS
 from harness.judge.compare.align import Locator
 from harness.judge.compare.coverage import (
+    Requirements,
     check_caches,
     check_coverage,
     check_tokens,
@@ -339,12 +340,13 @@ def test_rows_that_were_left_out_in_the_midst_of_a_prompt(seed):
 ALL = [(request, at) for request, tokens in REQUESTS.items() for at in range(len(tokens))]
 
 
-def counted(taps, *, rows=ALL, wanted=None, also=(), require=(), **given):
+def counted(taps, *, rows=ALL, wanted=None, also=(), require=(), traits=None, **given):
     """Coverage of one step that holds the rows of these taps; the others are wanted and not there."""
     tensors = {tap: torch.zeros(len(here), 1) for tap, here in taps.items()}
     step = Step(rows, taps=tensors, rows_of={tap: [rows.index(row) for row in here] for tap, here in taps.items()})
     locator = Locator(made([step]))
-    return check_coverage(locator, GRAPH, wanted or list(taps), also=also, require=require, **given)
+    required = Requirements(require=require, **given)
+    return check_coverage(locator, GRAPH, wanted or list(taps), required, traits=traits, also=also)
 
 
 def test_what_is_missing_is_counted_and_named():

@@ -241,12 +241,12 @@ def test_attention_without_a_scale_has_the_floor_of_any_other():
 # Beyond the control: sizes are given by hand.
 
 
-def beyond(own, control, room=0.0):
+def beyond(own, control, allowance=0.0):
     """What is left of an effect that is held against the control's."""
     left = []
     effects = SimpleNamespace(significant=lambda: [own], is_significant=lambda effect: left.append(effect) or True)
     other = None if control is None else SimpleNamespace(like=lambda _effect: control)
-    return beyond_control(effects, other, room=room), left
+    return beyond_control(effects, other, allowance=allowance), left
 
 
 @pytest.mark.parametrize(
@@ -280,8 +280,8 @@ def test_a_margin_of_nothing(size, statistic):
 
 def test_effects_within_the_room_of_a_convention_are_none():
     for roundings in (3.0, -3.0):
-        assert beyond(effect(roundings=roundings), None, room=3.0)[0] is None
-        assert beyond(effect(roundings=roundings), None, room=2.9)[0] is not None
+        assert beyond(effect(roundings=roundings), None, allowance=3.0)[0] is None
+        assert beyond(effect(roundings=roundings), None, allowance=2.9)[0] is not None
 
 
 def test_the_effect_of_the_largest_statistic_is_the_strongest():

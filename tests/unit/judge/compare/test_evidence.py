@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from harness.formats.taps import Kind, Operation
-from harness.judge.compare.evidence import MAX_ROWS, AttentionHistory, Evidence, histories, merged, spread
+from harness.judge.compare.evidence import MAX_ROWS, AttentionContext, Evidence, histories, merged, spread
 from harness.oracle.watch import AttentionCall
 
 from .judgements import floats, rows_of
@@ -66,7 +66,7 @@ def test_no_more_rows_are_kept_than_of_one_batch():
 
 def held(number):
     nothing = torch.zeros(0)
-    return AttentionHistory(
+    return AttentionContext(
         rows=rows_of([]), query=nothing, key=nothing, value=nothing, key_step=nothing, scale=number, window=None
     )
 

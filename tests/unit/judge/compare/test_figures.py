@@ -74,7 +74,7 @@ def test_what_is_not_finite_is_counted():
 def test_figures_of_errors_in_roundings():
     control = torch.tensor([0.5, 3.0, 0.0, math.nan], dtype=torch.float64)
     errors = errors_of(
-        (0.0, 1.5, 4.0, math.nan), (0.0, 2.0, 3.0, 1.0), control=control, convention="some", through=("a",),
+        (0.0, 1.5, 4.0, math.nan), (0.0, 2.0, 3.0, 1.0), control=control, convention="some", unrecorded=("a",),
         is_bounded_by_control=True,
     )  # fmt: skip
     found = tap_result(judgement(errors, propagated=measured()))

@@ -7,7 +7,7 @@ import torch
 
 from harness.errors import Code
 from harness.formats.taps import Kind
-from harness.judge.compare.findings import bad_finding, departure_finding, oracle_finding
+from harness.judge.compare.findings import bad_finding, oracle_finding, systematic_finding
 from harness.judge.compare.propagated import Propagation
 from harness.results.check import Effect
 
@@ -23,7 +23,7 @@ BAD = (0.0, 1.0, 2.516, 30.0)
     [
         (judgement(errors_of(BAD)), Code.LOCAL_ERROR, f"{TAP} is out of bounds {COUNT}: 2.52 roundings, bound 2"),
         (
-            judgement(errors_of(BAD, through=("a", "b"))),
+            judgement(errors_of(BAD, unrecorded=("a", "b"))),
             Code.LOCAL_ERROR,
             f"{TAP} is out of bounds {COUNT}: 2.52 roundings, bound 2, computed through 2 taps that were not recorded",
         ),
@@ -78,7 +78,7 @@ def test_what_the_rows_show_together():
         kind="gain of head", which="3", size=-0.00123, low=-0.002, high=-0.0004, roundings=-0.456, statistic=-12.34,
         num_rows=77,
     )  # fmt: skip
-    found = departure_finding(judgement(errors_of([1.0] * 4, effect=effect)))
+    found = systematic_finding(judgement(errors_of([1.0] * 4, effect=effect)))
     assert (found.code, found.tap, found.request) == (Code.SYSTEMATIC_ERROR, TAP, None)
     assert found.message == (
         f"{TAP} has a gain of head 3 of -0.00123 (-0.002 to -0.0004 at 95 %), 0.46 roundings, in 77 rows "

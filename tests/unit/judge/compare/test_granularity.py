@@ -3,7 +3,7 @@
 import pytest
 
 from harness.formats.taps import Graph, Kind, Operation
-from harness.judge.compare.granularity import ways
+from harness.judge.compare.granularity import unrecorded_before
 
 GRAPH = Graph((
     Operation(tap="embed", kind=Kind.EMBEDDING), Operation(tap="norm", kind=Kind.NORM, inputs=("embed",)),
@@ -28,4 +28,4 @@ GRAPH = Graph((
     ],
 )
 def test_ways_from_what_was_recorded(recorded, expected):
-    assert ways(GRAPH, recorded) == expected
+    assert unrecorded_before(GRAPH, recorded) == expected

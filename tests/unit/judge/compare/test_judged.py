@@ -89,10 +89,10 @@ def test_verdicts():
 def test_what_rows_show_together_is_wrong_where_none_is_by_itself():
     together = judgement(errors_of(SOUND, effect=EFFECT))
     assert (together.is_bad, together.is_wrong) == (False, True)
-    assert "gain" in together.departure.message
+    assert together.effect.kind == "gain"
     bad = judgement(errors_of(BAD, effect=EFFECT))
-    assert (bad.is_bad, bad.is_wrong, bad.departure) == (True, True, None)
-    assert judgement(propagated=propagated_of([0.0] * 4)).departure is None
+    assert (bad.is_bad, bad.is_wrong, bad.effect) == (True, True, None)
+    assert judgement(propagated=propagated_of([0.0] * 4)).effect is None
 
 
 def test_the_propagated_error_of_a_judged_row():

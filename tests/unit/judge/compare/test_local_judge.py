@@ -47,7 +47,7 @@ class Rows:
         self.made_for = hf, dtype, usable, declared
         self.asked, self.prepared, self.convention, self.failures = [], [], None, {}
 
-    def judge(self, rows, through, *, dtype):
+    def judge(self, rows, *, dtype):
         self.asked.append(dtype)
         return self.prepared.pop(0)
 
@@ -75,15 +75,15 @@ def draw(num_rows, seed=0, width=WIDTH):
     return torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def add(judge, operation, roundings, *, places=None, through=(), seed=0, gain=0.0, low=None, **more):
+def add(judge, operation, roundings, *, places=None, unrecorded=(), seed=0, gain=0.0, low=None, **more):
     """Have the judge measure rows of these errors; those that it sees, and the control's, are off by a gain."""
     expected = draw(len(roundings), seed)
     rows = tap_rows(
         operation, expected * (1 + gain * UNIT), expected, places=places, inputs={"x": draw(200, 50)},
-        control=None if low is None else expected * (1 + low * UNIT),
+        unrecorded=unrecorded, control=None if low is None else expected * (1 + low * UNIT),
     )  # fmt: skip
     judge._rows.prepared.append(errors_of(expected, roundings, **more))
-    judge.add(rows, through)
+    judge.add(rows)
     judge.settle()
     return expected
 
@@ -98,9 +98,9 @@ def test_what_rows_are_judged_by(judge):
 
 def test_batches_of_an_operation_are_summed_up(judge):
     made = judge(is_alone=False)
-    add(made, SECOND, [0.5, math.nan], places=[100, 3], convention="some", room=3.0, is_bounded_by_control=True)
+    add(made, SECOND, [0.5, math.nan], places=[100, 3], convention="some", allowance=3.0, is_bounded_by_control=True)
     add(made, FIRST, [0.0, 0.0], places=[0, 1])
-    add(made, SECOND, [1.5, 0.1], places=[0, 101], seed=1, bound=1.6, room=1.0)
+    add(made, SECOND, [1.5, 0.1], places=[0, 101], seed=1, bound=1.6, allowance=1.0)
     assert made._rows.asked == [None, None, BF16], "in the dtype of the first rows"
     found = made.judgement()
     assert list(found.errors) == [FIRST.tap, SECOND.tap], "in the order of the run"
@@ -122,7 +122,7 @@ def test_a_control_is_kept_where_every_batch_has_one(judge):
         size = len(more["control"])
         expected = draw(size)
         made._rows.prepared.append(errors_of(expected, [0.5] * size, **more))
-        made.add(tap_rows(FIRST, expected, expected, inputs={"x": draw(200)}), ())
+        made.add(tap_rows(FIRST, expected, expected, inputs={"x": draw(200)}))
         made.settle()
         assert made.judgement().errors[FIRST.tap].control is not None
     assert made.judgement().errors[FIRST.tap].control.tolist() == [0.1, 0.2, 0.3]
@@ -138,12 +138,12 @@ def test_a_row_at_its_bound_is_within_it(judge):
 
 def test_the_taps_on_the_way_are_told(judge):
     made = judge()
-    made.ways = {SECOND.tap: ("between", FIRST.tap), FIRST.tap: None}
-    add(made, SECOND, [9.0], through=("between",))
+    made.unrecorded_before = {SECOND.tap: ("between", FIRST.tap), FIRST.tap: None}
+    add(made, SECOND, [9.0], unrecorded=("between",))
     add(made, FIRST, [0.1])
     found = made.judgement()
-    assert found.errors[SECOND.tap].through == ("between", FIRST.tap)
-    assert found.errors[FIRST.tap].through == ()
+    assert found.errors[SECOND.tap].unrecorded == ("between", FIRST.tap)
+    assert found.errors[FIRST.tap].unrecorded == ()
     assert found.evidence == {}, "in which of them the error is, is not known"
     assert not made.is_decided
 
@@ -208,7 +208,7 @@ def test_evidence_of_attention_is_the_history_of_its_rows(judge):
     step = torch.zeros(10, dtype=torch.int64)
     rows.batch.sequences = [RowSequence(request=request, step=step, row=step, is_own=step == 0)] * 2
     made._rows.prepared.append(errors_of(expected, [9.0, 1.0, 7.0]))
-    made.add(rows, ())
+    made.add(rows)
     made.settle()
     found = made.judgement().evidence[attention.tap]
     assert found.rows.request.tolist() == [0, 1]
@@ -224,7 +224,7 @@ def test_inputs_that_are_indices_stay_indices(judge):
     expected = draw(1)
     embedding = op("x", Kind.EMBEDDING, ())
     made._rows.prepared.append(errors_of(expected, [9.0]))
-    made.add(tap_rows(embedding, expected, expected, places=[33]), ())
+    made.add(tap_rows(embedding, expected, expected, places=[33]))
     made.settle()
     (tokens,) = made.judgement().evidence["x"].inputs
     assert (tokens.tolist(), tokens.dtype) == ([33], torch.int64)
@@ -241,7 +241,7 @@ def choose(made, chosen, *, places=(101, 3, 2, 0)):
     meant = torch.tensor([[0, 1]] * 4)
     rows = tap_rows(CHOICE, torch.tensor(chosen), meant, places=places, scores=scores)
     object.__setattr__(rows, "control_scores", SCORES[: len(places)].bfloat16())
-    made.add(rows, ())
+    made.add(rows)
     made.settle()
 
 
@@ -323,7 +323,7 @@ def test_batches_that_show_nothing_by_themselves_are_held_against_the_control_to
     for batch in range(2):
         size = MIN_ROWS - 10
         add(made, FIRST, [0.9] * size, gain=0.9, low=0.9, seed=batch + 1, control=floats([0.9] * size))
-    (gain, *_) = made._parts[FIRST.tap].effects.significant()
+    (gain, *_) = made._totals[FIRST.tap].effects.significant()
     assert gain.num_rows == 2 * (MIN_ROWS - 10)
     assert made.judgement().errors[FIRST.tap].effect is None
 
@@ -332,13 +332,13 @@ def test_a_control_is_not_measured_where_nothing_is_to_be_held_against_it(judge)
     for gain, is_measured in ((0.0, False), (0.9, True)):
         made = judge()
         add(made, FIRST, [0.9] * NUM, gain=gain, low=0.9, control=floats([0.9] * NUM))
-        assert bool(made._parts[FIRST.tap].control_effects.positions) == is_measured
+        assert bool(made._totals[FIRST.tap].control_effects.positions) == is_measured
 
 
 def test_the_room_of_a_convention_is_no_direction(judge):
-    for room, is_one in ((0.8, True), (1.0, False)):
+    for allowance, is_one in ((0.8, True), (1.0, False)):
         made = judge()
-        add(made, FIRST, [0.9] * NUM, gain=0.9, convention="some", room=room)
+        add(made, FIRST, [0.9] * NUM, gain=0.9, convention="some", allowance=allowance)
         assert (made.judgement().errors[FIRST.tap].effect is not None) == is_one
         assert bool(made.judgement().evidence) == is_one
 
@@ -374,7 +374,7 @@ def test_a_direction_may_come_of_a_convention(judge, typical, gain, bound, is_ta
 def test_conventions_are_not_asked_where_taps_between_were_not_recorded(judge):
     made = judge()
     made._rows.convention = under(draw(NUM), 0.1, 0.0)
-    add(made, FIRST, [0.9] * NUM, gain=0.9, through=("between",))
+    add(made, FIRST, [0.9] * NUM, gain=0.9, unrecorded=("between",))
     assert made.judgement().errors[FIRST.tap].convention is None
 
 
@@ -384,7 +384,7 @@ def test_what_earlier_batches_added_is_kept_under_a_convention(judge):
     made._rows.convention = under(draw(NUM), 0.1, 0.0)
     add(made, FIRST, [0.9] * NUM, gain=0.9)
     assert made.judgement().errors[FIRST.tap].convention == "some"
-    (gain, *_) = made._parts[FIRST.tap].effects.all()
+    (gain, *_) = made._totals[FIRST.tap].effects.all()
     assert gain.num_rows == MIN_ROWS - 1 + NUM
     assert gain.roundings == pytest.approx(0.0, abs=1e-3)
 
@@ -399,7 +399,7 @@ def test_heads_are_those_of_the_tensor(shape, num_heads):
 def test_positions_are_those_within_a_request(judge):
     made = judge()
     add(made, FIRST, [0.9] * NUM, gain=0.9, places=list(range(90, 90 + NUM)))
-    positions = torch.cat(made._parts[FIRST.tap].effects.positions)
+    positions = torch.cat(made._totals[FIRST.tap].effects.positions)
     assert positions.tolist() == [at % 100 for at in range(90, 90 + NUM)]
 
 

@@ -93,8 +93,8 @@ def test_a_noisier_row_is_given_its_own_room(one, tmp_path):
 
 def test_without_noise_roundings_add_up_on_the_way(one, tmp_path):
     depth = 1 + [op.tap for op in one.hf.graph].index(TAP)
-    room = rounding_unit(torch.float32) * math.sqrt(depth)
-    result = one.measure(displaced(one, 5 * room).write(tmp_path / "r"), noise={})
+    allowance = rounding_unit(torch.float32) * math.sqrt(depth)
+    result = one.measure(displaced(one, 5 * allowance).write(tmp_path / "r"), noise={})
     assert tap(result).propagated_ratio_max == pytest.approx(5, rel=0.1)  # the depth counts taps that were recorded
 
 

@@ -88,11 +88,11 @@ def roundings(expected, actual):
 def test_attention_is_ggmls(hf, call, name):
     rounding = first_rounding(hf, call, name)
     assert f"keys kept in {name}, values in {name}" in rounding.name
-    assert (roundings(rounding.expected(), attend(call, name)) <= rounding.room + 0.1).all()
+    assert (roundings(rounding.expected(), attend(call, name)) <= rounding.allowance + 0.1).all()
 
 
 @pytest.mark.parametrize("name", ["Q5_1", "Q4_1"])
 def test_minima_that_are_left_out_are_no_rounding(hf, call, name):
     rounding = first_rounding(hf, call, name)
     error = roundings(rounding.expected(), attend(call, name, adds_minima=False))
-    assert (error[1:] > 100 * (rounding.room[1:] + 1)).all()  # the first token sees itself alone
+    assert (error[1:] > 100 * (rounding.allowance[1:] + 1)).all()  # the first token sees itself alone

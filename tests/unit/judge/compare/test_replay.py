@@ -6,7 +6,7 @@ import torch
 from harness.base.threads import one_thread
 from harness.formats.taps import Kind
 from harness.judge.compare.batch import make_batches
-from harness.judge.compare.local_judge import LocalJudge, ways
+from harness.judge.compare.local_judge import LocalJudge, unrecorded_before
 from harness.judge.compare.replay import Replay, put_back
 from harness.judge.compare.sequences import sequences
 from harness.oracle.paired import run_pair
@@ -199,10 +199,12 @@ def test_logits_are_computed_where_they_were_recorded(one, tmp_path):
 def test_ways_lead_from_a_tap_back_to_what_was_recorded(one):
     graph = one.hf.graph
     everything = {op.tap for op in graph}
-    assert ways(graph, everything) == {}
-    assert ways(graph, everything - {f"{PREFIX}mlp.act"}) == {f"{PREFIX}mlp.down_proj": (f"{PREFIX}mlp.act",)}
+    assert unrecorded_before(graph, everything) == {}
+    assert unrecorded_before(graph, everything - {f"{PREFIX}mlp.act"}) == {
+        f"{PREFIX}mlp.down_proj": (f"{PREFIX}mlp.act",)
+    }
     coarse = {"model.layers.0.output", f"{PREFIX}output", "model.layers.2.output"}
-    found = ways(graph, coarse)
+    found = unrecorded_before(graph, coarse)
     assert found["model.layers.0.output"] is None, "its way begins at the tokens"
     inner = [op.tap for op in graph.of_layer(1) if op.kind is not Kind.CACHE and op.tap != f"{PREFIX}output"]
     assert list(found[f"{PREFIX}output"]) == inner

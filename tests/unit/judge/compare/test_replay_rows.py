@@ -42,13 +42,13 @@ def place_of(row):
 class Judged:
     """A judge that keeps what it is given."""
 
-    def __init__(self, ways=None, usable=None):
-        self.graph, self.heads = GRAPH, ["head"]
+    def __init__(self, unrecorded_before=None, usable=None):
+        self.graph, self.head_taps = GRAPH, ["head"]
         self.usable = {op.tap for op in GRAPH} if usable is None else usable
-        self.ways, self.rows, self.num_settled, self.is_decided = ways or {}, {}, 0, False
+        self.unrecorded_before, self.rows, self.num_settled, self.is_decided = unrecorded_before or {}, {}, 0, False
 
-    def add(self, rows, through):
-        self.rows[rows.operation.tap] = rows, through
+    def add(self, rows):
+        self.rows[rows.operation.tap] = rows
 
     def settle(self):
         self.num_settled += 1
@@ -128,11 +128,11 @@ def known_inputs(op, place, recorded):
 WAYS = {"sum": ("attention",), "choice": None}
 
 
-@pytest.mark.parametrize("ways", [{}, WAYS])
+@pytest.mark.parametrize("unrecorded_before", [{}, WAYS])
 @pytest.mark.parametrize("seed", range(6))
-def test_replay_is_that_of_the_loop(seed, ways):
+def test_replay_is_that_of_the_loop(seed, unrecorded_before):
     batch, recorded, owned = recorded_batch(seed)
-    judge = Judged(ways)
+    judge = Judged(unrecorded_before)
     replay, control, truth, own, scores = run(batch, judge, seed)
     for op in COMPUTED:
         there = [place for place in shown(op) if place in recorded[op.tap]]
@@ -142,13 +142,13 @@ def test_replay_is_that_of_the_loop(seed, ways):
                 expected[shown(op).index(place)] = recorded[op.tap][place].to(expected.dtype)
             assert (results[op.tap] is None) == (not there)
             assert not there or torch.equal(results[op.tap], expected)
-        way = ways.get(op.tap, ())
+        way = unrecorded_before.get(op.tap, ())
         judged = [place for place in there if place in owned and (way or known_inputs(op, place, recorded))]
         if way is None or not judged:
             assert op.tap not in judge.rows
             continue
-        rows, through = judge.rows[op.tap]
-        assert through == way
+        rows = judge.rows[op.tap]
+        assert rows.unrecorded == way
         assert sorted(rows.places.tolist()) == judged
         assert torch.equal(rows.rows.request, rows.places // TOKENS)
         at = [shown(op).index(place) for place in rows.places.tolist()]
@@ -194,7 +194,7 @@ def test_a_choice_of_experts_that_do_not_exist_is_judged_and_not_gone_on_with():
         for place, row in recorded["choice"].items():
             expected = own[forward, "choice"][place] if place in wrong else row
             assert results["choice"][place].tolist() == expected.tolist()
-    rows, _ = judge.rows["choice"]
+    rows = judge.rows["choice"]
     assert torch.equal(rows.actual, torch.stack([recorded["choice"][place] for place in rows.places.tolist()]))
 
 

@@ -12,7 +12,7 @@ from harness.base.numerics import Numerics
 from harness.formats.taps import KINDS, ErrorModel, Kind, Operation
 from harness.judge.compare import row_judge
 from harness.judge.compare.batch import RecordedRows
-from harness.judge.compare.bounds import CONTROL_FACTOR, THROUGH_FACTOR, Sensitivity, control_bound, derived_bound
+from harness.judge.compare.bounds import CONTROL_FACTOR, UNRECORDED_FACTOR, Sensitivity, control_bound, derived_bound
 from harness.judge.compare.conventions import Convention, Rounding
 from harness.judge.compare.row_judge import RowJudge
 from harness.oracle.attention import attention_sensitivity
@@ -66,7 +66,7 @@ def tried(monkeypatch):
 
 def test_errors_are_in_roundings_of_the_dtype():
     for dtype in (BF16, F32):
-        found = judge_of(dtype).judge(tap_rows(operation(), off(EXPECTED, [0, 1, 2.5, 0.1], dtype), EXPECTED), ())
+        found = judge_of(dtype).judge(tap_rows(operation(), off(EXPECTED, [0, 1, 2.5, 0.1], dtype), EXPECTED))
         assert found.roundings.tolist() == pytest.approx([0, 1, 2.5, 0.1], rel=1e-6)
         assert found.dtype is dtype
         assert torch.equal(found.expected, EXPECTED)
@@ -76,7 +76,7 @@ def test_rows_that_are_not_finite():
     """Infinite where only the engine's is not; not to be judged where what it should be is not."""
     actual, expected = off(EXPECTED, [1, 1, 1, 1]), EXPECTED.clone()
     actual[1, 3], expected[2, 0], actual[3, 0], expected[3, 5] = torch.nan, torch.inf, torch.inf, torch.nan
-    found = judge_of().judge(tap_rows(operation(), actual, expected), ())
+    found = judge_of().judge(tap_rows(operation(), actual, expected))
     assert found.roundings[0].isfinite()
     assert found.roundings[1] == math.inf
     assert found.roundings[2:].isnan().all()
@@ -88,9 +88,9 @@ def test_rows_that_are_not_finite():
 def test_an_engines_infinite_row_is_bad_where_its_error_has_no_size():
     actual = EXPECTED.clone()
     actual[0] = torch.inf
-    found = judge_of().judge(tap_rows(operation(), actual.float(), EXPECTED), ())
+    found = judge_of().judge(tap_rows(operation(), actual.float(), EXPECTED))
     assert found.roundings.tolist() == [math.inf, *found.roundings[1:].tolist()]
-    nothing = judge_of().judge(tap_rows(operation(), EXPECTED * torch.nan, EXPECTED * torch.nan), ())
+    nothing = judge_of().judge(tap_rows(operation(), EXPECTED * torch.nan, EXPECTED * torch.nan))
     assert nothing.typical == 0
 
 
@@ -98,11 +98,11 @@ def test_an_engines_infinite_row_is_bad_where_its_error_has_no_size():
 
 
 def finer(
-    *, dtype=BF16, actual_dtype=F32, expected=EXPECTED, kind=Kind.ADD, through=(), given=None, roundings=(0.1,) * 4
+    *, dtype=BF16, actual_dtype=F32, expected=EXPECTED, kind=Kind.ADD, unrecorded=(), given=None, roundings=(0.1,) * 4
 ):
     """The dtype in which rows are judged that are so many roundings of float32 away."""
     actual = off(expected, roundings, F32).to(actual_dtype)
-    return judge_of(dtype).judge(tap_rows(operation(kind), actual, expected), through, dtype=given).dtype
+    return judge_of(dtype).judge(tap_rows(operation(kind), actual, expected, unrecorded=unrecorded), dtype=given).dtype
 
 
 def test_finer_tensors_than_the_engines_dtype_are_judged_in_theirs():
@@ -120,7 +120,7 @@ def test_finer_tensors_than_the_engines_dtype_are_judged_in_theirs():
         {"expected": EXPECTED.float()},
         {"expected": EXPECTED.bfloat16().double(), "roundings": (0.0,) * 4},
         {"kind": Kind.OTHER},
-        {"through": ("between",)},
+        {"unrecorded": ("between",)},
         {"given": BF16},
     ],
 )
@@ -140,26 +140,26 @@ CONTROL = [0.5, 1.5, 0.0, 6.0]
 ADD = KINDS[Kind.ADD].error_model
 
 
-def judged(kind=Kind.ADD, through=(), *, control=None, dtype=BF16, given=None):
+def judged(kind=Kind.ADD, unrecorded=(), *, control=None, dtype=BF16, given=None):
     low = None if control is None else off(EXPECTED, control)
-    rows = tap_rows(operation(kind), off(EXPECTED, [0.5] * 4), EXPECTED, control=low)
-    return judge_of(dtype).judge(rows, through, dtype=given)
+    rows = tap_rows(operation(kind), off(EXPECTED, [0.5] * 4), EXPECTED, control=low, unrecorded=unrecorded)
+    return judge_of(dtype).judge(rows, dtype=given)
 
 
 @pytest.mark.parametrize(
-    ("kind", "through", "factor", "model"),
+    ("kind", "unrecorded", "factor", "model"),
     [
         (Kind.OTHER, (), CONTROL_FACTOR, None),
-        (Kind.OTHER, ("between",), THROUGH_FACTOR, None),
-        (Kind.ADD, ("between",), THROUGH_FACTOR, ADD),
+        (Kind.OTHER, ("between",), UNRECORDED_FACTOR, None),
+        (Kind.ADD, ("between",), UNRECORDED_FACTOR, ADD),
     ],
 )
-def test_bounds_by_the_control(kind, through, factor, model):
-    found = judged(kind, through, control=CONTROL)
+def test_bounds_by_the_control(kind, unrecorded, factor, model):
+    found = judged(kind, unrecorded, control=CONTROL)
     assert found.control.tolist() == pytest.approx(CONTROL, rel=1e-6)
     torch.testing.assert_close(found.bound, control_bound(found.control, BF16, factor=factor, model=model))
     assert found.is_bounded_by_control
-    without = judged(kind, through)
+    without = judged(kind, unrecorded)
     torch.testing.assert_close(
         without.bound, control_bound(torch.zeros(4, dtype=torch.float64), BF16, factor=factor, model=model)
     )
@@ -237,7 +237,7 @@ def test_amplification_is_looked_at_where_it_may_decide():
     expected, plain = x @ weight.T, derived_bound(KINDS[Kind.LINEAR].error_model, F32, Sensitivity(), torch.ones(3, 5))
     for roundings, is_asked in ((0.9 * float(plain[0]), False), (1.1 * float(plain[0]), True)):
         judge, rows = linear(weight, x, expected, off(expected, [0.1, roundings, 0.1], F32))
-        found = judge.judge(rows, ())
+        found = judge.judge(rows)
         model = KINDS[Kind.LINEAR].error_model
         sensitivity = judge._sensitivity(rows) if is_asked else Sensitivity()
         torch.testing.assert_close(found.bound, derived_bound(model, F32, sensitivity, expected))
@@ -258,21 +258,21 @@ def test_the_sensitivity_of_attention_is_that_of_the_rows_places():
 # Conventions.
 
 
-def rounding(name, expected, *, room=None, model=ADD):
-    return Rounding(name=name, model=model, expected=lambda: expected, room=room)
+def rounding(name, expected, *, allowance=None, model=ADD):
+    return Rounding(name=name, model=model, expected=lambda: expected, allowance=allowance)
 
 
 BAD = (30.0, 0.5, 40.0, 0.5)
 
 
-def under(tried, *found, roundings=BAD, through=()):
+def under(tried, *found, roundings=BAD, unrecorded=()):
     tried.found = list(found)
-    return judge_of().judge(tap_rows(operation(), off(EXPECTED, roundings), EXPECTED), through)
+    return judge_of().judge(tap_rows(operation(), off(EXPECTED, roundings), EXPECTED, unrecorded=unrecorded))
 
 
 def test_conventions_are_asked_where_a_row_is_bad_and_nowhere_else(tried):
     under(tried, roundings=[0.5] * 4)
-    under(tried, through=("between",))
+    under(tried, unrecorded=("between",))
     assert tried.subjects == []
     assert under(tried).convention is None
     assert len(tried.subjects) == 1
@@ -295,20 +295,20 @@ def test_the_convention_with_the_fewest_bad_rows_is_the_engines_and_of_these_the
     assert found.num_bad == 0
 
 
-def test_the_room_of_a_convention_is_added_to_its_bound(tried):
-    expected, room = off(EXPECTED, BAD), torch.tensor([1.0, 7.0, 0.0, 3.0], dtype=torch.float64)
+def test_the_allowance_of_a_convention_is_added_to_its_bound(tried):
+    expected, allowance = off(EXPECTED, BAD), torch.tensor([1.0, 7.0, 0.0, 3.0], dtype=torch.float64)
     coarse = ErrorModel(roundings=3, accumulation=2)
-    found = under(tried, rounding("some", expected, room=room, model=coarse))
-    torch.testing.assert_close(found.bound, derived_bound(coarse, BF16, Sensitivity(), expected) + room)
-    assert found.room == 7
+    found = under(tried, rounding("some", expected, allowance=allowance, model=coarse))
+    torch.testing.assert_close(found.bound, derived_bound(coarse, BF16, Sensitivity(), expected) + allowance)
+    assert found.allowance == 7
     without = under(tried, rounding("some", expected, model=coarse))
-    torch.testing.assert_close(without.bound, found.bound - room)
-    assert without.room == 0
+    torch.testing.assert_close(without.bound, found.bound - allowance)
+    assert without.allowance == 0
     empty = row_judge._under(
-        rounding("none", EXPECTED[:0], room=room[:0]), tap_rows(operation(), EXPECTED[:0], EXPECTED[:0]),
-        judge_of()._judge_in(tap_rows(operation(), EXPECTED[:0], EXPECTED[:0]), (), BF16), Sensitivity(),
+        rounding("none", EXPECTED[:0], allowance=allowance[:0]), tap_rows(operation(), EXPECTED[:0], EXPECTED[:0]),
+        judge_of()._judge_in(tap_rows(operation(), EXPECTED[:0], EXPECTED[:0]), BF16), Sensitivity(),
     )  # fmt: skip
-    assert empty.room == 0
+    assert empty.allowance == 0
 
 
 def test_a_row_that_cannot_be_judged_cannot_be_under_a_convention_either(tried):
@@ -317,7 +317,7 @@ def test_a_row_that_cannot_be_judged_cannot_be_under_a_convention_either(tried):
     actual[1, 0] = torch.nan
     tried.found = [rounding("some", off(EXPECTED, BAD))]
     control = off(EXPECTED, CONTROL)
-    found = judge_of().judge(tap_rows(operation(), actual, expected, control=control), ())
+    found = judge_of().judge(tap_rows(operation(), actual, expected, control=control))
     assert found.convention == "some"
     assert found.roundings.isnan().tolist() == [False, True, False, False]
     assert found.control is not None
@@ -336,7 +336,7 @@ def test_what_conventions_are_given(tried):
         places=[30, 0, 7], recorded=recorded, num_tokens=25,
     )  # fmt: skip
     judge = judge_of(usable=["other", "partly", "nowhere"], num_ranks=2)
-    judge.judge(rows, (), dtype=BF16)
+    judge.judge(rows, dtype=BF16)
     (subject,) = tried.subjects
     assert (subject.operation, subject.dtype, subject.declared) == (rows.operation, BF16, Numerics(num_ranks=2))
     assert torch.equal(subject.actual, rows.actual)
@@ -347,5 +347,5 @@ def test_what_conventions_are_given(tried):
     assert torch.equal(subject.recorded("other"), other[[2, 0, 1]])
     assert [subject.recorded(tap) for tap in ("unusable", "partly", "nowhere")] == [None] * 3
     attention = tap_rows(operation(Kind.ATTENTION, ("q", "k")), off(EXPECTED, BAD), EXPECTED)
-    judge.judge(attention, (), dtype=BF16)
+    judge.judge(attention, dtype=BF16)
     assert tried.subjects[1].inputs == []

@@ -1,8 +1,239 @@
-"""Several wrong operations in one comparison: each is found, and each has its own explanation."""
+"""Which findings are explained, by which of the ways, and what a cache was to hold; nothing is run or judged here."""
 
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
 import torch
+from torch import nn
 
-from harness.judge.explain import explain_run
+from harness.errors import Code, HarnessError
+from harness.formats.taps import Kind, Operation
+from harness.judge.compare.align import Locator, Rows
+from harness.judge.compare.local_judge import LocalErrors
+from harness.judge.explain import run as subject
+from harness.judge.explain.run import _Explainer, explain_run
+from harness.results.check import Coverage, Divergence, Explanation, Finding, Outcome, RunResult, TokenResult, Verdict
+
+from .toys import ToyModel, random, recorded
+
+KEY, CACHE, LINEAR, HEAD, CHOICE = (
+    "model.layers.1.k_rope",
+    "model.layers.1.k_cache",
+    "model.layers.1.up",
+    "lm_head",
+    "c",
+)
+OPERATIONS = (
+    Operation(tap=KEY, kind=Kind.ROTARY, source=KEY), Operation(tap=CACHE, kind=Kind.CACHE, inputs=(KEY,)),
+    Operation(tap=LINEAR, kind=Kind.LINEAR, inputs=(KEY,), source=LINEAR), Operation(tap=CHOICE, kind=Kind.CHOICE),
+    Operation(tap=HEAD, kind=Kind.LINEAR, source=HEAD),
+)  # fmt: skip
+TOKENS = ([5, 6, 7, 8, 9, 1], [5, 6, 7, 30, 31, 2], [40, 41, 2])
+"""The first two requests begin alike, so that the second computes only what differs."""
+PLACES = [*((0, p) for p in range(5)), (1, 3), (1, 4), (2, 0)]
+KEYS = {place: random(4, seed=at) for at, place in enumerate(PLACES)}
+GOLDEN = {(2, 1): random(4, seed=50), **{place: random(4, seed=60 + at) for at, place in enumerate(PLACES)}}
+
+
+def recording_of(folder, keys):
+    places = list(keys)
+    step = {"request": [r for r, _ in places], "position": [p for _, p in places],
+            "taps": {KEY: torch.stack([keys[place] for place in places])}}  # fmt: skip
+    return recorded(folder, [step], lengths=((6, 4), (6, 4), (3, 2)), tokens=TOKENS, dtype="float64")
+
+
+def result(*findings, first=None):
+    return RunResult(
+        schedule="plain", outcome=Outcome.MISMATCH, num_rows=0, taps=(), findings=findings, first_divergence=first,
+        tokens=TokenResult(), logits=None, coverage=Coverage(),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    return recording_of(folder / "engine", KEYS), recording_of(folder / "golden", GOLDEN)
+
+
+@pytest.fixture
+def explainer(recordings):
+    def make(errors=None, caches=None, evidence=None, findings=()):
+        engine, golden = recordings
+        model = ToyModel(*OPERATIONS, modules={LINEAR: nn.Linear(4, 4), HEAD: nn.Linear(4, 4)})
+        model.graph.__dict__["logits"] = HEAD
+        found = SimpleNamespace(
+            result=result(*findings), errors=errors or {}, caches=caches or {}, evidence=evidence or {}
+        )
+        return _Explainer(found, engine, SimpleNamespace(recording=golden, is_pool=False), model)
+
+    return make
+
+
+def rows(*places):
+    return Rows(request=torch.tensor([r for r, _ in places]), position=torch.tensor([p for _, p in places]),
+                step=torch.zeros(len(places), dtype=torch.int64))  # fmt: skip
+
+
+# What a cache was to hold.
+
+
+def test_a_row_of_the_cache_is_its_own_or_that_of_the_same_tokens_or_the_goldens(explainer):
+    places = [(1, 4), (2, 1), (1, 1), (0, 3), (1, 2), (2, 0)]
+    written = explainer()._written(KEY, rows(*places))
+    expected = [KEYS[1, 4], GOLDEN[2, 1], KEYS[0, 1], KEYS[0, 3], KEYS[0, 2], KEYS[2, 0]]
+    assert torch.equal(written, torch.stack(expected))
+    assert explainer()._written(KEY, rows((2, 1))).tolist() == [GOLDEN[2, 1].tolist()]
+    assert explainer()._written(KEY, rows((2, 0), (2, 2))) is None, "nobody computed it"
+
+
+def errors_of(places, bad, *, effect=None, unrecorded=()):
+    numbers = torch.arange(1.0, len(places) + 1, dtype=torch.float64)
+    return LocalErrors(rows=rows(*places), roundings=10 * numbers, bound=numbers, bad=torch.tensor(bad), exact=True,
+                       effect=effect, unrecorded=unrecorded)  # fmt: skip
+
+
+def test_the_wrong_rows_of_a_cache_in_the_order_of_their_places(explainer):
+    places = [(1, 4), (0, 3), (1, 1), (0, 0), (2, 0)]
+    given = explainer()._cache_evidence(OPERATIONS[1], errors_of(places, [True, True, False, True, False]))
+    assert list(zip(given.rows.request.tolist(), given.rows.position.tolist(), strict=True)) == [(0, 0), (0, 3), (1, 4)]
+    assert given.roundings.tolist() == [40, 20, 10]
+    assert given.bound.tolist() == [4, 2, 1]
+    assert torch.equal(given.expected, torch.stack([KEYS[0, 0], KEYS[0, 3], KEYS[1, 4]]))
+    assert torch.equal(given.inputs[0], given.expected)
+    assert explainer()._cache_evidence(OPERATIONS[1], errors_of([(2, 2)], [True])) is None
+
+
+# Which findings are explained.
+
+CAUSE = Explanation(cause="yes", scope="", residual_before=None, residual_after=None, num_rows=0, num_explained=0)
+
+
+def finding(code, tap=None, **place):
+    return Finding(code=code, message="", tap=tap, **place)
+
+
+@pytest.mark.parametrize("code", [Code.LOCAL_ERROR, Code.NOT_FINITE, Code.CACHE_DIFFERS, Code.SYSTEMATIC_ERROR])
+def test_findings_about_numbers_of_an_operation(explainer, monkeypatch, code):
+    monkeypatch.setattr(_Explainer, "explain", lambda self, operation: CAUSE if operation.tap == LINEAR else None)
+    assert explainer().explained(finding(code, LINEAR)).explanation == CAUSE
+    assert explainer().explained(finding(code, "no such tap")).explanation is None
+    assert explainer().explained(finding(code)).explanation is None
+    assert explainer().explained(finding(Code.TAP_MISSING, LINEAR)).explanation is None
+
+
+def test_an_explanation_that_raises_costs_the_finding_nothing(explainer, monkeypatch):
+    def raises(self, operation):
+        raise error
+
+    monkeypatch.setattr(_Explainer, "explain", raises)
+    error = ZeroDivisionError("by zero")
+    given = explainer().explained(finding(Code.LOCAL_ERROR, LINEAR)).explanation
+    assert given.cause == "no explanation: looking for one failed"
+    assert given.detail.startswith("the explanation: ZeroDivisionError: by zero (harness/judge/explain/run.py:")
+    assert (given.is_cause, given.num_rows, given.num_explained) == (False, 0, 0)
+    error = HarnessError(Code.STEP_ALTERED, "altered")
+    with pytest.raises(HarnessError, match="altered"):
+        explainer().explained(finding(Code.LOCAL_ERROR, LINEAR))
+
+
+def test_tokens_and_counts_have_ways_of_their_own(explainer, monkeypatch):
+    monkeypatch.setattr(
+        subject, "explain_token", lambda recording, logits, request, position: (logits, request, position)
+    )
+    monkeypatch.setattr(subject, "explain_count", lambda operation, recording: operation.tap)
+    tokens = Code.TOKENS_DIFFER
+    assert explainer().explained(finding(tokens, request=1, position=0)).explanation == (HEAD, 1, 0)
+    assert explainer().explained(finding(tokens, request=0)).explanation is None
+    assert explainer().explained(finding(tokens, position=3)).explanation is None
+    assert explainer().explained(finding(Code.TAP_MISMATCH, CHOICE)).explanation == CHOICE
+    assert explainer().explained(finding(Code.TAP_MISMATCH, "no such tap")).explanation is None
+
+
+@pytest.mark.parametrize(
+    ("tap", "bad", "effect", "has_evidence", "way"),
+    [
+        (LINEAR, True, False, True, "ranked"), (LINEAR, True, True, True, "ranked"),
+        (LINEAR, False, True, True, "direction"), (LINEAR, False, False, True, None),
+        (LINEAR, True, False, False, "layers"), (LINEAR, False, True, False, None),
+        (CACHE, True, False, True, "ranked"),
+    ],
+)  # fmt: skip
+def test_the_way_of_an_operation(explainer, monkeypatch, tap, bad, effect, has_evidence, way):
+    monkeypatch.setattr(_Explainer, "_scene", lambda self, evidence, stack: "failure")
+    monkeypatch.setattr(subject, "_explained", lambda failure, evidence, where: ("ranked", where))
+    monkeypatch.setattr(subject, "explain_direction", lambda failure, effect: ("direction", effect))
+    monkeypatch.setattr(subject, "layers_that_did_not_run", lambda *args: ("layers", args[-1]))
+    errors = errors_of([(0, 0), (0, 1)], [bad, False], effect=SimpleNamespace(size=1) if effect else None)
+    kept = {tap: errors}
+    given = explainer(kept, kept, {tap: "evidence"} if has_evidence else {})._explain(
+        next(operation for operation in OPERATIONS if operation.tap == tap)
+    )
+    assert (given if given is None else given[0]) == way
+    if way in ("ranked", "layers"):
+        assert given[1], "the rows are described"
+    assert explainer()._explain(OPERATIONS[2]) is None
+
+
+@pytest.mark.parametrize(("is_cause", "layer", "is_said"), [(True, 1, True), (False, 1, False), (True, 2, False)])
+def test_a_cache_of_a_layer_that_did_not_run_is_explained_by_what_stands_behind_it(
+    explainer, monkeypatch, is_cause, layer, is_said
+):
+    behind = SimpleNamespace(is_cause=is_cause, cause="did not run")
+    monkeypatch.setattr(subject, "layers_that_did_not_run", lambda *args: behind)
+    monkeypatch.setattr(_Explainer, "_scene", lambda self, evidence, stack: None)
+    errors = {HEAD: errors_of([(0, 0)], [True], unrecorded=(f"model.layers.{layer}.up",))}
+    caches = {CACHE: errors_of([(0, 0)], [True])}
+    assert (explainer(errors, caches)._explain(OPERATIONS[1]) is behind) == is_said
+
+
+def test_the_first_divergence_has_the_explanation_of_its_tap(recordings, monkeypatch):
+    engine, golden = recordings
+    model = ToyModel(*OPERATIONS, modules={LINEAR: nn.Linear(4, 4)})
+    model.graph.__dict__["logits"] = HEAD
+    monkeypatch.setattr(_Explainer, "explain", lambda self, operation: CAUSE if operation.tap == LINEAR else None)
+    named = finding(Code.LOCAL_ERROR, LINEAR)
+
+    def explained(first, *findings):
+        found = SimpleNamespace(result=result(*findings, first=first), errors={}, caches={}, evidence={})
+        return explain_run(found, engine, SimpleNamespace(recording=golden, is_pool=False), model), found
+
+    first, other = (
+        Divergence(tap=tap, request=0, position=0, verdict=Verdict.BUG, code=Code.LOCAL_ERROR) for tap in (LINEAR, HEAD)
+    )
+    assert explained(first, named)[0].first_divergence.explanation == CAUSE
+    assert explained(other, named)[0].first_divergence.explanation is None
+    assert explained(None, named)[0].findings[0].explanation == CAUSE
+    given, found = explained(first, finding(Code.LOCAL_ERROR))
+    assert given is found.result, "no finding has a tap"
+
+
+def test_a_cause_under_what_the_engine_declares_comes_second(monkeypatch):
+    monkeypatch.setattr(
+        subject, "rank_hypotheses", lambda failure, *_: SimpleNamespace(cause=failure, is_cause=failure in asserted)
+    )
+    monkeypatch.setattr(subject, "declared_failures", lambda failure: ["one", "two"])
+    evidence, asserted = SimpleNamespace(roundings=None, bound=None), set()
+    for causes, named in ((("own", "two"), "own"), (("two", "one"), "one"), (("two",), "two"), ((), "own")):
+        asserted.clear()
+        asserted.update(causes)
+        assert subject._explained("own", evidence, "").cause == named
+
+
+def test_rows_that_were_not_recorded_or_have_another_width_have_no_failure(explainer):
+    def evidence(width, *places):
+        return SimpleNamespace(operation=OPERATIONS[0], rows=rows(*places), expected=torch.zeros(len(places), width),
+                               inputs=[], dtype=torch.float32, histories=(), unrecorded=(), scene=None)  # fmt: skip
+
+    assert explainer()._scene(evidence(4, (0, 1), (1, 3)), ExitStack()) is not None
+    assert explainer()._scene(evidence(5, (0, 1), (1, 3)), ExitStack()) is None
+    assert explainer()._scene(evidence(4, (0, 1), (1, 0)), ExitStack()) is None
+    failure = explainer()._scene(evidence(4, (0, 1), (1, 3)), ExitStack())
+    assert torch.equal(failure.actual, torch.stack([KEYS[0, 1], KEYS[1, 3]]))
+    assert isinstance(failure.locator, Locator)
+
+
+# Findings of a recording.
 
 
 def test_several_independent_mistakes_are_each_explained(bench):

@@ -1,11 +1,132 @@
+"""Choices that are not the largest of their logits, in steps of a few rows of five words."""
+
+from types import SimpleNamespace
+
+import pytest
 import torch
 
 from harness.errors import Code
+from harness.judge.explain import tokens
+from harness.judge.explain.tokens import explain_token
+
+LOGITS = torch.tensor(
+    [[1.0, 5.0, 3.0, 2.0, 4.0], [9.0, 1.0, 8.0, 7.0, 2.0], [0.0, 1.0, 2.0, 9.0, 5.0], [3.0, 2.5, 7.0, 1.0, 0.5]]
+)
+LARGEST, SECOND, SMALLEST, NEITHER = [1, 0, 3, 2], [4, 2, 4, 0], [0, 1, 0, 4], [3, 4, 1, 3]
+
+
+class Step:
+    """Rows of which those are sampled whose choice is not below zero."""
+
+    phase, index = "decode", 0
+
+    def __init__(self, sampled, logits=LOGITS, *, covered=None, request=0, first=0):
+        count = len(logits) if covered is None else max(covered) + 1
+        self.request, self.position = torch.full((count,), request), torch.arange(first, first + count)
+        self.sampled = None if sampled is None else torch.tensor(sampled)
+        self.logits, self.covered = logits, None if covered is None else torch.tensor(covered)
+
+    def has(self, tap):
+        return tap == "lm_head"
+
+    def tap(self, tap):
+        return self.logits
+
+    def rows_of(self, tap):
+        return self.covered
+
+
+def explained(*steps, request=0, position=0, tap="lm_head"):
+    return explain_token(SimpleNamespace(steps=list(steps)), tap, request, position)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "cause"),
+    [
+        (SECOND, "the second largest logit is chosen"), (SMALLEST, "the smallest logit is chosen"),
+        ([2, 2, 2, 2], "the token is chosen from the last row's logits"),
+        ([0, 1, 1, 1], "the token is chosen from another row's logits"),
+        ([3, 1, 1, 1], "the token is chosen from another row's logits"),
+        (NEITHER, "the chosen token is not the largest logit: not greedy"),
+        ([4, 2, 4, 3], "the chosen token is not the largest logit: not greedy"),
+    ],
+)  # fmt: skip
+def test_choices(sampled, cause):
+    found = explained(Step(sampled))
+    assert found.cause == cause
+    num_wrong = sum(one != other for one, other in zip(sampled, LARGEST, strict=True))
+    assert (found.num_rows, found.num_explained) == (num_wrong, num_wrong)
+
+
+def test_the_first_rows_logits():
+    found = explained(Step([1, 1, 1, 1]), position=1)
+    assert found.cause == "the token is chosen from the first row's logits"
+
+
+def test_a_choice_of_the_largest_is_no_fault_of_the_choosing():
+    assert explained(Step(LARGEST)) is None
+    assert explained(Step([4, 0, 3, 2]), position=1) is None
+    assert explained(Step(SECOND), position=9) is None
+    assert explained(Step(SECOND), request=1) is None
+    assert explained(Step(None)) is None
+    assert explained(Step(SECOND), tap="logits") is None
+
+
+def test_rows_that_are_not_sampled_are_no_choices():
+    found = explained(Step([-1, 2, -1, -1]), position=1)
+    assert (found.num_rows, found.scope) == (1, "request 0 position 1")
+    assert explained(Step([-1, 2, -1, -1]), position=0) is None
+    found = explained(Step([-1, 2, 0, -1]), position=2)
+    assert found.num_rows == 2, "token 0 is one"
+
+
+def test_logits_of_the_sampled_rows_alone():
+    step = Step([-1, 4, -1, 2], LOGITS[:2], covered=[1, 3])
+    found = explained(step, position=3)
+    assert found.cause == "the second largest logit is chosen"
+    assert found.scope == "2 choices: request 0 position 1, request 0 position 3"
+
+
+def test_the_rank_and_the_distance():
+    assert explained(Step([3, 0, 3, 2])).detail == "token 3 has rank 4, 3 below the largest logit"
+    assert explained(Step(SECOND), position=3).detail == "token 0 has rank 2, 4 below the largest logit"
+    assert explained(Step([5, 0, 3, 2])).detail == "token 5 is not in the vocabulary"
+
+
+def test_places_of_several_steps_are_listed_up_to_the_third():
+    found = explained(Step(SECOND, request=3), Step(SECOND, request=1, first=4), request=1, position=6)
+    assert found.scope == "8 choices: request 3 position 0, request 3 position 1, request 3 position 2"
+    assert explained(Step([-1, 2, -1, -1]), Step([4, -1, -1, -1], request=1), position=1).scope.startswith("2 choices")
+
+
+def test_choices_that_only_some_of_have_one_cause():
+    found = explained(Step([4, 2, 4, 4]))
+    assert found.cause == "the chosen token is not the largest logit: not greedy"
+
+
+@pytest.mark.parametrize(("name", "step"), [("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
+def test_ties_in_16_bits(name, step):
+    logits = torch.tensor([[1.0, 1.0 + step, 0.0, -1.0], [1.0 + step, 0.0, 1.0, -1.0]])
+    found = explained(Step([0, 2], logits))
+    assert found.cause in (f"the logits are rounded to {half} before the argmax" for half in ("bfloat16", name))
+    far = torch.tensor([[1.0, 1.05, 0.0, -1.0], [1.05, 0.0, 1.0, -1.0]])
+    assert "rounded" not in explained(Step([0, 2], far)).cause
+    assert "rounded" not in explained(Step([4, 2], logits)).cause
+
+
+def test_steps_are_looked_at_up_to_a_number(monkeypatch):
+    steps = [Step(SECOND, request=number) for number in range(3)]
+    for most, is_seen in ((3, True), (2, False)):
+        monkeypatch.setattr(tokens, "_MAX_STEPS", most)
+        assert (explained(*steps, request=2) is not None) == is_seen
+
+
+# The same causes planted in recordings of the reference engine and of HF.
 
 LENGTHS = (37, 11)
 
 
-def explained(bench, choose):
+def recorded_explained(bench, choose):
     """The explanation where each step's choices are those of `choose`, from its logits [rows, V]."""
     parts = {}
     for step in bench.steps("lm_head"):
@@ -17,20 +138,20 @@ def explained(bench, choose):
     return bench.explained(recording, "lm_head", Code.TOKENS_DIFFER, request=1, position=12)
 
 
-def test_choices(bench):
+def test_choices_in_a_recording(bench):
     bench = bench()
-    found = explained(bench, lambda logits: logits.topk(2).indices[:, 1])
+    found = recorded_explained(bench, lambda logits: logits.topk(2).indices[:, 1])
     assert found.cause == "the second largest logit is chosen"
     assert "has rank 2" in found.detail
     assert found.scope == "10 choices: request 0 position 36, request 1 position 10, request 0 position 37"
-    assert explained(bench, lambda logits: logits.argmin(1)).cause == "the smallest logit is chosen"
-    assert explained(bench, lambda logits: logits.topk(9).indices[:, 7]).cause.endswith("not greedy")
+    assert recorded_explained(bench, lambda logits: logits.argmin(1)).cause == "the smallest logit is chosen"
+    assert recorded_explained(bench, lambda logits: logits.topk(9).indices[:, 7]).cause.endswith("not greedy")
 
 
 def test_rows(bench):
     bench = bench()
-    causes = {explained(bench, lambda logits: logits[0].argmax().expand(len(logits))).cause}
-    causes.add(explained(bench, lambda logits: logits.roll(1, dims=0).argmax(1)).cause)
+    causes = {recorded_explained(bench, lambda logits: logits[0].argmax().expand(len(logits))).cause}
+    causes.add(recorded_explained(bench, lambda logits: logits.roll(1, dims=0).argmax(1)).cause)
     assert causes <= {
         "the token is chosen from the first row's logits",
         "the token is chosen from the last row's logits",
@@ -75,4 +196,4 @@ def test_one_wrong_choice_is_named_by_its_place(bench):
 
 def test_a_choice_that_follows_from_the_logits_is_no_mistake_of_choosing(bench):
     bench = bench()
-    assert explained(bench, lambda logits: logits.argmax(1)) is None
+    assert recorded_explained(bench, lambda logits: logits.argmax(1)) is None

@@ -16,8 +16,8 @@ from harness.formats.recording import ModelInfo, Producer, Recording, RecordingW
 from harness.formats.taps import Graph, Operation
 from harness.judge.compare.align import Locator, Rows
 from harness.judge.compare.slot_history import SlotHistory
-from harness.judge.explain.failure import Failure
-from harness.judge.explain.hypothesis import Hypothesis
+from harness.judge.explain.core.failure import Failure
+from harness.judge.explain.core.hypothesis import Hypothesis
 
 
 class ToyModel:

@@ -112,10 +112,10 @@ def test_a_coarse_cache_and_what_its_products_round(dtype, mask, options, window
     assert not torch.allclose(alone, products)
     _, amplification = by_definition(call, seen, as_it_is, as_it_is, **parts)
     unit = 2 * rounding_unit(dtype) / rounding_unit(torch.float32)
-    assert found[0].room is None
-    torch.testing.assert_close(found[1].room, unit * amplification, rtol=1e-5, atol=0)
+    assert found[0].allowance is None
+    torch.testing.assert_close(found[1].allowance, unit * amplification, rtol=1e-5, atol=0)
     num_seen = torch.tensor([5.0, 3.0, 3.0], dtype=torch.float64)
-    torch.testing.assert_close(found[2].room, unit * (amplification + num_seen.sqrt()), rtol=1e-5, atol=0)
+    torch.testing.assert_close(found[2].allowance, unit * (amplification + num_seen.sqrt()), rtol=1e-5, atol=0)
 
 
 def test_a_cache_of_eight_bits_has_no_products_in_its_dtype():
@@ -197,7 +197,7 @@ def test_the_eager_code_is_given_everything_in_the_dtype(dtype):
 
     call = call_of()
     (found,) = EAGER_CODE(subject_of(call, dtype=dtype, hf=SimpleNamespace(eager_attention=lambda _module: eager)))
-    assert (found.name, found.room) == (EAGER, None)
+    assert (found.name, found.allowance) == (EAGER, None)
     assert (found.model.roundings, found.model.accumulation, found.model.products) == (1, 25, 8)
     rows = torch.arange(BATCH * QUERIES * HEADS * SIZE).view(BATCH * QUERIES, HEADS * SIZE).to(dtype)
     assert torch.equal(found.expected(), rows[ROWS].double())

@@ -109,12 +109,12 @@ def test_sums_of_ranks_in_either_precision(count, dtype):
     for each in found:
         assert each.model == MODEL
         torch.testing.assert_close(each.expected(), parts.sum(dim=0), rtol=1e-12, atol=1e-15)
-    assert found[0].room is None
-    for row, room in enumerate(found[1].room.tolist() if count > 2 else ()):
+    assert found[0].allowance is None
+    for row, allowance in enumerate(found[1].allowance.tolist() if count > 2 else ()):
         total = float(parts[:, row].sum(dim=0).norm())
         between = math.sqrt(sum(float(part.norm()) ** 2 for part in parts[:, row]))
         expected = math.sqrt(count - 2) * largest_rounding(dtype) * max(1.0, between / total) if total else 0.0
-        assert room == pytest.approx(expected, rel=1e-9)
+        assert allowance == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_parts_that_cancel_to_nothing_have_no_room():
     x[1, IN // 2 :] = x[1, : IN // 2]
     (_, in_dtype) = SHARED(subject_of(weight, x, num_ranks=4))
     assert in_dtype.expected()[1].tolist() == [0.0] * OUT
-    assert [bool(room) for room in in_dtype.room] == [True, False, True]
+    assert [bool(allowance) for allowance in in_dtype.allowance] == [True, False, True]
 
 
 # Inputs rounded to the dtype of the weight.

@@ -78,7 +78,7 @@ def test_products_with_quantised_inputs(formats, size, name):
     x, weight, bias = inputs_of(512), draw(6, 512, seed=1), draw(6, seed=2)
     expected = by_loop(x, size) @ weight.T + bias
     (found,) = QUANTISED(subject_of(plain(weight, bias), x.unflatten(1, (2, -1)), expected.float(), weights=formats))
-    assert (found.name, found.room) == (name, None)
+    assert (found.name, found.allowance) == (name, None)
     torch.testing.assert_close(found.expected(), expected, rtol=1e-6, atol=1e-6)
 
 

@@ -108,7 +108,7 @@ def test_attention_over_what_the_cache_holds(keys, values, rotations, interleave
                 for head in range(HEADS)
             )
             amplification = math.sqrt(products) / float(context[row].norm())
-            more = [float(found[at].room[row] - found[0].room[row]) for at in (1, 2)]
+            more = [float(found[at].allowance[row] - found[0].allowance[row]) for at in (1, 2)]
             assert more[0] == pytest.approx(coarse * amplification, rel=1e-4)
             assert more[1] == pytest.approx(coarse * (amplification + math.sqrt(place % TOKENS + 1)), rel=1e-4)
 

@@ -173,8 +173,8 @@ def test_room_is_what_two_roundings_of_the_angles_move(pairs, dtype):
                 length = float(head[pair] ** 2 + head[pair + pairs] ** 2)
                 moved += length * (position * float(frequencies[pair]) * EPS) ** 2
                 size += length
-        room = math.sqrt(moved / size) / rounding_unit(dtype) if size else 0.0
-        assert float(found.room[row]) == pytest.approx(room, rel=1e-9)
+        allowance = math.sqrt(moved / size) / rounding_unit(dtype) if size else 0.0
+        assert float(found.allowance[row]) == pytest.approx(allowance, rel=1e-9)
 
 
 def test_what_is_no_rotation_of_the_model_has_no_other_order():

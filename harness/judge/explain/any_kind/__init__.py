@@ -1,0 +1,1 @@
+"""Causes that fit operations of any kind."""

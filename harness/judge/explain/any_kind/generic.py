@@ -1,0 +1,344 @@
+"""Causes that fit any operation: a gain, rows or heads in another order, another input, a coarser dtype."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+
+from harness.base.metrics import largest_rounding, rounding_unit
+from harness.formats.taps import KINDS, Kind, Operation
+from harness.judge.compare.align import Rows, is_readback, step_rows
+from harness.judge.explain.core.failure import Failure, gathered, row_inputs
+from harness.judge.explain.core.formats import HALF_DTYPES, cut_off, name_of, rounded
+from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.norms.form import form_of
+
+_MAX_POOL_ROWS = 4096
+"""Rows among which a wrong one is looked for."""
+_COARSE_DTYPES = (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
+_MANY, _FEW = 32, 0.05
+"""Elements that show whether they were cut off, and the share of them that may be otherwise."""
+_SAME_GAIN = 1e-3
+"""Relative distance up to which a gain is the number that it is taken for."""
+_OF_LOGITS, _OF_EMBEDDING = ("logit", "head", "output"), ("embed", "emb_", "_emb", "hidden")
+"""Words in the names of multipliers of logits, and of embeddings."""
+_NO_MULTIPLIERS = ("eps", "dropout", "theta", "range", "std", "rope", "aux", "jitter", "cap")
+_FEW_ROWS = 4
+"""Right rows that can contradict a cause, at least."""
+_ROW_WISE = (Kind.NORM, Kind.LINEAR, Kind.ROTARY)
+
+
+def zero_output(failure: Failure) -> Iterator[Hypothesis]:
+    """Nothing was computed."""
+    yield Hypothesis(cause="the output is zero: not computed, or not loaded", output=torch.zeros_like(failure.expected))
+
+
+def constant_gain(failure: Failure) -> Iterator[Hypothesis]:
+    """All rows are scaled by one factor; a factor of its own in each row is no cause."""
+    gain = failure.factor_of(failure.expected)
+    energy = failure.expected.square().sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    gains = (failure.actual * failure.expected).sum(dim=1, keepdim=True) / energy
+    if f"{gain:.6g}" == "1":
+        return
+    if _is_one(failure, failure.expected * gain, failure.expected * gains):
+        yield Hypothesis(
+            cause=f"a constant gain of {gain:.6g}",
+            output=failure.expected * gain,
+            freedom=1,
+            allowance=1.0,
+            is_cause=not (_is_contradicted(failure, lambda expected: expected * gain) or _may_be_eps(failure)),
+        )
+    else:
+        yield Hypothesis(
+            cause="each row is scaled by a factor of its own",
+            output=failure.expected * gains,
+            detail=f"from {float(gains.min()):.6g} to {float(gains.max()):.6g}",
+            freedom=len(gains),
+            is_cause=False,
+        )
+
+
+def gain_of_a_setting(failure: Failure) -> Iterator[Hypothesis]:
+    """The rows are scaled by a number of config.json, or by one over it: a multiplier left out, or applied twice."""
+    gain, input_gain = failure.factor_of(failure.expected), _gain_of_input(failure)
+    for name, value in _multipliers(failure):
+        for factor in (value, 1 / value):
+            if math.isclose(factor, gain, rel_tol=_SAME_GAIN):
+                if input_gain is None or not math.isclose(
+                    abs(math.log(input_gain)), abs(math.log(value)), rel_tol=1e-3
+                ):
+                    how = "left out, or applied once too often"
+                else:
+                    how = "left out" if factor * input_gain < 1.5 and factor * input_gain > 2 / 3 else "applied twice"
+                cause = f"{name} ({value:g}) is {how}: a constant gain of {factor:.6g}"
+                output = failure.expected * factor
+                yield Hypothesis(
+                    cause=cause,
+                    output=output,
+                    is_cause=not _is_contradicted(failure, lambda expected, factor=factor: expected * factor),  # type: ignore[misc]
+                )
+
+
+def _multipliers(failure: Failure) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of the config that the operation may be multiplied by; names of one number together."""
+    config, found = failure.hf.config, dict[float, list[str]]()
+    named = {**vars(config), "the root of the hidden size": float(getattr(config, "hidden_size", 1)) ** 0.5}
+    for name, value in named.items():
+        is_named = "scal" in name or "mult" in name
+        is_number = isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and is_named)
+        if is_number and value > 0 and value != 1 and _may_scale(failure, name):
+            found.setdefault(float(value), []).append(name)
+    yield from ((" or ".join(names), value) for value, names in found.items())
+
+
+def _may_scale(failure: Failure, name: str) -> bool:
+    """Whether a number of the config may belong to an operation, going by their names."""
+    is_of_logits, is_of_embedding = (any(word in name for word in words) for words in (_OF_LOGITS, _OF_EMBEDDING))
+    if any(word in name for word in _NO_MULTIPLIERS):
+        return False
+    if failure.operation.layer is None:
+        return is_of_embedding if failure.operation.kind is Kind.EMBEDDING else is_of_logits
+    return not is_of_logits and (not is_of_embedding or failure.operation.site == "input")
+
+
+def _gain_of_input(failure: Failure) -> float | None:
+    """Return the factor by which what should be is the operation's only input; None if it is something else."""
+    if (
+        len(failure.inputs) != 1
+        or failure.inputs[0].shape[:1] + failure.inputs[0].flatten(1).shape[1:] != failure.expected.shape
+    ):
+        return None
+    if not failure.inputs[0].is_floating_point():
+        return None
+    x = failure.inputs[0].flatten(1)
+    factor = float((failure.expected * x).sum() / x.square().sum().clamp(min=torch.finfo(torch.float64).tiny))
+    return factor if factor > 0 and failure.is_expected(x * factor) else None
+
+
+def _may_be_eps(failure: Failure) -> bool:
+    """Whether the operation is a norm of no known form: its eps could not be tried, and looks like a gain."""
+    return failure.operation.kind is Kind.NORM and form_of(failure) is None
+
+
+def _is_one(failure: Failure, together: torch.Tensor, apart: torch.Tensor) -> bool:
+    """Whether one number for all rows does as well as one for each, which costs what the BIC says."""
+    left, least = ((failure.actual - each).norm(dim=1) / each.norm(dim=1) for each in (together, apart))
+    finest = rounding_unit(failure.dtype) / 2
+    count = len(left) * failure.num_elements / 4
+    gained = count * float((left.clamp(min=finest).log() - least.clamp(min=finest).log()).nan_to_num().mean())
+    return gained <= len(left) / 2 * math.log(max(count, math.e))
+
+
+def offset_per_channel(failure: Failure) -> Iterator[Hypothesis]:
+    """The same vector is added to all rows."""
+    if len(failure.rows) > 1:
+        offset = (failure.actual - failure.expected).mean(dim=0)
+        norm = float(offset.norm())
+        yield Hypothesis(
+            cause=f"a constant offset per channel, norm {norm:.3g}",
+            output=failure.expected + offset,
+            freedom=round(failure.num_elements),
+            allowance=1.0,
+            is_cause=not _is_contradicted(failure, lambda expected: expected + offset),
+        )
+
+
+def _is_contradicted(failure: Failure, change: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Whether a change that spares no row would make the right rows worse, of the same requests and steps.
+
+    Rows are wrong where an error that grows, with the position for one, has left its bound: of these alone, any error
+    that lasts looks constant.
+    """
+    rows = _right_rows(failure)
+    if len(rows) < _FEW_ROWS:
+        return False
+    inputs = row_inputs(failure.locator, failure.operation, rows)
+    expected = None if inputs is None else failure.replay([x.flatten(1) for x in inputs], rows.position)
+    actual = gathered(failure.locator, failure.operation.tap, rows)
+    if expected is None or actual is None or actual.shape != expected.shape:
+        return False
+    before, after = ((actual - each).norm(dim=1) for each in (expected, change(expected)))
+    return float((after > before).double().mean()) > 1 / 2
+
+
+def _right_rows(failure: Failure) -> Rows:
+    """Return the rows of the wrong rows' requests and steps that are not among them."""
+    if not failure.operation.inputs:
+        return failure.rows.select(torch.arange(0))
+    rows = _pool_rows(failure)
+    ids = zip(failure.rows.request.tolist(), failure.rows.position.tolist(), strict=True)
+    wrong, near = set(ids), set(zip(failure.rows.request.tolist(), failure.rows.step.tolist(), strict=True))
+    places = zip(rows.request.tolist(), rows.position.tolist(), rows.step.tolist(), strict=True)
+    keep = [(request, step) in near and (request, position) not in wrong for request, position, step in places]
+    return rows.select(torch.tensor(keep, dtype=torch.bool).nonzero()[:, 0])
+
+
+def row_of_another(failure: Failure) -> Iterator[Hypothesis]:
+    """Each row is what another row should be: rows in the wrong order, or the wrong row taken."""
+    pool_rows = _pool_rows(failure)
+    inputs = row_inputs(failure.locator, failure.operation, pool_rows) if len(pool_rows) else None
+    if inputs is None or failure.operation.kind not in (*_ROW_WISE, Kind.ACTIVATION, Kind.ADD):
+        return
+    pool = failure.replay(inputs, pool_rows.position)
+    if pool is None:
+        return
+    yield from _rows_of_the_step(failure, pool_rows, pool)
+    source = torch.cdist(failure.actual, pool).argmin(dim=1)
+    found = pool_rows.select(source)
+    pairs = [
+        f"request {r}, position {p} holds that of request {other}, position {at}"
+        for r, p, other, at in zip(
+            failure.rows.request.tolist(), failure.rows.position.tolist(),
+            found.request.tolist(), found.position.tolist(), strict=True,
+        )
+    ]  # fmt: skip
+    shift = (found.position - failure.positions).unique()
+    is_own = bool((found.request == failure.rows.request).all())
+    which = f"{int(shift):+d} positions away" if is_own and len(shift) == 1 else "elsewhere"
+    yield Hypothesis(
+        cause=f"the row is that of another token, {which}",
+        output=pool[source],
+        detail="; ".join(pairs[:3]),
+        freedom=1 if is_own and len(shift) == 1 else len(source),
+    )
+
+
+def _rows_of_the_step(failure: Failure, pool_rows: Rows, pool: torch.Tensor) -> Iterator[Hypothesis]:
+    """Each row is the first or the last one of its step."""
+    for name, pick in (("first", 0), ("last", -1)):
+        places = [(pool_rows.step == step).nonzero()[:, 0] for step in failure.rows.step.tolist()]
+        if all(len(here) for here in places):
+            source = torch.stack([here[pick] for here in places])
+            cause = f"the row is that of another token, the {name} one of its step"
+            yield Hypothesis(cause=cause, output=pool[source])
+
+
+def _pool_rows(failure: Failure) -> Rows:
+    """Rows that the operation's inputs were recorded at, those of the wrong rows' own steps first."""
+    own = set(failure.rows.step.tolist())
+    source = failure.operation.inputs[0] if failure.operation.inputs else failure.operation.tap
+    steps = [step for step in failure.recording.steps if not is_readback(step) and step.has(source)]
+    steps.sort(key=lambda step: step.index not in own)
+    rows = Rows.concat([step_rows(step, source) for step in steps])
+    return rows.select(torch.arange(min(len(rows), _MAX_POOL_ROWS)))
+
+
+def heads_in_another_order(failure: Failure) -> Iterator[Hypothesis]:
+    """Each head is what another head should be."""
+    if not KINDS[failure.operation.kind].has_heads or failure.expected.shape[1] % failure.hf.head_dim:
+        return
+    head_dim = failure.hf.head_dim
+    actual, expected = (
+        x.unflatten(1, (-1, head_dim)).transpose(0, 1).flatten(1) for x in (failure.actual, failure.expected)
+    )
+    source = torch.cdist(actual, expected).argmin(dim=1)
+    if torch.equal(source, torch.arange(len(source))):
+        return
+    output = expected[source].unflatten(1, (-1, head_dim)).transpose(0, 1).flatten(1)
+    yield Hypothesis(cause=f"the heads are in another order: {source.tolist()}", output=output)
+
+
+def another_input(failure: Failure) -> Iterator[Hypothesis]:
+    """The operation is right, of another tensor of its layer or of the one before."""
+    if failure.operation.kind not in _ROW_WISE or not failure.can_replay:
+        return
+    for name, other in other_taps(failure, failure.inputs[0].flatten(1).shape):
+        if name == _input_site(failure):
+            continue
+        output = failure.replay([other], failure.positions)
+        if output is not None:
+            yield Hypothesis(cause=f"it reads {name} instead of {_input_site(failure)}", output=output)
+
+
+def another_output(failure: Failure) -> Iterator[Hypothesis]:
+    """The rows are those of another tap, as if the operation had been left out."""
+    sites = [failure.graph[tap].site for tap in failure.operation.inputs]
+    for name, other in other_taps(failure, failure.actual.shape):
+        is_gated = failure.operation.kind is Kind.ACTIVATION and len(sites) > 1 and name in sites
+        lost = " and ".join(site for site in sites if site != name)
+        cause = f"the gate of {lost} is left out: " if is_gated else ""
+        yield Hypothesis(cause=f"{cause}the output is that of {name}", output=other, freedom=1)
+
+
+def other_taps(failure: Failure, shape: torch.Size) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and rows of other taps of the layer, or of the one before, but of none that is computed from it."""
+    later = {failure.operation.tap}
+    for operation in failure.graph:
+        if later & set(operation.inputs):
+            later.add(operation.tap)
+        if operation.tap in later or operation.kind is Kind.CACHE:
+            continue
+        if _is_near(failure, operation):
+            other = failure.tap(operation.tap)
+            if other is not None and other.shape == shape:
+                yield operation.site if operation.layer == failure.operation.layer else operation.tap, other
+
+
+def _is_near(failure: Failure, operation: Operation) -> bool:
+    """Whether an operation belongs to the same layer or the one before; for what has no layer, whether it ends one."""
+    if operation.layer is None:
+        return True
+    if failure.operation.layer is None:
+        return operation.tap == list(failure.graph.of_layer(operation.layer))[-1].tap
+    return failure.operation.layer - 1 <= operation.layer <= failure.operation.layer
+
+
+def _input_site(failure: Failure) -> str:
+    return failure.graph[failure.operation.inputs[0]].site
+
+
+def rounded_output(failure: Failure) -> Iterator[Hypothesis]:
+    """The result was rounded to a coarser dtype, or cut off: every element is a number of that dtype."""
+    for dtype in _COARSE_DTYPES:
+        if rounding_unit(dtype) <= rounding_unit(failure.dtype) or not torch.equal(
+            rounded(failure.actual, dtype), failure.actual
+        ):
+            continue
+        error = (failure.actual - failure.expected).norm(dim=1) / failure.expected.norm(dim=1)
+        if float(error.max()) <= 2 * largest_rounding(dtype) * rounding_unit(dtype):
+            how = "cut off" if _is_towards_zero(failure) else "rounded"
+            instead = " instead of rounded" if _is_towards_zero(failure) else ""
+            yield Hypothesis(cause=f"the output is {how} to {name_of(dtype)}{instead}", output=failure.actual)
+            return
+    if failure.dtype in HALF_DTYPES and _is_cut_off(failure):
+        yield Hypothesis(
+            cause=f"the output is cut off to {name_of(failure.dtype)} instead of rounded", output=failure.actual
+        )
+
+
+def _is_towards_zero(failure: Failure) -> bool:
+    """Whether next to no element is larger than it should be, of many that are not as they should be."""
+    larger = failure.actual.abs() > failure.expected.abs() * (1 + rounding_unit(failure.dtype))
+    return failure.actual.numel() >= _MANY and float(larger.float().mean()) < _FEW
+
+
+def _is_cut_off(failure: Failure) -> bool:
+    """Whether the elements are those that cutting off gives, where rounding gives others."""
+    cut, nearest = cut_off(failure.expected, failure.dtype), rounded(failure.expected, failure.dtype)
+    tells = cut != nearest
+    is_cut = (failure.actual == cut)[tells]
+    return len(is_cut) >= _MANY and float(is_cut.float().mean()) > 1 - _FEW
+
+
+def inputs_in_lower_precision(failure: Failure) -> Iterator[Hypothesis]:
+    """The operation is right, of inputs rounded to a 16-bit dtype."""
+    if failure.operation.kind not in _ROW_WISE:
+        return
+    for dtype in (torch.bfloat16, torch.float16):
+        output = failure.replay([rounded(x, dtype) for x in failure.inputs], failure.positions)
+        if output is not None:
+            yield Hypothesis(cause=f"its input is rounded to {str(dtype).removeprefix('torch.')}", output=output)
+
+
+EXPLANATIONS = (
+    zero_output,
+    gain_of_a_setting,
+    constant_gain,
+    row_of_another,
+    heads_in_another_order,
+    another_input,
+    another_output,
+    rounded_output,
+    inputs_in_lower_precision,
+    offset_per_channel,
+)

@@ -1,0 +1,73 @@
+"""Ways in which query heads read other KV heads than their own: keys and values of them, or one of the two.
+
+`N` query heads, `K` KV heads, `R` rows, `H` head size.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from harness.judge.explain.attention.views import joined
+from harness.judge.explain.core.failure import Failure
+from harness.judge.explain.core.hypothesis import Hypothesis
+
+_MOST = 64
+"""KV heads up to which every one is tried for every query head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """A tensor that is read from another head."""
+
+    cause: str
+    is_key: bool
+    is_value: bool
+
+
+_READS = (
+    _Read(cause="query heads read the wrong KV heads", is_key=True, is_value=True),
+    _Read(cause="query heads read the values of the wrong KV heads, and the right keys", is_key=False, is_value=True),
+    _Read(cause="query heads read the keys of the wrong KV heads, and the right values", is_key=True, is_value=False),
+)
+
+
+def other_kv_heads(failure: Failure) -> Iterator[Hypothesis]:
+    """Each query head reads another KV head: tiled instead of repeated, or any map that fits."""
+    view = failure.views[0]
+    num_heads, num_kv = view.query.shape[1], view.key.shape[1]
+    if not 1 < num_kv <= _MOST:
+        return
+    own = torch.arange(num_heads) // view.num_groups
+    for read in _READS:
+        heads = _nearest(failure, read, own, num_kv)
+        if torch.equal(heads, own):
+            continue
+        is_tiled = torch.equal(heads, torch.arange(num_heads) % num_kv)
+        is_both = read.is_key and read.is_value
+        yield Hypothesis(
+            cause="KV heads are tiled instead of repeated" if is_tiled and is_both else read.cause,
+            output=_attended(failure, read, own, heads),
+            detail=f"KV head of each query head: {heads.tolist()}",
+            freedom=0 if is_tiled else num_heads,
+        )
+
+
+def _nearest(failure: Failure, read: _Read, own: torch.Tensor, num_kv: int) -> torch.Tensor:
+    """Return the KV head [N] under which each query head comes out nearest."""
+    num_heads = len(own)
+    candidates = torch.stack(
+        [_attended(failure, read, own, torch.full((num_heads,), head)) for head in range(num_kv)]
+    ).unflatten(2, (num_heads, -1))  # [K, R, N, H]
+    actual = failure.actual.unflatten(1, (num_heads, -1))
+    distance: torch.Tensor = (candidates - actual).norm(dim=-1).norm(dim=1)  # [K, N]
+    return distance.argmin(dim=0)
+
+
+def _attended(failure: Failure, read: _Read, own: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+    """Return the context [R, N*H] where each query head reads from `heads` [N] what `read` says."""
+    keys, values = heads if read.is_key else own, heads if read.is_value else own
+    return joined(failure, lambda view: view.attend(heads=keys, value_heads=values))
+
+
+EXPLANATIONS = (other_kv_heads,)

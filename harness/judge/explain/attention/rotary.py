@@ -1,0 +1,220 @@
+"""Rotary embeddings seen through attention, where queries and keys were not recorded after them.
+
+`T` query rows, `S` history rows, `N` query heads, `K` KV heads, `H` head size.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from harness.formats.taps import Kind
+from harness.judge.compare.align import Rows
+from harness.judge.compare.attention_context import AttentionContext
+from harness.judge.explain.attention.views import rows_of
+from harness.judge.explain.core.failure import Failure
+from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.rotary import frequencies as rotary
+from harness.judge.explain.rotary import pairs as rotary_pairs
+from harness.judge.explain.rotary import positions as rotary_positions
+from harness.oracle.rotation import Rotation, rotations
+
+_PROBED_ROWS = 6
+_LN_THETAS = [math.log(1e2) + step / 10 for step in range(160)]
+"""Logarithms of the bases from 100 to 900 million among which the best one is looked for."""
+_POSITIONS = {
+    "positions restart at 0 in every step: the chunk's offset is forgotten": "chunk",
+    "positions run on through the batch instead of restarting for each request": "batch",
+    "positions restart at 0 after the prompt": "prompt",
+    "rotary in decode at a position off by one (+1)": "decode+1",
+    "rotary in decode at a position off by one (-1)": "decode-1",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sides:
+    """Queries and keys before and after their rotation, as failures of the rotation that show no error."""
+
+    query: Failure
+    key: Failure
+
+
+def rotated_otherwise(failure: Failure) -> Iterator[Hypothesis]:
+    """Whatever may be wrong with a rotation is wrong with that of queries and keys alike."""
+    sides = _sides(failure)
+    if sides is None:
+        return
+    for module in (rotary, rotary_pairs):
+        for explain in module.EXPLANATIONS:
+            keys = {(each.cause, each.detail): each for each in explain(sides.key) if not each.freedom}
+            for query in explain(sides.query):
+                key = keys.get((query.cause, query.detail))
+                if key is not None and not query.freedom:
+                    output = _attend(failure, query.output, key.output)
+                    yield Hypothesis(cause=query.cause, output=output, detail=query.detail)
+    own = sides.query.rotation
+    if own is not None:
+        yield from _of_one_side(failure, sides, own)
+        yield from _at_other_positions(failure, sides, own)
+        yield from _of_another_theta(failure, sides, own)
+        yield from _of_another_scaling(failure, sides, own)
+
+
+def _of_one_side(failure: Failure, sides: _Sides, own: Rotation) -> Iterator[Hypothesis]:
+    query, key = sides.query.expected, sides.key.expected
+    raw_query, raw_key = (each.inputs[0].flatten(1) for each in (sides.query, sides.key))
+    yield Hypothesis(cause="rotary is not applied to queries", output=_attend(failure, raw_query, key))
+    yield Hypothesis(cause="rotary is not applied to keys", output=_attend(failure, query, raw_key))
+
+
+def _at_other_positions(failure: Failure, sides: _Sides, own: Rotation) -> Iterator[Hypothesis]:
+    """Positions that other rows of the step, or of the request, have their share in; a common shift changes nothing."""
+    highest = int(sides.key.positions.max())
+    tried = {
+        cause: tuple(_positions(each, how) for each in (sides.query, sides.key)) for cause, how in _POSITIONS.items()
+    }
+    for n in range(1, highest + 1) if highest <= 512 else ():
+        first = int(failure.positions.min())
+        if n == first:
+            cause = f"positions begin at 0 again after {n - 1}: they are taken modulo {n}"
+            tried[cause] = (sides.query.positions % n, sides.key.positions % n)
+        if n == first - 1:
+            cause = f"positions stop at {n}: rows after it are all rotated for it"
+            tried[cause] = (sides.query.positions.clamp(max=n), sides.key.positions.clamp(max=n))
+    for cause, (of_query, of_key) in tried.items():
+        query, key = own.turn(sides.query.inputs[0], of_query), own.turn(sides.key.inputs[0], of_key)
+        yield Hypothesis(cause=cause, output=_attend(failure, query, key))
+
+
+def _positions(side: Failure, how: str) -> torch.Tensor:
+    own, places = side.positions, rotary_positions.places(side)
+    if how == "prompt":
+        return torch.where(own >= places["prompt"], own - places["prompt"], own)
+    if how.startswith("decode"):
+        return own + (own >= places["prompt"]).to(own.dtype) * int(how.removeprefix("decode"))
+    return places[how]
+
+
+def _of_another_theta(failure: Failure, sides: _Sides, own: Rotation) -> Iterator[Hypothesis]:
+    """The base of the frequencies, fitted to the rows that see farthest."""
+    parameters = rotary.rope_parameters(sides.query, own)
+    if "rope_theta" not in parameters:
+        return
+
+    def of(ln_theta: float) -> Rotation | None:
+        return rotary.with_parameters(sides.query, own, {**parameters, "rope_theta": math.exp(ln_theta)})
+
+    best = _best(failure, sides, _LN_THETAS, of)
+    fitted = None if best is None else float(f"{math.exp(best):.6g}")
+    other = None if fitted is None else of(math.log(fitted))
+    if other is not None:
+        cause = f"wrong rope theta: {fitted:.3g} instead of {float(parameters['rope_theta']):g}"
+        yield _of_rotation(failure, sides, other, cause, freedom=1)
+
+
+def _of_another_scaling(failure: Failure, sides: _Sides, own: Rotation) -> Iterator[Hypothesis]:
+    """Cosine and sine have another factor, which scales the scores by its square; it is no more than that to see."""
+    if own.scaling != 1.0:
+        plain = replace(own, scaling=1.0)
+        cause = f"rope scaling: attention_factor is 1 instead of {own.scaling:.4g}"
+        yield _of_rotation(failure, sides, plain, cause)
+
+
+def _of_rotation(failure: Failure, sides: _Sides, other: Rotation, cause: str, freedom: int = 0) -> Hypothesis:
+    query, key = (other.turn(each.inputs[0], each.positions) for each in (sides.query, sides.key))
+    return Hypothesis(cause=cause, output=_attend(failure, query, key), freedom=freedom)
+
+
+def _best(failure: Failure, sides: _Sides, grid: list[float], of: Callable[[float], Rotation | None]) -> float | None:
+    """Return where on a grid, and then between its places, the rows that see farthest come out nearest."""
+    view = max(failure.views, key=lambda each: int(each.rows.position.max()))
+    order = view.rows.position.argsort(descending=True)[:_PROBED_ROWS]
+    rows = rows_of(failure, view)[order]
+    past = sum(len(each.key) for each in failure.views[: failure.views.index(view)])
+    raw_key, positions = sides.key.inputs[0][past : past + len(view.key)], torch.arange(len(view.key))
+    probe = view.select(order)
+
+    def error(at: float) -> float:
+        other = of(at)
+        if other is None:
+            return math.inf
+        query = other.turn(sides.query.inputs[0][rows], probe.rows.position).view_as(probe.query)
+        key = other.turn(raw_key, positions).view_as(view.key)
+        return failure.misfit(rows, replace(probe, query=query, key=key).attend())
+
+    at, width = min(grid, key=error), grid[1] - grid[0]
+    if not math.isfinite(error(at)):
+        return None
+    for _ in range(24):
+        width *= 0.6
+        at = min((at - width, at, at + width), key=error)
+    return at
+
+
+def rotated_though_none(failure: Failure) -> Iterator[Hypothesis]:
+    """Rotary is applied in a layer that has none."""
+    if _sides(failure) is not None or not failure.views:
+        return
+    key_positions = torch.cat([torch.arange(len(view.key)) for view in failure.views])
+    query, key = (torch.cat([getattr(view, name).flatten(1) for view in failure.views]) for name in ("query", "key"))
+    for own in rotations(failure.hf):
+        if query.shape[1] % own.head_dim == 0 and key.shape[1] % own.head_dim == 0:
+            turned = own.turn(query, failure.positions), own.turn(key, key_positions)
+            yield Hypothesis(cause="rotary is applied, and this layer has none", output=_attend(failure, *turned))
+
+
+def _attend(failure: Failure, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return the context [R, N*H] of the failure's views with other queries [R, N*H] and keys [all S, K*H]."""
+    contexts = list[torch.Tensor]()
+    row = past = 0
+    for view in failure.views:
+        own, history = query[row : row + len(view.rows)], key[past : past + len(view.key)]
+        row, past = row + len(own), past + len(history)
+        contexts.append(replace(view, query=own.view_as(view.query), key=history.view_as(view.key)).attend())
+    return torch.cat(contexts)
+
+
+def _sides(failure: Failure) -> _Sides | None:
+    """Return queries and keys, if HF rotates them and the engine did not record them after that."""
+    if failure.rerun is None or not failure.views:
+        return None
+    operations = [failure.graph[tap] for tap in failure.operation.inputs[:2]]
+    if any(each.kind is not Kind.ROTARY or each.tap not in failure.unrecorded for each in operations):
+        return None
+    rerun, made = failure.rerun, list[Failure]()
+    rerun.run()
+    places = rerun.places(failure.rows)
+    first = torch.cat([places[rows_of(failure, view)[:1]] for view in failure.views])
+    begin = first - first % rerun.scene.batch.num_tokens
+    past = torch.cat([at + torch.arange(len(view.key)) for at, view in zip(begin, failure.views, strict=True)])
+    history = Rows.concat([_history(view) for view in failure.views])
+    for operation, rows, at in zip(operations, (failure.rows, history), (places, past), strict=True):
+        raw, turned = rerun.values.get(operation.inputs[0]), rerun.values.get(operation.tap)
+        if raw is None or turned is None or bool((at < 0).any()):
+            return None
+        before, after = (x[at.to(x.device)].flatten(1).to("cpu", torch.float64) for x in (raw, turned))
+        made.append(
+            replace(
+                failure,
+                operation=operation,
+                rows=rows,
+                inputs=[before],
+                expected=after,
+                actual=after,
+                views=(),
+                beyond=None,
+            )
+        )
+    sides = _Sides(query=made[0], key=made[1])
+    return sides if sides.query.rotation is not None and sides.key.rotation is not None else None
+
+
+def _history(view: AttentionContext) -> Rows:
+    position = torch.arange(len(view.key))
+    return Rows(
+        request=torch.full_like(position, int(view.rows.request[0])), position=position, step=view.key_step.clamp(min=0)
+    )
+
+
+EXPLANATIONS = (rotated_otherwise, rotated_though_none)

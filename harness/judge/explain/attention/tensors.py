@@ -1,0 +1,129 @@
+"""Ways in which attention reads other tensors than rotated keys and values, or coarser ones.
+
+`T` query rows, `S` history rows, `M` known rows, `N` query heads, `K` KV heads, `H` head size.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from harness.formats.taps import prefix_of
+from harness.judge.compare.attention_context import AttentionContext
+from harness.judge.explain.cache.content_index import RAW_KEY
+from harness.judge.explain.cache.replay import contents_of, history
+from harness.judge.explain.core.failure import Failure
+from harness.judge.explain.core.formats import FLOAT8_DTYPES, HALF_DTYPES, cut_off, name_of
+from harness.judge.explain.core.hypothesis import Hypothesis
+
+_COARSE_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def other_tensors(failure: Failure) -> Iterator[Hypothesis]:
+    """The cache holds other tensors: keys for values, keys before rotary, those of another layer."""
+    for cause, change in _tensor_changes(failure):
+        for name, is_read in (("of every step", _all), ("of earlier steps", _earlier)):
+            parts = []
+            for view in failure.views:
+                changed = change(view)
+                if changed is None:
+                    break
+                parts.append(_with_history(view, *changed, is_read))
+            else:
+                yield Hypothesis(cause=cause, output=torch.cat(parts), detail=f"for tokens {name}")
+
+
+def _tensor_changes(
+    failure: Failure,
+) -> Iterator[tuple[str, Callable[[AttentionContext], tuple[torch.Tensor, torch.Tensor] | None]]]:
+    yield "K and V are swapped in the cache", lambda view: (view.value, view.key)
+    yield "values are read from the K cache", lambda view: (view.key, view.key)
+    yield "keys are read from the V cache", lambda view: (view.value, view.value)
+    raw = contents_of(failure).taps.get(RAW_KEY, "")
+
+    def unrotated(view: AttentionContext) -> tuple[torch.Tensor, torch.Tensor] | None:
+        key = history(failure, view, raw)
+        return None if key is None else (key, view.value)
+
+    yield "keys are cached before rotary", unrotated
+
+    for layer in failure.graph.layers:
+        other = failure.graph.attention_of(layer)
+        if other is not None and layer != failure.operation.layer:
+
+            def of_layer(
+                view: AttentionContext, taps: tuple[str, ...] = other.inputs[1:]
+            ) -> tuple[torch.Tensor, torch.Tensor] | None:
+                key, value = (history(failure, view, tap) for tap in taps)
+                return None if key is None or value is None else (key, value)
+
+            yield f"reads the cache of layer {layer}", of_layer
+
+
+def read_back(failure: Failure) -> Iterator[Hypothesis]:
+    """Attention is right: what it reads is what the cache gives back at the end, which is not what was written."""
+    prefix, parts = prefix_of(failure.operation.tap), []
+    for view in failure.views:
+        key, value = history(failure, view, f"{prefix}k_cache"), history(failure, view, f"{prefix}v_cache")
+        if key is None or value is None:
+            return
+        parts.append(view.attend(key=key, value=value))
+    yield Hypothesis(
+        cause="reads what the cache gives back, which is not what was written: see k_cache and v_cache",
+        output=torch.cat(parts),
+        is_vague=True,
+    )
+
+
+def coarse_cache(failure: Failure) -> Iterator[Hypothesis]:
+    """Keys and values, or one of them, are stored in a coarser dtype."""
+    for dtype in _COARSE_DTYPES:
+        name = str(dtype).removeprefix("torch.")
+
+        def rounded(x: torch.Tensor, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return x.to(dtype).to(torch.float64)
+
+        for is_read in (_all, _earlier):
+            for part, is_key, is_value in (
+                ("the KV cache is", 1, 1),
+                ("the K cache is", 1, 0),
+                ("the V cache is", 0, 1),
+            ):
+                changed = [
+                    (view, rounded(view.key) if is_key else view.key, rounded(view.value) if is_value else view.value)
+                    for view in failure.views
+                ]
+                output = torch.cat([_with_history(view, key, value, is_read) for view, key, value in changed])
+                yield Hypothesis(cause=f"{part} in a lower dtype: {name}", output=output)
+
+
+def declared_cache(failure: Failure) -> Iterator[Hypothesis]:
+    """Keys and values are cut off to the dtype that the engine declares for its cache: it was held to rounding them."""
+    numerics = failure.recording.manifest.numerics
+    dtype = None if numerics is None else getattr(torch, numerics.cache or "", None)
+    if dtype in (*HALF_DTYPES, *FLOAT8_DTYPES):
+        parts = [view.attend(key=cut_off(view.key, dtype), value=cut_off(view.value, dtype)) for view in failure.views]
+        cause = f"keys and values are cut off to {name_of(dtype)}, the dtype of the cache, instead of rounded"
+        yield Hypothesis(cause=cause, output=torch.cat(parts))
+
+
+def _all(view: AttentionContext) -> torch.Tensor:
+    return torch.ones(len(view.rows), len(view.key), dtype=torch.bool)
+
+
+def _earlier(view: AttentionContext) -> torch.Tensor:
+    return view.key_step < view.rows.step[:, None]
+
+
+def _with_history(
+    view: AttentionContext, key: torch.Tensor, value: torch.Tensor, is_read: Callable[[AttentionContext], torch.Tensor]
+) -> torch.Tensor:
+    """[T, N*H]: with other keys and values where `is_read` holds for the row and the position."""
+    parts = []
+    masks = is_read(view)
+    for mask in masks.unique(dim=0):
+        here = (masks == mask).all(dim=1).nonzero()[:, 0]
+        where = mask[:, None, None]
+        parts.append((here, view.select(here).attend(
+            key=torch.where(where, key, view.key), value=torch.where(where, value, view.value))))  # fmt: skip
+    order = torch.cat([here for here, _ in parts]).argsort()
+    return torch.cat([output for _, output in parts])[order]

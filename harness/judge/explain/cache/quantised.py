@@ -1,0 +1,92 @@
+"""Keys and values in few bits with a scale: of a token, a step, a head, a channel, or stale.
+
+`R` rows, `K` KV heads, `H` head size.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from harness.formats.taps import Kind
+from harness.judge.compare.align import is_readback
+from harness.judge.explain.core.failure import Failure
+from harness.judge.explain.core.formats import FLOAT8_DTYPES, name_of, rounded
+from harness.judge.explain.core.hypothesis import Hypothesis
+
+
+def _in_float8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return rounded(x.to(torch.float32), dtype)
+
+
+_FORMATS: tuple[tuple[str, float, Callable[[torch.Tensor], torch.Tensor]], ...] = (
+    ("int8", 127.0, torch.round),
+    ("int4", 7.0, torch.round),
+    *((name_of(dtype), torch.finfo(dtype).max, partial(_in_float8, dtype=dtype)) for dtype in FLOAT8_DTYPES),
+)
+"""Formats of few bits: name, largest number, and the nearest one."""
+
+
+def in_few_bits(failure: Failure) -> Iterator[Hypothesis]:
+    """Written values come back in few bits with a scale for each group: of tokens, of steps, heads or channels.
+
+    A scale is that of the group's largest number, or stale: that of the group in the step before, or the first.
+    """
+    if failure.expected.shape[1] % failure.hf.head_dim or not bool(failure.actual.isfinite().all()):
+        return
+    is_cache = failure.operation.kind is Kind.CACHE
+    lower = "the cache is in a lower dtype" if is_cache else "it is what a cache in a lower dtype gives back"
+    heads = failure.expected.unflatten(1, (-1, failure.hf.head_dim))
+    request = failure.rows.request
+    step = torch.stack([request, _written_in(failure)], dim=1).unique(dim=0, return_inverse=True)[1]
+    nobody = torch.zeros_like(step)
+    groups = {
+        "one scale for each token": (torch.arange(len(step)), (1, 2)),
+        "one scale for each head of a token": (torch.arange(len(step)), (2,)),
+        "one scale for each step": (step, (1, 2)),
+        "one scale for each head in a step": (step, (2,)),
+        "one scale for each channel in a step": (step, ()),
+        "one scale for all of it": (nobody, (1, 2)),
+        "one scale for each head": (nobody, (2,)),
+        "one scale for each channel": (nobody, ()),
+    }
+    for detail, (group, dims) in groups.items():
+        largest = _largest(heads, group, dims)
+        sources = {"": group}
+        if detail.endswith("step"):
+            first = torch.stack([group[request == each].min() for each in request.tolist()])
+            sources |= {
+                "that of the request's first step": first,
+                "that of the step before": (group - 1).maximum(first),
+            }
+        for stale, source in sources.items():
+            for name, top, nearest in _FORMATS:
+                scale = largest[source].clamp(min=torch.finfo(torch.float64).tiny) / top
+                output = (nearest((heads / scale).clamp(-top - (name[0] == "i"), top)) * scale).flatten(1)
+                yield Hypothesis(
+                    cause=f"{lower}: {name}" + (f", with a stale scale: {stale}" if stale else ""),
+                    output=output,
+                    detail=detail,
+                )
+
+
+def _largest(heads: torch.Tensor, group: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """Return the largest magnitude of each group, over some dimensions of its rows too: [groups, K or 1, H or 1]."""
+    sizes = heads.abs().amax(dim=dims, keepdim=True) if dims else heads.abs()
+    table = sizes.new_zeros(int(group.max()) + 1, *sizes.shape[1:])
+    return table.scatter_reduce(0, group[:, None, None].expand_as(sizes), sizes, "amax")
+
+
+def _written_in(failure: Failure) -> torch.Tensor:
+    """Return the step that computed each row, [R] int64; 0 for rows that no step did."""
+    steps = torch.zeros(len(failure.rows), dtype=torch.int64)
+    for index, step in enumerate(step for step in failure.recording.steps if not is_readback(step)):
+        for at, (request, position) in enumerate(
+            zip(failure.rows.request.tolist(), failure.positions.tolist(), strict=True)
+        ):
+            if bool(((step.request == request) & (step.position == position)).any()):
+                steps[at] = index
+    return steps
+
+
+EXPLANATIONS = (in_few_bits,)

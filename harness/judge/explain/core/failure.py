@@ -1,0 +1,246 @@
+"""The wrong rows of one operation, with all that was recorded around them: what an explanation works on."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from dataclasses import replace as dataclass_replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.formats.recording import Recording, Step
+from harness.formats.taps import Graph, Kind, Operation
+from harness.judge.compare.align import Locator, Rows, step_rows
+from harness.judge.compare.attention_context import AttentionContext
+from harness.judge.compare.slot_history import SlotHistory
+from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.core.operations import replay
+from harness.judge.explain.core.rerun import Rerun
+from harness.oracle.model import HFModel
+from harness.oracle.rotation import Rotation, rotations
+
+_MAX_WEIGHT_ELEMENTS = 1 << 27
+_SAME = 1e-5
+"""Relative distance within which an operation that is computed by itself is the one in HF's forward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beyond:
+    """What was recorded after an operation that was not."""
+
+    actual: torch.Tensor
+    """[R, V] float64, as recorded."""
+    push: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """From rows of the operation [n, W] and their numbers [n] to what follows from them there, [n, V]."""
+
+    def pushed(self, hypothesis: Hypothesis) -> Hypothesis:
+        """Return what a hypothesis about the operation gives after it."""
+        return dataclass_replace(hypothesis, output=self.push(hypothesis.output, torch.arange(len(hypothesis.output))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Some rows of one operation that is wrong; explanations only read it.
+
+    `R` rows, `W` elements of a row.
+    """
+
+    operation: Operation
+    hf: HFModel
+    """With the operation's part of it held in float64."""
+    recording: Recording
+    locator: Locator
+    rows: Rows
+    """The wrong rows that are looked at, R of them."""
+    actual: torch.Tensor
+    """[R, W] float64, as recorded; not finite where the engine's rows are not."""
+    expected: torch.Tensor
+    """[R, W] float64, the replay's."""
+    inputs: Sequence[torch.Tensor]
+    """[R, ...] float64 each, flat; token ids [R] for the embedding."""
+    dtype: torch.dtype
+    """The dtype that the operation's tensors are rounded to: its rounding is the unit of the errors."""
+    views: tuple[AttentionContext, ...] = ()
+    """Attention only: the rows of each request with the history they read, in the order of `rows`."""
+    slot_history: SlotHistory
+    """Who wrote what into the KV cache."""
+    sound: frozenset[str] = frozenset()
+    """Taps of the recording that passed."""
+    unrecorded: tuple[str, ...] = ()
+    """Taps before the operation that were not recorded: the inputs are what HF computes from those that were."""
+    rerun: Rerun | None = None
+    """The part of the model with the operation, to run it again with something else in it."""
+    beyond: Beyond | None = None
+    """For an operation that was not recorded: then `actual` is no more than a guess."""
+
+    def misfit(self, rows: torch.Tensor, output: torch.Tensor) -> float:
+        """Return how far rows with these numbers [n] are from what was recorded, were they `output` [n, W]."""
+        if self.beyond is None:
+            return float((output - self.actual[rows]).norm())
+        return float((self.beyond.push(output, rows) - self.beyond.actual[rows]).norm())
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[R] int64."""
+        return self.rows.position
+
+    @cached_property
+    def num_elements(self) -> float:
+        """Elements of a row that carry the error: as many as would carry it evenly (its participation ratio)."""
+        error = self.actual - self.expected
+        energy = (
+            (error / error.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)).square().sum(dim=0)
+        )
+        total = float(energy.sum())
+        return total**2 / float(energy.square().sum()) if total else 1.0
+
+    def factor_of(self, part: torch.Tensor, rest: torch.Tensor | float = 0.0) -> float:
+        """Return the factor by which `part` [R, W], added to `rest`, comes nearest to what was recorded."""
+        return float(((self.actual - rest) * part).sum() / part.square().sum())
+
+    def select(self, keep: torch.Tensor) -> "Failure":
+        """Return the failure of the rows where the mask [R] holds."""
+        views, begin = [], 0
+        for view in self.views:
+            own = keep[begin : begin + len(view.rows)]
+            begin += len(view.rows)
+            if bool(own.any()):
+                views.append(view.select(own))
+        return dataclass_replace(self.take(keep), views=tuple(views), beyond=None)
+
+    def take(self, order: torch.Tensor) -> "Failure":
+        """Return the failure of the rows with these numbers [n], in their order, or of a mask [R]; without views."""
+        return dataclass_replace(
+            self,
+            rows=self.rows.select(order),
+            actual=self.actual[order],
+            expected=self.expected[order],
+            inputs=[x[order] for x in self.inputs],
+            views=(),
+        )
+
+    def tap(self, name: str) -> torch.Tensor | None:
+        """Return another tap at the same rows, [R, ...] float64 flat; None unless all of them were recorded."""
+        return gathered(self.locator, name, self.rows)
+
+    @property
+    def graph(self) -> Graph:
+        """Operations of the model."""
+        return self.hf.graph
+
+    @property
+    def module(self) -> Any:
+        """HF's module that shows the operation; an empty one where none does."""
+        return self.module_at(self.operation.module)
+
+    def module_at(self, path: str) -> Any:
+        """Return HF's module at a path; an empty one where there is none: logits that are scaled have no module."""
+        try:
+            return self.hf.module(path)
+        except AttributeError:
+            return nn.Module()
+
+    @cached_property
+    def can_replay(self) -> bool:
+        """Whether the operation can be computed by itself: on its own inputs it gives what it should."""
+        return self.is_expected(self._replayed(self.inputs, self.positions))
+
+    def replay(self, inputs: Sequence[torch.Tensor], positions: torch.Tensor) -> torch.Tensor | None:
+        """Return what the operation gives on other inputs or positions: [rows, W] float64; None if it cannot be."""
+        return self._replayed(inputs, positions) if self.can_replay else None
+
+    def _replayed(self, inputs: Sequence[torch.Tensor], positions: torch.Tensor) -> torch.Tensor | None:
+        if self.operation.kind is Kind.ROTARY:
+            return None if self.rotation is None else self.rotation.turn(inputs[0].flatten(1), positions)
+        return replay(self.hf, self.operation, list(inputs))
+
+    def is_expected(self, given: torch.Tensor | None) -> bool:
+        """Whether some way to compute the operation gives what it should."""
+        if given is None or given.shape != self.expected.shape:
+            return False
+        return bool(((given - self.expected).norm(dim=1) <= _SAME * self.expected.norm(dim=1)).all())
+
+    @cached_property
+    def rotation(self) -> Rotation | None:
+        """The rotation that takes the operation's input to what it should be; None if the model has no such."""
+        if self.operation.kind is not Kind.ROTARY or self.inputs[0].shape[1] != self.expected.shape[1]:
+            return None
+        if self.expected.shape[1] % self.hf.head_dim:
+            return None
+        fits = (each for each in rotations(self.hf) if self.is_expected(each.turn(self.inputs[0], self.positions)))
+        return next(fits, None)
+
+    def weight(self, tap: str, name: str = "weight") -> torch.Tensor | None:
+        """Return a parameter of a tap's module in float64, a matrix as [out, in].
+
+        None if there is none, or it is too large to be held.
+        """
+        if tap not in self.graph:
+            return None
+        path = self.graph[tap].module
+        with self.hf.weights.held(self.hf.part_of(path)):
+            module = self.module_at(path)
+            tensor = getattr(module, name, None)
+            if not isinstance(tensor, torch.Tensor) or tensor.numel() > _MAX_WEIGHT_ELEMENTS:
+                return None
+            is_turned = name == "weight" and type(module).__name__ == "Conv1D"  # HF's, with [in, out]
+            return (tensor.T if is_turned else tensor).detach().to("cpu", torch.float64, copy=True)
+
+    def siblings(self) -> list[Operation]:
+        """Return the other operations of the same kind that read the same taps."""
+        own = self.operation
+        return [op for op in self.graph if op.kind is own.kind and op.inputs == own.inputs and op.tap != own.tap]
+
+
+def gathered(locator: Locator, tap: str, rows: Rows) -> torch.Tensor | None:
+    """Return a tap at some rows, [rows, ...] float64 flat; None unless it was recorded at all of them.
+
+    A row that was computed in several steps is taken from its own step where that has it, else from the last.
+    """
+    if tap not in locator.taps() or not len(rows):
+        return None
+    found = locator.find(tap, rows)
+    if bool((found[:, 0] < 0).any()):
+        return None
+    taken = locator.gather(tap, found).to(torch.float64).flatten(1)
+    elsewhere = (found[:, 0] != rows.step).nonzero()[:, 0].tolist()
+    if not elsewhere:
+        return taken
+    taken = taken.clone()
+    for at in elsewhere:
+        step = locator.recording.steps[int(rows.step[at])]
+        own = row_in_step(step, tap, int(rows.request[at]), int(rows.position[at]))
+        if own is None:
+            return None
+        taken[at] = step.tap(tap)[own].to(torch.float64).flatten()
+    return taken
+
+
+def row_in_step(step: Step, tap: str, request: int, position: int) -> int | None:
+    """Return the row of a tap in a step that is of this request and position."""
+    if not step.has(tap):
+        return None
+    rows = step_rows(step, tap)
+    here = ((rows.request == request) & (rows.position == position)).nonzero()[:, 0]
+    return int(here[-1]) if len(here) else None
+
+
+def row_inputs(locator: Locator, operation: Operation, rows: Rows) -> list[torch.Tensor] | None:
+    """Return the inputs of an operation at some rows; None if one was not recorded."""
+    if operation.kind is Kind.EMBEDDING or not operation.inputs:
+        return [token_ids(locator.recording, rows)]
+    inputs = [gathered(locator, tap, rows) for tap in operation.inputs]
+    complete = [x for x in inputs if x is not None]
+    return complete if len(complete) == len(inputs) else None
+
+
+def token_ids(recording: Recording, rows: Rows) -> torch.Tensor:
+    """Return the tokens that the rows were to be computed from: [rows] int64."""
+    tokens = {request.id: request.token_ids for request in recording.manifest.requests}
+    pairs = zip(rows.request.tolist(), rows.position.tolist(), strict=True)
+    return torch.tensor([tokens[request][position] for request, position in pairs], dtype=torch.int64)
+
+
+Explain = Callable[[Failure], Iterable[Hypothesis]]
+"""One explanation: yields what might have been done, likelier first."""

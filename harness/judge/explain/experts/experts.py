@@ -1,0 +1,311 @@
+"""Ways to get a mixture of experts wrong: other experts, other weights of them, one expert that is wrong by itself."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import permutations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from harness.judge.compare.evidence import MAX_ROWS
+from harness.judge.explain.core.failure import Failure
+from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.experts.mixture import (
+    Mixture,
+    changed,
+    exactly,
+    experts_of,
+    mixture_of,
+    one_expert,
+    others_like,
+    recorded_choices,
+    run_experts,
+)
+
+_MAX_ORDERED = 4
+"""Experts of a row up to which every order of their weights is tried."""
+_ABSENT = 0.5
+"""Share of its weight below which an expert was left out of a row."""
+_NEAR = 0.1
+"""Share of its weights' energy up to which an expert's weights may be off and still be its own."""
+_NOTHING = 1e-2
+"""Factor below which an output counts as left out."""
+_CHANCE = 1e-4
+"""Probability below which it is no chance that all wrong rows chose one expert."""
+_MOST = 0.5
+"""Share of the rows of a wrong expert that are wrong, at least: where its weight is small, rounding hides it."""
+_OFTEN = 0.25
+"""Share of the rows of an expert that may be right though its output is lost: where its weight is small."""
+_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "SiLU": functional.silu,
+    "GELU": functional.gelu,
+    "GELU (tanh)": lambda x: functional.gelu(x, approximate="tanh"),
+    "ReLU": functional.relu,
+    "left out": lambda x: x,
+}
+
+
+def wrong_experts(failure: Failure) -> Iterator[Hypothesis]:
+    """Each expert is right, and others were mixed, or with other weights; or the experts are wrong, or one of them."""
+    mixture = mixture_of(failure)
+    if mixture is None:
+        return
+    expert = _only_expert(mixture)
+    used = mixture.weights_used()
+    if used is not None:
+        yield from _other_experts(mixture, used)
+        yield from _left_out(mixture, used)
+    if expert is not None:
+        yield from _one_otherwise(mixture, expert)
+        return  # what concerns all rows would show in those of other experts
+    yield from _weights_otherwise(mixture) if mixture.scores is None else _scores_otherwise(mixture, mixture.scores)
+    yield from _choices_otherwise(mixture)
+    yield from _all_otherwise(mixture)
+
+
+def _weights_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
+    own, count = mixture.weights, mixture.weights.shape[1]
+    total = own.sum(dim=1, keepdim=True)
+    tried = {
+        "the experts' outputs are added without the router's weights": torch.ones_like(own),
+        "the experts' outputs are averaged, without the router's weights": torch.full_like(own, 1 / count),
+        "the router's weights are applied twice": own.square(),
+        "the router's weights are normalised to a sum of one before the experts' outputs are added": own / total,
+        "every expert of a row is given the weight of the first": own[:, :1].expand_as(own),
+    }
+    if count <= _MAX_ORDERED:
+        for order in list(permutations(range(count)))[1:]:
+            tried[f"the experts of a row are given each other's weights, in the order {list(order)}"] = own[:, order]
+    for cause, weights in tried.items():
+        yield Hypothesis(cause=cause, output=mixture.mixed(mixture.spread(weights)))
+    with exactly(mixture.failure):
+        parts = [
+            run_experts(mixture.module, mixture.x * own[:, at, None], mixture.chosen[:, [at]], torch.ones_like(total))
+            for at in range(count)
+        ]
+    cause = "the router's weights are applied to the experts' input instead of their output"
+    yield Hypothesis(cause=cause, output=torch.stack(parts).sum(dim=0))
+
+
+def _scores_otherwise(mixture: Mixture, scores: torch.Tensor) -> Iterator[Hypothesis]:
+    """The router's scores, which belong to the experts' input, are used otherwise; or one side of the sum is missing.
+
+    Args:
+        mixture: of experts whose input is multiplied.
+        scores: [R, 1].
+    """
+    plain, base = mixture.x / scores, mixture.base
+
+    def added(x: torch.Tensor) -> torch.Tensor:
+        return run_experts(mixture.module, x, mixture.chosen, mixture.weights)
+
+    with exactly(mixture.failure):
+        experts, of_plain = added(mixture.x), added(plain)
+        tried = {
+            "the experts' outputs are added without the router's weights": base + of_plain,
+            "the router's weights are applied to the experts' output instead of their input": base + of_plain * scores,
+            "the router's weights are applied to the experts' input and to their output": base + experts * scores,
+            "the router's weights are applied twice": base + added(mixture.x * scores),
+        }
+    tried |= {"the shared expert is not added": experts, "the routed experts are not added": base}
+    for cause, output in tried.items():
+        yield Hypothesis(cause=cause, output=output)
+
+
+def _choices_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
+    """Fewer of the chosen experts are added, with their own weights or with weights that make up for it."""
+    own, count = mixture.weights, mixture.weights.shape[1]
+    for kept in range(1, count):
+        weights = own * (torch.arange(count) < kept)
+        whose = "the first of the chosen experts" if kept == 1 else f"the first {kept} of the chosen experts"
+        yield Hypothesis(cause=f"only {whose} is added", output=mixture.mixed(mixture.spread(weights)))
+        again = weights / weights.sum(dim=1, keepdim=True)
+        cause = f"only {whose} is added, with weights that are normalised again"
+        yield Hypothesis(cause=cause, output=mixture.mixed(mixture.spread(again)))
+
+
+def _other_experts(mixture: Mixture, used: torch.Tensor) -> Iterator[Hypothesis]:
+    """The outputs of an expert stand where those of another should."""
+    meant = mixture.table
+    found = ((at, _source(meant[:, at], used, at)) for at in range(mixture.num_experts))
+    moved = {at: to for at, to in found if at != to}
+    exchanged = {at: to for at, to in moved.items() if moved.get(to) == at}
+    for each in (moved, exchanged if exchanged != moved else {}):
+        if each:
+            source = torch.tensor([each.get(at, at) for at in range(mixture.num_experts)])
+            table = torch.zeros_like(meant).index_add_(1, source, meant)
+            yield Hypothesis(cause=_moved(each, mixture.num_experts), output=mixture.mixed(table), freedom=len(each))
+
+
+def _source(meant: torch.Tensor, used: torch.Tensor, expert: int) -> int:
+    """Return the expert whose weights in the rows that chose `expert` are nearest to those that it should have."""
+    rows = meant > 0
+    if not bool(rows.any()):
+        return expert
+    distance = (used[rows] - meant[rows, None]).square().sum(dim=0)
+    is_own = bool(distance[expert] < _NEAR * meant[rows].square().sum())
+    return expert if is_own else int(distance.argmin())
+
+
+def _moved(moved: Mapping[int, int], count: int) -> str:
+    """Say which experts stand in the place of which."""
+    first, second = next(iter(moved.items()))
+    shifts = {(to - at) % count for at, to in moved.items()}
+    if len(moved) == 1:
+        return f"expert {first} is computed with the weights of expert {second}"
+    if len(moved) == 2 and moved.get(second) == first:
+        return f"experts {first} and {second} are swapped"
+    if len(shifts) == 1:
+        return f"the numbers of the experts are off by {(second - first + count // 2) % count - count // 2:+d}"
+    pairs = ", ".join(f"{to} for {at}" for at, to in list(moved.items())[:8])
+    return f"the experts are in another order: {pairs}"
+
+
+def _left_out(mixture: Mixture, used: torch.Tensor) -> Iterator[Hypothesis]:
+    """The outputs of some experts are not added."""
+    meant = mixture.table
+    is_out = (meant > 0) & (used < _ABSENT * meant)
+    recorded = recorded_choices(mixture)
+    always = [at for at in range(mixture.num_experts) if bool((meant[:, at] > 0).any())]
+    always = [at for at in always if bool(is_out[meant[:, at] > 0, at].all())]
+    always = [at for at in always if recorded is not None and not _is_often_right(mixture, at, recorded)]
+    if always:
+        table = meant.clone()
+        table[:, always] = 0
+        which = f"expert {always[0]}" if len(always) == 1 else f"experts {', '.join(map(str, always))}"
+        yield Hypothesis(cause=f"the output of {which} is not added", output=mixture.mixed(table))
+    if bool(is_out.any()):
+        yield Hypothesis(
+            cause="some rows lack the output of experts that they chose, as under a limited capacity",
+            output=mixture.mixed(meant.masked_fill(is_out, 0)),
+            freedom=int(is_out.sum()),
+            is_cause=False,
+        )
+
+
+def _all_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
+    """The experts are those of another layer, or all compute something else with their weights."""
+    failure = mixture.failure
+    for operation in others_like(failure):
+        with exactly(failure, operation.module):
+            output = mixture.run(experts_of(failure, operation))
+        yield Hypothesis(cause=f"the experts are those of {operation.tap}", output=output)
+    for cause, output in _computed_otherwise(mixture, mixture.run):
+        yield Hypothesis(cause=cause, output=output)
+
+
+def _one_otherwise(mixture: Mixture, expert: int) -> Iterator[Hypothesis]:
+    """One expert is that of another layer, or computes something else with its weights, or its weights are others."""
+    failure, own = mixture.failure, mixture.table[:, expert, None]
+    for operation in others_like(failure):
+        with exactly(failure, operation.module):
+            part = one_expert(experts_of(failure, operation), mixture.x, expert)
+        cause = f"the weights of expert {expert} are those of expert {expert} of {operation.tap}"
+        yield Hypothesis(cause=cause, output=mixture.with_part_of(expert, part))
+    for other in range(mixture.num_experts):
+        if other != expert:
+            cause = _moved({expert: other}, mixture.num_experts)
+            yield Hypothesis(cause=cause, output=mixture.with_part_of(expert, mixture.outputs[other]), freedom=1)
+    for cause, part in _computed_otherwise(mixture, lambda: mixture.part_of(expert)):
+        yield Hypothesis(cause=f"in expert {expert}, {cause}", output=mixture.with_part_of(expert, part))
+    part = own * mixture.outputs[expert]
+    factor = 1 + failure.factor_of(part, failure.expected)
+    if abs(factor) > _NOTHING:
+        cause = f"the output of expert {expert} is scaled by {factor:.4g}"
+        yield Hypothesis(cause=cause, output=failure.expected + (factor - 1) * part, freedom=1)
+    count = int(mixture.rows_of(expert).sum())
+    yield Hypothesis(
+        cause=f"expert {expert} is another than that of the checkpoint: other weights, or not all of them",
+        detail=f"each of the {count} wrong rows that were looked at chose it",
+        output=failure.actual,
+        is_fallback=True,
+    )
+
+
+def _computed_otherwise(mixture: Mixture, run: Callable[[], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield causes, and what comes of the experts under them."""
+    module = mixture.module
+    with exactly(mixture.failure):
+        if (exchange := _gate_and_up_exchanged(module)) is not None:
+            with changed(module, exchange):
+                yield "gate and up are swapped", run()
+        own = getattr(module, "act_fn", None)
+        if isinstance(own, nn.Module):
+            for name, function in _ACTIVATIONS.items():
+                if not torch.equal(function(mixture.x), own(mixture.x)):
+                    with _acting(module, function):
+                        yield f"the activation is {name}", run()
+
+
+def _gate_and_up_exchanged(module: nn.Module) -> Callable[[str, torch.Tensor], torch.Tensor] | None:
+    """Return what exchanges both halves of the first product's weight; None if a module has no such."""
+    own = dict(module.named_parameters(recurse=False))
+    if not {"gate_up_proj", "down_proj"} <= own.keys():
+        return None
+    inner = set(own["down_proj"].shape[1:])
+    sizes = [size // 2 for size in own["gate_up_proj"].shape[1:] if size % 2 == 0 and size // 2 in inner]
+    if len(sizes) != 1:
+        return None
+
+    def exchange(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not name.startswith("gate_up_proj"):
+            return tensor
+        dim = next(at for at, size in enumerate(tensor.shape) if at and size == 2 * sizes[0])
+        return tensor.roll(sizes[0], dims=dim)
+
+    return exchange
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._function(x)
+
+
+@contextmanager
+def _acting(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Give a module another activation for the duration of the block."""
+    own = module.act_fn
+    try:
+        module.act_fn = _Function(function)
+        yield
+    finally:
+        module.act_fn = own
+
+
+def _is_often_right(mixture: Mixture, expert: int, recorded: torch.Tensor) -> bool:
+    """Whether many rows chose an expert and are right all the same: then it is not lost, whatever happens to it.
+
+    Args:
+        mixture: at the wrong rows.
+        expert: in question.
+        recorded: [rows, C], the experts of every row.
+    """
+    num_rows, num_wrong = int((recorded == expert).any(dim=1).sum()), int(mixture.rows_of(expert).sum())
+    return len(mixture.chosen) < MAX_ROWS and num_rows - num_wrong > _OFTEN * num_rows
+
+
+def _only_expert(mixture: Mixture) -> int | None:
+    """Return the expert that all wrong rows chose, and that hardly any right row did; None if that could be chance.
+
+    Rows of other experts are right, so its own computation is at fault, whatever that is.
+    """
+    recorded = recorded_choices(mixture)
+    if recorded is None:
+        return None
+    num_wrong, suspects = len(mixture.chosen), list[int]()
+    for expert in mixture.chosen[0].tolist():
+        num_rows = int((recorded == expert).any(dim=1).sum())
+        is_always = bool(mixture.rows_of(expert).all())
+        is_chance = (num_rows / len(recorded)) ** num_wrong > _CHANCE
+        is_most = num_wrong >= min(_MOST * num_rows, MAX_ROWS)
+        if is_always and is_most and not is_chance:
+            suspects.append(expert)
+    return suspects[0] if len(suspects) == 1 else None
+
+
+EXPLANATIONS = (wrong_experts,)

@@ -1,0 +1,286 @@
+"""The experts of one layer computed apart from each other, so that any mixture of them can be held against the rows.
+
+`R` rows, `E` experts, `C` chosen ones of a row, `D` elements of a row.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.formats.taps import Kind, Operation
+from harness.judge.compare.align import is_readback
+from harness.judge.explain.core.failure import Failure
+from harness.oracle.precision import eager_experts, preserve_precision, upcast
+
+_MAX_ELEMENTS = 1 << 26
+"""Of what all experts give for all rows that are looked at: 512 MiB in float64."""
+_SAME = 1e-5
+"""Relative distance within which a mixture of the experts is what HF's module gives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Each expert's output for each row, and the weights by which the rows are mixed."""
+
+    failure: Failure
+    module: nn.Module
+    """HF's, that holds the experts."""
+    x: torch.Tensor
+    """[R, D] float64, what the experts read."""
+    chosen: torch.Tensor
+    """[R, C] int64."""
+    weights: torch.Tensor
+    """[R, C] float64."""
+    outputs: torch.Tensor
+    """[E, R, D] float64, without weights."""
+    base: torch.Tensor
+    """[R, D] float64, what the experts' outputs are added to: zero, or what the same operation computes besides."""
+    scores: torch.Tensor | None = None
+    """[R, 1] float64, what the experts' input was multiplied by; None if the weights are those of the outputs."""
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return len(self.outputs)
+
+    @property
+    def table(self) -> torch.Tensor:
+        """[R, E]: the weight of every expert in every row, 0 if it is not chosen."""
+        return self.spread(self.weights)
+
+    def spread(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return [R, E] of weights [R, C] of the chosen experts."""
+        empty = torch.zeros(len(weights), self.num_experts, dtype=weights.dtype)
+        return empty.scatter_add(1, self.chosen, weights)
+
+    def mixed(self, table: torch.Tensor) -> torch.Tensor:
+        """Return [R, D] under weights [R, E]."""
+        return self.base + torch.einsum("re,erd->rd", table, self.outputs)
+
+    def with_part_of(self, expert: int, other: torch.Tensor) -> torch.Tensor:
+        """Return [R, D] where one expert gives `other` [R, D]."""
+        return self.failure.expected + self.table[:, expert, None] * (other - self.outputs[expert])
+
+    def part_of(self, expert: int) -> torch.Tensor:
+        """Return what the module gives now if each row goes to one expert, with weight 1: [R, D]."""
+        return one_expert(self.module, self.x, expert)
+
+    def run(self, module: nn.Module | None = None) -> torch.Tensor:
+        """Return what the module, or another of its shape, gives now: [R, D]."""
+        return self.base + run_experts(module or self.module, self.x, self.chosen, self.weights)
+
+    def weights_used(self) -> torch.Tensor | None:
+        """Return the weights [R, E] under which the experts give the recorded rows best; None if that is not known.
+
+        More experts than elements of a row would give anything.
+        """
+        if self.num_experts * 2 > self.x.shape[1]:
+            return None
+        columns = self.outputs.permute(1, 2, 0)  # [R, D, E]
+        actual = (self.failure.actual - self.base)[..., None]
+        solution: torch.Tensor = torch.linalg.lstsq(columns, actual).solution
+        return solution[..., 0]
+
+    def rows_of(self, expert: int) -> torch.Tensor:
+        """[R] bool: rows that chose an expert."""
+        return (self.chosen == expert).any(dim=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """The arguments of HF's module of experts."""
+
+    module: nn.Module
+    x: torch.Tensor
+    chosen: torch.Tensor
+    weights: torch.Tensor
+    base: torch.Tensor
+    scores: torch.Tensor | None = None
+
+
+def mixture_of(failure: Failure) -> Mixture | None:
+    """Return the experts behind the rows; None if the operation is no mixture that HF's module gives apart."""
+    if len(failure.operation.inputs) != len(failure.inputs):
+        return None
+    with exactly(failure):
+        call = _of_three(failure) or _of_two(failure) or _of_slots(failure)
+        if call is None:
+            return None
+        count = num_experts(call.module)
+        if count is None or call.weights.shape != call.chosen.shape or count * call.x.numel() > _MAX_ELEMENTS:
+            return None
+        expected = call.base + run_experts(call.module, call.x, call.chosen, call.weights)
+        if bool(((expected - failure.expected).norm(dim=1) > _SAME * failure.expected.norm(dim=1)).any()):
+            return None
+        outputs = torch.stack([one_expert(call.module, call.x, expert) for expert in range(count)])
+    return Mixture(
+        failure=failure, module=call.module, x=call.x, chosen=call.chosen, weights=call.weights, outputs=outputs,
+        base=call.base, scores=call.scores,
+    )  # fmt: skip
+
+
+def _of_three(failure: Failure) -> _Call | None:
+    """Experts that read rows, the experts chosen for them, and the weights of these."""
+    tap = choice_of(failure)
+    if tap is None or len(failure.inputs) != 3:
+        return None
+    named = dict(zip(failure.operation.inputs, failure.inputs, strict=True))
+    chosen = named.pop(tap).to(torch.int64).flatten(1)
+    x, weights = sorted((each.flatten(1) for each in named.values()), key=lambda each: -each.shape[1])
+    return _Call(module=failure.module, x=x, chosen=chosen, weights=weights, base=torch.zeros_like(x))
+
+
+def _of_two(failure: Failure) -> _Call | None:
+    """Experts whose choice no operation shows: HF's router is run again on what the experts read."""
+    if len(failure.inputs) != 2 or choice_of(failure) is not None:
+        return None
+    x, weights = sorted((each.flatten(1) for each in failure.inputs), key=lambda each: -each.shape[1])
+    chosen = routed(failure, x)
+    if chosen is None:
+        return None
+    return _Call(module=failure.module, x=x, chosen=chosen, weights=weights, base=torch.zeros_like(x))
+
+
+def routed(failure: Failure, x: torch.Tensor) -> torch.Tensor | None:
+    """Return the experts [rows, C] that HF's router chooses for rows [rows, D]; None if it does not say them."""
+    for tap in failure.operation.inputs:
+        router: Any = failure.hf.module(failure.graph[tap].module)
+        if ":" in failure.graph[tap].source and isinstance(getattr(router, "weight", None), torch.Tensor):
+            with failure.hf.weights.held(failure.hf.part_of(failure.graph[tap].module)):
+                given = router(x.to(router.weight))
+            found = [each for each in given if not each.is_floating_point()] if isinstance(given, tuple) else []
+            return found[0].to("cpu", torch.int64) if len(found) == 1 else None
+    return None
+
+
+def _of_slots(failure: Failure) -> _Call | None:
+    """Experts that all read all rows, each multiplied by its expert's score, which is zero for all experts but one."""
+    module = next((each for each in failure.module.children() if _reads_slots(each)), None)
+    count = None if module is None else num_experts(module)
+    flat = [each.flatten(1) for each in failure.inputs]
+    tables = [each for each in flat if each.shape[1] == count]
+    if module is None or count is None or len(tables) != 1 or len(flat) != 3:
+        return None
+    if bool(((tables[0] != 0).sum(dim=1) != 1).any()):
+        return None
+    scores, chosen = tables[0].max(dim=1, keepdim=True)
+    for x, base in (wide := [each for each in flat if each.shape[1] != count], wide[::-1]):
+        call = _Call(
+            module=module, x=x * scores, chosen=chosen, weights=torch.ones_like(scores), base=base, scores=scores
+        )
+        given = base + run_experts(module, call.x, chosen, call.weights)
+        if bool(((given - failure.expected).norm(dim=1) <= _SAME * failure.expected.norm(dim=1)).all()):
+            return call
+    return None
+
+
+def _reads_slots(module: nn.Module) -> bool:
+    """Whether a module of experts reads nothing but rows, a slot of them for each expert."""
+    return num_experts(module) is not None and len(inspect.signature(module.forward).parameters) == 1
+
+
+def choice_of(failure: Failure) -> str | None:
+    """Return the tap of the choice that an operation reads."""
+    found = [tap for tap in failure.operation.inputs if failure.graph[tap].kind is Kind.CHOICE]
+    return found[0] if len(found) == 1 else None
+
+
+def num_experts(module: nn.Module) -> int | None:
+    """Return how many experts a module holds as tensors of [E, ...]; None for one that holds none.
+
+    Some families have experts without weights besides, for which one of the tensors has places.
+    """
+    counts = {len(parameter) for parameter in module.parameters(recurse=False) if parameter.dim() == 3}
+    return max(counts) if counts else None
+
+
+def run_experts(module: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return HF's experts of rows x [R, D]: [R, D] float64."""
+    device = next(module.parameters()).device
+    if _reads_slots(module):
+        return _run_slots(module, x, chosen, weights)
+    if chosen.shape[1] == 1:  # some families know no single one: it is there twice, once with the weight 0
+        chosen, weights = chosen.expand(-1, 2), torch.cat((weights, torch.zeros_like(weights)), dim=1)
+    output: Any = module(x.to(device), chosen.to(device), weights.to(device))
+    added: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return added.to("cpu", torch.float64).reshape(x.shape)
+
+
+def _run_slots(module: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the outputs of the chosen experts [R, C], weighted and added: every expert computes every row."""
+    device, count = next(module.parameters()).device, num_experts(module)
+    slots: torch.Tensor = module(x.to(device).repeat(count or 1, 1)).to("cpu", torch.float64)
+    picked: torch.Tensor = slots.unflatten(0, (count or 1, len(x)))[chosen.T, torch.arange(len(x))]  # [C, R, D]
+    return (picked * weights.T[..., None]).sum(dim=0)
+
+
+def one_expert(module: nn.Module, x: torch.Tensor, expert: int) -> torch.Tensor:
+    """Return one expert of rows x [R, D], with the weight 1."""
+    chosen = torch.full((len(x), 1), expert)
+    return run_experts(module, x, chosen, torch.ones(len(x), 1, dtype=torch.float64))
+
+
+@contextmanager
+def exactly(failure: Failure, path: str | None = None) -> Iterator[None]:
+    """Run experts in float64: those of the failure, which are held in it, or those at another path."""
+    with ExitStack() as stack:
+        stack.enter_context(eager_experts(failure.hf.config))
+        if path is not None:
+            stack.enter_context(failure.hf.weights.held(failure.hf.part_of(path)))
+            stack.enter_context(upcast(torch.float64, failure.hf.module(path)))
+        stack.enter_context(preserve_precision(torch.float64))
+        yield
+
+
+@contextmanager
+def changed(module: nn.Module, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Put other values into the parameters of a module, by name, and put their own back."""
+    own = {name: parameter.data for name, parameter in module.named_parameters(recurse=False)}
+    try:
+        for name, parameter in module.named_parameters(recurse=False):
+            parameter.data = change(name, parameter.data)
+        yield
+    finally:
+        for name, parameter in module.named_parameters(recurse=False):
+            parameter.data = own[name]
+
+
+def others_like(failure: Failure) -> list[Operation]:
+    """Return the operations of the same site in the other layers."""
+    own = failure.operation
+    return [op for op in failure.graph if op.site == own.site and op.kind is own.kind and op.tap != own.tap]
+
+
+def recorded_choices(mixture: Mixture) -> torch.Tensor | None:
+    """Return the experts of every row that was recorded, right or wrong: [rows, C] int64; None if they are not."""
+    failure = mixture.failure
+    tap = choice_of(failure)
+    if tap is not None:
+        return _recorded(failure, tap).to(torch.int64)
+    for tap, x in zip(failure.operation.inputs, failure.inputs, strict=True):
+        width = x.flatten(1).shape[1]
+        if mixture.scores is not None and width == mixture.num_experts:
+            return _recorded(failure, tap).argmax(dim=1, keepdim=True)
+        if mixture.scores is None and width == mixture.x.shape[1]:
+            with exactly(failure):
+                return routed(failure, _recorded(failure, tap).to(torch.float64))
+    return None
+
+
+def _recorded(failure: Failure, tap: str) -> torch.Tensor:
+    """Return a tap of every step, [rows, W]."""
+    steps = [step for step in failure.recording.steps if not is_readback(step) and step.has(tap)]
+    return torch.cat([step.tap(tap).flatten(1) for step in steps])
+
+
+def experts_of(failure: Failure, operation: Operation) -> nn.Module:
+    """Return HF's module of experts behind an operation like the failure's."""
+    module = failure.hf.module(operation.module)
+    if num_experts(module) is not None:
+        return module
+    return next(each for each in module.children() if _reads_slots(each))

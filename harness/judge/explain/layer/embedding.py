@@ -1,0 +1,84 @@
+"""Ways to get the embedding wrong: the row of another token, or a scaled one."""
+
+from collections.abc import Iterator
+
+import torch
+
+from harness.judge.explain.core.failure import Failure, token_ids
+from harness.judge.explain.core.hypothesis import Hypothesis
+
+_BLOCK_ROWS = 1 << 14
+_WAY_OF_UNSCALED = (
+    "an engine may scale it after this module: leave the module out of names=; the input of the first layer is then "
+    "the embedding"
+)
+
+
+def another_token(failure: Failure) -> Iterator[Hypothesis]:
+    """Each row is matched with all rows of the table; what the tokens found have in common is the cause."""
+    table = _table(failure)
+    if table is None or not bool(failure.actual.isfinite().all()):
+        return
+    nearest = torch.cat([_distances(failure.actual, part) for part in table.split(_BLOCK_ROWS)], dim=1).argmin(dim=1)
+    own = token_ids(failure.recording, failure.rows)
+    pairs = ", ".join(f"{at} for {token}" for token, at in list(zip(own.tolist(), nearest.tolist(), strict=True))[:6])
+    yield Hypothesis(cause=_named(failure, own, nearest), output=table[nearest], detail=f"rows of the table: {pairs}")
+
+
+def _table(failure: Failure) -> torch.Tensor | None:
+    """Return the table of an operation that reads tokens, scaled by its module or not; None of any other operation."""
+    return None if failure.operation.inputs else failure.weight(failure.operation.tap)
+
+
+def _distances(actual: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return torch.cdist(actual, table)
+
+
+def _named(failure: Failure, own: torch.Tensor, found: torch.Tensor) -> str:
+    tokens = {request.id: request.token_ids for request in failure.recording.manifest.requests}
+    places = list(zip(failure.rows.request.tolist(), failure.rows.position.tolist(), strict=True))
+    for shift, name in ((-1, "before"), (1, "after")):
+        there = [tokens[r][p + shift] if 0 <= p + shift < len(tokens[r]) else -1 for r, p in places]
+        if there == found.tolist():
+            return f"the embedding is that of the token {name} it"
+    if _rows_before(failure) == found.tolist():
+        return "the embedding is that of the token before it in the step"
+    difference = (found - own).unique()
+    if len(difference) == 1:
+        return f"the embedding is that of token id {int(difference):+d}"
+    return "the embedding is that of another token"
+
+
+def _rows_before(failure: Failure) -> list[int]:
+    """Return the token of the row before each row in its step; -1 where there is none."""
+    tokens = {request.id: request.token_ids for request in failure.recording.manifest.requests}
+    before = []
+    for request, position, index in zip(
+        failure.rows.request.tolist(), failure.rows.position.tolist(), failure.rows.step.tolist(), strict=True
+    ):
+        step = failure.recording.steps[index]
+        at = int(((step.request == request) & (step.position == position)).nonzero()[-1, 0]) - 1
+        before.append(tokens[int(step.request[at])][int(step.position[at])] if at >= 0 else -1)
+    return before
+
+
+def scaled(failure: Failure) -> Iterator[Hypothesis]:
+    """The embedding is scaled by the root of the hidden size, as Gemma does."""
+    if _table(failure) is None:
+        return
+    factor = failure.expected.shape[1] ** 0.5
+    for each in (factor, float(torch.tensor(factor, dtype=failure.dtype))):  # as it is, or in the engine's dtype
+        yield Hypothesis(cause="the embedding is scaled by the root of the hidden size", output=failure.expected * each)
+
+
+def not_scaled(failure: Failure) -> Iterator[Hypothesis]:
+    """The rows are those of the table, which the model multiplies with a number."""
+    table = _table(failure)
+    if table is None:
+        return
+    rows = table[token_ids(failure.recording, failure.rows)]
+    if rows.shape == failure.expected.shape and not torch.equal(rows, failure.expected):
+        yield Hypothesis(cause="the embedding is not scaled", output=rows, detail=_WAY_OF_UNSCALED)
+
+
+EXPLANATIONS = (not_scaled, scaled, another_token)

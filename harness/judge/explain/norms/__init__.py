@@ -1,0 +1,1 @@
+"""Ways to get an RMS norm or a layer norm wrong."""

@@ -1,0 +1,287 @@
+"""Ways to get an RMS norm wrong: its weight, its eps, its statistic, what it runs over.
+
+y = w x / sqrt(mean(x^2) + eps). `R` rows, `N` heads (1 but for the norms of q and k), `D` elements that are normalised.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from harness.judge.explain.core.failure import Failure
+from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.norms.form import NormForm, with_form
+
+_EPSILONS = (1e-6, 1e-5, 1e-8, 1e-7, 1e-12, 0.0, 1e-4, 1e-3, 1e-2)
+_COARSE = 2.0**-6
+"""Relative error of a statistic in bfloat16, at most: two roundings and a sum."""
+_PADDINGS = (8, 16, 32, 64, 128, 256)
+"""Numbers to whose multiples rows are padded in memory."""
+_CHANGED = 0.1
+"""Of the largest effect of a changed weight, what another must have to be changed as well."""
+_SAME_WEIGHT = 0.02
+_MIN_STATISTICS, _SCATTER, _RULE = 8, 0.3, 0.8
+"""Fewest statistics that show whether they follow a rule; least standard deviation over RMS, and largest correlation of
+ranks with the mean of the squares, of those that do not."""
+
+
+@with_form
+def weight_skipped(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+    """The rows are normalised and not scaled."""
+    x, _, eps = norm.parts
+    yield Hypothesis(cause="the norm's weight is not applied", output=_normed(x, eps))
+
+
+@with_form
+def weight_plus_one(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+    """The weight is taken as an offset from one, as Gemma stores it."""
+    x, weight, eps = norm.parts
+    if norm.is_offset:
+        cause = "the norm's weight is applied as it is, without adding 1"
+        yield Hypothesis(cause=cause, output=_normed(x, eps, weight - 1))
+    else:
+        yield Hypothesis(cause="the norm's weight is applied as 1 + weight", output=_normed(x, eps, weight + 1))
+
+
+@with_form
+def weight_twice(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+    """The weight is applied twice."""
+    x, weight, eps = norm.parts
+    yield Hypothesis(cause="the norm's weight is applied twice", output=_normed(x, eps, weight * weight))
+
+
+def norm_skipped(failure: Failure) -> Iterator[Hypothesis]:
+    """The input comes out as it went in."""
+    yield Hypothesis(cause="the norm is skipped", output=failure.inputs[0].flatten(1))
+
+
+@with_form
+def only_weight(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+    """The input is scaled and not normalised."""
+    x, weight, _ = norm.parts
+    yield Hypothesis(cause="the norm only applies its weight", output=(x * weight).flatten(1))
+
+
+@with_form
+def wrong_eps(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+    """Another eps: one that models use, or the one that fits; or it is added elsewhere."""
+    x, weight, own = norm.parts
+    for eps in dict.fromkeys((*_EPSILONS, *_fitted_eps(norm))):
+        freedom = 0 if eps in _EPSILONS else 1
+        if eps != own:
+            cause = f"wrong eps: {eps:g} instead of {own:g}"
+            yield Hypothesis(cause=cause, output=_normed(x, eps, weight), freedom=freedom)
+    in_sum = f"eps {own:g} is added to the sum of the squares instead of to their mean"
+    yield Hypothesis(cause=in_sum, output=_normed(x, own / x.shape[-1], weight))
+    root = x.square().mean(dim=-1, keepdim=True).sqrt()
+    for eps in dict.fromkeys((own, *_EPSILONS, *_fitted_outside(norm))):
+        cause = f"eps {eps:g} is added outside of the root"
+        freedom = 0 if eps == own else 1
+        yield Hypothesis(cause=cause, output=(x / (root + eps) * weight).flatten(1), freedom=freedom)
+
+
+@with_form
+def wrong_divisor(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+    """The sum of the squares is divided by another number than that of the elements."""
+    x, weight, eps = norm.parts
+    dim = x.shape[-1]
+    total = x.square().sum(dim=-1, keepdim=True)
+    fitted = float((total / (_statistics(norm)[1] - eps)).median())
+    known = {1.0, dim - 1.0, dim + 1.0, *(float(-(-dim // size) * size) for size in _PADDINGS)} - {float(dim)}
+    for divisor in dict.fromkeys((*sorted(known), *([round(fitted)] if 1 < fitted < 1e6 else []))):
+        if divisor == dim:
+            continue
+        how = "not divided" if divisor == 1 else f"divided by {divisor:g} instead of {dim}"
+        yield Hypothesis(
+            cause=f"the sum of the squares is {how}",
+            output=(x * (total / divisor + eps).rsqrt() * weight).flatten(1),
+            freedom=0 if divisor in known else 1,
+        )
+
+
+def _fitted_eps(norm: NormForm) -> list[float]:
+    """Return the eps that fits the rows together, where one does, to two digits."""
+    mean, implied = _statistics(norm)
+    eps = float((implied - mean).median())
+    return [float(f"{eps:.2g}")] if 0 < eps < 10 else []
+
+
+def _fitted_outside(norm: NormForm) -> list[float]:
+    """Return the eps outside of the root that fits the rows together, to two digits."""
+    mean, implied = _statistics(norm)
+    eps = float((implied.clamp(min=0).sqrt() - mean.sqrt()).median())
+    return [float(f"{eps:.2g}")] if 0 < eps < 10 else []
+
+
+@with_form
+def mean_subtracted(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+    """A layer norm: the mean is subtracted first."""
+    x, weight, eps = norm.parts
+    if norm.is_centred:
+        yield Hypothesis(cause="the mean is not subtracted", output=_normed(norm.raw, eps, weight))
+    else:
+        centred = x - x.mean(dim=-1, keepdim=True)
+        yield Hypothesis(cause="a layer norm: the mean is subtracted", output=_normed(centred, eps, weight))
+
+
+@with_form
+def over_all_heads(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+    """The heads are normalised together instead of each by itself."""
+    x, weight, eps = norm.parts
+    if x.shape[1] > 1:
+        scale = (x.square().mean(dim=(1, 2), keepdim=True) + eps).rsqrt()
+        yield Hypothesis(
+            cause="the norm runs over all heads instead of each head", output=(x * scale * weight).flatten(1)
+        )
+
+
+@with_form
+def other_weight(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+    """The weight is that of another norm of the checkpoint."""
+    x, _, eps = norm.parts
+    own = failure.weight(failure.operation.tap)
+    if own is None:
+        return
+    for operation in failure.graph:
+        if operation.kind is failure.operation.kind and operation.tap != failure.operation.tap:
+            weight = failure.weight(operation.tap)
+            if weight is not None and weight.shape == own.shape and not torch.equal(weight, own):
+                yield Hypothesis(
+                    cause=f"the weight is that of {operation.tap}", output=_normed(x, eps, norm.of_weight(weight))
+                )
+
+
+@with_form
+def statistic_overflows(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+    """The squares are infinite in the dtype that they are taken in, and the row comes out as zeros."""
+    x, weight, eps = norm.parts
+    is_first = True
+    for dtype in (torch.float32, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        squares = x.to(dtype).square()
+        for what, mean in (
+            ("squares overflow", squares.mean(dim=-1, keepdim=True).to(torch.float64)),
+            ("sum of the squares overflows", squares.sum(dim=-1, keepdim=True).to(torch.float64) / x.shape[-1]),
+        ):
+            if not bool(mean.isfinite().all()):
+                output = (x * (mean + eps).rsqrt() * weight).flatten(1)
+                # Zeros come out whichever of them it is: the one that needs least is said.
+                yield Hypothesis(cause=f"the {what} {name}", output=output, is_vague=not is_first)
+                is_first = False
+
+
+@with_form
+def coarse_statistic(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+    """The variance is computed in a 16-bit dtype."""
+    x, weight, eps = norm.parts
+    for dtype in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        squares = x.to(dtype).square()
+        if not bool(squares.isfinite().all()):
+            continue  # an overflow, which has a name of its own
+        for variance in (squares.mean(dim=-1, keepdim=True), x.square().mean(dim=-1, keepdim=True).to(dtype)):
+            for scale in ((variance + eps).rsqrt(), (variance.to(torch.float64) + eps).rsqrt()):
+                output = (x * scale.to(torch.float64) * weight).flatten(1)
+                yield Hypothesis(cause=f"the norm's variance is computed in {name}", output=output)
+        low = x.to(dtype).to(torch.float64)
+        normed = (low * (low.square().mean(dim=-1, keepdim=True) + eps).rsqrt()).to(dtype).to(torch.float64)
+        yield Hypothesis(cause=f"the norm is computed in {name}", output=(normed * weight).flatten(1))
+
+
+@with_form
+def changed_weights(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+    """Some of the weights are others: each is fitted to all rows."""
+    x, weight, eps = norm.parts
+    normed = x * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+    energy = normed.square().sum(dim=(0, 1)).clamp(min=torch.finfo(torch.float64).tiny)
+    fitted = (norm.actual * normed).sum(dim=(0, 1)) / energy
+    change = (fitted - weight).abs() * energy.sqrt()
+    is_changed = change > _CHANGED * change.max()
+    if 2 * int(is_changed.sum()) > len(weight):
+        is_changed[:] = True
+    yield Hypothesis(
+        cause=_cause_of_weights(weight, fitted, is_changed),
+        output=(normed * torch.where(is_changed, fitted, weight)).flatten(1),
+        detail=_changes(weight, fitted, is_changed),
+        freedom=min(2 * int(is_changed.sum()), len(weight)),
+    )
+
+
+def _cause_of_weights(own: torch.Tensor, fitted: torch.Tensor, is_changed: torch.Tensor) -> str:
+    count = int(is_changed.sum())
+    if count == 1:
+        return f"one weight of the norm is another: [{int(is_changed.nonzero())}]"
+    if not bool(is_changed.all()):
+        return f"{count} weights of the norm are others"
+    allowance = _SAME_WEIGHT * float(own.abs().max())
+    for shift in range(1, len(own)):
+        if float((own.roll(shift) - fitted).abs().max()) < allowance:
+            return f"the weights of the norm are in another order: shifted by {min(shift, shift - len(own), key=abs)}"
+    if float((own.sort().values - fitted.sort().values).abs().max()) < allowance:
+        return "the weights of the norm are in another order"
+    return "the norm's weights are none of this checkpoint's: not loaded, or changed"
+
+
+def _changes(own: torch.Tensor, fitted: torch.Tensor, is_changed: torch.Tensor) -> str:
+    """List the first weights that are others: `[17] is 1.5 instead of 1`."""
+    places = is_changed.nonzero()[:, 0].tolist()[:4]
+    return ", ".join(f"[{at}] is {float(fitted[at]):.4g} instead of {float(own[at]):.4g}" for at in places)
+
+
+@with_form
+def own_statistic(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+    """Each row is scaled by a factor of its own: only its statistic is wrong. How wrong tells what it was."""
+    x, weight, eps = norm.parts
+    mean, implied = _statistics(norm)
+    if not bool((implied > 0).all()):
+        return
+    deviation = implied / (mean + eps) - 1
+    is_coarse = _is_rounding(deviation.flatten(), mean.flatten())
+    size = deviation.abs()
+    yield Hypothesis(
+        cause="the norm's variance is computed in a lower precision" if is_coarse else "the norm's statistic is wrong",
+        output=(x * implied.rsqrt() * weight).flatten(1),
+        detail=f"the statistic is off by {float(size.median()):.2g}, at most {float(size.max()):.2g}",
+        freedom=implied.numel(),
+        is_cause=is_coarse,
+    )
+
+
+def _is_rounding(deviation: torch.Tensor, mean: torch.Tensor) -> bool:
+    """Whether relative deviations are small, and differ from row to row without a rule, as roundings do."""
+    if len(deviation) < _MIN_STATISTICS or float(deviation.abs().max()) >= _COARSE:
+        return False
+    is_scattered = float(deviation.std()) > _SCATTER * float(deviation.square().mean().sqrt())
+    ranks = torch.stack([each.argsort().argsort().double() for each in (deviation, mean)])
+    return is_scattered and abs(float(torch.corrcoef(ranks)[0, 1])) < _RULE
+
+
+def _normed(x: torch.Tensor, eps: float, weight: torch.Tensor | None = None) -> torch.Tensor:
+    """[R, N*D]."""
+    normed = x * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+    return (normed if weight is None else normed * weight).flatten(1)
+
+
+def _statistics(norm: NormForm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean of the squares, and what the rows were divided by, squared: [R, N, 1] each."""
+    x, weight, _ = norm.parts
+    scaled, actual = x * weight, norm.actual
+    gain = (actual * scaled).sum(-1, keepdim=True) / scaled.square().sum(-1, keepdim=True)
+    return x.square().mean(dim=-1, keepdim=True), gain.sign() * gain.square().reciprocal()
+
+
+EXPLANATIONS = (
+    weight_skipped,
+    norm_skipped,
+    wrong_eps,
+    wrong_divisor,
+    over_all_heads,
+    weight_plus_one,
+    weight_twice,
+    only_weight,
+    mean_subtracted,
+    other_weight,
+    statistic_overflows,
+    coarse_statistic,
+    changed_weights,
+    own_statistic,
+)

@@ -1,0 +1,32 @@
+"""A wrong product with the inputs as the engine is known to round them: declared conventions stay in force.
+
+An engine that quantises the inputs of its products has, where a weight is wrong, the wrong product of *quantised*
+inputs. Held against the inputs as they were recorded, no cause would come down to the rounding floor.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from harness.base.numerics import Numerics
+from harness.formats.taps import Kind
+from harness.judge.compare.conventions.linear import rounded_inputs
+from harness.judge.compare.conventions.quantised import quantised_inputs
+from harness.judge.explain.core.failure import Failure
+
+
+def declared_failures(failure: Failure) -> Iterator[Failure]:
+    """Yield the failure of a product under each order of rounding its inputs that the engine declares."""
+    declared = failure.recording.manifest.numerics or Numerics()
+    is_adapted = failure.operation.kind is Kind.OTHER and hasattr(failure.module, "lora_a")
+    weight = failure.weight(failure.operation.tap) if is_adapted or failure.operation.kind is Kind.LINEAR else None
+    if weight is None or failure.dtype != torch.float32 or not declared.weights:
+        return
+    bias, x = failure.weight(failure.operation.tap, "bias"), failure.inputs[0].flatten(1)
+    for inputs in (*rounded_inputs(x, declared.weights), *quantised_inputs(x, declared.weights)):
+        if is_adapted:  # the adapter's own products take the inputs as they are
+            yield replace(failure, expected=failure.expected + (inputs - x) @ weight.T)
+            continue
+        product = inputs @ weight.T
+        yield replace(failure, inputs=[inputs], expected=product if bias is None else product + bias)

@@ -1,0 +1,299 @@
+"""Ways to get a matrix product wrong: no bias, other weights, weights in another order, a coarser dtype.
+
+`R` rows, `I` inputs, `O` outputs.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from harness.formats.taps import LOGITS, Kind
+from harness.judge.explain.core.failure import Failure
+from harness.judge.explain.core.formats import (
+    HALF_DTYPES,
+    Change,
+    name_of,
+    of_inputs,
+    of_inputs_alone,
+    of_weights,
+    rounded,
+)
+from harness.judge.explain.core.hypothesis import Hypothesis
+
+INTERLEAVED = "the rows of each head are interleaved, as rotary over neighbouring pairs needs them"
+_WAY_OF_INTERLEAVED = (
+    "an engine that rotates neighbouring pairs may keep q and k so: leave both out of names=, or give the rows to the "
+    "harness in HF's order; attention judges them then"
+)
+_MAX_MATCHED = 4096
+"""Outputs whose order is looked for: beyond it, matching each with each would take too long."""
+_MANTISSA_BITS_OF_TF32 = 10
+_PIECES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_MAX_PIECES, _MAX_SUMMED = 512, 8192
+"""Additions that are replayed, and inputs of a product whose sum is."""
+_ALIKE = 0.7
+"""Cosine from which fitted weights are a changed version of the right ones."""
+
+
+def bias_dropped(failure: Failure) -> Iterator[Hypothesis]:
+    """The bias is not added."""
+    bias = _bias(failure, failure.operation.tap)
+    if bias is not None:
+        yield Hypothesis(cause="the bias is dropped", output=failure.expected - bias)
+        yield Hypothesis(cause="the bias is added twice", output=failure.expected + bias)
+
+
+def zero_weights(failure: Failure) -> Iterator[Hypothesis]:
+    """The product is zero: nothing was loaded into the weight."""
+    bias = _bias(failure, failure.operation.tap)
+    zero = torch.zeros_like(failure.expected)
+    yield Hypothesis(cause="the weights are zero: not loaded", output=zero if bias is None else zero + bias)
+    if bias is not None:
+        yield Hypothesis(cause="weights and bias are zero: not loaded", output=zero)
+
+
+def other_weights(failure: Failure) -> Iterator[Hypothesis]:
+    """The weights are those of another module of the same shape: of this layer, or the same of another layer."""
+    own = failure.weight(failure.operation.tap)
+    if own is None:
+        return
+    x = _x(failure)
+    for operation in failure.graph:
+        tap = operation.tap
+        is_near = operation.layer == failure.operation.layer or operation.site == failure.operation.site
+        if operation.kind is not failure.operation.kind or tap == failure.operation.tap or not is_near:
+            continue
+        weight = failure.weight(tap)
+        if weight is not None and weight.shape == own.shape:
+            yield Hypothesis(cause=f"the weights are those of {tap}", output=_product(x, weight, _bias(failure, tap)))
+            if (bias := _bias(failure, failure.operation.tap)) is not None:
+                yield Hypothesis(
+                    cause=f"the weight, without its bias, is that of {tap}", output=_product(x, weight, bias)
+                )
+
+
+def tied_head(failure: Failure) -> Iterator[Hypothesis]:
+    """The head's weights are those of the embedding though they are not tied."""
+    if failure.operation.tap == LOGITS:
+        table = next((failure.weight(op.tap) for op in failure.graph if op.kind is Kind.EMBEDDING), None)
+        if table is not None and table.shape == failure.module.weight.shape:
+            yield Hypothesis(
+                cause="the head is tied to the embedding though it has weights of its own",
+                output=_product(_x(failure), table),
+            )
+
+
+def transposed(failure: Failure) -> Iterator[Hypothesis]:
+    """A square weight is used the wrong way round."""
+    weight = failure.weight(failure.operation.tap)
+    if weight is not None and weight.shape[0] == weight.shape[1]:
+        output = _product(_x(failure), weight.T, _bias(failure, failure.operation.tap))
+        yield Hypothesis(cause="the weight is transposed", output=output)
+
+
+def outputs_in_another_order(failure: Failure) -> Iterator[Hypothesis]:
+    """Each output is matched with the outputs of this module and of those that read the same input.
+
+    Modules that are stacked into one product (q, k and v; gate and up) are split again by rows of the weight.
+    """
+    pool, names = _pool(failure)
+    actual = failure.actual
+    if max(pool.shape[1], actual.shape[1]) > _MAX_MATCHED or len(actual) < 2:
+        return
+    # One row alone could be matched by chance; over several, only the true source is near in all of them.
+    distance = torch.cdist(actual.T.contiguous(), pool.T.contiguous())
+    source = distance.argmin(dim=1)
+    if torch.equal(source, torch.arange(len(source))):
+        return
+    if _is_interleaved(source, failure.hf.head_dim):
+        yield Hypothesis(cause=INTERLEAVED, output=pool[:, source], detail=_WAY_OF_INTERLEAVED)
+        return
+    yield Hypothesis(
+        cause=_order(source, names, failure),
+        output=pool[:, source],
+        detail=_sources(source, names),
+        freedom=len(_runs(source, names)),
+    )
+
+
+def _is_interleaved(source: torch.Tensor, head_dim: int) -> bool:
+    """Whether both halves of each head are merged, so that the pairs of HF's rotary embedding are neighbours."""
+    if head_dim % 2 or len(source) % head_dim:
+        return False
+    order = torch.arange(len(source)).view(-1, 2, head_dim // 2).transpose(1, 2)
+    return torch.equal(source, order.flatten())
+
+
+def _pool(failure: Failure) -> tuple[torch.Tensor, list[tuple[str, int]]]:
+    """All outputs of this module and its siblings, as they should be, [R, O of all]; each one's module and index."""
+    columns, names = [failure.expected], [(failure.operation.site, i) for i in range(failure.expected.shape[1])]
+    for operation in failure.siblings():
+        weight = failure.weight(operation.tap)
+        if weight is not None:
+            columns.append(_product(_x(failure), weight, _bias(failure, operation.tap)))
+            names += [(operation.site, i) for i in range(len(weight))]
+    return torch.cat(columns, dim=1), names
+
+
+def _order(source: torch.Tensor, names: Sequence[tuple[str, int]], failure: Failure) -> str:
+    modules = {names[at][0] for at in source.tolist()}
+    if modules == {failure.operation.site}:
+        return "the rows of the weight are in another order"
+    others = sorted(module for module in modules if module != failure.operation.site)
+    if len(modules) == 1:
+        return f"the outputs are those of {others[0]}"
+    return f"the rows of the stacked weight are in the wrong order: outputs of {', '.join(others)} among its own"
+
+
+def _runs(source: torch.Tensor, names: Sequence[tuple[str, int]]) -> list[list[int]]:
+    """Return first and last of each run of outputs that come from one place."""
+    runs: list[list[int]] = []
+    for at, origin in enumerate(source.tolist()):
+        if runs and origin == source[at - 1] + 1 and names[origin][0] == names[int(source[at - 1])][0]:
+            runs[-1][1] = at
+        else:
+            runs.append([at, at])
+    return runs
+
+
+def _sources(source: torch.Tensor, names: Sequence[tuple[str, int]]) -> str:
+    """List the runs of outputs that come from one place: `0-31 from self_attn.k_proj 0-31`."""
+    runs = _runs(source, names)
+    shown = [
+        f"{begin}-{end} from {names[int(source[begin])][0]} {names[int(source[begin])][1]}-{names[int(source[end])][1]}"
+        for begin, end in runs[:4]
+    ]
+    return "outputs " + ", ".join(shown) + (f" and {len(runs) - 4} more runs" if len(runs) > 4 else "")
+
+
+def one_weight(failure: Failure) -> Iterator[Hypothesis]:
+    """One output is off by a multiple of one input: one element of the weight is another."""
+    weight, x = failure.weight(failure.operation.tap), _x(failure)
+    error = failure.actual - failure.expected
+    if weight is None or len(x) < 3:
+        return
+    row = int(error.norm(dim=0).argmax())
+    alike = (error[:, row] @ x).abs() / x.norm(dim=0).clamp(min=torch.finfo(torch.float64).tiny)
+    column = int(alike.argmax())
+    change = float(
+        error[:, row] @ x[:, column] / x[:, column].square().sum().clamp(min=torch.finfo(torch.float64).tiny)
+    )
+    output = failure.expected.clone()
+    output[:, row] += change * x[:, column]
+    own = float(weight[row, column])
+    yield Hypothesis(
+        cause=f"one element of the weight is another: [{row}, {column}]",
+        output=output,
+        detail=f"it is {own + change:.4g} instead of {own:.4g}",
+        freedom=3,  # its row, its column and its value
+    )
+
+
+def coarse_product(failure: Failure) -> Iterator[Hypothesis]:
+    """The weight was rounded, cut off or quantised before the product, or weight and input were."""
+    weight, bias, x = failure.weight(failure.operation.tap), _bias(failure, failure.operation.tap), _x(failure)
+    if weight is None or weight.shape[1] != x.shape[1]:
+        return
+    for name, change in of_weights(weight.shape[1]):
+        coarse = change(weight)
+        if torch.equal(coarse, weight):
+            continue  # it is a weight of that format
+        yield Hypothesis(cause=f"the weight is {name}", output=_product(x, coarse, bias))
+        for what, goes_with, quantised in of_inputs():
+            if name.startswith(goes_with):
+                cause = f"the weight is {name}, and the input in {what}"
+                yield Hypothesis(cause=cause, output=_product(quantised(x), coarse, bias))
+    roundings: dict[str, Change] = {name_of(dtype): partial(rounded, dtype=dtype) for dtype in HALF_DTYPES}
+    if failure.recording.manifest.device != "cpu":  # which has no TF32, and on these bits float16 is the same
+        roundings["TF32"] = _to_tf32
+    for name, change in roundings.items():
+        both = change(x), change(weight)
+        if not torch.equal(both[0], x):
+            yield Hypothesis(cause=f"the product is of inputs in {name}", output=_product(*both, bias))
+            if not torch.equal(both[1], weight):
+                cause = f"the input of the product is rounded to {name}, and the weight is not"
+                yield Hypothesis(cause=cause, output=_product(both[0], weight, bias))
+    for name, quantised in of_inputs_alone(x.shape[1]):
+        yield Hypothesis(cause=f"the input of the product is in {name}", output=_product(quantised(x), weight, bias))
+
+
+def sums_in_16_bits(failure: Failure) -> Iterator[Hypothesis]:
+    """The sum is kept in a 16-bit dtype, and the products of some inputs at a time are added to it."""
+    weight, bias, x = failure.weight(failure.operation.tap), _bias(failure, failure.operation.tap), _x(failure)
+    if weight is None or weight.shape[1] != x.shape[1] or weight.shape[1] > _MAX_SUMMED:
+        return
+    for dtype in HALF_DTYPES:
+        for size in _PIECES:
+            if size >= x.shape[1] or x.shape[1] / size > _MAX_PIECES:
+                continue
+            total = torch.zeros_like(failure.expected)
+            for at in range(0, x.shape[1], size):
+                total = rounded(total + rounded(x[:, at : at + size] @ weight[:, at : at + size].T, dtype), dtype)
+            yield Hypothesis(
+                cause=f"the sum of the products is kept in {name_of(dtype)}",
+                output=total if bias is None else total + bias,
+                detail=f"{size} products at a time are added to it",
+            )
+
+
+def _to_tf32(x: torch.Tensor) -> torch.Tensor:
+    mantissa, exponent = torch.frexp(x)
+    step = 2.0 ** (_MANTISSA_BITS_OF_TF32 + 1)
+    return torch.ldexp((mantissa * step).round() / step, exponent)
+
+
+def nobodys_weights(failure: Failure) -> Iterator[Hypothesis]:
+    """The outputs are linear in the inputs, under a weight that is nobody's: fitted if there are rows enough."""
+    x = _x(failure)
+    if len(x) > 1.5 * (x.shape[1] + 1):
+        ones = torch.cat((x, torch.ones(len(x), 1, dtype=torch.float64)), dim=1)
+        weight = torch.linalg.lstsq(ones, failure.actual).solution
+        yield Hypothesis(
+            cause=_whose_weights(failure, weight[:-1].T),
+            output=ones @ weight,
+            freedom=round(len(weight) * failure.num_elements),
+        )
+
+
+def _whose_weights(failure: Failure, fitted: torch.Tensor) -> str:
+    """Say what is to be thought of fitted weights [O, I] that are no known module's."""
+    own = failure.weight(failure.operation.tap)
+    is_like_own = own is not None and own.shape == fitted.shape and _cosine(own, fitted) > _ALIKE
+    if failure.operation.tap == LOGITS and getattr(failure.hf.config, "tie_word_embeddings", False):
+        why = "stale" if is_like_own else "not loaded, or another checkpoint's"
+        return f"the weights of the tied head are not those of the embedding: {why}"
+    if is_like_own:
+        return "the weights are not quite those of this checkpoint: changed, or in another format"
+    return "the weights are none of this checkpoint: not loaded, or another checkpoint's"
+
+
+def _cosine(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float((first * second).sum() / (first.norm() * second.norm()))
+
+
+def _x(failure: Failure) -> torch.Tensor:
+    return failure.inputs[0].flatten(1)
+
+
+def _bias(failure: Failure, module: str) -> torch.Tensor | None:
+    return failure.weight(module, "bias")
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    y = x @ weight.T
+    return y if bias is None else y + bias
+
+
+EXPLANATIONS = (
+    bias_dropped,
+    zero_weights,
+    other_weights,
+    tied_head,
+    transposed,
+    outputs_in_another_order,
+    coarse_product,
+    sums_in_16_bits,
+    one_weight,
+    nobodys_weights,
+)

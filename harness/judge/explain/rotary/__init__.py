@@ -1,0 +1,1 @@
+"""Ways to get rotary embeddings wrong: frequencies, pairs, positions."""

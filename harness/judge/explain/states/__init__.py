@@ -1,0 +1,1 @@
+"""Ways to get a state wrong that goes on from row to row."""

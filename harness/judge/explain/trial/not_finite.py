@@ -1,0 +1,176 @@
+"""Why a row may be NaN or infinite though its inputs are finite: an overflow, or memory that nobody wrote.
+
+A cause is asserted where it says which elements, heads or rows are not finite, and these are the ones. Otherwise the
+report says what was seen, and what can come to that.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from harness.formats.taps import Kind, prefix_of
+from harness.judge.compare.guard import guarded
+from harness.judge.explain.attention.table import cache_played_back
+from harness.judge.explain.cache.entries import at_boundary, is_unwritten, provenance_of
+from harness.judge.explain.cache.replay import history
+from harness.judge.explain.core.failure import Failure
+from harness.judge.explain.core.formats import FLOAT8_DTYPES, name_of
+from harness.results.check import Explanation, Provenance
+
+_MATCHED = 0.9
+"""Share of what is not finite that an overflow must predict, and of what is predicted that must not be finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reason:
+    """The cause of rows that are not finite."""
+
+    cause: str
+    detail: str = ""
+    is_cause: bool = True
+    provenance: Provenance | None = None
+
+
+def not_finite(failure: Failure, roundings: torch.Tensor, scope: str) -> Explanation:
+    """Return what overflows in the operation, or what it may have read.
+
+    Args:
+        failure: the wrong rows.
+        roundings: [R] their errors.
+        scope: which rows are wrong, in words.
+    """
+    failures = list[str]()
+    reason = next(_reasons(failure, failures))
+    return Explanation(
+        cause=reason.cause,
+        scope=scope,
+        residual_before=float(roundings.median()),
+        num_rows=len(roundings),
+        is_cause=reason.is_cause,
+        detail="; ".join([reason.detail, *(f"could not be tried: {each}" for each in failures)]).removeprefix("; "),
+        provenance=reason.provenance,
+    )
+
+
+def _reasons(failure: Failure, failures: list[str]) -> Iterator[_Reason]:
+    """Yield what can be said, what is certain first."""
+    kind = failure.operation.kind
+    for reasons, kinds in ((_overflows, (kind,)), (_of_cache, (Kind.CACHE,)), (_of_attention, (Kind.ATTENTION,))):
+        if kind in kinds:
+            with guarded(reasons.__name__.lstrip("_"), failures):
+                yield from reasons(failure)
+    largest = float(failure.expected.abs().max())
+    seen = f"its largest element should be {largest:.3g}"
+    yield _Reason(cause="not finite though nothing in it can overflow", detail=seen, is_cause=False)
+
+
+def _overflows(failure: Failure) -> Iterator[_Reason]:
+    """Yield the dtypes that overflow exactly where the engine's numbers are not finite, its own first."""
+    dtypes = (failure.dtype, torch.float16, *(FLOAT8_DTYPES if failure.operation.kind is Kind.CACHE else ()))
+    magnitudes = list(_magnitudes(failure))
+    for dtype in dict.fromkeys(dtypes):
+        limit = torch.finfo(dtype).max
+        for what, magnitude in magnitudes:
+            if _is_overflow(failure, magnitude > limit, is_sum="sum" in what):
+                detail = f"{what} reaches {float(magnitude.max()):.3g}, the limit is {limit:.3g}"
+                yield _Reason(cause=f"overflow of {name_of(dtype)}", detail=detail)
+
+
+def _is_overflow(failure: Failure, predicted: torch.Tensor, *, is_sum: bool) -> bool:
+    """Whether what is predicted to overflow, by element, head or row, is what is not finite."""
+    is_broken = ~failure.actual.isfinite()
+    if predicted.shape != is_broken.shape:
+        is_broken = is_broken.view(*predicted.shape, -1).any(dim=-1)
+    if float(predicted[is_broken].double().mean()) < _MATCHED:
+        return False
+    # A sum of magnitudes is the most that a partial sum can reach: not each that is too large overflows.
+    return is_sum or float(is_broken[predicted].double().mean()) >= _MATCHED
+
+
+def _magnitudes(failure: Failure) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what may overflow, in words, and its magnitudes: [R, W] of elements, [R, N] of heads, or [R] of rows."""
+    yield "what should come out", failure.expected.abs()
+    if failure.operation.kind is Kind.LINEAR:
+        weight = failure.weight(failure.operation.tap)
+        if weight is not None and weight.shape[1] == failure.inputs[0].flatten(1).shape[1]:
+            yield "a sum of terms", failure.inputs[0].flatten(1).abs() @ weight.abs().T
+    elif failure.operation.kind is Kind.NORM:
+        yield "the sum of the squares", failure.inputs[0].flatten(1).square().sum(dim=1)
+    elif failure.operation.kind is Kind.ATTENTION:
+        scores = [view.scores().masked_fill(~view.visible(), 0).abs().amax(dim=-1).T for view in failure.views]
+        yield "a score", torch.cat(scores)
+        unscaled = [each / view.scale for each, view in zip(scores, failure.views, strict=True)]
+        yield "a score before it is scaled", torch.cat(unscaled)
+
+
+def _of_cache(failure: Failure) -> Iterator[_Reason]:
+    provenance = provenance_of(failure, 0)
+    if is_unwritten(failure):
+        yield _Reason(
+            cause=f"never written: no recorded step wrote the slot{at_boundary(failure)}", provenance=provenance
+        )
+    is_nan = bool(failure.actual.isnan().all(dim=1).all())
+    yield _Reason(
+        cause=f"the slot holds what no recorded row has{at_boundary(failure)}",
+        detail="NaN throughout, as memory that was never written may" if is_nan else "some of it is not finite",
+        is_cause=False,
+        provenance=provenance,
+    )
+
+
+def _of_attention(failure: Failure) -> Iterator[_Reason]:
+    played = next(iter(cache_played_back(failure)), None)
+    if played is not None:
+        provenance = played.provenance() if played.provenance else None
+        yield _Reason(cause=played.cause, detail=played.detail, provenance=provenance)
+    for view in failure.views:
+        key = history(failure, view, f"{prefix_of(failure.operation.tap)}k_cache")
+        if key is not None and not bool(key.isfinite().all()):
+            yield _Reason(cause="reads slots of its own history that are not finite when read back: see k_cache")
+    finite = "keys, values and scores of the request are finite"
+    if _are_rows_with_room(failure):
+        rows = "the rows whose next slot exists and is not written yet, and no others"
+        yield _Reason(cause="reads past the context length: slots that nobody wrote", detail=f"{finite}; {rows}")
+    yield _Reason(
+        cause="not finite though all that it should read is: reads past the context length, or sees no key at all",
+        detail=finite,
+        is_cause=False,
+    )
+
+
+def _are_rows_with_room(failure: Failure) -> bool:
+    """Whether the rows that are not finite are those of their kind after whose last token a slot is free.
+
+    Of their kind: decode rows, where all of the wrong ones are. Only where some row has no such slot does that say
+    anything.
+    """
+    memory, size = failure.slot_history, failure.slot_history.block_size
+    if not memory.is_known or size is None:
+        return False
+    wrong = _places(failure.rows.step, failure.rows.request, failure.rows.position)
+    with_room, without = set[tuple[int, int, int]](), set[tuple[int, int, int]]()
+    for step in failure.recording.steps:
+        if not step.has(failure.operation.tap) or step.block_tables is None:
+            continue
+        for request in step.request.unique().tolist():
+            last = int(step.position[step.request == request].max())
+            slots = memory.slots(memory.table(step.index, request), last + 2)
+            is_free = len(slots) > last + 1 and memory.writer(slots[last + 1], step.index) is None
+            own = (step.request == request).nonzero()[:, 0]
+            if len(own) == 1 or not _are_single(failure):
+                places = _places(torch.full_like(own, step.index), step.request[own], step.position[own])
+                (with_room if is_free else without).update(places)
+    return wrong == with_room and bool(without)
+
+
+def _are_single(failure: Failure) -> bool:
+    """Whether each wrong row is its request's only one in its step, as in decode."""
+    for step, request in zip(failure.rows.step.tolist(), failure.rows.request.tolist(), strict=True):
+        if int((failure.recording.steps[step].request == request).sum()) > 1:
+            return False
+    return True
+
+
+def _places(step: torch.Tensor, request: torch.Tensor, position: torch.Tensor) -> set[tuple[int, int, int]]:
+    return set(zip(step.tolist(), request.tolist(), position.tolist(), strict=True))

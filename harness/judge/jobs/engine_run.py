@@ -1,0 +1,142 @@
+"""Runs of the engine under test that a plan names: it is opened, matched to the model, and recorded."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from harness.engines import Engine, TapMatcher, engine_errors, open_engine
+from harness.engines.isolated import IsolatedEngine, isolated_engine
+from harness.engines.record import RunDescription, record
+from harness.errors import Code, HarnessError
+from harness.formats.recording import ModelInfo, RequestInfo
+from harness.formats.schedule import Schedule
+from harness.formats.taps import Graph
+from harness.oracle.forks import forked_prompts
+from harness.oracle.golden import Golden
+from harness.oracle.make_golden import cached_golden
+from harness.oracle.model import HFModel
+from harness.oracle.requests import duplicate_requests
+from harness.plan import Plan
+
+
+def match_taps(plan: Plan, engine: Engine | IsolatedEngine, graph: Graph) -> None:
+    """Let an engine whose taps depend on the model find them."""
+    if isinstance(engine, TapMatcher):
+        with engine_errors(plan.engine):
+            engine.match_taps(graph)
+
+
+def followed_schedules(plan: Plan, engine: Engine | IsolatedEngine) -> Plan:
+    """Return the plan without the default schedules that the engine cannot follow.
+
+    Raises:
+        HarnessError: ENGINE_CANNOT_SERVE: it cannot follow one that was asked for.
+    """
+    offered = engine.capabilities.schedules
+    others = [schedule for schedule in plan.schedules if schedule.name not in offered]
+    if others and not plan.has_default_schedules:
+        raise HarnessError(
+            Code.ENGINE_CANNOT_SERVE,
+            f"engine {plan.engine!r} cannot follow the schedule {others[0].name!r}",
+            where="--schedule",
+            expected=", ".join(offered),
+            actual=str(others[0]),
+            hint=f"--schedule {offered[0]}" if offered else None,
+        )
+    notes = [f"schedule {schedule} left out: engine {plan.engine} cannot follow it" for schedule in others]
+    followed = [schedule for schedule in plan.schedules if schedule not in others]
+    return replace(plan, schedules=tuple(followed), notes=(*plan.notes, *notes))
+
+
+def with_duplicate_requests(
+    plan: Plan, golden: Golden, schedule: Schedule, hf: HFModel
+) -> tuple[Golden, Sequence[RequestInfo] | None]:
+    """Return the golden that serves the schedule, and the copies of its requests.
+
+    Forks go another way than what they are forked from, or it would not matter if they wrote over it. So their rows are
+    in a larger golden.
+    """
+    if schedule.trigger != "forked":
+        return golden, None
+    larger = cached_golden(hf, [*plan.prompts, *forked_prompts(golden)], truth=plan.truth)
+    return larger, larger.requests[len(plan.prompts) :]
+
+
+@contextmanager
+def open_planned(plan: Plan) -> Iterator[Engine | IsolatedEngine]:
+    """Open the plan's engine for the block, and refuse it if it cannot follow a schedule that was asked for.
+
+    Raises:
+        HarnessError: ENGINE_CANNOT_SERVE; CHECKPOINT_CHANGED, if it was written again by the end of the block; as
+            `open_engine` and `isolated_engine`.
+    """
+    with plan.checkpoint.unchanged(), _opened(plan) as engine:
+        followed_schedules(plan, engine)
+        yield engine
+
+
+def _opened(plan: Plan) -> AbstractContextManager[Engine | IsolatedEngine]:
+    if plan.subject is not None:
+        return nullcontext(plan.subject)
+    if plan.isolates_engine:
+        return isolated_engine(
+            plan.engine,
+            plan.folder,
+            dtype=plan.dtype,
+            device=plan.device,
+            options=plan.engine_options,
+            timeout_s=plan.engine_timeout_s,
+            python=plan.engine_python,
+        )
+    return nullcontext(
+        open_engine(plan.engine, plan.folder, dtype=plan.dtype, device=plan.device, options=plan.engine_options)
+    )
+
+
+def describe_run(
+    plan: Plan,
+    schedule: Schedule,
+    requests: Sequence[RequestInfo],
+    folder: Path,
+    *,
+    copies: Sequence[RequestInfo] = (),
+) -> RunDescription:
+    """Describe a run of the plan's engine, which is recorded into `folder`."""
+    return RunDescription(
+        engine=plan.engine,
+        folder=folder.absolute(),
+        model=ModelInfo(
+            id=plan.model,
+            revision=None,
+            config_hash=plan.checkpoint.config_hash,
+            weights_hash=plan.checkpoint.weights_hash,
+        ),
+        dtype=plan.dtype,
+        device=plan.device,
+        schedule=schedule,
+        requests=list(requests),
+        copies=list(copies),
+    )
+
+
+def record_run(
+    plan: Plan,
+    engine: Engine | IsolatedEngine,
+    schedule: Schedule,
+    requests: Sequence[RequestInfo],
+    folder: Path,
+    *,
+    copies: Sequence[RequestInfo] | None = None,
+) -> None:
+    """Run the engine under one schedule and record it into `folder`.
+
+    A repeated schedule's `copies` are by default the same requests once more.
+    """
+    if copies is None:
+        copies = duplicate_requests(requests) if schedule.is_repeated else ()
+    run = describe_run(plan, schedule, requests, folder, copies=copies)
+    if isinstance(engine, IsolatedEngine):
+        engine.record(run)
+    else:
+        record(engine, run)

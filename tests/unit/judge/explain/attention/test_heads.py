@@ -1,0 +1,55 @@
+"""Query heads that read other KV heads, against sums that are written out key by key."""
+
+import pytest
+import torch
+
+from harness.judge.explain.attention import heads as attention_heads
+
+from ..toy_attention import PLACES, Toy
+from ..toys import found
+
+OWN = [0, 0, 0, 1, 1, 1]
+WRONG, VALUES, KEYS = (
+    "query heads read the wrong KV heads",
+    "query heads read the values of the wrong KV heads, and the right keys",
+    "query heads read the keys of the wrong KV heads, and the right values",
+)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return Toy(tmp_path_factory.mktemp("toy") / "r")
+
+
+@pytest.mark.parametrize("other", [[1, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0], [0, 1, 0, 1, 0, 1]])
+@pytest.mark.parametrize(("cause", "is_key", "is_value"), [(WRONG, 1, 1), (VALUES, 0, 1), (KEYS, 1, 0)])
+def test_what_is_read_of_other_heads(toy, other, cause, is_key, is_value):
+    keys, values = other if is_key else OWN, other if is_value else OWN
+    failure = toy.failure(lambda place: toy.context(place, heads=keys, value_heads=values))
+    is_tiled = other == [0, 1, 0, 1, 0, 1]
+    name = "KV heads are tiled instead of repeated" if is_tiled and cause == WRONG else cause
+    hypothesis = found(attention_heads.other_kv_heads, failure)[name]
+    torch.testing.assert_close(hypothesis.output, failure.actual)
+    assert hypothesis.detail == f"KV head of each query head: {other}"
+    assert hypothesis.freedom == (0 if is_tiled else 6)
+
+
+def test_heads_that_read_their_own(toy):
+    assert found(attention_heads.other_kv_heads, toy.failure()) == {}
+
+
+def test_one_kv_head_has_no_other(toy, monkeypatch):
+    failure = toy.failure(lambda place: toy.context(place, heads=[1, 0, 0, 1, 1, 1]))
+    monkeypatch.setattr(attention_heads, "_MOST", 1)
+    assert found(attention_heads.other_kv_heads, failure) == {}
+    monkeypatch.setattr(attention_heads, "_MOST", 2)
+    assert found(attention_heads.other_kv_heads, failure)
+
+
+def test_the_nearest_head_over_all_rows_counts(toy):
+    """One row that is far off in another way does not decide."""
+    other = [1, 0, 0, 1, 1, 1]
+    actual = toy.contexts(PLACES, lambda place: toy.context(place, heads=other))
+    actual[3] += 0.5
+    hypothesis = found(attention_heads.other_kv_heads, toy.failure(actual))[WRONG]
+    assert hypothesis.detail.endswith(str(other))

@@ -1,0 +1,133 @@
+"""Attention over other tensors than its own, or coarser ones, against sums that are written out key by key."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from harness.base.numerics import Numerics
+from harness.judge.explain.attention import tensors as attention_tensors
+from harness.judge.explain.core.formats import cut_off
+
+from ..toy_attention import KEY, PLACES, RAW, VALUE, H, K, Toy, step_of
+from ..toys import found, random
+
+OTHERS = {layer: (f"model.layers.{layer}.k_rope", f"model.layers.{layer}.self_attn.v_proj") for layer in (0, 2)}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return Toy(tmp_path_factory.mktemp("toy") / "r")
+
+
+def reading(toy, key, value, is_read=lambda place, at: True):
+    """Rows that read `key` and `value` of each place where `is_read` holds, and its own elsewhere."""
+    own = toy.tensors
+
+    def row(place):
+        return toy.context(
+            place,
+            key=lambda at: key(at) if is_read(place, at) else own[KEY][at],
+            value=lambda at: value(at) if is_read(place, at) else own[VALUE][at],
+        )
+
+    return toy.contexts(PLACES, row)
+
+
+def earlier(place, at):
+    return step_of(at) < step_of(place)
+
+
+EXTENTS = {"for tokens of every step": lambda place, at: True, "for tokens of earlier steps": earlier}
+
+
+def test_other_tensors(toy):
+    tensors = {tap: values.__getitem__ for tap, values in toy.tensors.items()}
+    causes = {
+        "K and V are swapped in the cache": (VALUE, KEY),
+        "values are read from the K cache": (KEY, KEY),
+        "keys are read from the V cache": (VALUE, VALUE),
+        "keys are cached before rotary": (RAW, VALUE),
+        **{f"reads the cache of layer {layer}": taps for layer, taps in OTHERS.items()},
+    }
+    given = {(h.cause, h.detail): h.output for h in attention_tensors.other_tensors(toy.failure())}
+    assert set(given) == {(cause, extent) for cause in causes for extent in EXTENTS}
+    for (cause, extent), output in given.items():
+        key, value = (tensors[tap] for tap in causes[cause])
+        torch.testing.assert_close(output, reading(toy, key, value, EXTENTS[extent]), msg=f"{cause}, {extent}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_coarser_dtypes(toy, dtype):
+    name = f"in a lower dtype: {str(dtype).removeprefix('torch.')}"
+    given = [h for h in attention_tensors.coarse_cache(toy.failure()) if h.cause.endswith(f"cache is {name}")]
+
+    def low(tap):
+        return lambda at: toy.tensors[tap][at].to(dtype).double()
+
+    own = {tap: toy.tensors[tap].__getitem__ for tap in (KEY, VALUE)}
+    expected = [
+        (f"the {which} cache is {name}", reading(toy, key, value, is_read))
+        for is_read in EXTENTS.values()
+        for which, key, value in (
+            ("KV", low(KEY), low(VALUE)), ("K", low(KEY), own[VALUE]), ("V", own[KEY], low(VALUE)),
+        )
+    ]  # fmt: skip
+    assert [each.cause for each in given] == [cause for cause, _ in expected]
+    for each, (cause, output) in zip(given, expected, strict=True):
+        torch.testing.assert_close(each.output, output, msg=cause)
+
+
+def test_what_the_cache_gives_back(tmp_path, toy):
+    assert found(attention_tensors.read_back, toy.failure()) == {}, "it was not read back"
+    read = {f"model.layers.1.{name}_cache": {place: random(K, H, seed=700 + 50 * at + number)
+                                             for number, place in enumerate(PLACES)}
+            for at, name in enumerate("kv")}  # fmt: skip
+    back = Toy(tmp_path / "r", readback=read)
+    (hypothesis,) = found(attention_tensors.read_back, back.failure()).values()
+    assert hypothesis.cause == "reads what the cache gives back, which is not what was written: see k_cache and v_cache"
+    assert hypothesis.is_vague
+    keys, values = (read[f"model.layers.1.{name}_cache"].__getitem__ for name in "kv")
+    torch.testing.assert_close(hypothesis.output, reading(back, keys, values))
+
+
+def test_a_cache_of_which_one_place_was_not_read_back_says_nothing(tmp_path):
+    read = {f"model.layers.1.{name}_cache": {place: random(K, H) for place in PLACES[1:]} for name in "kv"}
+    assert found(attention_tensors.read_back, Toy(tmp_path / "r", readback=read).failure()) == {}
+
+
+@pytest.mark.parametrize(
+    ("omitted", "cause"),
+    [
+        (RAW, "keys are cached before rotary"),
+        (OTHERS[0][0], "reads the cache of layer 0"),
+        (OTHERS[2][1], "reads the cache of layer 2"),
+    ],
+)
+def test_a_tensor_that_was_not_recorded_cannot_be_told(tmp_path, toy, omitted, cause):
+    given = found(attention_tensors.other_tensors, Toy(tmp_path / "r", omitted=(omitted,)).failure())
+    assert set(given) == set(found(attention_tensors.other_tensors, toy.failure())) - {cause}
+
+
+def test_a_declared_cache_that_is_cut_off(toy):
+    """As in vLLM's float8 cache on a CPU."""
+    failure = toy.failure()
+
+    def declaring(**numerics):
+        manifest = SimpleNamespace(numerics=Numerics(**numerics))
+        return replace(failure, recording=SimpleNamespace(manifest=manifest))
+
+    def low(tap):
+        return lambda at: cut_off(toy.tensors[tap][at], torch.float8_e4m3fn)
+
+    (given,) = attention_tensors.declared_cache(declaring(cache="float8_e4m3fn"))
+    assert given.cause == "keys and values are cut off to float8_e4m3fn, the dtype of the cache, instead of rounded"
+    torch.testing.assert_close(given.output, reading(toy, low(KEY), low(VALUE), lambda place, at: True))
+    assert not list(attention_tensors.declared_cache(declaring()))
+    assert not list(attention_tensors.declared_cache(declaring(cache="Q8_0")))
+
+
+def test_float8_cut_off():
+    values = torch.tensor([3.9575, -0.9820, 5.6862, 1.2474], dtype=torch.float64)
+    assert cut_off(values, torch.float8_e4m3fn).tolist() == [3.75, -0.9375, 5.5, 1.125]

@@ -1,0 +1,96 @@
+"""What numbers become in other formats, against values computed by hand or by torch's own bits."""
+
+import math
+
+import pytest
+import torch
+
+from harness.judge.explain.core.formats import (
+    cut_off,
+    float8,
+    int8,
+    name_of,
+    of_inputs,
+    of_inputs_alone,
+    of_weights,
+    rounded,
+)
+
+X = torch.randn(6, 64, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def test_names_are_torchs_own():
+    assert [name_of(dtype) for dtype in (torch.bfloat16, torch.float8_e5m2)] == ["bfloat16", "float8_e5m2"]
+
+
+def test_cutting_off_to_bfloat16_clears_the_low_bits_of_float32():
+    x = X.float().double()
+    bits = x.float().view(torch.int32) & -(1 << 16)
+    assert torch.equal(cut_off(x, torch.bfloat16), bits.view(torch.float32).double())
+    assert cut_off(torch.tensor([1.9999, -1.9999]).double(), torch.bfloat16).tolist() == [1.9921875, -1.9921875]
+
+
+def test_cutting_off_keeps_what_the_dtype_has():
+    for dtype in (torch.bfloat16, torch.float16):
+        kept = rounded(X, dtype)
+        assert torch.equal(cut_off(kept, dtype), kept)
+        assert not torch.equal(cut_off(X, dtype), kept), "towards zero, and not to the nearest"
+
+
+def test_int8_has_127_levels_on_either_side_of_its_largest_number():
+    x = torch.tensor([[127.0, -3.4, 0.6], [0.254, -0.0041, 0.001]], dtype=torch.float64)
+    assert int8(x, (1,)).tolist()[0] == [127.0, -3.0, 1.0]
+    assert int8(x, (1,))[1].tolist() == pytest.approx([0.254, -0.004, 0.0])
+    assert int8(x, None)[1].tolist() == [0.0, 0.0, 0.0], "one scale for all"
+
+
+@pytest.mark.parametrize("change", [int8, lambda x, dims: float8(x, torch.float8_e4m3fn, dims)])
+@pytest.mark.parametrize("dims", [(1,), None])
+def test_zeros_stay_zeros(change, dims):
+    assert change(torch.zeros(2, 3, dtype=torch.float64), dims).tolist() == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_uses_its_whole_range(dtype):
+    largest = torch.finfo(dtype).max
+    given = torch.tensor([[3.0, 1.0, -0.01]], dtype=torch.float64)
+    scaled = (given * largest / 3).float().to(dtype).double() * 3 / largest
+    assert torch.allclose(float8(given, dtype, (1,)), scaled, rtol=1e-12)
+    assert float8(given, dtype, (1,))[0, 0] == pytest.approx(3.0)
+    assert torch.allclose(float8(given / 64, dtype, (1,)), scaled / 64, rtol=1e-12)
+
+
+def changes(found):
+    return {entry[0]: entry[-1](X) for entry in found}
+
+
+def test_what_a_weight_may_be_kept_in_has_a_scale_where_its_name_says_so():
+    found = changes(of_weights(64))
+    groups = X.unflatten(1, (2, 32))
+    assert torch.equal(found["in int8, with one scale for 32 inputs"], int8(groups, (2,)).flatten(1))
+    assert torch.equal(found["in int8, with one scale for each output"], int8(X, (1,)))
+    assert torch.equal(found["in int8, with one scale for all of it"], int8(X, None))
+    assert torch.equal(found["in float8_e4m3fn, without a scale"], X.to(torch.float8_e4m3fn).double())
+    assert torch.equal(found["in bfloat16"], X.bfloat16().double())
+    assert [name for name in found if "inputs" in name] == [
+        f"in int8, with one scale for {size} inputs" for size in (16, 32)
+    ], "groups are smaller than the row"
+    assert not [name for name, _ in of_weights(40) if "inputs" in name], "and divide it"
+
+
+def test_a_scale_in_float16_is_rounded_itself():
+    found = changes(of_inputs_alone(64))
+    plain, kept = (found[f"int8, with one scale{how} for 16 inputs"] for how in ("", " in float16"))
+    scale = X.unflatten(1, (4, 16)).abs().amax(dim=2, keepdim=True) / 127
+    factor = (scale.float().half().double() / scale).expand(6, 4, 16).flatten(1)
+    assert torch.allclose(kept, plain * factor, rtol=1e-12)
+    assert not torch.equal(kept, plain)
+    zeros = torch.zeros(2, 64, dtype=torch.float64)
+    assert all(torch.equal(change(zeros), zeros) for _, change in of_inputs_alone(64))
+
+
+def test_inputs_go_with_the_weights_of_their_own_format():
+    assert {name: weights for name, weights, _ in of_inputs()}["int8, with one scale for each token"] == "in int8"
+    for name, weights, change in of_inputs():
+        assert name.startswith(weights.removeprefix("in ")), name
+        assert math.isclose(float(change(X).abs().max()), float(X.abs().max()), rel_tol=0.07), name

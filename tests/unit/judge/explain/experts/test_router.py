@@ -1,0 +1,320 @@
+"""Weights and numbers of chosen experts, on a router of four experts whose products are logarithms of round numbers."""
+
+import pytest
+import torch
+from torch import nn
+
+from harness.formats.taps import Kind, Operation
+from harness.judge.explain.experts import choice, router
+
+from ..toys import ToyModel, assert_outputs, failure_of, found, random, recorded
+
+GATE, TOPK, WEIGHTS = (f"model.layers.1.mlp.gate{name}" for name in ("", ".topk", ":1"))
+SHARES = torch.tensor(
+    [[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4], [0.25, 0.05, 0.6, 0.1], [0.02, 0.7, 0.08, 0.2]], dtype=torch.float64
+)
+"""[R, E]: what a softmax of the products gives."""
+LOGITS = SHARES.log()
+CHOSEN = torch.tensor([[0, 1], [3, 2], [2, 0], [1, 3]])
+PICKED = torch.tensor([[0.5, 0.3], [0.4, 0.3], [0.6, 0.25], [0.7, 0.2]], dtype=torch.float64)
+RENORMED = PICKED / torch.tensor([[0.8], [0.7], [0.85], [0.9]], dtype=torch.float64)
+
+
+class Gate(nn.Module):
+    """Holds what HF's families keep beside a router's weight."""
+
+    def __init__(self, **values):
+        super().__init__()
+        for name, value in values.items():
+            self.register_buffer(name, value) if isinstance(value, torch.Tensor) else setattr(self, name, value)
+
+
+def of(folder, expected, actual=None, *, kind=Kind.OTHER, logits=LOGITS, chosen=CHOSEN, gate=None, block=None, right=(),
+       position=None, **config):  # fmt: skip
+    """Return the failure of the weights, or of the numbers; `right` are rows of products after the wrong ones."""
+    tap = TOPK if kind is Kind.CHOICE else WEIGHTS
+    own = Operation(tap=tap, kind=kind, inputs=(GATE,), source=f"{GATE}:{'topk' if kind is Kind.CHOICE else 1}")
+    choices = () if kind is Kind.CHOICE else (Operation(tap=TOPK, kind=Kind.CHOICE, source=f"{GATE}:topk"),)
+    operations = (Operation(tap=GATE, kind=Kind.LINEAR, source=f"{GATE}:linear"), *choices, own)
+    rows = torch.cat((logits, torch.tensor(right, dtype=torch.float64).view(-1, logits.shape[1])))
+    numbers = torch.cat((chosen if actual is None or kind is not Kind.CHOICE else actual.long(),
+                         rows[len(logits):].topk(chosen.shape[1]).indices))  # fmt: skip
+    step = {"request": [0] * len(rows), "position": list(range(len(rows))), "taps": {GATE: rows, TOPK: numbers}}
+    recording = recorded(folder, [step], lengths=((len(rows) + 1, 2),))
+    model = ToyModel(*operations, modules={GATE: gate or Gate(), "model.layers.1.mlp": block or Gate()}, **config)
+    return failure_of(own, expected if actual is None else actual, expected, logits, model=model, recording=recording,
+                      position=position)  # fmt: skip
+
+
+SOFTMAX, SIGMOID, PLAIN, TWICE = (
+    "a softmax over all experts", "a sigmoid", "the router's scores as they are",
+    "a softmax of the softmax over all experts",
+)  # fmt: skip
+NORMALISED = "the weights are normalised to a sum of one, as by a softmax over the chosen experts alone"
+
+
+def per_row(x):
+    return x / x.sum(dim=1, keepdim=True)
+
+
+def picked(score):
+    return torch.stack([score[row][CHOSEN[row]] for row in range(4)])
+
+
+SCORES = {
+    SOFTMAX: PICKED,
+    SIGMOID: PICKED / (1 + PICKED),  # the sigmoid of log(p)
+    PLAIN: PICKED.log(),
+    TWICE: picked(per_row(SHARES.exp())),
+}
+
+
+def by(score, own):
+    return f"the weights are made by {score}, instead of {own}"
+
+
+def low(dtype, x):
+    return x.to(dtype).double()
+
+
+@pytest.mark.parametrize("own", [SOFTMAX, SIGMOID])
+def test_weights_that_are_made_otherwise(tmp_path, own):
+    weights = SCORES[own]
+    expected = {by(score, own): given for score, given in SCORES.items() if score != own}
+    expected |= {
+        f"{by(score, own)}, and {NORMALISED}": per_row(given) for score, given in SCORES.items() if score != own
+    }
+    expected[NORMALISED] = per_row(weights)
+    expected |= {
+        "the weights are all one: the router's are not used": torch.ones_like(weights),
+        "the weights are all equal: the router's are not used": torch.full_like(weights, 0.5),
+        "the weights are in another order than the experts": weights[:, [1, 0]],
+        "a softmax is applied to the weights once more": per_row(weights.exp()),
+        "the weights are squared: applied twice": weights * weights,
+    }
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        logits = low(dtype, LOGITS)
+        scores = per_row(logits.exp()) if own == SOFTMAX else 1 / (1 + (-logits).exp())
+        expected[f"the weights are computed in {name}"] = picked(low(dtype, scores))
+    assert_outputs(router.other_routing_weights, of(tmp_path / "r", weights), expected)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [{"gate": Gate(routed_scaling_factor=2.5)}, {"block": Gate(route_scale=2.5)}, {"router_scaling_factor": 2.5}],
+)
+def test_weights_that_are_normalised_and_scaled(tmp_path, where):
+    weights = 2.5 * RENORMED
+    given = found(router.other_routing_weights, of(tmp_path / "r", weights, **where))
+    expected = {
+        "the weights are not normalised to a sum of one": 2.5 * PICKED,
+        "the routed scaling factor is 1 instead of 2.5": RENORMED,
+        "the routed scaling factor is 6.25 instead of 2.5": 6.25 * RENORMED,
+        "the weights are not normalised to a sum of one, and the routed scaling factor is 1 instead of 2.5": PICKED,
+        by(SIGMOID, SOFTMAX): 2.5 * per_row(SCORES[SIGMOID]),
+        f"{by(SIGMOID, SOFTMAX)}, and the weights are not normalised to a sum of one": 2.5 * SCORES[SIGMOID],
+        "the weights are all equal: the router's are not used": torch.full_like(weights, 1.25),
+        "the weights are normalised to a sum of one after the routed scaling factor": RENORMED,
+    }
+    for cause, output in expected.items():
+        torch.testing.assert_close(given[cause].output, output, msg=cause)
+    low_weights = per_row(picked(low(torch.bfloat16, per_row(low(torch.bfloat16, LOGITS).exp()))))
+    torch.testing.assert_close(given["the weights are computed in bfloat16"].output, 2.5 * low_weights)
+
+
+def test_a_factor_of_zero_or_of_another_type_is_none(tmp_path):
+    for at, value in enumerate((0, None, "2")):
+        failure = of(tmp_path / str(at), RENORMED, gate=Gate(routed_scaling_factor=value))
+        assert not any("factor" in cause for cause in found(router.other_routing_weights, failure))
+
+
+def test_weights_of_no_known_form_are_left_alone(tmp_path):
+    assert found(router.other_routing_weights, of(tmp_path / "a", RENORMED + 0.01)) == {}
+    assert found(router.other_routing_weights, of(tmp_path / "b", RENORMED[:, :1])) == {}
+    near, far = RENORMED.clone(), RENORMED.clone()
+    near[2] *= 1 + 0.9e-5
+    far[2] *= 1 + 1.1e-5
+    assert found(router.other_routing_weights, of(tmp_path / "c", near))
+    assert found(router.other_routing_weights, of(tmp_path / "d", far)) == {}
+
+
+def test_weights_whose_router_is_not_among_their_inputs_are_left_alone(tmp_path):
+    failure = of(tmp_path / "r", RENORMED)
+    operation = Operation(tap=WEIGHTS, kind=Kind.OTHER, inputs=(TOPK,), source=f"{GATE}:1")
+    assert found(router.other_routing_weights, type(failure)(**{**vars(failure), "operation": operation})) == {}
+
+
+def test_choices_of_another_router_are_not_its_own(tmp_path):
+    failure = of(tmp_path / "r", RENORMED)
+    operation = Operation(tap=WEIGHTS, kind=Kind.OTHER, inputs=(GATE,), source="model.layers.1.other:1")
+    failure.hf.modules |= {"model.layers.1.other": Gate(), "model.layers.1": Gate()}
+    assert found(router.other_routing_weights, type(failure)(**{**vars(failure), "operation": operation})) == {}
+
+
+# The choice.
+
+LOWEST, SECOND, BEST, SAME, HIGH, LOW = (
+    "the experts with the lowest scores are chosen", "the best expert is passed over: the choice begins at the second",
+    "the best expert is chosen for every place", "every row is sent to the same experts",
+    "the numbers of the experts are one too high", "the numbers of the experts are one too low",
+)  # fmt: skip
+
+
+def of_choice(folder, actual, **others):
+    return of(folder, CHOSEN.double(), torch.tensor(actual, dtype=torch.float64), kind=Kind.CHOICE, **others)
+
+
+def holds(explain, failure):
+    """The causes that hold for every row, and may be asserted."""
+    given = found(explain, failure)
+    for each in given.values():
+        rows = each.output
+        same = (rows == failure.actual).all(dim=1)
+        assert not bool(((rows == failure.actual).any(dim=1) & ~same).any()), "a row holds as a whole, or not at all"
+        assert each.is_cause == (float(same.double().mean()) >= 0.9)
+    return {cause for cause, each in given.items() if each.is_cause and torch.equal(each.output, failure.actual)}
+
+
+@pytest.mark.parametrize(
+    ("actual", "causes"),
+    [
+        ([[3, 2], [0, 1], [1, 3], [0, 2]], {LOWEST}),
+        ([[2, 3], [1, 0], [3, 1], [2, 0]], {LOWEST}),  # in any order
+        ([[1, 2], [2, 1], [0, 3], [3, 2]], {SECOND}),
+        ([[0, 0], [3, 3], [2, 2], [1, 1]], {BEST}),
+        ([[2, 1], [2, 1], [2, 1], [1, 2]], {SAME}),
+        ([[1, 2], [4, 3], [3, 1], [2, 4]], {HIGH}),
+        ([[-1, 0], [2, 1], [1, -1], [0, 2]], {LOW}),
+        ([[3, 2], [0, 1], [1, 3], [0, 1]], set()),
+    ],
+)
+def test_choices(tmp_path, actual, causes):
+    assert holds(choice.other_choice, of_choice(tmp_path / "r", actual)) == causes
+
+
+def test_rows_that_are_right_have_other_experts(tmp_path):
+    one = [[2, 1]] * 4
+    assert holds(choice.other_choice, of_choice(tmp_path / "a", one, right=[[0, 2, 3, 1]])) == {SAME}
+    causes = found(choice.other_choice, of_choice(tmp_path / "b", one, right=[[3, 2, 0, 1]]))
+    assert SAME not in causes
+
+
+def test_a_choice_of_all_experts_has_no_second(tmp_path):
+    chosen = LOGITS.argsort(dim=1, descending=True)
+    failure = of(tmp_path / "r", chosen.double(), kind=Kind.CHOICE, chosen=chosen)
+    assert SECOND not in found(choice.other_choice, failure)
+    failure = of(tmp_path / "s", chosen[:, :3].double(), kind=Kind.CHOICE, chosen=chosen[:, :3])
+    assert SECOND in found(choice.other_choice, failure)
+
+
+@pytest.mark.parametrize(("num_wrong", "is_cause"), [(2, True), (3, False)])
+def test_next_to_all_rows_must_hold(tmp_path, num_wrong, is_cause):
+    """Of twenty, eighteen are nine in ten."""
+    logits = random(20, 6, seed=5)
+    chosen = logits.topk(2).indices
+    lowest = (-logits).topk(2).indices
+    lowest[:num_wrong] = chosen[:num_wrong]
+    failure = of(tmp_path / "r", chosen.double(), lowest.double(), kind=Kind.CHOICE, logits=logits, chosen=chosen)
+    hypothesis = found(choice.other_choice, failure)[LOWEST]
+    assert hypothesis.is_cause == is_cause
+    assert torch.equal(hypothesis.output[num_wrong:], failure.actual[num_wrong:])
+    assert not (hypothesis.output[:num_wrong] == failure.actual[:num_wrong]).any()
+
+
+@pytest.mark.parametrize(("name", "step"), [("bfloat16", 2**-9), ("float16", 2**-12)])
+def test_scores_that_are_equal_in_16_bits(tmp_path, name, step):
+    """The first of two equal scores is chosen, where the second is larger by less than the dtype has."""
+    logits = torch.tensor([[0.0, 1.0, 1.0 + step, -1.0], [1.0, 1.0 + step, -2.0, -3.0]], dtype=torch.float64)
+    chosen, actual = logits.topk(1).indices, torch.tensor([[1.0], [0.0]], dtype=torch.float64)
+    failure = of(tmp_path / "r", chosen.double(), actual, kind=Kind.CHOICE, logits=logits, chosen=chosen)
+    causes = holds(choice.other_choice, failure)
+    assert f"the experts are chosen by scores in {name}" in causes
+
+
+def test_of_many_equal_scores_the_first_are_chosen(tmp_path):
+    logits = torch.zeros(3, 256, dtype=torch.float64)
+    logits[:, 1::2] += 2.0**-13  # which no 16-bit dtype keeps beside 1
+    logits += 1
+    chosen, actual = logits.topk(4).indices, torch.arange(4.0, dtype=torch.float64).expand(3, -1)
+    failure = of(tmp_path / "r", chosen.double(), actual, kind=Kind.CHOICE, logits=logits, chosen=chosen)
+    causes = holds(choice.other_choice, failure)
+    assert {f"the experts are chosen by scores in {name}" for name in ("bfloat16", "float16")} <= causes
+
+
+BIAS = torch.tensor([0.0, 0.0, 5.0, 1.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("where", ["gate", "block"])
+def test_a_bias_of_the_choice(tmp_path, where):
+    holder = {where: Gate(e_score_correction_bias=BIAS)}
+    without = "the router's bias is left out of the choice, or its groups are"
+    assert without in holds(choice.choice_by_other_scores, of_choice(tmp_path / "a", CHOSEN.tolist(), **holder))
+    biased = [[2, 3], [2, 3], [2, 3], [2, 3]]
+    causes = holds(choice.choice_by_other_scores, of_choice(tmp_path / "b", biased, **holder))
+    assert causes == {"the router chooses by a softmax over all experts without its groups",
+                      "the router chooses by a sigmoid without its groups"}  # fmt: skip
+    turned = [[0, 1], [0, 1], [0, 1], [0, 1]]
+    causes = holds(choice.choice_by_other_scores, of_choice(tmp_path / "c", turned, **holder))
+    assert {cause for cause in causes if "sign" in cause} == {
+        "the router chooses by a softmax over all experts with the sign of its bias turned",
+        "the router chooses by a sigmoid with the sign of its bias turned",
+    }
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("name", "score"), [(SOFTMAX, lambda x: x.softmax(1)), (SIGMOID, torch.sigmoid)])
+def test_a_bias_is_added_to_the_scores_as_it_is(tmp_path, sign, name, score):
+    logits, bias = random(40, 6, seed=6), 0.3 * random(6, seed=7)
+    actual = (score(logits) + sign * bias).topk(2).indices.double()
+    right = logits.topk(2).indices
+    others = {"weight": random(6, seed=8).view(2, 3), "bias": random(6, seed=9), "bias_scale": torch.tensor(2.0)}
+    gate = Gate(**others, score_bias=bias)
+    failure = of(tmp_path / "r", right.double(), actual, kind=Kind.CHOICE, logits=logits, chosen=right, gate=gate)
+    which = "without its groups" if sign > 0 else "with the sign of its bias turned"
+    assert holds(choice.choice_by_other_scores, failure) == {f"the router chooses by {name} {which}"}
+    assert len(found(choice.choice_by_other_scores, failure)) == 5
+
+
+def test_a_choice_without_a_bias_has_no_other_scores(tmp_path):
+    assert found(choice.choice_by_other_scores, of_choice(tmp_path / "r", CHOSEN.tolist())) == {}
+    failure = of_choice(tmp_path / "s", CHOSEN.tolist(), gate=Gate(e_score_correction_bias=BIAS))
+    operation = Operation(tap=TOPK, kind=Kind.CHOICE, source=GATE)
+    assert found(choice.choice_by_other_scores, type(failure)(**{**vars(failure), "operation": operation})) == {}
+
+
+@pytest.mark.parametrize(("shift", "actual"), [(1, [[3, 2], [2, 0], [1, 3]]), (-1, [[0, 1], [3, 2], [2, 0]])])
+def test_the_choice_of_a_neighbour(tmp_path, shift, actual):
+    rows = [0, 1, 2] if shift > 0 else [1, 2, 3]
+    failure = of(tmp_path / "r", CHOSEN.double(), kind=Kind.CHOICE)
+    keep = torch.tensor(rows)
+    failure = type(failure)(**{
+        **vars(failure), "rows": failure.rows.select(keep), "actual": torch.tensor(actual, dtype=torch.float64),
+        "expected": failure.expected[keep], "inputs": [LOGITS[keep]],
+    })  # fmt: skip
+    cause = f"the experts are those of another row, {shift:+d} positions away"
+    assert holds(choice.choice_of_another_row, failure) == {cause}
+
+
+def test_the_first_row_has_none_before_it(tmp_path):
+    """It is compared with itself, and the last has none after it."""
+    failure = of(tmp_path / "r", CHOSEN.double(), kind=Kind.CHOICE)
+    given = found(choice.choice_of_another_row, failure)
+    assert list(given) == ["the experts are those of another row, -1 positions away"]
+    (hypothesis,) = given.values()
+    assert torch.equal(hypothesis.output[0], failure.actual[0])
+    assert not hypothesis.is_cause
+    bare = Operation(tap=TOPK, kind=Kind.CHOICE, source=GATE)
+    assert found(choice.choice_of_another_row, type(failure)(**{**vars(failure), "operation": bare})) == {}
+
+
+@pytest.mark.parametrize(("kind", "is_explained"), [(Kind.CHOICE, True), (Kind.OTHER, False)])
+def test_a_choice_of_too_few(tmp_path, kind, is_explained):
+    step = {"request": [0], "position": [0], "taps": {"t": torch.zeros(1, 3, 2, dtype=torch.int64)}}
+    recording = recorded(tmp_path / "r", [step])
+    found_count = choice.explain_count(Operation(tap="t", kind=kind, shape=(2, 4)), recording)
+    assert (found_count is not None) == is_explained
+    if found_count is not None:
+        assert found_count.cause == "wrong top-k: a row has 6 chosen experts, and should have 8"
+        assert (found_count.num_rows, found_count.num_explained, found_count.residual_before) == (0, 0, None)
+        assert (found_count.residual_after, found_count.scope) == (None, "all rows")
+    assert choice.explain_count(Operation(tap="other", kind=kind, shape=(2,)), recording) is None

@@ -1,0 +1,123 @@
+"""Rows of the embedding's table that are those of other tokens, and what they have in common."""
+
+import pytest
+import torch
+from torch import nn
+
+from harness.formats.taps import Kind, Operation
+from harness.judge.explain.layer import embedding
+
+from ..toys import ToyModel, failure_of, found, random, recorded
+
+TAP = "model.embed_tokens"
+OPERATION = Operation(tap=TAP, kind=Kind.EMBEDDING, source=TAP)
+TABLE = random(40, 6, seed=1)
+TOKENS = ([5, 9, 30, 7, 12, 3], [20, 11, 2, 33])
+STEPS = ([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)], [(1, 2), (0, 3)], [(0, 4)], [(0, 5)])
+PLACES = [place for step in STEPS for place in step]
+STEP = {place: at for at, step in enumerate(STEPS) for place in step}
+
+
+@pytest.fixture
+def of(tmp_path):
+    def make(token, places, *, noise=0.0, dtype=torch.float32):
+        """Rows at `places` that are those of `token`."""
+        steps = []
+        for step in STEPS:
+            taps = {"x": torch.zeros(len(step), 1)}
+            steps.append({"request": [r for r, _ in step], "position": [p for _, p in step], "taps": taps})
+        folder = tmp_path / f"r{len(list(tmp_path.iterdir()))}"
+        recording = recorded(folder, steps, lengths=((6, 3), (4, 2)), tokens=TOKENS)
+        module = nn.Embedding(*TABLE.shape, dtype=torch.float64)
+        module.weight.data = TABLE
+        own = torch.tensor([TOKENS[r][p] for r, p in places])
+        actual = TABLE[torch.tensor([token(*place) for place in places])] + noise
+        return failure_of(
+            OPERATION, actual, TABLE[own], own, model=ToyModel(OPERATION, modules={TAP: module}), recording=recording,
+            dtype=dtype, request=[r for r, _ in places], position=[p for _, p in places],
+            step=[STEP[place] for place in places],
+        )  # fmt: skip
+
+    return make
+
+
+def before_in_step(r, p):
+    step = STEPS[STEP[r, p]]
+    other = step[step.index((r, p)) - 1]
+    return TOKENS[other[0]][other[1]]
+
+
+THE = "the embedding is that of "
+
+
+@pytest.mark.parametrize(
+    ("token", "places", "cause"),
+    [
+        (lambda r, p: TOKENS[r][p - 1], [(0, 1), (0, 4), (1, 2)], "the token before it"),
+        (lambda r, p: TOKENS[r][p + 1], [(0, 0), (0, 4), (1, 2)], "the token after it"),
+        (before_in_step, [(0, 1), (1, 0), (0, 3)], "the token before it in the step"),
+        (before_in_step, [(0, 0), (0, 3)], "another token"),  # before the first row of the step there is none
+        (lambda r, p: TOKENS[r][p] + 1, PLACES, "token id +1"),
+        (lambda r, p: TOKENS[r][p] - 2, PLACES, "token id -2"),
+        (lambda r, p: (TOKENS[r][p] * 3) % 40, PLACES, "another token"),
+        (lambda r, p: 1, [(0, 0), (0, 5)], "another token"),  # nothing is before the first, or after the last
+        (lambda r, p: 0, [(1, 3 - 1)], "token id -2"),
+    ],
+)
+def test_rows_of_other_tokens(of, token, places, cause):
+    failure = of(token, places, noise=1e-9)
+    (hypothesis,) = found(embedding.another_token, failure).values()
+    assert hypothesis.cause == THE + cause
+    assert torch.equal(hypothesis.output, TABLE[torch.tensor([token(*place) for place in places])])
+    shown = ", ".join(f"{token(r, p)} for {TOKENS[r][p]}" for r, p in places[:6])
+    assert hypothesis.detail == f"rows of the table: {shown}"
+
+
+def test_a_large_table_is_searched_in_parts(of, monkeypatch):
+    monkeypatch.setattr(embedding, "_BLOCK_ROWS", 7)
+    failure = of(lambda r, p: TOKENS[r][p] + 1, PLACES)
+    assert list(found(embedding.another_token, failure)) == [f"{THE}token id +1"]
+
+
+def test_rows_that_are_not_finite_and_tables_that_are_not_held_are_not_matched(of):
+    assert found(embedding.another_token, of(lambda r, p: 1, PLACES, noise=torch.nan)) == {}
+    failure = of(lambda r, p: 1, PLACES)
+    failure.hf.modules[TAP] = nn.Identity()
+    assert found(embedding.another_token, failure) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_root_of_the_width(of, dtype):
+    failure = of(lambda r, p: TOKENS[r][p], PLACES, dtype=dtype)
+    exact, rounded = embedding.scaled(failure)
+    assert exact.cause == rounded.cause == "the embedding is scaled by the root of the hidden size"
+    torch.testing.assert_close(exact.output, failure.expected * 6**0.5)
+    torch.testing.assert_close(rounded.output, failure.expected * float(torch.tensor(6**0.5).to(dtype)))
+
+
+# The same causes planted in recordings of the reference engine and of HF.
+
+RECORDED_TAP = "model.embed_tokens"
+
+
+def test_tokens(bench):
+    bench = bench()
+    table, rows = bench.weight(RECORDED_TAP), bench.rows(RECORDED_TAP)
+    tokens = [request.token_ids for request in bench.golden.requests]
+    own = torch.tensor([tokens[r][p] for r, p in zip(rows.request.tolist(), rows.position.tolist(), strict=True)])
+    before = torch.tensor(
+        [tokens[r][max(0, p - 1)] for r, p in zip(rows.request.tolist(), rows.position.tolist(), strict=True)]
+    )
+    found = bench.explain(RECORDED_TAP, table[before])
+    assert found.cause == "the embedding is that of the token before it"
+    assert bench.explain(RECORDED_TAP, table[(own + 3).clamp(max=255)]).cause == "the embedding is that of token id +3"
+    assert bench.explain(RECORDED_TAP, table[(own * 7) % 256]).cause == "the embedding is that of another token"
+
+
+def test_scale_and_zero(bench):
+    bench = bench()
+    right = bench.tap(RECORDED_TAP)
+    assert bench.explain(RECORDED_TAP, right * right.shape[1] ** 0.5).cause.startswith(
+        "the embedding is scaled by the root"
+    )
+    assert bench.explain(RECORDED_TAP, right * 0).cause.startswith("the output is zero")

@@ -1,0 +1,109 @@
+"""Rows of a product's weight that are zero, negated or scaled: the outputs that are, and how they are named."""
+
+import pytest
+import torch
+
+from harness.base.metrics import rounding_unit
+from harness.formats.taps import Kind, Operation
+from harness.judge.explain.products.rows import rows_of_the_weight
+
+from ..toys import ToyModel, failure_of, found, linear, random
+
+TAP = "model.layers.0.mlp.up_proj"
+OPERATION = Operation(tap=TAP, kind=Kind.LINEAR, source=TAP)
+X, WEIGHT, BIAS = random(6, 8, seed=1), random(12, 8, seed=2), random(12, seed=3)
+ZERO = "some outputs are zero{}: these rows of the weight were not loaded"
+NEGATED = "some outputs have the other sign{}: these rows of the weight are negated"
+SCALED = "each output is scaled by a factor of its own{}: the scales of the weight's rows are others"
+BUT = ", but for the bias"
+
+
+def causes(factors, *, bias=None, bias_too=True, dtype=torch.float32, noise=0.0):
+    """Return what is said of rows of the weight that are multiplied by `factors`, by output."""
+    expected = X @ WEIGHT.T + (0 if bias is None else bias)
+    actual = expected.clone()
+    for output, factor in factors.items():
+        for row in range(len(X)):
+            product = sum(float(X[row, i] * WEIGHT[output, i]) for i in range(8))
+            own = 0.0 if bias is None else float(bias[output])
+            actual[row, output] = factor * (product + own) if bias_too else factor * product + own
+    actual += noise * random(*actual.shape, seed=9)
+    model = ToyModel(OPERATION, modules={TAP: linear(WEIGHT, bias)})
+    failure = failure_of(OPERATION, actual, expected, X, model=model, dtype=dtype)
+    return actual, found(rows_of_the_weight, failure)
+
+
+@pytest.mark.parametrize(("factor", "cause"), [(0.0, ZERO), (-1.0, NEGATED)])
+def test_rows_that_are_zero_or_negated(factor, cause):
+    actual, given = causes({2: factor, 7: factor})
+    assert list(given) == [cause.format("")]
+    hypothesis = given[cause.format("")]
+    torch.testing.assert_close(hypothesis.output, actual)
+    assert (hypothesis.freedom, hypothesis.detail) == (2, "outputs 2, 7: 2 of 12")
+
+
+def test_many_outputs_are_listed_up_to_the_eighth():
+    assert causes(dict.fromkeys(range(1, 9), 0.0))[1][ZERO.format("")].detail == (
+        "outputs 1, 2, 3, 4, 5, 6, 7, 8: 8 of 12"
+    )
+    assert causes(dict.fromkeys(range(1, 10), 0.0))[1][ZERO.format("")].detail == (
+        "outputs 1, 2, 3, 4, 5, 6, 7, 8 and others: 9 of 12"
+    )
+
+
+@pytest.mark.parametrize(("factor", "is_zero"), [(0.019, True), (0.021, False), (-0.019, True)])
+def test_a_factor_near_zero_is_zero(factor, is_zero):
+    _, given = causes({4: factor})
+    assert (ZERO.format("") in given) == is_zero
+    assert (SCALED.format("") in given) == (not is_zero)
+
+
+def test_factors_of_each_row():
+    actual, given = causes({1: 0.5, 3: 3.0, 4: -2.0, 8: 1.25, 9: 0.75})
+    assert list(given) == [SCALED.format("")]
+    hypothesis = given[SCALED.format("")]
+    torch.testing.assert_close(hypothesis.output, actual)
+    assert hypothesis.freedom == 10
+    assert hypothesis.detail == (
+        "0.5 for output 1, 3 for output 3, -2 for output 4, 1.25 for output 8; 5 of 12 are scaled"
+    )
+
+
+def test_factors_of_all_rows_need_not_be_located():
+    _, given = causes({output: 1.5 + output for output in range(12)})
+    assert given[SCALED.format("")].freedom == 12
+
+
+def test_some_zero_and_some_scaled_are_both_said():
+    actual, given = causes({1: 0.0, 2: 0.0, 5: 3.0})
+    assert set(given) == {ZERO.format(""), SCALED.format("")}
+    torch.testing.assert_close(given[SCALED.format("")].output, actual)
+    output = X @ WEIGHT.T
+    output[:, [1, 2]] = 0
+    torch.testing.assert_close(given[ZERO.format("")].output, output)
+
+
+@pytest.mark.parametrize(("bias_too", "what"), [(True, ""), (False, BUT)])
+@pytest.mark.parametrize(("factor", "cause"), [(0.0, ZERO), (-1.0, NEGATED), (0.5, SCALED)])
+def test_with_the_bias_and_without(factor, cause, bias_too, what):
+    actual, given = causes({2: factor, 7: factor}, bias=BIAS, bias_too=bias_too)
+    torch.testing.assert_close(given[cause.format(what)].output, actual)
+    assert (SCALED.format(what) in given) == (cause == SCALED)
+    other = "" if what else BUT
+    assert not any(
+        torch.allclose(hypothesis.output, actual)
+        for each, hypothesis in given.items()
+        if other in each and each != cause.format(what)
+    )
+
+
+@pytest.mark.parametrize(("dtype", "roundings"), [(torch.float32, 60), (torch.bfloat16, 3), (torch.float16, 3)])
+def test_outputs_count_from_more_than_rounding(dtype, roundings):
+    unit = rounding_unit(dtype)
+    for times, is_seen in ((0.9, False), (1.1, True)):
+        _, given = causes({3: 1 + times * roundings * unit}, dtype=dtype)
+        assert bool(given) == is_seen
+
+
+def test_a_right_row_says_nothing():
+    assert causes({})[1] == {}

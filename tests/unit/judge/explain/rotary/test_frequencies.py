@@ -1,0 +1,764 @@
+"""Every cause of a rotation against pairs that are turned one by one, in plain numbers.
+
+`R` rows, `N` heads, `H` elements of a head.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from harness.formats.taps import Kind, Operation
+from harness.judge.explain.rotary import frequencies as rotary
+from harness.judge.explain.rotary import pairs as rotary_pairs
+from harness.judge.explain.rotary import positions as rotary_positions
+
+from ..toys import ToyModel, failure_of, found, random, recorded
+
+TAP = "model.layers.1.q_rope"
+OPERATION = Operation(tap=TAP, kind=Kind.ROTARY, inputs=("x",), source=TAP)
+R, N, H, THETA = 11, 2, 16, 10_000.0
+X = random(R, N * H, seed=1)
+PLAIN = {"rope_type": "default", "rope_theta": THETA}
+LINEAR = {"rope_type": "linear", "rope_theta": THETA, "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": THETA, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
+
+
+def frequencies(theta=THETA, dim=H):
+    return [theta ** (-2 * at / dim) for at in range(dim // 2)]
+
+
+def turned(
+    angle, positions=range(R), *, x=X, is_interleaved=False, count=H // 2, cos=math.cos, sin=math.sin, scaling=1.0
+):
+    """Turn `count` pairs of every head; `angle` gives that of a pair at a position, in radians."""
+    rows = []
+    for row, position in zip(x.tolist(), positions, strict=True):
+        for head in range(N):
+            own = row[head * H : head * H + H]
+            out = list(own)
+            for at in range(count):
+                first, second = (2 * at, 2 * at + 1) if is_interleaved else (at, at + count)
+                c, s = (scaling * f(angle(at, position)) for f in (cos, sin))
+                out[first], out[second] = own[first] * c - own[second] * s, own[second] * c + own[first] * s
+            row[head * H : head * H + H] = out
+        rows.append(row)
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def scaled(parameters):
+    """Return frequencies and factor of the table as HF's own functions have them."""
+    if parameters["rope_type"] == "default":
+        return frequencies(parameters["rope_theta"]), 1.0
+    own, scaling = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config_of(parameters), "cpu")
+    return own.tolist(), scaling
+
+
+def single(value):
+    """Round to float32, in which HF has its angles."""
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def by(own, positions=range(R), **others):
+    """Turn pairs by frequencies of their own, or those of other rope parameters."""
+    if isinstance(own, dict):
+        own, scaling = scaled(own)
+        others = {"scaling": scaling, **others}
+    own = [single(each) for each in own]
+    return turned(lambda at, position: single(single(position) * own[at]), positions, count=len(own), **others)
+
+
+def config_of(parameters):
+    return LlamaConfig(
+        hidden_size=N * H,
+        num_attention_heads=N,
+        head_dim=H,
+        max_position_embeddings=256,
+        rope_parameters=dict(parameters),
+    )
+
+
+def of(actual=None, parameters=PLAIN, *, positions=range(R), x=X, dtype=torch.float32, model_config=None, **others):
+    module = LlamaRotaryEmbedding(config_of(parameters))
+    model = ToyModel(OPERATION, modules={TAP: nn.Identity()}, head_dim=H)
+    model.config = model_config or config_of(parameters)
+    model.model.rotary_emb = module
+    own, scaling = module.inv_freq.tolist(), module.attention_scaling
+    expected = by(own, positions, x=x, scaling=scaling)
+    return failure_of(
+        OPERATION, expected if actual is None else actual, expected, x, random(len(x), 5), model=model, dtype=dtype,
+        position=list(positions), **others,
+    )  # fmt: skip
+
+
+def check(explain, failure, expected):
+    given = found(explain, failure)
+    for cause, (output, freedom) in expected.items():
+        assert cause in given, f"{cause} is not among {list(given)}"
+        torch.testing.assert_close(given[cause].output, output, rtol=1e-5, atol=1e-6, msg=cause)
+        assert given[cause].freedom == freedom, cause
+    return given
+
+
+def test_the_models_own():
+    failure = of()
+    assert failure.rotation is not None
+    assert not failure.rotation.is_interleaved
+    torch.testing.assert_close(failure.rotation.turn(X, failure.positions), failure.expected)
+
+
+def test_pairs_directions_and_no_rotation():
+    own = frequencies()
+    check(rotary.other_pairs, of(), {
+        "rotary over neighbouring pairs (interleaved) instead of half-split ones": (by(own, is_interleaved=True), 0),
+    })  # fmt: skip
+    interleaved = by(own, is_interleaved=True)
+    failure = type(of())(**{**vars(of()), "expected": interleaved})
+    check(rotary.other_pairs, failure, {
+        "rotary over half-split pairs instead of neighbouring pairs (interleaved)": (by(own), 0),
+    })  # fmt: skip
+    check(rotary.not_rotated, of(), {"rotary is not applied": (X, 0)})
+    factors = torch.linspace(1, 2, R, dtype=torch.float64)[:, None]
+    scaled = type(of())(**{**vars(of()), "expected": X * factors})
+    check(rotary.not_rotated, scaled, {"the rows' factors, which grow with the position, are not applied": (X, 0)})
+    backwards = by(own, sin=lambda angle: -math.sin(angle))
+    check(rotary.backwards, of(), {"rotary turns backwards (sign of the sine)": (backwards, 0)})
+
+
+def test_a_rotation_that_is_not_known_says_nothing():
+    failure = of()
+    strange = type(failure)(**{**vars(failure), "expected": failure.expected + 1})
+    for explain in (*rotary.EXPLANATIONS, *rotary_pairs.EXPLANATIONS, rotary_positions.other_positions):
+        assert set(found(explain, strange)) <= {"rotary is not applied"}
+
+
+# Scalings.
+
+
+def test_a_scaling_that_is_ignored():
+    assert found(rotary.scaling_ignored, of()) == {}
+    for parameters in (LINEAR, LLAMA3):
+        cause = f"rope scaling ({parameters['rope_type']}) is ignored"
+        check(rotary.scaling_ignored, of(parameters=parameters), {cause: (by(PLAIN), 0)})
+
+
+FACTORS = (0.5, 2, 3, 4, 8, 16, 32, 40, 64)
+
+
+def test_scalings_that_config_json_does_not_ask_for():
+    expected = {}
+    for factor in FACTORS:
+        own = [each / factor for each in frequencies()]
+        cause = f"rope scaling: linear with factor {factor:g}, which config.json does not ask for"
+        expected[cause] = by(own), 0
+        yarn = {
+            "rope_type": "yarn",
+            "rope_theta": THETA,
+            "factor": float(factor),
+            "original_max_position_embeddings": 256,
+        }
+        expected[cause.replace("linear", "yarn")] = by(yarn), 0
+    # No angle is larger under these factors than float32 would tell.
+    given = check(rotary.other_scaling, of(), expected)
+    assert set(given) == set(expected)
+
+
+@pytest.mark.parametrize("factor", [1.5, 6.0, 0.1])
+def test_a_factor_of_all_frequencies_is_fitted(factor):
+    actual = by([each / factor for each in frequencies()])
+    cause = f"rope scaling: linear with factor {factor:g}, which config.json does not ask for"
+    check(rotary.other_scaling, of(actual), {cause: (actual, 1)})
+
+
+def test_frequencies_that_are_right_have_no_factor():
+    assert not any(each.freedom for each in found(rotary.other_scaling, of()).values())
+    of_two = by([each / 2 for each in frequencies()])
+    assert not any(each.freedom for each in found(rotary.other_scaling, of(of_two)).values()), "which is a usual one"
+
+
+def test_values_of_the_scaling_that_are_others():
+    values = {
+        "factor": (1.0, *FACTORS), "low_freq_factor": (1, 2, 4, 8), "high_freq_factor": (1, 2, 4, 8, 16),
+        "original_max_position_embeddings": (2048, 4096, 8192, 16384, 32768, 65536, 131072),
+    }  # fmt: skip
+    plain = by(PLAIN)
+    failure = of(parameters=LLAMA3)
+    given = found(rotary.other_scaling, failure)
+    seen = 0
+    for name, usual in values.items():
+        for value in usual:
+            cause = f"rope scaling: {name} is {value:g} instead of {LLAMA3[name]:g}"
+            try:
+                output = by({**LLAMA3, name: value})
+            except ZeroDivisionError:
+                continue
+            if value == LLAMA3[name] or torch.allclose(output, plain, rtol=1e-6, atol=1e-9):
+                assert cause not in given, cause
+            elif cause in given:
+                torch.testing.assert_close(given[cause].output, output, rtol=1e-5, atol=1e-6, msg=cause)
+                assert given[cause].freedom == 0
+                seen += 1
+    assert seen >= 15
+    assert any(cause.endswith("instead of llama3") and "linear with factor 2," in cause for cause in given)
+    assert not any("attention_factor" in cause for cause in given)
+
+
+def test_linear_is_not_tried_in_its_own_place():
+    given = found(rotary.other_scaling, of(parameters=LINEAR))
+    assert "rope scaling: factor is 8 instead of 4" in given
+    assert not any("linear with factor 8" in cause for cause in given)
+    assert any("yarn with factor 8, instead of linear" in cause for cause in given)
+    assert "rope scaling: factor is 1 instead of 4" not in given, "no scaling at all has a name of its own"
+
+
+def test_a_config_without_parameters_says_nothing_of_them():
+    failure = of()
+    bare = copy.deepcopy(failure.hf.config)
+    bare.rope_parameters = {"full_attention": PLAIN}
+    for explain in (rotary.scaling_ignored, rotary.other_scaling, rotary.wrong_theta):
+        assert found(explain, of(model_config=bare)) == {}
+
+
+# The base.
+
+
+THETAS = (1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
+
+
+def test_usual_bases():
+    given = {c: h for c, h in found(rotary.wrong_theta, of()).items() if not h.freedom}
+    expected = {f"wrong rope theta: {theta:g} instead of 10000": by(frequencies(theta)) for theta in THETAS}
+    assert set(given) == set(expected)
+    for cause, output in expected.items():
+        torch.testing.assert_close(given[cause].output, output, rtol=1e-5, atol=1e-6, msg=cause)
+        assert not given[cause].is_vague
+
+
+@pytest.mark.parametrize("theta", [130.0, 3456.0, 7.3e7])
+def test_a_base_is_fitted_to_two_digits_and_to_six(theta):
+    positions = range(40, 40 + R)  # far enough for the slow pairs to turn
+    actual = by(frequencies(theta), positions)
+    fitted = [each for each in rotary.wrong_theta(of(actual, positions=positions)) if each.freedom]
+    rough, fine = (float(each.cause.split()[3]) for each in (fitted[0], fitted[-1]))
+    assert rough == float(f"{theta:.2g}")
+    assert math.isclose(fine, theta, rel_tol=2e-3)
+    assert [each.is_vague for each in fitted] == [False, True][-len(fitted) :]
+    assert {each.freedom for each in fitted} == {1}
+    torch.testing.assert_close(fitted[-1].output, actual, rtol=2e-3, atol=2e-3)
+
+
+def test_the_factors_of_a_scaling_may_be_kept():
+    plain, changed = (scaled(parameters)[0] for parameters in (PLAIN, LLAMA3))
+    given = list(rotary.wrong_theta(of(parameters=LLAMA3)))
+    anew = {h.cause: h.output for h in given if not h.detail and not h.freedom}
+    kept = {
+        h.cause: h.output for h in given if h.detail == "the factors of the rope scaling are kept" and not h.freedom
+    }
+    for theta in THETAS:
+        cause = f"wrong rope theta: {theta:g} instead of 10000"
+        own = [s / p * o for s, p, o in zip(changed, plain, frequencies(theta), strict=True)]
+        torch.testing.assert_close(kept[cause], by(own), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(anew[cause], by({**LLAMA3, "rope_theta": theta}), rtol=1e-5, atol=1e-6)
+    assert not any(h.detail for h in rotary.wrong_theta(of()))
+
+
+# Other angles of all pairs.
+
+
+@pytest.mark.parametrize("share", [0.004, -0.009, 1e-4])
+def test_angles_that_are_a_little_too_large_or_too_small(share):
+    actual = by([each * (1 + share) for each in frequencies()])
+    (hypothesis,) = found(rotary.stretched, of(actual)).values()
+    assert math.isclose(float(hypothesis.cause.split()[-1]), 1 + share, abs_tol=0.02 * abs(share))
+    torch.testing.assert_close(hypothesis.output, actual, rtol=1e-3, atol=20 * abs(share) * 0.02)
+    assert hypothesis.freedom == 1
+
+
+def test_angles_that_are_right_or_far_too_large_are_not_stretched():
+    assert found(rotary.stretched, of(by([1.02 * each for each in frequencies()]))) == {}
+    assert found(rotary.stretched, of(positions=[0] * R)) == {}
+
+
+def test_some_elements_turn():
+    """By the first frequencies of the whole head, or by those of the part."""
+    given = list(rotary.partial_rotary(of()))
+    for share in (0.25, 0.5, 0.75, 1.0):
+        dim = int(H * share)
+        cause = f"partial rotary: the first {dim} of 16 elements turn"
+        own, cut = [each.output for each in given if each.cause == cause]
+        torch.testing.assert_close(own, by(frequencies(dim=dim)), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(cut, by(frequencies()[: dim // 2]), rtol=1e-5, atol=1e-6)
+    assert len(given) == 8
+
+
+def low(value, dtype):
+    return float(torch.tensor(value, dtype=torch.float64).to(dtype))
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_coarse_tables(name):
+    dtype = getattr(torch, name)
+    own = [single(each) for each in frequencies()]
+
+    def exact(at, position):
+        return single(position * own[at])
+
+    def coarse(at, position):
+        return float(torch.tensor(position).to(dtype) * torch.tensor(own[at]).to(dtype))
+
+    table = {"cos": lambda angle: low(math.cos(angle), dtype), "sin": lambda angle: low(math.sin(angle), dtype)}
+    expected = [
+        (f"cos/sin table in {name}", turned(exact, **table)),
+        (f"cos/sin table in {name}", turned(exact, **table)),
+        (f"rotary frequencies in {name}", by([low(each, dtype) for each in own])),
+        (f"cos/sin table in {name}, its angles too", turned(coarse, **table)),
+        (f"rotary angles in {name}", turned(coarse)),
+    ]
+    causes = {cause for cause, _ in expected}
+    given = [each for each in rotary.coarse_table(of()) if each.cause in causes]
+    assert [each.cause for each in given] == [cause for cause, _ in expected]
+    for each, (cause, output) in zip(given, expected, strict=True):
+        torch.testing.assert_close(each.output, output, rtol=1e-6, atol=1e-6, msg=cause)
+
+
+# Some pairs.
+
+
+def causes_of_pairs(own, positions=range(1, R + 1)):
+    actual = by(own, positions)
+    return actual, found(rotary_pairs.frequencies_of_other_pairs, of(actual, positions=positions))
+
+
+STILL, ORDER = (
+    "some pairs of a head do not turn: their frequencies are zero",
+    "the frequencies of the pairs are in another order",
+)
+
+
+@pytest.mark.parametrize(
+    ("still", "detail", "freedom"),
+    [
+        ([0], "pairs 0 of 8", 1), ([2], "pairs 2 of 8", 2), ([0, 1], "pairs 0 to 1 of 8", 1),
+        ([1, 2], "pairs 1 to 2 of 8", 2), ([0, 2, 3], "pairs 0, 2 to 3 of 8", 3),
+    ],
+)  # fmt: skip
+def test_pairs_that_do_not_turn(still, detail, freedom):
+    actual, given = causes_of_pairs([0.0 if at in still else each for at, each in enumerate(frequencies())])
+    assert set(given) == {STILL}
+    assert (given[STILL].detail, given[STILL].freedom) == (detail, freedom)
+    torch.testing.assert_close(given[STILL].output, actual, rtol=1e-5, atol=1e-6)
+
+
+def test_the_last_pairs_that_do_not_turn():
+    """Where they turn by enough to be seen."""
+    own = [0.0 if at in (6, 7) else each for at, each in enumerate(frequencies())]
+    _, given = causes_of_pairs(own, range(3000, 3000 + 40 * R, 40))
+    assert (given[STILL].detail, given[STILL].freedom) == ("pairs 6 to 7 of 8", 1)
+
+
+@pytest.mark.parametrize("order", [[1, 0, 2, 3, 4, 5, 6, 7], [2, 0, 1, 3, 4, 5, 6, 7], [0, 2, 1, 3, 4, 5, 6, 7]])
+def test_frequencies_in_another_order(order):
+    actual, given = causes_of_pairs([frequencies()[at] for at in order])
+    moved = [at for at, to in enumerate(order) if at != to]
+    assert set(given) == {ORDER}
+    assert (given[ORDER].detail, given[ORDER].freedom) == (f"pairs {moved[0]} to {moved[-1]} of 8", len(moved))
+    torch.testing.assert_close(given[ORDER].output, actual, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("still", [2, 5])
+def test_tables_with_a_factor_turn_pairs_as_well(still):
+    """YaRN's cosine and sine are multiplied by a number besides."""
+    yarn = {**PLAIN, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    positions = range(100, 100 + 40 * R, 40)
+    own, scaling = scaled(yarn)
+    actual = by([0.0 if at == still else each for at, each in enumerate(own)], positions, scaling=scaling)
+    given = found(rotary_pairs.frequencies_of_other_pairs, of(actual, yarn, positions=positions))
+    assert (given[STILL].detail, given[STILL].freedom) == (f"pairs {still} of 8", 2)
+    torch.testing.assert_close(given[STILL].output, actual, rtol=1e-4, atol=1e-5)
+
+
+def test_pairs_that_turn_as_they_should_or_none_that_turns():
+    assert causes_of_pairs(frequencies())[1] == {}
+    assert causes_of_pairs([0.0] * 8)[1] == {}
+
+
+def test_other_tables():
+    own = frequencies()
+    check(rotary_pairs.other_tables, of(), {
+        "cosine and sine of the rotary table are exchanged": (by(own, cos=math.sin, sin=math.cos), 0),
+        "the rotary table's sine is left out: only the cosine is applied": (by(own, sin=lambda angle: 0.0), 0),
+        "the rotary table's cosine is left out: only the sine is applied": (by(own, cos=lambda angle: 0.0), 0),
+    })  # fmt: skip
+
+
+# Positions. Two requests in chunks: the rows of a step stand one after the other.
+
+STEPS = (
+    [(0, p) for p in range(4)] + [(1, p) for p in range(3)],
+    [(0, 4), (0, 5), (1, 3), (1, 4)],
+    [(0, 6), (1, 5)],
+    [(1, 6), (0, 7)],
+)
+PROMPTS = (6, 4)
+PLACES = [(*place, step) for step, places in enumerate(STEPS) for place in places]
+INPUT = random(len(PLACES), N * H, seed=4)
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory):
+    steps = [{"request": [r for r, _ in places], "position": [p for _, p in places],
+              "taps": {"x": torch.zeros(len(places), 1)}} for places in STEPS]  # fmt: skip
+    steps.append({"phase": "readback", "request": [0, 1], "position": [0, 0], "taps": {"x": torch.zeros(2, 1)}})
+    lengths = tuple(zip((9, 8), PROMPTS, strict=True))
+    return recorded(tmp_path_factory.mktemp("rotary") / "r", steps, lengths=lengths)
+
+
+def at(recording, position, places=PLACES):
+    """Rows that are rotated for the position that `position` gives of request, position and step."""
+    numbers = [PLACES.index(place) for place in places]
+    used = [position(*place) for place in places]
+    x = INPUT[numbers]
+    return of(
+        by(frequencies(), used, x=x), x=x, positions=[place[1] for place in places], recording=recording,
+        request=[place[0] for place in places], step=[place[2] for place in places],
+    ), used  # fmt: skip
+
+
+def index(request, position, step):
+    return STEPS[step].index((request, position))
+
+
+def within(request, position, step):
+    """Rows of the request before the row in its step."""
+    return sum(r == request for r, _ in STEPS[step][: index(request, position, step)])
+
+
+@pytest.mark.parametrize(
+    ("position", "cause"),
+    [
+        (lambda r, p, s: p + 1, "rotary at a position off by one (+1)"),
+        (lambda r, p, s: p - 1, "rotary at a position off by one (-1)"),
+        (within, "positions restart at 0 in every step: the chunk's offset is forgotten"),
+        (lambda *place: within(*place) + 1, "positions restart at 1 in every step: the chunk's offset is forgotten"),
+        (index, "positions run on through the batch instead of restarting for each request"),
+        (lambda r, p, s: p - PROMPTS[r], "positions restart at 0 after the prompt"),
+        (
+            lambda r, p, s: p + index(r, p, s) - within(r, p, s),
+            "the rows of other requests before it in the step are added to the position",
+        ),
+        (lambda r, p, s: p + 3, "rotary at a position off by +3"),
+        (lambda r, p, s: p - 2, "rotary at a position off by -2"),
+        (lambda r, p, s: p + (4, -2)[r], "rotary at positions off by a number that each request has for itself: "
+         "+4 in request 0, -2 in request 1"),
+    ],
+)  # fmt: skip
+def test_positions_that_have_something_in_common(recording, position, cause):
+    failure, used = at(recording, position)
+    (hypothesis,) = found(rotary_positions.other_positions, failure).values()
+    assert hypothesis.cause == cause
+    assert (hypothesis.freedom, hypothesis.is_cause, hypothesis.is_vague) == (0, True, False)
+    torch.testing.assert_close(hypothesis.output, failure.actual, rtol=1e-5, atol=1e-6)
+    pairs = sorted({(place[1], fitted) for place, fitted in zip(PLACES, used, strict=True)})
+    assert hypothesis.detail == "positions: " + ", ".join(f"{own} as {fitted}" for own, fitted in pairs[:6])
+
+
+def test_position_0_for_every_row_is_no_rotation(recording):
+    failure, _ = at(recording, lambda r, p, s: 0)
+    (hypothesis,) = found(rotary_positions.other_positions, failure).values()
+    assert (hypothesis.cause, hypothesis.is_vague) == ("rotary at position 0 for every row", True)
+
+
+def test_positions_that_have_nothing_in_common(recording):
+    failure, _ = at(recording, lambda r, p, s: (p * p + 3 * r) % 11)
+    (hypothesis,) = found(rotary_positions.other_positions, failure).values()
+    assert (hypothesis.cause, hypothesis.is_cause) == ("rotary at wrong positions", False)
+    assert hypothesis.freedom == len(PLACES)
+    torch.testing.assert_close(hypothesis.output, failure.actual, rtol=1e-5, atol=1e-6)
+
+
+BEHIND = [place for place in PLACES if place[1] >= 4]
+
+
+@pytest.mark.parametrize(
+    ("position", "places", "cause"),
+    [
+        (lambda r, p, s: 3, BEHIND, "positions stop at 3: rows after it are all rotated for it"),
+        (lambda r, p, s: p % 4, BEHIND, "positions begin at 0 again after 3: they are taken modulo 4"),
+        (lambda r, p, s: 2, BEHIND, None),  # it would have stopped before
+        (lambda r, p, s: p % 5, BEHIND, None),
+        (lambda r, p, s: 0, [place for place in PLACES if place[1] >= 1], "rotary at position 0 for every row"),
+    ],
+)
+def test_positions_that_stop_or_begin_again(recording, position, places, cause):
+    failure, _ = at(recording, position, places)
+    (hypothesis,) = found(rotary_positions.other_positions, failure).values()
+    assert hypothesis.cause == (cause or "rotary at wrong positions")
+    assert hypothesis.is_cause == (cause is not None)
+
+
+@pytest.mark.parametrize(("places", "is_named"), [([(0, 4, 1), (0, 5, 1), (1, 3, 1), (1, 4, 1)], True),
+                                                  ([(0, 4, 1), (0, 5, 1), (1, 3, 1)], False)])  # fmt: skip
+def test_a_number_of_each_request_shows_in_two_rows_of_it(recording, places, is_named):
+    failure, _ = at(recording, lambda r, p, s: p + (4, -2)[r], places)
+    (hypothesis,) = found(rotary_positions.other_positions, failure).values()
+    assert ("each request has for itself" in hypothesis.cause) == is_named
+
+
+def test_positions_are_looked_for_as_far_as_the_largest_step_reaches(recording, monkeypatch):
+    """Seven rows in the largest step, and one too far: up to 7 + 8 from the highest position, 7."""
+    failure, _ = at(recording, lambda r, p, s: p + 8)
+    (hypothesis,) = found(rotary_positions.other_positions, failure).values()
+    assert hypothesis.cause == "rotary at a position off by +8"
+    failure, _ = at(recording, lambda r, p, s: p + 9)
+    (hypothesis,) = found(rotary_positions.other_positions, failure).values()
+    assert hypothesis.cause != "rotary at a position off by +9"
+    for most, is_tried in ((16, True), (15, False)):
+        monkeypatch.setattr(rotary_positions, "_MAX_POSITIONS", most)
+        assert bool(found(rotary_positions.other_positions, failure)) == is_tried
+
+
+def test_the_position_of_the_row_before(recording):
+    failure, _ = at(recording, lambda r, p, s: STEPS[s][index(r, p, s) - 1][1])
+    check(rotary_positions.positions_of_batch_mate, failure, {
+        "rotary at the position of the row before it in the batch": (failure.actual, 0),
+    })  # fmt: skip
+
+
+def test_rows_that_were_read_back_have_no_row_before(recording):
+    failure, _ = at(recording, lambda r, p, s: p, [(0, 0, 0), (1, 0, 0)])
+    failure.rows.step[:] = len(STEPS)
+    assert found(rotary_positions.positions_of_batch_mate, failure) == {}
+
+
+# The same causes planted in recordings of the reference engine and of HF.
+
+RECORDED_TAP, SOURCE = "model.layers.1.k_rope", "model.layers.1.self_attn.k_norm"
+
+
+def rotated(bench, positions, *, theta=None, table=None, source=SOURCE, share=1.0):
+    """Half-split rotation in float64, angles in float32 as HF has them."""
+    x = bench.tap(source).unflatten(1, (-1, bench.head_dim))
+    dim = int(bench.head_dim * share)
+    theta = theta or bench.config.rope_parameters["rope_theta"]
+    frequencies = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
+    angles = (positions[:, None].float() * frequencies)[:, None].double()
+    cos, sin = (f.to(table).double() if table else f for f in (angles.cos(), angles.sin()))
+    a, b = x[..., :dim].chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., dim:]), dim=-1).flatten(1)
+
+
+def test_neighbouring_pairs(bench):
+    bench = bench()
+    x = bench.tap(SOURCE).unflatten(1, (-1, bench.head_dim))
+    half_split = rotated(bench, bench.rows().position).unflatten(1, (-1, bench.head_dim))
+    assert torch.allclose(half_split.flatten(1), bench.tap(RECORDED_TAP), atol=1e-5)
+    frequencies = bench.hf.model.model.rotary_emb.inv_freq
+    angles = (bench.rows().position[:, None].float() * frequencies)[:, None].double()
+    a, b = x[..., ::2], x[..., 1::2]
+    recorded_turned = torch.stack((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+    found = bench.explain(RECORDED_TAP, recorded_turned.flatten(1))
+    assert "neighbouring pairs (interleaved)" in found.cause
+    assert found.scope == "every row but those at position 0"
+    assert found.residual_before > 1e6
+    assert found.residual_after < 3
+    assert found.num_explained == found.num_rows
+
+
+@pytest.mark.parametrize("offset", [1, -1])
+def test_decode_rows_at_a_position_off_by_one(bench, offset):
+    bench = bench()
+    rows = bench.rows()
+    lengths = torch.tensor([request.prompt_length for request in bench.golden.requests])[rows.request]
+    is_decode = rows.position >= lengths
+    found = bench.explain(RECORDED_TAP, rotated(bench, rows.position + offset * is_decode))
+    assert found.cause == f"rotary at a position off by one ({offset:+d})"
+    assert found.scope == "decode rows"
+
+
+def test_every_position_off_by_one(bench):
+    bench = bench()
+    found = bench.explain(RECORDED_TAP, rotated(bench, bench.rows().position + 1))
+    assert (found.cause, found.scope) == ("rotary at a position off by one (+1)", "every row")
+
+
+def test_the_offset_of_a_chunk_forgotten(bench):
+    bench = bench(schedule="chunked")
+    rows = bench.rows()
+    keys = rows.step * 100 + rows.request
+    first = torch.stack([rows.position[keys == key].min() for key in keys])
+    lengths = torch.tensor([request.prompt_length for request in bench.golden.requests])[rows.request]
+    found = bench.explain(
+        RECORDED_TAP, rotated(bench, torch.where(rows.position < lengths, rows.position - first, rows.position))
+    )
+    assert found.cause == "positions restart at 0 in every step: the chunk's offset is forgotten"
+    assert found.scope == "rows of a prompt after its first chunk"
+
+
+def test_positions_that_run_on_through_the_batch(bench):
+    bench = bench()
+    rows = bench.rows()
+    first_step = rows.step == rows.step.min()
+    found = bench.explain(RECORDED_TAP, rotated(bench, torch.where(first_step, torch.arange(len(rows)), rows.position)))
+    assert found.cause == "positions run on through the batch instead of restarting for each request"
+    assert "request 1" in found.scope
+
+
+@pytest.mark.parametrize("theta", [10000.0, 31000.0])
+def test_wrong_theta(bench, theta):
+    bench = bench()
+    found = bench.explain(RECORDED_TAP, rotated(bench, bench.rows().position, theta=theta))
+    assert found.cause == f"wrong rope theta: {theta:g} instead of 1e+06"
+
+
+@pytest.mark.parametrize("theta", [20000.0, 31000.0])
+def test_wrong_theta_with_the_factors_of_the_right_one(bench, theta):
+    bench = bench("llama-tiny")
+    x = bench.tap("model.layers.1.self_attn.k_proj").unflatten(1, (-1, bench.head_dim))
+    meant = bench.config.rope_parameters["rope_theta"]
+    exponents = torch.arange(bench.head_dim // 2).double() / (bench.head_dim // 2)
+    frequencies = (bench.hf.model.model.rotary_emb.inv_freq * (meant / theta) ** exponents).float()
+    angles = (bench.rows().position[:, None].float() * frequencies)[:, None].double()
+    a, b = x.chunk(2, dim=-1)
+    recorded_turned = torch.cat(
+        (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1
+    ).flatten(1)
+    found = bench.explain(RECORDED_TAP, recorded_turned)
+    assert found.cause == f"wrong rope theta: {theta:g} instead of 10000"
+    assert found.detail == "the factors of the rope scaling are kept"
+
+
+def test_scaling_ignored(bench):
+    bench = bench("llama-tiny")
+    unscaled = rotated(bench, bench.rows().position, source="model.layers.1.self_attn.k_proj")
+    found = bench.explain(RECORDED_TAP, unscaled)
+    assert found.cause == "rope scaling (llama3) is ignored"
+
+
+def test_partial_rotary(bench):
+    bench = bench()
+    found = bench.explain(RECORDED_TAP, rotated(bench, bench.rows().position, share=0.5))
+    assert found.cause == "partial rotary: the first 16 of 32 elements turn"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_coarse_table(bench, dtype):
+    bench = bench()
+    found = bench.explain(RECORDED_TAP, rotated(bench, bench.rows().position, table=dtype))
+    assert found.cause == f"cos/sin table in {str(dtype).removeprefix('torch.')}"
+
+
+def test_not_applied_and_backwards(bench):
+    bench = bench()
+    assert bench.explain(RECORDED_TAP, bench.tap(SOURCE)).cause == "rotary is not applied"
+    assert "backwards" in bench.explain(RECORDED_TAP, rotated(bench, -bench.rows().position)).cause
+
+
+def test_rows_at_the_position_of_the_row_before(bench):
+    bench = bench()
+    rows, shifted = bench.rows(), bench.rows().position.clone()
+    for step in rows.step.unique():
+        here = rows.step == step
+        shifted[here] = rows.position[here].roll(1)
+    assert "row before it in the batch" in bench.explain(RECORDED_TAP, rotated(bench, shifted)).cause
+
+
+@pytest.mark.parametrize("factor", [4.0, 0.5, 5.7])
+def test_a_scaling_that_is_not_asked_for(bench, factor):
+    bench = bench()
+    found = bench.explain(RECORDED_TAP, rotated(bench, bench.rows().position / factor))
+    assert found.cause == f"rope scaling: linear with factor {factor:g}, which config.json does not ask for"
+    assert found.num_fitted == (factor == 5.7)
+
+
+def test_the_factor_of_a_scaling(bench):
+    bench = bench("llama-tiny")
+    parameters = {**bench.config.rope_parameters, "factor": 32.0}
+    config = copy.deepcopy(bench.config)
+    config.rope_parameters = parameters
+    frequencies = type(bench.hf.model.model.rotary_emb)(config).inv_freq
+    x = bench.tap("model.layers.1.self_attn.k_proj").unflatten(1, (-1, bench.head_dim))
+    angles = (bench.rows().position[:, None].float() * frequencies)[:, None].double()
+    a, b = x.chunk(2, dim=-1)
+    recorded_turned = torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1)
+    assert bench.explain(RECORDED_TAP, recorded_turned.flatten(1)).cause == "rope scaling: factor is 32 instead of 8"
+
+
+def test_positions_of_a_padded_batch(bench):
+    bench = bench()
+    rows = bench.rows()
+    found = bench.explain(RECORDED_TAP, rotated(bench, rows.position + torch.where(rows.request == 0, 3, 29)))
+    assert found.cause.endswith("each request has for itself: +3 in request 0, +29 in request 1")
+
+
+def test_positions_without_a_rule_are_no_cause(bench):
+    bench = bench()
+    rows = bench.rows()
+    found = bench.explain(RECORDED_TAP, rotated(bench, (rows.position * 7 + 3) % 40))
+    assert found.cause == "rotary at wrong positions"
+    assert not found.is_cause
+
+
+def recorded_turned(bench, frequencies=None, tables=None):
+    """Half-split rotation in float64 by other frequencies [P], or by other tables than cosine and sine."""
+    own = bench.hf.model.model.rotary_emb.inv_freq.clone()
+    frequencies = own if frequencies is None else frequencies(own)
+    angles = (bench.rows().position[:, None].float() * frequencies)[:, None].double()
+    cos, sin = (tables or (lambda a: (a.cos(), a.sin())))(angles)
+    a, b = bench.tap(SOURCE).unflatten(1, (-1, bench.head_dim)).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pairs_that_do_not_turn_in_a_recording(bench, dtype):
+    bench = bench(dtype=dtype)
+
+    def last_zero(own):
+        return torch.where(torch.arange(len(own)) < 3, own, 0)
+
+    found = bench.explain(RECORDED_TAP, recorded_turned(bench, last_zero))
+    assert found.cause == "some pairs of a head do not turn: their frequencies are zero"
+    assert found.detail.startswith("pairs 3 to ")
+    assert found.num_fitted <= 2
+
+
+@pytest.mark.parametrize("order", [lambda own: own.flip(0), lambda own: own.roll(1)], ids=["flipped", "rolled"])
+def test_frequencies_in_another_order_in_a_recording(bench, order):
+    """Where a pair turns as the slowest one should, which hardly turns at all, it does turn."""
+    bench = bench()
+    found = bench.explain(RECORDED_TAP, recorded_turned(bench, order))
+    assert (found.cause, found.is_cause) == ("the frequencies of the pairs are in another order", True)
+
+
+def test_a_pair_of_its_own_frequency_is_none_of_the_others(bench):
+    bench = bench()
+
+    def third_faster(own):
+        return own * (1 + 0.5 * (torch.arange(len(own)) == 2))
+
+    assert "pairs" not in bench.explain(RECORDED_TAP, recorded_turned(bench, third_faster)).cause
+
+
+def test_other_tables_than_cosine_and_sine(bench):
+    bench = bench()
+    for cause, tables in {
+        "cosine and sine of the rotary table are exchanged": lambda a: (a.sin(), a.cos()),
+        "the rotary table's sine is left out: only the cosine is applied": lambda a: (a.cos(), 0 * a),
+        "the rotary table's cosine is left out: only the sine is applied": lambda a: (0 * a, a.sin()),
+    }.items():
+        assert bench.explain(RECORDED_TAP, recorded_turned(bench, tables=tables)).cause == cause
+
+
+def test_positions_that_stop_or_begin_again_in_a_recording(bench):
+    bench = bench()
+    positions = bench.rows().position
+    found = bench.explain(RECORDED_TAP, rotated(bench, positions.clamp(max=20)))
+    assert found.cause == "positions stop at 20: rows after it are all rotated for it"
+    for length in (16, 30):
+        found = bench.explain(RECORDED_TAP, rotated(bench, positions % length))
+        assert found.cause == f"positions begin at 0 again after {length - 1}: they are taken modulo {length}"
