@@ -115,7 +115,7 @@ BLOCK_MUTANTS = [
         "hash published before compute", BlockManager.grow,
         (
             "sequence.num_writable_tokens = len",
-            "self.publish([Chunk(sequence, 0, num_tokens)]); sequence.num_writable_tokens = len",
+            "self.publish([ScheduledChunk(sequence, 0, num_tokens)]); sequence.num_writable_tokens = len",
         ), killed_by=(8, 9),
     ),
     mutant(
