@@ -57,13 +57,7 @@ class Ledger:
     ) -> None:
         """Write down how a case ended; it does so once.
 
-        Args:
-            case: the case.
-            verdict: its own; the answer's is `error` for a case that was lost.
-            answer: of the last attempt.
-            node: machine of the last attempt.
-            losses: why the attempts before came to nothing.
-            handed_over_s: seconds since it was handed over; None if it was not.
+        `losses` say why attempts came to nothing, `handed_over_s` how long ago the last one was handed over.
         """
         assert case.name not in self.results
         result = CaseResult(
