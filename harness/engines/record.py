@@ -14,6 +14,7 @@ from harness.base.environment import environment
 from harness.base.numerics import Numerics
 from harness.engines.adapter import Engine, Workload, engine_errors
 from harness.formats.recording.arguments import validated
+from harness.formats.recording.run_info import RunInfo
 from harness.formats.recording.writer import RecordingWriter, plain
 from harness.formats.schedule import Schedule, ScheduleKind
 from harness.version import __version__
@@ -81,14 +82,16 @@ def open_writer(engine: Engine, run: RunDescription, *, schedule: str | None = N
     """
     return RecordingWriter(
         run.folder,
-        producer=_info("Producer", {"name": f"harness.engines.{run.engine}", "version": __version__}),
-        model=run.model,
-        dtype=run.dtype,
-        device=run.device,
-        environment={**environment(), **getattr(engine, "environment", {})},
-        requests=[*run.requests, *run.copies],
-        schedule=schedule or str(run.schedule),
-        numerics=_numerics(engine.capabilities.numerics, run.schedule),
+        RunInfo(
+            producer=_info("Producer", {"name": f"harness.engines.{run.engine}", "version": __version__}),
+            model=run.model,
+            dtype=run.dtype,
+            device=run.device,
+            environment={**environment(), **getattr(engine, "environment", {})},
+            schedule=schedule or str(run.schedule),
+            numerics=_numerics(engine.capabilities.numerics, run.schedule),
+        ),
+        [*run.requests, *run.copies],
     )
 
 

@@ -8,8 +8,8 @@ from torch import nn
 from harness.errors import Code, HarnessError
 from harness.formats.taps import LOGITS, Graph, Kind, Operation, layer_of, prefix_of, site_of
 from harness.oracle.caches import cache_windows
-from harness.oracle.model import HFModel
 from harness.oracle.trace import ForwardTrace, Shown, trace
+from harness.oracle.untraced import UntracedModel
 
 _ACTIVATIONS = frozenset({"activation", "silu", "gelu", "relu", "sigmoid", "tanh", "softplus", "hardswish", "mish"})
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear"})
@@ -18,7 +18,7 @@ _SCALINGS = frozenset({"mul", "div"})
 _INTERFACE = ("query", "key", "value")
 
 
-def trace_graph(hf: HFModel) -> Graph:
+def trace_graph(hf: UntracedModel) -> Graph:
     """Run the model over a few tokens and return its operations in the order of the run.
 
     Raises:
@@ -36,7 +36,7 @@ def trace_graph(hf: HFModel) -> Graph:
     return _named(hf, seen)
 
 
-def _named(hf: HFModel, seen: ForwardTrace) -> Graph:
+def _named(hf: UntracedModel, seen: ForwardTrace) -> Graph:
     """Give every value its kind, its inputs and its name."""
     operations = [
         Operation(
@@ -121,7 +121,7 @@ def _kind(each: Shown) -> Kind:
     return Kind.OTHER
 
 
-def _names(hf: HFModel, operations: list[Operation], aliases: dict[str, str]) -> dict[str, str]:
+def _names(hf: UntracedModel, operations: list[Operation], aliases: dict[str, str]) -> dict[str, str]:
     """Return the name of each value: its source, or the shorter one of schema 1 where the layer has such a value."""
     names: dict[str, str] = {}
     taken = {path for path, _ in hf.model.named_modules()}
@@ -135,12 +135,12 @@ def _names(hf: HFModel, operations: list[Operation], aliases: dict[str, str]) ->
     return names
 
 
-def _is_in_body(hf: HFModel, operation: Operation) -> bool:
+def _is_in_body(hf: UntracedModel, operation: Operation) -> bool:
     """Whether the model without its head computes it."""
     return operation.source.startswith(f"{hf.model.base_model_prefix}.")
 
 
-def _path_of(hf: HFModel, module: nn.Module | None) -> str:
+def _path_of(hf: UntracedModel, module: nn.Module | None) -> str:
     return next((path for path, each in hf.model.named_modules() if each is module), "")
 
 

@@ -19,7 +19,7 @@ from harness.base.scratch import scratch_folder
 from harness.base.workers import Workers, num_spare_threads
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import cache_dir
-from harness.formats.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
+from harness.formats.recording import ModelInfo, Producer, RecordingWriter, RequestInfo, RunInfo
 from harness.oracle.batching import batch_requests, padded
 from harness.oracle.decode import greedy_continuation
 from harness.oracle.golden import LOGIT_NOISE, Golden, key_name, open_golden, write_golden_files
@@ -281,17 +281,19 @@ class _Dump:
 def _writer(hf: HFModel, requests: Sequence[RequestInfo], out: Path) -> RecordingWriter:
     return RecordingWriter(
         out,
-        producer=Producer(name="harness.oracle", version=__version__),
-        model=ModelInfo(
-            id=str(hf.folder),
-            revision=None,
-            config_hash=hf.checkpoint.config_hash,
-            weights_hash=hf.checkpoint.weights_hash,
+        RunInfo(
+            producer=Producer(name="harness.oracle", version=__version__),
+            model=ModelInfo(
+                id=str(hf.folder),
+                revision=None,
+                config_hash=hf.checkpoint.config_hash,
+                weights_hash=hf.checkpoint.weights_hash,
+            ),
+            dtype=str(hf.dtype).removeprefix("torch."),
+            device=hf.device.type,
+            environment=environment(),
+            schedule="oracle",
         ),
-        dtype=str(hf.dtype).removeprefix("torch."),
-        device=hf.device.type,
-        environment=environment(),
-        requests=requests,
-        schedule="oracle",
+        requests,
         expected_taps=len(hf.graph),
     )

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from harness.oracle.model import HFModel
+from harness.oracle.untraced import UntracedModel
 
 
 @contextmanager
-def all_parts_held(hf: HFModel) -> Iterator[None]:
+def all_parts_held(hf: UntracedModel) -> Iterator[None]:
     """Read the weights of each part when it begins to run and drop them when it ends."""
     with ExitStack() as stack:
         for path in hf.parts:

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from harness.oracle.flow import Flow, Origin, following
-from harness.oracle.model import HFModel
 from harness.oracle.parts import all_parts_held
 from harness.oracle.precision import eager_experts
 from harness.oracle.rows import as_rows, token_dim
+from harness.oracle.untraced import UntracedModel
 from harness.oracle.watch import CHOICE, Seeing, watching, window_of
 
 _SAME_ROUNDINGS, _SAME, _LEAST_ROUNDINGS = 256, 1e-3, 4
@@ -80,7 +80,7 @@ class ForwardTrace:
 
 
 @torch.no_grad()
-def trace(hf: HFModel) -> ForwardTrace:
+def trace(hf: UntracedModel) -> ForwardTrace:
     """Run the model over a few tokens and return what it computed for each of them."""
     num_requests, (few, more) = unmistakable_sizes(hf)
     generator = torch.Generator().manual_seed(0)
@@ -89,7 +89,7 @@ def trace(hf: HFModel) -> ForwardTrace:
     return _without_other_rows(_watched(hf, ids[:, :few]), _row_shapes(hf, ids))
 
 
-def _watched(hf: HFModel, ids: torch.Tensor) -> ForwardTrace:
+def _watched(hf: UntracedModel, ids: torch.Tensor) -> ForwardTrace:
     seen = ForwardTrace(*ids.shape)
     with ExitStack() as stack:
         flow = stack.enter_context(following())
@@ -100,7 +100,7 @@ def _watched(hf: HFModel, ids: torch.Tensor) -> ForwardTrace:
     return seen
 
 
-def _row_shapes(hf: HFModel, ids: torch.Tensor) -> dict[str, _RowShape]:
+def _row_shapes(hf: UntracedModel, ids: torch.Tensor) -> dict[str, _RowShape]:
     """Run the model and return the shape of a row of everything that it shows, by source."""
     shapes: dict[str, torch.Size] = {}
 
@@ -113,7 +113,7 @@ def _row_shapes(hf: HFModel, ids: torch.Tensor) -> dict[str, _RowShape]:
     return {source: (shape, watcher.num_scores.get(source)) for source, shape in shapes.items()}
 
 
-def _show_run(hf: HFModel, ids: torch.Tensor, sink: Callable[[str, torch.Tensor], None]) -> Seeing:
+def _show_run(hf: UntracedModel, ids: torch.Tensor, sink: Callable[[str, torch.Tensor], None]) -> Seeing:
     """Run the model over [requests, tokens], show every value to `sink`, and return what was seen besides."""
     watcher = Seeing(sink)
     with ExitStack() as stack:
@@ -125,7 +125,7 @@ def _show_run(hf: HFModel, ids: torch.Tensor, sink: Callable[[str, torch.Tensor]
     return watcher
 
 
-def unmistakable_sizes(hf: HFModel) -> tuple[int, tuple[int, int]]:
+def unmistakable_sizes(hf: UntracedModel) -> tuple[int, tuple[int, int]]:
     """Return a number of requests, and two of tokens, by which a dimension that counts them is told from every other.
 
     The tokens are no size of the model's, and the requests divide no number of experts, so that rows in another order
@@ -193,7 +193,7 @@ def _bridged(shown: dict[str, Shown], kept: dict[str, Shown]) -> Iterator[tuple[
 
 
 @contextmanager
-def _activations_noted(hf: HFModel, flow: Flow) -> Iterator[None]:
+def _activations_noted(hf: UntracedModel, flow: Flow) -> Iterator[None]:
     """Note what an activation module computes as one operation, however it is made."""
 
     def after(_module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:

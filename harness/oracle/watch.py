@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from harness.oracle.model import HFModel
 from harness.oracle.quiet import quiet_transformers
+from harness.oracle.untraced import UntracedModel
 
 CHOICE = ":topk"
 """End of a source: the indices that a router's `torch.topk` chose."""
@@ -100,7 +100,7 @@ def run_attention(call: AttentionCall, function: Callable[..., Any]) -> Any:
 class Watch:
     """Hooks on a model, and who is shown what in which thread."""
 
-    def __init__(self, hf: HFModel) -> None:
+    def __init__(self, hf: UntracedModel) -> None:
         self._hf = hf
         self._runs: dict[int, _Run] = {}
 
@@ -169,7 +169,7 @@ class Watch:
 class _Run:
     """One forward as it is watched: which modules are being run, and how often each was."""
 
-    def __init__(self, hf: HFModel, watcher: Watcher) -> None:
+    def __init__(self, hf: UntracedModel, watcher: Watcher) -> None:
         self.watcher = watcher
         self.calls = _Calls(self)
         self._hf = hf
@@ -235,7 +235,7 @@ class _Calls(TorchFunctionMode):
 
 
 @contextmanager
-def watching(hf: HFModel, *, attention: str | None = None) -> Iterator[Watch]:
+def watching(hf: UntracedModel, *, attention: str | None = None) -> Iterator[Watch]:
     """Put hooks on the model for the duration of the block.
 
     Args:
@@ -278,7 +278,7 @@ def _input_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str | 
 
 
 @contextmanager
-def _attention_shown(hf: HFModel, watch: Watch, attention: str | None) -> Iterator[None]:
+def _attention_shown(hf: UntracedModel, watch: Watch, attention: str | None) -> Iterator[None]:
     """Register an attention function that shows queries, keys, values and context of the new tokens.
 
     They exist only between two lines of HF's attention modules; the registry of attention functions is the public way
@@ -324,6 +324,6 @@ def _attention_shown(hf: HFModel, watch: Watch, attention: str | None) -> Iterat
         AttentionMaskInterface._global_mapping.pop(name, None)
 
 
-def _set_attention(hf: HFModel, name: str) -> None:
+def _set_attention(hf: UntracedModel, name: str) -> None:
     with quiet_transformers():  # it warns of families that do not use the registry
         hf.model.set_attn_implementation(name)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from harness.formats.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
+from harness.formats.recording import ModelInfo, Producer, RecordingWriter, RequestInfo, RunInfo
 from harness.oracle.model import HFModel, load_model
 from harness.oracle.rows import as_rows
 from harness.oracle.watch import Seeing, watching
@@ -39,12 +39,13 @@ def captured(hf: HFModel, ids: torch.Tensor, folder: Path) -> tuple[float, int]:
     tokens = ids[0].tolist()
     writer = RecordingWriter(
         folder,
-        producer=Producer(name="capture_cost", version="0"),
-        model=ModelInfo(id="random", revision=None, config_hash=None, weights_hash=None),
-        dtype=str(hf.dtype).removeprefix("torch."),
-        device="cpu",
-        environment={},
-        requests=[RequestInfo(id=0, token_ids=tokens, prompt_length=len(tokens))],
+        RunInfo(
+            producer=Producer(name="capture_cost", version="0"),
+            model=ModelInfo(id="random", revision=None, config_hash=None, weights_hash=None),
+            dtype=str(hf.dtype).removeprefix("torch."),
+            device="cpu",
+        ),
+        [RequestInfo(id=0, token_ids=tokens, prompt_length=len(tokens))],
         expected_taps=len(hf.graph),
     )
     operations = hf.graph.by_source

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from harness.formats.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
+from harness.formats.recording import ModelInfo, Producer, RecordingWriter, RequestInfo, RunInfo
 
 HIDDEN, ROWS, NUM_LAYERS = 2048, 512, 24
 SITES = ("input_layernorm", "self_attn.o_proj", "attn_residual", "post_attention_layernorm", "mlp.down_proj", "output")
@@ -27,12 +27,13 @@ def write(folder: Path, num_steps: int, dtype: torch.dtype, noise: float) -> int
     tokens = [0] * (num_steps * ROWS)
     writer = RecordingWriter(
         folder,
-        producer=Producer(name="diff_speed", version="0"),
-        model=ModelInfo(id="random", revision=None, config_hash=None, weights_hash=None),
-        dtype=str(dtype).removeprefix("torch."),
-        device="cpu",
-        environment={},
-        requests=[RequestInfo(id=0, token_ids=tokens, prompt_length=ROWS)],
+        RunInfo(
+            producer=Producer(name="diff_speed", version="0"),
+            model=ModelInfo(id="random", revision=None, config_hash=None, weights_hash=None),
+            dtype=str(dtype).removeprefix("torch."),
+            device="cpu",
+        ),
+        [RequestInfo(id=0, token_ids=tokens, prompt_length=ROWS)],
     )
     generator = torch.Generator().manual_seed(0)
     base = torch.randn(ROWS, HIDDEN, generator=generator)

@@ -15,8 +15,9 @@ from statistics import median
 
 import torch
 
-from harness.selfcheck.bench import peer as peers
-from harness.selfcheck.bench.peer import OURS, PEERS, BenchConfig, Generation
+from harness.selfcheck.bench import peer
+from harness.selfcheck.bench.peer import OURS, BenchConfig, Generation
+from harness.selfcheck.bench.peers import PEERS
 from harness.selfcheck.bench.shape import build_checkpoint, find_shape
 from harness.selfcheck.bench.workload import even_workload
 
@@ -50,7 +51,7 @@ def main() -> None:
         seed=0,
     )  # fmt: skip
     request_len = shape.prompt_len + shape.decode_len
-    peers.time = CPUClock  # type: ignore[assignment]
+    peer.time = CPUClock  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as temporary:
         build_checkpoint(shape, Path(temporary), dtype=options.dtype, seed=0, device="cpu")
         config = BenchConfig(

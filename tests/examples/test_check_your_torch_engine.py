@@ -10,7 +10,7 @@ import torch
 
 from harness.engines import Engine, Workload
 from harness.errors import Code, HarnessError
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter
+from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RunInfo
 from harness.formats.schedule import parse_schedule
 from harness.judge.compare import Requirements, compare_run
 from harness.judge.explain import explain_run
@@ -51,13 +51,14 @@ class Checked:
         assert isinstance(engine, Engine)
         writer = RecordingWriter(
             self.path,
-            producer=Producer(name="fused", version="1"),
-            model=ModelInfo(id="qwen2-tiny"),
-            dtype=self.dtype,
-            device="cpu",
-            environment={},
-            requests=self.golden.requests,
-            schedule="plain",
+            RunInfo(
+                producer=Producer(name="fused", version="1"),
+                model=ModelInfo(id="qwen2-tiny"),
+                dtype=self.dtype,
+                device="cpu",
+                schedule="plain",
+            ),
+            self.golden.requests,
         )
         with writer:
             engine.run(Workload(requests=self.golden.requests, schedule=parse_schedule("plain")), writer)

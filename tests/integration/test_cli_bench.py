@@ -9,7 +9,7 @@ import typer
 
 from harness.cli.main import build_app
 from harness.errors import Code
-from harness.selfcheck.bench import peer as peer_module
+from harness.selfcheck.bench import peers
 from harness.selfcheck.bench.peer import Generation
 
 TINY = ("bench", "engine", "--shape", "tiny", "--repeats", "1")
@@ -29,7 +29,7 @@ def wrong_peer(monkeypatch):
 
         def close(self): ...
 
-    monkeypatch.setitem(peer_module.PEERS, "hf-generate", lambda setting: Zeros())
+    monkeypatch.setitem(peers.PEERS, "hf-generate", lambda setting: Zeros())
 
 
 def test_the_options_are_those_that_were_promised():

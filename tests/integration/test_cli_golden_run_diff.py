@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 
 from harness.errors import Code
-from harness.formats.recording import Recording, RecordingWriter
+from harness.formats.recording import Recording, RecordingWriter, RunInfo
 from harness.formats.recording.manifest import ModelInfo, Producer, RequestInfo
 
 from .conftest import rewrite
@@ -151,12 +151,8 @@ def test_other_weights_than_those_that_were_recorded_are_noted(
 def record_nothing(folder: Path) -> None:
     writer = RecordingWriter(
         folder,
-        producer=Producer(name="test", version="1"),
-        model=ModelInfo(id="none"),
-        dtype="float32",
-        device="cpu",
-        environment={},
-        requests=[RequestInfo(id=0, token_ids=[5, 7, 9], prompt_length=2)],
+        RunInfo(producer=Producer(name="test", version="1"), model=ModelInfo(id="none"), dtype="float32", device="cpu"),
+        [RequestInfo(id=0, token_ids=[5, 7, 9], prompt_length=2)],
     )
     with writer:
         writer.begin_step(phase="prefill", request=[0, 0], position=[0, 1])

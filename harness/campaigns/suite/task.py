@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -107,6 +107,23 @@ class Task(BaseModel):
     def label(self) -> str:
         """The task in words."""
         return f"golden of {self.case.name}" if self.kind == "golden" else self.case.name
+
+
+def case_tasks(
+    cases: Iterable[SuiteCase],
+    environments: Mapping[str, Environment],
+    *,
+    store: str | None = None,
+    store_patience_s: float = 60.0,
+) -> list[Task]:
+    """Return a task for each case; `environments` are those of the matrix, by name."""
+    return [
+        Task(
+            kind="case", case=case, store=store, store_patience_s=store_patience_s,
+            environment=environments[case.environment] if case.environment else Environment(),
+        )
+        for case in cases
+    ]  # fmt: skip
 
 
 class TaskResult(BaseModel):

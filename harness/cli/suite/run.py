@@ -74,8 +74,10 @@ def run(
     _refuse_contradictions(cases, matrix, jobs, ray, store, out, resume)
     from harness.campaigns.suite.expand import expand
     from harness.campaigns.suite.inputs import with_inputs
+    from harness.campaigns.suite.ledger import Ledger
     from harness.campaigns.suite.matrix import Matrix, load_matrix
     from harness.campaigns.suite.run import Driver
+    from harness.campaigns.suite.task import case_tasks
 
     chosen = Matrix() if matrix is None else load_matrix(matrix)
     planned = expand(cases or [], chosen, where=matrix)
@@ -84,17 +86,8 @@ def run(
     with _folder(out, resume) as folder, suite_progress() as report:
         place = store or (None if ray is None else str((folder / "store").absolute()))
         with _journal(folder, resume) as journal, _pool(planned, chosen, jobs, ray, place, folder) as pool:
-            driver = Driver(
-                cases=planned,
-                pool=pool,
-                journal=journal,
-                folder=folder,
-                environments=chosen.environments,
-                store=place,
-                store_patience_s=store_patience,
-                report=report,
-            )
-            result = driver.run()
+            tasks = case_tasks(planned, chosen.environments, store=place, store_patience_s=store_patience)
+            result = Driver(tasks, pool, Ledger(journal, folder), report=report).run()
         if out is not None:
             _keep(result, folder)
     return _print(result, format)

@@ -13,7 +13,7 @@ from harness.base.scratch import scratch_folder
 from harness.engines.torch_modules import Calls
 from harness.engines.vllm.steps import VllmWatcher
 from harness.engines.worker_processes import watched_processes
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo
 from harness.formats.recording.merge import merge_ranks
 from harness.formats.taps import Graph
 
@@ -32,12 +32,13 @@ class RankRecorder:
         self.harness_resources = ExitStack()
         writer = RecordingWriter(
             Path(folder) / f"rank-{self.rank}",
-            producer=Producer(name="harness.engines.vllm", version="rank"),
-            model=ModelInfo(id="rank"),
-            dtype="any",
-            device="any",
-            environment={},
-            requests=own,
+            RunInfo(
+                producer=Producer(name="harness.engines.vllm", version="rank"),
+                model=ModelInfo(id="rank"),
+                dtype="any",
+                device="any",
+            ),
+            own,
         )
         self.harness_resources.enter_context(writer)
         known = Graph.from_json(graph)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         TapEntry,
     )
     from harness.formats.recording.reader import Recording, Step
+    from harness.formats.recording.run_info import RankInfo, RunInfo
     from harness.formats.recording.writer import RecordingWriter
 
 __all__ = [
@@ -30,10 +31,12 @@ __all__ = [
     "Manifest",
     "ModelInfo",
     "Producer",
+    "RankInfo",
     "Recording",
     "RecordingWriter",
     "Replicated",
     "RequestInfo",
+    "RunInfo",
     "Shard",
     "Step",
     "StepEntry",
@@ -41,7 +44,9 @@ __all__ = [
     "TapEntry",
 ]
 
-_HOMES = {"Recording": "reader", "Step": "reader", "RecordingWriter": "writer"}
+_HOMES = {
+    "Recording": "reader", "Step": "reader", "RecordingWriter": "writer", "RankInfo": "run_info", "RunInfo": "run_info"
+}  # fmt: skip
 """Modules of those that are not the manifest's."""
 
 

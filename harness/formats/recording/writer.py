@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from harness.base.files import writing
-from harness.base.numerics import Numerics
 from harness.errors import Code, HarnessError
 from harness.formats.recording import arguments
 from harness.formats.recording.arguments import Ints, StepArguments, refuse
 from harness.formats.recording.format import DTYPES as KNOWN_DTYPES
 from harness.formats.recording.format import MANIFEST_NAME, SCHEMA_VERSION, as_bytes, dtype_name
 from harness.formats.recording.rows import TokenCounts
+from harness.formats.recording.run_info import RankInfo, RunInfo
 from harness.formats.recording.stream import TensorStream
 
 if TYPE_CHECKING:
     import torch
 
-    from harness.formats.recording.manifest import ModelInfo, Producer, RequestInfo, Scalar, Shard
+    from harness.formats.recording.manifest import RequestInfo
 
 _HEADER_BYTES_PER_TAP = 192
 
@@ -52,8 +52,8 @@ class RecordingWriter:
     Use it as a context manager: on leaving the block the manifest is written; on an exception inside the block no
     manifest is written and the step files are removed.
 
-        with RecordingWriter(path, producer=..., model=..., dtype="bfloat16", device="cpu", environment={},
-                             requests=[RequestInfo(id=0, token_ids=[5, 7], prompt_length=2)]) as writer:
+        run = RunInfo(producer=..., model=..., dtype="bfloat16", device="cpu")
+        with RecordingWriter(path, run, [RequestInfo(id=0, token_ids=[5, 7], prompt_length=2)]) as writer:
             writer.begin_step(phase="prefill", request=[0, 0], position=[0, 1], sampled_rows=[1])
             writer.tap("model.embed_tokens", hidden)  # [2, hidden]
             writer.end_step(sampled=[9])
@@ -66,30 +66,31 @@ class RecordingWriter:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        *,
-        producer: Producer,
-        model: ModelInfo,
-        dtype: str,
-        device: str,
-        environment: Mapping[str, Scalar],
+        run: RunInfo,
         requests: Sequence[RequestInfo],
-        schedule: str | None = None,
+        *,
+        ranks: RankInfo | None = None,
         expected_taps: int = 64,
-        rank: int = 0,
-        world_size: int = 1,
-        shards: Mapping[str, Shard] | None = None,
-        numerics: Numerics | None = None,
     ) -> None:
-        self.path = Path(path)
+        """Begin a recording.
+
+        Args:
+            path: its folder: new, or empty.
+            run: who runs which model, where and how.
+            requests: all that the steps may have rows of.
+            ranks: the part of a sharded engine that this is; None for the whole.
+            expected_taps: number of taps for which the step files' headers have space.
+        """
+        self.path, ranks = Path(path), ranks or RankInfo()
         self._manifest = arguments.validated(
             "Manifest", "the recording's description is invalid", "RecordingWriter", schema_version=SCHEMA_VERSION,
-            producer=producer, model=model, dtype=dtype, device=device, environment=dict(environment),
-            requests=list(requests), schedule=schedule, rank=rank, world_size=world_size, steps=[], taps=[],
-            numerics=numerics,
+            producer=run.producer, model=run.model, dtype=run.dtype, device=run.device,
+            environment=dict(run.environment), requests=list(requests), steps=[], taps=[], schedule=run.schedule,
+            rank=ranks.rank, world_size=ranks.world_size, numerics=run.numerics,
         )  # fmt: skip
         self._tokens = TokenCounts(requests)
         self._expected_taps = expected_taps
-        self._shards = dict(shards or {})
+        self._shards = dict(ranks.shards)
         self._taps: dict[str, Any] = {}
         self._step: _OpenStep | None = None
         self._entries: list[Future[dict[str, Any]]] = []

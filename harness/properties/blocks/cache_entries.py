@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from harness.properties.blocks.tables import Owner, RequestRecord, Tables
 from harness.properties.core.findings import Violation
+from harness.properties.core.invariants import Invariant
 from harness.properties.core.subject import Subject
 
 __all__ = ["CacheEntries"]
@@ -23,7 +24,7 @@ class CacheEntries:
         subject: Subject,
         tables: Tables,
         block_size: int,
-        note: Callable[[Violation], None],
+        note: Callable[[Invariant, str, str], None],
         *,
         may_lose_duplicates: bool = False,
     ) -> None:
@@ -92,7 +93,7 @@ class CacheEntries:
         Raises:
             Violation: one does not.
         """
-        listed: Mapping[int, Sequence[int]] = self._subject.ask(8, "cached_blocks")
+        listed: Mapping[int, Sequence[int]] = self._subject.ask(Invariant.COMPUTED_HITS, "cached_blocks")
         cached = {block: tuple(prefix) for block, prefix in listed.items()}
         owners = self._tables.owners()
         for block, prefix in cached.items():
@@ -107,13 +108,13 @@ class CacheEntries:
             request = owner.request
             if (owner.index + 1) * self._block_size > request.num_computed:
                 raise Violation(
-                    9,
+                    Invariant.COMPUTED_ENTRIES,
                     f"block {block} is found under {list(prefix)}, while request {request.request_id} has computed "
                     f"{request.num_computed} tokens of it",
                     f"assert {block} not in {self._source}",
                 )
         raise Violation(
-            8,
+            Invariant.COMPUTED_HITS,
             f"block {block} is found under {list(prefix)} and holds K and V of "
             f"{'less than a block' if content is None else list(content)}",
             f"assert {block} not in {self._source}",
@@ -125,12 +126,10 @@ class CacheEntries:
             is_in_use = bool(self._places.get(block, set()) & places.get(block, set()))
             if is_in_use and not (self._may_lose_duplicates and prefix in cached.values()):
                 self._note(
-                    Violation(
-                        11,
-                        f"the entry of block {block} for {list(prefix)} went away, though the block is in use (where "
-                        "that is meant, declare may_lose_duplicates = True)",
-                        f"assert {block} in {self._source}",
-                    )
+                    Invariant.EVICTED_ENTRY,
+                    f"the entry of block {block} for {list(prefix)} went away, though the block is in use (where "
+                    "that is meant, declare may_lose_duplicates = True)",
+                    f"assert {block} in {self._source}",
                 )
 
     def _check_order(self, evicted: set[int], kept: set[int]) -> None:
@@ -140,10 +139,8 @@ class CacheEntries:
         first = min(kept, key=self._released_at.__getitem__)
         if self._released_at[last] > self._released_at[first]:
             self._note(
-                Violation(
-                    18,
-                    f"block {last} with {list(self._cached[last])} was evicted before block {first} with "
-                    f"{list(self._cached[first])}, which was used less recently or stands after it",
-                    f"assert {last} in {self._source} or {first} not in {self._source}",
-                )
+                Invariant.EVICTION_ORDER,
+                f"block {last} with {list(self._cached[last])} was evicted before block {first} with "
+                f"{list(self._cached[first])}, which was used less recently or stands after it",
+                f"assert {last} in {self._source} or {first} not in {self._source}",
             )

@@ -10,6 +10,7 @@ from harness.properties.blocks.expected_hits import ExpectedHits
 from harness.properties.blocks.tables import RequestRecord, Tables
 from harness.properties.core.adapter import NamedAdapter
 from harness.properties.core.findings import PropertyFinding, Violation
+from harness.properties.core.invariants import Invariant
 from harness.properties.core.machine import Machine, NotApplicable
 from harness.properties.core.subject import Subject
 
@@ -75,18 +76,14 @@ class BlockManagerCalls(Machine):
     def _salted(self, salt: str) -> dict[str, object]:
         return {"salt": salt} if salt else {}
 
-    def ask_optional(self, invariant: int, method: str, *args: object, **kwargs: object) -> Any:
-        """Ask an optional question; None if it is not offered."""
-        return self.subject.ask(invariant, method, *args, **kwargs) if self.offers[method] else None
-
     def begin_request(self, request: RequestRecord, *, looks_up: bool, computes: bool) -> bool:
         """Allocate a request's blocks and perhaps compute all its tokens; tell whether there was room."""
         token_ids, salted = request.token_ids, self._salted(request.salt)
         found = self.look_up(token_ids, request.salt) if looks_up and self.offers["lookup"] else None
-        expected = self.ask_optional(12, "can_allocate", list(token_ids), **salted)
+        expected = self.ask_optional(Invariant.ROOM, "can_allocate", list(token_ids), **salted)
         fits = not self.tables.live and self.tables.fits(len(token_ids))
         before = self.free_blocks()
-        num_cached = self.subject.do(12, "allocate", request.request_id, list(token_ids), **salted)
+        num_cached = self.subject.do(Invariant.ROOM, "allocate", request.request_id, list(token_ids), **salted)
         self.check_answer(
             num_cached is not None, expected, fits=fits, what=f"room for {len(token_ids)} tokens",
             question=f"can_allocate({token_ids}{''.join(f', {key}={value!r}' for key, value in salted.items())})",
@@ -111,7 +108,7 @@ class BlockManagerCalls(Machine):
 
     def look_up(self, token_ids: Sequence[int], salt: str) -> int:
         """Ask how much of a prompt is cached, and return it."""
-        found: int = self.subject.do(13, "lookup", list(token_ids), **self._salted(salt))
+        found: int = self.subject.do(Invariant.LOOKUP, "lookup", list(token_ids), **self._salted(salt))
         self.entries.note_lookup(token_ids)
         self._check_found(found, token_ids, salt)
         return found
@@ -119,33 +116,34 @@ class BlockManagerCalls(Machine):
     def _check_found(self, found: int, token_ids: Sequence[int], salt: str) -> None:
         if not 0 <= found < len(token_ids):
             raise Violation(
-                14, f"{found} of {len(token_ids)} tokens count as cached, so that none is left to compute",
+                Invariant.ONE_TOKEN_LEFT,
+                f"{found} of {len(token_ids)} tokens count as cached, so that none is left to compute",
                 f"assert 0 <= result < {len(token_ids)}",
-            )  # fmt: skip
+            )
         self.num_hits += found > 0
         at_least = 0 if self.collides else self.hits.num_tokens(list(token_ids), salt)
         if found >= at_least:
             return
-        violation = Violation(
-            17,
+        broken = (
+            Invariant.EXPECTED_HITS,
             f"{found} tokens of {list(token_ids)} were found; {at_least} were computed before, and nothing was "
             "evicted since",
             f"assert result >= {at_least}",
         )
         if self.offers["lookup"] and not self.pool.has_groups:
-            self.note(violation)
+            self.note(*broken)
         elif self.first_miss is None:  # of one miss nothing follows here: see `search_block_manager`
+            violation = Violation(*broken)
             self.first_miss = PropertyFinding.of(violation, self.subject.program(violation))
 
     def _check_hit(self, request: RequestRecord, num_cached: int, found: int | None) -> None:
         self._check_found(num_cached, request.token_ids, request.salt)
         if found is not None and found != num_cached:
             self.note(
-                Violation(
-                    13, f"the look-up found {found} tokens, and the allocation right after it {num_cached}",
-                    f"assert result == {found}",
-                )
-            )  # fmt: skip
+                Invariant.LOOKUP,
+                f"the look-up found {found} tokens, and the allocation right after it {num_cached}",
+                f"assert result == {found}",
+            )
 
     def _check_cached_content(self, request: RequestRecord) -> None:
         """Tell the kinds of a wrong hit apart: not computed yet, or another prefix."""
@@ -158,16 +156,16 @@ class BlockManagerCalls(Machine):
             is_early = oracle.read(request.table, position) is None or any(
                 other.num_computed <= position for other in others
             )
-            self.tables.check_content(request, 8 if is_early else 10)
-        self.tables.check_content(request, 10)
+            self.tables.check_content(request, Invariant.COMPUTED_HITS if is_early else Invariant.EQUAL_HITS)
+        self.tables.check_content(request, Invariant.EQUAL_HITS)
 
     def append_token(self, request: RequestRecord, token_id: int) -> bool:
         """Append a token, and tell whether there was room."""
-        expected = self.ask_optional(12, "can_append", request.request_id)
+        expected = self.ask_optional(Invariant.ROOM, "can_append", request.request_id)
         num_tokens = len(request.token_ids) + 1
         fits = len(self.tables.live) == 1 and self.tables.fits(num_tokens)
         before, old_table = self.free_blocks(), set(request.table)
-        has_room = bool(self.subject.do(12, "append", request.request_id, token_id))
+        has_room = bool(self.subject.do(Invariant.ROOM, "append", request.request_id, token_id))
         self.check_answer(
             has_room, expected, fits=fits, what=f"room for token {num_tokens - 1}",
             question=f"can_append({request.request_id})",
@@ -187,7 +185,7 @@ class BlockManagerCalls(Machine):
             self.tables.write(request, stop)
             self.hits.note_computed(request)
             if self.offers["computed"]:
-                self.subject.do(8, "computed", request.request_id, stop)
+                self.subject.do(Invariant.COMPUTED_HITS, "computed", request.request_id, stop)
                 self.tables.refresh()
 
     def release(self, request: RequestRecord, method: str, *, is_kept: bool = False) -> None:
@@ -196,34 +194,39 @@ class BlockManagerCalls(Machine):
         self.entries.note_released(request)
         del self.tables.live[request.request_id]
         request.leave()
-        self.subject.do(23, method, request.request_id)
+        self.subject.do(Invariant.REMOVAL, method, request.request_id)
 
     def free_blocks(self) -> tuple[int | None, list[int]]:
         """Return what is free, as a count and as a list, as far as they are offered."""
-        return self.ask_optional(12, "num_free"), sorted(self.ask_optional(1, "free_list") or ())
+        free_list = self.ask_optional(Invariant.POOL_PARTITION, "free_list") or ()
+        return self.ask_optional(Invariant.ROOM, "num_free"), sorted(free_list)
 
     def check_answer(self, has_room: bool, expected: object, *, fits: bool, what: str, question: str) -> None:
         """Compare an allocation with the answer that was given before."""
         if expected is not None and bool(expected) != has_room:
             self.note(
-                Violation(
-                    12, f"{question} said {expected}, and there was {'' if has_room else 'no '}{what}",
-                    "assert expected == (result not in (None, False))", f"expected = {self.subject.name}.{question}",
-                )
-            )  # fmt: skip
+                Invariant.ROOM,
+                f"{question} said {expected}, and there was {'' if has_room else 'no '}{what}",
+                "assert expected == (result not in (None, False))",
+                f"expected = {self.subject.name}.{question}",
+            )
         if fits and not has_room:
-            raise Violation(12, f"the pool is free, and there was no {what}", "assert result not in (None, False)")
+            raise Violation(
+                Invariant.ROOM, f"the pool is free, and there was no {what}", "assert result not in (None, False)"
+            )
 
     def check_unchanged(self, before: tuple[int | None, list[int]]) -> None:
         """Verify that a failed allocation has left free what was."""
         (old_count, old_list), (count, free) = before, self.free_blocks()
         if old_count != count:
             raise Violation(
-                12, f"an allocation failed and changed what is free: {old_count} blocks before, {count} after",
+                Invariant.ROOM,
+                f"an allocation failed and changed what is free: {old_count} blocks before, {count} after",
                 f"assert {self.subject.name}.num_free() == {old_count}",
-            )  # fmt: skip
+            )
         if old_list != free:
             raise Violation(
-                12, f"an allocation failed and changed what is free: {old_list} before, {free} after",
+                Invariant.ROOM,
+                f"an allocation failed and changed what is free: {old_list} before, {free} after",
                 f"assert sorted({self.subject.name}.free_list()) == {old_list}",
-            )  # fmt: skip
+            )

@@ -1,13 +1,13 @@
 """The abilities of a pool of blocks: an adapter declares them, and they bound the inputs and their shrinking."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import Field, dataclass, fields
+from typing import Any, Self
 
 from harness.errors import Code, HarnessError
 from harness.properties.core.adapter import NamedAdapter
 
-__all__ = ["PoolCapabilities", "declared_choice", "declared_pool", "declared_sizes"]
+__all__ = ["PoolCapabilities"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,37 +37,34 @@ class PoolCapabilities:
         return self.windows != (None,)
 
     @classmethod
-    def of(cls, adapter: NamedAdapter) -> "PoolCapabilities":
-        """Read what an adapter declares.
+    def of(cls, adapter: NamedAdapter) -> Self:
+        """Read what an adapter declares, the fields of a subclass too.
 
         Raises:
             HarnessError: BAD_ADAPTER: it is not what it should be.
         """
-        return cls(**declared_pool(adapter))
+        return cls(**{entry.name: _declared(adapter, entry) for entry in fields(cls)})
 
 
-def declared_pool(adapter: NamedAdapter) -> dict[str, Any]:
-    """Return the fields of `PoolCapabilities` that an adapter declares; raises as `PoolCapabilities.of`."""
-    declared: dict[str, Any] = {
-        name: declared_sizes(adapter, name)
-        for name in ("block_sizes", "pool_sizes")
-        if adapter.declares(name) is not None
-    }
-    if adapter.declares("windows") is not None:
-        windows = tuple(adapter.declares("windows"))
-        declared["windows"] = tuple(None if window is None else int(window) for window in windows)
-    declared["chunks_prompts"] = declared_choice(adapter, "chunks_prompts", (True, False))
-    declared["may_lose_duplicates"] = declared_choice(adapter, "may_lose_duplicates", (False, True))
-    return declared
+def _declared(adapter: NamedAdapter, entry: "Field[Any]") -> Any:
+    """Return what an adapter declares for a field, in the way that the field's default says."""
+    value = adapter.declares(entry.name, entry.default)
+    if entry.name == "windows":
+        return tuple(None if window is None else int(window) for window in value)
+    if isinstance(entry.default, tuple):
+        return _sizes(adapter, entry.name, value)
+    if isinstance(entry.default, int) and not isinstance(entry.default, bool):
+        return int(value)
+    choices = entry.metadata.get("choices", (False, True))
+    if value not in choices:
+        raise HarnessError(
+            Code.BAD_ADAPTER, f"{entry.name} declares an unknown value", where=adapter.expression,
+            expected=" or ".join(map(repr, choices)), actual=repr(value),
+        )  # fmt: skip
+    return value
 
 
-def declared_sizes(adapter: NamedAdapter, name: str) -> tuple[int, ...]:
-    """Return an attribute that lists positive integers.
-
-    Raises:
-        HarnessError: BAD_ADAPTER: it lists anything else, or nothing.
-    """
-    listed = adapter.declares(name)
+def _sizes(adapter: NamedAdapter, name: str, listed: Any) -> tuple[int, ...]:
     sizes = tuple(listed) if isinstance(listed, Iterable) and not isinstance(listed, str) else ()
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise HarnessError(
@@ -75,18 +72,3 @@ def declared_sizes(adapter: NamedAdapter, name: str) -> tuple[int, ...]:
             expected="a list of positive integers", actual=repr(listed), hint=f"for instance {name} = (16, 32)",
         )  # fmt: skip
     return sizes
-
-
-def declared_choice(adapter: NamedAdapter, name: str, choices: tuple[Any, ...]) -> Any:
-    """Return an attribute that is one of some values, the first of them if it is absent.
-
-    Raises:
-        HarnessError: BAD_ADAPTER: it is another.
-    """
-    value = adapter.declares(name, choices[0])
-    if value not in choices:
-        raise HarnessError(
-            Code.BAD_ADAPTER, f"{name} has an unknown value", where=adapter.expression,
-            expected=" or ".join(map(repr, choices)), actual=repr(value),
-        )  # fmt: skip
-    return value

@@ -10,6 +10,7 @@ from harness.properties.blocks.swapping import Swapping
 from harness.properties.blocks.tables import RequestRecord
 from harness.properties.blocks.tokens import prompts, similar_prompts, stretch_of, token_lists
 from harness.properties.core.findings import Violation
+from harness.properties.core.invariants import Invariant
 from harness.properties.core.machine import Arguments, Drawn, NotApplicable, action, one_of
 
 __all__ = ["BlockManagerMachine"]
@@ -61,7 +62,6 @@ class BlockManagerMachine(Swapping, BlockManagerCalls):
 
     @action(
         weight=2,
-        when=lambda self: self.history,
         request_id=NEW,
         token_ids=SIMILAR_PROMPTS,
         looks_up=st.booleans(),
@@ -72,7 +72,6 @@ class BlockManagerMachine(Swapping, BlockManagerCalls):
         self.allocate(request_id, token_ids, False, looks_up, computes)
 
     @action(
-        when=lambda self: self.preempted,
         request_id=one_of(lambda self: list(self.preempted.values())),
         computes=st.booleans(),
     )
@@ -84,7 +83,7 @@ class BlockManagerMachine(Swapping, BlockManagerCalls):
 
     @action(
         weight=2,
-        when=lambda self: self.offers["computed"] and self.behind(),
+        when=lambda self: self.offers["computed"],
         request_id=one_of(lambda self: self.behind()),
         num_tokens=CHUNKS,
     )
@@ -97,7 +96,6 @@ class BlockManagerMachine(Swapping, BlockManagerCalls):
 
     @action(
         weight=4,
-        when=lambda self: self.caught_up(),
         request_id=one_of(lambda self: self.caught_up()),
         token_ids=token_lists(5),
         computes=st.booleans(),
@@ -115,7 +113,7 @@ class BlockManagerMachine(Swapping, BlockManagerCalls):
 
     @action(
         weight=2,
-        when=lambda self: self.offers["fork"] and self.caught_up(),
+        when=lambda self: self.offers["fork"],
         request_id=one_of(lambda self: self.caught_up()),
         child_id=NEW,
     )
@@ -124,7 +122,7 @@ class BlockManagerMachine(Swapping, BlockManagerCalls):
         parent = self._caught_up(request_id)
         child = self.new_request(child_id, parent.token_ids, parent.salt)
         before = self.free_blocks()
-        if not self.subject.do(12, "fork", parent.request_id, child.request_id):
+        if not self.subject.do(Invariant.ROOM, "fork", parent.request_id, child.request_id):
             self.check_unchanged(before)
             return
         child.num_computed = parent.num_computed
@@ -136,21 +134,21 @@ class BlockManagerMachine(Swapping, BlockManagerCalls):
 
     # Requests go
 
-    @action(when=lambda self: self.caught_up(), request_id=one_of(lambda self: self.caught_up()))
+    @action(request_id=one_of(lambda self: self.caught_up()))
     def free(self, request_id: int) -> None:
         """Finish a request."""
         request = self._caught_up(request_id)
         self.release(request, "free", is_kept=True)
         self.finished.append(request)
 
-    @action(when=lambda self: self.live(), request_id=one_of(lambda self: self.live()))
+    @action(request_id=one_of(lambda self: self.live()))
     def abort(self, request_id: int) -> None:
         """Drop a request, wherever it stands."""
         request = _known(self.tables.live, request_id)
         self.release(request, "abort" if self.offers["abort"] else "free")
         self.finished.append(request)
 
-    @action(when=lambda self: self.live(), request_id=one_of(lambda self: self.live()))
+    @action(request_id=one_of(lambda self: self.live()))
     def preempt(self, request_id: int) -> None:
         """Take a request's blocks away until later."""
         request = _known(self.tables.live, request_id)
@@ -158,7 +156,7 @@ class BlockManagerMachine(Swapping, BlockManagerCalls):
         request.num_computed = 0
         self.preempted[request_id] = request
 
-    @action(when=lambda self: self.finished, request_id=one_of(lambda self: self.finished))
+    @action(request_id=one_of(lambda self: self.finished))
     def free_again(self, request_id: int) -> None:
         """Free a request that is gone: an error or nothing; the invariants see that nothing changes."""
         if request_id not in [request.request_id for request in self.finished]:
@@ -166,17 +164,21 @@ class BlockManagerMachine(Swapping, BlockManagerCalls):
         self.subject.error_of("free", request_id)
 
     @action(
-        when=lambda self: self.offers["return_blocks"] and self.live(),
+        when=lambda self: self.offers["return_blocks"],
         request_id=one_of(lambda self: self.live()),
         is_free=st.booleans(),
     )
     def return_wrongly(self, request_id: int, is_free: bool) -> None:
         """Return a block twice in one call, or one that is free."""
         block = _known(self.tables.live, request_id).table[0]
-        free = list(self.subject.ask(1, "free_list")) if self.offers["free_list"] else []
+        free = list(self.ask_optional(Invariant.POOL_PARTITION, "free_list") or ())
         wrong = [free[0]] if free and is_free else [block, block]
         if self.subject.error_of("return_blocks", wrong) is None:
-            raise Violation(16, f"blocks {wrong} were freed without an error", 'raise AssertionError("no error")')
+            raise Violation(
+                Invariant.FREE_AND_COPY,
+                f"blocks {wrong} were freed without an error",
+                'raise AssertionError("no error")',
+            )
 
     # The prefix cache
 
@@ -187,7 +189,7 @@ class BlockManagerMachine(Swapping, BlockManagerCalls):
             raise NotApplicable
         self.look_up(token_ids, "")
 
-    @action(when=lambda self: self.offers["lookup"] and self.history, token_ids=SIMILAR_PROMPTS)
+    @action(when=lambda self: self.offers["lookup"], token_ids=SIMILAR_PROMPTS)
     def lookup_similar(self, token_ids: list[int]) -> None:
         """Ask how much of a prompt that begins like an earlier one is cached."""
         self.lookup(token_ids)
@@ -195,13 +197,13 @@ class BlockManagerMachine(Swapping, BlockManagerCalls):
     @action(when=lambda self: self.offers["evict"], num_blocks=st.integers(1, 3))
     def evict(self, num_blocks: int) -> None:
         """Give up some of what is cached."""
-        self.subject.do(12, "evict", num_blocks)
+        self.subject.do(Invariant.ROOM, "evict", num_blocks)
         self.hits.note_eviction()
 
     @action(when=lambda self: self.offers["reset"])
     def reset(self) -> None:
         """Give up all that is cached."""
-        self.subject.do(6, "reset")
+        self.subject.do(Invariant.ALL_FREED, "reset")
         self.hits.note_reset()
         self.is_reset = True
 
@@ -227,9 +229,9 @@ class BlockManagerMachine(Swapping, BlockManagerCalls):
             self.check()
         num_blocks = self.num_blocks // self.pool.num_groups
         whole = [2] * (num_blocks * self.block_size)
-        if whole and self.subject.do(6, "allocate", self.num_requests, whole) is None:
+        if whole and self.subject.do(Invariant.ALL_FREED, "allocate", self.num_requests, whole) is None:
             raise Violation(
-                6,
+                Invariant.ALL_FREED,
                 f"after all requests are gone, one of {num_blocks} blocks finds no room in {self.num_blocks}",
                 "assert result is not None",
             )

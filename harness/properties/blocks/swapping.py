@@ -3,6 +3,7 @@
 from harness.properties.blocks.calls import BlockManagerCalls
 from harness.properties.blocks.tables import RequestRecord
 from harness.properties.core.findings import Violation
+from harness.properties.core.invariants import Invariant
 from harness.properties.core.machine import NotApplicable, action, one_of
 
 __all__ = ["Swapping"]
@@ -19,7 +20,7 @@ class Swapping(BlockManagerCalls):
         """By request, the blocks of host memory that hold its content."""
 
     @action(
-        when=lambda self: self.offers["swap_out"] and self.offers["swap_in"] and self.caught_up(),
+        when=lambda self: self.offers["swap_out"] and self.offers["swap_in"],
         request_id=one_of(lambda self: self.caught_up()),
     )
     def swap_out(self, request_id: int) -> None:
@@ -28,7 +29,7 @@ class Swapping(BlockManagerCalls):
         if request is None or request not in self.caught_up():
             raise NotApplicable
         before = self.free_blocks()
-        copies = self.subject.do(12, "swap_out", request_id)
+        copies = self.subject.do(Invariant.ROOM, "swap_out", request_id)
         if copies is None:
             self.check_unchanged(before)
             return
@@ -41,7 +42,7 @@ class Swapping(BlockManagerCalls):
         self.swapped[request_id] = request
         self.host_blocks[request_id] = [target for _, target in copies]
 
-    @action(when=lambda self: self.swapped, request_id=one_of(lambda self: list(self.swapped.values())))
+    @action(request_id=one_of(lambda self: list(self.swapped.values())))
     def swap_in(self, request_id: int) -> None:
         """Move a request back: all that it had computed is there again."""
         request = self.swapped.get(request_id)
@@ -49,7 +50,7 @@ class Swapping(BlockManagerCalls):
             raise NotApplicable
         before = self.free_blocks()
         fits = not self.tables.live and self.tables.fits(len(request.token_ids))
-        copies = self.subject.do(12, "swap_in", request_id)
+        copies = self.subject.do(Invariant.ROOM, "swap_in", request_id)
         self.check_answer(
             copies is not None, None, fits=fits, what=f"room for request {request_id}", question="",
         )  # fmt: skip
@@ -65,13 +66,13 @@ class Swapping(BlockManagerCalls):
         self.tables.check()
         self.hits.note_unfindable(request)
 
-    @action(when=lambda self: self.swapped, request_id=one_of(lambda self: list(self.swapped.values())))
+    @action(request_id=one_of(lambda self: list(self.swapped.values())))
     def abort_swapped(self, request_id: int) -> None:
         """Drop a request that is in host memory."""
         request = self.swapped.get(request_id)
         if request is None:
             raise NotApplicable
-        self.subject.do(23, "abort" if self.offers["abort"] else "free", request_id)
+        self.subject.do(Invariant.REMOVAL, "abort" if self.offers["abort"] else "free", request_id)
         self._forget(request_id)
         self.finished.append(request)
 
@@ -83,13 +84,17 @@ class Swapping(BlockManagerCalls):
         """
         used = [block for blocks in self.host_blocks.values() for block in blocks]
         if len(set(used)) < len(used):
-            raise Violation(3, f"a block of host memory holds two requests: {self.host_blocks}", "assert False")
+            raise Violation(
+                Invariant.TABLE_SHARING,
+                f"a block of host memory holds two requests: {self.host_blocks}",
+                "assert False",
+            )
         if self.offers["num_free_host"] and self.num_host_blocks is not None:
             expected = self.num_host_blocks - len(used)
-            actual = self.subject.ask(1, "num_free_host")
+            actual = self.subject.ask(Invariant.POOL_PARTITION, "num_free_host")
             if actual != expected:
                 raise Violation(
-                    1,
+                    Invariant.POOL_PARTITION,
                     f"{len(used)} of {self.num_host_blocks} blocks of host memory are used, and {actual} are counted "
                     "as free",
                     f"assert {self.subject.name}.num_free_host() == {expected}",

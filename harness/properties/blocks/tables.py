@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from harness.properties.blocks.capabilities import PoolCapabilities
 from harness.properties.blocks.content import ContentOracle
 from harness.properties.core.findings import Violation
+from harness.properties.core.invariants import Invariant
 from harness.properties.core.subject import Subject
 
 __all__ = ["Owner", "RequestRecord", "Tables"]
@@ -100,7 +101,7 @@ class Tables:
     def refresh(self) -> None:
         """Carry out the copies that were asked for, then read all tables anew."""
         if self._offers["take_copies"]:
-            for source, target in self._subject.ask(16, "take_copies"):
+            for source, target in self._subject.ask(Invariant.FREE_AND_COPY, "take_copies"):
                 self.oracle.copy(source, target)
         for request in self.live.values():
             old, request.tables = request.tables, self._read(request.request_id)
@@ -109,9 +110,9 @@ class Tables:
 
     def _read(self, request_id: int) -> list[list[int]]:
         if not self._pool.has_groups:
-            return [list(self._subject.ask(15, "block_table", request_id))]
+            return [list(self._subject.ask(Invariant.TABLE_LENGTH, "block_table", request_id))]
         groups = range(self._pool.num_groups)
-        return [list(self._subject.ask(15, "block_table", request_id, group)) for group in groups]
+        return [list(self._subject.ask(Invariant.TABLE_LENGTH, "block_table", request_id, group)) for group in groups]
 
     def _assume_copies(self, old: Sequence[Sequence[int]], request: RequestRecord) -> None:
         """Take a block that another has replaced as copied: without `take_copies` that is unknown."""
@@ -150,12 +151,12 @@ class Tables:
         block, source = request.tables[group][index], self.source(request, group)
         doing = f"request {request.request_id} writes position {position} into"
         if block == self._null_block:
-            raise Violation(5, f"{doing} the null block", f"assert {source}[{index}] != {block}")
+            raise Violation(Invariant.SHARED_WRITES, f"{doing} the null block", f"assert {source}[{index}] != {block}")
         for owner in owners[block]:
             is_found = position < found.get(owner.request.request_id, 0)
             if owner.request is not request and not is_found:
                 raise Violation(
-                    5,
+                    Invariant.SHARED_WRITES,
                     f"{doing} block {block}, which request {owner.request.request_id} owns too",
                     f"assert {block} not in {self.source(owner.request, owner.group)}",
                 )
@@ -176,7 +177,7 @@ class Tables:
         if self._offers["num_owners"] and self.knows_all:
             self._check_owner_counts(owners)
         for request in self.live.values():
-            self.check_content(request, 7)
+            self.check_content(request, Invariant.SLOT_CONTENT)
 
     def check_table(self, request: RequestRecord) -> None:
         """Verify the length of a request's tables, and that no block is twice in one.
@@ -194,7 +195,7 @@ class Tables:
         least = most if self._are_exact else self.num_needed(request.num_computed)
         if not least <= len(table) <= most:
             raise Violation(
-                15,
+                Invariant.TABLE_LENGTH,
                 f"request {request.request_id} has {len(request.token_ids)} tokens, {request.num_computed} of them "
                 f"computed, in {len(table)} blocks of {self._block_size}",
                 f"assert {least} <= len({source}) <= {most}",
@@ -205,13 +206,14 @@ class Tables:
         blocks = [block for block in table if block != self._null_block]
         if len(blocks) < len(table) and self._pool.windows[group] is None:
             raise Violation(
-                5, f"the null block is in the table of request {request.request_id}: {table}",
+                Invariant.SHARED_WRITES,
+                f"the null block is in the table of request {request.request_id}: {table}",
                 f"assert {self._null_block} not in {source}",
-            )  # fmt: skip
+            )
         if len(set(blocks)) < len(blocks):
             left_out = "" if len(blocks) == len(table) else f" - {{{self._null_block}}}"
             raise Violation(
-                3,
+                Invariant.TABLE_SHARING,
                 f"a block is twice in the table of request {request.request_id}: {table}",
                 f"assert len(set({source}){left_out}) == {len(blocks)}",
             )
@@ -220,7 +222,7 @@ class Tables:
         places = [(owner.group, owner.index) for owner in (first, second)]
         if places[0] != places[1] or self._tokens_behind(first) != self._tokens_behind(second):
             raise Violation(
-                3,
+                Invariant.TABLE_SHARING,
                 f"block {block} is at {self._place(first)} and at {self._place(second)}, after other tokens",
                 f"assert {block} not in {self.source(second.request, second.group)}",
             )
@@ -239,10 +241,10 @@ class Tables:
         if self._offers["free_list"]:
             self._check_free_list(owners, num_free)
         if self._offers["num_free"]:
-            actual = self._subject.ask(1, "num_free")
+            actual = self._subject.ask(Invariant.POOL_PARTITION, "num_free")
             if not (actual == num_free if self.knows_all else actual <= num_free):
                 raise Violation(
-                    1,
+                    Invariant.POOL_PARTITION,
                     f"{len(owners)} of {self._num_blocks} blocks are live, and {actual} are counted as free",
                     f"assert {self._subject.name}.num_free() {self._relation} {num_free}",
                 )
@@ -252,36 +254,39 @@ class Tables:
         return "==" if self.knows_all else "<="
 
     def _check_free_list(self, owners: Mapping[int, Sequence[Owner]], num_free: int) -> None:
-        free, source = list(self._subject.ask(1, "free_list")), f"{self._subject.name}.free_list()"
+        free = list(self._subject.ask(Invariant.POOL_PARTITION, "free_list"))
+        source = f"{self._subject.name}.free_list()"
         for block in sorted(owners.keys() & set(free)):
             owner = owners[block][0]
             raise Violation(
-                4,
+                Invariant.LIVE_BLOCKS,
                 f"request {owner.request.request_id} points at block {block}, which is free",
                 f"assert not set({self.source(owner.request, owner.group)}) & set({source})",
             )
         if len(set(free)) < len(free):
             raise Violation(
-                1, f"a block is twice among the free ones: {free}", f"assert len(set({source})) == len({source})"
+                Invariant.POOL_PARTITION,
+                f"a block is twice among the free ones: {free}",
+                f"assert len(set({source})) == len({source})",
             )
         if not (len(free) == num_free if self.knows_all else len(free) <= num_free):
             raise Violation(
-                1,
+                Invariant.POOL_PARTITION,
                 f"{len(owners)} of {self._num_blocks} blocks are live, and {len(free)} are free: {free}",
                 f"assert len({source}) {self._relation} {num_free}",
             )
 
     def _check_owner_counts(self, owners: Mapping[int, Sequence[Owner]]) -> None:
         for block, places in owners.items():
-            actual = self._subject.ask(2, "num_owners", block)
+            actual = self._subject.ask(Invariant.OWNER_COUNTS, "num_owners", block)
             if actual != len(places):
                 raise Violation(
-                    2,
+                    Invariant.OWNER_COUNTS,
                     f"block {block} is in {len(places)} tables and counts {actual} owners",
                     f"assert {self._subject.name}.num_owners({block}) == {len(places)}",
                 )
 
-    def check_content(self, request: RequestRecord, invariant: int, *, first_query: int | None = None) -> None:
+    def check_content(self, request: RequestRecord, invariant: Invariant, *, first_query: int | None = None) -> None:
         """Verify that what counts as computed is there, as far back as each group attends to.
 
         `first_query` is the first position that attends to it; None: the next one that is computed.
@@ -299,7 +304,7 @@ class Tables:
             if position is not None:
                 self._raise_wrong(request, group, position, invariant)
 
-    def _raise_wrong(self, request: RequestRecord, group: int, position: int, invariant: int) -> None:
+    def _raise_wrong(self, request: RequestRecord, group: int, position: int, invariant: Invariant) -> None:
         index, table = position // self._block_size, request.tables[group]
         block, expected = table[index], (group, request.prefixes[position])
         raise Violation(

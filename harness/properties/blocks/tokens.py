@@ -48,4 +48,5 @@ def similar_prompts(max_size: int) -> Drawn:
         history: Sequence[list[int]] = machine.history
         return [*chosen(history, choice)[: kept * stretch_of(machine.block_size)], *more]
 
-    return Drawn(st.tuples(CHOICES, st.integers(1, max_size), token_lists(3, min_size=0)), resolve)
+    drawn = st.tuples(CHOICES, st.integers(1, max_size), token_lists(3, min_size=0))
+    return Drawn(drawn, resolve, lambda machine: machine.history)

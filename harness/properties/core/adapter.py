@@ -94,9 +94,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | 
 
 
 def _unwrapped(target: Any) -> Any:
-    while isinstance(target, partial):
-        target = target.func
-    return target
+    return target.func if isinstance(target, partial) else target  # a partial of a partial is made into one
 
 
 def _attribute(target: Any, name: str, default: Any) -> Any:

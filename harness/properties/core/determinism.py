@@ -8,20 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from harness.properties.core.findings import PropertyFinding, RejectedError, Violation
+from harness.properties.core.invariants import Invariant
 from harness.properties.core.machine import Machine, NotApplicable, Step
 from harness.properties.core.minimize import smaller_traces
 from harness.properties.core.subject import Call
 
 __all__ = ["Sample", "difference"]
 
-INVARIANT = 27
 MOST_RUNS = 400
 RUNS_OF_ONE = 4
 """Runs of a shorter example before it counts as giving the same answers."""
 RUNS_IF_CERTAIN = 5
 """Further runs of each sample where the search has seen a difference."""
-NO_INVARIANT = 0
-"""Nobody violates it, so that an example runs through."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +54,9 @@ def difference(
     if not is_certain:
         return None
     what = "an example was run twice and did not take the same course; no second run of another one showed where"
-    return PropertyFinding.of(Violation(INVARIANT, what), "# no program: the difference did not come again\n")
+    return PropertyFinding.of(
+        Violation(Invariant.DETERMINISM, what), "# no program: the difference did not come again\n"
+    )
 
 
 def _compare(make: Callable[[], Machine], sample: Sample) -> CallDifference | None:
@@ -96,7 +96,7 @@ def _differs(make: Callable[[], Machine], trace: Sequence[Step]) -> CallDifferen
 
 def _run(make: Callable[[], Machine], trace: Sequence[Step]) -> Machine | None:
     machine = make()
-    machine.wanted = NO_INVARIANT
+    machine.wanted = ()
     try:
         machine.run(trace)
     except Violation:
@@ -122,7 +122,7 @@ def _finding(found: CallDifference) -> PropertyFinding:
         "answers = [run() for _ in range(1000)]",
         "assert all(answer == answers[0] for answer in answers)",
     ]
-    return PropertyFinding.of(Violation(INVARIANT, what), "\n".join(lines) + "\n")
+    return PropertyFinding.of(Violation(Invariant.DETERMINISM, what), "\n".join(lines) + "\n")
 
 
 def _attempt(call: Call) -> list[str]:

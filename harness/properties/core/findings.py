@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from harness.errors import Code, HarnessError
-from harness.properties.core.invariants import INVARIANTS, severity_of
+from harness.properties.core.invariants import Invariant
 
 __all__ = [
     "Counterexample",
@@ -43,14 +43,16 @@ class Violation(Counterexample):
     """An invariant does not hold after a sequence of calls; `Subject.program` writes the calls.
 
     Attributes:
-        invariant: its number in `INVARIANTS`.
+        invariant: the one that does not hold.
         ending: the last lines of the program, after the recorded calls: an assertion that fails. They may name
             `result`, the value of the last call. Empty if that call itself raises.
         question: a line that stands before the last call, for an `ending` that compares the two.
         hangs: whether the last call does not return.
     """
 
-    def __init__(self, invariant: int, what: str, ending: str = "", question: str = "", *, hangs: bool = False) -> None:
+    def __init__(
+        self, invariant: Invariant, what: str, ending: str = "", question: str = "", *, hangs: bool = False
+    ) -> None:
         self.hangs = hangs
         self.invariant = invariant
         self.ending = ending
@@ -71,19 +73,19 @@ class PropertyFinding:
     """One sentence with the values that disagree."""
     program: str
     """Plain Python: the code under test, torch if there are tensors, and nothing else."""
-    invariant: int | None = None
-    """Its number in `INVARIANTS`; None for properties of single calls."""
+    invariant: Invariant | None = None
+    """The invariant that does not hold; None for properties of single calls."""
 
     @classmethod
     def of(cls, violation: Violation, program: str) -> "PropertyFinding":
         """Make a finding of a broken invariant."""
-        number = violation.invariant
-        property = f"invariant {number}: {INVARIANTS[number]}"
-        return cls(property=property, what=violation.what, program=program, invariant=number)
+        invariant = violation.invariant
+        property = f"invariant {invariant}: {invariant.text}"
+        return cls(property=property, what=violation.what, program=program, invariant=invariant)
 
     def severity(self) -> str | None:
         """Return what it does to the users of an engine, in words; None for properties of single calls."""
-        return None if self.invariant is None else severity_of(self.invariant).name.lower().replace("_", " ")
+        return None if self.invariant is None else self.invariant.severity.name.lower().replace("_", " ")
 
     def __str__(self) -> str:
         return f"{HarnessError(Code.PROPERTY_VIOLATED, self.what, where=self.property)}\n\n{self.program}"

@@ -4,7 +4,7 @@ An example is a sequence of steps. A step is written down with the values that i
 not with the choices that led to them, so that it means the same after other steps are left out.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 from hypothesis import strategies as st
 
 from harness.properties.core.findings import Violation
+from harness.properties.core.invariants import Invariant
 from harness.properties.core.subject import Subject
 
 __all__ = ["CHOICES", "Arguments", "Drawn", "Machine", "NotApplicable", "Step", "action", "chosen", "one_of"]
@@ -37,6 +38,8 @@ class Drawn:
     """None if there is nothing to choose."""
     resolve: Callable[[Any, Any], Any]
     """Returns the value for a machine and what was drawn."""
+    among: Callable[[Any], object] = bool
+    """Returns what a machine has to choose from; where that is empty, the action cannot be run."""
 
 
 Arguments = Mapping[str, st.SearchStrategy[Any] | Drawn]
@@ -80,10 +83,14 @@ def action(
     when: Callable[[Any], object] = bool,
     **arguments: st.SearchStrategy[Any] | Drawn,
 ) -> Callable[[F], F]:
-    """Make a method an action of a `Machine`."""
+    """Make a method an action of a `Machine`, run `when` that is so and there is something to choose from."""
+    drawn = [entry for entry in arguments.values() if isinstance(entry, Drawn)]
+
+    def is_applicable(machine: Any) -> bool:
+        return bool(when(machine)) and all(entry.among(machine) for entry in drawn)
 
     def mark(method: F) -> F:
-        method.action = Action.of(weight, when, arguments)  # type: ignore[attr-defined]
+        method.action = Action.of(weight, is_applicable, arguments)  # type: ignore[attr-defined]
         return method
 
     return mark
@@ -96,7 +103,7 @@ def one_of(requests: Callable[[Any], Sequence[Any]]) -> Drawn:
         number: int = chosen(requests(machine), choice).request_id
         return number
 
-    return Drawn(CHOICES, resolve)
+    return Drawn(CHOICES, resolve, requests)
 
 
 def chosen(items: Sequence[T], choice: int) -> T:
@@ -118,12 +125,14 @@ class Machine:
 
     Attributes:
         subject: the code under test, once the machine has started.
+        offers: by optional method, whether the code under test has it.
         trace: the steps so far.
         noted: by invariant, the first violation after which the example could go on, and the steps up to it.
-        wanted: the invariant whose violation ends the example; None while examples are searched.
+        wanted: the invariants whose violation ends the example; None while examples are searched.
     """
 
     subject: Subject
+    offers: Mapping[str, bool]
     actions: ClassVar[Mapping[str, Action]]
     lengthened: ClassVar[Mapping[str, str]] = {}
     """By action that starts a request, its argument with the tokens: a longer list may save steps."""
@@ -143,8 +152,8 @@ class Machine:
 
     def __init__(self) -> None:
         self.trace: list[Step] = []
-        self.noted: dict[int, tuple[Violation, list[Step]]] = {}
-        self.wanted: int | None = None
+        self.noted: dict[Invariant, tuple[Violation, list[Step]]] = {}
+        self.wanted: Collection[Invariant] | None = None
 
     def served_sizes(self) -> Mapping[str, Sequence[int]]:
         """Return the values that arguments of `start` may have, for those that have only some."""
@@ -162,15 +171,20 @@ class Machine:
         """Verify that all requests can go, and what is left then."""
         raise NotImplementedError
 
-    def note(self, violation: Violation) -> None:
+    def ask_optional(self, invariant: Invariant, method: str, *args: object, **kwargs: object) -> Any:
+        """Ask an optional question; None if it is not offered."""
+        return self.subject.ask(invariant, method, *args, **kwargs) if self.offers[method] else None
+
+    def note(self, invariant: Invariant, what: str, ending: str = "", question: str = "") -> None:
         """Report a violation after which the state is still known, so that the example can go on.
 
         Raises:
-            Violation: it is the wanted one.
+            Violation: it is a wanted one.
         """
+        violation = Violation(invariant, what, ending, question)
         if self.wanted is None:
-            self.noted.setdefault(violation.invariant, (violation, list(self.trace)))
-        elif violation.invariant == self.wanted:
+            self.noted.setdefault(invariant, (violation, list(self.trace)))
+        elif invariant in self.wanted:
             raise violation
 
     def run_drawn(self, data: st.DataObject, num_steps: int) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.properties.core.findings import RejectedError, Violation
+from harness.properties.core.invariants import Invariant
 from harness.properties.core.machine import Machine, NotApplicable, Step
 
 __all__ = ["Smallest", "minimize", "smaller_traces"]
@@ -40,7 +41,9 @@ class Smallest:
         return len(self.machine.subject.calls), len(numbers), sum(numbers)
 
 
-def minimize(make: Callable[[], Machine], trace: Trace, invariant: int, *, hangs: bool = False) -> Smallest | None:
+def minimize(
+    make: Callable[[], Machine], trace: Trace, invariant: Invariant, *, hangs: bool = False
+) -> Smallest | None:
     """Return the smallest part of an example that violates the same invariant; None if it does not do so again.
 
     `hangs`: its last call does not return; otherwise a call that takes too long is no example of it.
@@ -60,9 +63,9 @@ def minimize(make: Callable[[], Machine], trace: Trace, invariant: int, *, hangs
     return found
 
 
-def _replay(make: Callable[[], Machine], trace: Trace, invariant: int, hangs: bool) -> Smallest | None:
+def _replay(make: Callable[[], Machine], trace: Trace, invariant: Invariant, hangs: bool) -> Smallest | None:
     machine = make()
-    machine.wanted = invariant
+    machine.wanted = (invariant,)
     try:
         machine.run(trace)
     except Violation as violation:

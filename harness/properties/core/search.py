@@ -11,7 +11,7 @@ from hypothesis.errors import Flaky, StopTest, Unsatisfiable
 from harness.errors import Code, HarnessError
 from harness.properties.core.determinism import Sample, difference
 from harness.properties.core.findings import PropertyError, PropertyFinding, RejectedError, Rejections, Violation
-from harness.properties.core.invariants import severity_of
+from harness.properties.core.invariants import Invariant
 from harness.properties.core.machine import Machine, Step
 from harness.properties.core.minimize import minimize
 from harness.properties.core.subject import Subject
@@ -71,11 +71,12 @@ def search(make: Callable[[], Machine], settings: Settings, *, is_first_enough: 
     with time_limit(CALL_LIMIT_S):
         is_steady = _run(found, settings)
     with time_limit(SHRINKING_LIMIT_S):
-        findings = [found.smallest(invariant) for invariant in found.broken]
+        findings = {invariant: found.smallest(invariant) for invariant in found.broken}
         other = difference(make, found.samples, is_certain=not is_steady)
-    findings += [other] if other else []
-    findings.sort(key=lambda finding: (severity_of(finding.invariant or 0), finding.invariant))
-    return SearchReport(findings=findings, num_examples=found.num_examples, rejections=found.rejections)
+    if other is not None:
+        findings[Invariant.DETERMINISM] = other
+    worst_first = [findings[invariant] for invariant in sorted(findings, key=lambda broken: (broken.severity, broken))]
+    return SearchReport(findings=worst_first, num_examples=found.num_examples, rejections=found.rejections)
 
 
 def _run(found: "_Found", settings: Settings) -> bool:
@@ -105,7 +106,7 @@ class _Found:
         self._is_first_enough = is_first_enough
         self.num_examples = 0
         self.rejections = Rejections()
-        self.broken: dict[int, list[tuple[list[Step], Violation, Machine]]] = {}
+        self.broken: dict[Invariant, list[tuple[list[Step], Violation, Machine]]] = {}
         """By invariant, the shortest examples that broke it."""
         self.samples: list[Sample] = []
 
@@ -140,7 +141,7 @@ class _Found:
         if self.broken and self._is_first_enough:
             raise EnoughFoundError
 
-    def smallest(self, invariant: int) -> PropertyFinding:
+    def smallest(self, invariant: Invariant) -> PropertyFinding:
         """Return the shortest program that breaks an invariant."""
         shrunk = [
             minimize(self._make, trace, invariant, hangs=violation.hangs)

@@ -9,6 +9,7 @@ from hypothesis.errors import UnsatisfiedAssumption
 from harness.errors import Code, HarnessError
 from harness.properties.core.adapter import NamedAdapter, takes
 from harness.properties.core.findings import RejectedError, Violation
+from harness.properties.core.invariants import Invariant
 from harness.properties.core.source import plain_text, spell
 from harness.properties.core.watchdog import HangError, call_limited
 
@@ -65,7 +66,7 @@ class Subject:
         """Return an optional attribute, None if it is absent."""
         return getattr(self._target, name, None)
 
-    def do(self, invariant: int, method: str, *args: object, **kwargs: object) -> Any:
+    def do(self, invariant: Invariant, method: str, *args: object, **kwargs: object) -> Any:
         """Call what may change something, and record it.
 
         Raises:
@@ -96,7 +97,7 @@ class Subject:
         self.calls.append(Call(source=source, result=repr(result), answer=plain_text(result)))
         return None
 
-    def ask(self, invariant: int, method: str, *args: object, **kwargs: object) -> Any:
+    def ask(self, invariant: Invariant, method: str, *args: object, **kwargs: object) -> Any:
         """Call what changes nothing; not recorded, unless it raises.
 
         Raises:

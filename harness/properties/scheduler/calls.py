@@ -11,6 +11,7 @@ from harness.properties.blocks.cache_entries import CacheEntries
 from harness.properties.blocks.tables import Tables
 from harness.properties.core.adapter import NamedAdapter
 from harness.properties.core.findings import Violation
+from harness.properties.core.invariants import Invariant
 from harness.properties.core.machine import Machine, NotApplicable
 from harness.properties.core.subject import Subject
 from harness.properties.scheduler.adapter import OPTIONAL, REQUIRED
@@ -69,7 +70,11 @@ class SchedulerCalls(Machine):
         )  # fmt: skip
         self.tables.knows_all = self.offers["running"]
         self.entries = CacheEntries(self.subject, self.tables, block_size, self.note)
-        self.reuse = Reuse(self)
+        can_be_seen = self.offers["block_table"] and self.offers["running"] and not declared.has_groups
+        self.reuse = Reuse(
+            self.tables, block_size, self.note,
+            is_checked=declared.reuses_prefixes and can_be_seen and not self.collides,
+        )  # fmt: skip
         self.requests: dict[int, ScheduledRequest] = {}
         self.in_flight: list[ScheduledStep] = []
         self.num_requests = 0
@@ -90,11 +95,11 @@ class SchedulerCalls(Machine):
 
     def remove(self, request: ScheduledRequest, method: str) -> None:
         """Take a request out."""
-        self.reuse.note_released(request, is_kept=method == "finish")
+        self.reuse.note_released(request, self.in_flight, is_kept=method == "finish")
         del self.requests[request.request_id]
         self.tables.live.pop(request.request_id, None)
         if self.offers[method]:  # a scheduler without `finish` has done it in `update`
-            self.subject.do(23, method, request.request_id)
+            self.subject.do(Invariant.REMOVAL, method, request.request_id)
 
     # A step
 
@@ -105,7 +110,7 @@ class SchedulerCalls(Machine):
         are accepted, as far as there are so many.
         """
         was_running = {request.request_id for request in self.requests.values() if request.is_running}
-        chunks = [Chunk(*chunk) for chunk in self.subject.do(21, "schedule")]
+        chunks = [Chunk(*chunk) for chunk in self.subject.do(Invariant.ADMISSION, "schedule")]
         self._check_progress(chunks)
         self.limits.check_chunks(chunks, self.requests)
         self.note_running(scheduled={chunk.request_id for chunk in chunks})
@@ -120,7 +125,7 @@ class SchedulerCalls(Machine):
         """Report the oldest step in flight, and finish the requests that end with it."""
         step = self.in_flight.pop(0)
         tokens = step.sampled if self.declared.reports_lists else {key: new[0] for key, new in step.sampled.items()}
-        dropped = self.subject.do(23, "update", dict(tokens))
+        dropped = self.subject.do(Invariant.REMOVAL, "update", dict(tokens))
         for request_id, new in step.sampled.items():
             request = self.requests.get(request_id)
             if request is not None:
@@ -134,15 +139,18 @@ class SchedulerCalls(Machine):
 
     def _check_still_there(self, ended: Collection[int]) -> None:
         """Verify that no request is gone that may still sample."""
-        running = set(self.subject.ask(20, "running")) if self.offers["running"] else set(self.requests)
+        running = self._running() if self.offers["running"] else set(self.requests)
         for request in self.requests.values():
             if request.is_running and request.request_id not in running | set(ended):
                 raise Violation(
-                    23,
+                    Invariant.REMOVAL,
                     f"request {request.request_id} does not run any more with {request.num_reported} of up to "
                     f"{request.num_total} tokens, and none of them is its end",
                     f"assert {request.request_id} in {self.subject.name}.running()",
                 )
+
+    def _running(self) -> set[int]:
+        return set(self.ask_optional(Invariant.RUNNING_LIMIT, "running") or ())
 
     def has_ended_in_flight(self) -> bool:
         """Whether a step in flight computes a request that is gone: its blocks may stay until that is reported."""
@@ -160,17 +168,19 @@ class SchedulerCalls(Machine):
         self.num_empty_steps = 0 if is_idle else self.num_empty_steps + 1
         if self.num_empty_steps > MAX_EMPTY_STEPS:
             raise Violation(
-                21, f"nothing is scheduled, and requests {sorted(self.requests)} wait: a livelock", "assert result"
+                Invariant.ADMISSION,
+                f"nothing is scheduled, and requests {sorted(self.requests)} wait: a livelock",
+                "assert result",
             )
 
     def note_running(self, scheduled: Collection[int] = ()) -> None:
         """Note which requests run, and which were preempted: nothing of those is computed then."""
-        running = set(self.subject.ask(20, "running")) if self.offers["running"] else set()
+        running = self._running()
         self.limits.check_running(running, self.subject.name)
         for request in self.requests.values():
             is_running = request.request_id in running or request.request_id in scheduled
             if self.offers["running"] and request.is_running and not is_running:
-                self.reuse.note_released(request, is_kept=False)
+                self.reuse.note_released(request, self.in_flight, is_kept=False)
                 request.leave()
                 request.was_preempted, request.num_computed = True, 0
                 request.is_generating, request.drafts = False, []
@@ -184,7 +194,7 @@ class SchedulerCalls(Machine):
         before = {key: list(request.table) for key, request in self.tables.live.items()}
         if self.offers["block_table"]:
             self.tables.refresh()
-            self.reuse.check(chunks, was_running, before)
+            self.reuse.check(chunks, self.requests, was_running, before)
         for chunk in chunks:
             request = self.requests[chunk.request_id]
             self._check_start(chunk, request, before.get(chunk.request_id, []))
@@ -201,7 +211,7 @@ class SchedulerCalls(Machine):
                 self.tables.write(request, chunk.stop, found=found)
             request.num_computed = chunk.stop
         for chunk in chunks if self.offers["block_table"] else ():
-            self.tables.check_content(self.requests[chunk.request_id], 7, first_query=chunk.start)
+            self.tables.check_content(self.requests[chunk.request_id], Invariant.SLOT_CONTENT, first_query=chunk.start)
 
     def _check_start(self, chunk: Chunk, request: ScheduledRequest, before: Sequence[int]) -> None:
         """Verify that a request goes on where it was, unless it was preempted and came back in the same step."""
@@ -211,14 +221,14 @@ class SchedulerCalls(Machine):
             return
         if chunk.start > request.num_computed or (has_kept_blocks and chunk.start < request.num_computed):
             raise Violation(
-                19,
+                Invariant.STEP_BUDGET,
                 f"request {chunk.request_id} goes on at position {chunk.start}, and {request.num_computed} are "
                 "computed",
                 f"assert {tuple(chunk)} not in map(tuple, result)",
             )
 
     def _carry_out_swaps(self) -> None:
-        for direction, source, target in self.subject.ask(16, "take_swaps") if self.offers["take_swaps"] else ():
+        for direction, source, target in self.ask_optional(Invariant.FREE_AND_COPY, "take_swaps") or ():
             is_out = direction == "out"
             self.tables.oracle.copy(source if is_out else ("host", source), ("host", target) if is_out else target)
 
@@ -228,17 +238,15 @@ class SchedulerCalls(Machine):
             source = self.tables.source(request, group)
             if not least <= len(table):
                 raise Violation(
-                    15,
+                    Invariant.TABLE_LENGTH,
                     f"request {request.request_id} computes up to {stop} with a table of {len(table)} blocks",
                     f"assert len({source}) >= {least}",
                 )
             if len(table) > most:
                 self.note(
-                    Violation(
-                        25,
-                        f"the table of request {request.request_id} has {len(table)} blocks, and {most} are the width",
-                        f"assert len({source}) <= {most}",
-                    )
+                    Invariant.TABLE_WIDTH,
+                    f"the table of request {request.request_id} has {len(table)} blocks, and {most} are the width",
+                    f"assert len({source}) <= {most}",
                 )
 
     def _sample(self, chunks: Sequence[Chunk], sampled: list[int], num_accepted: int) -> ScheduledStep:

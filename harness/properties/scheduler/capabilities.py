@@ -1,14 +1,9 @@
 """The abilities of a scheduler: an adapter declares them, and they bound the inputs, their shrinking and the checks."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
-from harness.properties.blocks.capabilities import (
-    PoolCapabilities,
-    declared_choice,
-    declared_pool,
-    declared_sizes,
-)
+from harness.properties.blocks.capabilities import PoolCapabilities
 from harness.properties.blocks.tokens import stretch_of
 from harness.properties.core.adapter import NamedAdapter
 
@@ -23,9 +18,9 @@ class SchedulerCapabilities(PoolCapabilities):
     """Values of `max_num_batched_tokens`; for larger blocks as many times larger."""
     max_model_lens: tuple[int, ...] = tuple(range(2, 17))
     """Longest requests; for larger blocks as many times longer."""
-    budget_covers: str = "all"
+    budget_covers: str = field(default="all", metadata={"choices": ("all", "prompts")})
     """`"all"` tokens of a step, or those of `"prompts"`: single tokens of requests that generate are not counted."""
-    max_num_seqs_limits: str = "running"
+    max_num_seqs_limits: str = field(default="running", metadata={"choices": ("running", "step")})
     """`"running"` requests, or those of one `"step"`."""
     refuses_impossible: bool = True
     """Whether `add` refuses a request that can never be served; if not, none is queued: other code refuses it."""
@@ -51,31 +46,16 @@ class SchedulerCapabilities(PoolCapabilities):
         return self.num_lookahead > 0
 
     @classmethod
-    def of(cls, adapter: NamedAdapter) -> "SchedulerCapabilities":
+    def of(cls, adapter: NamedAdapter) -> Self:
         """Read what an adapter declares.
 
         Raises:
             HarnessError: BAD_ADAPTER: it is not what it should be.
         """
-        declared = declared_pool(adapter)
-        stretch = max(stretch_of(size) for size in declared.get("block_sizes", (1,)))
-        defaults = cls()
-        for name in ("budgets", "max_model_lens"):
-            is_declared = adapter.declares(name) is not None
-            stretched = tuple(size * stretch for size in getattr(defaults, name))
-            declared[name] = declared_sizes(adapter, name) if is_declared else stretched
-        for name, choices in _CHOICES.items():
-            declared[name] = declared_choice(adapter, name, choices)
-        for name in ("max_steps_in_flight", "max_draft_tokens", "max_tokens_per_step"):
-            declared[name] = int(adapter.declares(name, getattr(defaults, name)))
-        return cls(**declared)
-
-
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "budget_covers": ("all", "prompts"),
-    "max_num_seqs_limits": ("running", "step"),
-    "refuses_impossible": (True, False),
-    "reuses_prefixes": (False, True),
-    "shares_within_step": (False, True),
-}
-"""By attribute: its values, the default first."""
+        found = super(SchedulerCapabilities, cls).of(adapter)  # `slots` makes a new class, which plain super() misses
+        stretch = max(stretch_of(size) for size in found.block_sizes)
+        undeclared = [name for name in ("budgets", "max_model_lens") if adapter.declares(name) is None]
+        stretched: dict[str, Any] = {
+            name: tuple(size * stretch for size in getattr(found, name)) for name in undeclared
+        }
+        return replace(found, **stretched)

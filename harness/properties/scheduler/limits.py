@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.properties.core.findings import Violation
+from harness.properties.core.invariants import Invariant
 from harness.properties.scheduler.capabilities import SchedulerCapabilities
 from harness.properties.scheduler.requests import Chunk, ScheduledRequest
 
@@ -18,7 +19,7 @@ class SchedulerLimits:
     budget: int
     max_num_seqs: int
     max_model_len: int
-    note: Callable[[Violation], None]
+    note: Callable[[Invariant, str, str], None]
 
     def check_chunks(self, chunks: Sequence[Chunk], requests: Mapping[int, ScheduledRequest]) -> None:
         """Verify which requests a step computes, and how much of them.
@@ -29,19 +30,19 @@ class SchedulerLimits:
         ids = [chunk.request_id for chunk in chunks]
         if len(set(ids)) < len(ids) or not set(ids) <= requests.keys():
             raise Violation(
-                19, f"requests {ids} are scheduled, where {sorted(requests)} are there",
+                Invariant.STEP_BUDGET,
+                f"requests {ids} are scheduled, where {sorted(requests)} are there",
                 f"assert sorted(chunk[0] for chunk in result) == {sorted(set(ids) & requests.keys())}",
-            )  # fmt: skip
+            )
         for chunk in chunks:
             self._check_chunk(chunk, requests[chunk.request_id])
         self._check_budget(chunks, [chunk for chunk in chunks if self._counts(chunk, requests[chunk.request_id])])
         if len(chunks) > self.max_num_seqs:
             self.note(
-                Violation(
-                    20, f"{len(chunks)} requests are scheduled, where {self.max_num_seqs} may run",
-                    f"assert len(result) <= {self.max_num_seqs}",
-                )
-            )  # fmt: skip
+                Invariant.RUNNING_LIMIT,
+                f"{len(chunks)} requests are scheduled, where {self.max_num_seqs} may run",
+                f"assert len(result) <= {self.max_num_seqs}",
+            )
 
     def _check_chunk(self, chunk: Chunk, request: ScheduledRequest) -> None:
         num_tokens, source = len(request.token_ids), f"{tuple(chunk)} not in map(tuple, result)"
@@ -50,24 +51,23 @@ class SchedulerLimits:
         if not 0 <= chunk.start < chunk.stop <= most or chunk.start >= num_tokens:
             drafts = f" and {num_extra} more in this step" if num_extra else ""
             raise Violation(
-                19,
+                Invariant.STEP_BUDGET,
                 f"request {chunk.request_id} is scheduled from {chunk.start} to {chunk.stop} and has {num_tokens} "
                 f"tokens{drafts}",
                 f"assert {source}",
             )
         if chunk.stop > self.max_model_len:
             raise Violation(
-                25, f"request {chunk.request_id} is scheduled up to {chunk.stop}, beyond {self.max_model_len}",
+                Invariant.TABLE_WIDTH,
+                f"request {chunk.request_id} is scheduled up to {chunk.stop}, beyond {self.max_model_len}",
                 f"assert {source}",
-            )  # fmt: skip
+            )
         if not self.declared.chunks_prompts and chunk.stop < request.num_reported:
             self.note(
-                Violation(
-                    19,
-                    f"request {chunk.request_id} is scheduled up to {chunk.stop} of {num_tokens} tokens, and the "
-                    "adapter declares chunks_prompts = False",
-                    f"assert {source}",
-                )
+                Invariant.STEP_BUDGET,
+                f"request {chunk.request_id} is scheduled up to {chunk.stop} of {num_tokens} tokens, and the "
+                "adapter declares chunks_prompts = False",
+                f"assert {source}",
             )
 
     def _counts(self, chunk: Chunk, request: ScheduledRequest) -> bool:
@@ -79,21 +79,19 @@ class SchedulerLimits:
             ids = [chunk.request_id for chunk in counted]
             which = "" if len(counted) == len(chunks) else f" if id in {ids}"
             self.note(
-                Violation(
-                    19, f"{num_scheduled} tokens are scheduled within a budget of {self.budget}",
-                    f"assert sum(stop - start for id, start, stop in result{which}) <= {self.budget}",
-                )
-            )  # fmt: skip
+                Invariant.STEP_BUDGET,
+                f"{num_scheduled} tokens are scheduled within a budget of {self.budget}",
+                f"assert sum(stop - start for id, start, stop in result{which}) <= {self.budget}",
+            )
 
     def check_running(self, running: Collection[int], subject_name: str) -> None:
         """Verify how many requests run."""
         if self.declared.max_num_seqs_limits == "running" and len(running) > self.max_num_seqs:
             self.note(
-                Violation(
-                    20, f"requests {sorted(running)} run, where {self.max_num_seqs} may",
-                    f"assert len({subject_name}.running()) <= {self.max_num_seqs}",
-                )
-            )  # fmt: skip
+                Invariant.RUNNING_LIMIT,
+                f"requests {sorted(running)} run, where {self.max_num_seqs} may",
+                f"assert len({subject_name}.running()) <= {self.max_num_seqs}",
+            )
 
     def check_turns(
         self, chunks: Sequence[Chunk], requests: Mapping[int, ScheduledRequest], was_running: Collection[int]
@@ -105,11 +103,9 @@ class SchedulerLimits:
             for other in waiting if chunk.request_id not in was_running else ():
                 if other.arrival < starting.arrival:
                     self.note(
-                        Violation(
-                            22,
-                            f"request {chunk.request_id} starts, and request {other.request_id}, which arrived before "
-                            "it and was preempted, still waits",
-                            f"assert {chunk.request_id} not in [chunk[0] for chunk in result]",
-                        )
+                        Invariant.PROGRESS,
+                        f"request {chunk.request_id} starts, and request {other.request_id}, which arrived before "
+                        "it and was preempted, still waits",
+                        f"assert {chunk.request_id} not in [chunk[0] for chunk in result]",
                     )
                     return

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from harness.properties.blocks.tokens import prompts, similar_prompts, token_lists
 from harness.properties.core.findings import Violation
+from harness.properties.core.invariants import Invariant
 from harness.properties.core.machine import Arguments, Drawn, NotApplicable, action, one_of
 from harness.properties.scheduler.calls import MAX_EMPTY_STEPS, SchedulerCalls
 from harness.properties.scheduler.requests import ScheduledRequest
@@ -78,7 +79,7 @@ class SchedulerMachine(SchedulerCalls):
         salted = {"salt": request.salt} if request.salt else {}
         arguments = (request.request_id, token_ids, max_new_tokens)
         if self.fits(request.num_total):
-            self.subject.do(21, "add", *arguments, **salted)
+            self.subject.do(Invariant.ADMISSION, "add", *arguments, **salted)
         else:
             error = self.subject.error_of("add", *arguments, **salted)
             # The last token is sampled and not fed: whether it needs a slot is the engine's own choice.
@@ -88,7 +89,6 @@ class SchedulerMachine(SchedulerCalls):
         self.requests[request.request_id] = request
 
     @action(
-        when=lambda self: self.history,
         request_id=NEW,
         token_ids=SIMILAR_PROMPTS,
         max_new_tokens=st.integers(1, 5),
@@ -109,7 +109,7 @@ class SchedulerMachine(SchedulerCalls):
             raise NotApplicable
         child = self.new_request(child_id, parent.token_ids, parent.num_left, parent.salt)
         child.arrival, child.is_generating = parent.arrival, parent.is_generating
-        self.subject.do(23, "fork", parent.request_id, child.request_id)
+        self.subject.do(Invariant.REMOVAL, "fork", parent.request_id, child.request_id)
         self.requests[child.request_id] = child
         self.note_running()
         if child.is_running:
@@ -117,7 +117,7 @@ class SchedulerMachine(SchedulerCalls):
             self.reuse.note_fork(parent, child)
 
     @action(
-        when=lambda self: self.offers["abort"] and self.requests,
+        when=lambda self: self.offers["abort"],
         request_id=one_of(lambda self: list(self.requests.values())),
     )
     def abort(self, request_id: int) -> None:
@@ -125,7 +125,7 @@ class SchedulerMachine(SchedulerCalls):
         self.remove(self._known(request_id), "abort")
 
     @action(
-        when=lambda self: self.offers["propose"] and self._may_propose(),
+        when=lambda self: self.offers["propose"],
         request_id=one_of(lambda self: self._may_propose()),
         token_ids=token_lists(4),
     )
@@ -135,7 +135,7 @@ class SchedulerMachine(SchedulerCalls):
         token_ids = token_ids[: self.declared.max_draft_tokens]
         if request not in self._may_propose() or not token_ids:
             raise NotApplicable
-        self.subject.do(23, "propose", request_id, list(token_ids))
+        self.subject.do(Invariant.REMOVAL, "propose", request_id, list(token_ids))
         request.drafts = token_ids
 
     # Steps
@@ -183,7 +183,7 @@ class SchedulerMachine(SchedulerCalls):
                 num_reported, num_steps = self._num_reported(), 0
             if num_steps > patience:
                 raise Violation(
-                    22,
+                    Invariant.PROGRESS,
                     f"requests {sorted(self.requests)} do not get on: {num_steps} steps change nothing",
                     f"assert False, 'requests {sorted(self.requests)} do not get on'",
                 )
@@ -195,12 +195,13 @@ class SchedulerMachine(SchedulerCalls):
         return len(self.requests), sum(request.num_reported for request in self.requests.values())
 
     def _check_all_free(self) -> None:
-        num_free = self.subject.ask(1, "num_free")
+        num_free = self.subject.ask(Invariant.POOL_PARTITION, "num_free")
         if num_free != self.num_blocks:
             raise Violation(
-                6, f"no request is left, and {num_free} of {self.num_blocks} blocks are free",
+                Invariant.ALL_FREED,
+                f"no request is left, and {num_free} of {self.num_blocks} blocks are free",
                 f"assert {self.subject.name}.num_free() == {self.num_blocks}",
-            )  # fmt: skip
+            )
 
     def _known(self, request_id: int) -> ScheduledRequest:
         if request_id not in self.requests:
@@ -217,10 +218,10 @@ class SchedulerMachine(SchedulerCalls):
         size = f"{len(request.token_ids)} tokens and {request.num_left} new ones"
         if error is None:
             raise Violation(
-                21,
+                Invariant.ADMISSION,
                 f"a request of {size} was accepted, where {self.max_model_len} are the longest and {self.num_blocks} "
                 f"blocks of {self.block_size} all there are",
                 "raise AssertionError('it was accepted')",
             )
         if len(re.findall(r"\d+", str(error))) < 2:
-            self.note(Violation(21, f"a request of {size} was refused without the numbers: {error!r}"))
+            self.note(Invariant.ADMISSION, f"a request of {size} was refused without the numbers: {error!r}")

@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import settings as Settings  # noqa: N812  # `settings` is what the functions here take
 
 from harness.properties.core.adapter import NamedAdapter
+from harness.properties.core.invariants import Invariant
 from harness.properties.core.search import SearchReport, not_offered, search
 from harness.properties.core.subject import Subject
 from harness.properties.scheduler.adapter import OPTIONAL, REQUIRED
@@ -16,9 +17,6 @@ from harness.properties.scheduler.capabilities import SchedulerCapabilities
 from harness.properties.scheduler.machine import SchedulerMachine
 
 __all__ = ["check_scheduler", "not_checked", "search_scheduler"]
-
-REFUSAL = 21
-"""The invariant that impossible requests are refused; if its violation is accepted, none are queued."""
 
 
 def check_scheduler(factory: Callable[..., Any], settings: Settings, *, accepted: Collection[int] = ()) -> None:
@@ -41,7 +39,7 @@ def search_scheduler(
     Raises:
         HarnessError: BAD_ADAPTER.
     """
-    adapter, refuses = NamedAdapter.of(factory), REFUSAL not in accepted
+    adapter, refuses = NamedAdapter.of(factory), Invariant.ADMISSION not in accepted  # else none impossible is queued
     return search(lambda: SchedulerMachine(adapter, refuses=refuses), settings, is_first_enough=is_first_enough)
 
 

@@ -15,7 +15,7 @@ def parse_accepted(texts: Iterable[str]) -> dict[int, str]:
     Raises:
         pytest.UsageError: there is no reason, or no such invariant.
     """
-    from harness.properties.core.invariants import INVARIANTS
+    from harness.properties.core.invariants import Invariant
 
     accepted = {}
     for text in texts:
@@ -23,9 +23,9 @@ def parse_accepted(texts: Iterable[str]) -> dict[int, str]:
         if not reason.strip():
             raise pytest.UsageError(f"--allow {text!r} gives no reason; {EXPECTED}")
         for number in numbers.split(","):
-            if not number.strip().isdecimal() or int(number) not in INVARIANTS:
+            if not number.strip().isdecimal() or int(number) not in set(Invariant):
                 raise pytest.UsageError(
-                    f"--allow {text!r}: {number.strip()!r} is no invariant (1 to {max(INVARIANTS)}); {EXPECTED}"
+                    f"--allow {text!r}: {number.strip()!r} is no invariant (1 to {max(Invariant)}); {EXPECTED}"
                 )
             accepted[int(number)] = reason.strip()
     return accepted

@@ -48,14 +48,15 @@ class SuiteRecord:
 
     def add_finding(self, finding: "PropertyFinding") -> None:
         """Note a finding, and the reason if it is accepted."""
+        number = None if finding.invariant is None else int(finding.invariant)  # workers send plain types only
         self.findings.append(
             {
-                "invariant": finding.invariant,
+                "invariant": number,
                 "property": finding.property,
                 "severity": finding.severity(),
                 "what": finding.what,
                 "program": finding.program,
-                "accepted": self._accepted.get(finding.invariant or 0),
+                "accepted": self._accepted.get(number or 0),
             }
         )
 

@@ -18,17 +18,8 @@ from harness.formats.case import DTYPES
 from harness.selfcheck.bench.agreement import Agreement, find_divergences, judge_divergences
 from harness.selfcheck.bench.bandwidth import copy_bandwidth
 from harness.selfcheck.bench.hf_generate import load_hf_model
-from harness.selfcheck.bench.peer import (
-    OURS,
-    PEERS,
-    BenchConfig,
-    Generation,
-    OpenPeers,
-    Peer,
-    check_peer_names,
-    open_peers,
-    peer_groups,
-)
+from harness.selfcheck.bench.peer import OURS, BenchConfig, Generation, Peer
+from harness.selfcheck.bench.peers import PEERS, OpenPeers, check_peer_names, open_peers, peer_groups
 from harness.selfcheck.bench.quiet import quiet_peers
 from harness.selfcheck.bench.results import BandwidthShare, BenchResult, Measure
 from harness.selfcheck.bench.shape import Shape, build_checkpoint, find_shape

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.engines import Engine, Timeline, Workload
-from harness.formats.recording import Recording, RecordingWriter
+from harness.formats.recording import Recording, RecordingWriter, RunInfo
 from harness.formats.recording.manifest import ModelInfo, Producer, RequestInfo
 from harness.formats.schedule import parse_schedule
 
@@ -30,12 +30,10 @@ def record(tmp_path: Path) -> Callable[..., Recording]:
     ) -> Recording:
         writer = RecordingWriter(
             tmp_path / "recording",
-            producer=Producer(name="test", version="1"),
-            model=ModelInfo(id="none"),
-            dtype="float32",
-            device="cpu",
-            environment={},
-            requests=requests,
+            RunInfo(
+                producer=Producer(name="test", version="1"), model=ModelInfo(id="none"), dtype="float32", device="cpu"
+            ),
+            requests,
         )
         with writer:
             engine.run(Workload(requests=requests, schedule=parse_schedule(schedule), timeline=timeline), writer)

@@ -84,8 +84,19 @@ def test_what_keeps_no_cache_does_not_offer_one(opened):
     assert opened(attention_backend="recompute").capabilities.all_unsupported_taps() == ("k_cache", "v_cache")
 
 
-def test_options_have_the_types_of_their_fields(opened, record):
-    assert record(opened(enable_prefix_caching="true", debug_checks="true", seed="7", num_blocks="64"), "plain")
+def test_options_have_the_types_of_their_fields(opened, record, monkeypatch):
+    configs, make = [], LLMEngine.__init__
+
+    def noting(engine, folder, config, **more):
+        configs.append(config)
+        make(engine, folder, config, **more)
+
+    monkeypatch.setattr(LLMEngine, "__init__", noting)
+    with record(opened(enable_prefix_caching="true", debug_checks="false", seed="7", num_blocks="64"), "plain"):
+        (config,) = configs
+    assert config.enable_prefix_caching is True
+    assert config.debug_checks is False
+    assert (config.seed, config.num_blocks) == (7, 64)
 
 
 @pytest.mark.parametrize(

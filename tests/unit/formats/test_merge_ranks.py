@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo
 from harness.formats.recording.merge import merge_ranks
 from harness.formats.taps import Graph, Kind, Operation
 
@@ -22,9 +22,10 @@ WHOLE = torch.arange(4.0).view(2, 2)
 
 def writer(path):
     return RecordingWriter(
-        path, producer=Producer(name="x", version="1"), model=ModelInfo(id="x"), dtype="float32", device="cpu",
-        environment={}, requests=REQUESTS,
-    )  # fmt: skip
+        path,
+        RunInfo(producer=Producer(name="x", version="1"), model=ModelInfo(id="x"), dtype="float32", device="cpu"),
+        REQUESTS,
+    )
 
 
 def rank(path, heads, whole=WHOLE, positions=(0, 1), num_steps=1):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,16 @@ import torch
 from safetensors import safe_open
 
 from harness.errors import Code, HarnessError
-from harness.formats.recording import Concat, ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+from harness.formats.recording import (
+    Concat,
+    ModelInfo,
+    Producer,
+    RankInfo,
+    Recording,
+    RecordingWriter,
+    RequestInfo,
+    RunInfo,
+)
 from harness.formats.recording.stream import TensorStream
 from harness.formats.safetensors_header import read_header
 
@@ -19,16 +29,14 @@ REQUESTS = [
 ]
 
 
-def open_writer(path, **changes):
-    given = {
-        "producer": Producer(name="test", version="1"),
-        "model": ModelInfo(id="tiny"),
-        "dtype": "bfloat16",
-        "device": "cpu",
-        "environment": {"threads": 2, "gpu": None},
-        "requests": REQUESTS,
-    }
-    return RecordingWriter(path, **(given | changes))
+RUN = RunInfo(
+    producer=Producer(name="test", version="1"), model=ModelInfo(id="tiny"), dtype="bfloat16", device="cpu",
+    environment={"threads": 2, "gpu": None},
+)  # fmt: skip
+
+
+def open_writer(path, requests=REQUESTS, *, schedule=None, **more):
+    return RecordingWriter(path, replace(RUN, schedule=schedule), requests, **more)
 
 
 def write_steps(writer):
@@ -171,7 +179,7 @@ class TestRoundTrip:
             assert recording.steps[0].tap("lm_head").shape == (0, 5)
 
     def test_shards_are_described(self, tmp_path):
-        with open_writer(tmp_path / "r", rank=1, world_size=2, shards={"x": Concat(dim=1)}) as writer:
+        with open_writer(tmp_path / "r", ranks=RankInfo(rank=1, world_size=2, shards={"x": Concat(dim=1)})) as writer:
             writer.begin_step(phase="decode", request=[2], position=[1])
             writer.tap("x", torch.zeros(1, 4))
             writer.end_step()
@@ -283,7 +291,7 @@ class TestMisuse:
         assert "expected: 1\n  actual:   2" in message
 
     def test_a_description_that_contradicts_itself(self, tmp_path):
-        assert "rank 2 is not below" in refused(lambda: open_writer(tmp_path / "r", rank=2))
+        assert "rank 2 is not below" in refused(lambda: open_writer(tmp_path / "r", ranks=RankInfo(rank=2)))
         assert "requests.1.id repeats 7" in refused(lambda: open_writer(tmp_path / "r", requests=[REQUESTS[0]] * 2))
         assert "requests" in refused(lambda: open_writer(tmp_path / "r", requests=[]))
         assert not (tmp_path / "r").exists()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo
 from harness.formats.recording.writer import is_unfinished
 
 ROOT = Path(__file__).parents[3]
@@ -109,9 +109,10 @@ def tiny_disk(path, num_bytes):
 def write_until_full(path):
     requests = [RequestInfo(id=0, token_ids=[0] * 100, prompt_length=1)]
     with RecordingWriter(
-        path, producer=Producer(name="test", version="1"), model=ModelInfo(id="m"), dtype="float32", device="cpu",
-        environment={}, requests=requests,
-    ) as writer:  # fmt: skip
+        path,
+        RunInfo(producer=Producer(name="test", version="1"), model=ModelInfo(id="m"), dtype="float32", device="cpu"),
+        requests,
+    ) as writer:
         for position in range(100):
             writer.begin_step(phase="decode", request=[0], position=[position])
             writer.tap("x", torch.zeros(1, 25_000))

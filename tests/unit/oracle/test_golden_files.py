@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from harness.base.metrics import rounding_unit
 from harness.errors import Code, HarnessError
-from harness.formats.recording import ModelInfo, Producer, RecordingWriter, RequestInfo
+from harness.formats.recording import ModelInfo, Producer, RecordingWriter, RequestInfo, RunInfo
 from harness.formats.taps import Graph, Kind, Operation
 from harness.oracle.golden import (
     _MOST_NOISE,
@@ -32,9 +32,10 @@ UNIT = rounding_unit(torch.bfloat16)
 def recorded(folder, dtype="bfloat16"):
     """Two requests; logits [3, 4] of the last row of each alone."""
     writer = RecordingWriter(
-        folder, producer=Producer(name="x", version="1"), model=ModelInfo(id="x"), dtype=dtype, device="cpu",
-        environment={}, requests=[RequestInfo(id=at, token_ids=[1, 2, 3], prompt_length=2) for at in range(2)],
-    )  # fmt: skip
+        folder,
+        RunInfo(producer=Producer(name="x", version="1"), model=ModelInfo(id="x"), dtype=dtype, device="cpu"),
+        [RequestInfo(id=at, token_ids=[1, 2, 3], prompt_length=2) for at in range(2)],
+    )
     with writer:
         for request in range(2):
             writer.begin_step(

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from harness.campaigns.suite.journal import Journal
+from harness.campaigns.suite.ledger import Ledger
 from harness.campaigns.suite.local_pool import LocalPool
 from harness.campaigns.suite.pool import Ended
 from harness.campaigns.suite.run import MOST_ATTEMPTS, Driver
-from harness.campaigns.suite.task import Loss, TaskResult
+from harness.campaigns.suite.task import Loss, TaskResult, case_tasks
 from harness.errors import Code, HarnessError
 from harness.results.suite import CaseVerdict
 
@@ -20,7 +21,7 @@ def run(cases, folder: Path, pool=None, *, resume=False, **options):
     folder.mkdir(exist_ok=True)
     begun = Journal.resume(folder) if resume else Journal.begin(folder)
     with closing(begun) as journal, closing(pool or LocalPool(2)) as workers:
-        return Driver(cases=cases, pool=workers, journal=journal, folder=folder, **options).run()
+        return Driver(case_tasks(cases, {}), workers, Ledger(journal, folder), **options).run()
 
 
 def log_of(worker: Path) -> Counter[str]:

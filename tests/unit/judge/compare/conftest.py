@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harness.engines import Workload, open_engine
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo
 from harness.formats.schedule import parse_schedule
 from harness.judge.compare import Requirements, compare_run
 from harness.judge.compare.run import Comparison
@@ -64,13 +64,14 @@ class Bench:
         """Run an engine over some requests and open what it recorded."""
         writer = RecordingWriter(
             path,
-            producer=Producer(name="tests", version="1"),
-            model=ModelInfo(id=str(self.folder)),
-            dtype=self.dtype,
-            device="cpu",
-            environment={},
-            requests=requests,
-            schedule=schedule,
+            RunInfo(
+                producer=Producer(name="tests", version="1"),
+                model=ModelInfo(id=str(self.folder)),
+                dtype=self.dtype,
+                device="cpu",
+                schedule=schedule,
+            ),
+            requests,
         )
         with writer:
             opened = open_engine(engine, self.folder, dtype=self.dtype, device="cpu", options=options)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from harness.base.numerics import Numerics
-from harness.formats.recording import Manifest, Recording, RecordingWriter, RequestInfo
+from harness.formats.recording import Manifest, Recording, RecordingWriter, RequestInfo, RunInfo
 
 
 @dataclass
@@ -84,14 +84,15 @@ class Copy:
         """Write it and open it."""
         writer = RecordingWriter(
             path,
-            producer=self.manifest.producer,
-            model=self.manifest.model,
-            dtype=self.dtype,
-            device="cpu",
-            environment={},
-            requests=self.requests,
-            numerics=self.numerics,
-            schedule=self.manifest.schedule,
+            RunInfo(
+                producer=self.manifest.producer,
+                model=self.manifest.model,
+                dtype=self.dtype,
+                device="cpu",
+                schedule=self.manifest.schedule,
+                numerics=self.numerics,
+            ),
+            self.requests,
         )
         with writer:
             for step in self.steps:

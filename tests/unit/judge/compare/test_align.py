@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import Code, HarnessError
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo
 from harness.judge.compare.align import Locator, Rows, all_rows, chunks, joined, match_requests, step_rows, take
 
 from .in_memory import Step, recording_of
@@ -23,12 +23,10 @@ def write(path, requests, steps, *, partial=None):
     """A recording whose value at a row is 1000 * request + position + 0.1 * step; steps are lists of rows."""
     writer = RecordingWriter(
         path,
-        producer=Producer(name="tests", version="1"),
-        model=ModelInfo(id="tiny"),
-        dtype="float32",
-        device="cpu",
-        environment={},
-        requests=[RequestInfo(id=id_, token_ids=[1] * n, prompt_length=1) for id_, n in requests.items()],
+        RunInfo(
+            producer=Producer(name="tests", version="1"), model=ModelInfo(id="tiny"), dtype="float32", device="cpu"
+        ),
+        [RequestInfo(id=id_, token_ids=[1] * n, prompt_length=1) for id_, n in requests.items()],
     )
     with writer:
         for index, step in enumerate(steps):
@@ -157,12 +155,10 @@ def test_recordings_of_other_prompts_are_refused(tmp_path, theirs, ours, said):
     def recorded(name, requests):
         writer = RecordingWriter(
             tmp_path / name,
-            producer=Producer(name="tests", version="1"),
-            model=ModelInfo(id="tiny"),
-            dtype="float32",
-            device="cpu",
-            environment={},
-            requests=[RequestInfo(id=id_, token_ids=tokens, prompt_length=1) for id_, tokens in requests.items()],
+            RunInfo(
+                producer=Producer(name="tests", version="1"), model=ModelInfo(id="tiny"), dtype="float32", device="cpu"
+            ),
+            [RequestInfo(id=id_, token_ids=tokens, prompt_length=1) for id_, tokens in requests.items()],
         )
         with writer:
             pass
@@ -180,12 +176,10 @@ def test_requests_that_repeat_others_are_matched_by_their_tokens(tmp_path):
     def recorded(name, requests):
         writer = RecordingWriter(
             tmp_path / name,
-            producer=Producer(name="tests", version="1"),
-            model=ModelInfo(id="tiny"),
-            dtype="float32",
-            device="cpu",
-            environment={},
-            requests=[RequestInfo(id=id_, token_ids=tokens, prompt_length=1) for id_, tokens in requests.items()],
+            RunInfo(
+                producer=Producer(name="tests", version="1"), model=ModelInfo(id="tiny"), dtype="float32", device="cpu"
+            ),
+            [RequestInfo(id=id_, token_ids=tokens, prompt_length=1) for id_, tokens in requests.items()],
         )
         with writer:
             writer.begin_step(phase="prefill", request=[3], position=[1])
@@ -213,12 +207,10 @@ def test_of_a_pool_any_beginning_is_matched_whatever_its_id(tmp_path):
 def request_recording(folder, requests):
     writer = RecordingWriter(
         folder,
-        producer=Producer(name="tests", version="1"),
-        model=ModelInfo(id="tiny"),
-        dtype="float32",
-        device="cpu",
-        environment={},
-        requests=[RequestInfo(id=id_, token_ids=tokens, prompt_length=1) for id_, tokens in requests.items()],
+        RunInfo(
+            producer=Producer(name="tests", version="1"), model=ModelInfo(id="tiny"), dtype="float32", device="cpu"
+        ),
+        [RequestInfo(id=id_, token_ids=tokens, prompt_length=1) for id_, tokens in requests.items()],
     )
     with writer:
         writer.begin_step(phase="prefill", request=[0], position=[1])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo
 from harness.judge.compare.batch import PaddedBatch, make_batches
 from harness.judge.compare.sequences import NOWHERE, sequences
 
@@ -22,12 +22,10 @@ def record(path, steps, *, requests=UNRELATED, partial=None, lacking=None, readb
     """Steps are lists of (request, position); every value of a row is its `number`; `tables` are of blocks of 2."""
     writer = RecordingWriter(
         path,
-        producer=Producer(name="tests", version="1"),
-        model=ModelInfo(id="tiny"),
-        dtype="float64",
-        device="cpu",
-        environment={},
-        requests=[RequestInfo(id=id_, token_ids=tokens, prompt_length=1) for id_, tokens in requests.items()],
+        RunInfo(
+            producer=Producer(name="tests", version="1"), model=ModelInfo(id="tiny"), dtype="float64", device="cpu"
+        ),
+        [RequestInfo(id=id_, token_ids=tokens, prompt_length=1) for id_, tokens in requests.items()],
     )
     with writer:
         for index, step in enumerate(steps):

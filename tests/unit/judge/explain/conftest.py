@@ -8,7 +8,7 @@ import torch
 
 from harness.engines import Workload, open_engine
 from harness.errors import Code
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter
+from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RunInfo
 from harness.formats.recording.reader import Step
 from harness.formats.schedule import parse_schedule
 from harness.formats.taps import Kind
@@ -61,13 +61,14 @@ class Bench:
         self.golden = cached_golden(self.hf, prompts)
         writer = RecordingWriter(
             path,
-            producer=Producer(name="tests", version="1"),
-            model=ModelInfo(id=str(folder)),
-            dtype=name,
-            device="cpu",
-            environment={},
-            requests=self.golden.requests,
-            schedule=schedule,
+            RunInfo(
+                producer=Producer(name="tests", version="1"),
+                model=ModelInfo(id=str(folder)),
+                dtype=name,
+                device="cpu",
+                schedule=schedule,
+            ),
+            self.golden.requests,
         )
         with writer:
             is_served = self.hf.config.model_type in FAMILIES

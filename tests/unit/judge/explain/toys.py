@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo
 from harness.formats.taps import Graph, Operation
 from harness.judge.compare.align import Locator, Rows
 from harness.judge.compare.slot_history import SlotHistory
@@ -87,9 +87,10 @@ def recorded(
         for number, (count, prompt) in enumerate(lengths)
     ]
     writer = RecordingWriter(
-        folder, producer=Producer(name="test", version="1"), model=ModelInfo(id="m"), dtype=dtype, device=device,
-        environment={}, requests=requests,
-    )  # fmt: skip
+        folder,
+        RunInfo(producer=Producer(name="test", version="1"), model=ModelInfo(id="m"), dtype=dtype, device=device),
+        requests,
+    )
     with writer:
         for step in steps:
             given = dict(step)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from harness.errors import Code, HarnessError
 from harness.properties.core.findings import PropertyError, PropertyFinding, Violation
+from harness.properties.core.invariants import Invariant
 from harness.properties.core.machine import Machine, NotApplicable, action
 from harness.properties.core.minimize import minimize
 from harness.properties.core.subject import Subject
@@ -39,11 +40,11 @@ class CounterMachine(Machine):
     def add(self, number: int, words: list[int]) -> None:
         if number < 3:
             raise NotApplicable
-        self.total = self.subject.do(1, "add", number, words)
+        self.total = self.subject.do(Invariant.POOL_PARTITION, "add", number, words)
 
     def check(self) -> None:
         if self.total >= 5:
-            raise Violation(1, f"it counts {self.total}", "assert result < 5")
+            raise Violation(Invariant.POOL_PARTITION, f"it counts {self.total}", "assert result < 5")
 
     def drain(self) -> None:
         pass
@@ -56,7 +57,7 @@ def test_steps_and_arguments_become_as_small_as_they_can() -> None:
         ("add", {"number": 3, "words": [1, 2]}),
         ("add", {"number": 9, "words": [3, 1, 2]}),
     ]
-    found = minimize(CounterMachine, trace, 1)
+    found = minimize(CounterMachine, trace, Invariant.POOL_PARTITION)
     assert found is not None
     assert found.machine.subject.program(found.violation) == (
         f"from {__name__} import Counter\n\n"
@@ -72,7 +73,7 @@ class WholeBlocks(CounterMachine):
     def check(self) -> None:
         words = self.trace[-1][1].get("words")
         if words and len(words) % 16 == 0:
-            raise Violation(1, f"{len(words)} words", "assert False")
+            raise Violation(Invariant.POOL_PARTITION, f"{len(words)} words", "assert False")
 
 
 @pytest.mark.parametrize("num_words", [32, 48, 112])
@@ -81,13 +82,13 @@ def test_a_prompt_of_whole_blocks_becomes_one_block(num_words: int) -> None:
         ("start", {"num_blocks": 8, "block_size": 16}),
         ("add", {"number": 3, "words": [0] * num_words}),
     ]
-    found = minimize(WholeBlocks, trace, 1)
+    found = minimize(WholeBlocks, trace, Invariant.POOL_PARTITION)
     assert found is not None
     assert found.trace[-1] == ("add", {"number": 3, "words": [0] * 16})
 
 
 def test_what_does_not_happen_again_cannot_be_made_smaller() -> None:
-    assert minimize(CounterMachine, [("start", {"num_blocks": 1, "block_size": 1})], 1) is None
+    assert minimize(CounterMachine, [("start", {"num_blocks": 1, "block_size": 1})], Invariant.POOL_PARTITION) is None
 
 
 def subject() -> Subject:
@@ -103,15 +104,15 @@ def program(act: Callable[[Subject], Any]) -> list[str]:
 
 
 def test_a_call_that_raises_ends_the_program() -> None:
-    assert program(lambda made: made.do(12, "fail")) == ["counter.fail()  # raises"]
-    assert program(lambda made: made.ask(12, "fail")) == ["counter.fail()  # raises"]
+    assert program(lambda made: made.do(Invariant.ROOM, "fail")) == ["counter.fail()  # raises"]
+    assert program(lambda made: made.ask(Invariant.ROOM, "fail")) == ["counter.fail()  # raises"]
 
 
 def test_an_error_that_is_right_does_not_end_the_program() -> None:
     def act(made: Subject) -> None:
         assert isinstance(made.error_of("fail"), ValueError)
-        made.do(1, "add", 1, words=[])
-        raise Violation(1, "wrong", "assert expected", "expected = counter.total > 1")
+        made.do(Invariant.POOL_PARTITION, "add", 1, words=[])
+        raise Violation(Invariant.POOL_PARTITION, "wrong", "assert expected", "expected = counter.total > 1")
 
     assert program(act) == [
         "try:",
@@ -125,7 +126,7 @@ def test_an_error_that_is_right_does_not_end_the_program() -> None:
 
 
 def test_a_finding_says_which_invariant_and_how() -> None:
-    error = PropertyError(PropertyFinding.of(Violation(4, "block 1 is free"), "manager.free(0)\n"))
+    error = PropertyError(PropertyFinding.of(Violation(Invariant.LIVE_BLOCKS, "block 1 is free"), "manager.free(0)\n"))
     assert str(error) == (
         "H092: block 1 is free\n  where:    invariant 4: A live table never points at a free block\n\nmanager.free(0)\n"
     )

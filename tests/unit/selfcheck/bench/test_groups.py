@@ -3,8 +3,9 @@
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.selfcheck.bench import measure, peer
-from harness.selfcheck.bench.peer import OURS, BenchConfig, Generation, PeerMissingError, open_peers, peer_groups
+from harness.selfcheck.bench import measure, peers
+from harness.selfcheck.bench.peer import OURS, BenchConfig, Generation, PeerMissingError
+from harness.selfcheck.bench.peers import open_peers, peer_groups
 from harness.selfcheck.bench.workload import BenchWorkload
 
 WORKLOADS = [
@@ -45,9 +46,9 @@ def setting(tmp_path, log, monkeypatch):
 
         return opened
 
-    for name in peer.PEERS:
-        monkeypatch.setitem(peer.PEERS, name, opener(name))
-    monkeypatch.setattr(peer, "_release", lambda device: log.append("release"))
+    for name in peers.PEERS:
+        monkeypatch.setitem(peers.PEERS, name, opener(name))
+    monkeypatch.setattr(peers, "_release", lambda device: log.append("release"))
     monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(measure, "load_hf_model", lambda *_: log.append("judge") or "a model")
     monkeypatch.setattr(

@@ -8,7 +8,8 @@ from transformers import ContinuousBatchingConfig
 
 from harness.selfcheck.bench import hf_continuous
 from harness.selfcheck.bench.hf_continuous import PAGE_SIZE, HfContinuousPeer, _page_size_field
-from harness.selfcheck.bench.peer import PeerMissingError, _not_installed
+from harness.selfcheck.bench.peer import PeerMissingError
+from harness.selfcheck.bench.peers import _not_installed
 
 
 @dataclass

@@ -1,0 +1,110 @@
+"""A HuggingFace model before its graph is known: its modules and its weights. What traces the graph is given this."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from harness.formats.checkpoint import Checkpoint
+from harness.oracle.failures import hf_failures
+from harness.oracle.weights import ResidentWeights
+
+
+class Weights(Protocol):
+    """A model's parameters, which are loaded while they are in use."""
+
+    def held(self, part: str) -> AbstractContextManager[None]:
+        """Hold the weights of one part of the model, a module's path, for the duration of the block."""
+
+
+@dataclass(eq=False, kw_only=True)
+class UntracedModel:
+    """A causal language model of transformers, without the graph of its operations."""
+
+    model: Any
+    """The `PreTrainedModel` in eval mode; its parameters may be on the meta device while they are not used."""
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    """Of the engine, and so of the weights."""
+    device: torch.device
+    weights: Weights = field(default_factory=ResidentWeights)
+    lora_hash: str | None = None
+    """Digest of the LoRA adapter that was put into the model; None without one."""
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the checkpoint."""
+        return self.checkpoint.folder
+
+    @property
+    def config(self) -> Any:
+        """HF's configuration of the (text) model."""
+        return self.model.config.get_text_config()
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of rows of the embedding."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def max_positions(self) -> int | None:
+        """Number of positions the model was made for; None if its config sets no limit."""
+        for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "context_length"):
+            limit = getattr(self.config, name, None)
+            if isinstance(limit, int) and limit > 0:  # -1 says that there is none
+                return limit
+        return None
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one attention head."""
+        own = getattr(self.config, "head_dim", None)
+        return int(own or self.config.hidden_size // self.config.num_attention_heads)
+
+    def run(self, **inputs: Any) -> Any:
+        """Return what HF's forward returns.
+
+        Raises:
+            HarnessError: HF_FAILED: HF's own code raised.
+        """
+        with hf_failures(self.folder):
+            return self.model(**inputs)
+
+    def module(self, path: str) -> nn.Module:
+        """Return the module at a path; raises AttributeError if there is none."""
+        return self.model.get_submodule(path)  # type: ignore[no-any-return]
+
+    @cached_property
+    def parts(self) -> tuple[str, ...]:
+        """Paths of the parts that run one after the other: embeddings, each decoder layer, final norm, head."""
+        return tuple(_parts(self.model, ""))
+
+    def part_of(self, path: str) -> str:
+        """Return the part that holds the module at a path; the path itself where it stands outside of all."""
+        return next((part for part in self.parts if path == part or path.startswith(f"{part}.")), path)
+
+    def eager_attention(self, module: nn.Module) -> Callable[..., Any] | None:
+        """Return HF's eager attention of the file that defines an attention module, or what that is derived from.
+
+        None if there is none.
+        """
+        files = (sys.modules[each.__module__] for each in type(module).__mro__)
+        return next((file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")), None)
+
+
+def _parts(module: nn.Module, path: str) -> Iterator[str]:
+    """Go through modules that hold a list of modules; everything else is one part."""
+    for name, child in module.named_children():
+        own = f"{path}.{name}" if path else name
+        if isinstance(child, nn.ModuleList):
+            yield from (f"{own}.{index}" for index in range(len(child)))
+        elif any(isinstance(part, nn.ModuleList) and len(part) for part in child.modules()):
+            yield from _parts(child, own)
+        else:
+            yield own
