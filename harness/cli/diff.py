@@ -55,7 +55,7 @@ def diff(
             taps=tuple(taps or ("*",)),
             lacking=tuple(lacking or ()),
             require=tuple(require or ("decode",)),
-            truth=truth or opt.Truth.AUTO,
+            truth=truth or "auto",
             device=device,
             progress=report,
             local_files_only=local_files_only,

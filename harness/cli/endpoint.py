@@ -2,20 +2,20 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from harness.cli import options as opt
 from harness.cli.output import STATUS, terminal_width, write, write_json
 from harness.errors import Code, HarnessError
+from harness.formats.case import RequestSpec
 
 if TYPE_CHECKING:
     from harness.campaigns.endpoint.address import Address
     from harness.results.endpoint import EndpointResult
 
-_NOT_OF_A_SERVER = (
-    "engine", "engine_option", "schedule", "only", "isolate", "engine_timeout", "case",
-)  # fmt: skip
+_OF_A_SERVER = {"model", "hf", "dtype", "device", "truth", "requests", "max_new_tokens", "lora", "other_loras"}
+"""Fields of a case that say what the server should answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class ServerOptions:
 
     def check(
         self,
-        given: opt.CliOptions,
+        given: opt.Given,
         others: Sequence[object],
         local_files_only: bool,
         form: opt.ReportFormat,
@@ -57,7 +57,7 @@ class ServerOptions:
             form: how to print.
             report: told what is being done.
         """
-        named = [name for name in _NOT_OF_A_SERVER if getattr(given, name) not in (None, [])]
+        named = [name for name in given if name not in _OF_A_SERVER]
         if named or any(other is not None for other in others):
             what = (
                 "a server is checked by what it answers: options of engines, schedules, faults and pages are not for it"
@@ -65,11 +65,12 @@ class ServerOptions:
             raise HarnessError(Code.BAD_OPTION, what, where="--endpoint", actual=", ".join(named) or None)
         _refuse_without_client()
         from harness.campaigns.endpoint.run import check_endpoint
+        from harness.plan import plan_request
 
         address = self._address()
-        if given.model is None and not given.requests():
-            given = replace(given, prompt=list(_DEFAULT_PROMPTS))
-        plan = given.plan(local_files_only=local_files_only)
+        if not {"model", "requests"} & given.keys():
+            given["requests"] = [RequestSpec(prompt=text) for text in _DEFAULT_PROMPTS]
+        plan = plan_request(**given, local_files_only=local_files_only)
         result = check_endpoint(plan, address, num_again=self._again(), progress=report)
         _print(result, form)
         return STATUS[result.outcome]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @grouped
 def fuzz(
-    given: Annotated[opt.CliOptions, ("model", "engine", "engine_option", "dtype", "device", "truth")],
+    given: Annotated[opt.Given, opt.CaseOptions("model", "engine", "engine_options", "dtype", "device", "truth")],
     seconds: Annotated[float, typer.Option(metavar="N", help="How long to search.")] = 60.0,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Another one draws other workloads.")] = 0,
     first: Annotated[bool, typer.Option("--first", help="End at the first finding.")] = False,
@@ -65,7 +65,7 @@ def fuzz(
     if invariance and (replay is not None or out is not None or first):
         what = "two runs are compared here, and nothing is searched, repeated or written"
         raise HarnessError(Code.BAD_OPTION, what, where="--invariance", hint="leave --replay, --out and --first out")
-    if replay is not None and (given != opt.CliOptions() or fault is not None or out is not None):
+    if replay is not None and (given or fault is not None or out is not None):
         what = "a workload's file says what is to be run"
         raise HarnessError(Code.BAD_OPTION, what, where="--replay", hint="leave the other options out")
     with progress_bar() as report:
@@ -91,41 +91,33 @@ def fuzz(
     return _print(result, format)
 
 
-def _said_by(file: "WorkloadFile") -> opt.CliOptions:
+def _said_by(file: "WorkloadFile") -> opt.Given:
     """Return what a workload's file says of the engine; a fault brings its own model."""
-    if file.fault is not None:
-        return opt.CliOptions()
-    options = [f"{name}={value}" for name, value in file.engine_options.items()]
-    return opt.CliOptions(
-        model=file.model, engine=file.engine, engine_option=options, dtype=file.dtype, device=file.device
-    )
+    names = ("model", "engine", "engine_options", "dtype", "device")
+    return {name: getattr(file, name) for name in names} if file.fault is None else {}
 
 
 @contextmanager
 def _opened(
-    given: opt.CliOptions, fault: str | None, options: "FuzzOptions", local_files_only: bool
+    given: opt.Given, fault: str | None, options: "FuzzOptions", local_files_only: bool
 ) -> "Iterator[tuple[Plan, FuzzOptions]]":
     """Yield the plan, and the options with the fault that is to be injected."""
+    from harness.plan import plan_engine
+
     if fault is None:
-        yield _plan(given, local_files_only), options
+        yield plan_engine(**given, local_files_only=local_files_only), options
         return
     from harness.selfcheck.faults.catalogue import choose
     from harness.selfcheck.faults.trial import checkpoint
 
-    if given != opt.CliOptions():
+    if given:
         what = "a fault comes with the engine, the model and the dtype that show it"
         raise HarnessError(Code.BAD_OPTION, what, where="--fault", hint="leave the other options out")
     (chosen,) = choose([fault])
     with checkpoint(chosen.setting) as folder:
-        plan = _plan(opt.CliOptions(model=str(folder), dtype=chosen.setting.dtype), local_files_only)
+        plan = plan_engine(model=str(folder), dtype=chosen.setting.dtype, local_files_only=local_files_only)
         plan = replace(plan, notes=(f"planted: {chosen.summary}",))
         yield plan, replace(options, planted=chosen.inject, fault=chosen.id)
-
-
-def _plan(given: opt.CliOptions, local_files_only: bool) -> "Plan":
-    """Return what is searched: workloads take the place of the plan's request and schedule."""
-    own = replace(given, token_ids=["0"], max_new_tokens=1, schedule=["plain"])
-    return own.plan(local_files_only=local_files_only)
 
 
 def _check_positive(option: str, value: float) -> None:

@@ -14,7 +14,7 @@ from harness.errors import ExitStatus
 
 @grouped
 def golden(
-    given: Annotated[opt.CliOptions, ("model", "hf", "dtype", *opt.WORKLOAD, "continuation", "case", "lora")],
+    given: Annotated[opt.Given, opt.CaseOptions("model", "hf", "dtype", *opt.WORKLOAD, "continuation", "case", "lora")],
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="New folder to write the golden to. [default: in the cache]")
     ] = None,
@@ -32,16 +32,17 @@ def golden(
 
         from harness.judge.jobs.golden import run_golden
         from harness.oracle.precision import truth_dtype
+        from harness.plan import plan_request
 
-        plan = given.plan(local_files_only=local_files_only)
+        plan = plan_request(**given, local_files_only=local_files_only)
         made = run_golden(plan, out=out, progress=report)
     manifest = made.recording.manifest
     summary = {
         "schema_version": 1,
         "golden": str(made.recording.path),
-        "model": plan.model,
-        "dtype": plan.dtype,
-        "truth": str(truth_dtype(plan.truth, getattr(torch, plan.dtype))).removeprefix("torch."),
+        "model": plan.case.model,
+        "dtype": plan.case.dtype,
+        "truth": str(truth_dtype(plan.case.truth, getattr(torch, plan.case.dtype))).removeprefix("torch."),
         "num_requests": len(manifest.requests),
         "num_rows": sum(step.num_rows for step in manifest.steps),
         "num_taps": len(manifest.taps),
@@ -53,6 +54,6 @@ def golden(
         write(
             f"{summary['golden']}: {summary['num_requests']} requests, {summary['num_rows']} rows, "
             f"{summary['num_taps']} taps, {summary['num_bytes']:,} bytes "
-            f"({plan.model}, weights in {plan.dtype}, truth in {summary['truth']})"
+            f"({plan.case.model}, weights in {plan.case.dtype}, truth in {summary['truth']})"
         )
     return ExitStatus.PASS

@@ -139,9 +139,9 @@ def header(description: str, plan: Plan) -> list[str]:
     return [
         f"description = {toml(description)}",
         f"model = {toml(str(plan.folder))}",
-        f"engine = {toml(plan.engine)}",
-        f"dtype = {toml(plan.dtype)}",
-        f"device = {toml(plan.device)}",
+        f"engine = {toml(plan.case.engine)}",
+        f"dtype = {toml(plan.case.dtype)}",
+        f"device = {toml(plan.case.device)}",
     ]
 
 

@@ -11,7 +11,7 @@ from harness.base.files import write_text
 from harness.base.progress import Progress
 from harness.base.scratch import scratch_folder
 from harness.base.threads import limit_threads
-from harness.engines import Capabilities, Engine, TapMatcher, engine_errors, open_engine
+from harness.engines import Capabilities, Engine, TapMatcher, engine_errors
 from harness.engines.isolated import IsolatedEngine, isolated_engine
 from harness.engines.record import RunDescription, record
 from harness.errors import Code, HarnessError
@@ -68,19 +68,19 @@ def _check_engine(plan: Plan, engine: Engine | IsolatedEngine, out: Path | None,
     with limit_threads(int(getattr(hf.config, "hidden_size", 0))):
         match_taps(plan, engine, hf.graph)
         plan = followed_schedules(plan, engine)
-        golden = cached_golden(hf, plan.prompts, truth=plan.truth, progress=report)
+        golden = cached_golden(hf, plan.prompts, truth=plan.case.truth, progress=report)
         golden_s = time.perf_counter() - begin
         for index, schedule in enumerate(plan.schedules):
-            report(f"{plan.engine}, {schedule}", index, len(plan.schedules))
+            report(f"{plan.case.engine}, {schedule}", index, len(plan.schedules))
             runs.append(_run_schedule(plan, engine, schedule, golden, hf, out, report))
-            if plan.stops_early and runs[-1].outcome is Outcome.MISMATCH:
+            if plan.case.stops_early and runs[-1].outcome is Outcome.MISMATCH:
                 break
     report("done", len(plan.schedules), len(plan.schedules))
     return CheckResult(
-        engine=plan.engine,
-        model=plan.model,
-        dtype=plan.dtype,
-        device=plan.device,
+        engine=plan.case.engine,
+        model=plan.case.model,
+        dtype=plan.case.dtype,
+        device=plan.case.device,
         num_requests=len(plan.prompts),
         runs=tuple(runs),
         golden_s=golden_s,
@@ -97,7 +97,7 @@ def _check_engine(plan: Plan, engine: Engine | IsolatedEngine, out: Path | None,
 def match_taps(plan: Plan, engine: Engine | IsolatedEngine, graph: Graph) -> None:
     """Let an engine whose taps depend on the model find them."""
     if isinstance(engine, TapMatcher):
-        with engine_errors(plan.engine):
+        with engine_errors(plan.case.engine):
             engine.match_taps(graph)
 
 
@@ -112,13 +112,13 @@ def followed_schedules(plan: Plan, engine: Engine | IsolatedEngine) -> Plan:
     if others and not plan.has_default_schedules:
         raise HarnessError(
             Code.ENGINE_CANNOT_SERVE,
-            f"engine {plan.engine!r} cannot follow the schedule {others[0].name!r}",
+            f"engine {plan.case.engine!r} cannot follow the schedule {others[0].name!r}",
             where="--schedule",
             expected=", ".join(offered),
             actual=str(others[0]),
             hint=f"--schedule {offered[0]}" if offered else None,
         )
-    notes = [f"schedule {schedule} left out: engine {plan.engine} cannot follow it" for schedule in others]
+    notes = [f"schedule {schedule} left out: engine {plan.case.engine} cannot follow it" for schedule in others]
     followed = [schedule for schedule in plan.schedules if schedule not in others]
     return replace(plan, schedules=tuple(followed), notes=(*plan.notes, *notes))
 
@@ -138,11 +138,11 @@ def _run_schedule(
         record_run(plan, engine, schedule, golden.requests[: len(plan.prompts)], folder, copies=copies)
         engine_s = time.perf_counter() - begin
         with Recording.open(folder, verify=False) as actual:  # written a moment ago by ourselves
-            require = sorted({*schedule.requires, *plan.require})
+            require = sorted({*schedule.requires, *plan.case.require})
             found = compare_planned(
                 plan, engine.capabilities, actual, golden, hf, require=require, engine_s=engine_s, progress=report
             )
-            return found.result if plan.stops_early else explain_run(found, actual, golden, hf)
+            return found.result if plan.case.stops_early else explain_run(found, actual, golden, hf)
 
 
 def compare_planned(
@@ -175,11 +175,11 @@ def compare_planned(
         wanted=_wanted(plan, capabilities, hf.graph),
         not_offered=capabilities.all_unsupported_taps(),
         sampled_only=capabilities.sampled_only,
-        accepts_tokens=plan.only == "tokens",
+        accepts_tokens=plan.case.only == "tokens",
         least_compute=LEAST_JUDGED,
         require=require,
-        truth=plan.truth,
-        stops_early=plan.stops_early,
+        truth=plan.case.truth,
+        stops_early=plan.case.stops_early,
         engine_s=engine_s,
         progress=progress,
     )
@@ -187,19 +187,19 @@ def compare_planned(
 
 def _wanted(plan: Plan, capabilities: Capabilities, graph: Graph) -> list[str]:
     """Return the taps that must have been recorded."""
-    if plan.only in (None, "all"):
+    if plan.case.only in (None, "all"):
         return capabilities.wanted(graph)
-    if plan.only == "cache":
+    if plan.case.only == "cache":
         return [*(op.tap for op in graph if op.kind is Kind.CACHE), graph.logits]
-    return [graph.logits] if plan.only == "logits" else []
+    return [graph.logits] if plan.case.only == "logits" else []
 
 
 def _what_was_judged(plan: Plan, runs: Sequence[RunResult], golden: Golden, graph: Graph) -> Iterator[str]:
     """Say it if that is less than a reader of `pass` takes it for."""
     judged = {tap.name for run in runs for tap in run.taps if tap.judged_by != "none"}
-    if plan.stops_early and any(run.outcome is Outcome.MISMATCH for run in runs):
+    if plan.case.stops_early and any(run.outcome is Outcome.MISMATCH for run in runs):
         yield "stopped at the first operation that is wrong, as asked: what is after it was not judged"
-    if plan.only == "cache" and 0 < len(judged) < len(graph):
+    if plan.case.only == "cache" and 0 < len(judged) < len(graph):
         yield (
             f"{len(judged)} of {len(graph)} taps were judged, as asked: what is wrong elsewhere is seen only as far as "
             "it reaches the cache or the logits"
@@ -212,7 +212,7 @@ def _what_was_judged(plan: Plan, runs: Sequence[RunResult], golden: Golden, grap
         )
     elif judged and judged <= {graph.logits, *graph.head}:
         yield f"only the logits were judged, which show {what_logits_show(golden.noise[graph.logits], graph)}"
-    elif not judged and plan.only == "tokens":
+    elif not judged and plan.case.only == "tokens":
         yield "only tokens were compared, as asked: not one operation was judged"
     elif not judged and any(run.tokens.compared for run in runs):
         code = Code.NOTHING_CHECKED
@@ -229,7 +229,7 @@ def with_duplicate_requests(
     """
     if schedule.trigger != "forked":
         return golden, None
-    larger = cached_golden(hf, [*plan.prompts, *forked_prompts(golden)], truth=plan.truth)
+    larger = cached_golden(hf, [*plan.prompts, *forked_prompts(golden)], truth=plan.case.truth)
     return larger, larger.requests[len(plan.prompts) :]
 
 
@@ -247,20 +247,17 @@ def open_planned(plan: Plan) -> Iterator[Engine | IsolatedEngine]:
 
 
 def _opened(plan: Plan) -> AbstractContextManager[Engine | IsolatedEngine]:
-    if plan.subject is not None:
-        return nullcontext(plan.subject)
-    if plan.isolates_engine:
-        return isolated_engine(
-            plan.engine,
-            plan.folder,
-            dtype=plan.dtype,
-            device=plan.device,
-            options=plan.engine_options,
-            timeout_s=plan.engine_timeout_s,
-            python=plan.engine_python,
-        )
-    return nullcontext(
-        open_engine(plan.engine, plan.folder, dtype=plan.dtype, device=plan.device, options=plan.engine_options)
+    if not plan.isolates_engine:
+        return nullcontext(plan.open_engine())
+    case = plan.case
+    return isolated_engine(
+        case.engine,
+        plan.folder,
+        dtype=case.dtype,
+        device=case.device,
+        options=plan.engine_options,
+        timeout_s=case.engine_timeout_s,
+        python=case.engine_python,
     )
 
 
@@ -274,16 +271,16 @@ def describe_run(
 ) -> RunDescription:
     """Describe a run of the plan's engine, which is recorded into `folder`."""
     return RunDescription(
-        engine=plan.engine,
+        engine=plan.case.engine,
         folder=folder.absolute(),
         model=ModelInfo(
-            id=plan.model,
+            id=plan.case.model,
             revision=None,
             config_hash=plan.checkpoint.config_hash,
             weights_hash=plan.checkpoint.weights_hash,
         ),
-        dtype=plan.dtype,
-        device=plan.device,
+        dtype=plan.case.dtype,
+        device=plan.case.device,
         schedule=schedule,
         requests=list(requests),
         copies=list(copies),
