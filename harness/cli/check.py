@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.cli import forms
 from harness.cli import options as opt
 from harness.cli.endpoint import ServerOptions
 from harness.cli.grouped import grouped
-from harness.cli.output import print_results
+from harness.cli.output import STATUS
 from harness.cli.progress import progress_bar
 from harness.errors import Code, HarnessError
 
@@ -40,7 +41,7 @@ def check(
     ] = False,
     server: ServerOptions,
     local_files_only: opt.LocalFilesOnly = False,
-    format: opt.OutReportFormat = opt.ReportFormat.HUMAN,
+    format: Annotated[str, forms.CHECKS.option()] = "human",
 ) -> int:
     """Check an engine against HuggingFace.
 
@@ -65,7 +66,11 @@ def check(
                 results.append(_checked(each, folder, report))
                 if profile and folder is not None:
                     profiles.append(_profiled(each, results[-1], folder, report))
-    return print_results(results, format, profiles)
+    from harness.report.check.dtypes import DtypeChecks
+
+    checks = DtypeChecks(results=results, profiles=profiles)
+    forms.CHECKS.show(checks, format)
+    return STATUS[checks.outcome]
 
 
 @contextmanager

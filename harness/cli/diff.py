@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
+from harness.cli import forms
 from harness.cli import options as opt
-from harness.cli.output import print_result
+from harness.cli.output import STATUS
 from harness.cli.progress import progress_bar
 from harness.formats.case import TRIGGERS
 
@@ -36,7 +37,7 @@ def diff(
         ),
     ] = None,
     local_files_only: opt.LocalFilesOnly = False,
-    format: opt.OutReportFormat = opt.ReportFormat.HUMAN,
+    format: Annotated[str, forms.CHECKS.option()] = "human",
 ) -> int:
     """Compare two recordings row by row.
 
@@ -46,6 +47,7 @@ def diff(
     with progress_bar() as report:
         report("loading libraries", 0, 1)
         from harness.judge.jobs.diff import run_diff
+        from harness.report.check.dtypes import DtypeChecks
 
         report("comparing", 0, 1)
         result = run_diff(
@@ -60,4 +62,5 @@ def diff(
             progress=report,
             local_files_only=local_files_only,
         )
-    return print_result(result, format)
+    forms.CHECKS.show(DtypeChecks(results=[result]), format)
+    return STATUS[result.outcome]

@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from harness.cli import forms
 from harness.cli import options as opt
-from harness.cli.output import STATUS, terminal_width, write, write_json
+from harness.cli.output import STATUS
 from harness.errors import Code, HarnessError
 from harness.formats.case import RequestSpec
 
 if TYPE_CHECKING:
     from harness.campaigns.endpoint.address import Address
-    from harness.results.endpoint import EndpointResult
 
 _OF_A_SERVER = {"model", "hf", "dtype", "device", "truth", "requests", "max_new_tokens", "lora", "other_loras"}
 """Fields of a case that say what the server should answer."""
@@ -45,7 +45,7 @@ class ServerOptions:
         given: opt.Given,
         others: Sequence[object],
         local_files_only: bool,
-        form: opt.ReportFormat,
+        form: str,
         report: Callable[[str, int, int], None],
     ) -> int:
         """Check the server and print what was found; return the exit status.
@@ -63,6 +63,7 @@ class ServerOptions:
                 "a server is checked by what it answers: options of engines, schedules, faults and pages are not for it"
             )
             raise HarnessError(Code.BAD_OPTION, what, where="--endpoint", actual=", ".join(named) or None)
+        forms.ENDPOINT.chosen(form)
         _refuse_without_client()
         from harness.campaigns.endpoint.run import check_endpoint
         from harness.plan import plan_request
@@ -72,7 +73,7 @@ class ServerOptions:
             given["requests"] = [RequestSpec(prompt=text) for text in _DEFAULT_PROMPTS]
         plan = plan_request(**given, local_files_only=local_files_only)
         result = check_endpoint(plan, address, num_again=self._again(), progress=report)
-        _print(result, form)
+        forms.ENDPOINT.show(result, form)
         return STATUS[result.outcome]
 
     def _address(self) -> "Address":
@@ -106,15 +107,3 @@ def _refuse_without_client() -> None:
             where="--endpoint",
             hint="pip install 'inference-harness[serve]'",
         ) from error
-
-
-def _print(result: "EndpointResult", form: opt.ReportFormat) -> None:
-    from harness.report.check.markdown import fenced
-    from harness.report.endpoint.json import endpoint_json
-    from harness.report.endpoint.text import endpoint_text
-
-    if form is opt.ReportFormat.JSON:
-        write_json(endpoint_json(result))
-        return
-    text = endpoint_text(result, width=terminal_width())
-    write(fenced(text) + "\n" if form is opt.ReportFormat.MARKDOWN else text, end="")

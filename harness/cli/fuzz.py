@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.cli import forms
 from harness.cli import options as opt
 from harness.cli.grouped import grouped
 from harness.cli.interrupts import INTERRUPTED
-from harness.cli.output import STATUS, terminal_width, write, write_json
+from harness.cli.output import STATUS
 from harness.cli.progress import progress_bar
 from harness.errors import Code, HarnessError
 from harness.results.check import Outcome
@@ -52,7 +53,7 @@ def fuzz(
         typer.Option(metavar="ID", help="Search with a known bug in the reference engine; `harness faults` has all."),
     ] = None,
     local_files_only: opt.LocalFilesOnly = False,
-    format: opt.OutFormat = opt.Format.HUMAN,
+    format: Annotated[str, forms.FUZZ.option()] = "human",
 ) -> int:
     """Search workloads that an engine gets wrong.
 
@@ -76,8 +77,11 @@ def fuzz(
 
         options = FuzzOptions(seconds=seconds, seed=seed, workload_seconds=workload_seconds, is_first_enough=first)
         if invariance:
+            forms.INVARIANCE.chosen(format)
             with _opened(given, fault, options, local_files_only) as (plan, options):
-                return _print_invariance(compare_schedules(plan, options, progress=report), format)
+                compared = compare_schedules(plan, options, progress=report)
+            forms.INVARIANCE.show(compared, format)
+            return _status(compared)
         if replay is not None:
             file = load_workload(replay)
             with _opened(_said_by(file), file.fault, options, local_files_only) as (plan, options):
@@ -88,7 +92,8 @@ def fuzz(
                 _opened(given, fault, options, local_files_only) as (plan, options),
             ):
                 result = search_workloads(plan, options, out=out, progress=report)
-    return _print(result, format)
+    forms.FUZZ.show(result, format)
+    return _status(result)
 
 
 def _said_by(file: "WorkloadFile") -> opt.Given:
@@ -124,28 +129,6 @@ def _check_positive(option: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
         what = "the number of seconds must be positive"
         raise HarnessError(Code.BAD_OPTION, what, where=option, expected="above 0", actual=value, hint=f"{option} 60")
-
-
-def _print(result: "FuzzResult", form: opt.Format) -> int:
-    from harness.report.fuzz.json import fuzz_json
-    from harness.report.fuzz.text import fuzz_text
-
-    if form is opt.Format.JSON:
-        write_json(fuzz_json(result))
-    else:
-        write(fuzz_text(result, width=terminal_width()), end="")
-    return _status(result)
-
-
-def _print_invariance(result: "InvarianceResult", form: opt.Format) -> int:
-    from harness.report.invariance.json import invariance_json
-    from harness.report.invariance.text import invariance_text
-
-    if form is opt.Format.JSON:
-        write_json(invariance_json(result))
-    else:
-        write(invariance_text(result), end="")
-    return _status(result)
 
 
 def _status(result: "FuzzResult | InvarianceResult") -> int:

@@ -1,13 +1,14 @@
 """`harness golden`: dump what HuggingFace computes."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from harness.cli import forms
 from harness.cli import options as opt
 from harness.cli.grouped import grouped
-from harness.cli.output import write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import ExitStatus
 
@@ -19,7 +20,7 @@ def golden(
         Path | None, typer.Option(metavar="DIR", help="New folder to write the golden to. [default: in the cache]")
     ] = None,
     local_files_only: opt.LocalFilesOnly = False,
-    format: opt.OutFormat = opt.Format.HUMAN,
+    format: Annotated[str, forms.GOLDEN.option()] = "human",
 ) -> int:
     """Dump what HuggingFace computes.
 
@@ -48,12 +49,14 @@ def golden(
         "num_taps": len(manifest.taps),
         "num_bytes": sum(step.num_bytes for step in manifest.steps),
     }
-    if format is opt.Format.JSON:
-        write_json(summary)
-    else:
-        write(
-            f"{summary['golden']}: {summary['num_requests']} requests, {summary['num_rows']} rows, "
-            f"{summary['num_taps']} taps, {summary['num_bytes']:,} bytes "
-            f"({plan.case.model}, weights in {plan.case.dtype}, truth in {summary['truth']})"
-        )
+    forms.GOLDEN.show(summary, format)
     return ExitStatus.PASS
+
+
+def golden_text(summary: Mapping[str, Any]) -> str:
+    """Return what a golden holds in a line."""
+    return (
+        f"{summary['golden']}: {summary['num_requests']} requests, {summary['num_rows']} rows, "
+        f"{summary['num_taps']} taps, {summary['num_bytes']:,} bytes "
+        f"({summary['model']}, weights in {summary['dtype']}, truth in {summary['truth']})"
+    )

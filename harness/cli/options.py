@@ -1,7 +1,6 @@
 """Options that several commands share, and how they become the arguments of a plan."""
 
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,21 +9,6 @@ import typer
 from harness.base.files import read_text
 from harness.errors import Code, HarnessError
 from harness.formats.case import Case, RequestSpec, load_case
-
-
-class Format(StrEnum):
-    """The form of a command's result on standard output."""
-
-    HUMAN = "human"
-    JSON = "json"
-
-
-class ReportFormat(StrEnum):
-    """The form of a comparison on standard output."""
-
-    HUMAN = "human"
-    MARKDOWN = "markdown"
-    JSON = "json"
 
 
 def _option_of(field: str) -> Any:
@@ -88,8 +72,6 @@ Again = Annotated[
     ),
 ]
 LocalFilesOnly = Annotated[bool, typer.Option("--local-files-only", help="Never ask the model hub.")]
-OutFormat = Annotated[Format, typer.Option("--format", help="How to print the result.")]
-OutReportFormat = Annotated[ReportFormat, typer.Option("--format", help="How to print the result.")]
 
 
 ENGINE = ("engine", "engine_options", "isolate", "engine_timeout_s", "engine_python")

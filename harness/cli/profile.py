@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.cli import forms
 from harness.cli import options as opt
 from harness.cli.grouped import grouped
-from harness.cli.output import terminal_width, write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import ExitStatus
 
@@ -57,7 +57,7 @@ def profile(
     ] = None,
     capture: CaptureOptions,
     local_files_only: opt.LocalFilesOnly = False,
-    format: opt.OutFormat = opt.Format.HUMAN,
+    format: Annotated[str, forms.PROFILE.option()] = "human",
 ) -> int:
     """Profile an engine, prefill and decode by themselves.
 
@@ -71,8 +71,6 @@ def profile(
         from harness.profiling.job import keep_profile
         from harness.profiling.passes.workload import ProfileWorkload
         from harness.profiling.profile import ProfileSpec
-        from harness.report.profile.json import profile_json
-        from harness.report.profile.text import profile_text
 
         spec = ProfileSpec(
             plan=plan_engine(**given, local_files_only=local_files_only),
@@ -85,8 +83,5 @@ def profile(
         )
         with new_output_dir(out):
             result = keep_profile(spec, out, progress=report)
-    if format is opt.Format.JSON:
-        write_json(profile_json(result))
-    else:
-        write(profile_text(result, width=terminal_width()))
+    forms.PROFILE.show(result, format)
     return ExitStatus.PASS

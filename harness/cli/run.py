@@ -1,13 +1,14 @@
 """`harness run`: record an engine without comparing it."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from harness.cli import forms
 from harness.cli import options as opt
 from harness.cli.grouped import grouped
-from harness.cli.output import write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.formats.case import RequestSpec
@@ -29,7 +30,7 @@ def run(
     given: Annotated[opt.Given, opt.CaseOptions("model", *opt.ENGINE, "dtype", *opt.WORKLOAD, "case")],
     schedule: Annotated[str, typer.Option(metavar="NAME", help="One of those of `harness check`.")] = "plain",
     local_files_only: opt.LocalFilesOnly = False,
-    format: opt.OutFormat = opt.Format.HUMAN,
+    format: Annotated[str, forms.RECORDING.option()] = "human",
 ) -> int:
     """Record an engine, for `harness diff`.
 
@@ -53,14 +54,11 @@ def run(
             report(f"{plan.case.engine}, {schedule}", 0, 1)
             record_run(plan, subject, plan.schedules[0], requests, out)
     summary = _summary(plan, out)
-    if format is opt.Format.JSON:
-        write_json(summary)
-    else:
-        write(f"{out}: {summary['num_steps']} steps, {summary['num_rows']} rows, {summary['num_taps']} taps")
+    forms.RECORDING.show(summary, format)
     return ExitStatus.PASS if summary["num_rows"] and summary["num_taps"] else ExitStatus.NOTHING_CHECKED
 
 
-def _summary(plan: "Plan", out: Path) -> dict[str, object]:
+def _summary(plan: "Plan", out: Path) -> dict[str, Any]:
     """Return what the recording in `out` holds."""
     from harness.formats.recording import Recording
 
@@ -102,3 +100,9 @@ def _planned(
         "requests": [RequestSpec(token_ids=request.token_ids) for request in manifest.requests],
     }
     return plan_request(**(said | given), local_files_only=local_files_only), manifest.requests, graph
+
+
+def recording_text(summary: Mapping[str, Any]) -> str:
+    """Return what a recording holds in a line."""
+    counts = f"{summary['num_steps']} steps, {summary['num_rows']} rows, {summary['num_taps']} taps"
+    return f"{summary['recording']}: {counts}"
