@@ -151,7 +151,7 @@ def diff(
         expected: folder of a golden, or of another engine's recording.
         actual: folder of the recording under test.
         model: checkpoint, as `check` has it; with it every operation is judged by itself.
-        taps: globs; the taps of `expected` that match must be in `actual`.
+        taps: `all`, `cache`, `logits`, `tokens`, or globs; the taps of `expected` that match must be in `actual`.
         require: what `actual` must have reached.
         truth: precision in which operations are judged.
         device: where they are replayed.

@@ -23,7 +23,11 @@ def diff(
     truth: opt.TruthChoice = None,
     taps: Annotated[
         list[str] | None,
-        typer.Option(metavar="GLOB", help="Taps that must have been recorded. Repeatable. [default: all]"),
+        typer.Option(
+            metavar="GLOB",
+            help="Taps that must have been recorded: all, cache, logits or tokens, as `harness check` has them, or a "
+            "glob of names. Repeatable. [default: all]",
+        ),
     ] = None,
     lacking: Annotated[
         list[str] | None,

@@ -10,7 +10,7 @@ from harness.errors import ExitStatus
 
 
 def faults(
-    only: Annotated[list[str] | None, typer.Option(metavar="ID", help="Try this fault; may be repeated.")] = None,
+    only: Annotated[list[str] | None, typer.Option(metavar="ID", help="Try this fault alone. Repeatable.")] = None,
     category: Annotated[list[str] | None, typer.Option(metavar="C", help="Try the faults of this category.")] = None,
     seeds: Annotated[
         int | None,

@@ -28,7 +28,8 @@ _Path = Annotated[Path, Field(strict=False)]
 Truth = Literal["auto", "float64", "float32"]
 """Precision in which HuggingFace's own forward says what is right; `auto`: what the engine's dtype needs."""
 TapPreset = Literal["all", "cache", "logits", "tokens"]
-"""Taps that an engine must show; all: every tap that it does not declare lacking."""
+"""Taps that must have been recorded; all: every tap that the engine does not declare lacking."""
+TAP_PRESETS: tuple[str, ...] = get_args(TapPreset)
 
 
 class Option:
@@ -194,10 +195,9 @@ class Case(BaseModel):
         TapPreset | None,
         Option(
             "--taps",
-            "--only",
             kind=TapPreset,
-            help="What the engine must show: all taps that it does not declare lacking, its cache and logits, its "
-            "logits, or its tokens alone. [default: all]",
+            help="Taps that must have been recorded: all that the engine does not declare lacking, its cache and "
+            "logits, its logits, or none, for its tokens alone. [default: all]",
         ),
     ] = None
     profile: ProfileSection | None = None

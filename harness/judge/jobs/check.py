@@ -189,9 +189,13 @@ def _wanted(plan: Plan, capabilities: Capabilities, graph: Graph) -> list[str]:
     """Return the taps that must have been recorded."""
     if plan.case.only in (None, "all"):
         return capabilities.wanted(graph)
-    if plan.case.only == "cache":
-        return [*(op.tap for op in graph if op.kind is Kind.CACHE), graph.logits]
-    return [graph.logits] if plan.case.only == "logits" else []
+    return preset_taps(plan.case.only, graph)
+
+
+def preset_taps(preset: str, graph: Graph) -> list[str]:
+    """Return the taps that a preset other than `all` asks for."""
+    caches = [op.tap for op in graph if op.kind is Kind.CACHE]
+    return {"cache": [*caches, graph.logits], "logits": [graph.logits], "tokens": []}[preset]
 
 
 def _what_was_judged(plan: Plan, runs: Sequence[RunResult], golden: Golden, graph: Graph) -> Iterator[str]:
