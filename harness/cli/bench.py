@@ -52,7 +52,6 @@ def bench_engine(
     if out is not None and out.exists():
         raise HarnessError(Code.OUTPUT_EXISTS, "the file is there already", where=out, hint="choose another --out")
     with progress_bar() as report:
-        report("loading libraries", 0, 1)
         from harness.plan import check_device
         from harness.selfcheck.bench.measure import run_bench
 

@@ -56,7 +56,6 @@ def check(
     if dtype:
         given["dtype"] = dtype[0]
     with progress_bar() as report:
-        report("loading libraries", 0, 1)
         if server.is_given:
             others = [out, fault, profile or None]
             return server.check(given, others, local_files_only, format, report)

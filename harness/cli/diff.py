@@ -49,7 +49,6 @@ def diff(
     every operation is judged by itself as well, by replaying it on the inputs that were recorded.
     """
     with progress_bar() as report:
-        report("loading libraries", 0, 1)
         from harness.judge.jobs.diff import run_diff
         from harness.report.check.dtypes import DtypeChecks
 

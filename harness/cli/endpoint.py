@@ -3,7 +3,9 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from harness.cli import forms
 from harness.cli import options as opt
@@ -22,11 +24,27 @@ _OF_A_SERVER = {"model", "hf", "dtype", "device", "truth", "requests", "max_new_
 class ServerOptions:
     """Options that are about a server, as they were given."""
 
-    endpoint: opt.Endpoint = None
-    served_model: opt.ServedModel = None
-    concurrency: opt.Concurrency = None
-    request_timeout: opt.RequestTimeout = None
-    again: opt.Again = None
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Check a server with OpenAI's completions, in place of an engine; the environment's HARNESS_API_KEY "
+            "is its key.",
+        ),
+    ] = None
+    served_model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the model at the server. [default: the first it lists]")
+    ] = None
+    concurrency: Annotated[int | None, typer.Option(metavar="N", help="Most requests at a time. [default: 8]")] = None
+    request_timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Longest silence of the server in a request. [default: 60]")
+    ] = None
+    again: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Prompts that the server gets again alone, repeated, reversed, continued. [default: 4]"
+        ),
+    ] = None
 
     @property
     def is_given(self) -> bool:

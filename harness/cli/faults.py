@@ -23,7 +23,6 @@ def faults(
     Benign variants of the engine are checked as well: none of them may alarm.
     """
     with progress_bar() as report:
-        report("loading libraries", 0, 1)
         from harness.selfcheck.faults.catalogue import choose
         from harness.selfcheck.faults.scoreboard import keep_score
         from harness.selfcheck.faults.variants import variants

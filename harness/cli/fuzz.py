@@ -70,7 +70,6 @@ def fuzz(
         what = "a workload's file says what is to be run"
         raise HarnessError(Code.BAD_OPTION, what, where="--replay", hint="leave the other options out")
     with progress_bar() as report:
-        report("loading libraries", 0, 1)
         from harness.campaigns.fuzz.run import FuzzOptions, compare_schedules, run_again, search_workloads
         from harness.campaigns.fuzz.workload_file import load_workload
         from harness.judge.jobs.check import new_output_dir

@@ -28,7 +28,6 @@ def golden(
     HuggingFace in the engine's dtype.
     """
     with progress_bar() as report:
-        report("loading libraries", 0, 1)
         import torch
 
         from harness.judge.jobs.golden import run_golden

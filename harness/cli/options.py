@@ -14,7 +14,7 @@ from harness.formats.case import Case, RequestSpec, load_case
 def _option_of(field: str) -> Any:
     """Return typer's option for a field of a case."""
     declared = Case.options()[field]
-    return typer.Option(*declared.names, metavar=declared.metavar, help=declared.help)
+    return typer.Option(declared.name, metavar=declared.metavar, help=declared.help)
 
 
 Model = Annotated[str | None, _option_of("model")]
@@ -49,27 +49,6 @@ Continuations = Annotated[
 CaseFile = Annotated[
     Path | None,
     typer.Option("--case", metavar="FILE", help="Case (TOML) to take everything from that no other option gives."),
-]
-Endpoint = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL",
-        help="Check a server with OpenAI's completions, in place of an engine; the environment's HARNESS_API_KEY is "
-        "its key.",
-    ),
-]
-ServedModel = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Name of the model at the server. [default: the first it lists]")
-]
-Concurrency = Annotated[int | None, typer.Option(metavar="N", help="Most requests at a time. [default: 8]")]
-RequestTimeout = Annotated[
-    float | None, typer.Option(metavar="SECONDS", help="Longest silence of the server in a request. [default: 60]")
-]
-Again = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", help="Prompts that the server gets again alone, repeated, reversed, continued. [default: 4]"
-    ),
 ]
 LocalFilesOnly = Annotated[bool, typer.Option("--local-files-only", help="Never ask the model hub.")]
 

@@ -65,7 +65,6 @@ def profile(
     embedded qwen3-tiny.
     """
     with progress_bar() as report:
-        report("loading libraries", 0, 1)
         from harness.judge.jobs.check import new_output_dir
         from harness.plan import plan_engine
         from harness.profiling.job import keep_profile

@@ -56,7 +56,6 @@ def quant(
     and compressed-tensors.
     """
     with progress_bar() as report:
-        report("loading libraries", 0, 1)
         import torch
 
         from harness.campaigns.quant.files import check_type

@@ -38,7 +38,6 @@ def run(
     `harness golden` with the same options makes.
     """
     with progress_bar() as report:
-        report("loading libraries", 0, 1)
         from harness.judge.jobs.check import match_taps, new_output_dir, open_planned, record_run
         from harness.judge.jobs.golden import run_golden
 

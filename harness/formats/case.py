@@ -3,9 +3,9 @@
 import reprlib
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from harness.base.files import exists, read_text
 from harness.errors import Code, HarnessError
@@ -20,6 +20,7 @@ TRIGGERS: tuple[str, ...] = get_args(Trigger)
 """Conditions that a workload can be required to reach."""
 
 
+_Model = TypeVar("_Model", bound=BaseModel)
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Path = Annotated[Path, Field(strict=False)]
 """In JSON, which a suite sends its cases as, a path is a text."""
@@ -35,21 +36,18 @@ TAP_PRESETS: tuple[str, ...] = get_args(TapPreset)
 class Option:
     """The option of the command line that sets a field of a case."""
 
-    def __init__(
-        self, *names: str, help: str, kind: Any = str, metavar: str | None = None, is_in_files: bool = True
-    ) -> None:
+    def __init__(self, names: str, help: str, *, kind: Any = str, is_in_files: bool = True) -> None:
         """Take what the command line shows.
 
         Args:
-            names: `--truth`, or `--isolate/--no-isolate` for a truth value of both kinds.
+            names: of the option and of its value, `--hf FOLDER`, or of the option alone for a choice or a flag.
             help: one sentence, with the default.
             kind: type of the value; a list is an option that can be repeated.
-            metavar: what stands for the value; None for a choice or a flag.
             is_in_files: whether the field is a key of case files. A file may come from anywhere, and what it says must
                 not start another program.
         """
-        self.names, self.help, self.kind, self.metavar = names, help, kind, metavar
-        self.is_in_files = is_in_files
+        self.name, _, metavar = names.partition(" ")
+        self.metavar, self.help, self.kind, self.is_in_files = metavar or None, help, kind, is_in_files
 
 
 class RequestSpec(BaseModel):
@@ -99,94 +97,82 @@ class Case(BaseModel):
         str,
         Field(min_length=1),
         Option(
-            "--model",
-            metavar="PATH_OR_HUB_ID",
-            help="Checkpoint: a folder, a .gguf file, an embedded one by its name, or a hub id. "
+            "--model PATH_OR_HUB_ID",
+            "Checkpoint: a folder, a .gguf file, an embedded one by its name, or a hub id. "
             "[default: qwen3-tiny, embedded]",
         ),
     ]
     hf: Annotated[
         Annotated[str, Field(min_length=1)] | None,
         Option(
-            "--hf",
-            metavar="FOLDER",
-            help="HuggingFace checkpoint that a .gguf model was made from: its configuration and tokenizer are used, "
+            "--hf FOLDER",
+            "HuggingFace checkpoint that a .gguf model was made from: its configuration and tokenizer are used, "
             "and every tensor of the file is held against it.",
         ),
     ] = None
-    engine: Annotated[
-        str, Field(min_length=1), Option("--engine", metavar="NAME", help="Engine under test. [default: reference]")
-    ] = "reference"
+    engine: Annotated[str, Field(min_length=1), Option("--engine NAME", "Engine under test. [default: reference]")] = (
+        "reference"
+    )
     engine_options: Annotated[
         dict[str, str | int],
         Option(
-            "--engine-option",
+            "--engine-option NAME=VALUE",
+            "Option of the engine: block_size=32, attention_backend=contiguous; for hf attention=eager. Repeatable.",
             kind=list[str],
-            metavar="NAME=VALUE",
-            help="Option of the engine: block_size=32, attention_backend=contiguous; for hf attention=eager. "
-            "Repeatable.",
         ),
     ] = {}
     isolate: Annotated[
         bool | None,
         Option(
             "--isolate/--no-isolate",
-            kind=bool,
-            help="Run the engine in a process of its own, whose end is an error. "
+            "Run the engine in a process of its own, whose end is an error. "
             "[default: for engines of other packages, and with a time limit]",
+            kind=bool,
         ),
     ] = None
     engine_timeout_s: Annotated[
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
         Option(
-            "--engine-timeout",
+            "--engine-timeout SECONDS",
+            "Longest time for opening the engine, and for each schedule, in a process of its own. [default: 3600]",
             kind=float,
-            metavar="SECONDS",
-            help="Longest time for opening the engine, and for each schedule, in a process of its own. [default: 3600]",
         ),
     ] = None
     engine_python: Annotated[
         _Path | None,
         Option(
-            "--engine-python",
-            kind=Path,
-            metavar="PATH",
-            help="Python of the environment that the engine is installed in; it needs numpy, and nothing else of ours. "
+            "--engine-python PATH",
+            "Python of the environment that the engine is installed in; it needs numpy, and nothing else of ours. "
             "[default: this one]",
+            kind=Path,
             is_in_files=False,
         ),
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Option(
-            "--dtype",
-            metavar="DTYPE",
-            help="float32, bfloat16, float16, or auto: the checkpoint's own. [default: auto]",
-        ),
+        Option("--dtype DTYPE", "float32, bfloat16, float16, or auto: the checkpoint's own. [default: auto]"),
     ] = "auto"
-    device: Annotated[str, Option("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, ... [default: cpu]")] = "cpu"
+    device: Annotated[str, Option("--device DEVICE", "cpu, cuda, cuda:1, ... [default: cpu]")] = "cpu"
     truth: Annotated[
         Truth,
         Option(
             "--truth",
-            kind=Truth,
-            help="Precision of the truth; auto: float64 for engines in float32, float32 for those in 16 bits. "
+            "Precision of the truth; auto: float64 for engines in float32, float32 for those in 16 bits. "
             "[default: auto]",
+            kind=Truth,
         ),
     ] = "auto"
     requests: Annotated[list[RequestSpec], Field(min_length=1)]
     max_new_tokens: Annotated[
-        _Count,
-        Option("--max-new-tokens", kind=int, metavar="N", help="Tokens to generate for each request. [default: 24]"),
+        _Count, Option("--max-new-tokens N", "Tokens to generate for each request. [default: 24]", kind=int)
     ] = 24
     schedules: Annotated[
         list[str],
         Option(
-            "--schedule",
-            kind=list[str],
-            metavar="NAME",
-            help=f"{schedules_help()}, where N is the tokens of a chunk or the number of ranks; comma list or "
+            "--schedule NAME",
+            f"{schedules_help()}, where N is the tokens of a chunk or the number of ranks; comma list or "
             "repeated. [default: plain, chunked and batched, as far as the prompts can reach them]",
+            kind=list[str],
         ),
     ] = []
     require: list[Trigger] = []
@@ -195,9 +181,9 @@ class Case(BaseModel):
         TapPreset | None,
         Option(
             "--taps",
-            kind=TapPreset,
-            help="Taps that must have been recorded: all that the engine does not declare lacking, its cache and "
+            "Taps that must have been recorded: all that the engine does not declare lacking, its cache and "
             "logits, its logits, or none, for its tokens alone. [default: all]",
+            kind=TapPreset,
         ),
     ] = None
     profile: ProfileSection | None = None
@@ -205,20 +191,18 @@ class Case(BaseModel):
     lora: Annotated[
         _Path | None,
         Option(
-            "--lora",
+            "--lora FOLDER",
+            "LoRA adapter in PEFT's format, beside the model's own weights.",
             kind=Path,
-            metavar="FOLDER",
-            help="LoRA adapter in PEFT's format, beside the model's own weights.",
             is_in_files=False,
         ),
     ] = None
     other_loras: Annotated[
         list[_Path],
         Option(
-            "--other-lora",
+            "--other-lora FOLDER",
+            "Adapter that the engine serves to other requests: rows that got it are told so. Repeatable.",
             kind=list[Path],
-            metavar="FOLDER",
-            help="Adapter that the engine serves to other requests: rows that got it are told so. Repeatable.",
             is_in_files=False,
         ),
     ] = []
@@ -226,11 +210,17 @@ class Case(BaseModel):
         bool,
         Option(
             "--stop-early",
+            "End at the first operation that is wrong, without looking for its cause.",
             kind=bool,
-            help="End at the first operation that is wrong, without looking for its cause.",
             is_in_files=False,
         ),
     ] = False
+
+    @field_validator("schedules")
+    @classmethod
+    def _known(cls, schedules: list[str]) -> list[str]:
+        parse_schedules(schedules)
+        return schedules
 
     @classmethod
     def options(cls) -> dict[str, Option]:
@@ -278,27 +268,35 @@ def load_case(path: Path) -> Case:
     Raises:
         HarnessError: BAD_CASE: it is absent, is not TOML, or breaks the schema; the message names the field.
     """
-    try:
-        case = Case.model_validate(tomllib.loads(read_text(path)))
-        parse_schedules(case.schedules)
-    except FileNotFoundError:
-        raise HarnessError(Code.BAD_CASE, "there is no such case file", where=path) from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "the case"
-        actual = _shown(first["input"])
-        raise HarnessError(Code.BAD_CASE, f"{field}: {first['msg']}", where=path, actual=actual) from error
-    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, no TOML, a number of too many digits
-        raise HarnessError(Code.BAD_CASE, f"the case cannot be read: {error}", where=path) from error
-    except HarnessError as error:
-        what = f"schedules: {error.what}"
-        raise HarnessError(Code.BAD_CASE, what, where=path, expected=error.expected, actual=error.actual) from error
+    case = read_case_file(Case, path, "case")
     for name, option in Case.options().items():
         if name in case.model_fields_set and not option.is_in_files:
             what = f"{name}: no case file says this"
-            raise HarnessError(Code.BAD_CASE, what, where=path, hint=f"leave it out, and give {option.names[0]}")
+            raise HarnessError(Code.BAD_CASE, what, where=path, hint=f"leave it out, and give {option.name}")
     model = path.parent / case.model
     return case.model_copy(update={"model": str(model)}) if exists(model) else case
+
+
+def read_case_file(kind: type[_Model], path: Path, name: str) -> _Model:
+    """Read a TOML file that says what to run.
+
+    Raises:
+        HarnessError: BAD_CASE: as `load_case`.
+    """
+    try:
+        return kind.model_validate(tomllib.loads(read_text(path)))
+    except FileNotFoundError:
+        raise HarnessError(Code.BAD_CASE, f"there is no such {name} file", where=path) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or f"the {name}"
+        actual = _shown(first["input"])
+        raise HarnessError(Code.BAD_CASE, f"{field}: {first['msg']}", where=path, actual=actual) from error
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, no TOML, a number of too many digits
+        raise HarnessError(Code.BAD_CASE, f"the {name} cannot be read: {error}", where=path) from error
+    except HarnessError as error:
+        what = f"{'schedules' if 'schedules' in kind.model_fields else 'schedule'}: {error.what}"
+        raise HarnessError(Code.BAD_CASE, what, where=path, expected=error.expected, actual=error.actual) from error
 
 
 def _shown(value: object) -> str:

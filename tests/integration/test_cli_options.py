@@ -70,7 +70,7 @@ def test_the_commands_are_those_that_were_promised():
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_options_are_those_that_were_promised(name):
     """An option that is not promised here is one that a case declares: no command adds another in silence."""
-    declared = {option.names[0].partition("/")[0] for option in Case.options().values()} - set(OPTIONS[name])
+    declared = {option.name.partition("/")[0] for option in Case.options().values()} - set(OPTIONS[name])
     offered = [parameter.opts[0] for parameter in commands()[name].params]
     assert [option for option in offered if option not in declared] == OPTIONS[name]
 
