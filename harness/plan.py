@@ -1,15 +1,16 @@
 """A plan: what is to be checked, with every name resolved before anything costs time."""
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any, NoReturn
 
 import torch
 
-from harness.engines import Engine, is_foreign
+from harness.engines import Engine, is_foreign, open_engine
 from harness.errors import Code, HarnessError
-from harness.formats.case import DTYPES, Case, CaseChanges, ProfileSection, RequestSpec, load_case
+from harness.formats.case import DTYPES, Case, RequestSpec, load_case
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint, embedded_cases, resolve
 from harness.formats.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedules
 from harness.oracle.requests import Prompt
@@ -19,48 +20,34 @@ from harness.oracle.requests import Prompt
 class Plan:
     """A check to be made, with every name resolved."""
 
-    model: str
-    """As the user named it."""
+    case: Case
+    """All options, with the name of the dtype for `auto`; its model is as the user named it."""
     checkpoint: Checkpoint
-    engine: str
-    """Name of the engine."""
-    subject: Engine | None = None
-    """The engine itself if it is at hand; None: the installed one of that name is opened."""
-    dtype: str
-    device: str
     prompts: tuple[Prompt, ...]
     schedules: tuple[Schedule, ...]
-    has_default_schedules: bool = False
-    """Whether these are the default schedules: those that the engine cannot follow are then left out."""
-    engine_options: Mapping[str, str] = field(default_factory=dict)
-    require: tuple[str, ...] = ()
-    """Triggers to be reached by every schedule, besides the schedule's own."""
+    subject: Engine | None = None
+    """The engine itself if it is at hand; None: the installed one of the case's name is opened."""
     notes: tuple[str, ...] = ()
-    truth: str = "auto"
-    """Precision of the truth: `float64`, `float32`, or `auto` for what the engine's dtype needs."""
-    profile: ProfileSection | None = None
-    """The profile that follows the check; None leaves that open."""
-    only: str | None = None
-    """What the engine must show: `cache` (with the logits), `logits` or `tokens`; None or `all`: every tap that it does
-    not declare lacking."""
-    isolate: bool | None = None
-    """Whether the engine runs in a process of its own; None: if another package provides it, or it has a time limit."""
-    engine_timeout_s: float | None = None
-    """Longest time for opening the engine, and for each schedule."""
-    engine_python: Path | None = None
-    """Interpreter of the environment that the engine is installed in; None for this one."""
-    stops_early: bool = False
-    """Whether the check ends at the first operation that is wrong: later operations are not judged, no further schedule
-    is run, and no cause is looked for."""
-    lora: Path | None = None
-    """Folder of a LoRA adapter that truth and engine add to the model; the engine finds it as its option `lora`."""
-    other_loras: tuple[Path, ...] = ()
-    """Folders of adapters that the engine serves to other requests: a row that was given one of them is told so."""
+
+    def changed(self, **fields: Any) -> "Plan":
+        """Return the plan with other values in its case: what they resolve to has to be the same."""
+        return replace(self, case=self.case.model_copy(update=fields))
 
     @property
     def folder(self) -> Path:
         """Folder of the checkpoint."""
         return self.checkpoint.folder
+
+    @property
+    def engine_options(self) -> dict[str, str]:
+        """Options of the engine, which finds a LoRA adapter as its option `lora`."""
+        own = {name: str(value) for name, value in self.case.engine_options.items()}
+        return own if self.case.lora is None else {**own, "lora": str(self.case.lora)}
+
+    @property
+    def has_default_schedules(self) -> bool:
+        """Whether these are the default schedules: those that the engine cannot follow are then left out."""
+        return not self.case.schedules
 
     @property
     def isolates_engine(self) -> bool:
@@ -71,45 +58,41 @@ class Plan:
         """
         if self.subject is not None:
             return False
-        if self.engine_python is not None:
+        if self.case.engine_python is not None:
             return True
-        if self.isolate is not None:
-            return self.isolate
-        return self.engine_timeout_s is not None or is_foreign(self.engine)
+        if self.case.isolate is not None:
+            return self.case.isolate
+        return self.case.engine_timeout_s is not None or is_foreign(self.case.engine)
+
+    def open_engine(self) -> Engine:
+        """Return the engine in this process.
+
+        Raises:
+            HarnessError: as `harness.engines.open_engine`.
+        """
+        if self.subject is not None:
+            return self.subject
+        case = self.case
+        return open_engine(case.engine, self.folder, dtype=case.dtype, device=case.device, options=self.engine_options)
 
 
 def plan_request(
-    *,
-    case: Case | None = None,
-    subject: Engine | None = None,
-    engine_python: Path | None = None,
-    lora: Path | None = None,
-    other_loras: Sequence[Path] = (),
-    local_files_only: bool = True,
-    **changes: Unpack[CaseChanges],
+    *, case: Case | None = None, subject: Engine | None = None, local_files_only: bool = True, **changes: Any
 ) -> Plan:
     """Resolve a case, or the embedded default, with the changes that are given.
 
     Args:
         case: None for the embedded default, or for a case made of `model` and `requests`.
         subject: the engine itself, where it is at hand; `engine` is then what it is called.
-        engine_python: interpreter of the environment that the engine is installed in.
-        lora: folder of a LoRA adapter in PEFT's format.
-        other_loras: folders of adapters that the engine serves to other requests.
         local_files_only: never ask the hub.
-        changes: see `CaseChanges`.
+        changes: fields of a case; None, or an empty sequence, leaves the case's.
 
     Raises:
         HarnessError: an option makes no sense, or a name in it cannot be resolved.
     """
-    _refuse_no_new_tokens(changes.get("max_new_tokens"))
     base = _default_case(changes) if case is None else case
     chosen = base.replaced(**changes)
-    if engine_python is not None and changes.get("isolate") is False:
-        what = "an engine in another environment has a process of its own"
-        raise HarnessError(Code.BAD_OPTION, what, where="--engine-python", hint="leave out --no-isolate")
-    plan = plan_case(chosen, local_files_only=local_files_only)
-    plan = _with_adapters(replace(plan, subject=subject, engine_python=engine_python), lora, other_loras)
+    plan = replace(plan_case(chosen, local_files_only=local_files_only), subject=subject)
     dropped = [trigger for trigger in base.require if trigger not in chosen.require]
     if not dropped:
         return plan
@@ -117,18 +100,19 @@ def plan_request(
     return replace(plan, notes=(*plan.notes, note))
 
 
-def _with_adapters(plan: Plan, lora: Path | None, others: Sequence[Path]) -> Plan:
-    """Give the plan the LoRA adapter that is checked, and those of other requests."""
-    if lora is not None:
-        options = {**plan.engine_options, "lora": str(lora)}
-        return replace(plan, lora=lora, other_loras=tuple(others), engine_options=options)
-    if others:
-        what = "there are other adapters, and none that is checked"
-        raise HarnessError(Code.BAD_OPTION, what, where="--other-lora", hint="--lora FOLDER")
-    return plan
+def plan_engine(**changes: Any) -> Plan:
+    """Resolve an engine and its checkpoint where the requests come from elsewhere: of a profile, or of a search.
+
+    Args:
+        changes: as `plan_request` takes them; one request of one token stands for what is run.
+
+    Raises:
+        HarnessError: as `plan_request`.
+    """
+    return plan_request(requests=[RequestSpec(token_ids=[0])], max_new_tokens=1, schedules=["plain"], **changes)
 
 
-def _default_case(changes: CaseChanges) -> Case:
+def _default_case(changes: Mapping[str, Any]) -> Case:
     """Return the embedded default, or a case of the user's own model or prompts."""
     model, engine, requests = changes.get("model"), changes.get("engine"), changes.get("requests")
     default = load_case(embedded_cases() / "default.toml")
@@ -141,46 +125,50 @@ def _default_case(changes: CaseChanges) -> Case:
     return default if engine in (None, default.engine) else default.model_copy(update={"schedules": []})
 
 
-def _refuse_no_new_tokens(max_new_tokens: int | None) -> None:
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise HarnessError(
-            Code.BAD_OPTION,
-            "the number of new tokens must be positive",
-            where="--max-new-tokens",
-            expected="at least 1; decode is reached from 2 on",
-            actual=max_new_tokens,
-        )
-
-
 def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
     """Resolve a case into a plan: the model to a folder, texts to token ids, schedules to their definitions.
 
     Raises:
         HarnessError: any of it cannot be resolved.
     """
+    _refuse_contradictions(case)
     checkpoint = Checkpoint(resolve(case.model, local_files_only=local_files_only, hf=case.hf))
     check_device(case.device)
-    _refuse_limit_without_process(case.isolate, case.engine_timeout_s)
     prompts = _prompts(case, checkpoint)
     schedules, skipped = _schedules(case.schedules, [len(prompt.token_ids) for prompt in prompts])
     return Plan(
-        model=case.model,
+        case=case.model_copy(update={"dtype": resolve_dtype(case.dtype, checkpoint)}),
         checkpoint=checkpoint,
-        engine=case.engine,
-        dtype=resolve_dtype(case.dtype, checkpoint),
-        device=case.device,
-        truth=case.truth,
         prompts=prompts,
         schedules=tuple(schedules),
-        has_default_schedules=not case.schedules,
-        engine_options={name: str(value) for name, value in case.engine_options.items()},
-        require=tuple(case.require),
         notes=tuple(f"schedule {each} left out: these prompts cannot reach it" for each in skipped),
-        profile=case.profile,
-        only=case.only,
-        isolate=case.isolate,
-        engine_timeout_s=case.engine_timeout_s,
     )
+
+
+def _refuse_contradictions(case: Case) -> None:
+    """Refuse options that make no sense, by themselves or together."""
+
+    def refuse(where: str, what: str, **details: Any) -> NoReturn:
+        raise HarnessError(Code.BAD_OPTION, what, where=where, **details)
+
+    if case.max_new_tokens < 1:
+        refuse(
+            "--max-new-tokens",
+            "the number of new tokens must be positive",
+            expected="at least 1; decode is reached from 2 on",
+            actual=case.max_new_tokens,
+        )
+    limit_s = case.engine_timeout_s
+    if limit_s is not None and not 0 < limit_s < math.inf:
+        refuse("--engine-timeout", "the time limit must be positive", expected="seconds", actual=limit_s)
+    if case.isolate is False and case.engine_python is not None:
+        what = "an engine in another environment has a process of its own"
+        refuse("--engine-python", what, hint="leave out --no-isolate")
+    if case.isolate is False and limit_s is not None:
+        what, hint = "an engine in the harness's own process cannot be ended", "leave out --no-isolate, or the limit"
+        refuse("--engine-timeout", what, expected="an engine in a process of its own", hint=hint)
+    if case.other_loras and case.lora is None:
+        refuse("--other-lora", "there are other adapters, and none that is checked", hint="--lora FOLDER")
 
 
 def _schedules(names: Sequence[str], prompt_lengths: Sequence[int]) -> tuple[list[Schedule], list[Schedule]]:
@@ -193,17 +181,6 @@ def _schedules(names: Sequence[str], prompt_lengths: Sequence[int]) -> tuple[lis
     default = parse_schedules(DEFAULT_SCHEDULES)
     reached = [schedule for schedule in default if schedule.is_reachable(prompt_lengths)]
     return reached, [schedule for schedule in default if schedule not in reached]
-
-
-def _refuse_limit_without_process(isolate: bool | None, timeout_s: float | None) -> None:
-    if isolate is False and timeout_s is not None:
-        raise HarnessError(
-            Code.BAD_OPTION,
-            "an engine in the harness's own process cannot be ended",
-            where="--engine-timeout",
-            expected="an engine in a process of its own",
-            hint="leave out --no-isolate, or the limit",
-        )
 
 
 def resolve_dtype(dtype: str, checkpoint: Checkpoint) -> str:

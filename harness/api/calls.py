@@ -77,11 +77,7 @@ def check(
 
     with _under_test(engine, model, dtype=dtype, device=device, options=engine_options, names=names) as chosen:
         plan = plan_request(
-            model=chosen.checkpoint,
-            engine=chosen.name,
-            engine_options=chosen.options,
-            dtype=chosen.dtype,
-            device=chosen.device,
+            **chosen.changes(),
             truth=truth,
             requests=requests_of(prompts),
             max_new_tokens=max_new_tokens,
@@ -156,7 +152,7 @@ def diff(
         expected: folder of a golden, or of another engine's recording.
         actual: folder of the recording under test.
         model: checkpoint, as `check` has it; with it every operation is judged by itself.
-        taps: globs; the taps of `expected` that match must be in `actual`.
+        taps: `all`, `cache`, `logits`, `tokens`, or globs; the taps of `expected` that match must be in `actual`.
         require: what `actual` must have reached.
         truth: precision in which operations are judged.
         device: where they are replayed.
@@ -220,23 +216,17 @@ def profile(
         HarnessError: an argument cannot be used, or the engine has no steps.
     """
     from harness.judge.jobs.output_folder import new_output_dir
-    from harness.profiling.job import keep_profile, resolve_profile
+    from harness.plan import plan_engine
+    from harness.profiling.job import keep_profile
+    from harness.profiling.passes.workload import ProfileWorkload
+    from harness.profiling.profile import ProfileSpec
 
     with _under_test(engine, model, dtype=dtype, device=device, options=engine_options, names=None) as chosen:
-        spec = resolve_profile(
-            model=chosen.checkpoint,
-            engine=chosen.name,
-            dtype=chosen.dtype or "auto",
-            device=chosen.device or "cpu",
-            engine_options=chosen.options,
-            prompt_tokens=prompt_tokens,
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-            phases=_several(phases),
-            num_runs=num_runs,
-            local_files_only=local_files_only,
+        workload = ProfileWorkload(
+            batch_size=batch_size, num_prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens
         )
-        spec = chosen.opened(spec)
+        plan = chosen.opened(plan_engine(**chosen.changes(), local_files_only=local_files_only))
+        spec = ProfileSpec(plan=plan, workload=workload, phases=_several(phases), num_runs=num_runs)
         with scratch_folder("harness-") as passing:
             kept = passing if out is None else Path(out)
             with nullcontext() if out is None else new_output_dir(kept):

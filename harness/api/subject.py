@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from harness.engines import Engine, engine_names
 from harness.errors import Code, HarnessError
@@ -14,10 +14,8 @@ if TYPE_CHECKING:
 
     from harness.api.arguments import Dtype, Model
     from harness.plan import Plan
-    from harness.profiling.profile import ProfileSpec
 
     Subject = str | Engine | nn.Module
-    AnyPlan = TypeVar("AnyPlan", Plan, ProfileSpec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +35,20 @@ class Chosen:
     label: str | None = None
     """Name of the checkpoint in reports if that is not its path."""
 
-    def opened(self, plan: "AnyPlan") -> "AnyPlan":
-        """Return a plan of a check or of a profile with the engine itself if it is not opened by its name."""
-        subject = self.open and self.open(plan.folder, plan.dtype, plan.device)
-        return replace(plan, subject=subject, model=self.label or plan.model)
+    def changes(self) -> dict[str, Any]:
+        """Return what the plan's case has in place of its own."""
+        return {
+            "model": self.checkpoint,
+            "engine": self.name,
+            "engine_options": self.options,
+            "dtype": self.dtype,
+            "device": self.device,
+        }
+
+    def opened(self, plan: "Plan") -> "Plan":
+        """Return the plan with the engine itself if it is not opened by its name."""
+        subject = self.open and self.open(plan.folder, plan.case.dtype, plan.case.device)
+        return replace(plan.changed(model=self.label or plan.case.model), subject=subject)
 
 
 def choose(

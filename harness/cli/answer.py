@@ -39,6 +39,10 @@ class TimedContinuation:
             f"ttft_ms={self.ttft_ms:.2f} tpot_ms={self.tpot_ms:.2f} device={self.device} dtype={self.dtype}"
         )
 
+    def line(self) -> str:
+        """Return the text, and the end of its last line."""
+        return f"{self.text}\n"
+
     def json(self) -> dict[str, Any]:
         """Return everything as JSON-able data."""
         return {

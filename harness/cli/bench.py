@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from harness.base.files import writing
+from harness.cli import forms
 from harness.cli import options as opt
 from harness.cli.command import StrictCommand
-from harness.cli.output import write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 
@@ -43,7 +43,7 @@ def bench_engine(
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the weights and prompts.")] = 0,
     engine_option: opt.EngineOption = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write the JSON to as well.")] = None,
-    format: opt.OutFormat = opt.Format.HUMAN,
+    format: Annotated[str, forms.BENCH.option()] = "human",
 ) -> int:
     """Time prefill, decode and continuous batching of an engine, HuggingFace and llama.cpp.
 
@@ -52,10 +52,8 @@ def bench_engine(
     if out is not None and out.exists():
         raise HarnessError(Code.OUTPUT_EXISTS, "the file is there already", where=out, hint="choose another --out")
     with progress_bar() as report:
-        report("loading libraries", 0, 1)
         from harness.plan import check_device
         from harness.selfcheck.bench.measure import run_bench
-        from harness.selfcheck.bench.table import bench_text
 
         check_device(device)
         result = run_bench(
@@ -73,8 +71,5 @@ def bench_engine(
     if out is not None:
         with writing(out):
             out.write_text(json.dumps(result.json(), indent=1) + "\n", encoding="utf-8")
-    if format is opt.Format.JSON:
-        write_json(result.json())
-    else:
-        write(bench_text(result))
+    forms.BENCH.show(result, format)
     return ExitStatus.PASS

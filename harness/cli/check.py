@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.cli import forms
 from harness.cli import options as opt
 from harness.cli.endpoint import ServerOptions
 from harness.cli.grouped import grouped
-from harness.cli.output import print_results
+from harness.cli.output import STATUS
 from harness.cli.progress import progress_bar
 from harness.errors import Code, HarnessError
 
@@ -24,10 +25,7 @@ if TYPE_CHECKING:
 
 @grouped
 def check(
-    given: Annotated[
-        opt.CliOptions,
-        ("model", "hf", *opt.ENGINE, *opt.WORKLOAD, "schedule", "only", "case", "lora", "other_lora"),
-    ],
+    given: Annotated[opt.Given, opt.EVERY_OPTION],
     *,
     dtype: opt.Dtypes = None,
     out: Annotated[
@@ -41,13 +39,9 @@ def check(
     profile: Annotated[
         bool, typer.Option("--profile", help="Profile the engine as well, into --out: see `harness profile`.")
     ] = False,
-    stop_early: Annotated[
-        bool,
-        typer.Option("--stop-early", help="End at the first operation that is wrong, without looking for its cause."),
-    ] = False,
     server: ServerOptions,
     local_files_only: opt.LocalFilesOnly = False,
-    format: opt.OutReportFormat = opt.ReportFormat.HUMAN,
+    format: Annotated[str, forms.CHECKS.option()] = "human",
 ) -> int:
     """Check an engine against HuggingFace.
 
@@ -59,36 +53,44 @@ def check(
     if profile and out is None:
         what = "a profile needs a folder for its captures"
         raise HarnessError(Code.BAD_OPTION, what, where="--profile", hint="add --out DIR")
-    given = replace(given, dtype=dtype[0] if dtype else None)
+    if dtype:
+        given["dtype"] = dtype[0]
     with progress_bar() as report:
-        report("loading libraries", 0, 1)
         if server.is_given:
-            others = [out, fault, profile or None, stop_early or None]
+            others = [out, fault, profile or None]
             return server.check(given, others, local_files_only, format, report)
         results, profiles = [], []
         with _planned(given, fault, local_files_only) as plan:
-            for each, folder in _by_dtype(replace(plan, stops_early=stop_early), dtype or [], out):
+            for each, folder in _by_dtype(plan, dtype or [], out):
                 results.append(_checked(each, folder, report))
                 if profile and folder is not None:
                     profiles.append(_profiled(each, results[-1], folder, report))
-    return print_results(results, format, profiles)
+    from harness.report.check.dtypes import DtypeChecks
+
+    checks = DtypeChecks(results=results, profiles=profiles)
+    forms.CHECKS.show(checks, format)
+    return STATUS[checks.outcome]
 
 
 @contextmanager
-def _planned(given: opt.CliOptions, fault: str | None, local_files_only: bool) -> "Iterator[Plan]":
+def _planned(given: opt.Given, fault: str | None, local_files_only: bool) -> "Iterator[Plan]":
     """Yield the plan of the check, with a fault in the reference engine where one is asked for."""
     if fault is None:
-        yield given.plan(local_files_only=local_files_only)
+        from harness.plan import plan_request  # seconds to import
+
+        yield plan_request(**given, local_files_only=local_files_only)
         return
     from harness.selfcheck.faults.catalogue import choose
     from harness.selfcheck.faults.trial import checkpoint, plan_of
 
-    if given != opt.CliOptions():
+    stops_early = given.pop("stops_early", False)
+    if given:
         what = "a fault comes with the model, the prompts and the schedule that show it"
         raise HarnessError(Code.BAD_OPTION, what, where="--fault", hint="leave the other options out")
     (chosen,) = choose([fault])
     with checkpoint(chosen.setting) as folder, chosen.inject():
-        yield replace(plan_of(chosen.setting, folder), notes=(f"planted: {chosen.summary}",))
+        plan = plan_of(chosen.setting, folder).changed(stops_early=stops_early)
+        yield replace(plan, notes=(f"planted: {chosen.summary}",))
 
 
 def _by_dtype(plan: "Plan", dtypes: Sequence[str], out: Path | None) -> "Iterator[tuple[Plan, Path | None]]":
@@ -100,7 +102,7 @@ def _by_dtype(plan: "Plan", dtypes: Sequence[str], out: Path | None) -> "Iterato
         yield plan, out
         return
     for name in names:
-        yield replace(plan, dtype=name), out and out / name
+        yield plan.changed(dtype=name), out and out / name
 
 
 def _checked(plan: "Plan", folder: Path | None, report: "Progress") -> "CheckResult":

@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
+from harness.cli import forms
 from harness.cli import options as opt
-from harness.cli.output import print_result
+from harness.cli.output import STATUS
 from harness.cli.progress import progress_bar
 from harness.formats.case import TRIGGERS
 
@@ -22,7 +23,11 @@ def diff(
     truth: opt.TruthChoice = None,
     taps: Annotated[
         list[str] | None,
-        typer.Option(metavar="GLOB", help="Taps that must have been recorded. Repeatable. [default: all]"),
+        typer.Option(
+            metavar="GLOB",
+            help="Taps that must have been recorded: all, cache, logits or tokens, as `harness check` has them, or a "
+            "glob of names. Repeatable. [default: all]",
+        ),
     ] = None,
     lacking: Annotated[
         list[str] | None,
@@ -36,7 +41,7 @@ def diff(
         ),
     ] = None,
     local_files_only: opt.LocalFilesOnly = False,
-    format: opt.OutReportFormat = opt.ReportFormat.HUMAN,
+    format: Annotated[str, forms.CHECKS.option()] = "human",
 ) -> int:
     """Compare two recordings row by row.
 
@@ -44,8 +49,8 @@ def diff(
     every operation is judged by itself as well, by replaying it on the inputs that were recorded.
     """
     with progress_bar() as report:
-        report("loading libraries", 0, 1)
         from harness.judge.jobs.diff import run_diff
+        from harness.report.check.dtypes import DtypeChecks
 
         report("comparing", 0, 1)
         result = run_diff(
@@ -55,9 +60,10 @@ def diff(
             taps=tuple(taps or ("*",)),
             lacking=tuple(lacking or ()),
             require=tuple(require or ("decode",)),
-            truth=truth or opt.Truth.AUTO,
+            truth=truth or "auto",
             device=device,
             progress=report,
             local_files_only=local_files_only,
         )
-    return print_result(result, format)
+    forms.CHECKS.show(DtypeChecks(results=[result]), format)
+    return STATUS[result.outcome]

@@ -2,31 +2,49 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from harness.cli import forms
 from harness.cli import options as opt
-from harness.cli.output import STATUS, terminal_width, write, write_json
+from harness.cli.output import STATUS
 from harness.errors import Code, HarnessError
+from harness.formats.case import RequestSpec
 
 if TYPE_CHECKING:
     from harness.campaigns.endpoint.address import Address
-    from harness.results.endpoint import EndpointResult
 
-_NOT_OF_A_SERVER = (
-    "engine", "engine_option", "schedule", "only", "isolate", "engine_timeout", "case",
-)  # fmt: skip
+_OF_A_SERVER = {"model", "hf", "dtype", "device", "truth", "requests", "max_new_tokens", "lora", "other_loras"}
+"""Fields of a case that say what the server should answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """Options that are about a server, as they were given."""
 
-    endpoint: opt.Endpoint = None
-    served_model: opt.ServedModel = None
-    concurrency: opt.Concurrency = None
-    request_timeout: opt.RequestTimeout = None
-    again: opt.Again = None
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Check a server with OpenAI's completions, in place of an engine; the environment's HARNESS_API_KEY "
+            "is its key.",
+        ),
+    ] = None
+    served_model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the model at the server. [default: the first it lists]")
+    ] = None
+    concurrency: Annotated[int | None, typer.Option(metavar="N", help="Most requests at a time. [default: 8]")] = None
+    request_timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Longest silence of the server in a request. [default: 60]")
+    ] = None
+    again: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Prompts that the server gets again alone, repeated, reversed, continued. [default: 4]"
+        ),
+    ] = None
 
     @property
     def is_given(self) -> bool:
@@ -42,10 +60,10 @@ class ServerOptions:
 
     def check(
         self,
-        given: opt.CliOptions,
+        given: opt.Given,
         others: Sequence[object],
         local_files_only: bool,
-        form: opt.ReportFormat,
+        form: str,
         report: Callable[[str, int, int], None],
     ) -> int:
         """Check the server and print what was found; return the exit status.
@@ -57,21 +75,23 @@ class ServerOptions:
             form: how to print.
             report: told what is being done.
         """
-        named = [name for name in _NOT_OF_A_SERVER if getattr(given, name) not in (None, [])]
+        named = [name for name in given if name not in _OF_A_SERVER]
         if named or any(other is not None for other in others):
             what = (
                 "a server is checked by what it answers: options of engines, schedules, faults and pages are not for it"
             )
             raise HarnessError(Code.BAD_OPTION, what, where="--endpoint", actual=", ".join(named) or None)
+        forms.ENDPOINT.chosen(form)
         _refuse_without_client()
         from harness.campaigns.endpoint.run import check_endpoint
+        from harness.plan import plan_request
 
         address = self._address()
-        if given.model is None and not given.requests():
-            given = replace(given, prompt=list(_DEFAULT_PROMPTS))
-        plan = given.plan(local_files_only=local_files_only)
+        if not {"model", "requests"} & given.keys():
+            given["requests"] = [RequestSpec(prompt=text) for text in _DEFAULT_PROMPTS]
+        plan = plan_request(**given, local_files_only=local_files_only)
         result = check_endpoint(plan, address, num_again=self._again(), progress=report)
-        _print(result, form)
+        forms.ENDPOINT.show(result, form)
         return STATUS[result.outcome]
 
     def _address(self) -> "Address":
@@ -105,15 +125,3 @@ def _refuse_without_client() -> None:
             where="--endpoint",
             hint="pip install 'inference-harness[serve]'",
         ) from error
-
-
-def _print(result: "EndpointResult", form: opt.ReportFormat) -> None:
-    from harness.report.check.markdown import fenced
-    from harness.report.endpoint.json import endpoint_json
-    from harness.report.endpoint.text import endpoint_text
-
-    if form is opt.ReportFormat.JSON:
-        write_json(endpoint_json(result))
-        return
-    text = endpoint_text(result, width=terminal_width())
-    write(fenced(text) + "\n" if form is opt.ReportFormat.MARKDOWN else text, end="")

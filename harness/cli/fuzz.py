@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.cli import forms
 from harness.cli import options as opt
 from harness.cli.grouped import grouped
 from harness.cli.interrupts import INTERRUPTED
-from harness.cli.output import STATUS, terminal_width, write, write_json
+from harness.cli.output import STATUS
 from harness.cli.progress import progress_bar
 from harness.errors import Code, HarnessError
 from harness.results.check import Outcome
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @grouped
 def fuzz(
-    given: Annotated[opt.CliOptions, ("model", "engine", "engine_option", "dtype", "device", "truth")],
+    given: Annotated[opt.Given, opt.CaseOptions("model", "engine", "engine_options", "dtype", "device", "truth")],
     seconds: Annotated[float, typer.Option(metavar="N", help="How long to search.")] = 60.0,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Another one draws other workloads.")] = 0,
     first: Annotated[bool, typer.Option("--first", help="End at the first finding.")] = False,
@@ -52,7 +53,7 @@ def fuzz(
         typer.Option(metavar="ID", help="Search with a known bug in the reference engine; `harness faults` has all."),
     ] = None,
     local_files_only: opt.LocalFilesOnly = False,
-    format: opt.OutFormat = opt.Format.HUMAN,
+    format: Annotated[str, forms.FUZZ.option()] = "human",
 ) -> int:
     """Search workloads that an engine gets wrong.
 
@@ -65,19 +66,21 @@ def fuzz(
     if invariance and (replay is not None or out is not None or first):
         what = "two runs are compared here, and nothing is searched, repeated or written"
         raise HarnessError(Code.BAD_OPTION, what, where="--invariance", hint="leave --replay, --out and --first out")
-    if replay is not None and (given != opt.CliOptions() or fault is not None or out is not None):
+    if replay is not None and (given or fault is not None or out is not None):
         what = "a workload's file says what is to be run"
         raise HarnessError(Code.BAD_OPTION, what, where="--replay", hint="leave the other options out")
     with progress_bar() as report:
-        report("loading libraries", 0, 1)
         from harness.campaigns.fuzz.run import FuzzOptions, compare_schedules, run_again, search_workloads
         from harness.campaigns.fuzz.workload_file import load_workload
         from harness.judge.jobs.output_folder import new_output_dir
 
         options = FuzzOptions(seconds=seconds, seed=seed, workload_seconds=workload_seconds, is_first_enough=first)
         if invariance:
+            forms.INVARIANCE.chosen(format)
             with _opened(given, fault, options, local_files_only) as (plan, options):
-                return _print_invariance(compare_schedules(plan, options, progress=report), format)
+                compared = compare_schedules(plan, options, progress=report)
+            forms.INVARIANCE.show(compared, format)
+            return _status(compared)
         if replay is not None:
             file = load_workload(replay)
             with _opened(_said_by(file), file.fault, options, local_files_only) as (plan, options):
@@ -88,72 +91,43 @@ def fuzz(
                 _opened(given, fault, options, local_files_only) as (plan, options),
             ):
                 result = search_workloads(plan, options, out=out, progress=report)
-    return _print(result, format)
+    forms.FUZZ.show(result, format)
+    return _status(result)
 
 
-def _said_by(file: "WorkloadFile") -> opt.CliOptions:
+def _said_by(file: "WorkloadFile") -> opt.Given:
     """Return what a workload's file says of the engine; a fault brings its own model."""
-    if file.fault is not None:
-        return opt.CliOptions()
-    options = [f"{name}={value}" for name, value in file.engine_options.items()]
-    return opt.CliOptions(
-        model=file.model, engine=file.engine, engine_option=options, dtype=file.dtype, device=file.device
-    )
+    names = ("model", "engine", "engine_options", "dtype", "device")
+    return {name: getattr(file, name) for name in names} if file.fault is None else {}
 
 
 @contextmanager
 def _opened(
-    given: opt.CliOptions, fault: str | None, options: "FuzzOptions", local_files_only: bool
+    given: opt.Given, fault: str | None, options: "FuzzOptions", local_files_only: bool
 ) -> "Iterator[tuple[Plan, FuzzOptions]]":
     """Yield the plan, and the options with the fault that is to be injected."""
+    from harness.plan import plan_engine
+
     if fault is None:
-        yield _plan(given, local_files_only), options
+        yield plan_engine(**given, local_files_only=local_files_only), options
         return
     from harness.selfcheck.faults.catalogue import choose
     from harness.selfcheck.faults.trial import checkpoint
 
-    if given != opt.CliOptions():
+    if given:
         what = "a fault comes with the engine, the model and the dtype that show it"
         raise HarnessError(Code.BAD_OPTION, what, where="--fault", hint="leave the other options out")
     (chosen,) = choose([fault])
     with checkpoint(chosen.setting) as folder:
-        plan = _plan(opt.CliOptions(model=str(folder), dtype=chosen.setting.dtype), local_files_only)
+        plan = plan_engine(model=str(folder), dtype=chosen.setting.dtype, local_files_only=local_files_only)
         plan = replace(plan, notes=(f"planted: {chosen.summary}",))
         yield plan, replace(options, planted=chosen.inject, fault=chosen.id)
-
-
-def _plan(given: opt.CliOptions, local_files_only: bool) -> "Plan":
-    """Return what is searched: workloads take the place of the plan's request and schedule."""
-    own = replace(given, token_ids=["0"], max_new_tokens=1, schedule=["plain"])
-    return own.plan(local_files_only=local_files_only)
 
 
 def _check_positive(option: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
         what = "the number of seconds must be positive"
         raise HarnessError(Code.BAD_OPTION, what, where=option, expected="above 0", actual=value, hint=f"{option} 60")
-
-
-def _print(result: "FuzzResult", form: opt.Format) -> int:
-    from harness.report.fuzz.json import fuzz_json
-    from harness.report.fuzz.text import fuzz_text
-
-    if form is opt.Format.JSON:
-        write_json(fuzz_json(result))
-    else:
-        write(fuzz_text(result, width=terminal_width()), end="")
-    return _status(result)
-
-
-def _print_invariance(result: "InvarianceResult", form: opt.Format) -> int:
-    from harness.report.invariance.json import invariance_json
-    from harness.report.invariance.text import invariance_text
-
-    if form is opt.Format.JSON:
-        write_json(invariance_json(result))
-    else:
-        write(invariance_text(result), end="")
-    return _status(result)
 
 
 def _status(result: "FuzzResult | InvarianceResult") -> int:

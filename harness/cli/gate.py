@@ -8,9 +8,8 @@ import typer
 
 from harness.base.files import read_text
 from harness.base.json_text import parse_json
-from harness.cli import options as opt
+from harness.cli import forms
 from harness.cli.grouped import grouped
-from harness.cli.output import write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 
@@ -84,7 +83,7 @@ def gate(
         False
     ),
     timing: TimingOptions,
-    format: opt.OutFormat = opt.Format.HUMAN,
+    format: Annotated[str, forms.GATE.option()] = "human",
 ) -> int:
     """Hold a profile against a baseline.
 
@@ -93,8 +92,6 @@ def gate(
     """
     from harness.base.ci_guard import refuse_update
     from harness.profiling.gate.compare import run_gate
-    from harness.report.gate.json import gate_json
-    from harness.report.gate.text import gate_text
     from harness.results.gate import GateVerdict
 
     if accept:
@@ -104,8 +101,5 @@ def gate(
     times = timing.time(profile)
     if times is not None:
         result = replace(result, times=times)
-    if format is opt.Format.JSON:
-        write_json(gate_json(result))
-    else:
-        write(gate_text(result))
+    forms.GATE.show(result, format)
     return ExitStatus.REGRESSION if result.verdict is GateVerdict.REGRESSION else ExitStatus.PASS

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.cli import forms
 from harness.cli import options as opt
 from harness.cli.answer import TimedContinuation
-from harness.cli.output import write, write_json
+from harness.cli.output import write
 from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.formats.case import load_case
@@ -43,14 +44,14 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
     show_stats: Annotated[bool, typer.Option("--show-stats", help="Print counts and times on standard error.")] = False,
-    format: opt.OutFormat = opt.Format.HUMAN,
+    format: Annotated[str, forms.CONTINUATION.option()] = "human",
 ) -> int:
     """Continue a prompt with the reference engine, or with another that is installed.
 
     Standard output has the continuation alone. It ends at the model's own end-of-sequence token, or after
     --max-new-tokens.
     """
-    if stream and format is opt.Format.JSON:
+    if stream and format == "json":
         raise HarnessError(
             Code.BAD_OPTION, "JSON is written at the end, not streamed", where="--stream", hint="leave one of them away"
         )
@@ -67,10 +68,10 @@ def generate(
         token_ids = _token_ids(prompt, checkpoint, chat=chat)
         source = open_source(checkpoint, token_ids, ask)
     answer = _answer(source, checkpoint, len(token_ids), _show if stream else None)
-    if format is opt.Format.JSON:
-        write_json(answer.json())
+    if stream:
+        write("")
     else:
-        write("" if stream else answer.text)
+        forms.CONTINUATION.show(answer, format)
     if show_stats:
         typer.echo(answer.stats(), err=True)
     return ExitStatus.PASS

@@ -1,25 +1,26 @@
 """`harness golden`: dump what HuggingFace computes."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from harness.cli import forms
 from harness.cli import options as opt
 from harness.cli.grouped import grouped
-from harness.cli.output import write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import ExitStatus
 
 
 @grouped
 def golden(
-    given: Annotated[opt.CliOptions, ("model", "hf", "dtype", *opt.WORKLOAD, "continuation", "case", "lora")],
+    given: Annotated[opt.Given, opt.CaseOptions("model", "hf", "dtype", *opt.WORKLOAD, "continuation", "case", "lora")],
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="New folder to write the golden to. [default: in the cache]")
     ] = None,
     local_files_only: opt.LocalFilesOnly = False,
-    format: opt.OutFormat = opt.Format.HUMAN,
+    format: Annotated[str, forms.GOLDEN.option()] = "human",
 ) -> int:
     """Dump what HuggingFace computes.
 
@@ -27,32 +28,34 @@ def golden(
     HuggingFace in the engine's dtype.
     """
     with progress_bar() as report:
-        report("loading libraries", 0, 1)
         import torch
 
         from harness.judge.jobs.golden import run_golden
         from harness.oracle.precision import truth_dtype
+        from harness.plan import plan_request
 
-        plan = given.plan(local_files_only=local_files_only)
+        plan = plan_request(**given, local_files_only=local_files_only)
         made = run_golden(plan, out=out, progress=report)
     manifest = made.recording.manifest
     summary = {
         "schema_version": 1,
         "golden": str(made.recording.path),
-        "model": plan.model,
-        "dtype": plan.dtype,
-        "truth": str(truth_dtype(plan.truth, getattr(torch, plan.dtype))).removeprefix("torch."),
+        "model": plan.case.model,
+        "dtype": plan.case.dtype,
+        "truth": str(truth_dtype(plan.case.truth, getattr(torch, plan.case.dtype))).removeprefix("torch."),
         "num_requests": len(manifest.requests),
         "num_rows": sum(step.num_rows for step in manifest.steps),
         "num_taps": len(manifest.taps),
         "num_bytes": sum(step.num_bytes for step in manifest.steps),
     }
-    if format is opt.Format.JSON:
-        write_json(summary)
-    else:
-        write(
-            f"{summary['golden']}: {summary['num_requests']} requests, {summary['num_rows']} rows, "
-            f"{summary['num_taps']} taps, {summary['num_bytes']:,} bytes "
-            f"({plan.model}, weights in {plan.dtype}, truth in {summary['truth']})"
-        )
+    forms.GOLDEN.show(summary, format)
     return ExitStatus.PASS
+
+
+def golden_text(summary: Mapping[str, Any]) -> str:
+    """Return what a golden holds in a line."""
+    return (
+        f"{summary['golden']}: {summary['num_requests']} requests, {summary['num_rows']} rows, "
+        f"{summary['num_taps']} taps, {summary['num_bytes']:,} bytes "
+        f"({summary['model']}, weights in {summary['dtype']}, truth in {summary['truth']})"
+    )

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.cli import forms
 from harness.cli import options as opt
 from harness.cli.grouped import grouped
-from harness.cli.output import terminal_width, write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import ExitStatus
 
@@ -47,13 +47,7 @@ class CaptureOptions:
 def profile(
     out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for report.html, traces and snapshots.")],
     *,
-    model: opt.Model = None,
-    engine: Annotated[str, typer.Option(metavar="NAME", help="Engine to profile.")] = "reference",
-    engine_option: opt.EngineOption = None,
-    dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="float32, bfloat16, float16, or auto: the checkpoint's own.")
-    ] = "auto",
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, ...")] = "cpu",
+    given: Annotated[opt.Given, opt.CaseOptions("model", "engine", "engine_options", "dtype", "device")],
     prompt_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of each prompt; they are random.")] = 128,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens to generate for each request.")] = 32,
     batch_size: Annotated[int, typer.Option(metavar="N", help="Requests that arrive together.")] = 1,
@@ -63,7 +57,7 @@ def profile(
     ] = None,
     capture: CaptureOptions,
     local_files_only: opt.LocalFilesOnly = False,
-    format: opt.OutFormat = opt.Format.HUMAN,
+    format: Annotated[str, forms.PROFILE.option()] = "human",
 ) -> int:
     """Profile an engine, prefill and decode by themselves.
 
@@ -71,30 +65,22 @@ def profile(
     embedded qwen3-tiny.
     """
     with progress_bar() as report:
-        report("loading libraries", 0, 1)
         from harness.judge.jobs.output_folder import new_output_dir
-        from harness.profiling.job import keep_profile, resolve_profile
-        from harness.report.profile.json import profile_json
-        from harness.report.profile.text import profile_text
+        from harness.plan import plan_engine
+        from harness.profiling.job import keep_profile
+        from harness.profiling.passes.workload import ProfileWorkload
+        from harness.profiling.profile import ProfileSpec
 
-        spec = resolve_profile(
-            model=model,
-            engine=engine,
-            dtype=dtype,
-            device=device,
-            engine_options=opt.parse_engine_options(engine_option),
-            prompt_tokens=prompt_tokens,
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-            phases=phase or (),
+        spec = ProfileSpec(
+            plan=plan_engine(**given, local_files_only=local_files_only),
+            workload=ProfileWorkload(
+                batch_size=batch_size, num_prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens
+            ),
+            phases=tuple(phase or ()),
             schedule=capture.schedule(),
             num_runs=capture.num_runs,
-            local_files_only=local_files_only,
         )
         with new_output_dir(out):
             result = keep_profile(spec, out, progress=report)
-    if format is opt.Format.JSON:
-        write_json(profile_json(result))
-    else:
-        write(profile_text(result, width=terminal_width()))
+    forms.PROFILE.show(result, format)
     return ExitStatus.PASS

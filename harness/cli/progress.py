@@ -28,7 +28,7 @@ def progress_bar() -> Iterator[Progress]:
     counted = (TextColumn("{task.description:24}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"))
     columns = (*counted, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
     with ProgressBar(*columns, console=console, transient=True) as bar:
-        task, last = bar.add_task("starting", total=1), "starting"
+        task, last = bar.add_task("loading libraries", total=1), ""
 
         def report(label: str, done: int, total: int) -> None:
             nonlocal last

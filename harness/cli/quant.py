@@ -7,15 +7,14 @@ import typer
 
 from harness.base.files import read_text, write_text
 from harness.base.scratch import scratch_folder
+from harness.cli import forms
 from harness.cli import options as opt
-from harness.cli.output import write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 
 if TYPE_CHECKING:
     from harness.campaigns.quant.text import Sequences
     from harness.oracle.model import HFModel
-    from harness.results.quant import QuantResult
 
 DEFAULT_MODEL = "llama-tiny"
 DEFAULT_TYPES = "F16,Q8_0,Q4_0"
@@ -48,7 +47,7 @@ def quant(
         Path | None, typer.Option(metavar="DIR", help="Folder for quant.md and a plot of KL against size, quant.svg.")
     ] = None,
     local_files_only: opt.LocalFilesOnly = False,
-    format: opt.OutReportFormat = opt.ReportFormat.HUMAN,
+    format: Annotated[str, forms.QUANT.option()] = "human",
 ) -> int:
     """Measure what quantisation costs.
 
@@ -57,7 +56,6 @@ def quant(
     and compressed-tensors.
     """
     with progress_bar() as report:
-        report("loading libraries", 0, 1)
         import torch
 
         from harness.campaigns.quant.files import check_type
@@ -85,16 +83,7 @@ def quant(
             out.mkdir(parents=True, exist_ok=True)
             write_text(out / PLOT_NAME, quant_svg(result))
             write_text(out / TABLE_NAME, quant_text(result, "github") + "\n")
-    return _print(result, format)
-
-
-def _print(result: "QuantResult", format: opt.ReportFormat) -> int:
-    from harness.report.quant.text import quant_json, quant_text
-
-    if format is opt.ReportFormat.JSON:
-        write_json(quant_json(result))
-    else:
-        write(quant_text(result, "github" if format is opt.ReportFormat.MARKDOWN else "simple"))
+    forms.QUANT.show(result, format)
     return ExitStatus.PASS
 
 

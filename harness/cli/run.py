@@ -1,16 +1,17 @@
 """`harness run`: record an engine without comparing it."""
 
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from harness.cli import forms
 from harness.cli import options as opt
 from harness.cli.grouped import grouped
-from harness.cli.output import write, write_json
 from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
+from harness.formats.case import RequestSpec
 
 if TYPE_CHECKING:
     from harness.formats.recording import RequestInfo
@@ -26,10 +27,10 @@ def run(
         Path | None,
         typer.Option(metavar="DIR", help="Golden that says what to feed: model, dtype and tokens. [default: none]"),
     ] = None,
-    given: Annotated[opt.CliOptions, ("model", *opt.ENGINE, "dtype", *opt.WORKLOAD, "case")],
+    given: Annotated[opt.Given, opt.CaseOptions("model", *opt.ENGINE, "dtype", *opt.WORKLOAD, "case")],
     schedule: Annotated[str, typer.Option(metavar="NAME", help="One of those of `harness check`.")] = "plain",
     local_files_only: opt.LocalFilesOnly = False,
-    format: opt.OutFormat = opt.Format.HUMAN,
+    format: Annotated[str, forms.RECORDING.option()] = "human",
 ) -> int:
     """Record an engine, for `harness diff`.
 
@@ -37,12 +38,11 @@ def run(
     `harness golden` with the same options makes.
     """
     with progress_bar() as report:
-        report("loading libraries", 0, 1)
         from harness.judge.jobs.engine_run import match_taps, open_planned, record_run
         from harness.judge.jobs.golden import run_golden
         from harness.judge.jobs.output_folder import new_output_dir
 
-        plan, requests, graph = _planned(replace(given, schedule=[schedule]), golden, local_files_only)
+        plan, requests, graph = _planned({**given, "schedules": [schedule]}, golden, local_files_only)
         if len(plan.schedules) != 1:
             what = "a recording has one schedule"
             raise HarnessError(Code.BAD_OPTION, what, where="--schedule", expected="one", actual=schedule)
@@ -51,17 +51,14 @@ def run(
                 made = run_golden(plan, progress=report)
                 requests, graph = list(made.requests), made.graph
             match_taps(plan, subject, graph)
-            report(f"{plan.engine}, {schedule}", 0, 1)
+            report(f"{plan.case.engine}, {schedule}", 0, 1)
             record_run(plan, subject, plan.schedules[0], requests, out)
     summary = _summary(plan, out)
-    if format is opt.Format.JSON:
-        write_json(summary)
-    else:
-        write(f"{out}: {summary['num_steps']} steps, {summary['num_rows']} rows, {summary['num_taps']} taps")
+    forms.RECORDING.show(summary, format)
     return ExitStatus.PASS if summary["num_rows"] and summary["num_taps"] else ExitStatus.NOTHING_CHECKED
 
 
-def _summary(plan: "Plan", out: Path) -> dict[str, object]:
+def _summary(plan: "Plan", out: Path) -> dict[str, Any]:
     """Return what the recording in `out` holds."""
     from harness.formats.recording import Recording
 
@@ -70,9 +67,9 @@ def _summary(plan: "Plan", out: Path) -> dict[str, object]:
     return {
         "schema_version": 1,
         "recording": str(out),
-        "engine": plan.engine,
-        "model": plan.model,
-        "dtype": plan.dtype,
+        "engine": plan.case.engine,
+        "model": plan.case.model,
+        "dtype": plan.case.dtype,
         "schedule": str(plan.schedules[0]),
         "num_steps": len(manifest.steps),
         "num_rows": sum(step.num_rows for step in manifest.steps if step.phase != "readback"),
@@ -81,48 +78,31 @@ def _summary(plan: "Plan", out: Path) -> dict[str, object]:
 
 
 def _planned(
-    given: opt.CliOptions, golden: Path | None, local_files_only: bool
+    given: opt.Given, golden: Path | None, local_files_only: bool
 ) -> "tuple[Plan, list[RequestInfo], Graph | None]":
     """Return what is run, and what a golden says of requests and model, where one is named."""
-    if golden is None:
-        return given.plan(local_files_only=local_files_only), [], None
-    return _planned_by_golden(golden, given, local_files_only)
-
-
-def _planned_by_golden(
-    golden: Path, given: opt.CliOptions, local_files_only: bool
-) -> "tuple[Plan, list[RequestInfo], Graph]":
-    """Return what the golden and the remaining options say, the golden's requests, and the model's graph."""
-    from harness.formats.checkpoint import Checkpoint, resolve
     from harness.formats.recording import Recording
-    from harness.formats.schedule import parse_schedules
     from harness.oracle.golden import Golden
-    from harness.plan import Plan, check_device
+    from harness.plan import plan_request
 
-    said_by_golden = replace(
-        given, model=None, engine=None, engine_option=None, device=None, schedule=None, isolate=None,
-        engine_timeout=None, engine_python=None,
-    )  # fmt: skip
-    if said_by_golden != opt.CliOptions():
-        names = "--dtype, --prompt, --prompt-file, --token-ids, --max-new-tokens and --case"
+    if golden is None:
+        return plan_request(**given, local_files_only=local_files_only), [], None
+    if not given.keys() <= {"model", "device", "schedules", *opt.ENGINE}:
+        names = "--dtype, --truth, --prompt, --prompt-file, --token-ids, --max-new-tokens and --case"
         raise HarnessError(
             Code.BAD_OPTION, f"{names} say what the golden says", where="--golden", hint="leave them out"
         )
-    check_device(given.device or "cpu")
     with Recording.open(golden) as expected:
         manifest, graph = expected.manifest, Golden(expected).graph
-    model = given.model or manifest.model.id
-    plan = Plan(
-        model=model,
-        checkpoint=Checkpoint(resolve(model, local_files_only=local_files_only)),
-        engine=given.engine or "reference",
-        dtype=manifest.dtype,
-        device=given.device or "cpu",
-        prompts=(),
-        schedules=tuple(parse_schedules(given.schedule or ())),
-        engine_options=opt.parse_engine_options(given.engine_option),
-        isolate=given.isolate,
-        engine_timeout_s=given.engine_timeout,
-        engine_python=given.engine_python,
-    )
-    return plan, manifest.requests, graph
+    said: opt.Given = {
+        "model": manifest.model.id,
+        "dtype": manifest.dtype,
+        "requests": [RequestSpec(token_ids=request.token_ids) for request in manifest.requests],
+    }
+    return plan_request(**(said | given), local_files_only=local_files_only), manifest.requests, graph
+
+
+def recording_text(summary: Mapping[str, Any]) -> str:
+    """Return what a recording holds in a line."""
+    counts = f"{summary['num_steps']} steps, {summary['num_rows']} rows, {summary['num_taps']} taps"
+    return f"{summary['recording']}: {counts}"

@@ -1,15 +1,14 @@
 """`harness trace`: what is in a Chrome trace of torch, and what changed between two."""
 
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from harness.cli import options as opt
+from harness.cli import forms
 from harness.cli.command import StrictCommand
-from harness.cli.output import write, write_json
+from harness.cli.output import write
 from harness.errors import Code, ExitStatus, HarnessError
 
 app = typer.Typer(name="trace", help="Read Chrome traces of torch.", no_args_is_help=True, rich_markup_mode=None)
@@ -41,7 +40,7 @@ def summary(
         float | None,
         typer.Option(metavar="N", min=0.001, help="Peak of the device: products show their share."),
     ] = None,
-    format: opt.OutFormat = opt.Format.HUMAN,
+    format: Annotated[str, forms.TRACES.option()] = "human",
 ) -> int:
     """Sum up traces by phase and operator.
 
@@ -49,14 +48,10 @@ def summary(
     """
     from harness.profiling.trace.folder import trace_files
     from harness.profiling.trace.summary import summarize
-    from harness.report.trace.text import summary_text
 
     pattern = _compiled(phase_pattern)
     summaries = [summarize(file, pattern) for file in trace_files(files)]
-    if format is opt.Format.JSON:
-        write_json({"schema_version": 1, "files": [asdict(summary) for summary in summaries]})
-    else:
-        write(summary_text(summaries, peak_flops_per_s=None if peak_tflops is None else peak_tflops * 1e12))
+    forms.TRACES.show(summaries, format, peak_flops_per_s=None if peak_tflops is None else peak_tflops * 1e12)
     return ExitStatus.PASS
 
 
@@ -65,26 +60,15 @@ def diff(
     before: Annotated[Path, typer.Argument(metavar="A", help=f"Trace before: {_METAVAR}")],
     after: Annotated[Path, typer.Argument(metavar="B", help="Trace after.")],
     phase_pattern: PhasePattern = None,
-    format: opt.OutFormat = opt.Format.HUMAN,
+    format: Annotated[str, forms.TRACE_DIFF.option()] = "human",
 ) -> int:
     """Show what runs more or less often in B than in A, and what takes another time."""
     from harness.profiling.trace.diff import diff_traces
     from harness.profiling.trace.summary import summarize
-    from harness.report.trace.text import diff_text
 
     pattern = _compiled(phase_pattern)
     found = diff_traces(summarize(before, pattern), summarize(after, pattern))
-    if format is opt.Format.JSON:
-        document = {
-            "schema_version": 1,
-            "changes": [asdict(change) for change in found.changes],
-            "operations": [asdict(change) for change in found.operations],
-            "modules": [asdict(change) for change in found.modules],
-            "steps": [{"phase": name, "before": old, "after": new} for name, old, new in found.steps],
-        }
-        write_json(document)
-    else:
-        write(diff_text(found))
+    forms.TRACE_DIFF.show(found, format)
     return ExitStatus.PASS
 
 
@@ -96,23 +80,19 @@ def critical_path(
         typer.Option(metavar="REGEX", help="A step, by the name of its event. [default: the whole trace]"),
     ] = None,
     instance: Annotated[int, typer.Option(metavar="N", help="Which of the steps that match; -1 is the last one.")] = 0,
-    format: opt.OutFormat = opt.Format.HUMAN,
+    format: Annotated[str, forms.CRITICAL_PATHS.option()] = "human",
 ) -> int:
     """Show what a duration is made of: the chain of operators, launches and kernels that its end has waited for."""
     from harness.profiling.trace.critical_path import critical_path
     from harness.profiling.trace.file import collecting_no_garbage, read_trace
     from harness.profiling.trace.folder import trace_files
-    from harness.report.trace.text import critical_path_text
 
     pattern = _compiled(within, "--within")
     with collecting_no_garbage():
         found = [
             critical_path(read_trace(file), str(file), within=pattern, instance=instance) for file in trace_files(files)
         ]
-    if format is opt.Format.JSON:
-        write_json({"schema_version": 1, "files": [asdict(path) for path in found]})
-    else:
-        write("\n\n".join(map(critical_path_text, found)))
+    forms.CRITICAL_PATHS.show(found, format)
     return ExitStatus.PASS
 
 

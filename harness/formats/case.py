@@ -2,15 +2,14 @@
 
 import reprlib
 import tomllib
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, Unpack, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from harness.base.files import exists, read_text
 from harness.errors import Code, HarnessError
-from harness.formats.schedule import parse_schedules
+from harness.formats.schedule import parse_schedules, schedules_help
 
 DTYPES = ("float32", "bfloat16", "float16")
 Trigger = Literal[
@@ -21,7 +20,34 @@ TRIGGERS: tuple[str, ...] = get_args(Trigger)
 """Conditions that a workload can be required to reach."""
 
 
+_Model = TypeVar("_Model", bound=BaseModel)
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
+_Path = Annotated[Path, Field(strict=False)]
+"""In JSON, which a suite sends its cases as, a path is a text."""
+
+
+Truth = Literal["auto", "float64", "float32"]
+"""Precision in which HuggingFace's own forward says what is right; `auto`: what the engine's dtype needs."""
+TapPreset = Literal["all", "cache", "logits", "tokens"]
+"""Taps that must have been recorded; all: every tap that the engine does not declare lacking."""
+TAP_PRESETS: tuple[str, ...] = get_args(TapPreset)
+
+
+class Option:
+    """The option of the command line that sets a field of a case."""
+
+    def __init__(self, names: str, help: str, *, kind: Any = str, is_in_files: bool = True) -> None:
+        """Take what the command line shows.
+
+        Args:
+            names: of the option and of its value, `--hf FOLDER`, or of the option alone for a choice or a flag.
+            help: one sentence, with the default.
+            kind: type of the value; a list is an option that can be repeated.
+            is_in_files: whether the field is a key of case files. A file may come from anywhere, and what it says must
+                not start another program.
+        """
+        self.name, _, metavar = names.partition(" ")
+        self.metavar, self.help, self.kind, self.is_in_files = metavar or None, help, kind, is_in_files
 
 
 class RequestSpec(BaseModel):
@@ -56,72 +82,165 @@ class ProfileSection(BaseModel):
     """File with what the profile may need, relative to the case's; None: it is held to nothing."""
 
 
-class CaseChanges(TypedDict, total=False):
-    """Replacements for a case's own values; None, or an empty sequence, leaves the case's."""
-
-    model: str | None
-    """Folder, GGUF file, name of an embedded checkpoint, or hub id."""
-    hf: str | None
-    """Of a GGUF file, the checkpoint that it was made from."""
-    engine: str | None
-    engine_options: Mapping[str, str] | None
-    dtype: str | None
-    """float32, bfloat16, float16, or `auto` for the checkpoint's own."""
-    device: str | None
-    """A torch device."""
-    truth: str | None
-    """`float64`, `float32`, or `auto` for what the engine's dtype needs."""
-    requests: Sequence[RequestSpec]
-    max_new_tokens: int | None
-    """Tokens to generate for each request."""
-    schedules: Sequence[str]
-    """`plain`, `chunked:5`, ..."""
-    only: str | None
-    """`all`, `cache`, `logits` or `tokens`: what the engine must show."""
-    isolate: bool | None
-    """Whether the engine runs in a process of its own."""
-    engine_timeout_s: float | None
-    """Longest time for opening the engine, and for each schedule."""
-
-
 class Case(BaseModel):
-    """A check. Paths are relative to the case's file."""
+    """A check, as a file, the command line or Python asks for it. Paths are relative to the case's file.
+
+    This is the one place where an option of a check is declared. A field is a key of case files, unless its `Option`
+    says otherwise; a field with an `Option` is an option of `harness check`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     schema_version: Literal[1]
     description: str = ""
-    model: Annotated[str, Field(min_length=1)]
-    hf: Annotated[str, Field(min_length=1)] | None = None
-    """If the model is a GGUF file: the HuggingFace checkpoint that it was made from."""
-    engine: Annotated[str, Field(min_length=1)] = "reference"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str = "cpu"
-    truth: Literal["auto", "float64", "float32"] = "auto"
-    """Precision of the truth; `auto`: what the engine's dtype needs."""
-    schedules: list[str] = []
-    """Empty: those of the default ones that the prompts can reach."""
-    max_new_tokens: _Count = 24
-    engine_options: dict[str, str | int] = {}
+    model: Annotated[
+        str,
+        Field(min_length=1),
+        Option(
+            "--model PATH_OR_HUB_ID",
+            "Checkpoint: a folder, a .gguf file, an embedded one by its name, or a hub id. "
+            "[default: qwen3-tiny, embedded]",
+        ),
+    ]
+    hf: Annotated[
+        Annotated[str, Field(min_length=1)] | None,
+        Option(
+            "--hf FOLDER",
+            "HuggingFace checkpoint that a .gguf model was made from: its configuration and tokenizer are used, "
+            "and every tensor of the file is held against it.",
+        ),
+    ] = None
+    engine: Annotated[str, Field(min_length=1), Option("--engine NAME", "Engine under test. [default: reference]")] = (
+        "reference"
+    )
+    engine_options: Annotated[
+        dict[str, str | int],
+        Option(
+            "--engine-option NAME=VALUE",
+            "Option of the engine: block_size=32, attention_backend=contiguous; for hf attention=eager. Repeatable.",
+            kind=list[str],
+        ),
+    ] = {}
+    isolate: Annotated[
+        bool | None,
+        Option(
+            "--isolate/--no-isolate",
+            "Run the engine in a process of its own, whose end is an error. "
+            "[default: for engines of other packages, and with a time limit]",
+            kind=bool,
+        ),
+    ] = None
+    engine_timeout_s: Annotated[
+        Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
+        Option(
+            "--engine-timeout SECONDS",
+            "Longest time for opening the engine, and for each schedule, in a process of its own. [default: 3600]",
+            kind=float,
+        ),
+    ] = None
+    engine_python: Annotated[
+        _Path | None,
+        Option(
+            "--engine-python PATH",
+            "Python of the environment that the engine is installed in; it needs numpy, and nothing else of ours. "
+            "[default: this one]",
+            kind=Path,
+            is_in_files=False,
+        ),
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Option("--dtype DTYPE", "float32, bfloat16, float16, or auto: the checkpoint's own. [default: auto]"),
+    ] = "auto"
+    device: Annotated[str, Option("--device DEVICE", "cpu, cuda, cuda:1, ... [default: cpu]")] = "cpu"
+    truth: Annotated[
+        Truth,
+        Option(
+            "--truth",
+            "Precision of the truth; auto: float64 for engines in float32, float32 for those in 16 bits. "
+            "[default: auto]",
+            kind=Truth,
+        ),
+    ] = "auto"
+    requests: Annotated[list[RequestSpec], Field(min_length=1)]
+    max_new_tokens: Annotated[
+        _Count, Option("--max-new-tokens N", "Tokens to generate for each request. [default: 24]", kind=int)
+    ] = 24
+    schedules: Annotated[
+        list[str],
+        Option(
+            "--schedule NAME",
+            f"{schedules_help()}, where N is the tokens of a chunk or the number of ranks; comma list or "
+            "repeated. [default: plain, chunked and batched, as far as the prompts can reach them]",
+            kind=list[str],
+        ),
+    ] = []
     require: list[Trigger] = []
     """Triggers that the case as it is written reaches, and must go on reaching."""
-    requests: Annotated[list[RequestSpec], Field(min_length=1)]
-    only: Literal["all", "cache", "logits", "tokens"] | None = None
-    """All that the engine must show; None: every tap that it does not declare lacking."""
-    isolate: bool | None = None
-    """Whether the engine runs in a process of its own; None: if another package provides it, or it has a time limit."""
-    engine_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Longest time for opening the engine, and for each schedule."""
+    only: Annotated[
+        TapPreset | None,
+        Option(
+            "--taps",
+            "Taps that must have been recorded: all that the engine does not declare lacking, its cache and "
+            "logits, its logits, or none, for its tokens alone. [default: all]",
+            kind=TapPreset,
+        ),
+    ] = None
     profile: ProfileSection | None = None
     """None: the engine is checked and not profiled."""
+    lora: Annotated[
+        _Path | None,
+        Option(
+            "--lora FOLDER",
+            "LoRA adapter in PEFT's format, beside the model's own weights.",
+            kind=Path,
+            is_in_files=False,
+        ),
+    ] = None
+    other_loras: Annotated[
+        list[_Path],
+        Option(
+            "--other-lora FOLDER",
+            "Adapter that the engine serves to other requests: rows that got it are told so. Repeatable.",
+            kind=list[Path],
+            is_in_files=False,
+        ),
+    ] = []
+    stops_early: Annotated[
+        bool,
+        Option(
+            "--stop-early",
+            "End at the first operation that is wrong, without looking for its cause.",
+            kind=bool,
+            is_in_files=False,
+        ),
+    ] = False
 
-    def replaced(self, **changes: Unpack[CaseChanges]) -> "Case":
-        """Return the case with what is given in place of its own.
+    @field_validator("schedules")
+    @classmethod
+    def _known(cls, schedules: list[str]) -> list[str]:
+        parse_schedules(schedules)
+        return schedules
 
-        Another engine has other options, so the case's own stay with its engine. What the case requires to be reached
-        goes as soon as anything is replaced that decides what is reached: dtype, device, truth and process do not.
+    @classmethod
+    def options(cls) -> dict[str, Option]:
+        """Return the options of the command line, by the fields that they set."""
+        declared = ((name, each) for name, field in cls.model_fields.items() for each in field.metadata)
+        return {name: each for name, each in declared if isinstance(each, Option)}
+
+    def replaced(self, **changes: Any) -> "Case":
+        """Return the case with the fields that are given in place of its own.
+
+        None, or an empty sequence, leaves the case's. Another engine has other options, so the case's own stay with its
+        engine. What the case requires to be reached goes as soon as anything is replaced that decides what is reached:
+        dtype, device, truth and process do not.
+
+        Raises:
+            TypeError: there is no such field.
         """
-        given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+        if unknown := changes.keys() - Case.model_fields.keys():
+            raise TypeError(f"a case has no field {min(unknown)!r}")
+        given = {name: value for name, value in changes.items() if value is not None}
         engine = given.get("engine", self.engine)
         own_options = self.engine_options if engine == self.engine else {}
         requests, num_new = given.get("requests") or self.requests, given.get("max_new_tokens")
@@ -149,23 +268,35 @@ def load_case(path: Path) -> Case:
     Raises:
         HarnessError: BAD_CASE: it is absent, is not TOML, or breaks the schema; the message names the field.
     """
+    case = read_case_file(Case, path, "case")
+    for name, option in Case.options().items():
+        if name in case.model_fields_set and not option.is_in_files:
+            what = f"{name}: no case file says this"
+            raise HarnessError(Code.BAD_CASE, what, where=path, hint=f"leave it out, and give {option.name}")
+    model = path.parent / case.model
+    return case.model_copy(update={"model": str(model)}) if exists(model) else case
+
+
+def read_case_file(kind: type[_Model], path: Path, name: str) -> _Model:
+    """Read a TOML file that says what to run.
+
+    Raises:
+        HarnessError: BAD_CASE: as `load_case`.
+    """
     try:
-        case = Case.model_validate(tomllib.loads(read_text(path)))
-        parse_schedules(case.schedules)
+        return kind.model_validate(tomllib.loads(read_text(path)))
     except FileNotFoundError:
-        raise HarnessError(Code.BAD_CASE, "there is no such case file", where=path) from None
+        raise HarnessError(Code.BAD_CASE, f"there is no such {name} file", where=path) from None
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "the case"
+        field = ".".join(map(str, first["loc"])) or f"the {name}"
         actual = _shown(first["input"])
         raise HarnessError(Code.BAD_CASE, f"{field}: {first['msg']}", where=path, actual=actual) from error
     except (OSError, ValueError, RecursionError) as error:  # not UTF-8, no TOML, a number of too many digits
-        raise HarnessError(Code.BAD_CASE, f"the case cannot be read: {error}", where=path) from error
+        raise HarnessError(Code.BAD_CASE, f"the {name} cannot be read: {error}", where=path) from error
     except HarnessError as error:
-        what = f"schedules: {error.what}"
+        what = f"{'schedules' if 'schedules' in kind.model_fields else 'schedule'}: {error.what}"
         raise HarnessError(Code.BAD_CASE, what, where=path, expected=error.expected, actual=error.actual) from error
-    model = path.parent / case.model
-    return case.model_copy(update={"model": str(model)}) if exists(model) else case
 
 
 def _shown(value: object) -> str:

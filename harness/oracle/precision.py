@@ -219,7 +219,8 @@ def without_tf32() -> Iterator[None]:
 
     Torch has older switches, too. What they say follows from the newer ones, which alone tell "not set" from "off".
     """
-    switches: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+    cudnn: Any = torch.backends.cudnn
+    switches: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv)
     before = [switch.fp32_precision for switch in switches]
     for switch in switches:
         switch.fp32_precision = "ieee"

@@ -13,10 +13,9 @@ import torch
 from harness.base.environment import describe_environment
 from harness.base.progress import Progress, no_progress
 from harness.base.threads import limit_threads
-from harness.engines import Engine, open_engine
 from harness.engines.stepping import ClosableSession, open_session
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint import Checkpoint
+from harness.plan import Plan
 from harness.profiling.cost.ceilings import best_of, measure_ceilings
 from harness.profiling.cost.formulas import Cost, kv_bytes, operation_costs
 from harness.profiling.cost.roofline import bound_by, fold, point
@@ -43,27 +42,14 @@ _MAX_CAPTURES = 3
 class ProfileSpec:
     """A profile to be made, with every name resolved."""
 
-    model: str
-    """As the user named it."""
-    checkpoint: Checkpoint
-    engine: str
-    """Name of the engine."""
-    subject: Engine | None = None
-    """The engine itself if it is at hand; None: the installed one of that name is opened."""
-    dtype: str
-    device: str
-    engine_options: Mapping[str, str] = field(default_factory=dict)
+    plan: Plan
+    """The engine and its checkpoint; requests are those of the workload."""
     workload: ProfileWorkload = field(default_factory=ProfileWorkload)
     phases: tuple[str, ...] = ()
     """Empty: all that the engine has."""
     schedule: CaptureSchedule = field(default_factory=CaptureSchedule)
     num_runs: int = 5
     """Runs of the load without a profiler."""
-
-    @property
-    def folder(self) -> Path:
-        """Folder of the checkpoint."""
-        return self.checkpoint.folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +74,8 @@ def run_profile(spec: ProfileSpec, out: Path, progress: Progress | None = None) 
     """
     report = progress or no_progress
     report("loading", 0, 1)
-    with limit_threads(spec.checkpoint.hidden_size):
-        engine = spec.subject or open_engine(
-            spec.engine, spec.folder, dtype=spec.dtype, device=spec.device, options=spec.engine_options
-        )
+    with limit_threads(spec.plan.checkpoint.hidden_size):
+        engine = spec.plan.open_engine()
         workload = spec.workload
         session = open_session(
             engine,
@@ -119,11 +103,11 @@ class _Profile:
         """Of one plain run of each load."""
         self._estimate = Estimate(report)
         self._about = describe_environment() | {
-            "engine": spec.engine,
-            "model": spec.model,
-            "dtype": spec.dtype,
-            "device": spec.device,
-            "options": " ".join(f"{name}={value}" for name, value in spec.engine_options.items()),
+            "engine": spec.plan.case.engine,
+            "model": spec.plan.case.model,
+            "dtype": spec.plan.case.dtype,
+            "device": spec.plan.case.device,
+            "options": " ".join(f"{name}={value}" for name, value in spec.plan.engine_options.items()),
         }
 
     def run(self) -> ProfileResult:
@@ -133,7 +117,7 @@ class _Profile:
             ProfileInterrupted: Ctrl-C, with what was finished.
         """
         spec = self._spec
-        ceilings = measure_ceilings(getattr(torch, spec.dtype), spec.device)
+        ceilings = measure_ceilings(getattr(torch, spec.plan.case.dtype), spec.plan.case.device)
         windows = self._windows()
         # The latencies are of the main load, be it captured or not.
         seconds = {self._main_load(): max(self._seconds.values())} | self._seconds
@@ -148,7 +132,7 @@ class _Profile:
             if not passes:
                 raise
             is_interrupted = True
-        ceilings = best_of(ceilings, measure_ceilings(getattr(torch, spec.dtype), spec.device))
+        ceilings = best_of(ceilings, measure_ceilings(getattr(torch, spec.plan.case.dtype), spec.plan.case.device))
         phases = [self._phase(found, latencies[found.window.load], ceilings) for found in passes]
         result = self._result(latencies[self._main_load()], phases, passes, ceilings)
         if is_interrupted:
@@ -165,7 +149,7 @@ class _Profile:
                 self._session,
                 load,
                 num_runs=self._spec.num_runs,
-                device=self._spec.device,
+                device=self._spec.plan.case.device,
                 ran=lambda done: self._estimate.part_done(done / self._spec.num_runs),
             )
         return found
@@ -175,12 +159,12 @@ class _Profile:
 
     def _windows(self) -> list[Window]:
         """Run each load and find the steps of each phase in it."""
-        phases = self._spec.phases or self._session.phases
+        phases = tuple(dict.fromkeys(self._spec.phases or self._session.phases))
         for phase in phases:
             if phase not in self._session.phases:
                 raise HarnessError(
                     Code.PHASE_WITHOUT_STEP,
-                    f"engine {self._spec.engine!r} has no steps of phase {phase!r}",
+                    f"engine {self._spec.plan.case.engine!r} has no steps of phase {phase!r}",
                     where="--phase",
                     expected=", ".join(self._session.phases),
                     actual=phase,
@@ -200,25 +184,25 @@ class _Profile:
 
     def _capture(self, window: Window) -> _Pass:
         spec = self._spec
-        worker = f"{spec.engine}-{window.phase}-r0"
+        worker = f"{spec.plan.case.engine}-{window.phase}-r0"
         for folder in ("trace", "memory"):
             (self._out / folder).mkdir(exist_ok=True)
         self._estimate.begin(f"{window.phase}, trace")
         paths, found = self._trace(window, worker)
         self._estimate.begin(f"{window.phase}, memory")
         snapshot = self._out / "memory" / f"{worker}.pickle"
-        memory = capture_memory(self._session, window, snapshot, device=spec.device)
+        memory = capture_memory(self._session, window, snapshot, device=spec.plan.case.device)
         self._estimate.begin(f"{window.phase}, counters")
-        counts = count(self._session, window, device=spec.device)
+        counts = count(self._session, window, device=spec.plan.case.device)
         return _Pass(window=window, paths=paths, tables=found, memory=memory, snapshot=snapshot, counts=counts)
 
     def _trace(self, window: Window, worker: str) -> tuple[tuple[Path, ...], PhaseTables]:
         """Trace a window, again where the system took the thread away so that too little is attributed."""
         names = {name for step in window.steps for name in step.names}
         folder = self._out / "trace"
-        about = {**self._about, "config": self._spec.checkpoint.config}
+        about = {**self._about, "config": self._spec.plan.checkpoint.config}
         for attempt in range(_MAX_CAPTURES):
-            paths = trace(self._session, window, folder, worker=worker, device=self._spec.device, about=about)
+            paths = trace(self._session, window, folder, worker=worker, device=self._spec.plan.case.device, about=about)
             found = tables(read_events(paths[-1]), names)
             if found.attributed_share >= MIN_ATTRIBUTED_SHARE or attempt == _MAX_CAPTURES - 1:
                 break
@@ -231,7 +215,7 @@ class _Profile:
         wall_s, (fastest_s, slowest_s) = latencies.wall_s(window), latencies.wall_s_range(window)
         cpu_s, num_switches = latencies.cpu_s_median(window), latencies.switches_median(window)
         # With several threads their CPU time says nothing of how long the work takes, and with a GPU neither.
-        is_single = torch.get_num_threads() == 1 and torch.device(self._spec.device).type == "cpu"
+        is_single = torch.get_num_threads() == 1 and torch.device(self._spec.plan.case.device).type == "cpu"
         times_s = (wall_s, fastest_s, slowest_s, *([cpu_s] if is_single and cpu_s else []))
         costs = operation_costs(self._session.model, window.shapes)
         whole = sum(costs.values(), Cost(site=window.phase))
@@ -275,10 +259,10 @@ class _Profile:
     ) -> ProfileResult:
         spec, plain_s = self._spec, sum(phase.wall_ms for phase in phases) / 1e3
         return ProfileResult(
-            engine=spec.engine,
-            model=spec.model,
-            dtype=spec.dtype,
-            device=spec.device,
+            engine=spec.plan.case.engine,
+            model=spec.plan.case.model,
+            dtype=spec.plan.case.dtype,
+            device=spec.plan.case.device,
             batch_size=spec.workload.batch_size,
             num_prompt_tokens=spec.workload.num_prompt_tokens,
             max_new_tokens=spec.workload.max_new_tokens,

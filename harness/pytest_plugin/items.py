@@ -2,7 +2,6 @@
 
 import tomllib
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,14 +78,14 @@ class CaseItem(pytest.Item):
             if error.code is Code.NO_DEVICE:
                 pytest.skip(f"{self.where}: {error.code}: {error.what} ({self.case.device})")
             raise
-        if plan.truth == "auto":
-            plan = replace(plan, truth="float64")  # sketches are of it, and one golden serves both
+        if plan.case.truth == "auto":
+            plan = plan.changed(truth="float64")  # sketches are of it, and one golden serves both
         self._check_sketch(plan)
         result = run_check(plan)
         self.user_properties += check_properties(result)
         CheckReport.of(result).assert_ok()
-        if plan.profile is not None:
-            self._profile(plan, plan.profile, result)
+        if plan.case.profile is not None:
+            self._profile(plan, plan.case.profile, result)
 
     def _profile(self, plan: "Plan", section: "ProfileSection", result: "CheckResult") -> None:
         """Profile the engine, keep the captures, and hold them to the case's baseline."""

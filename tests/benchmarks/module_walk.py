@@ -30,7 +30,7 @@ def planned() -> Plan:
 
 def opened() -> None:
     plan = planned()
-    hf = load_adapted(plan.checkpoint, dtype=getattr(torch, plan.dtype), device=plan.device)
+    hf = load_adapted(plan.checkpoint, dtype=getattr(torch, plan.case.dtype), device=plan.case.device)
     cached_golden(hf, plan.prompts)
     describe_run(plan, plan.schedules[0], [], Path("nowhere"))
 

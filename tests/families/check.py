@@ -89,7 +89,7 @@ class Subject:
         self.golden: Golden = make_golden(self.oracle, self.plan.prompts, self._folder)
 
     def _load(self) -> HFModel:
-        return load_model(self.plan.folder, dtype=getattr(torch, self.plan.dtype), stays=True)
+        return load_model(self.plan.folder, dtype=getattr(torch, self.plan.case.dtype), stays=True)
 
     def check(self, fault: Fault | None = None) -> RunResult:
         """Run the engine, with a fault in its copy of the model if one is given, and compare."""

@@ -147,7 +147,7 @@ def test_an_engine_that_declares_everything_lacking_has_not_passed(check, instal
     assert (ran.status, ran.json["verdict"], ran.json["findings"]) == (5, "nothing", [])
     assert ran.json["tokens"] == {"compared": 6, "equal": 6, "ties": 0}
     assert [note.partition(":")[0] for note in ran.json["notes"]] == [Code.NOTHING_CHECKED]
-    asked = check(name, "--only", "tokens")
+    asked = check(name, "--taps", "tokens")
     assert (asked.status, asked.json["verdict"]) == (0, "pass")
     assert asked.json["notes"] == ["only tokens were compared, as asked: not one operation was judged"]
 
@@ -166,10 +166,10 @@ def test_an_engine_that_shows_its_logits_alone(check, install):
 def test_less_may_be_asked_for_than_an_engine_declares(check, install):
     name = install(keep("name == 'lm_head'"))
     assert codes(check(name)) == {Code.TAP_MISSING}
-    assert check(name, "--only", "logits").status == 0
+    assert check(name, "--taps", "logits").status == 0
     none = install(keep("False"), name="silent")
-    assert codes(check(none, "--only", "logits")) == {Code.TAP_MISSING}
-    assert check(none, "--only", "tokens").status == 0
+    assert codes(check(none, "--taps", "logits")) == {Code.TAP_MISSING}
+    assert check(none, "--taps", "tokens").status == 0
 
 
 def test_an_engine_that_shows_its_cache_and_logits(check, install):
@@ -191,7 +191,7 @@ def test_tokens_alone_are_compared_all_the_same(check, install):
 
 """
     ran = check(
-        install(keep("False").replace("    def __getattr__", f"{choose}    def __getattr__")), "--only", "tokens"
+        install(keep("False").replace("    def __getattr__", f"{choose}    def __getattr__")), "--taps", "tokens"
     )
     assert (ran.status, codes(ran)) == (1, {Code.TOKENS_DIFFER})
 

@@ -134,6 +134,9 @@ def test_a_tap_that_was_not_recorded_fails_unless_it_was_not_asked_for(harness, 
     assert ran.json["coverage"]["missing"] == 13
     assert ran.json["coverage"]["missing_taps"] == [TAP]
     assert harness("diff", golden, folder, "--taps", "model.layers.*.output", "--taps", "lm_head").status == 0
+    assert harness("diff", golden, folder, "--taps", "all").status == 1
+    for preset in ("cache", "logits", "tokens"):  # as `harness check --taps` has them
+        assert harness("diff", golden, folder, "--taps", preset).status == 0
 
 
 def test_other_weights_than_those_that_were_recorded_are_noted(
@@ -200,6 +203,7 @@ def test_a_read_back_that_was_removed_is_missed(harness, golden, recording, llam
     assert {finding["code"] for finding in ran.json["findings"]} == {Code.TAP_MISSING}
     caches = [f"model.layers.{layer}.{site}" for layer in range(3) for site in ("k_cache", "v_cache")]
     assert ran.json["coverage"]["missing_taps"] == caches
+    assert harness(*arguments, "--taps", "cache").json["coverage"]["missing_taps"] == caches
     declared = harness(*arguments, "--lacking", "k_cache", "--lacking", "v_cache")
     assert declared.status == 0
     assert declared.json["coverage"]["not_offered"] == ["k_cache", "v_cache"]

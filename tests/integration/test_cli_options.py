@@ -1,18 +1,21 @@
 """The names of commands and options: what scripts rely on changes here first."""
 
 import re
+from inspect import signature
 
 import pytest
 import typer
 
 from harness import __version__
+from harness.cli import forms
 from harness.cli.main import build_app, wants_json
+from harness.formats.case import Case
 
 ENGINE = ["--engine", "--engine-option", "--isolate", "--engine-timeout", "--engine-python"]
 WORKLOAD = ["--device", "--truth", "--prompt", "--prompt-file", "--token-ids", "--max-new-tokens"]
 OPTIONS = {
     "check": ["--model", "--hf", *ENGINE, *WORKLOAD, "--schedule", "--taps", "--case", "--lora", "--other-lora",
-              "--dtype", "--out", "--fault", "--profile", "--stop-early",
+              "--stop-early", "--dtype", "--out", "--fault", "--profile",
               "--endpoint", "--served-model", "--concurrency", "--request-timeout", "--again",
               "--local-files-only", "--format"],
     "golden": ["--model", "--hf", "--dtype", *WORKLOAD, "--continuation", "--case", "--lora", "--out",
@@ -66,13 +69,44 @@ def test_the_commands_are_those_that_were_promised():
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_options_are_those_that_were_promised(name):
-    assert [parameter.opts[0] for parameter in commands()[name].params] == OPTIONS[name]
+    """An option that is not promised here is one that a case declares: no command adds another in silence."""
+    declared = {option.name.partition("/")[0] for option in Case.options().values()} - set(OPTIONS[name])
+    offered = [parameter.opts[0] for parameter in commands()[name].params]
+    assert [option for option in offered if option not in declared] == OPTIONS[name]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_formats_are_those_that_were_promised(harness, name):
     (choices,) = re.findall(r"--format\s+[<\[]([a-z|]+)", harness(name, "--help").out)
-    assert choices.split("|") == FORMATS[name]
+    assert [form for form in choices.split("|") if form in FORMATS[name]] == FORMATS[name]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_form_that_a_result_lacks_is_refused(harness, name):
+    ran = harness(name, *(["."] * {"diff": 2, "inspect": 1}.get(name, 0)), "--format", "xml")
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith("H013: this result has no form 'xml'\n")
+    assert "human, " in ran.err
+    assert "json" in ran.err
+
+
+@pytest.mark.parametrize(
+    "of_result",
+    [each for each in vars(forms).values() if isinstance(each, forms.Forms)],
+    ids=lambda each: each.functions["json"],
+)
+def test_every_form_that_is_offered_can_be_made(of_result):
+    for form in of_result.functions:
+        assert signature(of_result.function(form)).parameters
+
+
+def test_a_server_is_refused_a_form_that_only_other_checks_have(harness, monkeypatch):
+    monkeypatch.setitem(forms.CHECKS.functions, "xml", "nowhere:at_all")
+    ran = harness("check", "--endpoint", "http://127.0.0.1:9", "--format", "xml")
+    assert ran.status == 2
+    assert ran.err.startswith(
+        "H013: this result has no form 'xml'\n  where:    --format\n  expected: human, markdown, json"
+    )
 
 
 def test_version(harness):

@@ -60,7 +60,7 @@ async def ask(
     progress("probe", 0, 1)
     names = TokenNames(plan.checkpoint, vocab_size=vocab_size)
     async with Client(address) as client:
-        probed = await probe(client, plan.prompts[0].token_ids[:_PROBE_TOKENS], names, fallback_model=plan.model)
+        probed = await probe(client, plan.prompts[0].token_ids[:_PROBE_TOKENS], names, fallback_model=plan.case.model)
         blocks = _Blocks(
             prompts=plan.prompts, begin=num_again, eos=eos, num_top=probed.dialect.num_top, add_walks=add_walks
         )

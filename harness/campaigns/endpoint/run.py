@@ -50,7 +50,7 @@ def check_endpoint(
     for index, prompt in enumerate(plan.prompts):
         check_prompt(hf, prompt, index)
     eos, loaded = _eos_ids(hf), time.perf_counter()
-    with BackgroundTruth(hf, truth=plan.truth, is_server_here=address.is_loopback) as background:
+    with BackgroundTruth(hf, truth=plan.case.truth, is_server_here=address.is_loopback) as background:
         asked = asyncio.run(
             ask(plan, address, num_again, eos=eos, vocab_size=hf.vocab_size, add_walks=background.add, progress=report)
         )
@@ -64,8 +64,8 @@ def check_endpoint(
         url=address.url,
         server=probed.server,
         served_model=probed.dialect.model,
-        model=plan.model,
-        dtype=plan.dtype,
+        model=plan.case.model,
+        dtype=plan.case.dtype,
         num_requests=len(plan.prompts),
         capabilities=tuple(probed.capabilities),
         runs=results,

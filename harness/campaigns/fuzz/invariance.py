@@ -139,7 +139,7 @@ class Comparer:
         with scratch_folder("harness-") as folder:
             runs: dict[RunSetting, _Recorded | HarnessError] = {}
             for at, found in enumerate(self._found.values()):
-                self.progress(f"{self.plan.engine}, round {self.num_rounds + 1}", at, len(self._found))
+                self.progress(f"{self.plan.case.engine}, round {self.num_rounds + 1}", at, len(self._found))
                 for run in found.change.runs:
                     if run not in runs:
                         runs[run] = self._recorded(run, prompts, folder / str(len(runs)))
@@ -154,7 +154,8 @@ class Comparer:
         judged = compare_planned(self.plan, self.engine.capabilities, recording, self.golden, self.hf)
         if judged.result.outcome is Outcome.NOTHING:
             raise HarnessError(
-                Code.NOTHING_CHECKED, "the engine records too little to compare two runs of it", where=self.plan.engine,
+                Code.NOTHING_CHECKED, "the engine records too little to compare two runs of it",
+                where=self.plan.case.engine,
                 expected=f"outputs behind {LEAST_JUDGED:.0%} of the model's multiply-adds",
                 actual=f"{judged.result.coverage.judged_compute or 0.0:.0%}",
             )  # fmt: skip

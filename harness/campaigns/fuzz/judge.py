@@ -97,7 +97,7 @@ class WorkloadJudge:
         asked = engine_workload(workload)
         run = describe_run(self.plan, asked.schedule, asked.requests, path, copies=asked.copies)
         writer = open_writer(self.engine, run, schedule=workload.schedule or SCHEDULE)
-        with writer, engine_errors(self.plan.engine), _timed(self.plan.engine, limit_s), self.planted():
+        with writer, engine_errors(self.plan.case.engine), _timed(self.plan.case.engine, limit_s), self.planted():
             self.engine.run(asked, writer)
 
     def _compared(self, actual: Recording, *, explain: bool) -> WorkloadJudgement:

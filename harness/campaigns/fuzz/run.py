@@ -15,7 +15,7 @@ from harness.campaigns.fuzz.pool import SequencePool, make_pool
 from harness.campaigns.fuzz.search import Search
 from harness.campaigns.fuzz.strategies import SEARCHED, searched_schedules
 from harness.campaigns.fuzz.workload import Translator
-from harness.engines import Capabilities, Engine, open_engine
+from harness.engines import Capabilities, Engine
 from harness.errors import Code, HarnessError
 from harness.formats.schedule import ScheduleKind
 from harness.judge.compare.traits import Traits
@@ -114,10 +114,10 @@ def compare_schedules(plan: Plan, options: FuzzOptions, *, progress: Progress | 
         )
         was_interrupted = comparer.run(options.seconds, options.seed)
     return InvarianceResult(
-        engine=plan.engine,
-        model=plan.model,
-        dtype=plan.dtype,
-        device=plan.device,
+        engine=plan.case.engine,
+        model=plan.case.model,
+        dtype=plan.case.dtype,
+        device=plan.case.device,
         seed=options.seed,
         num_rounds=comparer.num_rounds,
         changes=comparer.changes(),
@@ -140,7 +140,7 @@ def run_again(
     with subject.threads():
         judge = subject.judge(SequencePool.of(workload))
         golden_s = subject.elapsed_s()
-        subject.report(f"{plan.engine}, replay", 0, 1)
+        subject.report(f"{plan.case.engine}, replay", 0, 1)
         judged = judge.judge(workload, explain=True)
     if judged.is_rejected:
         assert judged.error is not None
@@ -176,7 +176,7 @@ def _refuse_nothing(plan: Plan, search: Search) -> None:
     raise HarnessError(
         Code.NOTHING_CHECKED,
         f"the engine serves none of {search.rejected.total()} workloads",
-        where=plan.engine,
+        where=plan.case.engine,
         actual=search.rejected.most_common(1)[0][0],
         hint="declare in Capabilities.control only what the engine leaves to a workload (docs/fuzz.md)",
     )
@@ -203,13 +203,13 @@ def _check_served(plan: Plan, workload: SentWorkload, engine: Engine) -> None:
         expected = "arrivals, aborts and forks as in Capabilities.control"
     if not is_served:
         raise HarnessError(
-            Code.ENGINE_CANNOT_SERVE, f"engine {plan.engine!r} cannot follow the workload", where="--replay",
+            Code.ENGINE_CANNOT_SERVE, f"engine {plan.case.engine!r} cannot follow the workload", where="--replay",
             expected=expected, actual=str(control),
         )  # fmt: skip
     unset = set(workload.limits) - set(control.limits if control else ()) - set(plan.engine_options)
     if unset:
         raise HarnessError(
-            Code.ENGINE_CANNOT_SERVE, f"engine {plan.engine!r} has no limit {min(unset)!r}", where="--replay",
+            Code.ENGINE_CANNOT_SERVE, f"engine {plan.case.engine!r} has no limit {min(unset)!r}", where="--replay",
             expected=", ".join(control.limits) if control else "no limits", actual=", ".join(sorted(unset)),
         )  # fmt: skip
 
@@ -229,12 +229,10 @@ class _Subject:
     def opened(cls, plan: Plan, options: FuzzOptions, progress: Progress | None) -> "_Subject":
         """Open both, the engine first: what it cannot do is known at once."""
         began, report = time.perf_counter(), progress or (lambda _label, _done, _total: None)
-        engine = open_engine(
-            plan.engine, plan.folder, dtype=plan.dtype, device=plan.device, options=plan.engine_options
-        )
+        engine = plan.open_engine()
         if engine.capabilities.control is None and not searched_schedules(engine.capabilities):
             raise HarnessError(
-                Code.ENGINE_CANNOT_SERVE, f"engine {plan.engine!r} follows no schedule that can be searched",
+                Code.ENGINE_CANNOT_SERVE, f"engine {plan.case.engine!r} follows no schedule that can be searched",
                 where="--engine", expected="Capabilities.control, or one of " + ", ".join(SEARCHED),
                 actual=", ".join(engine.capabilities.schedules) or "no schedule",
             )  # fmt: skip
@@ -252,7 +250,7 @@ class _Subject:
 
     def golden(self, pool: SequencePool) -> Golden:
         """Make the pool's golden, or find it in the cache, and let the engine match its taps to the model's."""
-        golden = cached_golden(self.hf, pool.prompts(), truth=self.plan.truth, progress=self.report)
+        golden = cached_golden(self.hf, pool.prompts(), truth=self.plan.case.truth, progress=self.report)
         golden.is_pool = True
         match_taps(self.plan, self.engine, self.hf.graph)
         return golden
@@ -282,10 +280,10 @@ class _Subject:
     ) -> FuzzResult:
         """Put the result together."""
         return FuzzResult(
-            engine=self.plan.engine,
-            model=self.plan.model,
-            dtype=self.plan.dtype,
-            device=self.plan.device,
+            engine=self.plan.case.engine,
+            model=self.plan.case.model,
+            dtype=self.plan.case.dtype,
+            device=self.plan.case.device,
             seed=self.options.seed,
             findings=tuple(findings),
             num_workloads=num_workloads,

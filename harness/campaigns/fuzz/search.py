@@ -110,7 +110,7 @@ class Search:
 
     def _label(self) -> str:
         found = f", {len(self.findings)} found" if self.findings else ""
-        return f"{self.judge.plan.engine}, searching{found}"
+        return f"{self.judge.plan.case.engine}, searching{found}"
 
     def _note(self, workload: Searched, judged: WorkloadJudgement, took_s: float) -> None:
         if judged.is_rejected:
@@ -137,7 +137,7 @@ class Search:
         found_s, begin = time.perf_counter() - self.began, time.perf_counter()
         self.findings[signature] = self._finding(workload, workload, signature, found_s, 0.0)
         until = begin + SHRINKING_S
-        self.progress(f"{self.judge.plan.engine}, shrinking", 0, 1)
+        self.progress(f"{self.judge.plan.case.engine}, shrinking", 0, 1)
         limit_s = min(self.judge.limit_s, max(SHORTEST_LIMIT_S, SLOWEST * self._slowest_s))
 
         def fails(candidate: Searched) -> bool:

@@ -4,15 +4,14 @@ It has the tokens fed, so it needs neither the seed nor the pool of the search t
 """
 
 import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from harness.base.files import exists
-from harness.errors import Code, HarnessError
+from harness.formats.case import read_case_file
 from harness.formats.schedule import parse_schedule
 from harness.plan import Plan
 from harness.results.fuzz import FuzzFinding, SentRequest, SentWorkload
@@ -102,17 +101,7 @@ def load_workload(path: Path) -> WorkloadFile:
     Raises:
         HarnessError: BAD_CASE: it is absent, is not TOML, or breaks the schema; the message names the field.
     """
-    try:
-        found = WorkloadFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise HarnessError(Code.BAD_CASE, f"the workload cannot be read: {error}", where=path) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "the workload"
-        raise HarnessError(Code.BAD_CASE, f"{field}: {first['msg']}", where=path) from error
-    except HarnessError as error:
-        what = f"schedule: {error.what}"
-        raise HarnessError(Code.BAD_CASE, what, where=path, expected=error.expected, actual=error.actual) from error
+    found = read_case_file(WorkloadFile, path, "workload")
     model = path.parent / found.model
     return found.model_copy(update={"model": str(model)}) if exists(model) else found
 
@@ -139,9 +128,9 @@ def header(description: str, plan: Plan) -> list[str]:
     return [
         f"description = {toml(description)}",
         f"model = {toml(str(plan.folder))}",
-        f"engine = {toml(plan.engine)}",
-        f"dtype = {toml(plan.dtype)}",
-        f"device = {toml(plan.device)}",
+        f"engine = {toml(plan.case.engine)}",
+        f"dtype = {toml(plan.case.dtype)}",
+        f"device = {toml(plan.case.device)}",
     ]
 
 

@@ -68,7 +68,7 @@ def _make_goldens(task: Task, store: Store | None) -> TaskResult:
 
     plan = plan_case(task.case.case)
     hf = planned_model(plan)
-    golden = cached_golden(hf, plan.prompts, truth=plan.truth)
+    golden = cached_golden(hf, plan.prompts, truth=plan.case.truth)
     folders = [golden.recording.path]
     if task.is_forked:
         larger, _ = with_duplicate_requests(plan, golden, Schedule.of("forked"), hf)

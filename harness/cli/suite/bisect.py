@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from harness.cli import options as opt
-from harness.cli.output import write, write_json
+from harness.cli import forms
 from harness.errors import ExitStatus
 
 
@@ -24,7 +23,7 @@ def bisect(
         str, typer.Option(metavar="FOLDER", help="Folder of the checkout that the engine is imported from.")
     ] = ".",
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="Longest time for one check.")] = 3600.0,
-    format: opt.OutFormat = opt.Format.HUMAN,
+    format: Annotated[str, forms.BISECTION.option()] = "human",
 ) -> int:
     """Find the commit that broke an engine.
 
@@ -34,7 +33,6 @@ def bisect(
     from harness.campaigns.suite.bisect import Bisector
     from harness.cli.progress import progress_bar
     from harness.formats.case import load_case
-    from harness.report.suite.bisection import bisection_json, bisection_text
 
     load_case(case)
     with progress_bar() as report:
@@ -42,8 +40,5 @@ def bisect(
             case=case, build=build, import_from=import_from, limit_s=time_limit, report=lambda what: report(what, 0, 1)
         )
         found = bisector.run(repo, good=good, bad=bad)
-    if format is opt.Format.JSON:
-        write_json(bisection_json(found))
-    else:
-        write(bisection_text(found), end="")
+    forms.BISECTION.show(found, format)
     return ExitStatus.PASS

@@ -5,15 +5,14 @@ from typing import Annotated
 
 import typer
 
-from harness.cli import options as opt
-from harness.cli.output import write, write_json
+from harness.cli import forms
 from harness.errors import ExitStatus
 
 
 def diff(
     old: Annotated[Path, typer.Argument(metavar="OLD", help="suite.json of before, or its folder.")],
     new: Annotated[Path, typer.Argument(metavar="NEW", help="suite.json of now, or its folder.")],
-    format: opt.OutFormat = opt.Format.HUMAN,
+    format: Annotated[str, forms.SUITE_DIFF.option()] = "human",
 ) -> int:
     """Say what changed from one run of a suite to another.
 
@@ -21,14 +20,10 @@ def diff(
     fails that passed before or was not there, and 4 where cases have become slower and nothing else.
     """
     from harness.campaigns.suite.diff import diff_suites
-    from harness.report.suite.diff import diff_json, diff_text
     from harness.report.suite.json import load_suite
 
     found = diff_suites(load_suite(old), load_suite(new))
-    if format is opt.Format.JSON:
-        write_json(diff_json(found))
-    else:
-        write(diff_text(found), end="")
+    forms.SUITE_DIFF.show(found, format)
     if found.new_failures or found.added_failures:
         return ExitStatus.MISMATCH
     return ExitStatus.REGRESSION if found.slower else ExitStatus.PASS

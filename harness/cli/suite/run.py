@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 import typer.core
 
+from harness.cli import forms
 from harness.cli import options as opt
-from harness.cli.output import terminal_width, write, write_json
 from harness.cli.suite.progress import suite_progress
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.results.suite import CaseVerdict
@@ -64,7 +64,7 @@ def run(
         bool, typer.Option("--resume", help="Go on with the suite in --out: what has ended does not run again.")
     ] = False,
     local_files_only: opt.LocalFilesOnly = False,
-    format: opt.OutReportFormat = opt.ReportFormat.HUMAN,
+    format: Annotated[str, forms.SUITE.option()] = "human",
 ) -> int:
     """Run every case, in processes of this machine or on the nodes of a cluster.
 
@@ -90,7 +90,8 @@ def run(
             result = Driver(tasks, pool, Ledger(journal, folder), report=report).run()
         if out is not None:
             _keep(result, folder)
-    return _print(result, format)
+    forms.SUITE.show(result, format)
+    return STATUS[result.verdict]
 
 
 def _refuse_contradictions(
@@ -198,17 +199,3 @@ def _keep(result: "SuiteResult", folder: Path) -> None:
     write_text(folder / SUITE_NAME, json.dumps(suite_json(result), allow_nan=False, indent=1))
     write_text(folder / PAGE_NAME, suite_html(result))
     write_text(folder / JUNIT_NAME, suite_junit(result))
-
-
-def _print(result: "SuiteResult", form: opt.ReportFormat) -> int:
-    from harness.report.suite.json import suite_json
-    from harness.report.suite.markdown import suite_markdown
-    from harness.report.suite.text import suite_text
-
-    if form is opt.ReportFormat.JSON:
-        write_json(suite_json(result))
-    elif form is opt.ReportFormat.MARKDOWN:
-        write(suite_markdown(result), end="")
-    else:
-        write(suite_text(result, width=terminal_width()), end="")
-    return STATUS[result.verdict]

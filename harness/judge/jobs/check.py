@@ -63,19 +63,19 @@ def _check_engine(plan: Plan, engine: Engine | IsolatedEngine, out: Path | None,
     with limit_threads(int(getattr(hf.config, "hidden_size", 0))):
         match_taps(plan, engine, hf.graph)
         plan = followed_schedules(plan, engine)
-        golden = cached_golden(hf, plan.prompts, truth=plan.truth, progress=report)
+        golden = cached_golden(hf, plan.prompts, truth=plan.case.truth, progress=report)
         golden_s = time.perf_counter() - begin
         for index, schedule in enumerate(plan.schedules):
-            report(f"{plan.engine}, {schedule}", index, len(plan.schedules))
+            report(f"{plan.case.engine}, {schedule}", index, len(plan.schedules))
             runs.append(_run_schedule(plan, engine, schedule, golden, hf, out, report))
-            if plan.stops_early and runs[-1].outcome is Outcome.MISMATCH:
+            if plan.case.stops_early and runs[-1].outcome is Outcome.MISMATCH:
                 break
     report("done", len(plan.schedules), len(plan.schedules))
     return CheckResult(
-        engine=plan.engine,
-        model=plan.model,
-        dtype=plan.dtype,
-        device=plan.device,
+        engine=plan.case.engine,
+        model=plan.case.model,
+        dtype=plan.case.dtype,
+        device=plan.case.device,
         num_requests=len(plan.prompts),
         runs=tuple(runs),
         golden_s=golden_s,
@@ -104,9 +104,9 @@ def _run_schedule(
         record_run(plan, engine, schedule, golden.requests[: len(plan.prompts)], folder, copies=copies)
         engine_s = time.perf_counter() - begin
         with Recording.open(folder, verify=False) as actual:  # written a moment ago by ourselves
-            require = sorted({*schedule.requires, *plan.require})
+            require = sorted({*schedule.requires, *plan.case.require})
             found = compare_planned(plan, engine.capabilities, actual, golden, hf, require=require, progress=report)
-            result = found.result if plan.stops_early else explain_run(found, actual, golden, hf)
+            result = found.result if plan.case.stops_early else explain_run(found, actual, golden, hf)
             return replace(result, engine_s=engine_s)
 
 
@@ -139,31 +139,35 @@ def compare_planned(
             wanted=_wanted(plan, capabilities, hf.graph),
             not_offered=capabilities.all_unsupported_taps(),
             sampled_only=capabilities.sampled_only,
-            accepts_tokens=plan.only == "tokens",
+            accepts_tokens=plan.case.only == "tokens",
             least_compute=LEAST_JUDGED,
             require=require,
         ),
-        truth=plan.truth,
-        stops_early=plan.stops_early,
+        truth=plan.case.truth,
+        stops_early=plan.case.stops_early,
         progress=progress,
     )
 
 
 def _wanted(plan: Plan, capabilities: Capabilities, graph: Graph) -> list[str]:
     """Return the taps that must have been recorded."""
-    if plan.only in (None, "all"):
+    if plan.case.only in (None, "all"):
         return capabilities.wanted(graph)
-    if plan.only == "cache":
-        return [*(op.tap for op in graph if op.kind is Kind.CACHE), graph.logits]
-    return [graph.logits] if plan.only == "logits" else []
+    return preset_taps(plan.case.only, graph)
+
+
+def preset_taps(preset: str, graph: Graph) -> list[str]:
+    """Return the taps that a preset other than `all` asks for."""
+    caches = [op.tap for op in graph if op.kind is Kind.CACHE]
+    return {"cache": [*caches, graph.logits], "logits": [graph.logits], "tokens": []}[preset]
 
 
 def _what_was_judged(plan: Plan, runs: Sequence[RunResult], golden: Golden, graph: Graph) -> Iterator[str]:
     """Say it if that is less than a reader of `pass` takes it for."""
     judged = {tap.name for run in runs for tap in run.taps if tap.judged_by != "none"}
-    if plan.stops_early and any(run.outcome is Outcome.MISMATCH for run in runs):
+    if plan.case.stops_early and any(run.outcome is Outcome.MISMATCH for run in runs):
         yield "stopped at the first operation that is wrong, as asked: what is after it was not judged"
-    if plan.only == "cache" and 0 < len(judged) < len(graph):
+    if plan.case.only == "cache" and 0 < len(judged) < len(graph):
         yield (
             f"{len(judged)} of {len(graph)} taps were judged, as asked: what is wrong elsewhere is seen only as far as "
             "it reaches the cache or the logits"
@@ -176,7 +180,7 @@ def _what_was_judged(plan: Plan, runs: Sequence[RunResult], golden: Golden, grap
         )
     elif judged and judged <= {graph.logits, *graph.head}:
         yield f"only the logits were judged, which show {what_logits_show(golden.noise[graph.logits], graph)}"
-    elif not judged and plan.only == "tokens":
+    elif not judged and plan.case.only == "tokens":
         yield "only tokens were compared, as asked: not one operation was judged"
     elif not judged and any(run.tokens.compared for run in runs):
         code = Code.NOTHING_CHECKED

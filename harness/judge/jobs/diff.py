@@ -8,13 +8,14 @@ import torch
 
 from harness.base.progress import Progress
 from harness.errors import Code, HarnessError
-from harness.formats.case import DTYPES, TRIGGERS
+from harness.formats.case import DTYPES, TAP_PRESETS, TRIGGERS
 from harness.formats.checkpoint import Checkpoint, resolve
 from harness.formats.recording import Recording
 from harness.formats.taps import Graph, Kind
 from harness.judge.compare import TOKENS, Requirements, compare_run
 from harness.judge.compare.compute import LEAST_JUDGED
 from harness.judge.explain import explain_run
+from harness.judge.jobs.check import preset_taps
 from harness.oracle.golden import Golden
 from harness.oracle.model import HFModel, load_model
 from harness.plan import check_device
@@ -40,7 +41,8 @@ def run_diff(
         expected: a golden, or any recording of the same requests.
         actual: the recording under test.
         model: folder or hub id of the checkpoint; with it every operation is replayed on the actual's own inputs.
-        taps: globs; the taps of `expected` that match must be in `actual`, and the KV cache read back if it has one.
+        taps: globs, or `all`, `cache`, `logits`, `tokens` as a check has them; the taps of `expected` that match must
+            be in `actual`, and the KV cache read back if it has one.
         lacking: sites (`k_cache`, `mlp.act`) that the engine of `actual` cannot record.
         require: triggers that `actual` must have reached.
         truth: precision in which operations are judged, `float64`, `float32` or `auto`.
@@ -64,7 +66,9 @@ def run_diff(
         requirements = Requirements(
             wanted=wanted,
             not_offered=(*lacking, *(() if chose_tokens else (TOKENS,))),
-            least_compute=LEAST_JUDGED if tuple(taps) == ("*",) and not lacking else 0.0,  # or less is asked for
+            accepts_tokens=tuple(taps) == ("tokens",),
+            # Or the user asks for less.
+            least_compute=LEAST_JUDGED if tuple(taps) in (("*",), ("all",)) and not lacking else 0.0,
             require=require,
         )
         found = compare_run(ours, golden, hf=hf, requirements=requirements, truth=truth, progress=progress)
@@ -93,9 +97,11 @@ def _oracle(
     return load_model(checkpoint, dtype=_dtype(recording), device=device), notes
 
 
-def _wanted(globs: Sequence[str], lacking: Sequence[str], names: Sequence[str], graph: Graph) -> list[str]:
-    """Return the taps that match a glob, but for the sites that the engine lacks."""
-    wanted = _matching(globs, list(dict.fromkeys(names)))
+def _wanted(taps: Sequence[str], lacking: Sequence[str], names: Sequence[str], graph: Graph) -> list[str]:
+    """Return the taps of presets and those that match a glob, but for the sites that the engine lacks."""
+    globs = ["*" if tap == "all" else tap for tap in taps if tap not in TAP_PRESETS or tap == "all"]
+    presets = [name for tap in taps if tap in TAP_PRESETS and tap != "all" for name in preset_taps(tap, graph)]
+    wanted = list(dict.fromkeys([*_matching(globs, list(dict.fromkeys(names))), *presets]))
     sites = [_site(tap, graph) for tap in wanted]
     _refuse_unknown("--lacking", "no tap that is asked for is a {}", lacking, sites)
     return [tap for tap in wanted if _site(tap, graph) not in lacking]

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from harness.engines import Engine, TapMatcher, engine_errors, open_engine
+from harness.engines import Engine, TapMatcher, engine_errors
 from harness.engines.isolated import IsolatedEngine, isolated_engine
 from harness.engines.record import RunDescription, record
 from harness.errors import Code, HarnessError
@@ -23,7 +23,7 @@ from harness.plan import Plan
 def match_taps(plan: Plan, engine: Engine | IsolatedEngine, graph: Graph) -> None:
     """Let an engine whose taps depend on the model find them."""
     if isinstance(engine, TapMatcher):
-        with engine_errors(plan.engine):
+        with engine_errors(plan.case.engine):
             engine.match_taps(graph)
 
 
@@ -38,13 +38,13 @@ def followed_schedules(plan: Plan, engine: Engine | IsolatedEngine) -> Plan:
     if others and not plan.has_default_schedules:
         raise HarnessError(
             Code.ENGINE_CANNOT_SERVE,
-            f"engine {plan.engine!r} cannot follow the schedule {others[0].name!r}",
+            f"engine {plan.case.engine!r} cannot follow the schedule {others[0].name!r}",
             where="--schedule",
             expected=", ".join(offered),
             actual=str(others[0]),
             hint=f"--schedule {offered[0]}" if offered else None,
         )
-    notes = [f"schedule {schedule} left out: engine {plan.engine} cannot follow it" for schedule in others]
+    notes = [f"schedule {schedule} left out: engine {plan.case.engine} cannot follow it" for schedule in others]
     followed = [schedule for schedule in plan.schedules if schedule not in others]
     return replace(plan, schedules=tuple(followed), notes=(*plan.notes, *notes))
 
@@ -59,7 +59,7 @@ def with_duplicate_requests(
     """
     if schedule.trigger != "forked":
         return golden, None
-    larger = cached_golden(hf, [*plan.prompts, *forked_prompts(golden)], truth=plan.truth)
+    larger = cached_golden(hf, [*plan.prompts, *forked_prompts(golden)], truth=plan.case.truth)
     return larger, larger.requests[len(plan.prompts) :]
 
 
@@ -77,20 +77,17 @@ def open_planned(plan: Plan) -> Iterator[Engine | IsolatedEngine]:
 
 
 def _opened(plan: Plan) -> AbstractContextManager[Engine | IsolatedEngine]:
-    if plan.subject is not None:
-        return nullcontext(plan.subject)
-    if plan.isolates_engine:
-        return isolated_engine(
-            plan.engine,
-            plan.folder,
-            dtype=plan.dtype,
-            device=plan.device,
-            options=plan.engine_options,
-            timeout_s=plan.engine_timeout_s,
-            python=plan.engine_python,
-        )
-    return nullcontext(
-        open_engine(plan.engine, plan.folder, dtype=plan.dtype, device=plan.device, options=plan.engine_options)
+    if not plan.isolates_engine:
+        return nullcontext(plan.open_engine())
+    case = plan.case
+    return isolated_engine(
+        case.engine,
+        plan.folder,
+        dtype=case.dtype,
+        device=case.device,
+        options=plan.engine_options,
+        timeout_s=case.engine_timeout_s,
+        python=case.engine_python,
     )
 
 
@@ -104,16 +101,16 @@ def describe_run(
 ) -> RunDescription:
     """Describe a run of the plan's engine, which is recorded into `folder`."""
     return RunDescription(
-        engine=plan.engine,
+        engine=plan.case.engine,
         folder=folder.absolute(),
         model=ModelInfo(
-            id=plan.model,
+            id=plan.case.model,
             revision=None,
             config_hash=plan.checkpoint.config_hash,
             weights_hash=plan.checkpoint.weights_hash,
         ),
-        dtype=plan.dtype,
-        device=plan.device,
+        dtype=plan.case.dtype,
+        device=plan.case.device,
         schedule=schedule,
         requests=list(requests),
         copies=list(copies),

@@ -25,5 +25,5 @@ def run_golden(plan: Plan, *, out: Path | None = None, progress: Progress | None
     with nullcontext() if out is None else new_output_dir(out):
         hf = planned_model(plan)
         if out is None:
-            return cached_golden(hf, plan.prompts, truth=plan.truth, progress=progress)
-        return make_golden(hf, plan.prompts, out, truth=plan.truth, progress=progress)
+            return cached_golden(hf, plan.prompts, truth=plan.case.truth, progress=progress)
+        return make_golden(hf, plan.prompts, out, truth=plan.case.truth, progress=progress)

@@ -13,5 +13,7 @@ def planned_model(plan: Plan) -> HFModel:
     Raises:
         HarnessError: as `load_adapted`.
     """
-    dtype = getattr(torch, plan.dtype)
-    return load_adapted(plan.checkpoint, dtype=dtype, device=plan.device, lora=plan.lora, others=plan.other_loras)
+    dtype = getattr(torch, plan.case.dtype)
+    return load_adapted(
+        plan.checkpoint, dtype=dtype, device=plan.case.device, lora=plan.case.lora, others=plan.case.other_loras
+    )

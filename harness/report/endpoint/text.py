@@ -7,6 +7,7 @@ from pathlib import PurePath
 
 from tabulate import tabulate
 
+from harness.report.check.markdown import fenced
 from harness.report.check.sentences import MAX_FINDINGS, MAX_FINDINGS_OF_A_CODE, number, printable
 from harness.report.check.table import count
 from harness.results.check import Finding, Outcome
@@ -15,6 +16,11 @@ from harness.results.endpoint import EndpointResult, LogprobResult, ScheduleResu
 MIN_WIDTH = 80
 _HEADERS = ("schedule", "requests", "tokens", "ties", "logprobs", "rms", "max", "verdict")
 _ALIGN = ("left", "right", "right", "right", "left", "left", "left", "left")
+
+
+def endpoint_markdown(result: EndpointResult, *, width: int) -> str:
+    """Return a check of a server as Markdown: the terminal's lines, as they are."""
+    return fenced(endpoint_text(result, width=width)) + "\n"
 
 
 def endpoint_text(result: EndpointResult, *, width: int) -> str:

@@ -114,6 +114,11 @@ def _summary(summary: TraceSummary, peak_flops_per_s: float | None) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def critical_paths_text(found: Sequence[CriticalPath]) -> str:
+    """Return the critical path of each file."""
+    return "\n\n".join(map(critical_path_text, found))
+
+
 def critical_path_text(found: CriticalPath) -> str:
     """Return what the duration is made of: by kind, then by name."""
     total_us = found.total_us or 1.0

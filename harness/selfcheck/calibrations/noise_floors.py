@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +76,10 @@ def plans(stories: Path | None, dtype: str, device: str) -> Iterator[tuple[str, 
 
 def measure(plan: Plan, floors: dict[tuple[str, str, str], Floor], alarms: list[str]) -> int:
     """Run every engine under every schedule; collect the local errors by kind, and any alarm. Return the runs."""
-    hf = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device=plan.device)
+    hf = load_model(plan.folder, dtype=getattr(torch, plan.case.dtype), device=plan.case.device)
     golden, num_runs = cached_golden(hf, plan.prompts), 0
     for label, (name, options) in ENGINES.items():
-        own = replace(plan, engine=name, engine_options=options)
+        own = plan.changed(engine=name, engine_options=options)
         with open_planned(own) as engine:
             for schedule in plan.schedules:
                 with tempfile.TemporaryDirectory() as folder:
@@ -93,13 +93,15 @@ def measure(plan: Plan, floors: dict[tuple[str, str, str], Floor], alarms: list[
                                 wanted=engine.capabilities.wanted(hf.graph), require=schedule.requires
                             ),
                         )
-                collect(found, plan.dtype, hf, floors, label)
+                collect(found, plan.case.dtype, hf, floors, label)
                 result = found.result
                 ratio = max(tap.propagated_ratio_max or 0 for tap in result.taps)
-                floors[plan.dtype, label, "(propagated ratio)"].add(
+                floors[plan.case.dtype, label, "(propagated ratio)"].add(
                     torch.tensor([ratio]), torch.tensor([torch.nan]), None
                 )
-                alarms += [f"{plan.model} {plan.dtype} {label} {schedule}: {x.message}" for x in result.findings]
+                alarms += [
+                    f"{plan.case.model} {plan.case.dtype} {label} {schedule}: {x.message}" for x in result.findings
+                ]
                 num_runs += 1
     return num_runs
 

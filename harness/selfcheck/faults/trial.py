@@ -11,7 +11,7 @@ import torch
 
 from harness.base.numerics import Numerics
 from harness.base.scratch import scratch_folder
-from harness.engines import Workload, open_engine
+from harness.engines import Workload
 from harness.errors import Code, HarnessError
 from harness.formats.case import RequestSpec
 from harness.formats.checkpoint import embedded_cases
@@ -127,9 +127,7 @@ class _Declaring:
     """The plan's engine, with something to say of its arithmetic."""
 
     def __init__(self, plan: Plan, numerics: Numerics) -> None:
-        self._engine = open_engine(
-            plan.engine, plan.folder, dtype=plan.dtype, device=plan.device, options=plan.engine_options
-        )
+        self._engine = plan.open_engine()
         self.name = self._engine.name
         self.capabilities = replace(self._engine.capabilities, numerics=numerics)
 
@@ -141,7 +139,9 @@ class _Declaring:
 def _golden(plan: Plan) -> Golden:
     """Return the golden that the check was made against."""
     hf = planned_model(plan)
-    golden, _ = with_duplicate_requests(plan, cached_golden(hf, plan.prompts, truth=plan.truth), plan.schedules[0], hf)
+    golden, _ = with_duplicate_requests(
+        plan, cached_golden(hf, plan.prompts, truth=plan.case.truth), plan.schedules[0], hf
+    )
     return golden
 
 

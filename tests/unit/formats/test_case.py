@@ -58,6 +58,8 @@ def test_a_model_beside_the_file_is_a_path_and_another_is_a_hub_id(write, tmp_pa
         (HEAD + "[[requests]]\ntoken_ids = [1.5]\n", "requests.0.token_ids.0"),
         (HEAD + 'engine = ""\n' + REQUESTS, "engine: String should have at least 1 character"),
         (HEAD.replace("qwen", "") + REQUESTS, "model: String should have at least 1 character"),
+        (HEAD + 'lora = "adapter"\n' + REQUESTS, "lora: no case file says this"),
+        (HEAD + 'engine_python = "bin/python"\n' + REQUESTS, "leave it out, and give --engine-python"),
         ("=", "cannot be read"),
         ("a = " + "[" * 100_000, "cannot be read"),
     ],
@@ -97,6 +99,11 @@ def case():
 def test_nothing_given_replaces_nothing(case):
     assert case.replaced() == case
     assert case.replaced(engine="mine", schedules=["plain"], model="qwen") == case
+
+
+def test_what_is_no_field_of_a_case_is_refused(case):
+    with pytest.raises(TypeError, match="a case has no field 'shedules'"):
+        case.replaced(shedules=["plain"])
 
 
 def test_what_is_given_replaces_also_by_a_default(case):

@@ -2,7 +2,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from threading import Event
 
 import pytest
@@ -41,7 +40,7 @@ def url(adapters):
 
 
 def check(url, model, lora):
-    plan = replace(make_plan(FOLDER, dtype="bfloat16", max_new_tokens=12), lora=lora)
+    plan = make_plan(FOLDER, dtype="bfloat16", max_new_tokens=12).changed(lora=lora)
     return check_endpoint(plan, Address(url=url, served_model=model), num_again=2)
 
 

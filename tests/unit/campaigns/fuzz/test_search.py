@@ -37,7 +37,7 @@ class Judge:
 
     def __post_init__(self):
         self.engine: Engine = SimpleNamespace(capabilities=self.capabilities)
-        self.plan = SimpleNamespace(engine="stub")
+        self.plan = SimpleNamespace(case=SimpleNamespace(engine="stub"))
 
     def judge(self, sent, *, explain=False, limit_s=None):
         self.limits.append(limit_s)

@@ -31,9 +31,8 @@ def finding(workload):
 
 @pytest.fixture
 def plan(tmp_path):
-    return SimpleNamespace(
-        folder=tmp_path, engine="reference", dtype="float32", device="cpu", engine_options={"debug_checks": "true"}
-    )
+    case = SimpleNamespace(engine="reference", dtype="float32", device="cpu")
+    return SimpleNamespace(folder=tmp_path, case=case, engine_options={"debug_checks": "true"})
 
 
 @pytest.mark.parametrize("fault", [None, "wrong-block"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo
+from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Locator, Rows
 from harness.judge.explain.core import failure as subject
@@ -242,9 +242,10 @@ def test_another_tap_at_the_same_rows(recording):
 def computed_again(path):
     """A request of two tokens that is computed twice, by steps 0 and 1."""
     writer = RecordingWriter(
-        path, producer=Producer(name="test", version="1"), model=ModelInfo(id="m"), dtype="float32", device="cpu",
-        environment={}, requests=[RequestInfo(id=0, token_ids=[5, 6], prompt_length=2)],
-    )  # fmt: skip
+        path,
+        RunInfo(producer=Producer(name="test", version="1"), model=ModelInfo(id="m"), dtype="float32", device="cpu"),
+        [RequestInfo(id=0, token_ids=[5, 6], prompt_length=2)],
+    )
     with writer:
         for value in (1.0, 2.0):
             writer.begin_step(phase="prefill", request=[0, 0], position=[0, 1])

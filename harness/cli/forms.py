@@ -1,0 +1,110 @@
+"""The forms of each type of result: a command offers those that its result has, and refuses any other."""
+
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from inspect import signature
+from operator import attrgetter
+from typing import Any
+
+import typer
+
+from harness.cli.output import terminal_width, write, write_json
+from harness.errors import Code, HarnessError
+
+
+class Forms:
+    """The forms of a result: each is a function, `module:name`, which is imported when it is asked for.
+
+    The function takes the result, and of `width`, `color`, `tablefmt` and what the command adds the arguments that it
+    has. It returns a text, or a document that is written as JSON.
+    """
+
+    def __init__(self, **functions: str) -> None:
+        self.functions = functions
+
+    def option(self) -> Any:
+        """Return the option `--format` of a command that has such a result."""
+        choices = f"<{'|'.join(self.functions)}>"
+        return typer.Option("--format", metavar=choices, parser=self.chosen, help="How to print the result.")
+
+    def chosen(self, form: str) -> str:
+        """Return the form if there is such a one.
+
+        Raises:
+            HarnessError: BAD_OPTION.
+        """
+        if form in self.functions:
+            return form
+        what = f"this result has no form {form!r}"
+        raise HarnessError(Code.BAD_OPTION, what, where="--format", expected=", ".join(self.functions), actual=form)
+
+    def function(self, form: str) -> Callable[..., str | dict[str, Any]]:
+        """Import what makes a form."""
+        module, _, name = self.functions[self.chosen(form)].partition(":")
+        return attrgetter(name)(import_module(module))  # type: ignore[no-any-return]
+
+    def show(self, result: object, form: str, **added: object) -> None:
+        """Write a result to standard output."""
+        function = self.function(form)
+        given = {
+            "width": terminal_width(),
+            "color": sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
+            "tablefmt": "github" if form == "markdown" else "simple",
+        } | added
+        known = signature(function).parameters
+        shown = function(result, **{key: value for key, value in given.items() if key in known})
+        if isinstance(shown, str):
+            write(shown, end="" if shown.endswith("\n") else "\n")
+        else:
+            write_json(shown)
+
+
+def document(summary: dict[str, Any]) -> dict[str, Any]:
+    """Return a result that is a document already."""
+    return summary
+
+
+_DOCUMENT = f"{__name__}:document"
+_REPORT = "harness.report"
+_FAULTS = "harness.selfcheck.faults.tables"
+_ANSWER = "harness.cli.answer:TimedContinuation"
+
+CHECKS = Forms(
+    human=f"{_REPORT}.check.dtypes:checks_text",
+    markdown=f"{_REPORT}.check.dtypes:checks_markdown",
+    json=f"{_REPORT}.check.dtypes:checks_json",
+)
+ENDPOINT = Forms(
+    human=f"{_REPORT}.endpoint.text:endpoint_text",
+    markdown=f"{_REPORT}.endpoint.text:endpoint_markdown",
+    json=f"{_REPORT}.endpoint.json:endpoint_json",
+)
+FAULTS = Forms(human=f"{_FAULTS}:as_text", markdown=f"{_FAULTS}:as_text", json=f"{_FAULTS}:as_json")
+QUANT = Forms(
+    human=f"{_REPORT}.quant.text:quant_text",
+    markdown=f"{_REPORT}.quant.text:quant_text",
+    json=f"{_REPORT}.quant.text:quant_json",
+)
+SUITE = Forms(
+    human=f"{_REPORT}.suite.text:suite_text",
+    markdown=f"{_REPORT}.suite.markdown:suite_markdown",
+    json=f"{_REPORT}.suite.json:suite_json",
+)
+SUITE_DIFF = Forms(human=f"{_REPORT}.suite.diff:diff_text", json=f"{_REPORT}.suite.diff:diff_json")
+BISECTION = Forms(human=f"{_REPORT}.suite.bisection:bisection_text", json=f"{_REPORT}.suite.bisection:bisection_json")
+FUZZ = Forms(human=f"{_REPORT}.fuzz.text:fuzz_text", json=f"{_REPORT}.fuzz.json:fuzz_json")
+INVARIANCE = Forms(
+    human=f"{_REPORT}.invariance.text:invariance_text", json=f"{_REPORT}.invariance.json:invariance_json"
+)
+PROFILE = Forms(human=f"{_REPORT}.profile.text:profile_text", json=f"{_REPORT}.profile.json:profile_json")
+GATE = Forms(human=f"{_REPORT}.gate.text:gate_text", json=f"{_REPORT}.gate.json:gate_json")
+TRACES = Forms(human=f"{_REPORT}.trace.text:summary_text", json=f"{_REPORT}.trace.json:files_json")
+TRACE_DIFF = Forms(human=f"{_REPORT}.trace.text:diff_text", json=f"{_REPORT}.trace.json:diff_json")
+CRITICAL_PATHS = Forms(human=f"{_REPORT}.trace.text:critical_paths_text", json=f"{_REPORT}.trace.json:files_json")
+BENCH = Forms(human="harness.selfcheck.bench.table:bench_text", json="harness.selfcheck.bench.results:BenchResult.json")
+INSPECTED = Forms(human="harness.formats.inspect:render_text", json=_DOCUMENT)
+GOLDEN = Forms(human="harness.cli.golden:golden_text", json=_DOCUMENT)
+RECORDING = Forms(human="harness.cli.run:recording_text", json=_DOCUMENT)
+CONTINUATION = Forms(human=f"{_ANSWER}.line", json=f"{_ANSWER}.json")
