@@ -16,6 +16,7 @@ def faults(
         int | None,
         typer.Option(min=0, help="Sets of prompts for each benign variant. [default: 3, and 0 with a selection]"),
     ] = None,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="Where the engine runs: cpu, cuda, ...")] = "cpu",
     format: Annotated[str, forms.FAULTS.option()] = "human",
 ) -> int:
     """Put known bugs into the reference engine, one at a time, and show what the check says of each.
@@ -30,7 +31,7 @@ def faults(
         chosen = choose(only, category)
         is_selection = bool(only or category)
         num_seeds = (0 if is_selection else 3) if seeds is None else seeds
-        score = keep_score(chosen, variants(), seeds=num_seeds, progress=report)
+        score = keep_score(chosen, variants(), seeds=num_seeds, device=device, progress=report)
     forms.FAULTS.show(score, format)
     missed = score.detected < len(score.faults)
     return ExitStatus.MISMATCH if missed or score.false_alarms else ExitStatus.PASS

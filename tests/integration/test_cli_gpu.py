@@ -33,6 +33,14 @@ def test_a_check(dtype):
     assert (done.returncode, result["verdict"], result["device"]) == (0, "pass", "cuda"), done.stderr
 
 
+def test_faults_whose_code_makes_tensors_of_its_own():
+    done = run(
+        "faults", "--device", "cuda", "--only", "wrong-block", "--only", "rotary-interleaved", "--format", "json"
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(fault["named"] for fault in json.loads(done.stdout)["faults"])
+
+
 def test_a_search():
     done = run("fuzz", "--device", "cuda", "--seconds", "5", "--format", "json")
     assert done.returncode == 0, done.stderr

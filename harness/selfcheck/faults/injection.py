@@ -1,11 +1,14 @@
 """Putting a fault in and taking it out again."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 from unittest.mock import patch
+
+import torch
+from torch.utils._pytree import tree_leaves
 
 
 @dataclass(slots=True)
@@ -36,10 +39,16 @@ def replacing(
     return lambda: replaced(*changes)
 
 
+def _device_of(given: Any) -> AbstractContextManager[Any]:
+    devices = (x.device for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.device.type != "cpu")
+    return next(devices, nullcontext())
+
+
 def _counted(function: Callable[..., Any], planted: InjectedFault) -> Callable[..., Any]:
     @wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:
         planted.num_calls += 1
-        return function(*args, **kwargs)
+        with _device_of((args, kwargs)):  # where a fault makes tensors of its own
+            return function(*args, **kwargs)
 
     return counted

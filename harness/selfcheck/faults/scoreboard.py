@@ -82,9 +82,14 @@ class Score:
 
 
 def keep_score(
-    faults: Sequence[Fault], variants: Iterable[Variant] = (), *, seeds: int = 1, progress: Progress | None = None
+    faults: Sequence[Fault],
+    variants: Iterable[Variant] = (),
+    *,
+    seeds: int = 1,
+    device: str = "cpu",
+    progress: Progress | None = None,
 ) -> Score:
-    """Try every fault once, and every variant with each of `seeds` sets of prompts."""
+    """Try every fault once, and every variant with each of `seeds` sets of prompts, with the engine on a device."""
     report = progress or (lambda _label, _done, _total: None)
     begin = time.perf_counter()
     counted = [fault for fault in faults if not fault.equivalent]
@@ -93,10 +98,10 @@ def keep_score(
     fault_scores, variant_scores = [], []
     for index, fault in enumerate(counted):
         report(f"fault {fault.id}", index, total)
-        fault_scores.append(score_fault(fault, try_fault(fault)))
+        fault_scores.append(score_fault(fault, try_fault(fault, device=device)))
     for index, (variant, seed) in enumerate(benign):
         report(f"variant {variant.id}", len(counted) + index, total)
-        variant_scores.append(_score_variant(variant, seed))
+        variant_scores.append(_score_variant(variant, seed, device))
     report("done", total, total)
     return Score(
         faults=fault_scores,
@@ -179,8 +184,8 @@ def _same_layer(found: str | None, truth: str | None) -> bool:
     return layer(found) == layer("model.layers.0" if truth == "model.embed_tokens" else truth)
 
 
-def _score_variant(variant: Variant, seed: int) -> VariantScore:
-    trial = try_variant(variant, seed=seed)
+def _score_variant(variant: Variant, seed: int, device: str) -> VariantScore:
+    trial = try_variant(variant, seed=seed, device=device)
     findings = trial.result.runs[0].findings if trial.result else ()
     message = str(trial.error) if trial.error else findings[0].message if findings else ""
     return VariantScore(

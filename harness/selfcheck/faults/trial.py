@@ -49,13 +49,13 @@ class FaultTrial:
         return self.error is not None or (self.result is not None and self.result.outcome is not Outcome.PASS)
 
 
-def try_fault(fault: Fault, *, seed: int = 0) -> FaultTrial:
+def try_fault(fault: Fault, *, seed: int = 0, device: str = "cpu") -> FaultTrial:
     """Check the reference engine with a fault in it, and take the fault out again."""
     if fault.suite is not None:
         with fault.inject() as planted:
             return _tested(fault.suite, planted)
     with checkpoint(fault.setting) as folder, fault.inject() as planted:
-        return _checked(folder, fault.setting, "reference", seed, planted)
+        return _checked(_declared_plan(fault.setting, folder, "reference", seed, device), planted)
 
 
 def _tested(suite: Callable[[], None], planted: InjectedFault) -> FaultTrial:
@@ -70,10 +70,10 @@ def _tested(suite: Callable[[], None], planted: InjectedFault) -> FaultTrial:
     return FaultTrial(result=None, error=broken, num_calls=planted.num_calls, peers={})
 
 
-def try_variant(variant: Variant, *, seed: int = 0) -> FaultTrial:
+def try_variant(variant: Variant, *, seed: int = 0, device: str = "cpu") -> FaultTrial:
     """Check an engine that is legitimately different."""
     with checkpoint(variant.setting) as folder, _injected(variant) as planted:
-        return _checked(folder, variant.setting, variant.engine, seed, planted)
+        return _checked(_declared_plan(variant.setting, folder, variant.engine, seed, device), planted)
 
 
 def check_variant(variant: Variant, *, seed: int, out: Path) -> CheckResult:
@@ -83,20 +83,22 @@ def check_variant(variant: Variant, *, seed: int, out: Path) -> CheckResult:
         HarnessError: The engine raised, or the check could not be made.
     """
     with checkpoint(variant.setting) as folder, _injected(variant):
-        return run_check(_declared_plan(variant.setting, folder, variant.engine, seed), out=out)
+        return run_check(_declared_plan(variant.setting, folder, variant.engine, seed, "cpu"), out=out)
 
 
 def _injected(variant: Variant) -> AbstractContextManager[InjectedFault]:
     return variant.inject() if variant.inject else nullcontext(InjectedFault())
 
 
-def plan_of(setting: FaultConfig, folder: Path, *, engine: str = "reference", seed: int = 0) -> Plan:
+def plan_of(
+    setting: FaultConfig, folder: Path, *, engine: str = "reference", seed: int = 0, device: str = "cpu"
+) -> Plan:
     """Return the check that a setting describes, of the checkpoint in `folder`."""
     return plan_request(
         model=str(folder),
         engine=engine,
         dtype=setting.dtype,
-        device="cpu",
+        device=device,
         requests=[RequestSpec(token_ids=list(tokens)) for tokens in setting.prompts or random_prompts(seed)],
         max_new_tokens=setting.max_new_tokens,
         schedules=[setting.schedule],
@@ -105,8 +107,7 @@ def plan_of(setting: FaultConfig, folder: Path, *, engine: str = "reference", se
     )
 
 
-def _checked(folder: Path, setting: FaultConfig, engine: str, seed: int, planted: InjectedFault) -> FaultTrial:
-    plan = _declared_plan(setting, folder, engine, seed)
+def _checked(plan: Plan, planted: InjectedFault) -> FaultTrial:
     with scratch_folder("harness-") as out:
         try:
             result = run_check(plan, out=out / "recordings")
@@ -118,8 +119,8 @@ def _checked(folder: Path, setting: FaultConfig, engine: str, seed: int, planted
     return FaultTrial(result=result, error=None, num_calls=planted.num_calls, peers=peers)
 
 
-def _declared_plan(setting: FaultConfig, folder: Path, engine: str, seed: int) -> Plan:
-    plan = plan_of(setting, folder, engine=engine, seed=seed)
+def _declared_plan(setting: FaultConfig, folder: Path, engine: str, seed: int, device: str) -> Plan:
+    plan = plan_of(setting, folder, engine=engine, seed=seed, device=device)
     return plan if setting.numerics is None else replace(plan, subject=_Declaring(plan, setting.numerics))
 
 
