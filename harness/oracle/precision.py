@@ -217,15 +217,29 @@ def eager_experts(config: Any) -> Iterator[None]:
 def without_tf32() -> Iterator[None]:
     """Switch TF32 off in products and convolutions, so that float32 on CUDA means float32; put it back afterwards.
 
-    Torch has older switches, too. What they say follows from the newer ones, which alone tell "not set" from "off".
+    Torch has an older and a newer switch for each, and refuses to read the older one where they disagree. So the older
+    one is used, which sets both, unless they disagree already.
     """
-    cudnn: Any = torch.backends.cudnn
-    switches: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv)
-    before = [switch.fp32_precision for switch in switches]
-    for switch in switches:
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    with _without_tf32(cuda, [cuda]), _without_tf32(cudnn, [cudnn.conv, cudnn.rnn]):  # type: ignore[attr-defined]
+        yield
+
+
+@contextmanager
+def _without_tf32(older: Any, newer: list[Any]) -> Iterator[None]:
+    precisions = [switch.fp32_precision for switch in newer]
+    try:
+        allowed = older.allow_tf32
+    except RuntimeError:  # they disagree
+        allowed = None
+    if allowed is not None:
+        older.allow_tf32 = False
+    for switch in newer:
         switch.fp32_precision = "ieee"
     try:
         yield
     finally:
-        for switch, precision in zip(switches, before, strict=True):
+        if allowed is not None:
+            older.allow_tf32 = allowed
+        for switch, precision in zip(newer, precisions, strict=True):
             switch.fp32_precision = precision

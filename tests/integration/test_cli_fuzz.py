@@ -64,7 +64,7 @@ def test_a_sound_engine_passes_and_what_it_did_is_printed(harness):
         (["--engine", "nobody"], "H014"),
         (["--fault", "nothing"], "no fault is called 'nothing'"),
         (["--fault", "wrong-block", "--dtype", "float32"], "leave the other options out"),
-        (["--replay", "nothing.toml"], "cannot be read"),
+        (["--replay", "nothing.toml"], "there is no such workload file"),
         (["--replay", "nothing.toml", "--engine", "hf"], "leave the other options out"),
         (["--engine-option", "blocks=3"], "no option 'blocks'"),
     ],

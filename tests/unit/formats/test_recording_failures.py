@@ -24,8 +24,8 @@ from harness.formats.recording import *
 
 def open_writer(path):
     requests = [RequestInfo(id=0, token_ids=[0] * 10_000, prompt_length=1)]
-    return RecordingWriter(path, producer=Producer(name="test", version="1"), model=ModelInfo(id="m"), dtype="float32",
-                           device="cpu", environment={}, requests=requests)
+    run = RunInfo(producer=Producer(name="test", version="1"), model=ModelInfo(id="m"), dtype="float32", device="cpu")
+    return RecordingWriter(path, run, requests)
 
 def write_step(writer, position, num_columns):
     writer.begin_step(phase="decode", request=[0], position=[position])
