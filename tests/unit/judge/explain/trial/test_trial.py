@@ -266,6 +266,15 @@ def test_what_the_rows_cannot_tell_apart_is_as_good():
     assert 0 < distance(one, other) < 0.1 * unit
 
 
+def test_what_only_points_elsewhere_comes_last():
+    expected, truth = random(8), random(8, seed=1)
+    held = evidence(expected, truth)
+    vague, clear = (Trial.of(Hypothesis(cause="", output=truth, is_vague=is_vague), held) for is_vague in (True, False))
+    assert clear.is_better_than(vague)
+    assert not vague.is_better_than(clear)
+    assert not vague.is_as_good_as(clear)
+
+
 def test_rows_are_counted_by_what_they_hold():
     actual = random(3)[[0, 1, 1, 2]]
     held = evidence(random(4, seed=5), actual)
