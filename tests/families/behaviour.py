@@ -56,7 +56,8 @@ class Behaviour:
         found |= {"logits_std"} if not 0.1 < self.logits_std < 30 else set()
         found |= {"influence"} if self.influence < ROUNDING else set()
         found |= {"leak"} if self.leak > ROUNDING else set()
-        found |= {"reload"} if self.reload > 0 else set()
+        # Weights from disk lie elsewhere in memory, and a kernel may take another way by that.
+        found |= {"reload"} if self.reload > ROUNDING else set()
         if is_off(self.decode):
             return found | {"decode"}
         return found | ({"bare decode"} if is_off(self.bare_decode) else set())
