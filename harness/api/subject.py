@@ -86,6 +86,8 @@ def choose(
             device=place,
             open=lambda _folder, _dtype, _device: engine,
         )
+    if callable(getattr(engine, "step", None)) and not isinstance(engine, type):
+        return _chosen_stepper(engine, wanted, place)
     raise _no_engine(engine)
 
 
@@ -122,6 +124,21 @@ def _chosen_module(module: "nn.Module", dtype: str, device: str | None, names: M
         open=lambda folder, dtype, device: module_engine(
             module, folder=folder, dtype=dtype, device=device, names=names
         ),
+    )
+
+
+def _chosen_stepper(engine: Any, dtype: str, device: str | None) -> Chosen:
+    """Return an engine that has steps alone: its dtype is that of its modules."""
+    from harness.engines.by_content import StepEngine, module_paths
+    from harness.engines.module import module_dtype
+
+    dtypes = (module_dtype(module, dtype) for module in module_paths(engine))
+    name = type(engine).__name__
+    return Chosen(
+        name=name,
+        dtype=next((own for own in dtypes if own is not None), None if dtype == "auto" else dtype),
+        device=device,
+        open=lambda folder, dtype, _device: StepEngine(lambda: engine, name=name, folder=folder, dtype=dtype),
     )
 
 

@@ -9,8 +9,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from harness.engines.adapter import Engine
+from harness.engines.by_content import StepEngine
 from harness.engines.module.engine import TorchEngine
 from harness.engines.module.hf_object import HFObjectEngine
+from harness.engines.module.stepper import ModuleStepper
 from harness.engines.module.weights import check_has_values, module_device, module_dtype
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
@@ -25,7 +27,8 @@ def module_engine(
     """Return the engine that runs a module.
 
     A model of HF's is run with its own cache, in batches and chunks, and its attention is watched. Any other module is
-    run one request at a time.
+    run one request at a time; where none of its modules is called as in the checkpoint, its tensors are told by what
+    they hold.
 
     Args:
         module: with its weights.
@@ -49,7 +52,16 @@ def module_engine(
         dtypes = getattr(torch, dtype)
         checkpoint, where = Checkpoint(folder), torch.device(device)
         return HFObjectEngine(HFModel(model=module, checkpoint=checkpoint, dtype=dtypes, device=where))
+    if names is None and not _has_names_of(Checkpoint(folder), module):
+        stepper = ModuleStepper(module, torch.device(device))
+        return StepEngine(lambda: stepper, name=type(module).__name__, folder=folder, dtype=dtype)
     return TorchEngine(module, device=device, names=names)
+
+
+def _has_names_of(checkpoint: Checkpoint, module: nn.Module) -> bool:
+    """Whether a module with weights is called as in a checkpoint."""
+    paths = {path for path, _ in module.named_modules() if path}
+    return any(name.rpartition(".")[0] in paths for name in checkpoint.tensors)
 
 
 def _is_called_as_hf(model: PreTrainedModel) -> bool:

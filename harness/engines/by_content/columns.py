@@ -1,0 +1,181 @@
+"""Which tensor holds a value, whole, as a slice or in another order of its columns: found by random projections.
+
+`T` rows, `W` columns of a value, `C` columns of all tensors together, `P` projections.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+_NUM_PROJECTIONS = 5
+_NUM_SAMPLES = 4
+"""Columns of a value that are looked for everywhere; a tensor that lacks one of them is none that holds it."""
+_LOOSE = 0.1
+"""Relative error up to which a slice is taken for a value: what is a little wrong is still what it is meant to be."""
+_LEAST_FINE = 2e-5
+_FINE_ROUNDINGS = 24
+_MOST_TENSORS = 256
+"""Tensors that are looked at whole, for one value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """The columns of a tensor that hold a value."""
+
+    start: int
+    stop: int
+    order: tuple[int, ...] | None = None
+    """Column of each element of the value, where they are not side by side."""
+
+    @property
+    def is_rising(self) -> bool:
+        """Whether the elements of the value have their own order, with or without others between them."""
+        return self.order is None or all(a < b for a, b in pairwise(self.order))
+
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return [T, W] of rows [T, ...]."""
+        flat = rows.reshape(len(rows), -1)
+        return flat[:, self.start : self.stop] if self.order is None else flat[:, list(self.order)]
+
+    def __str__(self) -> str:
+        return f"columns {self.start} to {self.stop - 1}" + ("" if self.order is None else ", in another order")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A tensor that holds a value."""
+
+    index: int
+    """Of the tensor."""
+    columns: Columns
+    error: float
+    """RMS over the columns of the relative error."""
+
+
+class ColumnIndex:
+    """The columns of many tensors."""
+
+    def __init__(self, tables: Sequence[torch.Tensor], *, rounding: float) -> None:
+        """Project the tensors.
+
+        Args:
+            tables: [T, any] each, of one T.
+            rounding: RMS relative error of one rounding in the engine.
+        """
+        self._tables = tables
+        self.fine = max(_LEAST_FINE, _FINE_ROUNDINGS * rounding)
+        num_rows = len(tables[0]) if tables else 1
+        generator = torch.Generator().manual_seed(0)
+        self._probes = torch.randn(_NUM_PROJECTIONS, num_rows, generator=generator, dtype=torch.float64)
+        self._probes /= num_rows**0.5
+        widths = [table.shape[1] for table in tables]
+        projected = [self._project(table) for table in tables]
+        self._all = torch.cat(projected, dim=1) if projected else torch.zeros(_NUM_PROJECTIONS, 0)  # [P, C]
+        self._owner = torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths, dtype=torch.int64))
+        self._start = torch.tensor([0, *widths], dtype=torch.int64).cumsum(0)
+        self._order = self._all[0].argsort()
+        self._sorted = self._all[0][self._order].contiguous()
+
+    def find(self, value: torch.Tensor) -> list[Fit]:
+        """Return the tensors that hold a value [T, W], the nearest first; exact ones alone, if there are some."""
+        value = value.double()
+        if not bool(value.isfinite().all()) or not bool(value.any()):
+            return []
+        fits = self._find(value, self.fine, may_be_permuted=True) or self._find(value, _LOOSE, may_be_permuted=False)
+        return sorted(fits, key=lambda fit: fit.error)
+
+    def error(self, index: int, columns: Columns, value: torch.Tensor) -> float:
+        """Return how far a tensor is from a value [T, W]."""
+        return relative_error(columns.of(self._tables[index]), value)
+
+    def _project(self, table: torch.Tensor) -> torch.Tensor:
+        return self._probes @ table.double().nan_to_num(0.0, 0.0, 0.0)
+
+    def _find(self, value: torch.Tensor, tolerance: float, *, may_be_permuted: bool) -> list[Fit]:
+        projected, scale = self._project(value), _scale(value)
+        samples = _samples(value)
+        hits = [self._near(projected[:, at], tolerance * float(scale[at]) / len(value) ** 0.5) for at in samples]
+        shared = set(self._owner[hits[0]].tolist())
+        for hit in hits[1:]:
+            shared &= set(self._owner[hit].tolist())
+        fits = []
+        for index in sorted(shared)[:_MOST_TENSORS]:
+            columns = self._columns(index, samples, hits, value, projected, scale, tolerance, may_be_permuted)
+            if columns is not None and (error := self.error(index, columns, value)) <= tolerance:
+                fits.append(Fit(index=index, columns=columns, error=error))
+        return fits
+
+    def _near(self, projected: torch.Tensor, distance: float) -> torch.Tensor:
+        """Return the columns whose projections are all that near to some [P]."""
+        reach = 4 * distance
+        low, high = torch.searchsorted(self._sorted, torch.stack([projected[0] - reach, projected[0] + reach]))
+        there = self._order[int(low) : int(high)]
+        return there[(self._all[:, there] - projected[:, None]).abs().amax(dim=0) <= reach]
+
+    def _columns(
+        self,
+        index: int,
+        samples: Sequence[int],
+        hits: Sequence[torch.Tensor],
+        value: torch.Tensor,
+        projected: torch.Tensor,
+        scale: torch.Tensor,
+        tolerance: float,
+        may_be_permuted: bool,
+    ) -> Columns | None:
+        """Return where a tensor may hold a value: side by side, or else each column where its like is."""
+        first, width = int(self._start[index]), value.shape[1]
+        room = int(self._start[index + 1]) - first
+        if room < width:
+            return None
+        places = [
+            {int(hit) - first - at for hit in hits[k] if self._owner[hit] == index} for k, at in enumerate(samples)
+        ]
+        offsets = [at for at in sorted(set.intersection(*places)) if 0 <= at <= room - width]
+        for at in offsets[:4]:
+            columns = Columns(start=at, stop=at + width)
+            if self.error(index, columns, value) <= tolerance:
+                return columns
+        return (
+            self._permuted(first, room, projected, scale * tolerance / len(value) ** 0.5) if may_be_permuted else None
+        )
+
+    def _permuted(self, first: int, room: int, projected: torch.Tensor, distance: torch.Tensor) -> Columns | None:
+        own = self._all[:, first : first + room]
+        nearest = []
+        for at in range(0, projected.shape[1], 256):
+            part = projected[:, at : at + 256]
+            gaps = torch.stack([(own[p][None] - part[p][:, None]).abs() for p in range(len(own))]).amax(dim=0)
+            best, where = gaps.min(dim=1)
+            if bool((best > 4 * distance[at : at + 256]).any()):
+                return None
+            nearest += where.tolist()
+        if len(set(nearest)) < len(nearest):
+            return None
+        return Columns(start=min(nearest), stop=max(nearest) + 1, order=tuple(nearest))
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the RMS over columns of the error of [T, W] values, relative to each column and to what is usual."""
+    expected = expected.double()
+    error = (actual.double() - expected).norm(dim=0) / _scale(expected).clamp_min(1e-300)
+    result = float(error.square().mean().sqrt())
+    return result if result == result else float("inf")
+
+
+def _scale(value: torch.Tensor) -> torch.Tensor:
+    """Return [W]: of each column, its norm, and at least a tenth of what is usual."""
+    norms = value.norm(dim=0)
+    usual = norms[norms > 0].median() if bool((norms > 0).any()) else norms.new_ones(())
+    scale: torch.Tensor = norms.clamp_min(float(usual) / 10)
+    return scale
+
+
+def _samples(value: torch.Tensor) -> list[int]:
+    """Return the columns to look for: of those with much in them, some that are far apart."""
+    order = value.norm(dim=0).argsort(descending=True)
+    half = order[: max(1, (len(order) + 1) // 2)]
+    picks = torch.linspace(0, len(half) - 1, min(_NUM_SAMPLES, len(half))).round().long()
+    return list(dict.fromkeys(half[picks].tolist()))

@@ -1,0 +1,47 @@
+"""One forward of HF's model, each value of which may be replaced by the engine's."""
+
+from collections.abc import Callable
+
+import torch
+
+from harness.formats.taps import Operation
+from harness.oracle.model import HFModel
+from harness.oracle.rows import as_rows, from_rows
+from harness.oracle.watch import AttentionCall, run_attention, watching
+
+Choose = Callable[[Operation, torch.Tensor], torch.Tensor | None]
+"""Is given an operation and its value [rows, W]; returns what to go on with in its place, [rows, W] or None."""
+
+
+class EndOfRun(Exception):  # noqa: N818 -- no error: nothing after it is wanted
+    """Raised by `Choose` to end the forward."""
+
+
+def run_hf(hf: HFModel, ids: torch.Tensor, choose: Choose) -> None:
+    """Run HF's model over tokens [requests, tokens] and ask for each tap what to go on with."""
+    with torch.no_grad(), watching(hf) as watch, watch.showing(_Choosing(hf, tuple(ids.shape), choose)):
+        try:
+            hf.run(input_ids=ids.to(hf.device), use_cache=False)
+        except EndOfRun:
+            return
+
+
+class _Choosing:
+    def __init__(self, hf: HFModel, shape: tuple[int, ...], choose: Choose) -> None:
+        self._operations, self._shape, self._choose = hf.graph.by_source, shape, choose
+
+    def see(self, source: str, value: torch.Tensor) -> torch.Tensor | None:
+        operation = self._operations.get(source)
+        if operation is None:
+            return None
+        rows = as_rows(value.detach(), operation.token_dim, *self._shape)
+        other = self._choose(operation, rows.reshape(len(rows), -1).cpu())
+        if other is None:
+            return None
+        return from_rows(other.to(value).reshape(rows.shape), value, operation.token_dim)
+
+    def attend(self, call: AttentionCall, function: Callable[..., object]) -> object:
+        return run_attention(call, function)
+
+    def choose(self, _source: str, _scores: torch.Tensor, _chosen: torch.Tensor) -> None:
+        return None

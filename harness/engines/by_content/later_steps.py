@@ -1,0 +1,241 @@
+"""A prompt and one token more: they tell apart what is the same at position 0, and show where the rows are."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, product
+from math import prod
+
+import torch
+
+from harness.engines.by_content.columns import Columns, relative_error
+from harness.engines.by_content.first_step import FirstStep
+from harness.engines.by_content.hf_run import EndOfRun, run_hf
+from harness.engines.by_content.rows import RowLayout, layouts
+from harness.engines.by_content.sites import MODULE, RETURNED, Site
+from harness.engines.by_content.steps import sites_elsewhere
+from harness.engines.by_content.tap_map import Evidence, MappedTap, Source
+from harness.formats.taps import Kind, Operation
+from harness.oracle.model import HFModel
+
+_SAME_FACTOR, _SAME_ROUNDINGS = 1.5, 2
+"""Tensors that are nearly as near to a value as the nearest one may be the value as well."""
+_MOST_CANDIDATES = 24
+_MOST_TRIALS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A source with its rows in the prompt and the token after it, [T, W]; or in the last row of each alone, [2, W]."""
+
+    source: Source
+    rows: torch.Tensor
+    is_sampled_only: bool = False
+
+
+class LaterSteps:
+    """The engine's tensors in two steps of one request."""
+
+    def __init__(
+        self,
+        hf: HFModel,
+        ids: Sequence[int],
+        prefill: Mapping[Site, torch.Tensor],
+        decode: Mapping[Site, torch.Tensor],
+        *,
+        num_again: int,
+        rounding: float,
+    ) -> None:
+        """Take the steps.
+
+        Args:
+            hf: the model that the engine should be.
+            ids: the prompt, and one token.
+            prefill: tensors of the prompt's step.
+            decode: tensors of the token's step.
+            num_again: tokens of the prompt that the second step computes again: none, or all.
+            rounding: RMS relative error of one rounding in the engine.
+        """
+        self._hf, self._ids, self._rounding = hf, torch.tensor(ids)[None], rounding
+        self._prefill, self._decode, self._num_tokens = prefill, decode, len(ids) - 1
+        self._num_again = num_again
+        self._order = {site: at for at, site in enumerate(prefill)}
+        self._taken: set[Source] = set()
+        """Sources that hold a tap for certain."""
+        self._pending: dict[str, list[_Read]] = {}
+        """Tensors that hold a tap's value at position 0, and not at later ones."""
+        self.taps: dict[str, MappedTap] = {}
+        self.uncertain: dict[str, str] = {}
+
+    def tell_apart(self, first: FirstStep) -> None:
+        """Find the sources of each tap, in the order of HF's run; then those that only other taps tell."""
+        run_hf(self._hf, self._ids, lambda operation, value: self._look(operation, value, first))
+        for operation in reversed(self._hf.graph.operations):
+            lost = [self._hf.graph[tap] for tap in operation.inputs if tap not in self.taps]
+            if lost and operation.kind is not Kind.CACHE and self._own(operation.tap) is not None:
+                self._find_by(operation, lost)
+        for operation in self._hf.graph:
+            if operation.tap in self._pending and operation.tap not in self.taps:
+                self._take_by_order(operation.tap, self._pending[operation.tap])
+        logits = self._hf.graph.logits
+        if logits not in self.taps:
+            self._take(logits, [_Read(self._returned(logits), torch.empty(0), True)], Evidence.DEFINITION, float("inf"))
+
+    def _look(self, operation: Operation, value: torch.Tensor, first: FirstStep) -> torch.Tensor | None:
+        fits = first.fits.get(operation.tap)
+        if fits is None:
+            return None
+        reads = [self._long(first.tables[fit.index].site, fit.columns, operation) for fit in fits]
+        found = [read for read in reads if read is not None]
+        if not found:
+            self.uncertain[operation.tap] = "no tensor that holds it at position 0 has a row for each token of a prompt"
+            return None
+        errors = [relative_error(read.rows, value[-len(read.rows) :]) for read in found]
+        nearest, error = min(errors), fits[0].error
+        limit = max(nearest * _SAME_FACTOR, nearest + _SAME_ROUNDINGS * self._rounding)
+        holding = [read for read, error in zip(found, errors, strict=True) if error <= limit]
+        if nearest > self._held:  # the engine has another value, or this tensor is another one at later positions
+            self._pending[operation.tap] = left = [read for read in found if read.source not in self._taken]
+            return self._in_place_of(value, left[-1]) if left else None
+        self._taken |= {read.source for read in holding}
+        evidence = Evidence.CONSUMERS if operation.tap in first.by_consumers else Evidence.CONTENT
+        self._take(operation.tap, holding, evidence, error)
+        return self._in_place_of(value, holding[0])
+
+    @staticmethod
+    def _in_place_of(value: torch.Tensor, read: _Read) -> torch.Tensor:
+        """Return the engine's rows in the place of HF's, whose first ones stay where the engine has only the last."""
+        missing = len(value) - len(read.rows)
+        return torch.cat([value[:missing].to(read.rows), read.rows]) if missing else read.rows
+
+    @property
+    def _held(self) -> float:
+        """Relative error up to which a tensor is the value, where another may be meant."""
+        return max(1e-4, 24 * self._rounding)
+
+    def _take(self, tap: str, reads: Sequence[_Read], evidence: Evidence, error: float) -> None:
+        """Take sources for a tap: what modules return first."""
+
+        def is_indirect(read: _Read) -> tuple[bool, bool]:
+            return not read.source.columns.is_rising, read.source.site.what != MODULE
+
+        ordered = sorted(reads, key=is_indirect)
+        self.uncertain.pop(tap, None)
+        self.taps[tap] = MappedTap(
+            tap=tap,
+            evidence=evidence,
+            error=error,
+            sources=tuple(read.source for read in ordered),
+            is_sampled_only=ordered[0].is_sampled_only,
+        )
+
+    def _long(self, site: Site, columns: Columns, operation: Operation) -> _Read | None:
+        """Return the rows of a site, in whatever dimension they are; None if it has not as many."""
+        for layout in layouts(self._prefill[site].shape, self._num_tokens):
+            read = self._read(Source(site=site, layout=layout, columns=columns))
+            if read is not None:
+                return read
+        if not (operation.is_head or operation.sampled_only):
+            return None
+        for layout in layouts(self._prefill[site].shape, 1):
+            source = Source(site=site, layout=layout, columns=columns)
+            rows = source.read(self._prefill[site], 1), source.read(self._decode[site], 1)
+            if rows[0] is not None and rows[1] is not None:
+                return _Read(source, torch.cat([rows[0], rows[1]]), is_sampled_only=True)
+        return None
+
+    def _read(self, source: Source) -> _Read | None:
+        """Return a source's rows in both steps; None if it has not as many rows or columns, or is not there."""
+        if source.site not in self._prefill or source.site not in self._decode:
+            return None
+        long = source.read(self._prefill[source.site], self._num_tokens)
+        short = source.read(self._decode[source.site], self._num_again + 1)
+        return None if long is None or short is None else _Read(source, torch.cat([long, short[-1:]]))
+
+    def _own(self, tap: str) -> torch.Tensor | None:
+        """Return the engine's rows of a tap that was found, or that may be it."""
+        if tap not in self.taps and self._pending.get(tap):
+            return self._pending[tap][-1].rows
+        if tap not in self.taps or self.taps[tap].is_sampled_only:
+            return None
+        read = self._read(self.taps[tap].sources[0])
+        return None if read is None else read.rows
+
+    def _find_by(self, reader: Operation, lost: Sequence[Operation]) -> None:
+        """Take the tensors for inputs of an operation from which HF computes what the engine has for it."""
+        candidates = [self._candidates(operation, reader) for operation in lost]
+        for chosen in islice(product(*candidates), _MOST_TRIALS):
+            taken = dict(zip((op.tap for op in lost), chosen, strict=True))
+            if self._is_computed_from(reader, taken):
+                for tap, read in taken.items():
+                    self._take(tap, [read], Evidence.CONSUMERS, float("inf"))
+                if reader.tap in self._pending:
+                    self._take(reader.tap, self._pending[reader.tap][-1:], Evidence.CONTENT, float("inf"))
+                return
+
+    def _take_by_order(self, tap: str, reads: Sequence[_Read]) -> None:
+        """Take what is to this layer what another layer has, or else the last tensor of the run."""
+        like = set(self._like(self._hf.graph[tap]))
+        chosen = [read for read in reads if read.source in like][:1] or list(reads[-1:])
+        if chosen:
+            self._take(tap, chosen, Evidence.ORDER, float("inf"))
+        else:
+            self.uncertain[tap] = "all tensors that hold it at position 0 are other values at later ones"
+
+    def _is_computed_from(self, reader: Operation, taken: Mapping[str, _Read]) -> bool:
+        errors: list[float] = []
+
+        def look(operation: Operation, value: torch.Tensor) -> torch.Tensor | None:
+            if operation.tap in taken:
+                return taken[operation.tap].rows
+            own = self._own(operation.tap)
+            if operation.tap == reader.tap:
+                assert own is not None
+                errors.append(relative_error(own, value))
+                raise EndOfRun
+            return own
+
+        run_hf(self._hf, self._ids, look)
+        return bool(errors) and errors[0] <= self._held
+
+    def _candidates(self, operation: Operation, reader: Operation) -> list[_Read]:
+        """Return what may be an operation's value, each once: what is like another layer's sources first."""
+        sites = list(self._prefill)
+        known = [at for tap in operation.inputs if (at := self._place(tap)) is not None]
+        between = sites[max(known, default=0) + 1 : self._place(reader.tap)]
+        columns = Columns(start=0, stop=prod(operation.shape))
+        whole = (
+            Source(site=site, layout=layout, columns=columns)
+            for site in reversed(between)
+            for layout in layouts(self._prefill[site].shape, self._num_tokens)
+            if self._width(site, layout) == columns.stop
+        )
+        reads: list[_Read] = []
+        pending = self._pending.get(operation.tap, [])
+        for source in [*self._like(operation), *(read.source for read in pending), *whole]:
+            read = self._read(source)
+            if read is not None and not any(torch.equal(read.rows, other.rows) for other in reads):
+                reads.append(read)
+        return reads[:_MOST_CANDIDATES]
+
+    def _place(self, tap: str) -> int | None:
+        """Return where in the run a tap is."""
+        if tap in self.taps:
+            return self._order[self.taps[tap].sources[0].site]
+        return self._order[self._pending[tap][-1].source.site] if self._pending.get(tap) else None
+
+    def _width(self, site: Site, layout: RowLayout) -> int | None:
+        rows = layout.rows(self._prefill[site], self._num_tokens)
+        return None if rows is None else rows.shape[1]
+
+    def _like(self, operation: Operation) -> Iterator[Source]:
+        """Yield what is to the operation's layer what sources are to other layers, for the same site of HF's."""
+        for tap, mapped in self.taps.items():
+            other = self._hf.graph[tap]
+            if other.site == operation.site and other.layer is not None and operation.layer is not None:
+                for source in mapped.sources[:4]:
+                    for site in sites_elsewhere(source.site, other.layer, operation.layer):
+                        yield replace(source, site=site)
+
+    def _returned(self, logits: str) -> Source:
+        (width,) = self._hf.graph[logits].shape
+        return Source(site=Site("", 0, RETURNED), layout=RowLayout(dim=0), columns=Columns(start=0, stop=width))

@@ -1,0 +1,88 @@
+"""Learns an engine's map: which of its tensors are which of HF's values, from a few small steps."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from harness.base.metrics import rounding_unit
+from harness.engines.by_content.columns import relative_error
+from harness.engines.by_content.first_step import FirstStep
+from harness.engines.by_content.hf_run import EndOfRun, run_hf
+from harness.engines.by_content.later_steps import LaterSteps
+from harness.engines.by_content.steps import Stepper, one_token_steps, recomputes, tables_of, watched_step
+from harness.engines.by_content.tap_map import MappedTap, TapMap
+from harness.formats.taps import Graph, Kind, Operation
+from harness.oracle.model import HFModel
+
+_LENGTHS = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
+
+
+def learn_map(
+    stepper: Stepper, names: Mapping[nn.Module, str], hf: HFModel, *, dtype: torch.dtype, numbers: Iterator[int]
+) -> TapMap:
+    """Learn the map of an engine.
+
+    Args:
+        stepper: the engine.
+        names: paths of its modules.
+        hf: the model that it should be, in float32.
+        dtype: of the engine.
+        numbers: of requests that the engine has not seen.
+    """
+    num_requests, num_tokens = _unmistakable(hf.graph, names)
+    ids, prompt, number = _random_ids(hf, num_requests), _random_ids(hf, num_tokens + 1), next(numbers)
+    seen = one_token_steps(stepper, names, ids, numbers)
+    prefill = watched_step(stepper, names, [(number, prompt[:-1], 0)])
+    decode = watched_step(stepper, names, [(number, prompt[-1:], num_tokens)])
+    lasting = {site: tensor for site, tensor in seen.items() if site in prefill and site in decode}
+    rounding = rounding_unit(dtype)
+    first = FirstStep(hf, ids, tables_of(lasting, len(ids)), rounding)
+    first.find()
+    num_again = num_tokens if recomputes(stepper) else 0
+    later = LaterSteps(hf, prompt, prefill, decode, num_again=num_again, rounding=rounding)
+    later.tell_apart(first)
+    return TapMap(
+        taps=later.taps,
+        uncertain=later.uncertain,
+        is_packed=_is_packed(stepper, names, hf, later.taps, numbers),
+        num_tensors=len(seen),
+    )
+
+
+def _is_packed(
+    stepper: Stepper, names: Mapping[nn.Module, str], hf: HFModel, taps: Mapping[str, MappedTap], numbers: Iterator[int]
+) -> bool:
+    """Whether the rows of two requests follow each other: seen at the embedding."""
+    embedding = next((op.tap for op in hf.graph if op.kind is Kind.EMBEDDING and op.tap in taps), None)
+    if embedding is None:
+        return False
+    ids = _random_ids(hf, 8)
+    try:
+        seen = watched_step(stepper, names, [(next(numbers), ids[:3], 0), (next(numbers), ids[3:], 0)])
+    except Exception:  # an engine of one request a step
+        return False
+    source = taps[embedding].sources[0]
+    rows = None if source.site not in seen else source.read(seen[source.site], len(ids))
+    expected: list[torch.Tensor] = []
+
+    def look(operation: Operation, value: torch.Tensor) -> None:
+        if operation.tap == embedding:
+            expected.append(value)
+            raise EndOfRun
+
+    run_hf(hf, torch.tensor(ids)[None], look)
+    return rows is not None and relative_error(rows, expected[0]) <= 0.1
+
+
+def _random_ids(hf: HFModel, count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randperm(hf.vocab_size, generator=generator)[:count].tolist()
+
+
+def _unmistakable(graph: Graph, names: Mapping[nn.Module, str]) -> tuple[int, int]:
+    """Return numbers of requests and of tokens that no dimension of the model has."""
+    sizes = {size for operation in graph for size in operation.shape}
+    sizes |= {size for module in names for parameter in module.parameters(recurse=False) for size in parameter.shape}
+    free = [length for length in _LENGTHS if length not in sizes] or list(_LENGTHS)
+    return free[1 % len(free)], free[0]

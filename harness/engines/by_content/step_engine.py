@@ -1,0 +1,210 @@
+"""A live torch engine as an engine under test, without a table of its tensors."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.engines.adapter import Capabilities, Workload
+from harness.engines.by_content.learn import learn_map
+from harness.engines.by_content.sites import Site, SiteWatcher
+from harness.engines.by_content.steps import Stepper, Work, recomputes
+from harness.engines.by_content.tap_map import TapMap
+from harness.engines.module.taps import unsupported_taps
+from harness.errors import Code, HarnessError
+from harness.formats.recording import RecordingWriter, RequestInfo
+from harness.formats.taps import Graph
+from harness.oracle.model import load_model
+
+_SCHEDULES = ("plain", "chunked", "batched", "mixed")
+_DEPTH = 3
+"""Attributes of attributes of attributes, in which the engine's modules are looked for."""
+
+
+class StepEngine:
+    """Runs any object with `step(work)`; which of its tensors are which taps is found by what they hold.
+
+    `work` is a list of (request, token ids, position of the first of them). `step` computes these tokens, keeps what
+    later ones need of them, and returns the logits of each request's last token, [requests, vocabulary]. Where the
+    object has a method `finish(request)`, it is called when a request has ended.
+    """
+
+    def __init__(self, open_stepper: Callable[[], Stepper], *, name: str, folder: Path, dtype: str) -> None:
+        """Take what opens the engine.
+
+        Args:
+            open_stepper: called before each run; may return the same object every time.
+            name: of the engine, for reports.
+            folder: checkpoint of the model that it runs.
+            dtype: of the engine.
+        """
+        self.name, self._open, self._folder = name, open_stepper, folder
+        self._dtype = getattr(torch, dtype)
+        self._numbers = count(1 << 20)
+        self._graph: Graph | None = None
+        self.map: TapMap | None = None
+        self.capabilities = Capabilities(schedules=_SCHEDULES, keeps_cache=False)
+
+    def match_taps(self, graph: Graph) -> None:
+        """Learn the map; see `TapMatcher.match_taps`.
+
+        Raises:
+            HarnessError: ENGINE_CANNOT_SERVE: nothing of the engine is what HF computes.
+        """
+        stepper, self._graph = self._open(), graph
+        hf = load_model(self._folder, dtype=torch.float32)
+        self.map = learned = learn_map(stepper, module_paths(stepper), hf, dtype=self._dtype, numbers=self._numbers)
+        if set(learned.taps) <= {graph.logits}:
+            raise HarnessError(
+                Code.ENGINE_CANNOT_SERVE,
+                f"none of the {learned.num_tensors} tensors that {self.name} computes holds a value of HF's",
+                where=self.name,
+                expected=f"tensors of {self._folder}",
+                hint="an engine that is compiled or runs in another process shows no tensors",
+            )
+        again = recomputes(stepper)
+        schedules = _SCHEDULES if learned.is_packed else _SCHEDULES[: 1 if again else 2]
+        self.capabilities = Capabilities(
+            schedules=schedules,
+            keeps_cache=False,
+            unsupported_taps=unsupported_taps(graph, learned.taps),
+            notes=tuple(_notes(learned, graph)),
+        )
+
+    def run(self, workload: Workload, writer: RecordingWriter) -> None:
+        """See `Engine.run`."""
+        assert self.map is not None, "match_taps comes first"
+        assert self._graph is not None
+        run = _Run(self._open(), self.map, self._graph, writer, self._numbers)
+        for batch in workload.batches:
+            for work in _steps(batch, workload.schedule.chunk_size, together=workload.schedule.is_batched):
+                run.step(work)
+            run.finish(batch)
+
+
+class _Run:
+    def __init__(
+        self, stepper: Stepper, tap_map: TapMap, graph: Graph, writer: RecordingWriter, numbers: Iterator[int]
+    ) -> None:
+        self._stepper, self._map, self._graph, self._writer = stepper, tap_map, graph, writer
+        self._lasting = {tap for tap, each in tap_map.taps.items() if each.is_sampled_only or tap in graph.head}
+        self._names, self._sites = module_paths(stepper), tap_map.sites
+        self._numbers, self._own = numbers, dict[int, int]()
+
+    def step(self, work: list[tuple[RequestInfo, range]]) -> None:
+        """Compute some positions of some requests, and record them."""
+        rows = [(request, at) for request, positions in work for at in positions]
+        last, chosen = self._sampled(work)
+        sampled = [last[at] for at in chosen]
+        phases = {"decode" if request.prompt_length <= at else "prefill" for request, at in rows}
+        phase = phases.pop() if len(phases) == 1 else "mixed"
+        self._writer.begin_step(
+            phase=phase,
+            request=[request.id for request, _ in rows],
+            position=[at for _, at in rows],
+            sampled_rows=sampled,
+            partial_rows=dict.fromkeys(self._lasting, sampled) if sampled else None,
+        )
+        num_again = work[0][1].start if recomputes(self._stepper) else 0
+        shown, logits = self._watched([(self._number(each), _tokens(each, at), at.start) for each, at in work])
+        taps = self._map.read(shown, num_rows=num_again + len(rows), num_requests=len(work))
+        for tap, value in taps.items():
+            own = value[-len(rows) :].reshape(-1, *self._graph[tap].shape)
+            if tap not in self._lasting:
+                self._writer.tap(tap, own)
+            elif sampled:
+                self._writer.tap(tap, own[chosen if self._map.taps[tap].is_sampled_only else sampled])
+        self._writer.end_step(logits[chosen].argmax(dim=-1).tolist())
+
+    def finish(self, requests: list[RequestInfo]) -> None:
+        """Let the engine free what it keeps of requests."""
+        free = getattr(self._stepper, "finish", None)
+        for request in requests:
+            number = self._own.pop(request.id)
+            if free is not None:
+                free(number)
+
+    def _watched(self, work: Work) -> tuple[dict[Site, torch.Tensor], torch.Tensor]:
+        shown = dict[Site, torch.Tensor]()
+
+        def see(site: Site, tensor: torch.Tensor) -> None:
+            shown[site] = tensor.clone()
+
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            watcher = stack.enter_context(SiteWatcher(self._names, see, only=self._sites))
+            logits = self._stepper.step(work)
+            watcher.returned(logits)
+        return shown, logits.detach().reshape(-1, logits.shape[-1])
+
+    def _number(self, request: RequestInfo) -> int:
+        """Return the request's number in the engine, which has never seen it."""
+        if request.id not in self._own:
+            self._own[request.id] = next(self._numbers)
+        return self._own[request.id]
+
+    @staticmethod
+    def _sampled(work: list[tuple[RequestInfo, range]]) -> tuple[list[int], list[int]]:
+        """Return the last row of each request, and the places of those that a token is chosen from."""
+        last, row = [], 0
+        for _request, positions in work:
+            row += len(positions)
+            last.append(row - 1)
+        return last, [at for at, (request, positions) in enumerate(work) if positions.stop >= request.prompt_length]
+
+
+def module_paths(stepper: object) -> dict[nn.Module, str]:
+    """Return the modules of an engine, found in its attributes, with their paths."""
+    found: dict[nn.Module, str] = {}
+    level: list[tuple[str, Any]] = [("", stepper)]
+    for _ in range(_DEPTH):
+        following: list[tuple[str, Any]] = []
+        for prefix, value in level:
+            if isinstance(value, nn.Module):
+                for path, module in value.named_modules():
+                    found.setdefault(module, path)
+            elif hasattr(value, "__dict__"):
+                following += [(f"{prefix}{name}.", each) for name, each in vars(value).items()]
+        level = following
+    for _prefix, value in level:
+        if isinstance(value, nn.Module):
+            for path, module in value.named_modules():
+                found.setdefault(module, path)
+    return found
+
+
+def _steps(
+    requests: list[RequestInfo], chunk_size: int | None, *, together: bool
+) -> Iterator[list[tuple[RequestInfo, range]]]:
+    """Yield the work of each step: prompts, whole or in chunks, then one token of each request."""
+    ahead = {request.id: list(_pieces(request, chunk_size)) for request in requests}
+    while any(ahead.values()):
+        ready = [request for request in requests if ahead[request.id]]
+        yield [(request, ahead[request.id].pop(0)) for request in (ready if together else ready[:1])]
+
+
+def _pieces(request: RequestInfo, chunk_size: int | None) -> Iterator[range]:
+    length = request.prompt_length
+    for start in range(0, length, chunk_size or length):
+        yield range(start, min(length, start + (chunk_size or length)))
+    for position in range(length, len(request.token_ids)):
+        yield range(position, position + 1)
+
+
+def _tokens(request: RequestInfo, positions: range) -> list[int]:
+    return list(request.token_ids[positions.start : positions.stop])
+
+
+def _notes(learned: TapMap, graph: Graph) -> Iterator[str]:
+    """Yield what a reader of the verdict should know of the map."""
+    yield f"{len(learned.taps)} taps were found by content among {learned.num_tensors} tensors"
+    guessed = [tap.tap for tap in learned.taps.values() if tap.evidence not in ("content", "definition")]
+    if guessed:
+        yield f"found by what is around them, since their own value is another: {', '.join(guessed[:4])}"
+    if learned.uncertain:
+        tap, why = next(iter(learned.uncertain.items()))
+        yield f"{len(learned.uncertain)} taps are not judged: {tap}: {why}"

@@ -1,0 +1,93 @@
+"""Which sites of an engine show which taps: what was learned, and reading it in a step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from harness.engines.by_content.columns import Columns
+from harness.engines.by_content.rows import RowLayout
+from harness.engines.by_content.sites import Site
+
+
+class Evidence(StrEnum):
+    """Why a tensor is taken for a tap."""
+
+    CONTENT = "content", "it holds what HF computes from the engine's own values"
+    ORDER = "order", "it holds the tap's value at position 0, and is the last such tensor of the run"
+    CONSUMERS = "consumers", "HF computes what the engine computes next only from it"
+    DEFINITION = "definition", "it is what the step returns"
+
+    help: str
+
+    def __new__(cls, word: str, text: str) -> "Evidence":
+        """Make a member whose value is its name."""
+        member = str.__new__(cls, word)
+        member._value_, member.help = word, text
+        return member
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A site that shows a tap."""
+
+    site: Site
+    layout: RowLayout
+    columns: Columns
+
+    def read(self, tensor: torch.Tensor, num_rows: int) -> torch.Tensor | None:
+        """Return the tap's rows, [num_rows, W]; None if the tensor has less rows or columns."""
+        rows = self.layout.rows(tensor, num_rows)
+        if rows is None or rows.shape[1] < self.columns.stop:
+            return None
+        return self.columns.of(rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MappedTap:
+    """A tap that an engine shows."""
+
+    tap: str
+    evidence: Evidence
+    error: float
+    """Relative error of the tensor that was found, at position 0."""
+    sources: tuple[Source, ...]
+    """Where it is, the one to prefer first."""
+    is_sampled_only: bool = False
+    """Whether it is computed only for the last row of each request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TapMap:
+    """The taps that an engine shows."""
+
+    taps: Mapping[str, MappedTap]
+    uncertain: Mapping[str, str]
+    """Taps that are not taken from any tensor, and why."""
+    is_packed: bool
+    """Whether the rows of several requests follow each other in the order of the step's work."""
+    num_tensors: int
+    """Tensors that were looked at."""
+
+    @property
+    def sites(self) -> frozenset[Site]:
+        """All sites to watch."""
+        return frozenset(source.site for tap in self.taps.values() for source in tap.sources)
+
+    def read(self, shown: Mapping[Site, torch.Tensor], *, num_rows: int, num_requests: int) -> dict[str, torch.Tensor]:
+        """Return the rows of each tap in a step: [num_rows, W], or [num_requests, W] where only those are computed."""
+        taps = {}
+        for tap, mapped in self.taps.items():
+            wanted = num_requests if mapped.is_sampled_only else num_rows
+            rows = _first(mapped.sources, shown, wanted)
+            if rows is not None:
+                taps[tap] = rows
+        return taps
+
+
+def _first(sources: Sequence[Source], shown: Mapping[Site, torch.Tensor], num_rows: int) -> torch.Tensor | None:
+    for source in sources:
+        if source.site in shown and (rows := source.read(shown[source.site], num_rows)) is not None:
+            return rows
+    return None
