@@ -63,22 +63,23 @@ class LaterSteps:
         """Sources that hold a tap for certain."""
         self._pending: dict[str, list[_Read]] = {}
         """Tensors that hold a tap's value at position 0, and not at later ones."""
+        self._found: dict[str, _Read] = {}
         self.taps: dict[str, MappedTap] = {}
         self.uncertain: dict[str, str] = {}
 
     def tell_apart(self, first: FirstStep) -> None:
         """Find the sources of each tap, in the order of HF's run; then those that only other taps tell."""
         run_hf(self._hf, self._ids, lambda operation, value: self._look(operation, value, first))
+        logits = self._hf.graph.logits
+        returned = self._sampled(self._returned(logits))
+        if logits not in self.taps and returned is not None:
+            self._take(logits, [returned], Evidence.DEFINITION, float("inf"))
         for operation in reversed(self._hf.graph.operations):
             lost = [self._hf.graph[tap] for tap in operation.inputs if tap not in self.taps]
             if lost and operation.kind is not Kind.CACHE and self._own(operation.tap) is not None:
                 self._find_by(operation, lost)
-        for operation in self._hf.graph:
-            if operation.tap in self._pending and operation.tap not in self.taps:
-                self._take_by_order(operation.tap, self._pending[operation.tap])
-        logits = self._hf.graph.logits
-        if logits not in self.taps:
-            self._take(logits, [_Read(self._returned(logits), torch.empty(0), True)], Evidence.DEFINITION, float("inf"))
+        unclear = [tap for tap in self._pending if tap not in self.taps]
+        self.uncertain |= dict.fromkeys(unclear, "the tensors that hold it at position 0 hold another value at later ones")
 
     def _look(self, operation: Operation, value: torch.Tensor, first: FirstStep) -> torch.Tensor | None:
         fits = first.fits.get(operation.tap)
@@ -120,6 +121,7 @@ class LaterSteps:
 
         ordered = sorted(reads, key=is_indirect)
         self.uncertain.pop(tap, None)
+        self._found[tap] = ordered[0]
         self.taps[tap] = MappedTap(
             tap=tap,
             evidence=evidence,
@@ -137,11 +139,17 @@ class LaterSteps:
         if not (operation.is_head or operation.sampled_only):
             return None
         for layout in layouts(self._prefill[site].shape, 1):
-            source = Source(site=site, layout=layout, columns=columns)
-            rows = source.read(self._prefill[site], 1), source.read(self._decode[site], 1)
-            if rows[0] is not None and rows[1] is not None:
-                return _Read(source, torch.cat([rows[0], rows[1]]), is_sampled_only=True)
+            read = self._sampled(Source(site=site, layout=layout, columns=columns))
+            if read is not None:
+                return read
         return None
+
+    def _sampled(self, source: Source) -> _Read | None:
+        """Return the one row that a source has in each of the steps; None if it has less rows or columns."""
+        rows = source.read(self._prefill[source.site], 1), source.read(self._decode[source.site], 1)
+        if rows[0] is None or rows[1] is None:
+            return None
+        return _Read(source, torch.cat([rows[0], rows[1]]), is_sampled_only=True)
 
     def _read(self, source: Source) -> _Read | None:
         """Return a source's rows in both steps; None if it has not as many rows or columns, or is not there."""
@@ -151,14 +159,9 @@ class LaterSteps:
         short = source.read(self._decode[source.site], self._num_again + 1)
         return None if long is None or short is None else _Read(source, torch.cat([long, short[-1:]]))
 
-    def _own(self, tap: str) -> torch.Tensor | None:
-        """Return the engine's rows of a tap that was found, or that may be it."""
-        if tap not in self.taps and self._pending.get(tap):
-            return self._pending[tap][-1].rows
-        if tap not in self.taps or self.taps[tap].is_sampled_only:
-            return None
-        read = self._read(self.taps[tap].sources[0])
-        return None if read is None else read.rows
+    def _own(self, tap: str) -> _Read | None:
+        """Return the tensor that was found for a tap, or that may be it."""
+        return self._found.get(tap) or next(reversed(self._pending.get(tap, ())), None)
 
     def _find_by(self, reader: Operation, lost: Sequence[Operation]) -> None:
         """Take the tensors for inputs of an operation from which HF computes what the engine has for it."""
@@ -168,31 +171,19 @@ class LaterSteps:
             if self._is_computed_from(reader, taken):
                 for tap, read in taken.items():
                     self._take(tap, [read], Evidence.CONSUMERS, float("inf"))
-                if reader.tap in self._pending:
+                if reader.tap not in self.taps:
                     self._take(reader.tap, self._pending[reader.tap][-1:], Evidence.CONTENT, float("inf"))
                 return
-
-    def _take_by_order(self, tap: str, reads: Sequence[_Read]) -> None:
-        """Take what is to this layer what another layer has, or else the last tensor of the run."""
-        like = set(self._like(self._hf.graph[tap]))
-        chosen = [read for read in reads if read.source in like][:1] or list(reads[-1:])
-        if chosen:
-            self._take(tap, chosen, Evidence.ORDER, float("inf"))
-        else:
-            self.uncertain[tap] = "all tensors that hold it at position 0 are other values at later ones"
 
     def _is_computed_from(self, reader: Operation, taken: Mapping[str, _Read]) -> bool:
         errors: list[float] = []
 
         def look(operation: Operation, value: torch.Tensor) -> torch.Tensor | None:
-            if operation.tap in taken:
-                return taken[operation.tap].rows
-            own = self._own(operation.tap)
-            if operation.tap == reader.tap:
-                assert own is not None
-                errors.append(relative_error(own, value))
+            read = taken.get(operation.tap) or self._own(operation.tap)
+            if operation.tap == reader.tap and read is not None:
+                errors.append(relative_error(read.rows, value[-len(read.rows) :]))
                 raise EndOfRun
-            return own
+            return None if read is None else self._in_place_of(value, read)
 
         run_hf(self._hf, self._ids, look)
         return bool(errors) and errors[0] <= self._held

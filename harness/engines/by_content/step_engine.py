@@ -14,7 +14,6 @@ from harness.engines.by_content.learn import learn_map
 from harness.engines.by_content.sites import Site, SiteWatcher
 from harness.engines.by_content.steps import Stepper, Work, recomputes
 from harness.engines.by_content.tap_map import TapMap
-from harness.engines.module.taps import unsupported_taps
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph
@@ -56,7 +55,7 @@ class StepEngine:
             HarnessError: ENGINE_CANNOT_SERVE: nothing of the engine is what HF computes.
         """
         stepper, self._graph = self._open(), graph
-        hf = load_model(self._folder, dtype=torch.float32)
+        hf = load_model(self._folder, dtype=torch.float32, stays=True)
         self.map = learned = learn_map(stepper, module_paths(stepper), hf, dtype=self._dtype, numbers=self._numbers)
         if set(learned.taps) <= {graph.logits}:
             raise HarnessError(
@@ -71,7 +70,7 @@ class StepEngine:
         self.capabilities = Capabilities(
             schedules=schedules,
             keeps_cache=False,
-            unsupported_taps=unsupported_taps(graph, learned.taps),
+            unsupported_taps=graph.not_shown(learned.taps),
             notes=tuple(_notes(learned, graph)),
         )
 

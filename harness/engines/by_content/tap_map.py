@@ -15,7 +15,6 @@ class Evidence(StrEnum):
     """Why a tensor is taken for a tap."""
 
     CONTENT = "content", "it holds what HF computes from the engine's own values"
-    ORDER = "order", "it holds the tap's value at position 0, and is the last such tensor of the run"
     CONSUMERS = "consumers", "HF computes what the engine computes next only from it"
     DEFINITION = "definition", "it is what the step returns"
 

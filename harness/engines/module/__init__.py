@@ -59,9 +59,9 @@ def module_engine(
 
 
 def _has_names_of(checkpoint: Checkpoint, module: nn.Module) -> bool:
-    """Whether a module with weights is called as in a checkpoint."""
-    paths = {path for path, _ in module.named_modules() if path}
-    return any(name.rpartition(".")[0] in paths for name in checkpoint.tensors)
+    """Whether most weights of a checkpoint are called so in a module, too."""
+    own = {name for name, _ in module.named_parameters()}
+    return 2 * sum(name in own for name in checkpoint.tensors) >= len(checkpoint.tensors)
 
 
 def _is_called_as_hf(model: PreTrainedModel) -> bool:

@@ -9,7 +9,7 @@ from torch import nn
 from harness.engines.adapter import Capabilities, Workload
 from harness.engines.module.forward import Forward
 from harness.engines.module.names import ModuleNames, operation_of
-from harness.engines.module.taps import Place, Places, unmatched_hint, unmistakable_length, unsupported_taps
+from harness.engines.module.taps import Place, Places, unmatched_hint, unmistakable_length
 from harness.engines.module.values import evaluating, showing_values
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
@@ -72,7 +72,7 @@ class TorchEngine:
             self._places.setdefault(place.shown, []).append(place)
         self._heads, self._logits = graph.head, graph.logits
         self._has_cache = answer.cache is not None
-        self.capabilities = self._capabilities(unsupported_taps(graph, {*places.by_tap, graph.logits}))
+        self.capabilities = self._capabilities(graph.not_shown({*places.by_tap, graph.logits}))
 
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """Feed the requests one after the other; see `Engine.run`."""

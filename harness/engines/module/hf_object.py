@@ -10,7 +10,6 @@ import torch
 from harness.engines.adapter import Workload
 from harness.engines.hf import HFEngine, ShownTap
 from harness.engines.module.names import operation_of
-from harness.engines.module.taps import unsupported_taps
 from harness.engines.module.values import evaluating
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter
@@ -37,7 +36,7 @@ class HFObjectEngine(HFEngine):
         self._hf.graph = graph  # HF's own: the object's may lack what it does not compute
         self.sources = self._find(graph)
         found = {shown.operation.tap for shown in self.sources.values()}
-        self.capabilities = replace(self.capabilities, unsupported_taps=unsupported_taps(graph, found))
+        self.capabilities = replace(self.capabilities, unsupported_taps=graph.not_shown(found))
 
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """See `Engine.run`."""

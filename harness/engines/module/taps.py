@@ -82,16 +82,6 @@ class Places:
                 yield self.names.translate(f"{name}:{index}") + at + number, index
 
 
-def unsupported_taps(graph: Graph, found: Collection[str]) -> tuple[str, ...]:
-    """Return what is not among the taps found: sites, or single taps where another layer has the site.
-
-    Caches are left out: they are no values of a forward.
-    """
-    lost = [op for op in graph if op.tap not in found and op.kind is not Kind.CACHE]
-    sites = {op.site for op in graph if op.tap in found}
-    return tuple(dict.fromkeys(op.tap if op.site in sites else op.site for op in lost))
-
-
 def unmistakable_length(module: nn.Module, graph: Graph) -> int:
     """Return a number of tokens that no dimension of the model's has."""
     sizes = {size for parameter in module.parameters() for size in parameter.shape}

@@ -2,7 +2,7 @@
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from harness.engines.torch_modules.table import Argument, Binding, Entry, bind
 from harness.engines.torch_modules.values import Value, parts_of, unfit
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter
-from harness.formats.taps import Graph, Kind, Operation
+from harness.formats.taps import Graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class ModuleRecorder:
         Caches are left out.
         """
         shown = {graph.canonical(name) for name in (*self._names(lambda _tap: True), *others)}
-        return not_shown((op for op in graph if op.kind is not Kind.CACHE), shown)
+        return graph.not_shown(shown)
 
     @contextmanager
     def step(self, writer: RecordingWriter, rows: StepRows) -> Iterator["StepRecorder"]:
@@ -135,14 +135,6 @@ class ModuleRecorder:
             return None
         previous = None if layer is None else layer - 1
         return template.format(layer=layer, previous=previous, last=self._num_layers - 1)
-
-
-def not_shown(operations: Iterable[Operation], shown: Collection[str]) -> tuple[str, ...]:
-    """Return the sites of which no tap is shown, and the single taps that are not, for `Capabilities`."""
-    operations = list(operations)
-    sites = {op.site for op in operations if op.tap in shown}
-    missing = (op.tap if op.site in sites else op.site for op in operations if op.tap not in shown)
-    return tuple(dict.fromkeys(missing))
 
 
 class StepRecorder:

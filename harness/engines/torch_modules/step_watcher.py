@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from harness.engines.torch_modules.paged_cache import BlockTables, CacheReader, PagedCache
-from harness.engines.torch_modules.recorder import ModuleRecorder, StepRecorder, StepRows, not_shown
+from harness.engines.torch_modules.recorder import ModuleRecorder, StepRecorder, StepRows
 from harness.engines.torch_modules.table import Entry
 from harness.formats.recording import RecordingWriter, RequestInfo
-from harness.formats.taps import Graph, Kind
+from harness.formats.taps import Graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class StepWatcher(ABC):
 
     def unsupported_taps(self, graph: Graph) -> tuple[str, ...]:
         """Return the sites and taps of a model that are not shown, for `Capabilities.unsupported_taps`."""
-        caches = not_shown((op for op in graph if op.kind is Kind.CACHE), self._caches.taps)
+        caches = graph.not_shown(self._caches.taps, caches=True)
         return (*self._recorder.unsupported_taps(graph, self.taps_by_function()), *caches)
 
     def __enter__(self) -> Self:

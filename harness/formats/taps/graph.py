@@ -5,7 +5,7 @@ plain data: for every tap what computes it and which taps it is computed from, s
 itself and its causes can be looked for.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Self
@@ -121,6 +121,17 @@ class Graph:
     def head(self) -> frozenset[str]:
         """Taps that HF, and the oracle, compute only for the rows that a token is chosen from."""
         return frozenset(op.tap for op in self.operations if op.is_head)
+
+    def not_shown(self, shown: Collection[str], *, caches: bool = False) -> tuple[str, ...]:
+        """Return what an engine that shows some taps does not: sites, or single taps where another layer has the site.
+
+        Args:
+            shown: full names of taps.
+            caches: whether to name the caches, which are no values of a forward, or all else.
+        """
+        sites = {op.site for op in self.operations if op.tap in shown}
+        lost = (op for op in self.operations if (op.kind is Kind.CACHE) is caches and op.tap not in shown)
+        return tuple(dict.fromkeys(op.tap if op.site in sites else op.site for op in lost))
 
     @cached_property
     def logits(self) -> str:

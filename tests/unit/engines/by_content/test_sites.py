@@ -1,0 +1,60 @@
+"""Places in a step have the same name in every step."""
+
+import torch
+from torch import nn
+
+from harness.engines.by_content.sites import MODULE, RETURNED, SiteWatcher
+
+
+class Step(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Linear(3, 3)
+        self.scale = nn.Identity()
+
+    def forward(self, x):
+        for _ in range(2):
+            x = self.shared(x) + 1
+        x.mul_(2)
+        return self.scale(x), x.view(-1)
+
+
+def watched(model, x, only=None):
+    seen = []
+    with torch.no_grad(), SiteWatcher(dict(map(reversed, model.named_modules())), lambda *each: seen.append(each), only=only) as watcher:  # fmt: skip
+        watcher.returned(model(x))
+    return seen
+
+
+def test_each_place_has_one_name_whatever_the_rows():
+    model = Step()
+    few, many = ([site for site, _ in watched(model, torch.ones(rows, 3))] for rows in (2, 5))
+    assert few == many
+    assert len(set(few)) == len(few)
+    named = [(site.path, site.call, site.what) for site in few]
+    assert named.count(("shared", 0, MODULE)) == named.count(("shared", 1, MODULE)) == 1
+    adds = [site for site in few if site.what == "aten.add.Tensor"]
+    assert [site.repeat for site in adds] == [0, 1]
+    assert adds[0].line.startswith(f"{__file__}:")
+
+
+def test_what_is_written_into_is_shown_with_its_new_value_and_views_are_not():
+    model, x = Step(), torch.ones(2, 3)
+    seen = watched(model, x)
+    written = next(tensor for site, tensor in seen if site.what == "aten.mul_.Tensor")
+    assert torch.equal(written, model(x)[0])
+    assert not any(site.what == "aten.view.default" for site, _ in seen)
+    assert [site.place for site, _ in seen if site.what == RETURNED] == [0, 1]
+
+
+def test_only_the_places_that_are_asked_for_are_shown():
+    model = Step()
+    wanted = {site for site, _ in watched(model, torch.ones(2, 3)) if site.what == "aten.mul_.Tensor"}
+    assert [site for site, _ in watched(model, torch.ones(4, 3), wanted)] == list(wanted)
+
+
+def test_nothing_stays_behind():
+    model = Step()
+    hooks = dict(nn.modules.module._global_forward_hooks)
+    watched(model, torch.ones(2, 3))
+    assert dict(nn.modules.module._global_forward_hooks) == hooks

@@ -1,0 +1,172 @@
+"""A live engine is checked without a table, sound and with faults; the table of the page says what is what."""
+
+import re
+from itertools import count, product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import harness
+from harness.engines.by_content import module_paths
+from harness.engines.by_content.learn import learn_map
+from harness.engines.by_content.steps import watched_step
+from harness.engines.torch_modules import Entry, Fields, ModuleRecorder, Split, StepRows
+from harness.oracle.model import load_model
+from ...sampling import sampled
+
+PROMPTS = [[5, 9, 14, 3, 8, 21, 4, 17, 6], [*range(3, 17)]]
+SCHEDULES = ["plain", "chunked:3", "batched", "mixed:4"]
+
+
+def check(engine, checkpoints, name="qwen2-tiny", schedules=("plain",)):
+    return harness.check(engine, model=checkpoints / name, prompts=PROMPTS, max_new_tokens=4, schedules=schedules)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_operation_of_a_sound_engine_passes(fused_engine, checkpoints, dtype):
+    result = check(fused_engine(dtype=dtype), checkpoints, schedules=SCHEDULES)
+    for run in result.runs:
+        assert run.findings == ()
+        assert run.coverage.missing == 0
+        assert set(run.coverage.not_offered) == {"k_cache", "v_cache"}
+    assert any("48 taps were found by content" in note for note in result.notes)
+
+
+def test_a_bug_that_the_model_has_of_itself_is_named(fused_engine, checkpoints):
+    """The toy knows no scaling of frequencies, which llama-tiny has."""
+    first = check(fused_engine("llama-tiny"), checkpoints, "llama-tiny").runs[0].first_divergence
+    assert first.tap == "model.layers.0.q_rope"
+    assert "scaling" in first.explanation.cause
+
+
+FAULTS = {}
+
+
+def fault(tap):
+    def keep(plant):
+        FAULTS[plant.__name__] = tap, plant
+        return plant
+
+    return keep
+
+
+@fault("model.layers.0.q_rope")
+def rotary_at_another_position(model, fused):
+    rotary, forward = model.layers[0].rotary, fused.Rotary.forward
+    rotary.forward = lambda positions, q, k: forward(rotary, positions - 1, q, k)
+
+
+@fault("model.layers.0.input_layernorm")
+def another_eps(model, _fused):
+    for layer in model.layers:
+        layer.input_layernorm.eps = 1e-2
+
+
+@fault("model.layers.1.input_layernorm")
+def weight_plus_one(model, _fused):
+    model.layers[1].input_layernorm.weight.data += 1
+
+
+@fault("model.layers.0.mlp.act")
+def another_activation(model, _fused):
+    for layer in model.layers:
+        layer.act.forward = lambda x: functional.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
+
+
+@fault("model.layers.1.mlp.act")
+def gate_and_up_swapped(model, _fused):
+    model.layers[1].act.forward = lambda x: functional.silu(x.chunk(2, -1)[1]) * x.chunk(2, -1)[0]
+
+
+@fault("model.layers.1.mlp.down_proj")
+def rows_in_another_order(model, _fused):
+    weight = model.layers[1].down_proj.weight
+    weight.data = weight.data.roll(1, dims=0)
+
+
+@fault("model.layers.0.mlp.down_proj")
+def stale_weights(model, _fused):
+    weight = model.layers[0].down_proj.weight
+    weight.data = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight) * weight.std()
+
+
+@fault("model.layers.1.self_attn.q_proj")
+def no_bias(model, _fused):
+    model.layers[1].qkv_proj.bias = None
+
+
+@fault("model.layers.2.self_attn.o_proj")
+def half_as_much_again(model, _fused):
+    model.layers[2].o_proj.weight.data *= 1.5
+
+
+@fault("lm_head")
+def another_head(model, _fused):
+    model.head.weight = nn.Parameter(model.head.weight.data.roll(3, dims=1))
+
+
+@fault("model.embed_tokens")
+def scaled_embedding(model, _fused):
+    model.embed.weight.data = model.embed.weight.data * 3
+
+
+@fault("model.layers.1.output")
+def half_of_a_branch(model, fused):
+    norm, forward = model.layers[2].input_layernorm, fused.RMSNorm.forward
+    norm.forward = lambda x, residual=None: forward(norm, x * 0.5, residual)
+
+
+@fault("model.layers.1.self_attn.v_proj")
+def heads_of_values_swapped(model, _fused):
+    weight = model.layers[1].qkv_proj.weight
+    weight.data[-64:] = weight.data[-64:].clone().view(2, 32, -1).flip(0).reshape(64, -1)
+
+
+@fault("model.norm")
+def final_norm_without_weight(model, _fused):
+    model.norm.weight.data = torch.ones_like(model.norm.weight)
+
+
+@fault("model.layers.1.attention")
+def heads_of_the_context_swapped(model, fused):
+    attn, forward = model.layers[1].attn, fused.Attention.forward
+    attn.forward = lambda *given: forward(attn, *given).view(-1, 2, 2, 32).transpose(1, 2).reshape(-1, 128)
+
+
+@pytest.mark.parametrize(("name", "dtype"), sampled(list(product(FAULTS, (torch.float32, torch.bfloat16))), 8))
+def test_a_fault_is_found_at_its_operation_and_hides_no_tap(fused_engine, fused, checkpoints, name, dtype):
+    tap, plant = FAULTS[name]
+    engine = fused_engine(dtype=dtype)
+    plant(engine.model, fused)
+    (run,) = check(engine, checkpoints).runs
+    assert run.first_divergence.tap == tap
+    assert set(run.coverage.not_offered) == {"k_cache", "v_cache"}
+
+
+def test_the_map_says_what_the_table_of_the_page_says(fused_engine, checkpoints):
+    """No tap is given to a tensor that is another value: the page's table, by hand, is the truth."""
+    engine, numbers = fused_engine(), count()
+    names = module_paths(engine)
+    hf = load_model(checkpoints / "qwen2-tiny", dtype=torch.float32)
+    learned = learn_map(engine, names, hf, dtype=torch.float32, numbers=numbers)
+    read = learned.read(watched_step(engine, names, [(next(numbers), PROMPTS[1], 0)]), num_rows=14, num_requests=1)
+    by_hand = {}
+    writer = SimpleNamespace(begin_step=lambda **_step: None, tap=lambda tap, rows: by_hand.update({tap: rows.clone()}))
+    rows = StepRows(phase="prefill", request=[0] * 14, position=range(14), sampled_rows=[13], kept=range(14))
+    with ModuleRecorder(engine.model, _table_of_the_page()).step(writer, rows):
+        engine.step([(next(numbers), PROMPTS[1], 0)])
+    assert set(read) == {hf.graph.canonical(tap) for tap in by_hand}
+    for tap, value in by_hand.items():
+        assert torch.equal(read[hf.graph.canonical(tap)], value.flatten(1)), tap
+
+
+def _table_of_the_page():
+    page = (Path(__file__).parents[4] / "docs" / "check-your-torch-engine.md").read_text()
+    (table,) = re.findall(r"^L = .*?^\)$", page, re.DOTALL | re.MULTILINE)
+    values = {"Entry": Entry, "Fields": Fields, "Split": Split}
+    exec(table, values)
+    return values["TABLE"]
