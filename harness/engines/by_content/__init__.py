@@ -1,5 +1,6 @@
 """Engines without an adapter: what a tensor is, is found by what it holds."""
 
-from harness.engines.by_content.step_engine import StepEngine, module_paths
+from harness.engines.by_content.step_engine import StepEngine
+from harness.engines.by_content.steps import module_paths
 
 __all__ = ["StepEngine", "module_paths"]

@@ -79,7 +79,9 @@ class LaterSteps:
             if lost and operation.kind is not Kind.CACHE and self._own(operation.tap) is not None:
                 self._find_by(operation, lost)
         unclear = [tap for tap in self._pending if tap not in self.taps]
-        self.uncertain |= dict.fromkeys(unclear, "the tensors that hold it at position 0 hold another value at later ones")
+        self.uncertain |= dict.fromkeys(
+            unclear, "the tensors that hold it at position 0 hold another value at later ones"
+        )
 
     def _look(self, operation: Operation, value: torch.Tensor, first: FirstStep) -> torch.Tensor | None:
         fits = first.fits.get(operation.tap)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import nn
 
 from harness.base.metrics import rounding_unit
 from harness.engines.by_content.columns import relative_error
@@ -18,23 +17,20 @@ from harness.oracle.model import HFModel
 _LENGTHS = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
 
 
-def learn_map(
-    stepper: Stepper, names: Mapping[nn.Module, str], hf: HFModel, *, dtype: torch.dtype, numbers: Iterator[int]
-) -> TapMap:
+def learn_map(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Iterator[int]) -> TapMap:
     """Learn the map of an engine.
 
     Args:
         stepper: the engine.
-        names: paths of its modules.
         hf: the model that it should be, in float32.
         dtype: of the engine.
         numbers: of requests that the engine has not seen.
     """
-    num_requests, num_tokens = _unmistakable(hf.graph, names)
+    num_requests, num_tokens = _unmistakable(hf.graph)
     ids, prompt, number = _random_ids(hf, num_requests), _random_ids(hf, num_tokens + 1), next(numbers)
-    seen = one_token_steps(stepper, names, ids, numbers)
-    prefill = watched_step(stepper, names, [(number, prompt[:-1], 0)])
-    decode = watched_step(stepper, names, [(number, prompt[-1:], num_tokens)])
+    seen = one_token_steps(stepper, ids, numbers)
+    prefill = watched_step(stepper, [(number, prompt[:-1], 0)])
+    decode = watched_step(stepper, [(number, prompt[-1:], num_tokens)])
     lasting = {site: tensor for site, tensor in seen.items() if site in prefill and site in decode}
     rounding = rounding_unit(dtype)
     first = FirstStep(hf, ids, tables_of(lasting, len(ids)), rounding)
@@ -45,21 +41,19 @@ def learn_map(
     return TapMap(
         taps=later.taps,
         uncertain=later.uncertain,
-        is_packed=_is_packed(stepper, names, hf, later.taps, numbers),
+        is_packed=_is_packed(stepper, hf, later.taps, numbers),
         num_tensors=len(seen),
     )
 
 
-def _is_packed(
-    stepper: Stepper, names: Mapping[nn.Module, str], hf: HFModel, taps: Mapping[str, MappedTap], numbers: Iterator[int]
-) -> bool:
+def _is_packed(stepper: Stepper, hf: HFModel, taps: Mapping[str, MappedTap], numbers: Iterator[int]) -> bool:
     """Whether the rows of two requests follow each other: seen at the embedding."""
     embedding = next((op.tap for op in hf.graph if op.kind is Kind.EMBEDDING and op.tap in taps), None)
     if embedding is None:
         return False
     ids = _random_ids(hf, 8)
     try:
-        seen = watched_step(stepper, names, [(next(numbers), ids[:3], 0), (next(numbers), ids[3:], 0)])
+        seen = watched_step(stepper, [(next(numbers), ids[:3], 0), (next(numbers), ids[3:], 0)])
     except Exception:  # an engine of one request a step
         return False
     source = taps[embedding].sources[0]
@@ -80,9 +74,8 @@ def _random_ids(hf: HFModel, count: int) -> list[int]:
     return torch.randperm(hf.vocab_size, generator=generator)[:count].tolist()
 
 
-def _unmistakable(graph: Graph, names: Mapping[nn.Module, str]) -> tuple[int, int]:
+def _unmistakable(graph: Graph) -> tuple[int, int]:
     """Return numbers of requests and of tokens that no dimension of the model has."""
     sizes = {size for operation in graph for size in operation.shape}
-    sizes |= {size for module in names for parameter in module.parameters(recurse=False) for size in parameter.shape}
     free = [length for length in _LENGTHS if length not in sizes] or list(_LENGTHS)
     return free[1 % len(free)], free[0]

@@ -4,15 +4,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from harness.engines.adapter import Capabilities, Workload
 from harness.engines.by_content.learn import learn_map
-from harness.engines.by_content.sites import Site, SiteWatcher
-from harness.engines.by_content.steps import Stepper, Work, recomputes
+from harness.engines.by_content.sites import Site
+from harness.engines.by_content.steps import Stepper, Work, recomputes, watching
 from harness.engines.by_content.tap_map import TapMap
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
@@ -20,8 +18,6 @@ from harness.formats.taps import Graph
 from harness.oracle.model import load_model
 
 _SCHEDULES = ("plain", "chunked", "batched", "mixed")
-_DEPTH = 3
-"""Attributes of attributes of attributes, in which the engine's modules are looked for."""
 
 
 class StepEngine:
@@ -56,7 +52,7 @@ class StepEngine:
         """
         stepper, self._graph = self._open(), graph
         hf = load_model(self._folder, dtype=torch.float32, stays=True)
-        self.map = learned = learn_map(stepper, module_paths(stepper), hf, dtype=self._dtype, numbers=self._numbers)
+        self.map = learned = learn_map(stepper, hf, dtype=self._dtype, numbers=self._numbers)
         if set(learned.taps) <= {graph.logits}:
             raise HarnessError(
                 Code.ENGINE_CANNOT_SERVE,
@@ -91,7 +87,7 @@ class _Run:
     ) -> None:
         self._stepper, self._map, self._graph, self._writer = stepper, tap_map, graph, writer
         self._lasting = {tap for tap, each in tap_map.taps.items() if each.is_sampled_only or tap in graph.head}
-        self._names, self._sites = module_paths(stepper), tap_map.sites
+        self._sites = tap_map.sites
         self._numbers, self._own = numbers, dict[int, int]()
 
     def step(self, work: list[tuple[RequestInfo, range]]) -> None:
@@ -135,9 +131,9 @@ class _Run:
 
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            watcher = stack.enter_context(SiteWatcher(self._names, see, only=self._sites))
+            watch = stack.enter_context(watching(self._stepper, see, only=self._sites))
             logits = self._stepper.step(work)
-            watcher.returned(logits)
+            watch.returned(logits)
         return shown, logits.detach().reshape(-1, logits.shape[-1])
 
     def _number(self, request: RequestInfo) -> int:
@@ -154,26 +150,6 @@ class _Run:
             row += len(positions)
             last.append(row - 1)
         return last, [at for at, (request, positions) in enumerate(work) if positions.stop >= request.prompt_length]
-
-
-def module_paths(stepper: object) -> dict[nn.Module, str]:
-    """Return the modules of an engine, found in its attributes, with their paths."""
-    found: dict[nn.Module, str] = {}
-    level: list[tuple[str, Any]] = [("", stepper)]
-    for _ in range(_DEPTH):
-        following: list[tuple[str, Any]] = []
-        for prefix, value in level:
-            if isinstance(value, nn.Module):
-                for path, module in value.named_modules():
-                    found.setdefault(module, path)
-            elif hasattr(value, "__dict__"):
-                following += [(f"{prefix}{name}.", each) for name, each in vars(value).items()]
-        level = following
-    for _prefix, value in level:
-        if isinstance(value, nn.Module):
-            for path, module in value.named_modules():
-                found.setdefault(module, path)
-    return found
 
 
 def _steps(

@@ -1,14 +1,17 @@
 """Steps of an engine with all that it computes, and the tensors that may be a tap."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from harness.engines.by_content.rows import RowLayout, layouts
-from harness.engines.by_content.sites import Site, SiteWatcher
+from harness.engines.by_content.sites import See, Site, SiteWatcher
+
+_DEPTH = 3
+"""Attributes of attributes of attributes, in which the engine's modules are looked for."""
 
 Work = Sequence[tuple[int, list[int], int]]
 """What a step computes: of each request its number, token ids, and the position of the first of them."""
@@ -23,15 +26,50 @@ class Stepper(Protocol):
         """Compute the tokens, and return the logits of each request's last one, [requests, vocabulary]."""
 
 
-def watched_step(stepper: Stepper, names: Mapping[nn.Module, str], work: Work) -> dict[Site, torch.Tensor]:
+def module_paths(stepper: object) -> dict[nn.Module, str]:
+    """Return the modules of an engine, found in its attributes, with their paths."""
+    found: dict[nn.Module, str] = {}
+    level: list[tuple[str, Any]] = [("", stepper)]
+    for _ in range(_DEPTH + 1):
+        following: list[tuple[str, Any]] = []
+        for prefix, value in level:
+            if isinstance(value, nn.Module):
+                for path, module in value.named_modules():
+                    found.setdefault(module, path)
+            elif hasattr(value, "__dict__"):
+                following += [(f"{prefix}{name}.", each) for name, each in vars(value).items()]
+        level = following
+    return found
+
+
+class Watching(Protocol):
+    """Shows the tensors of the steps that run in the block."""
+
+    def __enter__(self) -> "Watching":
+        """Begin."""
+
+    def __exit__(self, *error: object) -> None:
+        """End."""
+
+    def returned(self, value: torch.Tensor) -> None:
+        """Show what the step returns."""
+
+
+def watching(stepper: Stepper, see: See, *, only: Collection[Site] | None = None) -> Watching:
+    """Watch an engine: by its own method `watching(see, only)`, where its tensors are not torch's."""
+    own: Callable[..., Watching] | None = getattr(stepper, "watching", None)
+    return SiteWatcher(module_paths(stepper), see, only=only) if own is None else own(see, only)
+
+
+def watched_step(stepper: Stepper, work: Work) -> dict[Site, torch.Tensor]:
     """Run a step and return copies of all tensors that it computes, in the order of the run."""
     seen: dict[Site, torch.Tensor] = {}
 
     def see(site: Site, tensor: torch.Tensor) -> None:
         seen[site] = tensor.to("cpu", copy=True)
 
-    with torch.no_grad(), SiteWatcher(names, see) as watcher:
-        watcher.returned(stepper.step(work))
+    with torch.no_grad(), watching(stepper, see) as watch:
+        watch.returned(stepper.step(work))
     return seen
 
 
@@ -40,15 +78,13 @@ def recomputes(stepper: Stepper) -> bool:
     return bool(getattr(stepper, "recomputes", False))
 
 
-def one_token_steps(
-    stepper: Stepper, names: Mapping[nn.Module, str], ids: Sequence[int], numbers: Iterator[int]
-) -> dict[Site, torch.Tensor]:
+def one_token_steps(stepper: Stepper, ids: Sequence[int], numbers: Iterator[int]) -> dict[Site, torch.Tensor]:
     """Return the tensors of many requests of one token: of one step, or side by side of a step for each."""
     works: list[tuple[int, list[int], int]] = [(next(numbers), [token], 0) for token in ids]
     try:
-        return watched_step(stepper, names, works)
+        return watched_step(stepper, works)
     except ValueError:  # an engine of one request a step
-        single = [watched_step(stepper, names, [work]) for work in works]
+        single = [watched_step(stepper, [work]) for work in works]
     common = [site for site in single[0] if all(site in step for step in single)]
     same = [site for site in common if len({step[site].shape for step in single}) == 1]
     return {site: torch.stack([step[site] for step in single]) for site in same}

@@ -21,7 +21,8 @@ class Step(nn.Module):
 
 def watched(model, x, only=None):
     seen = []
-    with torch.no_grad(), SiteWatcher(dict(map(reversed, model.named_modules())), lambda *each: seen.append(each), only=only) as watcher:  # fmt: skip
+    names = {module: path for path, module in model.named_modules()}
+    with torch.no_grad(), SiteWatcher(names, lambda *each: seen.append(each), only=only) as watcher:
         watcher.returned(model(x))
     return seen
 

@@ -1,0 +1,128 @@
+"""MLX's language models (mlx-lm) as an engine; which tensor is which tap is found by what it holds."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import torch
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+from harness.engines.adapter import engine_refusals, refuse_unknown_options
+from harness.engines.by_content import StepEngine
+from harness.engines.by_content.sites import MODULE, RETURNED, See, Site
+from harness.engines.by_content.steps import Work
+from harness.errors import Code, HarnessError
+
+_INPUT = "input"
+"""In place of an operator, the argument of a module: sums and products between modules are seen nowhere else."""
+
+
+def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, str]) -> StepEngine:
+    """Open a checkpoint with mlx-lm.
+
+    Raises:
+        HarnessError: BAD_OPTION; ENGINE_CANNOT_SERVE: mlx-lm does not know the model, or there is no such device.
+    """
+    refuse_unknown_options("mlx", options, ())
+    if device != "cpu":
+        raise HarnessError(
+            Code.ENGINE_CANNOT_SERVE, "MLX is run on the CPU here", where="--device", expected="cpu", actual=device
+        )
+    mx.set_default_device(mx.cpu)
+    with engine_refusals("mlx-lm", folder):
+        model, _config = load_model(folder)
+        model.set_dtype(getattr(mx, dtype))
+    return StepEngine(lambda: MLXStepper(model), name="mlx", folder=folder, dtype=dtype)
+
+
+class MLXStepper:
+    """A model of mlx-lm, one request a step, with a prompt cache for each."""
+
+    def __init__(self, model: Any) -> None:
+        """Take a model that is loaded."""
+        self._model = model
+        self._caches: dict[int, Any] = {}
+
+    def step(self, work: Work) -> torch.Tensor:
+        """See `Stepper.step`.
+
+        Raises:
+            ValueError: the work is of several requests.
+        """
+        ((request, tokens, _first),) = work
+        cache = self._caches.setdefault(request, make_prompt_cache(self._model))
+        return as_torch(self._model(mx.array([tokens]), cache=cache))[0, -1:]
+
+    def finish(self, request: int) -> None:
+        """Forget a request."""
+        self._caches.pop(request, None)
+
+    def watching(self, see: See, only: Collection[Site] | None) -> "ModuleCalls":
+        """Watch what modules are given and return."""
+        return ModuleCalls(self._model, see, only)
+
+
+class ModuleCalls:
+    """Shows what the modules of a model are called with and return: their classes' `__call__` is replaced meanwhile."""
+
+    def __init__(self, model: Any, see: See, only: Collection[Site] | None) -> None:
+        """Watch a model; `only` are the sites to show, None for all."""
+        self._names = {id(module): path for path, module in model.named_modules()}
+        self._classes = {type(module) for _path, module in model.named_modules()}
+        self._see, self._only = see, None if only is None else frozenset(only)
+        self._calls = Counter[str]()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        for each in self._classes:
+            if "__call__" in vars(each):
+                self._stack.callback(setattr, each, "__call__", each.__call__)
+                each.__call__ = self._shown(each.__call__)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._stack.close()
+
+    def returned(self, value: torch.Tensor) -> None:
+        """See `Watching.returned`."""
+        self._see(Site("", 0, RETURNED), value)
+
+    def _shown(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def shown(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            path = self._names.get(id(module), type(module).__name__)
+            number = self._calls[path]
+            self._calls[path] += 1
+            self._show(Site(path, number, _INPUT), args)
+            result = call(module, *args, **kwargs)
+            self._show(Site(path, number, MODULE), result)
+            return result
+
+        return shown
+
+    def _show(self, site: Site, value: Any) -> None:
+        for place, array in enumerate(_arrays(value)):
+            own = Site(site.path, site.call, site.what, place=place)
+            if self._only is None or own in self._only:
+                self._see(own, as_torch(array))
+
+
+def as_torch(array: Any) -> torch.Tensor:
+    """Return an array of MLX as a tensor of the same dtype, a copy."""
+    if array.dtype == mx.bfloat16:
+        return torch.from_numpy(np.array(array.astype(mx.float32))).to(torch.bfloat16)
+    return torch.from_numpy(np.array(array))
+
+
+def _arrays(value: Any) -> Iterator[Any]:
+    if isinstance(value, mx.array):
+        if mx.issubdtype(value.dtype, mx.floating):
+            yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _arrays(each)
