@@ -106,5 +106,6 @@ CRITICAL_PATHS = Forms(human=f"{_REPORT}.trace.text:critical_paths_text", json=f
 BENCH = Forms(human="harness.selfcheck.bench.table:bench_text", json="harness.selfcheck.bench.results:BenchResult.json")
 INSPECTED = Forms(human="harness.formats.inspect:render_text", json=_DOCUMENT)
 GOLDEN = Forms(human="harness.cli.golden:golden_text", json=_DOCUMENT)
+TAP_MAP = Forms(human="harness.cli.map:map_text", json=_DOCUMENT)
 RECORDING = Forms(human="harness.cli.run:recording_text", json=_DOCUMENT)
 CONTINUATION = Forms(human=f"{_ANSWER}.line", json=f"{_ANSWER}.json")

@@ -171,6 +171,7 @@ def build_app() -> typer.Typer:
         generate,
         golden,
         inspect,
+        map,
         profile,
         quant,
         run,
@@ -193,6 +194,7 @@ def build_app() -> typer.Typer:
     app.command(cls=StrictCommand, epilog=engines)(run.run)
     app.command(cls=StrictCommand)(diff.diff)
     app.command(cls=StrictCommand)(inspect.inspect)
+    app.command("map", cls=StrictCommand, epilog=engines)(map.map_taps)
     app.command(cls=StrictCommand)(generate.generate)
     app.command(cls=StrictCommand)(serve.serve)
     app.command(cls=StrictCommand, epilog=engines)(profile.profile)

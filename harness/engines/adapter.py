@@ -94,6 +94,18 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TapSource:
+    """The tensor of an engine that is a tap."""
+
+    tensor: str
+    """For people: the module or operator that makes it, and which columns."""
+    code: str | None = None
+    """Line of the engine's code that makes it, `path/to/file.py:12`."""
+    evidence: str = "named by the adapter"
+    """Why it is taken for the tap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """The abilities of an engine. The harness runs every check that they allow, and says which it could not."""
 
@@ -112,6 +124,8 @@ class Capabilities:
     """Set if its arithmetic is not all in its dtype: chooses the conventions that it is held to."""
     notes: tuple[str, ...] = ()
     """What its adapter has set in it, for the report."""
+    sources: Mapping[str, TapSource] = field(default_factory=dict)
+    """Where its taps are in it, as far as that is known."""
 
     def all_unsupported_taps(self) -> tuple[str, ...]:
         """Return all sites and taps it cannot record."""

@@ -1,16 +1,15 @@
 """A live torch engine as an engine under test, without a table of its tensors."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
 import torch
 
-from harness.engines.adapter import Capabilities, Workload
+from harness.engines.adapter import Capabilities, TapSource, Workload
 from harness.engines.by_content.learn import learn_map
 from harness.engines.by_content.sites import Site
-from harness.engines.by_content.steps import Stepper, Work, recomputes, watching
+from harness.engines.by_content.steps import Stepper, Work, module_paths, recomputes, watched_run
 from harness.engines.by_content.tap_map import TapMap
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
@@ -67,7 +66,8 @@ class StepEngine:
             schedules=schedules,
             keeps_cache=False,
             unsupported_taps=graph.not_shown(learned.taps),
-            notes=tuple(_notes(learned, graph)),
+            notes=tuple(_notes(learned)),
+            sources=_sources(learned, stepper),
         )
 
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
@@ -129,12 +129,7 @@ class _Run:
         def see(site: Site, tensor: torch.Tensor) -> None:
             shown[site] = tensor.clone()
 
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            watch = stack.enter_context(watching(self._stepper, see, only=self._sites))
-            logits = self._stepper.step(work)
-            watch.returned(logits)
-        return shown, logits.detach().reshape(-1, logits.shape[-1])
+        return shown, watched_run(self._stepper, work, see, only=self._sites)
 
     def _number(self, request: RequestInfo) -> int:
         """Return the request's number in the engine, which has never seen it."""
@@ -174,7 +169,7 @@ def _tokens(request: RequestInfo, positions: range) -> list[int]:
     return list(request.token_ids[positions.start : positions.stop])
 
 
-def _notes(learned: TapMap, graph: Graph) -> Iterator[str]:
+def _notes(learned: TapMap) -> Iterator[str]:
     """Yield what a reader of the verdict should know of the map."""
     yield f"{len(learned.taps)} taps were found by content among {learned.num_tensors} tensors"
     guessed = [tap.tap for tap in learned.taps.values() if tap.evidence not in ("content", "definition")]
@@ -183,3 +178,17 @@ def _notes(learned: TapMap, graph: Graph) -> Iterator[str]:
     if learned.uncertain:
         tap, why = next(iter(learned.uncertain.items()))
         yield f"{len(learned.uncertain)} taps are not judged: {tap}: {why}"
+
+
+def _sources(learned: TapMap, stepper: Stepper) -> dict[str, TapSource]:
+    """Return where each tap is, with the line of code: of a module's result, that of its forward."""
+    modules = {path: module for module, path in module_paths(stepper).items()}
+    found = {}
+    for tap, mapped in learned.taps.items():
+        source = mapped.sources[0]
+        forward = getattr(type(modules.get(source.site.path)), "forward", None)
+        code = getattr(forward, "__code__", None)
+        line = None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+        tensor = f"{source.site}, {source.columns}"
+        found[tap] = TapSource(tensor=tensor, code=source.site.line or line, evidence=mapped.evidence.help)
+    return found

@@ -9,6 +9,7 @@ from torch import nn
 
 from harness.engines.by_content.rows import RowLayout, layouts
 from harness.engines.by_content.sites import See, Site, SiteWatcher
+from harness.errors import Code, HarnessError
 
 _DEPTH = 3
 """Attributes of attributes of attributes, in which the engine's modules are looked for."""
@@ -68,9 +69,31 @@ def watched_step(stepper: Stepper, work: Work) -> dict[Site, torch.Tensor]:
     def see(site: Site, tensor: torch.Tensor) -> None:
         seen[site] = tensor.to("cpu", copy=True)
 
-    with torch.no_grad(), watching(stepper, see) as watch:
-        watch.returned(stepper.step(work))
+    watched_run(stepper, work, see)
     return seen
+
+
+def watched_run(stepper: Stepper, work: Work, see: See, *, only: Collection[Site] | None = None) -> torch.Tensor:
+    """Run a step while its tensors are shown, and return its logits, [requests, vocabulary].
+
+    Raises:
+        HarnessError: ENGINE_CANNOT_SERVE: it returned no logits, or not one row for each request.
+    """
+    with torch.no_grad(), watching(stepper, see, only=only) as watch:
+        logits = stepper.step(work)
+        is_tensor = isinstance(logits, torch.Tensor) and logits.is_floating_point() and logits.dim() > 0
+        if not is_tensor or logits.numel() != len(work) * logits.shape[-1]:
+            raise HarnessError(
+                Code.ENGINE_CANNOT_SERVE,
+                "the engine's step returns no row of logits for each request",
+                where=f"{type(stepper).__name__}.step",
+                expected=f"a tensor [{len(work)}, vocabulary]",
+                actual=list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__,
+                hint="return the logits of the last token of each request, in the order of the work",
+            )
+        rows = logits.detach().reshape(len(work), -1)
+        watch.returned(rows)
+    return rows
 
 
 def recomputes(stepper: Stepper) -> bool:

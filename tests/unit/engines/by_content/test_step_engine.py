@@ -147,6 +147,63 @@ def test_a_fault_is_found_at_its_operation_and_hides_no_tap(fused_engine, fused,
     assert set(run.coverage.not_offered) == {"k_cache", "v_cache"}
 
 
+class Answering:
+    """An engine that returns what it is told to, and computes nothing."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def step(self, work):
+        return self.answer(work)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda work: [0.0], "no row of logits for each request"),
+        (lambda work: torch.zeros(len(work) + 1, 256), r"no row of logits.*\[\d+, 256\]"),
+        (lambda work: torch.zeros(len(work), 256, dtype=torch.int64), "no row of logits"),
+        (lambda work: torch.randn(len(work), 256), "holds a value of HF's"),
+        (lambda work: 1 / 0, "the engine raised ZeroDivisionError"),
+    ],
+)
+def test_what_is_no_engine_is_told_what_it_lacks(checkpoints, answer, words):
+    with pytest.raises(harness.HarnessError, match=f"(?s){words}"):
+        check(Answering(answer), checkpoints)
+
+
+def test_not_a_number_is_found_and_no_pass(fused_engine, checkpoints):
+    engine = fused_engine()
+    engine.model.layers[1].o_proj.weight.data[3] = torch.nan
+    report = check(engine, checkpoints)
+    assert not report
+    assert report.runs[0].outcome.value == "mismatch"
+
+
+def test_a_module_with_other_names_is_told_by_content(fused_engine, checkpoints):
+    """No module of it is called as in the checkpoint, so that no name could tell."""
+    report = harness.check(
+        Logits(fused_engine().model), model=checkpoints / "qwen2-tiny", prompts=PROMPTS, max_new_tokens=2
+    )
+    assert report, report.text()
+    assert any("taps were found by content" in note for note in report.notes)
+    assert set(report.runs[0].coverage.not_offered) == {"k_cache", "v_cache"}
+
+
+class Logits(nn.Module):
+    """The toy as a module that takes token ids and computes all of them each time."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+
+    def forward(self, input_ids):
+        count = input_ids.shape[1]
+        slots = torch.arange(count)
+        batch = {"rows": [list(range(count))], "tables": [list(range(count))], "sampled": list(range(count))}
+        return self.inner(input_ids[0], batch | {"positions": slots, "slots": slots})[None]
+
+
 def test_the_map_says_what_the_table_of_the_page_says(fused_engine, checkpoints):
     """No tap is given to a tensor that is another value: the page's table, by hand, is the truth."""
     engine, numbers = fused_engine(), count()
