@@ -27,6 +27,7 @@ from harness.judge.jobs.engine_run import (
 )
 from harness.judge.jobs.model import planned_model
 from harness.judge.jobs.output_folder import new_output_dir, recording_folder
+from harness.judge.jobs.settings import compare_settings, with_settings
 from harness.oracle.golden import Golden
 from harness.oracle.lora import adapter_notes
 from harness.oracle.make_golden import cached_golden
@@ -61,13 +62,15 @@ def _check_engine(plan: Plan, engine: Engine | IsolatedEngine, out: Path | None,
     hf = planned_model(plan)
     runs = []
     with limit_threads(int(getattr(hf.config, "hidden_size", 0))):
+        settings = compare_settings(plan, engine, hf)
         match_taps(plan, engine, hf.graph)
         plan = followed_schedules(plan, engine)
         golden = cached_golden(hf, plan.prompts, truth=plan.case.truth, progress=report)
         golden_s = time.perf_counter() - begin
         for index, schedule in enumerate(plan.schedules):
             report(f"{plan.case.engine}, {schedule}", index, len(plan.schedules))
-            runs.append(_run_schedule(plan, engine, schedule, golden, hf, out, report))
+            run = _run_schedule(plan, engine, schedule, golden, hf, out, report)
+            runs.append(with_settings(run, settings))
             if plan.case.stops_early and runs[-1].outcome is Outcome.MISMATCH:
                 break
     report("done", len(plan.schedules), len(plan.schedules))
