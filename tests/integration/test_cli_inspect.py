@@ -99,6 +99,13 @@ def test_a_check_says_which_setting_differs_and_judges_the_rows_as_well(harness,
         ("H054", "the engine has norm eps 1e-06, HF has 1e-05", schedule) for schedule in ("plain", "batched")
     ]
     assert ran.json["first_divergence"] is None
+    assert ran.json["next"] == {
+        "tap": None,
+        "cause": "the engine has norm eps 1e-06, HF has 1e-05",
+        "command": f"harness inspect --engine foreign --model {llama} --dtype float32",
+        "file": None,
+        "line": None,
+    }
     assert {tap["verdict"] for tap in ran.json["taps"]} <= {"exact", "noise", "convention"}
     ran = harness("check", "--engine", "foreign", "--model", llama, *workload)
     assert ran.status == 1

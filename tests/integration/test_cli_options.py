@@ -15,7 +15,7 @@ ENGINE = ["--engine", "--engine-option", "--isolate", "--engine-timeout", "--eng
 WORKLOAD = ["--device", "--truth", "--prompt", "--prompt-file", "--token-ids", "--max-new-tokens"]
 OPTIONS = {
     "check": ["--model", "--hf", *ENGINE, *WORKLOAD, "--schedule", "--taps", "--case", "--lora", "--other-lora",
-              "--stop-early", "--dtype", "--out", "--fault", "--profile",
+              "--stop-early", "--budget", "--dtype", "--out", "--fault", "--profile",
               "--endpoint", "--served-model", "--concurrency", "--request-timeout", "--again",
               "--local-files-only", "--format"],
     "golden": ["--model", "--hf", "--dtype", *WORKLOAD, "--continuation", "--case", "--lora", "--out",
