@@ -65,7 +65,7 @@ def _check_engine(
     begin = time.perf_counter()
     report("oracle", 0, 1)
     hf = planned_model(plan)
-    runs = []
+    runs: list[RunResult] = []
     with limit_threads(int(getattr(hf.config, "hidden_size", 0))):
         settings = compare_settings(plan, engine, hf)
         match_taps(plan, engine, hf.graph)
