@@ -161,6 +161,8 @@ def _refuse_contradictions(case: Case) -> None:
     limit_s = case.engine_timeout_s
     if limit_s is not None and not 0 < limit_s < math.inf:
         refuse("--engine-timeout", "the time limit must be positive", expected="seconds", actual=limit_s)
+    if case.budget_s is not None and not 0 < case.budget_s < math.inf:
+        refuse("--budget", "the budget must be positive", expected="seconds", actual=case.budget_s)
     if case.isolate is False and case.engine_python is not None:
         what = "an engine in another environment has a process of its own"
         refuse("--engine-python", what, hint="leave out --no-isolate")

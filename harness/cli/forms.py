@@ -105,6 +105,7 @@ TRACE_DIFF = Forms(human=f"{_REPORT}.trace.text:diff_text", json=f"{_REPORT}.tra
 CRITICAL_PATHS = Forms(human=f"{_REPORT}.trace.text:critical_paths_text", json=f"{_REPORT}.trace.json:files_json")
 BENCH = Forms(human="harness.selfcheck.bench.table:bench_text", json="harness.selfcheck.bench.results:BenchResult.json")
 INSPECTED = Forms(human="harness.formats.inspect:render_text", json=_DOCUMENT)
+SETTINGS = Forms(human=f"{_REPORT}.settings:settings_text", json=f"{_REPORT}.settings:settings_json")
 GOLDEN = Forms(human="harness.cli.golden:golden_text", json=_DOCUMENT)
 TAP_MAP = Forms(human="harness.cli.map:map_text", json=_DOCUMENT)
 RECORDING = Forms(human="harness.cli.run:recording_text", json=_DOCUMENT)

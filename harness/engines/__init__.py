@@ -5,6 +5,7 @@ from harness.engines.adapter import (
     Capabilities,
     Control,
     Engine,
+    SettingsShower,
     TapMatcher,
     TapSource,
     Timeline,
@@ -13,13 +14,17 @@ from harness.engines.adapter import (
     engine_names,
     is_foreign,
     open_engine,
+    shown_settings,
 )
+from harness.results.settings import ModelSettings
 
 __all__ = [
     "LIMITS",
     "Capabilities",
     "Control",
     "Engine",
+    "ModelSettings",
+    "SettingsShower",
     "TapMatcher",
     "TapSource",
     "Timeline",
@@ -28,4 +33,5 @@ __all__ = [
     "engine_names",
     "is_foreign",
     "open_engine",
+    "shown_settings",
 ]

@@ -18,6 +18,7 @@ from harness.base.numerics import Numerics
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.formats.schedule import Schedule
 from harness.formats.taps import Graph
+from harness.results.settings import ModelSettings
 
 if TYPE_CHECKING:
     from harness.formats.recording import RecordingWriter, RequestInfo
@@ -168,6 +169,18 @@ class TapMatcher(Protocol):
 
 
 @runtime_checkable
+class SettingsShower(Protocol):
+    """An engine that shows the settings that it computes with; optional, beside `Engine`."""
+
+    def resolved_settings(self) -> ModelSettings:
+        """Return what the engine has made of the checkpoint's config, as far as it can show it.
+
+        Only what it computes with: a value read from config.json a second time proves nothing. What is not known is
+        left out. Called before the first run, and before `match_taps`.
+        """
+
+
+@runtime_checkable
 class PromptContinuer(Protocol):
     """An engine that continues prompts; optional, beside `Engine`, for one that shows no steps (`open_session`)."""
 
@@ -261,6 +274,22 @@ def check_engine(name: str, engine: object) -> None:
         names = getattr(capabilities, part)
         if not isinstance(names, tuple | list) or not all(isinstance(each, str) for each in names):
             raise _no_engine(name, f"the engine's capabilities have no list of {part}", "a tuple of names", repr(names))
+
+
+def shown_settings(name: str, engine: object) -> ModelSettings:
+    """Return the settings that an engine shows; none where it shows none.
+
+    Raises:
+        HarnessError: ENGINE_FAILED.
+    """
+    if not isinstance(engine, SettingsShower):
+        return ModelSettings()
+    with engine_errors(name):
+        shown: object = engine.resolved_settings()
+    if not isinstance(shown, ModelSettings):
+        expected = "a harness.engines.ModelSettings"
+        raise _no_engine(name, "what resolved_settings returns is no settings", expected, type(shown))
+    return shown
 
 
 def _no_engine(name: str, what: str, expected: str, actual: type | str) -> HarnessError:

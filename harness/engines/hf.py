@@ -15,6 +15,7 @@ import torch
 
 from harness.engines.adapter import Capabilities, Engine, Workload, refuse_unknown_options
 from harness.engines.hf_session import HFSession
+from harness.engines.module_settings import settings_of_modules
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph, Kind, Operation, prefix_of
@@ -23,6 +24,7 @@ from harness.oracle.lora import add_adapter
 from harness.oracle.model import HFModel, load_model
 from harness.oracle.rows import as_rows
 from harness.oracle.watch import Seeing, watching
+from harness.results.settings import ModelSettings
 
 _ATTENTIONS = ("sdpa", "eager")
 
@@ -105,6 +107,10 @@ class HFEngine:
         """
         if graph.by_source:
             self._hf.graph = graph
+
+    def resolved_settings(self) -> ModelSettings:
+        """See `SettingsShower`: of the modules as they are, some of which may not be HF's."""
+        return settings_of_modules(dict(self._hf.model.named_modules()))
 
     @torch.no_grad()
     def run(self, workload: Workload, writer: RecordingWriter) -> None:

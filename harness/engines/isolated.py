@@ -13,6 +13,7 @@ from harness.engines.process import EngineProcess
 from harness.engines.record import RunDescription
 from harness.formats.recording.writer import discard_unfinished
 from harness.formats.taps import Graph
+from harness.results.settings import ModelSettings
 
 DEFAULT_TIMEOUT_S = 3600.0
 """Longest time for opening an engine, and for each schedule, where no other is given."""
@@ -35,6 +36,16 @@ class IsolatedEngine:
         job = {"engine": self._key, "match": graph.to_json()}
         answer = self._process.ask(job, doing="matching taps", timeout_s=self._timeout_s)
         self.capabilities = _capabilities(answer)
+
+    def resolved_settings(self) -> ModelSettings:
+        """Ask the engine for its settings; nothing where it shows none. See `SettingsShower`.
+
+        Raises:
+            HarnessError: as `record`.
+        """
+        job = {"engine": self._key, "settings": True}
+        answer = self._process.ask(job, doing="showing its settings", timeout_s=self._timeout_s)
+        return TypeAdapter(ModelSettings).validate_json(json.dumps(answer["settings"]))
 
     def record(self, run: RunDescription) -> None:
         """Run the engine and record it; nothing is left of a run that fails.

@@ -3,7 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -16,8 +16,12 @@ from harness.engines.reference_session import ReferenceSession
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import LOGITS
+from harness.results.settings import ModelSettings, distinct
 from reference_engine import EngineConfig, LLMEngine, SamplingParams, StepInfo, TokenOutput
+from reference_engine.checkpoint.experts import ExpertsShape
+from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.parallel.worker import parallel_engine
+from reference_engine.rotary import RotaryEmbedding
 
 _WITHOUT_CACHE = ("plain", "chunked", "batched", "mixed", "tensor-parallel")
 _SCHEDULES = {"contiguous": (*_WITHOUT_CACHE, "forked"), "recompute": _WITHOUT_CACHE}
@@ -65,6 +69,11 @@ class ReferenceEngine:
         with reference_errors(self._folder), self._opened(workload) as engine:
             _run(engine, workload, _Recorder(writer))
 
+    def resolved_settings(self) -> ModelSettings:
+        """See `SettingsShower`: what the engine reads of config.json, and its rotary embeddings' frequencies."""
+        with reference_errors(self._folder):
+            return _settings(ModelConfig.from_folder(self._folder))
+
     def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> ReferenceSession:
         """See `Steppable.open_session`; explicit options win."""
         if self._adapters:
@@ -103,6 +112,31 @@ class ReferenceEngine:
             options["block_size"] = int(self._options.get("block_size", _SMALL_BLOCK))
             options["num_blocks"] = 1 + workload.num_blocks(int(options["block_size"]))  # and the null block
         return EngineConfig(**{**options, **self._options})  # type: ignore[arg-type]
+
+
+def _settings(config: ModelConfig) -> ModelSettings:
+    ropes = [config.rope, *([] if config.local_rope is None else [config.local_rope])]
+    rotaries = [RotaryEmbedding(replace(config, rope=rope), torch.device("cpu"), torch.float32) for rope in ropes]
+    experts = [mlp for mlp in config.mlps.values() if isinstance(mlp, ExpertsShape)]
+    sliding = {layer: window for layer, window in enumerate(config.layer_windows) if window is not None}
+    return ModelSettings(
+        num_layers=(config.num_hidden_layers,),
+        hidden_size=(config.hidden_size,),
+        num_heads=(config.num_attention_heads,),
+        num_kv_heads=(config.num_key_value_heads,),
+        head_dim=(config.head_dim,),
+        norm_eps=(config.rms_norm_eps,),
+        rope_theta=distinct(float(rope.theta) for rope in ropes),
+        rope_frequencies=distinct(tuple(rotary.inv_freq.tolist()) for rotary in rotaries),
+        softmax_scale=(config.head_dim**-0.5,),
+        attention_cap=(None,),
+        logit_cap=(None,),
+        sliding_window=distinct(sliding.values()),
+        sliding_layers=(tuple(sliding),),
+        tied_head=(config.tie_word_embeddings,),
+        num_experts=distinct(each.num_experts for each in experts),
+        num_chosen_experts=distinct(each.num_chosen for each in experts),
+    )
 
 
 def _run(engine: LLMEngine, workload: Workload, observer: "_Recorder") -> None:

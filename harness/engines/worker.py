@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness.engines.adapter import Engine, TapMatcher, engine_errors, open_engine
+from harness.engines.adapter import Engine, TapMatcher, engine_errors, open_engine, shown_settings
 from harness.errors import HarnessError
 from harness.formats.taps import Graph
 
@@ -63,21 +63,24 @@ class _Worker:
         """Do a job; return what came of it."""
         try:
             with engine_errors(job["engine"]):
-                self._do(job)
+                found = self._do(job)
         except HarnessError as error:
             if os.environ.get("HARNESS_TRACEBACK"):
                 traceback.print_exc()
             return {"error": _as_json(error)}
         assert self._engine is not None
-        return {"name": self._engine.name, "capabilities": asdict(self._engine.capabilities)}
+        return {"name": self._engine.name, "capabilities": asdict(self._engine.capabilities), **found}
 
-    def _do(self, job: Mapping[str, Any]) -> None:
+    def _do(self, job: Mapping[str, Any]) -> dict[str, Any]:
         if "open" in job:
             self._open(**job["open"])
+        elif "settings" in job:
+            return {"settings": asdict(shown_settings(job["engine"], self._engine))}
         elif "match" in job:
             self._match(job["match"])
         else:
             self._run(job["run"])
+        return {}
 
     def _match(self, graph: Mapping[str, Any]) -> None:
         engine: object = self._engine

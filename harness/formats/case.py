@@ -215,6 +215,16 @@ class Case(BaseModel):
             is_in_files=False,
         ),
     ] = False
+    budget_s: Annotated[
+        Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
+        Option(
+            "--budget SECONDS",
+            "Begin no schedule after the first once this time is over; those that were left out are named, and the "
+            "check is then no pass. [default: no limit]",
+            kind=float,
+            is_in_files=False,
+        ),
+    ] = None
 
     @field_validator("schedules")
     @classmethod

@@ -308,6 +308,20 @@ class RunResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NextPlace:
+    """The next place to look after a check that failed."""
+
+    tap: str | None
+    cause: str | None
+    """None where none is asserted."""
+    command: str | None
+    """A narrower check, as a line for a shell; None where the shell cannot say it."""
+    file: str | None = None
+    """Of the engine's code that produced the tensor; None where it is not known."""
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
     """A whole check: every schedule of one engine against one golden."""
 
@@ -320,11 +334,16 @@ class CheckResult:
     golden_s: float | None = None
     notes: tuple[str, ...] = field(default=())
     """Remarks for the reader that are neither errors nor findings."""
+    schedules_not_run: tuple[str, ...] = ()
+    """Those that were asked for and that the budget of time did not reach."""
+    next_place: NextPlace | None = None
+    """None if nothing was found."""
 
     @property
     def outcome(self) -> Outcome:
-        """Mismatch if any run mismatches; nothing if no run compared anything."""
-        return Outcome.of_all(run.outcome for run in self.runs)
+        """Mismatch if any run mismatches; nothing if no run compared anything, or if one was not made."""
+        not_run = (Outcome.NOTHING for _ in self.schedules_not_run)
+        return Outcome.of_all((*(run.outcome for run in self.runs), *not_run))
 
     @property
     def first_divergence(self) -> Divergence | None:

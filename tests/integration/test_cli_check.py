@@ -94,6 +94,60 @@ def test_who_stops_early_judges_up_to_the_first_wrong_operation_and_runs_no_furt
     assert any(note.startswith("stopped at the first operation that is wrong") for note in ran.json["notes"])
 
 
+def test_the_next_place_to_look(check, install, llama):
+    engine = install(PERTURBED)
+    document = check("--engine", engine, "--no-isolate", "--schedule", "batched", "--format", "json").json
+    cause = document["first_divergence"]["explanation"]
+    assert document["next"] == {
+        "tap": "model.layers.1.mlp.up_proj",
+        "cause": cause["cause"] if cause["is_cause"] else None,
+        "command": f"harness check --model {llama} --engine foreign --no-isolate --dtype float32 --schedule batched "
+        "--token-ids 1,4,5,6,7,8 --token-ids 1,9,10 --max-new-tokens 3",
+        "file": None,
+        "line": None,
+    }
+    assert run(document["next"]["command"].split()[1:]) == 1
+
+
+def test_the_next_command_is_about_the_one_request_where_its_rows_depend_on_no_other(check, install):
+    ran = check("--engine", install(PERTURBED), "--schedule", "plain,batched", "--stop-early", "--format", "json")
+    assert ran.json["next"]["command"].endswith(" --schedule plain --token-ids 1,9,10 --max-new-tokens 3")
+
+
+def test_a_pass_has_no_next_place(check):
+    assert check("--schedule", "plain", "--format", "json").json["next"] is None
+
+
+def test_a_budget_that_is_used_up_is_no_pass(check):
+    ran = check("--schedule", "plain,batched", "--budget", "0.001", "--format", "json")
+    assert ran.status == 5
+    assert (ran.json["verdict"], ran.json["schedules"]) == ("nothing", ["plain"])
+    assert ran.json["schedules_not_run"] == ["batched"]
+    assert ran.json["runs"][0]["verdict"] == "pass"
+    assert ran.json["notes"][-1] == "H051: the budget of 0.001 s was used up: not judged under batched"
+    human = check("--schedule", "plain,batched", "--budget", "0.001")
+    assert human.status == 5
+    assert human.out.startswith("NOTHING")
+    assert "PASS" not in human.out
+
+
+def test_a_budget_that_is_large_enough_changes_nothing(check):
+    ran = check("--schedule", "plain,batched", "--budget", "600", "--format", "json")
+    assert (ran.status, ran.json["schedules_not_run"]) == (0, [])
+
+
+def test_a_mismatch_within_the_budget_is_one(check, install):
+    ran = check("--engine", install(PERTURBED), "--schedule", "plain,batched", "--budget", "0.001", "--format", "json")
+    assert (ran.status, ran.json["verdict"], ran.json["schedules_not_run"]) == (1, "mismatch", ["batched"])
+
+
+@pytest.mark.parametrize("budget", ["0", "-1", "nan", "inf"])
+def test_a_budget_is_a_positive_time(check, budget):
+    ran = check("--budget", budget)
+    assert ran.status == 2
+    assert ran.err.startswith("H013: the budget must be positive\n  where:    --budget\n  expected: seconds\n")
+
+
 def test_a_mismatch_for_people(check, install):
     ran = check("--engine", install(PERTURBED))
     assert ran.status == 1

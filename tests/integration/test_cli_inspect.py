@@ -3,6 +3,20 @@
 import json
 import shutil
 
+import pytest
+
+from .conftest import ENGINE
+
+OTHER_EPS = ENGINE.replace(
+    "    def run(",
+    """    def resolved_settings(self):
+        from harness.engines import ModelSettings
+
+        return ModelSettings(norm_eps=(1e-6,), num_layers=(3,))
+
+    def run(""",
+)
+
 
 def test_a_checkpoint(harness, llama):
     ran = harness("inspect", llama)
@@ -31,3 +45,68 @@ def test_what_is_missing_for_the_config(harness, llama, tmp_path):
     ran = harness("inspect", folder, "--format", "json")
     assert ran.status == 0
     assert "model.layers.3.mlp.up_proj.weight" in ran.json["against_config"]["missing"]
+
+
+def test_the_settings_of_an_engine(harness, llama):
+    ran = harness("inspect", "--engine", "reference", "--model", llama)
+    assert ran.status == 0
+    assert ran.out.splitlines()[0].split() == ["setting", "reference", "HF"]
+    assert ["norm_eps", "1e-05", "1e-05"] in [line.split() for line in ran.out.splitlines()]
+    assert ran.out.endswith("\n11 settings compared, 0 differ; -: not shown\n")
+
+
+def test_a_setting_that_differs(harness, install, llama):
+    ran = harness("inspect", "--engine", install(OTHER_EPS), "--model", llama)
+    assert ran.status == 1
+    assert ["norm_eps", "1e-06", "1e-05", "differs"] in [line.split() for line in ran.out.splitlines()]
+    assert "\nH054: the engine has norm eps 1e-06, HF has 1e-05\n2 settings compared, 1 differ; -: not shown" in ran.out
+
+
+def test_a_setting_that_differs_as_json(harness, install, llama):
+    ran = harness("inspect", "--engine", install(OTHER_EPS), "--model", llama, "--format", "json")
+    assert ran.status == 1
+    document = ran.json
+    settings = {each.pop("setting"): each for each in document.pop("settings")}
+    assert document == {
+        "schema_version": 1,
+        "kind": "settings",
+        "engine": "foreign",
+        "model": str(llama),
+        "findings": [{"code": "H054", "message": "the engine has norm eps 1e-06, HF has 1e-05"}],
+    }
+    assert settings["norm_eps"] == {"engine": [1e-6], "hf": [1e-5], "differs": True}
+    assert settings["num_layers"] == {"engine": [3], "hf": [3], "differs": False}
+    assert settings["head_dim"] == {"engine": None, "hf": [32], "differs": None}
+
+
+def test_an_engine_that_shows_no_settings(harness, install, llama):
+    ran = harness("inspect", "--engine", install(ENGINE), "--model", llama)
+    assert ran.status == 5
+    assert ran.out.endswith("\n0 settings compared, 0 differ; -: not shown\n")
+
+
+@pytest.mark.parametrize("arguments", [[], [".", "--engine", "hf"], ["--model", "llama-tiny"]])
+def test_one_thing_is_inspected(harness, arguments):
+    ran = harness("inspect", *arguments)
+    assert ran.status == 2
+    assert ran.err.startswith("H013: one thing is inspected: a path, or an engine\n")
+
+
+def test_a_check_says_which_setting_differs_and_judges_the_rows_as_well(harness, install, llama, workload):
+    ran = harness("check", "--engine", install(OTHER_EPS), "--model", llama, *workload, "--format", "json")
+    assert ran.status == 1
+    assert [(each["code"], each["message"], each["schedule"]) for each in ran.json["findings"]] == [
+        ("H054", "the engine has norm eps 1e-06, HF has 1e-05", schedule) for schedule in ("plain", "batched")
+    ]
+    assert ran.json["first_divergence"] is None
+    assert ran.json["next"] == {
+        "tap": None,
+        "cause": "the engine has norm eps 1e-06, HF has 1e-05",
+        "command": f"harness inspect --engine foreign --model {llama} --dtype float32",
+        "file": None,
+        "line": None,
+    }
+    assert {tap["verdict"] for tap in ran.json["taps"]} <= {"exact", "noise", "convention"}
+    ran = harness("check", "--engine", "foreign", "--model", llama, *workload)
+    assert ran.status == 1
+    assert "H054  the engine has norm eps 1e-06, HF has 1e-05\n" in ran.out

@@ -15,7 +15,7 @@ ENGINE = ["--engine", "--engine-option", "--isolate", "--engine-timeout", "--eng
 WORKLOAD = ["--device", "--truth", "--prompt", "--prompt-file", "--token-ids", "--max-new-tokens"]
 OPTIONS = {
     "check": ["--model", "--hf", *ENGINE, *WORKLOAD, "--schedule", "--taps", "--case", "--lora", "--other-lora",
-              "--stop-early", "--dtype", "--out", "--fault", "--profile",
+              "--stop-early", "--budget", "--dtype", "--out", "--fault", "--profile",
               "--endpoint", "--served-model", "--concurrency", "--request-timeout", "--again",
               "--local-files-only", "--format"],
     "golden": ["--model", "--hf", "--dtype", *WORKLOAD, "--continuation", "--case", "--lora", "--out",
@@ -24,7 +24,7 @@ OPTIONS = {
             "--local-files-only", "--format"],
     "diff": ["expected", "actual", "--model", "--device", "--truth", "--taps", "--lacking", "--require",
              "--local-files-only", "--format"],
-    "inspect": ["path", "--format"],
+    "inspect": ["path", "--model", "--hf", *ENGINE, "--dtype", "--device", "--local-files-only", "--format"],
     "map": ["--model", *ENGINE, "--dtype", "--device", "--local-files-only", "--format"],
     "generate": ["--prompt", "--model", "--engine", "--max-new-tokens", "--temperature", "--top-k", "--top-p",
                  "--min-p", "--seed", "--device", "--dtype", "--engine-option", "--lora", "--local-files-only",

@@ -11,9 +11,11 @@ from harness.engines.module.forward import Forward
 from harness.engines.module.names import ModuleNames, operation_of
 from harness.engines.module.taps import Place, Places, unmatched_hint, unmistakable_length
 from harness.engines.module.values import evaluating, showing_values
+from harness.engines.module_settings import settings_of_modules
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph
+from harness.results.settings import ModelSettings
 
 _PADDED = "if it pads its input, cut the rows out with an adapter: StepRows(kept=...), docs/check-your-torch-engine.md"
 _NOT_CALLED = "call the module itself, module(x): hooks see neither module.forward(x) nor a use of its weight"
@@ -73,6 +75,10 @@ class TorchEngine:
         self._heads, self._logits = graph.head, graph.logits
         self._has_cache = answer.cache is not None
         self.capabilities = self._capabilities(graph.not_shown({*places.by_tap, graph.logits}))
+
+    def resolved_settings(self) -> ModelSettings:
+        """See `SettingsShower`."""
+        return settings_of_modules(dict(self._module.named_modules()))
 
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """Feed the requests one after the other; see `Engine.run`."""

@@ -9,6 +9,7 @@ from typing import Any
 import vllm
 
 from harness.engines.adapter import Capabilities, Workload, engine_refusals
+from harness.engines.module_settings import settings_of_modules
 from harness.engines.torch_modules import watched_calls
 from harness.engines.vllm.opening import add_request, model_runner, opened_engine
 from harness.engines.vllm.options import (
@@ -23,6 +24,7 @@ from harness.engines.vllm.steps import VllmWatcher, declared_numerics, keeps_rea
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph
+from harness.results.settings import ModelSettings
 
 _PROBE_TOKENS = 31
 """Tokens of the request that is computed to see whether vLLM takes the model, and what its modules return: a number
@@ -57,6 +59,7 @@ class VllmEngine:
             with watched_calls(runner.get_model(), num_rows=_PROBE_TOKENS) as calls:
                 engine.step()  # some models are refused only here
             (self._calls,) = calls
+            self._settings = settings_of_modules(dict(runner.get_model().named_modules()))
             self._block_size = int(runner.cache_config.block_size)
             self._num_groups = len(runner.kv_cache_config.kv_cache_groups)
             self.capabilities = Capabilities(
@@ -65,6 +68,10 @@ class VllmEngine:
                 numerics=declared_numerics(runner),
                 notes=(f"vLLM was opened with {settings(self._arguments)}",),
             )
+
+    def resolved_settings(self) -> ModelSettings:
+        """See `SettingsShower`: what vLLM's modules show."""
+        return self._settings
 
     def match_taps(self, graph: Graph) -> None:
         """See `TapMatcher`; which of them vLLM's modules show is found at each run, in the loaded model."""

@@ -1,5 +1,6 @@
 """The main job: an engine's rows under every schedule against one golden, every operation by itself."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -26,7 +27,9 @@ from harness.judge.jobs.engine_run import (
     with_duplicate_requests,
 )
 from harness.judge.jobs.model import planned_model
+from harness.judge.jobs.next_place import next_place
 from harness.judge.jobs.output_folder import new_output_dir, recording_folder
+from harness.judge.jobs.settings import compare_settings, with_settings
 from harness.oracle.golden import Golden
 from harness.oracle.lora import adapter_notes
 from harness.oracle.make_golden import cached_golden
@@ -51,25 +54,34 @@ def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None 
 
 
 def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
+    deadline = math.inf if plan.case.budget_s is None else time.perf_counter() + plan.case.budget_s
     with open_planned(plan) as engine:  # before the golden, which may take long: what it cannot do is known at once
-        return _check_engine(plan, engine, out, report)
+        return _check_engine(plan, engine, out, report, deadline)
 
 
-def _check_engine(plan: Plan, engine: Engine | IsolatedEngine, out: Path | None, report: Progress) -> CheckResult:
+def _check_engine(
+    plan: Plan, engine: Engine | IsolatedEngine, out: Path | None, report: Progress, deadline: float
+) -> CheckResult:
     begin = time.perf_counter()
     report("oracle", 0, 1)
     hf = planned_model(plan)
-    runs = []
+    runs: list[RunResult] = []
     with limit_threads(int(getattr(hf.config, "hidden_size", 0))):
+        settings = compare_settings(plan, engine, hf)
         match_taps(plan, engine, hf.graph)
         plan = followed_schedules(plan, engine)
         golden = cached_golden(hf, plan.prompts, truth=plan.case.truth, progress=report)
         golden_s = time.perf_counter() - begin
         for index, schedule in enumerate(plan.schedules):
+            if runs and time.perf_counter() > deadline:
+                break
             report(f"{plan.case.engine}, {schedule}", index, len(plan.schedules))
-            runs.append(_run_schedule(plan, engine, schedule, golden, hf, out, report))
+            run = _run_schedule(plan, engine, schedule, golden, hf, out, report)
+            runs.append(with_settings(run, settings))
             if plan.case.stops_early and runs[-1].outcome is Outcome.MISMATCH:
                 break
+    is_wrong = any(run.outcome is Outcome.MISMATCH for run in runs)
+    not_run = () if is_wrong and plan.case.stops_early else tuple(map(str, plan.schedules[len(runs) :]))
     report("done", len(plan.schedules), len(plan.schedules))
     return CheckResult(
         engine=plan.case.engine,
@@ -85,7 +97,10 @@ def _check_engine(plan: Plan, engine: Engine | IsolatedEngine, out: Path | None,
             *adapter_notes(hf),
             *engine.capabilities.notes,
             *_what_was_judged(plan, runs, golden, hf.graph),
+            *_what_was_not_run(plan, not_run),
         ),
+        schedules_not_run=not_run,
+        next_place=next_place(plan, runs),
     )
 
 
@@ -185,3 +200,11 @@ def _what_was_judged(plan: Plan, runs: Sequence[RunResult], golden: Golden, grap
     elif not judged and any(run.tokens.compared for run in runs):
         code = Code.NOTHING_CHECKED
         yield f"{code}: no tap was recorded, so not one operation was judged; --taps tokens compares the tokens alone"
+
+
+def _what_was_not_run(plan: Plan, schedules: Sequence[str]) -> Iterator[str]:
+    if schedules:
+        yield (
+            f"{Code.NOTHING_CHECKED}: the budget of {plan.case.budget_s:g} s was used up: not judged under "
+            f"{', '.join(schedules)}"
+        )
