@@ -18,6 +18,7 @@ from harness.engines.by_content import StepEngine
 from harness.engines.by_content.sites import MODULE, RETURNED, See, Site
 from harness.engines.by_content.steps import Work
 from harness.errors import Code, HarnessError
+from harness.results.settings import ModelSettings
 
 _INPUT = "input"
 """In place of an operator, the argument of a module: sums and products between modules are seen nowhere else."""
@@ -62,6 +63,12 @@ class MLXStepper:
     def finish(self, request: int) -> None:
         """Forget a request."""
         self._caches.pop(request, None)
+
+    def resolved_settings(self) -> ModelSettings:
+        """See `SettingsShower`: what mlx-lm has read of the config."""
+        args = vars(self._model.args)
+        named = {"norm_eps": "rms_norm_eps", "rope_theta": "rope_theta", "head_dim": "head_dim"}
+        return ModelSettings(**{name: (args[key],) for name, key in named.items() if args.get(key) is not None})
 
     def watching(self, see: See, only: Collection[Site] | None) -> "ModuleCalls":
         """Watch what modules are given and return."""

@@ -11,10 +11,12 @@ from harness.engines.by_content.learn import learn_map
 from harness.engines.by_content.sites import Site
 from harness.engines.by_content.steps import Stepper, Work, module_paths, recomputes, watched_run
 from harness.engines.by_content.tap_map import TapMap
+from harness.engines.module_settings import settings_of_modules
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph
 from harness.oracle.model import load_model
+from harness.results.settings import ModelSettings
 
 _SCHEDULES = ("plain", "chunked", "batched", "mixed")
 
@@ -69,6 +71,14 @@ class StepEngine:
             notes=tuple(_notes(learned)),
             sources=_sources(learned, stepper),
         )
+
+    def resolved_settings(self) -> ModelSettings:
+        """See `SettingsShower`: those that the engine shows itself, or else what its torch modules show."""
+        stepper = self._open()
+        own: Callable[[], ModelSettings] | None = getattr(stepper, "resolved_settings", None)
+        if own is not None:
+            return own()
+        return settings_of_modules({path: module for module, path in module_paths(stepper).items()})
 
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """See `Engine.run`."""

@@ -100,7 +100,7 @@ def _check_engine(
             *_what_was_not_run(plan, not_run),
         ),
         schedules_not_run=not_run,
-        next_place=next_place(plan, runs),
+        next_place=next_place(plan, runs, engine.capabilities.sources),
     )
 
 

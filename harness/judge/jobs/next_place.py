@@ -1,9 +1,10 @@
 """The next place to look after a check that failed, for programs: the operation, its cause, and a narrower command."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from harness.engines import TapSource
 from harness.errors import Code
 from harness.formats.case import Case
 from harness.formats.schedule import parse_schedule
@@ -15,8 +16,14 @@ _OWN = ("schedules", "max_new_tokens", "stops_early", "budget_s")
 """Options that the narrower command has values of its own for, or leaves out."""
 
 
-def next_place(plan: Plan, runs: Sequence[RunResult]) -> NextPlace | None:
-    """Return where to look next: the first divergence of the first run that failed, or its first finding."""
+def next_place(plan: Plan, runs: Sequence[RunResult], sources: Mapping[str, TapSource]) -> NextPlace | None:
+    """Return where to look next: the first divergence of the first run that failed, or its first finding.
+
+    Args:
+        plan: of the check.
+        runs: what came of it.
+        sources: where the engine's taps are in its code, as far as that is known.
+    """
     run = next((run for run in runs if run.findings), None)
     if run is None:
         return None
@@ -25,7 +32,11 @@ def next_place(plan: Plan, runs: Sequence[RunResult]) -> NextPlace | None:
     is_setting = found.code is Code.SETTING_DIFFERS and isinstance(found, Finding)
     command = _inspection(plan) if is_setting else _check(plan, run, found.request)
     cause = explanation.cause if explanation is not None and explanation.is_cause else None
+    source = None if found.tap is None else sources.get(found.tap)
+    file, _, line = ("" if source is None else source.code or "").rpartition(":")
     return NextPlace(
+        file=file or None,
+        line=int(line) if file else None,
         tap=found.tap,
         cause=found.message if is_setting and isinstance(found, Finding) else cause,
         command=None if command is None or plan.subject is not None else shlex.join(["harness", *command]),
