@@ -219,7 +219,7 @@ class Case(BaseModel):
     @field_validator("schedules")
     @classmethod
     def _known(cls, schedules: list[str]) -> list[str]:
-        parse_schedules(schedules)
+        parse_schedules(schedules, where="schedules")
         return schedules
 
     @classmethod
@@ -295,7 +295,7 @@ def read_case_file(kind: type[_Model], path: Path, name: str) -> _Model:
     except (OSError, ValueError, RecursionError) as error:  # not UTF-8, no TOML, a number of too many digits
         raise HarnessError(Code.BAD_CASE, f"the {name} cannot be read: {error}", where=path) from error
     except HarnessError as error:
-        what = f"{'schedules' if 'schedules' in kind.model_fields else 'schedule'}: {error.what}"
+        what = f"{error.where}: {error.what}"
         raise HarnessError(Code.BAD_CASE, what, where=path, expected=error.expected, actual=error.actual) from error
 
 

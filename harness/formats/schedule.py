@@ -107,8 +107,8 @@ class Schedule:
 DEFAULT_SCHEDULES = (ScheduleKind.PLAIN, ScheduleKind.CHUNKED, ScheduleKind.BATCHED)
 
 
-def parse_schedule(text: str) -> Schedule:
-    """Parse `name` or `name:number`.
+def parse_schedule(text: str, *, where: str = "schedule") -> Schedule:
+    """Parse `name` or `name:number`; `where` is the option or the key of a file that has it.
 
     Raises:
         HarnessError: BAD_OPTION: no such schedule, or a number that is not a positive integer or does not apply.
@@ -116,9 +116,7 @@ def parse_schedule(text: str) -> Schedule:
     name, colon, size = text.partition(":")
     if name not in list(ScheduleKind):
         expected = ", ".join(ScheduleKind)
-        raise HarnessError(
-            Code.BAD_OPTION, f"unknown schedule {name!r}", where="schedule", expected=expected, actual=text
-        )
+        raise HarnessError(Code.BAD_OPTION, f"unknown schedule {name!r}", where=where, expected=expected, actual=text)
     schedule = Schedule.of(name)
     if not colon:
         return schedule
@@ -130,20 +128,20 @@ def parse_schedule(text: str) -> Schedule:
     raise HarnessError(
         Code.BAD_OPTION,
         f"schedule {name!r} takes no number {size!r}",
-        where="schedule",
+        where=where,
         expected=f"chunked:N or mixed:N, N from 1 to {10**_MAX_DIGITS - 1}; or tensor-parallel:N, N at least 2",
         actual=text,
     )
 
 
-def parse_schedules(texts: Iterable[str]) -> list[Schedule]:
+def parse_schedules(texts: Iterable[str], *, where: str = "schedule") -> list[Schedule]:
     """Parse several, each text one schedule or a comma list; one that is named twice runs once.
 
     Raises:
         HarnessError: BAD_OPTION, as `parse_schedule`.
     """
     names = [name.strip() for text in texts for name in text.split(",")]
-    return list(dict.fromkeys(parse_schedule(name) for name in names))
+    return list(dict.fromkeys(parse_schedule(name, where=where) for name in names))
 
 
 def schedules_help() -> str:

@@ -11,8 +11,9 @@ from harness.base.garbage import collecting_no_garbage
 def test_the_collector_is_as_before_after_an_exception(was_enabled):
     (gc.enable if was_enabled else gc.disable)()
     try:
-        with pytest.raises(KeyError), collecting_no_garbage():
+        with collecting_no_garbage():
             assert not gc.isenabled()
+        with pytest.raises(KeyError), collecting_no_garbage():
             raise KeyError
         assert gc.isenabled() == was_enabled
     finally:

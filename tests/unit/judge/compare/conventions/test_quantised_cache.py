@@ -147,7 +147,9 @@ def operands(*, slack):
 
 
 def room_of(query, key, value):
-    return quantised_cache._allowance_of_ties(subject_of(call_of()), call_of(), quantised_cache._Operands(query, key, value))
+    return quantised_cache._allowance_of_ties(
+        subject_of(call_of()), call_of(), quantised_cache._Operands(query, key, value)
+    )
 
 
 def by_loop(query, key, value):
