@@ -9,16 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from harness.base.files import exists, read_text
 from harness.errors import Code, HarnessError
-from harness.formats.schedule import parse_schedules, schedules_help
+from harness.formats.schedule import Trigger, parse_schedules, schedules_help
 
 DTYPES = ("float32", "bfloat16", "float16")
-Trigger = Literal[
-    "decode", "chunked_prefill", "batch", "ragged_batch", "block_boundary", "new_block", "prefix_hit", "forked",
-    "preempted", "gqa", "window_exceeded", "rope_extended", "near_tie",
-]  # fmt: skip
-TRIGGERS: tuple[str, ...] = get_args(Trigger)
-"""Conditions that a workload can be required to reach."""
-
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _Count = Annotated[int, Field(ge=1, lt=2**31)]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from harness.errors import Code, HarnessError
 
@@ -13,6 +13,12 @@ _MAX_DIGITS = 9
 DEFAULT_CHUNK_SIZE = 7
 """Tokens per chunk: no divisor of any usual block size, so that chunks end inside blocks."""
 
+Trigger = Literal[
+    "decode", "chunked_prefill", "batch", "ragged_batch", "block_boundary", "new_block", "prefix_hit", "forked",
+    "preempted", "gqa", "window_exceeded", "rope_extended", "near_tie",
+]  # fmt: skip
+TRIGGERS: tuple[str, ...] = get_args(Trigger)
+"""Conditions that a workload can be required to reach."""
 Parameter = Literal["chunk_size", "num_ranks"]
 
 
@@ -34,7 +40,7 @@ class ScheduleKind(StrEnum):
     """Whether all requests run at once, rather than one after the other."""
     is_repeated: bool
     """Whether every request is followed by a copy of itself, which shares what it can of the first one's cache."""
-    trigger: str | None
+    trigger: Trigger | None
     """The purpose of the schedule, if it is more than batches and chunks."""
     parameter: Parameter | None
     """The field of `Schedule` that a number after the name sets."""
@@ -81,7 +87,7 @@ class Schedule:
         return self.kind.is_repeated
 
     @property
-    def trigger(self) -> str | None:
+    def trigger(self) -> Trigger | None:
         """See `ScheduleKind.trigger`."""
         return self.kind.trigger
 
