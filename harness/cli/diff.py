@@ -9,7 +9,7 @@ from harness.cli import forms
 from harness.cli import options as opt
 from harness.cli.output import STATUS
 from harness.cli.progress import progress_bar
-from harness.formats.case import TRIGGERS
+from harness.formats.schedule import TRIGGERS
 
 
 def diff(

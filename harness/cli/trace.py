@@ -83,8 +83,9 @@ def critical_path(
     format: Annotated[str, forms.CRITICAL_PATHS.option()] = "human",
 ) -> int:
     """Show what a duration is made of: the chain of operators, launches and kernels that its end has waited for."""
+    from harness.base.garbage import collecting_no_garbage
     from harness.profiling.trace.critical_path import critical_path
-    from harness.profiling.trace.file import collecting_no_garbage, read_trace
+    from harness.profiling.trace.file import read_trace
     from harness.profiling.trace.folder import trace_files
 
     pattern = _compiled(within, "--within")

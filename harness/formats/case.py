@@ -9,16 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from harness.base.files import exists, read_text
 from harness.errors import Code, HarnessError
-from harness.formats.schedule import parse_schedules, schedules_help
+from harness.formats.schedule import Trigger, parse_schedules, schedules_help
 
 DTYPES = ("float32", "bfloat16", "float16")
-Trigger = Literal[
-    "decode", "chunked_prefill", "batch", "ragged_batch", "block_boundary", "new_block", "prefix_hit", "forked",
-    "preempted", "gqa", "window_exceeded", "rope_extended", "near_tie",
-]  # fmt: skip
-TRIGGERS: tuple[str, ...] = get_args(Trigger)
-"""Conditions that a workload can be required to reach."""
-
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -229,7 +222,7 @@ class Case(BaseModel):
     @field_validator("schedules")
     @classmethod
     def _known(cls, schedules: list[str]) -> list[str]:
-        parse_schedules(schedules)
+        parse_schedules(schedules, where="schedules")
         return schedules
 
     @classmethod
@@ -305,7 +298,7 @@ def read_case_file(kind: type[_Model], path: Path, name: str) -> _Model:
     except (OSError, ValueError, RecursionError) as error:  # not UTF-8, no TOML, a number of too many digits
         raise HarnessError(Code.BAD_CASE, f"the {name} cannot be read: {error}", where=path) from error
     except HarnessError as error:
-        what = f"{'schedules' if 'schedules' in kind.model_fields else 'schedule'}: {error.what}"
+        what = f"{error.where}: {error.what}"
         raise HarnessError(Code.BAD_CASE, what, where=path, expected=error.expected, actual=error.actual) from error
 
 

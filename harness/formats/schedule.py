@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from harness.errors import Code, HarnessError
 
@@ -13,6 +13,12 @@ _MAX_DIGITS = 9
 DEFAULT_CHUNK_SIZE = 7
 """Tokens per chunk: no divisor of any usual block size, so that chunks end inside blocks."""
 
+Trigger = Literal[
+    "decode", "chunked_prefill", "batch", "ragged_batch", "block_boundary", "new_block", "prefix_hit", "forked",
+    "preempted", "gqa", "window_exceeded", "rope_extended", "near_tie",
+]  # fmt: skip
+TRIGGERS: tuple[str, ...] = get_args(Trigger)
+"""Conditions that a workload can be required to reach."""
 Parameter = Literal["chunk_size", "num_ranks"]
 
 
@@ -34,7 +40,7 @@ class ScheduleKind(StrEnum):
     """Whether all requests run at once, rather than one after the other."""
     is_repeated: bool
     """Whether every request is followed by a copy of itself, which shares what it can of the first one's cache."""
-    trigger: str | None
+    trigger: Trigger | None
     """The purpose of the schedule, if it is more than batches and chunks."""
     parameter: Parameter | None
     """The field of `Schedule` that a number after the name sets."""
@@ -81,7 +87,7 @@ class Schedule:
         return self.kind.is_repeated
 
     @property
-    def trigger(self) -> str | None:
+    def trigger(self) -> Trigger | None:
         """See `ScheduleKind.trigger`."""
         return self.kind.trigger
 
@@ -107,8 +113,8 @@ class Schedule:
 DEFAULT_SCHEDULES = (ScheduleKind.PLAIN, ScheduleKind.CHUNKED, ScheduleKind.BATCHED)
 
 
-def parse_schedule(text: str) -> Schedule:
-    """Parse `name` or `name:number`.
+def parse_schedule(text: str, *, where: str = "schedule") -> Schedule:
+    """Parse `name` or `name:number`; `where` is the option or the key of a file that has it.
 
     Raises:
         HarnessError: BAD_OPTION: no such schedule, or a number that is not a positive integer or does not apply.
@@ -116,9 +122,7 @@ def parse_schedule(text: str) -> Schedule:
     name, colon, size = text.partition(":")
     if name not in list(ScheduleKind):
         expected = ", ".join(ScheduleKind)
-        raise HarnessError(
-            Code.BAD_OPTION, f"unknown schedule {name!r}", where="schedule", expected=expected, actual=text
-        )
+        raise HarnessError(Code.BAD_OPTION, f"unknown schedule {name!r}", where=where, expected=expected, actual=text)
     schedule = Schedule.of(name)
     if not colon:
         return schedule
@@ -130,20 +134,20 @@ def parse_schedule(text: str) -> Schedule:
     raise HarnessError(
         Code.BAD_OPTION,
         f"schedule {name!r} takes no number {size!r}",
-        where="schedule",
+        where=where,
         expected=f"chunked:N or mixed:N, N from 1 to {10**_MAX_DIGITS - 1}; or tensor-parallel:N, N at least 2",
         actual=text,
     )
 
 
-def parse_schedules(texts: Iterable[str]) -> list[Schedule]:
+def parse_schedules(texts: Iterable[str], *, where: str = "schedule") -> list[Schedule]:
     """Parse several, each text one schedule or a comma list; one that is named twice runs once.
 
     Raises:
         HarnessError: BAD_OPTION, as `parse_schedule`.
     """
     names = [name.strip() for text in texts for name in text.split(",")]
-    return list(dict.fromkeys(parse_schedule(name) for name in names))
+    return list(dict.fromkeys(parse_schedule(name, where=where) for name in names))
 
 
 def schedules_help() -> str:

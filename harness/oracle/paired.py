@@ -50,6 +50,15 @@ class Value:
     scores: torch.Tensor | None = None
     """[rows, n] by which a router chose; None for every other operation."""
 
+    def in_all_places(self, rows: torch.Tensor, num_places: int) -> torch.Tensor:
+        """Return rows of the value, [num_places, ...]; where it has none, they are NaN or -1."""
+        if self.places is None:
+            return rows
+        unknown = torch.nan if rows.is_floating_point() else -1
+        table = rows.new_full((num_places, *rows.shape[1:]), unknown)
+        table[self.places.to(rows.device)] = rows
+        return table
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCall:
@@ -58,6 +67,8 @@ class PartCall:
     path: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    logit_positions: torch.Tensor | None = None
+    """Positions whose logits are computed, int64; None for all."""
 
 
 class PairObserver(Protocol):
@@ -110,7 +121,7 @@ def run_pair(
         watch = stack.enter_context(watching(hf))
         control = Ahead(lambda: _run_control(forward, watch, _Side(hf, ids.shape, kept, observer.control)))
         stack.callback(control.cancel)
-        stack.enter_context(_parts_in_turn(hf, control, truth_dtype, observer, progress))
+        stack.enter_context(_parts_in_turn(hf, control, truth_dtype, kept, observer, progress))
         stack.enter_context(preserve_precision(truth_dtype))
         side = _Side(hf, ids.shape, kept, observer.truth)
         stack.enter_context(watch.showing(side))
@@ -142,7 +153,7 @@ def run_part(
         show: is shown every operation of the part; returns rows to go on with, or None.
     """
     args, kwargs = tree_map(_in_float64, (call.args, call.kwargs))
-    side = _Side(hf, shape, None, show)
+    side = _Side(hf, shape, call.logit_positions, show)
     with without_tf32(), eager_experts(hf.config), preserve_precision(torch.float64), watch.showing(side):
         hf.module(call.path)(*args, **kwargs)
 
@@ -164,6 +175,7 @@ def _parts_in_turn(
     hf: HFModel,
     control: Ahead,
     truth_dtype: torch.dtype,
+    kept: torch.Tensor | None,
     observer: PairObserver,
     progress: Callable[[int, int], None] | None,
 ) -> Iterator[None]:
@@ -179,7 +191,7 @@ def _parts_in_turn(
                 module: nn.Module, args: Any, kwargs: Any, path: str = path, running: ExitStack = running
             ) -> None:
                 if threading.get_ident() == truth:
-                    observer.part_begins(PartCall(path=path, args=args, kwargs=kwargs))
+                    observer.part_begins(PartCall(path=path, args=args, kwargs=kwargs, logit_positions=kept))
                     running.enter_context(hf.weights.held(path))
                     control.advance()
                     running.enter_context(upcast_parameters(truth_dtype, module, buffers=buffers))

@@ -107,7 +107,7 @@ def load_matrix(path: Path) -> Matrix:
     except (OSError, ValueError, RecursionError) as error:
         raise HarnessError(Code.BAD_SUITE, f"the matrix cannot be read: {error}", where=path) from error
     except HarnessError as error:
-        what = f"schedule: {error.what}"
+        what = f"{error.where}: {error.what}"
         raise HarnessError(Code.BAD_SUITE, what, where=path, expected=error.expected, actual=error.actual) from error
     _refuse_unknown_environments(matrix, path)
     return matrix.model_copy(update={"model": [_absolute(model, path.parent) for model in matrix.model]})

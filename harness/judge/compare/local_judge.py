@@ -168,10 +168,8 @@ class LocalJudge:
         totals.roundings.append(errors.roundings)
         totals.bound.append(errors.bound)
         totals.is_bounded_by_control |= errors.is_bounded_by_control
-        totals.convention, totals.allowance = (
-            errors.convention or totals.convention,
-            max(totals.allowance, errors.allowance),
-        )
+        totals.convention = errors.convention or totals.convention
+        totals.allowance = max(totals.allowance, errors.allowance)
         if errors.control is not None:
             totals.control.append(errors.control)
         if rows.unrecorded and not self._is_within_part(rows):
@@ -236,7 +234,7 @@ class LocalJudge:
                 bound=errors.bound[chosen],
                 dtype=errors.dtype,
                 histories=found,
-                unrecorded=self.unrecorded_before.get(operation.tap) or (),
+                unrecorded=rows.unrecorded,
                 scene=None if rows.part is None else Scene(batch=rows.batch, call=rows.part),
             )
         )

@@ -12,7 +12,7 @@ Who calls whom, for each part of the model (oracle/paired.py; the two forwards n
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -147,7 +147,7 @@ class Replay:
     def part_begins(self, call: PartCall) -> None:
         """See `PairObserver.part_begins`."""
         args, kwargs = tree_map_only(torch.Tensor, torch.clone, (call.args, _rows_in(call.kwargs)))
-        self._part = PartCall(path=call.path, args=args, kwargs={**call.kwargs, **kwargs})
+        self._part = replace(call, args=args, kwargs={**call.kwargs, **kwargs})
 
     def part_done(self) -> None:
         """See `PairObserver.part_done`; raises DecidedError once nothing further is to be judged."""
@@ -217,15 +217,7 @@ class Replay:
                 self._values.pop(tap, None)
         if self._num_readers[operation.tap]:
             rows = value.rows.clone() if replaced is None else replaced
-            self._values[operation.tap] = self._in_all_places(value, rows)
-
-    def _in_all_places(self, value: Value, rows: torch.Tensor) -> torch.Tensor:
-        if value.places is None:
-            return rows
-        unknown = torch.nan if rows.is_floating_point() else -1
-        table = rows.new_full((self._batch.num_places, *rows.shape[1:]), unknown)
-        table[value.places.to(rows.device)] = rows
-        return table
+            self._values[operation.tap] = value.in_all_places(rows, self._batch.num_places)
 
 
 def _rows_in(kwargs: Mapping[str, Any]) -> dict[str, Any]:

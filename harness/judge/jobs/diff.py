@@ -1,6 +1,7 @@
 """Two recordings on disk against each other, with or without the model that would judge single operations."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -8,9 +9,10 @@ import torch
 
 from harness.base.progress import Progress
 from harness.errors import Code, HarnessError
-from harness.formats.case import DTYPES, TAP_PRESETS, TRIGGERS
+from harness.formats.case import DTYPES, TAP_PRESETS
 from harness.formats.checkpoint import Checkpoint, resolve
-from harness.formats.recording import Recording
+from harness.formats.recording import Manifest, Recording
+from harness.formats.schedule import TRIGGERS
 from harness.formats.taps import Graph, Kind
 from harness.judge.compare import TOKENS, Requirements, compare_run
 from harness.judge.compare.compute import LEAST_JUDGED
@@ -19,7 +21,29 @@ from harness.judge.jobs.check import preset_taps
 from harness.oracle.golden import Golden
 from harness.oracle.model import HFModel, load_model
 from harness.plan import check_device
-from harness.results.check import CheckResult
+from harness.results.check import CheckResult, RunResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What the user asks of `actual`."""
+
+    taps: tuple[str, ...]
+    """Globs and presets; `*` for the preset `all`."""
+    lacking: tuple[str, ...]
+    require: tuple[str, ...]
+
+    def requirements(self, actual: Recording, wanted: Sequence[str]) -> Requirements:
+        """Return what `actual` must hold to pass."""
+        chose_tokens = any(step.sampled is not None for step in actual.steps)
+        return Requirements(
+            wanted=wanted,
+            not_offered=(*self.lacking, *(() if chose_tokens else (TOKENS,))),
+            accepts_tokens=self.taps == ("tokens",),
+            # Or the user asks for less.
+            least_compute=LEAST_JUDGED if self.taps == ("*",) and not self.lacking else 0.0,
+            require=self.require,
+        )
 
 
 def run_diff(
@@ -54,34 +78,33 @@ def run_diff(
         HarnessError: a recording is missing or damaged, they hold different prompts, or an option makes no sense.
     """
     _refuse_unknown("--require", "unknown trigger {}", require, TRIGGERS)
+    asked = _Asked(
+        taps=tuple("*" if tap == "all" else tap for tap in taps), lacking=tuple(lacking), require=tuple(require)
+    )
     with Recording.open(expected) as theirs, Recording.open(actual) as ours:
-        manifest, golden = ours.manifest, Golden(theirs)
+        golden = Golden(theirs)
         hf, notes = _oracle(ours, model, device, local_files_only=local_files_only)
         graph = golden.graph if hf is None else hf.graph
         caches = _caches(ours, graph)
         if not caches and any(operation.kind is Kind.CACHE for operation in graph):
             notes.append("no KV cache was read back: whether it holds what was written is not known")
-        wanted = _wanted(taps, lacking, [*(entry.name for entry in theirs.manifest.taps), *caches], graph)
-        chose_tokens = any(step.sampled is not None for step in ours.steps)
-        requirements = Requirements(
-            wanted=wanted,
-            not_offered=(*lacking, *(() if chose_tokens else (TOKENS,))),
-            accepts_tokens=tuple(taps) == ("tokens",),
-            # Or the user asks for less.
-            least_compute=LEAST_JUDGED if tuple(taps) in (("*",), ("all",)) and not lacking else 0.0,
-            require=require,
-        )
+        wanted = _wanted(asked, [*(entry.name for entry in theirs.manifest.taps), *caches], graph)
+        requirements = asked.requirements(ours, wanted)
         found = compare_run(ours, golden, hf=hf, requirements=requirements, truth=truth, progress=progress)
         run = found.result if hf is None else explain_run(found, ours, golden, hf)
-        return CheckResult(
-            engine=manifest.producer.name,
-            model=manifest.model.id,
-            dtype=manifest.dtype,
-            device=manifest.device,
-            num_requests=len(manifest.requests),
-            runs=(run,),
-            notes=tuple(notes),
-        )
+        return _result(ours.manifest, run, notes)
+
+
+def _result(manifest: Manifest, run: RunResult, notes: Sequence[str]) -> CheckResult:
+    return CheckResult(
+        engine=manifest.producer.name,
+        model=manifest.model.id,
+        dtype=manifest.dtype,
+        device=manifest.device,
+        num_requests=len(manifest.requests),
+        runs=(run,),
+        notes=tuple(notes),
+    )
 
 
 def _oracle(
@@ -97,14 +120,14 @@ def _oracle(
     return load_model(checkpoint, dtype=_dtype(recording), device=device), notes
 
 
-def _wanted(taps: Sequence[str], lacking: Sequence[str], names: Sequence[str], graph: Graph) -> list[str]:
+def _wanted(asked: _Asked, names: Sequence[str], graph: Graph) -> list[str]:
     """Return the taps of presets and those that match a glob, but for the sites that the engine lacks."""
-    globs = ["*" if tap == "all" else tap for tap in taps if tap not in TAP_PRESETS or tap == "all"]
-    presets = [name for tap in taps if tap in TAP_PRESETS and tap != "all" for name in preset_taps(tap, graph)]
+    globs = [tap for tap in asked.taps if tap not in TAP_PRESETS]
+    presets = [name for tap in asked.taps if tap in TAP_PRESETS for name in preset_taps(tap, graph)]
     wanted = list(dict.fromkeys([*_matching(globs, list(dict.fromkeys(names))), *presets]))
     sites = [_site(tap, graph) for tap in wanted]
-    _refuse_unknown("--lacking", "no tap that is asked for is a {}", lacking, sites)
-    return [tap for tap in wanted if _site(tap, graph) not in lacking]
+    _refuse_unknown("--lacking", "no tap that is asked for is a {}", asked.lacking, sites)
+    return [tap for tap in wanted if _site(tap, graph) not in asked.lacking]
 
 
 def _caches(recording: Recording, graph: Graph) -> list[str]:

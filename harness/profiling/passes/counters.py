@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from harness.base.garbage import collecting_no_garbage
 from harness.engines.stepping import Session
 from harness.profiling.cost.operator_cost import (
     bind,
@@ -31,7 +32,6 @@ from harness.profiling.passes.load import Window, run_steps
 from harness.profiling.passes.tables import UNATTRIBUTED
 from harness.profiling.passes.timing import Stopwatch
 from harness.profiling.span_names import site_of
-from harness.profiling.trace.file import collecting_no_garbage
 from harness.results.profile import OperatorCount, StepShape
 
 

@@ -6,12 +6,10 @@ decoded a batch at a time into columns of a few bytes each.
 
 from __future__ import annotations
 
-import gc
 import gzip
 import stat
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -169,18 +167,6 @@ def _json_error(error: msgspec.DecodeError, path: Path) -> HarnessError:
         what = "the trace is cut off: the JSON ends in the middle"
         return HarnessError(Code.TRACE_DAMAGED, what, where=path, hint="export it again, and let the program end")
     return HarnessError(Code.TRACE_NOT_JSON, f"the trace is no JSON: {error}", where=path, hint=_EXPORT_HINT)
-
-
-@contextmanager
-def collecting_no_garbage() -> Iterator[None]:
-    """Keep Python from searching millions of new objects for garbage, of which there is none: a third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _read_text(path: Path) -> memoryview | bytearray:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from harness.base.garbage import collecting_no_garbage
 from harness.profiling.trace.device import KERNEL_CATEGORIES
-from harness.profiling.trace.file import collecting_no_garbage, read_trace
+from harness.profiling.trace.file import read_trace
 from harness.profiling.trace.nesting import NOT_NESTED, nest
 from harness.results.trace import FlameFrame
 

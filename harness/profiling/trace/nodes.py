@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.base.garbage import collecting_no_garbage
 from harness.errors import Code, HarnessError
 from harness.profiling.span_names import SPAN, STEP
-from harness.profiling.trace.file import NO_CORRELATION, Trace, collecting_no_garbage, read_trace
+from harness.profiling.trace.file import NO_CORRELATION, Trace, read_trace
 
 _DEVICE_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCH_CATEGORIES = {"cuda_runtime", "cuda_driver"}

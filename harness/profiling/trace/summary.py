@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.base.garbage import collecting_no_garbage
 from harness.profiling.span_names import SPAN, STEP
 from harness.profiling.trace.device import KERNEL_CATEGORIES, LAUNCH_CATEGORY, device_activity
-from harness.profiling.trace.file import NO_CORRELATION, Trace, collecting_no_garbage, read_trace
+from harness.profiling.trace.file import NO_CORRELATION, Trace, read_trace
 from harness.profiling.trace.modules import module_times
 from harness.profiling.trace.nesting import NOT_NESTED, innermost, nest
 from harness.profiling.trace.products import matrix_products

@@ -52,6 +52,11 @@ class Found:
     grown_bytes: dict[str, int] = field(default_factory=dict)
     """Resident memory, by engine."""
 
+    @property
+    def copy_bytes_per_second(self) -> float:
+        """Median of the copy bandwidths."""
+        return median(self.copies)
+
 
 def run_bench(
     *,
@@ -101,12 +106,10 @@ def run_bench(
         seed=seed,
         repeats=repeats,
         machine=machine,
-        copy_bytes_per_second=median(found.copies),
+        copy_bytes_per_second=found.copy_bytes_per_second,
         copy_spread=(min(found.copies), max(found.copies)),
         measures=_measures(found.timed, engine),
-        shares=[
-            _share(shape, num_parameters, dtype, own, median(found.copies)) for own in found.timed[: len(BATCH_SIZES)]
-        ],
+        shares=_shares(found, shape, num_parameters, dtype),
         agreements=found.agreements,
         absent=found.absent,
         engine=engine,
@@ -287,15 +290,19 @@ def _measures(timed: Sequence[Timed], engine: str) -> list[Measure]:
     ]
 
 
-def _share(shape: Shape, num_parameters: int, dtype: str, timed: Timed, copy_bytes_per_second: float) -> BandwidthShare:
+def _shares(found: Found, shape: Shape, num_parameters: int, dtype: str) -> list[BandwidthShare]:
     """Relate a decode step's bytes to its time; an embedding that is not the head is read by the row, for nothing."""
-    workload = timed.workload
     num_read = num_parameters - (0 if shape.is_tied else shape.vocab_size * shape.hidden_size)
-    num_cached = len(workload.prompts) * workload.mean_decode_context * shape.kv_elements_per_token
-    num_bytes = int((num_read + num_cached) * getattr(torch, dtype).itemsize)
-    steps = {name: median(run.decode_step_seconds for run in runs) for name, runs in timed.generations.items() if runs}
-    return BandwidthShare(
-        batch_size=len(workload.prompts),
-        bytes_per_step=num_bytes,
-        shares={name: num_bytes / seconds / copy_bytes_per_second for name, seconds in steps.items()},
-    )
+
+    def share(timed: Timed) -> BandwidthShare:
+        workload, runs_of = timed.workload, timed.generations.items()
+        num_cached = len(workload.prompts) * workload.mean_decode_context * shape.kv_elements_per_token
+        num_bytes = int((num_read + num_cached) * getattr(torch, dtype).itemsize)
+        steps = {name: median(run.decode_step_seconds for run in runs) for name, runs in runs_of if runs}
+        return BandwidthShare(
+            batch_size=len(workload.prompts),
+            bytes_per_step=num_bytes,
+            shares={name: num_bytes / seconds / found.copy_bytes_per_second for name, seconds in steps.items()},
+        )
+
+    return [share(timed) for timed in found.timed[: len(BATCH_SIZES)]]

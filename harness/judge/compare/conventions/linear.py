@@ -69,7 +69,7 @@ def _partial_sums(subject: SuspectRows) -> Iterator[Rounding]:
                     name=SUMS_IN_DTYPE.format(dtype_name(subject.dtype), count),
                     model=MODEL,
                     expected=expected,
-                    allowance=_room_of_sums(_parts(subject, count), subject.dtype),
+                    allowance=_allowance_of_sums(_parts(subject, count), subject.dtype),
                 )
 
 
@@ -87,7 +87,7 @@ def _parts(subject: SuspectRows, count: int) -> list[torch.Tensor]:
     return [part.to(subject.dtype).to(torch.float64) for part in own]
 
 
-def _room_of_sums(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def _allowance_of_sums(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """[R] roundings of the sums in between, in any order: each as large as some of the parts add up to."""
     between = torch.stack([part.norm(dim=1).square() for part in parts]).sum(dim=0).sqrt()
     total = torch.stack(parts).sum(dim=0).norm(dim=1)

@@ -45,7 +45,7 @@ def _quantised_cache(subject: SuspectRows) -> Iterator[Rounding]:
     if not {keys.name, values.name} & set(FORMATS) or not (keys.is_known and values.is_known):
         return
     operands = _Operands(*_query_and_key(call, keys), values.stored(call.value))
-    ties = _room_of_ties(subject, call, operands)
+    ties = _allowance_of_ties(subject, call, operands)
     names = keys.name, values.name
 
     def expected(used: torch.dtype | None) -> torch.Tensor:
@@ -103,7 +103,7 @@ def _attend(
     return context.transpose(1, 2).flatten(2).flatten(0, 1)[subject.rows]
 
 
-def _room_of_ties(subject: SuspectRows, call: AttentionCall, operands: _Operands) -> torch.Tensor:
+def _allowance_of_ties(subject: SuspectRows, call: AttentionCall, operands: _Operands) -> torch.Tensor:
     """[R] roundings that elements on a rounding tie may make, were each rounded the other way; 0 without any."""
     query, key, value = operands.query, operands.key, operands.value
     groups = query.values.shape[1] // key.values.shape[1]

@@ -60,22 +60,17 @@ def other_sinks(failure: Failure) -> Iterator[Hypothesis]:
     """
     totals = _totals(failure)  # [R, N]
     heads, own = totals.shape[1], failure.views[0].sinks
-    actual, expected = (x.unflatten(1, (heads, -1)) for x in (failure.actual, failure.expected))
+    expected = failure.expected.unflatten(1, (heads, -1))
     if own is None and any(_begins_at_once(view) for view in failure.views):
         yield Hypothesis(
             cause="one is added to the sum of the exponentials: a key of zeros, or a sink whose logit is 0",
             output=_with_sinks(expected, totals, torch.ones(heads, dtype=torch.float64)),
         )
-    share = (actual * expected).sum(-1) / expected.square().sum(-1)
-    if not bool((share > 0).all()):
-        return
-    added = (totals * (1 / share - 1)).median(dim=0).values  # [N]
-    if bool((totals + added <= 0).any()):
-        return
+    added = _added_to_sums(failure, totals)
     meant = torch.zeros(heads, dtype=torch.float64) if own is None else own.exp()
-    used = meant + added
-    if bool((used <= 0).any()):
+    if added is None or bool((meant + added <= 0).any()):
         return
+    used = meant + added
     if own is None:
         yield Hypothesis(
             cause="attention sinks take part in the softmax, which the model does not have",
@@ -98,6 +93,16 @@ def other_sinks(failure: Failure) -> Iterator[Hypothesis]:
         detail=f"their logits are off, head by head, by {_shown(shift)}",
         freedom=heads,
     )
+
+
+def _added_to_sums(failure: Failure, totals: torch.Tensor) -> torch.Tensor | None:
+    """Return what gives the actual rows if it is added to each head's sums, [N]; None if nothing does."""
+    actual, expected = (x.unflatten(1, (totals.shape[1], -1)) for x in (failure.actual, failure.expected))
+    share = (actual * expected).sum(-1) / expected.square().sum(-1)
+    if not bool((share > 0).all()):
+        return None
+    added = (totals * (1 / share - 1)).median(dim=0).values
+    return None if bool((totals + added <= 0).any()) else added
 
 
 def _begins_at_once(view: AttentionContext) -> bool:

@@ -39,27 +39,10 @@ def in_few_bits(failure: Failure) -> Iterator[Hypothesis]:
     heads = failure.expected.unflatten(1, (-1, failure.hf.head_dim))
     request = failure.rows.request
     step = torch.stack([request, _written_in(failure)], dim=1).unique(dim=0, return_inverse=True)[1]
-    nobody = torch.zeros_like(step)
-    groups = {
-        "one scale for each token": (torch.arange(len(step)), (1, 2)),
-        "one scale for each head of a token": (torch.arange(len(step)), (2,)),
-        "one scale for each step": (step, (1, 2)),
-        "one scale for each head in a step": (step, (2,)),
-        "one scale for each channel in a step": (step, ()),
-        "one scale for all of it": (nobody, (1, 2)),
-        "one scale for each head": (nobody, (2,)),
-        "one scale for each channel": (nobody, ()),
-    }
-    for detail, (group, dims) in groups.items():
+    for detail, (group, dims) in _groups(step).items():
         largest = _largest(heads, group, dims)
-        sources = {"": group}
-        if detail.endswith("step"):
-            first = torch.stack([group[request == each].min() for each in request.tolist()])
-            sources |= {
-                "that of the request's first step": first,
-                "that of the step before": (group - 1).maximum(first),
-            }
-        for stale, source in sources.items():
+        stale_sources = _sources_of_stale_scales(step, request) if group is step else {}
+        for stale, source in {"": group, **stale_sources}.items():
             for name, top, nearest in _FORMATS:
                 scale = largest[source].clamp(min=torch.finfo(torch.float64).tiny) / top
                 output = (nearest((heads / scale).clamp(-top - (name[0] == "i"), top)) * scale).flatten(1)
@@ -68,6 +51,30 @@ def in_few_bits(failure: Failure) -> Iterator[Hypothesis]:
                     output=output,
                     detail=detail,
                 )
+
+
+def _groups(step: torch.Tensor) -> dict[str, tuple[torch.Tensor, tuple[int, ...]]]:
+    """Return what may share a scale: the number of each row's group, [R], and the dimensions that share it too."""
+    token, alike = torch.arange(len(step)), torch.zeros_like(step)
+    return {
+        "one scale for each token": (token, (1, 2)),
+        "one scale for each head of a token": (token, (2,)),
+        "one scale for each step": (step, (1, 2)),
+        "one scale for each head in a step": (step, (2,)),
+        "one scale for each channel in a step": (step, ()),
+        "one scale for all of it": (alike, (1, 2)),
+        "one scale for each head": (alike, (2,)),
+        "one scale for each channel": (alike, ()),
+    }
+
+
+def _sources_of_stale_scales(step: torch.Tensor, request: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the steps, [R] each, whose scale a row may have been given in place of its own step's."""
+    first = torch.stack([step[request == each].min() for each in request.tolist()])
+    return {
+        "that of the request's first step": first,
+        "that of the step before": (step - 1).maximum(first),
+    }
 
 
 def _largest(heads: torch.Tensor, group: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:

@@ -77,17 +77,18 @@ class Rerun:
 
     def _show(self, value: Value, given: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
         tap, replaced = value.operation.tap, None
+        rows = value.in_all_places(value.rows, self.scene.batch.num_places)
         if value.call is not None:
             self.calls[tap] = value.call
         if tap == self.operation.tap:
-            self.values[tap] = value.rows.clone()
+            self.values[tap] = rows.clone()
             raise _SeenError
         if tap in given:
-            replaced = put_back(value.rows, *given[tap])
+            replaced = put_back(rows, *given[tap])
         elif (recorded := self._recorded(tap)) is not None:
-            replaced = put_back(value.rows, recorded.places, recorded.rows)
-        self.values[tap] = (value.rows if replaced is None else replaced).clone()
-        return replaced
+            replaced = put_back(rows, recorded.places, recorded.rows)
+        self.values[tap] = (rows if replaced is None else replaced).clone()
+        return replaced if replaced is None or value.places is None else replaced[value.places.to(replaced.device)]
 
 
 def _identities(rows: Rows) -> list[tuple[int, int, int]]:

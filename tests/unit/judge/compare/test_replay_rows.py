@@ -222,11 +222,9 @@ def test_a_head_recorded_nowhere_that_hf_shows_it_is_not_put_back():
 
 
 def test_values_in_some_places_are_unknown_in_all_others():
-    batch, _, _ = recorded_batch(2, share=0.0)
-    replay = Replay(Judged(), batch)
     for rows, unknown in ((torch.ones(2, 3), torch.nan), (torch.ones(2, 3, dtype=torch.int64), -1)):
         value = Value(operation=GRAPH["sum"], rows=rows, places=torch.tensor([7, 2]))
-        found = replay._in_all_places(value, rows + torch.arange(2)[:, None])
+        found = value.in_all_places(rows + torch.arange(2)[:, None], num_places=10)
         assert found.shape == (10, 3)
         expected = torch.full((10, 3), unknown, dtype=rows.dtype)
         expected[7], expected[2] = 1, 2

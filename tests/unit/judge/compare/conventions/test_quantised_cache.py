@@ -147,7 +147,9 @@ def operands(*, slack):
 
 
 def room_of(query, key, value):
-    return quantised_cache._room_of_ties(subject_of(call_of()), call_of(), quantised_cache._Operands(query, key, value))
+    return quantised_cache._allowance_of_ties(
+        subject_of(call_of()), call_of(), quantised_cache._Operands(query, key, value)
+    )
 
 
 def by_loop(query, key, value):
@@ -173,7 +175,7 @@ def by_loop(query, key, value):
 
 
 @pytest.mark.parametrize("only", [None, 0, 1, 2])
-def test_room_of_ties_is_that_of_the_loop(only):
+def test_allowance_of_ties_is_that_of_the_loop(only):
     parts = operands(slack=1)
     if only is not None:
         parts = [x if at == only else Stored(x.values, torch.zeros_like(x.slack)) for at, x in enumerate(parts)]

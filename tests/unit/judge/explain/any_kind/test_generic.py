@@ -485,6 +485,14 @@ def test_the_head_may_read_any_layer(bench):
     assert found.cause == "it reads model.layers.1.output instead of model.norm"
 
 
+def test_settings_are_tried_at_a_head_that_computes_few_positions(bench):
+    bench = bench()
+    right = bench.tap("lm_head")
+    found = bench.explain("lm_head", right + random(*right.shape))
+    assert not found.is_cause
+    assert "could not be tried" not in found.detail
+
+
 def test_the_last_row_of_the_step(bench):
     bench = bench()
     right, rows = bench.tap(RECORDED_TAP), bench.rows(RECORDED_TAP)
