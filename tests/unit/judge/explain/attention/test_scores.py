@@ -213,12 +213,10 @@ def scales(own=0.4, head_dim=4, hidden=20, heads=6, kv=8):
 def test_known_scales(toy):
     given = {c: h for c, h in found(attention.wrong_scale, toy.failure()).items() if not h.freedom}
     expected = {f"the softmax scale is {name}: {scale:.4g} instead of 0.4": scale for name, scale in scales().items()}
-    assert set(given) >= set(expected)
-    for cause, hypothesis in given.items():  # a scale that has no definition here is the number that its cause says
-        scale = expected.get(cause) or float(cause.split(": ")[-1].removesuffix(" instead of 0.4"))
+    assert set(given) == set(expected)
+    for cause, scale in expected.items():
         output = toy.contexts(PLACES, lambda place, scale=scale: toy.context(place, scale=scale))
-        close = {} if cause in expected else {"rtol": 1e-3, "atol": 1e-3}  # the cause says four digits
-        torch.testing.assert_close(hypothesis.output, output, msg=cause, **close)
+        torch.testing.assert_close(given[cause].output, output, msg=cause)
 
 
 def test_the_models_sizes_are_no_reason_where_another_layer_is_right(toy):
