@@ -135,7 +135,7 @@ def test_help_of_a_command_explains_every_option(harness, name):
 def test_help_names_the_installed_engines(harness, install):
     install("", name="mine")
     for name in ("check", "run"):
-        assert "hf, llamacpp, mine, mlx, reference" in " ".join(harness(name, "--help").out.split())
+        assert "hf, llamacpp, mine, mlx, onnxruntime, reference" in " ".join(harness(name, "--help").out.split())
 
 
 def test_no_command_shows_the_help_and_fails(harness):

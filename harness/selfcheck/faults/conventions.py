@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import linear
 
@@ -139,6 +140,29 @@ def _ranks(count: int, sums: torch.dtype, dtype: torch.dtype) -> Any:
 
 def _normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def _summed_in_order(norm: Any, gain: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Add the squares one after the other in float32, as a plain loop does."""
+
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        squares = np.square(x.numpy(), dtype=np.float32)
+        total = torch.from_numpy(np.add.accumulate(squares, axis=-1, dtype=np.float32)[..., -1:])
+        result: torch.Tensor = norm.weight_X * (x * (gain * torch.rsqrt(total / x.shape[-1] + norm.eps)))
+        return result
+
+    return normed
+
+
+def norms_in_order(gain: float = 1.0) -> Callable[[DecoderLayer], DecoderLayer]:
+    """Return what sums the squares of a layer's norms in order, and makes these too large."""
+
+    def edit(layer: DecoderLayer) -> DecoderLayer:
+        first: Any = _summed_in_order(layer.input_layernorm, gain)
+        second: Any = _summed_in_order(layer.post_attention_layernorm, gain)
+        return replace(layer, input_layernorm=first, post_attention_layernorm=second)
+
+    return edit
 
 
 def _unrounded_sums(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -276,6 +300,7 @@ _CONVENTIONS: dict[str, tuple[tuple[str, ...], Callable[[str], Any], Mapping[str
         {"numerics": Numerics(num_ranks=4)},
     ),
     "unrounded-sums": (_HALF, lambda dtype: replacing((DecoderLayer, "__call__", _unrounded_sums)), {}),
+    "squares-summed-in-order": (_FLOAT32, lambda dtype: edited_layers(norms_in_order()), {}),
     "cache-float16": (_FLOAT32, lambda dtype: coarse_cache(torch.float16), {"numerics": _F16}),
     "cache-bfloat16": (_FLOAT32, lambda dtype: coarse_cache(torch.bfloat16), {"numerics": Numerics(cache="bfloat16")}),
     "cache-float16-products": (

@@ -6,11 +6,19 @@ from typing import Any
 import torch
 
 from harness.base.numerics import Numerics
-from harness.selfcheck.faults.conventions import coarse_cache, products, quantised_inputs, rounded_inputs
+from harness.selfcheck.faults.conventions import (
+    coarse_cache,
+    norms_in_order,
+    products,
+    quantised_inputs,
+    rounded_inputs,
+)
 from harness.selfcheck.faults.fault import FIRST, SECOND, Category, Fault, FaultConfig, Row
+from harness.selfcheck.faults.norm import edited_layers
 from harness.selfcheck.faults.position import frequencies_changed
 
-_Q_PROJ, _Q_ROPE, _K_CACHE = (f"model.layers.0.{site}" for site in ("self_attn.q_proj", "q_rope", "k_cache"))
+_SITES = ("input_layernorm", "self_attn.q_proj", "q_rope", "k_cache")
+_NORM, _Q_PROJ, _Q_ROPE, _K_CACHE = (f"model.layers.0.{site}" for site in _SITES)
 
 
 def _fault(id: str, summary: str, inject: Any, cause: str, tap: str = _Q_PROJ, row: Row = FIRST, **rest: Any) -> Fault:
@@ -36,6 +44,8 @@ FAULTS = [
     _fault("rope-frequencies-off-by-1e-6", "The frequencies are too high by a part in a million.",
            frequencies_changed(lambda config, inv_freq: inv_freq * (1 + 1e-6)),
            "frequencies are off by a factor of 1.000001", tap=_Q_ROPE, row=SECOND),
+    _fault("squares-summed-in-order-and-large", "The squares are summed in order, and the norm is too large by 4e-6.",
+           edited_layers(norms_in_order(1 + 4e-6)), "constant gain", tap=_NORM),
     _fault("cache-bf16-declared-fp16", "The cache is declared to be float16, and is bfloat16.",
            coarse_cache(torch.bfloat16), "lower dtype: bfloat16", tap=_K_CACHE, numerics=Numerics(cache="float16")),
 ]  # fmt: skip

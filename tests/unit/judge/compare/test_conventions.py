@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from harness.formats.taps import Kind, Operation
 from harness.judge.compare.conventions import SuspectRows, conventions
 from harness.judge.compare.conventions.attention import EAGER
 from harness.judge.compare.conventions.linear import PARTIAL_SUMS, ROUNDED_INPUTS, SUMS_IN_DTYPE
-from harness.judge.compare.conventions.norm import UNROUNDED_SUM
+from harness.judge.compare.conventions.norm import SUMMED_IN_ORDER, UNROUNDED_SUM, error_of_sum
 from harness.judge.compare.conventions.quantised import QUANTISED_INPUTS
 from harness.oracle.rotation import rotations
 from harness.oracle.watch import AttentionCall, Seeing, run_attention, watching
@@ -378,6 +379,22 @@ def test_a_norm_of_the_sum_before_it_is_rounded(bench):
         rounded = exact.bfloat16().float()
         assert away < (rounded * root * module.weight.float() - exact * root * module.weight.float()).norm() * 3
     assert list(roundings(subject(one.hf, operation, **given | {"recorded": lambda tap: None}))) == []
+
+
+def test_a_norm_whose_squares_are_summed_in_order(bench):
+    one, name = bench("qwen3-tiny", torch.float32), "model.layers.1.input_layernorm"
+    x = torch.randn(4000, 128, generator=torch.Generator().manual_seed(3)) * torch.linspace(0.1, 3, 128).flip(0)
+    exact = x.double() / x.double().square().mean(-1, keepdim=True).sqrt()
+    total = np.add.accumulate(x.square().numpy(), axis=-1, dtype=np.float32)[:, -1:]
+    in_order = x.double() / (torch.from_numpy(total).double() / 128).sqrt()
+    given = {"inputs": [x], "expected": exact, "dtype": torch.float32}
+    (found,) = roundings(subject(one.hf, one.hf.graph[name], **given))
+    assert found.name == SUMMED_IN_ORDER
+    errors = (in_order - exact).norm(dim=1) / exact.norm(dim=1) / rounding_unit(torch.float32)
+    sigmas = errors / error_of_sum(x)
+    assert 0.7 < float(sigmas.square().mean().sqrt()) < 1.6  # the prediction is what such a sum loses
+    assert bool((errors <= found.allowance).all())
+    assert error_of_sum(x.view(4000, 4, 32)).shape == (4000,)
 
 
 # A cache that is coarser than the arithmetic.

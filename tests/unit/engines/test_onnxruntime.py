@@ -1,0 +1,41 @@
+"""ONNX Runtime GenAI under test, where it is installed."""
+
+import subprocess
+import sys
+
+import pytest
+
+import harness
+
+pytest.importorskip("onnxruntime_genai", exc_type=ImportError)
+
+PROMPTS = [[5, 9, 14, 3, 8, 21, 4, 17, 6], [*range(3, 17)]]
+
+
+@pytest.fixture(scope="session")
+def export(checkpoints, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("export")
+    builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-p", "fp32", "-e", "cpu"]
+    subprocess.run([*builder, "-i", checkpoints / "qwen3-tiny", "-o", folder], check=True, capture_output=True)
+    return folder
+
+
+def check(checkpoints, **options):
+    return harness.check(
+        "onnxruntime", model=checkpoints / "qwen3-tiny", prompts=PROMPTS, max_new_tokens=4, schedules=["plain"],
+        engine_options=options,
+    )  # fmt: skip
+
+
+def test_the_nodes_of_an_export_are_told_by_content(checkpoints, export):
+    report = check(checkpoints, export=export)
+    (run,) = report.runs
+    lost = set(run.coverage.not_offered)
+    assert {"q_rope", "k_rope", "k_cache", "v_cache"} <= lost
+    assert len(lost) < 8
+    assert run.tokens.equal == run.tokens.compared == 8
+
+
+def test_an_export_has_to_be_there(checkpoints, tmp_path):
+    with pytest.raises(harness.HarnessError, match=r"(?s)which is not there.*models.builder"):
+        check(checkpoints, export=tmp_path)
