@@ -106,6 +106,10 @@ class Code(StrEnum):
     # Generation and its speed
     NO_CHAT_TEMPLATE = "H080"
     PEER_TOKENS_DIFFER = "H081"
+    # Folders of tensors
+    BAD_TENSOR_FILE = "H084"
+    BAD_TENSOR_FOLDER = "H085"
+    TENSORS_OF_OTHER_TOKENS = "H086"
     # Findings below one rounding
     SYSTEMATIC_ERROR = "H087"
     # Properties

@@ -1,0 +1,56 @@
+"""Tensors in files, mapped into memory: a file may be larger than the machine's memory."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from harness.errors import Code, HarnessError
+
+MAX_TENSOR_BYTES = 8 << 30
+"""Largest tensor that is read: more than the logits of 8,000 tokens in a vocabulary of 250,000, in float32."""
+_MAP_FROM_BYTES = 1 << 20
+"""Smaller tensors are read: a process has a limited number of mappings."""
+
+
+def map_tensor(path: Path, name: str, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor whose elements begin at byte `offset` of a file, in row-major order and the machine's byte order.
+
+    Raises:
+        HarnessError: BAD_TENSOR_FILE: it is too large.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    check_size(path, name, num_bytes)
+    if num_bytes >= _MAP_FROM_BYTES:
+        storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=offset + num_bytes)
+        whole = torch.tensor([], dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+        own = whole[offset:]
+        return (own.clone() if offset % dtype.itemsize else own).view(dtype).reshape(tuple(shape))
+    with path.open("rb") as file:
+        file.seek(offset)
+        content = bytearray(file.read(num_bytes))
+    if len(content) < num_bytes:
+        refuse(path, "the file is truncated", expected=f"{num_bytes} bytes of {name or 'data'}", actual=len(content))
+    return torch.frombuffer(content, dtype=dtype).reshape(tuple(shape))
+
+
+def check_size(path: Path, name: str, num_bytes: int) -> None:
+    """Refuse a tensor, or a file that cannot be mapped, that is too large."""
+    if num_bytes > MAX_TENSOR_BYTES:
+        refuse(
+            path,
+            f"{f'the tensor {name!r}' if name else 'the tensor'} is too large",
+            expected=f"at most {MAX_TENSOR_BYTES:,} bytes",
+            actual=f"{num_bytes:,} bytes",
+            hint="dump a shorter prompt, or leave this tensor out",
+        )
+
+
+def refuse(
+    path: Path, what: str, *, expected: object = None, actual: object = None, hint: str | None = None
+) -> NoReturn:
+    """Raise BAD_TENSOR_FILE."""
+    hint = hint or "write the file again, or remove it from the folder"
+    raise HarnessError(Code.BAD_TENSOR_FILE, what, where=path, expected=expected, actual=actual, hint=hint)
