@@ -56,7 +56,7 @@ class Plan:
         Raises:
             HarnessError: UNKNOWN_ENGINE.
         """
-        if self.subject is not None:
+        if self.subject is not None or self.case.tensors is not None:
             return False
         if self.case.engine_python is not None:
             return True
@@ -73,6 +73,10 @@ class Plan:
         if self.subject is not None:
             return self.subject
         case = self.case
+        if case.tensors is not None:
+            from harness.engines.tensor_folder import FolderEngine
+
+            return FolderEngine(case.tensors, self.checkpoint, dtype=case.dtype, token_ids=self.prompts[0].token_ids)
         return open_engine(case.engine, self.folder, dtype=case.dtype, device=case.device, options=self.engine_options)
 
 
@@ -132,6 +136,8 @@ def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
         HarnessError: any of it cannot be resolved.
     """
     _refuse_contradictions(case)
+    if case.tensors is not None:
+        case = case.model_copy(update={"engine": "tensors", "schedules": ["plain"], "max_new_tokens": 1})
     checkpoint = Checkpoint(resolve(case.model, local_files_only=local_files_only, hf=case.hf))
     check_device(case.device)
     prompts = _prompts(case, checkpoint)
@@ -169,6 +175,15 @@ def _refuse_contradictions(case: Case) -> None:
     if case.isolate is False and limit_s is not None:
         what, hint = "an engine in the harness's own process cannot be ended", "leave out --no-isolate, or the limit"
         refuse("--engine-timeout", what, expected="an engine in a process of its own", hint=hint)
+    if case.tensors is not None:
+        if len(case.requests) != 1:
+            what, hint = "a folder of tensors is of one request", "give one --token-ids, or one --prompt"
+            refuse("--tensors", what, expected="1 request", actual=len(case.requests), hint=hint)
+        fields = ("engine", "engine_options", "isolate", "engine_timeout_s", "engine_python", "lora", "schedules")
+        for name in fields:
+            if getattr(case, name) != Case.model_fields[name].get_default(call_default_factory=True):
+                what = "tensors that were dumped are one prefill of no engine that runs"
+                refuse(Case.options()[name].name, what, hint="leave it out, or leave out --tensors")
     if case.other_loras and case.lora is None:
         refuse("--other-lora", "there are other adapters, and none that is checked", hint="--lora FOLDER")
 

@@ -101,7 +101,7 @@ class CaseOptions:
         return fields | ({"case": load_case(said["case"])} if "case" in said else {})
 
 
-_FIRST = ("model", "hf", *ENGINE, *WORKLOAD, "schedules", "only", "case")
+_FIRST = ("model", "hf", "tensors", *ENGINE, *WORKLOAD, "schedules", "only", "case")
 EVERY_OPTION = CaseOptions(*_FIRST, *(name for name in Case.options() if name not in (*_FIRST, "dtype")))
 """What `harness check` offers: each option that a case declares, but for the dtype, which can be repeated there."""
 

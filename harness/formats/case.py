@@ -106,6 +106,16 @@ class Case(BaseModel):
     engine: Annotated[str, Field(min_length=1), Option("--engine NAME", "Engine under test. [default: reference]")] = (
         "reference"
     )
+    tensors: Annotated[
+        _Path | None,
+        Option(
+            "--tensors DIR",
+            "Folder of tensors (.npy, .safetensors, .pt) that an engine has dumped of one prefill, in its place: what "
+            "each of them is, is found by what it holds.",
+            kind=Path,
+            is_in_files=False,
+        ),
+    ] = None
     engine_options: Annotated[
         dict[str, str | int],
         Option(

@@ -322,6 +322,18 @@ class NextPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TapTensor:
+    """The tensor of an engine that was taken for a tap."""
+
+    tap: str
+    tensor: str
+    code: str | None
+    """Line of the engine's code that makes it; None where that is not known."""
+    evidence: str
+    """Why it was taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
     """A whole check: every schedule of one engine against one golden."""
 
@@ -334,6 +346,8 @@ class CheckResult:
     golden_s: float | None = None
     notes: tuple[str, ...] = field(default=())
     """Remarks for the reader that are neither errors nor findings."""
+    sources: tuple[TapTensor, ...] = ()
+    """The tensors that were taken for taps, where these were found and not declared."""
     schedules_not_run: tuple[str, ...] = ()
     """Those that were asked for and that the budget of time did not reach."""
     next_place: NextPlace | None = None

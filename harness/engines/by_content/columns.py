@@ -78,12 +78,19 @@ class ColumnIndex:
         self._order = self._all[0].argsort()
         self._sorted = self._all[0][self._order].contiguous()
 
-    def find(self, value: torch.Tensor) -> list[Fit]:
-        """Return the tensors that hold a value [T, W], the nearest first; exact ones alone, if there are some."""
+    def find(self, value: torch.Tensor, *, exactly: bool = False) -> list[Fit]:
+        """Return the tensors that hold a value [T, W], the nearest first; exact ones alone, if there are some.
+
+        Args:
+            value: what is looked for.
+            exactly: whether to look for exact ones alone.
+        """
         value = value.double()
         if not bool(value.isfinite().all()) or not bool(value.any()):
             return []
-        fits = self._find(value, self.fine, may_be_permuted=True) or self._find(value, _LOOSE, may_be_permuted=False)
+        fits = self._find(value, self.fine, may_be_permuted=True)
+        if not fits and not exactly:
+            fits = self._find(value, _LOOSE, may_be_permuted=False)
         return sorted(fits, key=lambda fit: fit.error)
 
     def error(self, index: int, columns: Columns, value: torch.Tensor) -> float:

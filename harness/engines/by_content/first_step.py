@@ -33,7 +33,7 @@ class FirstStep:
         self._index = ColumnIndex([table.rows for table in tables], rounding=rounding)
         self.fits: dict[str, list[Fit]] = {}
         self.by_consumers: set[str] = set()
-        self._before_attention = _before_attention(hf.graph)
+        self._before_attention = before_attention(hf.graph)
         self._unmatched: list[Operation] = []
         self._num_trials = 0
 
@@ -158,7 +158,7 @@ def _elsewhere(found: tuple[int, Fit], tables: Sequence[Table], operation: Opera
     return None if at is None else replace(fit, index=at, error=float("inf"))
 
 
-def _before_attention(graph: Graph) -> set[str]:
+def before_attention(graph: Graph) -> set[str]:
     """Return the taps that only queries and keys follow from."""
     found = {tap for op in graph if op.kind is Kind.ATTENTION for tap in op.inputs[:2]}
     values = {op.inputs[2] for op in graph if op.kind is Kind.ATTENTION}

@@ -16,6 +16,7 @@ class Evidence(StrEnum):
 
     CONTENT = "content", "it holds what HF computes from the engine's own values"
     CONSUMERS = "consumers", "HF computes what the engine computes next only from it"
+    NAME = "name", "its name is that of the tap, or of the tap in other layers"
     DEFINITION = "definition", "it is what the step returns"
 
     help: str

@@ -24,9 +24,7 @@ def map_tensor(path: Path, name: str, offset: int, dtype: torch.dtype, shape: Se
     num_bytes = math.prod(shape) * dtype.itemsize
     check_size(path, name, num_bytes)
     if num_bytes >= _MAP_FROM_BYTES:
-        storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=offset + num_bytes)
-        whole = torch.tensor([], dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
-        own = whole[offset:]
+        own = torch.from_file(str(path), shared=False, size=offset + num_bytes, dtype=torch.uint8)[offset:]
         return (own.clone() if offset % dtype.itemsize else own).view(dtype).reshape(tuple(shape))
     with path.open("rb") as file:
         file.seek(offset)

@@ -35,7 +35,7 @@ from harness.oracle.lora import adapter_notes
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel
 from harness.plan import Plan
-from harness.results.check import CheckResult, Outcome, RunResult
+from harness.results.check import CheckResult, Outcome, RunResult, TapTensor
 
 
 def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None = None) -> CheckResult:
@@ -91,6 +91,10 @@ def _check_engine(
         num_requests=len(plan.prompts),
         runs=tuple(runs),
         golden_s=golden_s,
+        sources=tuple(
+            TapTensor(tap=tap, tensor=source.tensor, code=source.code, evidence=source.evidence)
+            for tap, source in engine.capabilities.sources.items()
+        ),
         notes=(
             *plan.notes,
             *golden.notes,
@@ -119,7 +123,8 @@ def _run_schedule(
         record_run(plan, engine, schedule, golden.requests[: len(plan.prompts)], folder, copies=copies)
         engine_s = time.perf_counter() - begin
         with Recording.open(folder, verify=False) as actual:  # written a moment ago by ourselves
-            require = sorted({*schedule.requires, *plan.case.require})
+            lacking = set() if engine.capabilities.has_decode else {"decode"}
+            require = sorted({*schedule.requires, *plan.case.require} - lacking)
             found = compare_planned(plan, engine.capabilities, actual, golden, hf, require=require, progress=report)
             result = found.result if plan.case.stops_early else explain_run(found, actual, golden, hf)
             return replace(result, engine_s=engine_s)

@@ -1,0 +1,356 @@
+"""Finds the taps of one prefill among dumped tensors.
+
+HF computes the same tokens and goes on with the engine's tensor wherever one was found, so that each value is looked
+for as it follows from the engine's own values. A value that is wrong is found by names, or as that from which HF
+computes what the engine computed next.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, product
+from math import prod
+
+import torch
+
+from harness.engines.by_content.columns import Columns, Fit, relative_error
+from harness.engines.by_content.first_step import before_attention
+from harness.engines.by_content.hf_run import EndOfRun, run_hf
+from harness.engines.by_content.tap_map import Evidence
+from harness.engines.tensor_folder.names import TapNames, elsewhere
+from harness.engines.tensor_folder.tables import Table, TableIndex, tables_of
+from harness.formats.taps import Kind, Operation
+from harness.formats.tensors import NamedTensor
+from harness.oracle.model import HFModel
+
+_SAME_FACTOR, _SAME_ROUNDINGS = 1.5, 2
+"""Tensors that are nearly as near to a value as the nearest one may be the value as well: names then decide."""
+_MOST_CANDIDATES = 24
+_MOST_TRIALS = 120
+_MOST_TOGETHER = 2
+"""Values that are tried together: a query and its key."""
+_ENOUGH = 3
+"""Values that are found after those on trial, and end the search."""
+_SHARE_OF_NAMES = 0.8
+"""Of the names of tensors, those that must follow from other layers' for a name alone to be believed."""
+_WINDOW = 40
+"""Operations after those on trial that are looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The tensor that is taken for a tap."""
+
+    table: int
+    columns: Columns
+    evidence: Evidence
+    is_last_row: bool = False
+    """Whether it has the last token's row alone; `table` then counts the tensors of one row."""
+
+
+class TapFinder:
+    """The taps of one request's prefill among tensors."""
+
+    def __init__(self, hf: HFModel, ids: Sequence[int], tensors: Sequence[NamedTensor], rounding: float) -> None:
+        """Take the tensors.
+
+        Args:
+            hf: the model that the engine should be, in float32.
+            ids: the tokens.
+            tensors: of any names, in any order.
+            rounding: RMS relative error of one rounding in the engine.
+        """
+        self._hf, self._ids, self._rounding = hf, torch.tensor([list(ids)]), rounding
+        self.tables = tables_of(tensors, len(ids))
+        self.last_rows = [Table(each.name, each.tensor.reshape(1, -1)) for each in tensors if _is_one_row(each.tensor)]
+        self._index = TableIndex(self.tables, rounding=rounding)
+        self._names = TapNames(hf.graph, {table.name for table in (*self.tables, *self.last_rows)})
+        self._permutable = before_attention(hf.graph)
+        self._place = {op.tap: at for at, op in enumerate(hf.graph)}
+        self._readers: dict[str, list[str]] = defaultdict(list)
+        for op in hf.graph:
+            for tap in op.inputs:
+                if op.kind is not Kind.CACHE:
+                    self._readers[tap].append(op.tap)
+        self._near: dict[str, list[Fit]] = {}
+        self._num_trials = 0
+        self.found: dict[str, Found] = {}
+
+    def find(self) -> None:
+        """Find the taps by what the tensors hold; then those with other values, by names and by what follows."""
+        self.found = self._walk({})
+        tried = set[tuple[str, bool]]()
+        while self._find_by_names() or self._find_by_what_follows(tried):
+            pass
+        self._find_logits()
+
+    def rows(self, tap: str) -> torch.Tensor:
+        """Return the rows of a tap that was found, [T, W]; or [1, W] of the last token's row."""
+        return self._rows(self.found[tap])
+
+    def name(self, tap: str) -> str:
+        """Return the name of the tensor that was found for a tap."""
+        found = self.found[tap]
+        return (self.last_rows if found.is_last_row else self.tables)[found.table].name
+
+    def _rows(self, found: Found) -> torch.Tensor:
+        return found.columns.of((self.last_rows if found.is_last_row else self.tables)[found.table].rows)
+
+    def _walk(self, assumed: Mapping[str, Found], *, until: int | None = None) -> dict[str, Found]:
+        """Run HF over the engine's values, and return the tensors that hold what follows.
+
+        Args:
+            assumed: tensors to take where no tensor holds HF's value.
+            until: place of the operation after which to end.
+        """
+        found: dict[str, Found] = {}
+        first = min((self._place[tap] for tap in assumed), default=0)
+
+        def look(operation: Operation, value: torch.Tensor) -> torch.Tensor | None:
+            place = self._place[operation.tap]
+            if until is not None and place > until:
+                raise EndOfRun
+            if operation.kind is Kind.CHOICE:
+                return None
+            if place < first:  # does not depend on what is assumed
+                chosen = self.found.get(operation.tap)
+            else:
+                chosen = self._holding(operation, value, exactly=until is not None) or assumed.get(operation.tap)
+            if chosen is None:
+                return None
+            found[operation.tap] = chosen
+            return _in_place_of(value, self._rows(chosen))
+
+        run_hf(self._hf, self._ids, look)
+        return found
+
+    def _holding(self, operation: Operation, value: torch.Tensor, *, exactly: bool) -> Found | None:
+        """Return the tensor that holds a value to rounding: of several that do, the one whose name is like it."""
+        fits = [fit for fit in self._index.find(value, exactly=exactly) if self._may_have(operation, fit.columns)]
+        if not fits or fits[0].error > self._index.fine:
+            if not exactly:
+                self._near[operation.tap] = fits
+            return self._holding_last_row(operation, value)
+        limit = max(fits[0].error * _SAME_FACTOR, fits[0].error + _SAME_ROUNDINGS * self._rounding)
+
+        def preference(fit: Fit) -> tuple[int, int, int]:
+            table = self.tables[fit.index]
+            is_whole = fit.columns.order is None and table.rows.shape[1] == prod(operation.shape)
+            kind = 0 if is_whole else 1 if fit.columns.order is None else 2
+            return -self._names.likeness(table.name, operation), kind, fit.index
+
+        best = min((fit for fit in fits if fit.error <= limit), key=preference)
+        return Found(table=best.index, columns=best.columns, evidence=Evidence.CONTENT)
+
+    def _holding_last_row(self, operation: Operation, value: torch.Tensor) -> Found | None:
+        """Return the tensor of one row that holds the last token's, where an engine may compute that alone."""
+        if not (operation.is_head or operation.sampled_only):
+            return None
+        row = value[-1:].T
+        errors = {
+            at: relative_error(table.rows.T, row)
+            for at, table in enumerate(self.last_rows)
+            if table.rows.shape[1] == len(row)
+        }
+        best = min(errors, key=lambda at: errors[at], default=None)
+        if best is None or errors[best] > self._index.fine:
+            return None
+        columns = Columns(start=0, stop=len(row))
+        return Found(table=best, columns=columns, evidence=Evidence.CONTENT, is_last_row=True)
+
+    def _may_have(self, operation: Operation, columns: Columns) -> bool:
+        """Whether columns may lie so: products of queries and keys do not show the order of their heads' elements."""
+        return columns.is_rising or operation.tap in self._permutable
+
+    def _find_by_names(self) -> bool:
+        """Take tensors by their names for values after which nothing was found; return whether more was found."""
+        learned = {op.tap: found for op in self._lost() if (found := self._learned(op)) is not None}
+        named = {op.tap: found for op in self._lost() if (found := self._named_like(op)) is not None}
+        if not learned and not named:
+            return False
+        before = {tap: found for tap, found in self.found.items() if found.evidence is not Evidence.CONTENT}
+        trial = self._walk({**before, **named, **learned})
+        names_tell, kept = self._do_names_tell(), {}
+        for tap, found in trial.items():
+            if found.evidence is not Evidence.CONTENT:
+                if self._leads_on(tap, trial):
+                    kept[tap] = replace(found, evidence=Evidence.CONSUMERS)
+                elif tap in before or (tap in learned and names_tell) or not self._index.can_tell(found.table):
+                    kept[tap] = replace(found, evidence=Evidence.NAME)
+        return self._take(self._walk(kept)) if kept else False
+
+    def _take(self, found: dict[str, Found]) -> bool:
+        """Go on from other findings if they are more, and lose nothing."""
+        before, now = (_by_content(each) for each in (self.found, found))
+        is_more = len(now) > len(before) or len(found) > len(self.found)
+        if not is_more or not (found.keys() >= self.found.keys() and now >= before):
+            return False
+        self.found = found
+        return True
+
+    def _learned(self, operation: Operation) -> Found | None:
+        """Return the tensor that is to the operation's layer what others are to theirs."""
+        known = self._of_site(operation)
+        for name in self._predicted(operation, known):
+            for columns in {found.columns.start: found.columns for found in known.values()}.values():
+                if (found := self._named(name, columns)) is not None:
+                    return found
+        return None
+
+    def _of_site(self, operation: Operation) -> dict[int, Found]:
+        """Return what was found for the operation's like in other layers."""
+        others = {tap: self._hf.graph[tap] for tap in self.found if not self.found[tap].is_last_row}
+        return {
+            other.layer: self.found[tap]
+            for tap, other in others.items()
+            if other.site == operation.site and other.layer not in (None, operation.layer)
+        }
+
+    def _predicted(self, operation: Operation, known: Mapping[int, Found]) -> Iterator[str]:
+        if operation.layer is not None:
+            names = {layer: self.tables[found.table].name for layer, found in known.items()}
+            yield from elsewhere(names, operation.layer)
+
+    def _do_names_tell(self) -> bool:
+        """Whether the names of tensors follow from those of other layers: not where they are arbitrary numbers."""
+        hits = [
+            self.tables[found.table].name in self._predicted(self._hf.graph[tap], known)
+            for tap, found in self.found.items()
+            if found.evidence is Evidence.CONTENT
+            and not found.is_last_row
+            and (known := self._of_site(self._hf.graph[tap]))
+        ]
+        return sum(hits) >= _SHARE_OF_NAMES * max(1, len(hits))
+
+    def _named_like(self, operation: Operation) -> Found | None:
+        """Return the tensor with a name like the tap's."""
+        columns = Columns(start=0, stop=prod(operation.shape))
+        named = (self._named(name, columns, is_whole=True) for name in self._names.like(operation))
+        return next((found for found in named if found is not None), None)
+
+    def _named(self, name: str, columns: Columns, *, is_whole: bool = False) -> Found | None:
+        """Return the columns of the tensor of that name, if it has them and they are no other tap's."""
+        for at, table in enumerate(self.tables):
+            width = table.rows.shape[1]
+            has_them = width == columns.stop if is_whole else width >= columns.stop
+            if table.name == name and has_them and not self._is_claimed(at, columns):
+                return Found(table=at, columns=columns, evidence=Evidence.NAME)
+        return None
+
+    def _is_claimed(self, table: int, columns: Columns) -> bool:
+        """Whether columns of a table hold a tap's value."""
+        return any(
+            found.table == table
+            and not found.is_last_row
+            and found.columns.start < columns.stop
+            and columns.start < found.columns.stop
+            for found in self.found.values()
+        )
+
+    def _lost(self) -> list[Operation]:
+        """Return the operations that were not found and that something is computed from which was not, either."""
+        lost = set[str]()
+        for op in reversed(self._hf.graph.operations):
+            if op.tap in self.found:
+                continue
+            readers = self._readers[op.tap]
+            if any(tap in lost or self._is_other_value(tap) for tap in readers) or op.tap == self._hf.graph.logits:
+                lost.add(op.tap)
+        return [op for op in self._hf.graph if op.tap in lost and op.kind not in (Kind.CHOICE, Kind.CACHE)]
+
+    def _is_other_value(self, tap: str) -> bool:
+        """Whether a tap was found and is not what HF computes."""
+        return tap in self.found and self.found[tap].evidence is not Evidence.CONTENT
+
+    def _leads_on(self, tap: str, found: Mapping[str, Found]) -> bool:
+        """Whether a tensor holds what HF computes from a tap, through values that were not found."""
+        ahead, seen = [tap], {tap}
+        while ahead:
+            for reader in self._readers[ahead.pop()]:
+                if reader in found:
+                    if found[reader].evidence is Evidence.CONTENT:
+                        return True
+                elif reader not in seen:
+                    seen.add(reader)
+                    ahead.append(reader)
+        return False
+
+    def _find_by_what_follows(self, tried: set[tuple[str, bool]]) -> bool:
+        """Take the tensors for a lost value from which HF computes what the engine computed next.
+
+        Tensors that are near to the value come first, for every lost one; then any others of its width.
+        """
+        lost = {op.tap: op for op in self._lost()}
+        end = min(map(self._place.__getitem__, lost), default=0) + _WINDOW
+        lost = {tap: op for tap, op in lost.items() if self._place[tap] < end}
+        for is_near, tap in product((True, False), lost):
+            if (tap, is_near) in tried:
+                continue
+            tried.add((tap, is_near))
+            together = {each for reader in self._readers[tap] for each in self._hf.graph[reader].inputs if each in lost}
+            for group in [[tap], sorted(together, key=self._place.__getitem__)][: 1 if len(together) == 1 else 2]:
+                if 0 < len(group) <= _MOST_TOGETHER and self._try([lost[each] for each in group], is_near=is_near):
+                    return True
+        return False
+
+    def _try(self, operations: Sequence[Operation], *, is_near: bool) -> bool:
+        """Try tensors for operations together; return whether there are some from which HF goes on as the engine."""
+        before = {tap: found for tap, found in self.found.items() if found.evidence is not Evidence.CONTENT}
+        last = self._place[operations[-1].tap] + _WINDOW
+        most, best = 0, dict[str, Found]()
+        candidates = [list(islice(self._candidates(op, is_near=is_near), _MOST_CANDIDATES)) for op in operations]
+        for chosen in product(*candidates):
+            if self._num_trials >= _MOST_TRIALS or most >= _ENOUGH:
+                break
+            self._num_trials += 1
+            taken = {op.tap: found for op, found in zip(operations, chosen, strict=True)}
+            trial = self._walk({**before, **taken}, until=last)
+            new = len(_by_content(trial) - _by_content(self.found))
+            if new > most and all(self._leads_on(op.tap, trial) for op in operations):
+                most, best = new, taken
+        return bool(best) and self._take(self._walk({**before, **best}))
+
+    def _candidates(self, operation: Operation, *, is_near: bool) -> Iterator[Found]:
+        """Yield what may be an operation's value: what is near to it, or tensors of its width, each once."""
+        width = prod(operation.shape)
+        places = [(fit.index, fit.columns) for fit in self._near.get(operation.tap, ())]
+        if not is_near:
+            whole = Columns(start=0, stop=width)
+            places = [(at, whole) for at, table in enumerate(self.tables) if table.rows.shape[1] == width]
+        seen: list[torch.Tensor] = []
+        for at, columns in places:
+            found = Found(table=at, columns=columns, evidence=Evidence.CONSUMERS)
+            rows = self._rows(found)
+            if not self._is_claimed(at, columns) and not any(torch.equal(rows, other) for other in seen):
+                seen.append(rows)
+                yield found
+
+    def _find_logits(self) -> None:
+        """Take the tensor with as many columns as the vocabulary for logits of another value, if there is but one."""
+        logits = self._hf.graph[self._hf.graph.logits]
+        if logits.tap in self.found:
+            return
+        columns = Columns(start=0, stop=prod(logits.shape))
+        wide = [
+            (table.name, Found(table=at, columns=columns, evidence=Evidence.DEFINITION, is_last_row=is_last))
+            for is_last, tables in ((False, self.tables), (True, self.last_rows))
+            for at, table in enumerate(tables)
+            if table.rows.shape[1] == columns.stop and (is_last or not self._is_claimed(at, columns))
+        ]
+        named = [each for each in wide if self._names.likeness(each[0], logits) == 2] or wide
+        if len(named) == 1:
+            self.found[logits.tap] = named[0][1]
+
+
+def _is_one_row(tensor: torch.Tensor) -> bool:
+    return tensor.dim() >= 1 and tensor.numel() == tensor.shape[-1]
+
+
+def _in_place_of(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Return HF's rows with the engine's in their place, as far as it has them and they are finite."""
+    rows = torch.cat([value[: -len(own)].to(own), own]) if len(own) < len(value) else own
+    return rows if bool(rows.isfinite().all()) else torch.where(rows.isfinite(), rows.to(value), value)
+
+
+def _by_content(found: Mapping[str, Found]) -> set[str]:
+    return {tap for tap, each in found.items() if each.evidence is Evidence.CONTENT}

@@ -1,0 +1,180 @@
+"""Which tensor of a dump is which tap: sound, with bugs planted, under names that say something and under none."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from harness.engines.by_content.hf_run import run_hf
+from harness.engines.by_content.tap_map import Evidence
+from harness.engines.tensor_folder.finder import TapFinder
+from harness.formats.taps import Kind
+from harness.formats.tensors import NamedTensor
+from harness.oracle.model import load_model
+
+IDS = [5, 9, 14, 3, 8, 21, 4, 17, 6, 33, 12, 40, 7, 7, 90, 31]
+MODELS = ("qwen2-tiny", "gemma3-tiny", "qwen3-moe-tiny")
+
+
+@dataclass
+class Dump:
+    """What HF computes with a bug in it."""
+
+    graph: object
+    taps: dict[str, torch.Tensor]
+    tensors: list[NamedTensor]
+
+    def shown(self):
+        """Return the taps whose values are among the tensors."""
+        values = [each.tensor.reshape(len(IDS), -1) for each in self.tensors if each.tensor.numel() % len(IDS) == 0]
+        return {tap for tap, value in self.taps.items() if any(same(value, each) for each in values)}
+
+
+def same(a, b):
+    return a.shape == b.shape and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+def dump(folder, *, dtype=torch.float32, plant=lambda model: None, named=True, taps=False):
+    """Dump the outputs of all modules, and other taps if they are wanted."""
+    hf = load_model(folder, dtype=dtype, stays=True)
+    graph = hf.graph
+    plant(hf.model)
+    shown, values = {}, {}
+
+    def hook(name):
+        def see(_module, _args, output):
+            for place, each in enumerate(output if isinstance(output, tuple) else [output]):
+                if isinstance(each, torch.Tensor) and each.is_floating_point():
+                    shown[f"{name}.{place}"] = each.clone()
+
+        return see
+
+    for name, module in hf.model.named_modules():
+        module.register_forward_hook(hook(name or "whole"))
+    run_hf(hf, torch.tensor([IDS]), lambda op, value: values.update({op.tap: value.clone()}))
+    values = {tap: value for tap, value in values.items() if graph[tap].kind is not Kind.CHOICE}
+    if taps:
+        shown |= {f"own.{tap.replace('layers', 'block')}": value for tap, value in values.items()}
+    names = list(shown)
+    random.Random(0).shuffle(names)
+    tensors = [NamedTensor(name if named else f"t{at:04d}", shown[name]) for at, name in enumerate(names)]
+    return Dump(graph, values, tensors)
+
+
+def found(folder, made, *, rounding=2.5e-8):
+    finder = TapFinder(load_model(folder, dtype=torch.float32, stays=True), IDS, made.tensors, rounding)
+    finder.find()
+    wrong = {
+        tap: finder.name(tap)
+        for tap in finder.found
+        if not same(finder.rows(tap), made.taps[tap][-len(finder.rows(tap)) :])
+    }
+    assert wrong == {}, "tensors that are not the taps they were taken for"
+    return finder
+
+
+def by_evidence(finder, evidence):
+    return {tap for tap, each in finder.found.items() if each.evidence is evidence}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_that_a_sound_dump_shows_is_found(checkpoints, model, named, dtype):
+    made = dump(checkpoints / model, dtype=dtype, named=named, taps=True)
+    finder = found(checkpoints / model, made, rounding=2.5e-8 if dtype is torch.float32 else 1.67e-3)
+    assert by_evidence(finder, Evidence.CONTENT) == set(finder.found) == made.shown() == set(made.taps)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_what_is_not_in_the_dump_is_not_found(checkpoints, named):
+    folder = checkpoints / "qwen2-tiny"
+    made = dump(folder, named=named)
+    finder = found(folder, made)
+    assert set(finder.found) == made.shown()
+    assert "model.layers.0.attention" not in finder.found
+
+
+def scaled(layers):
+    def plant(model):
+        for layer in layers:
+            model.model.layers[layer].self_attn.scaling *= 1.05
+
+    return plant
+
+
+def other_eps(model):
+    norm = model.model.layers[1].input_layernorm
+    name = "eps" if hasattr(norm, "eps") else "variance_epsilon"
+    setattr(norm, name, getattr(norm, name) + 0.05)
+
+
+def swapped_heads(model):
+    attention = model.model.layers[1].self_attn
+    size = attention.head_dim
+
+    def swap(_module, args):
+        first, second, *rest = args[0].split(size, dim=-1)
+        return (torch.cat([second, first, *rest], dim=-1),)
+
+    attention.o_proj.register_forward_pre_hook(swap)
+
+
+FAULTS = {
+    "scaled attention": (scaled([1]), {"model.layers.1.attention"}),
+    "scaled attention in all layers": (scaled([0, 1, 2]), {f"model.layers.{layer}.attention" for layer in range(3)}),
+    "another eps": (other_eps, {"model.layers.1.input_layernorm"}),
+    "swapped heads": (swapped_heads, {"model.layers.1.self_attn.o_proj"}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("model", ["qwen2-tiny", "gemma3-tiny"])
+def test_a_bug_does_not_hide_what_follows(checkpoints, model, named, fault):
+    plant, wrong = FAULTS[fault]
+    made = dump(checkpoints / model, plant=plant, named=named, taps=True)
+    finder = found(checkpoints / model, made)
+    assert set(finder.found) == set(made.taps)
+    assert by_evidence(finder, Evidence.CONSUMERS) == wrong
+    assert by_evidence(finder, Evidence.NAME) == set()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_rows_of_nan_hide_only_themselves(checkpoints, named):
+    """A NaN among the values of attention makes all rows NaN: these have nothing but their names."""
+
+    def plant(model):
+        def spoil(_module, _args, output):
+            output[:, 7] = float("nan")
+
+        model.model.layers[1].mlp.down_proj.register_forward_hook(spoil)
+
+    folder = checkpoints / "qwen2-tiny"
+    made = dump(folder, plant=plant, named=named)
+    finder = found(folder, made)
+    some = {tap for tap in made.shown() if bool(made.taps[tap].isfinite().any())}
+    outputs = {tap for tap in made.shown() if ":" not in made.graph[tap].source}
+    assert set(finder.found) == (outputs if named else some | {"lm_head"})  # no other tensor is as wide
+    assert finder.rows("model.layers.1.mlp.down_proj")[7].isnan().all()
+
+
+def test_a_tensor_of_nan_alone_is_told_by_its_name(checkpoints):
+    def plant(model):
+        model.model.layers[1].mlp.down_proj.register_forward_hook(lambda _module, _args, output: output * float("nan"))
+
+    folder = checkpoints / "qwen2-tiny"
+    finder = found(folder, dump(folder, plant=plant))
+    assert finder.found["model.layers.1.mlp.down_proj"].evidence is Evidence.NAME
+
+
+def test_the_last_rows_of_the_head_are_found(checkpoints):
+    folder = checkpoints / "qwen2-tiny"
+    made = dump(folder)
+    made.tensors = [
+        NamedTensor(each.name, each.tensor[:, -1] if "lm_head" in each.name or "whole" in each.name else each.tensor)
+        for each in made.tensors
+    ]
+    finder = found(folder, made)
+    assert finder.found["lm_head"].is_last_row
