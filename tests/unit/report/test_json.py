@@ -9,7 +9,7 @@ from .examples import NUM_ROWS, build
 
 KEYS = [
     "schema_version", "verdict", "engine", "model", "dtype", "device", "num_requests", "num_rows", "num_taps",
-    "schedules", "first_divergence", "taps", "tokens", "coverage", "timings_s", "findings", "notes", "runs",
+    "schedules", "first_divergence", "taps", "tokens", "coverage", "timings_s", "findings", "notes", "sources", "runs",
     "schedules_not_run", "next",
 ]  # fmt: skip
 RUN_KEYS = {
