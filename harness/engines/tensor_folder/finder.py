@@ -25,6 +25,8 @@ from harness.oracle.model import HFModel
 
 _SAME_FACTOR, _SAME_ROUNDINGS = 1.5, 2
 """Tensors that are nearly as near to a value as the nearest one may be the value as well: names then decide."""
+_LEAST_SHARP, _SHARP_ROUNDINGS = 2e-5, 6
+"""Relative error up to which a tensor is what HF computes, and not only near to it."""
 _MOST_CANDIDATES = 24
 _MOST_TRIALS = 120
 _MOST_TOGETHER = 2
@@ -44,6 +46,8 @@ class Found:
     table: int
     columns: Columns
     evidence: Evidence
+    error: float = float("inf")
+    """Relative error against what HF computes from the engine's values; infinity if that was not compared."""
     is_last_row: bool = False
     """Whether it has the last token's row alone; `table` then counts the tensors of one row."""
 
@@ -140,7 +144,7 @@ class TapFinder:
             return -self._names.likeness(table.name, operation), kind, fit.index
 
         best = min((fit for fit in fits if fit.error <= limit), key=preference)
-        return Found(table=best.index, columns=best.columns, evidence=Evidence.CONTENT)
+        return Found(table=best.index, columns=best.columns, evidence=Evidence.CONTENT, error=best.error)
 
     def _holding_last_row(self, operation: Operation, value: torch.Tensor) -> Found | None:
         """Return the tensor of one row that holds the last token's, where an engine may compute that alone."""
@@ -156,7 +160,7 @@ class TapFinder:
         if best is None or errors[best] > self._index.fine:
             return None
         columns = Columns(start=0, stop=len(row))
-        return Found(table=best, columns=columns, evidence=Evidence.CONTENT, is_last_row=True)
+        return Found(table=best, columns=columns, evidence=Evidence.CONTENT, error=errors[best], is_last_row=True)
 
     def _may_have(self, operation: Operation, columns: Columns) -> bool:
         """Whether columns may lie so: products of queries and keys do not show the order of their heads' elements."""
@@ -175,13 +179,13 @@ class TapFinder:
             if found.evidence is not Evidence.CONTENT:
                 if self._leads_on(tap, trial):
                     kept[tap] = replace(found, evidence=Evidence.CONSUMERS)
-                elif tap in before or (tap in learned and names_tell) or not self._index.can_tell(found.table):
+                elif tap in before or (names_tell if tap in learned else not self._index.can_tell(found.table)):
                     kept[tap] = replace(found, evidence=Evidence.NAME)
         return self._take(self._walk(kept)) if kept else False
 
     def _take(self, found: dict[str, Found]) -> bool:
         """Go on from other findings if they are more, and lose nothing."""
-        before, now = (_by_content(each) for each in (self.found, found))
+        before, now = (self._sharp(each) for each in (self.found, found))
         is_more = len(now) > len(before) or len(found) > len(self.found)
         if not is_more or not (found.keys() >= self.found.keys() and now >= before):
             return False
@@ -254,13 +258,21 @@ class TapFinder:
             if op.tap in self.found:
                 continue
             readers = self._readers[op.tap]
-            if any(tap in lost or self._is_other_value(tap) for tap in readers) or op.tap == self._hf.graph.logits:
+            if any(tap in lost or self._is_blurred(tap) for tap in readers) or op.tap == self._hf.graph.logits:
                 lost.add(op.tap)
         return [op for op in self._hf.graph if op.tap in lost and op.kind not in (Kind.CHOICE, Kind.CACHE)]
 
-    def _is_other_value(self, tap: str) -> bool:
-        """Whether a tap was found and is not what HF computes."""
-        return tap in self.found and self.found[tap].evidence is not Evidence.CONTENT
+    def _is_blurred(self, tap: str) -> bool:
+        """Whether a tap was found and is not what HF computes, or is so only in the rough."""
+        return tap in self.found and not self._is_sharp(self.found[tap])
+
+    def _is_sharp(self, found: Found) -> bool:
+        """Whether a tensor holds HF's value to a few roundings: a little more is a value before it that is wrong."""
+        limit = min(self._index.fine, max(_LEAST_SHARP, _SHARP_ROUNDINGS * self._rounding))
+        return found.evidence is Evidence.CONTENT and found.error <= limit
+
+    def _sharp(self, found: Mapping[str, Found]) -> set[str]:
+        return {tap for tap, each in found.items() if self._is_sharp(each)}
 
     def _leads_on(self, tap: str, found: Mapping[str, Found]) -> bool:
         """Whether a tensor holds what HF computes from a tap, through values that were not found."""
@@ -268,7 +280,7 @@ class TapFinder:
         while ahead:
             for reader in self._readers[ahead.pop()]:
                 if reader in found:
-                    if found[reader].evidence is Evidence.CONTENT:
+                    if self._is_sharp(found[reader]):
                         return True
                 elif reader not in seen:
                     seen.add(reader)
@@ -305,7 +317,7 @@ class TapFinder:
             self._num_trials += 1
             taken = {op.tap: found for op, found in zip(operations, chosen, strict=True)}
             trial = self._walk({**before, **taken}, until=last)
-            new = len(_by_content(trial) - _by_content(self.found))
+            new = len(self._sharp(trial) - self._sharp(self.found))
             if new > most and all(self._leads_on(op.tap, trial) for op in operations):
                 most, best = new, taken
         return bool(best) and self._take(self._walk({**before, **best}))
@@ -350,7 +362,3 @@ def _in_place_of(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """Return HF's rows with the engine's in their place, as far as it has them and they are finite."""
     rows = torch.cat([value[: -len(own)].to(own), own]) if len(own) < len(value) else own
     return rows if bool(rows.isfinite().all()) else torch.where(rows.isfinite(), rows.to(value), value)
-
-
-def _by_content(found: Mapping[str, Found]) -> set[str]:
-    return {tap for tap, each in found.items() if each.evidence is Evidence.CONTENT}
