@@ -14,8 +14,8 @@ from harness.formats.case import Case
 ENGINE = ["--engine", "--engine-option", "--isolate", "--engine-timeout", "--engine-python"]
 WORKLOAD = ["--device", "--truth", "--prompt", "--prompt-file", "--token-ids", "--max-new-tokens"]
 OPTIONS = {
-    "check": ["--model", "--hf", "--tensors", *ENGINE, *WORKLOAD, "--schedule", "--taps", "--case", "--lora", "--other-lora",
-              "--stop-early", "--budget", "--dtype", "--out", "--fault", "--profile",
+    "check": ["--model", "--hf", "--tensors", *ENGINE, *WORKLOAD, "--schedule", "--taps", "--case", "--lora",
+              "--other-lora", "--stop-early", "--budget", "--dtype", "--out", "--fault", "--profile",
               "--endpoint", "--served-model", "--concurrency", "--request-timeout", "--again",
               "--local-files-only", "--format"],
     "golden": ["--model", "--hf", "--dtype", *WORKLOAD, "--continuation", "--case", "--lora", "--out",

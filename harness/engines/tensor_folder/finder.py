@@ -29,6 +29,7 @@ _LEAST_SHARP, _SHARP_ROUNDINGS = 2e-5, 6
 """Relative error up to which a tensor is what HF computes, and not only near to it."""
 _MOST_CANDIDATES = 24
 _MOST_TRIALS = 120
+"""Without a success."""
 _MOST_TOGETHER = 2
 """Values that are tried together: a query and its key."""
 _ENOUGH = 3
@@ -294,7 +295,9 @@ class TapFinder:
         """
         lost = {op.tap: op for op in self._lost()}
         end = min(map(self._place.__getitem__, lost), default=0) + _WINDOW
-        lost = {tap: op for tap, op in lost.items() if self._place[tap] < end}
+        wrong = {self._hf.graph[tap].site for tap in self.found if self._is_blurred(tap)}
+        near = sorted((op for tap, op in lost.items() if self._place[tap] < end), key=lambda op: op.site not in wrong)
+        lost = {op.tap: op for op in near}  # what is wrong in one layer is likely to be in others
         for is_near, tap in product((True, False), lost):
             if (tap, is_near) in tried:
                 continue
@@ -320,7 +323,10 @@ class TapFinder:
             new = len(self._sharp(trial) - self._sharp(self.found))
             if new > most and all(self._leads_on(op.tap, trial) for op in operations):
                 most, best = new, taken
-        return bool(best) and self._take(self._walk({**before, **best}))
+        if not best or not self._take(self._walk({**before, **best})):
+            return False
+        self._num_trials = 0
+        return True
 
     def _candidates(self, operation: Operation, *, is_near: bool) -> Iterator[Found]:
         """Yield what may be an operation's value: what is near to it, or tensors of its width, each once."""

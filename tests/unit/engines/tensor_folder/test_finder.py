@@ -178,3 +178,12 @@ def test_the_last_rows_of_the_head_are_found(checkpoints):
     ]
     finder = found(folder, made)
     assert finder.found["lm_head"].is_last_row
+
+
+def test_in_16_bits_a_bug_that_is_small_in_the_sum_is_found(checkpoints):
+    """The residual with the wrong heads is within 24 roundings of HF's, and so no reason to stop at it."""
+    folder = checkpoints / "qwen2-tiny"
+    made = dump(folder, dtype=torch.bfloat16, plant=swapped_heads, taps=True)
+    finder = found(folder, made, rounding=1.67e-3)
+    assert set(finder.found) == set(made.taps)
+    assert by_evidence(finder, Evidence.CONSUMERS) == {"model.layers.1.self_attn.o_proj"}
