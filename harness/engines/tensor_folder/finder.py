@@ -296,8 +296,8 @@ class TapFinder:
         lost = {op.tap: op for op in self._lost()}
         end = min(map(self._place.__getitem__, lost), default=0) + _WINDOW
         wrong = {self._hf.graph[tap].site for tap in self.found if self._is_blurred(tap)}
-        near = sorted((op for tap, op in lost.items() if self._place[tap] < end), key=lambda op: op.site not in wrong)
-        lost = {op.tap: op for op in near}  # what is wrong in one layer is likely to be in others
+        ahead = sorted((op for tap, op in lost.items() if self._place[tap] < end), key=lambda op: op.site not in wrong)
+        lost = {op.tap: op for op in ahead}  # what is wrong in one layer is likely to be in others
         for is_near, tap in product((True, False), lost):
             if (tap, is_near) in tried:
                 continue
