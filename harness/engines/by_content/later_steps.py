@@ -21,6 +21,8 @@ _SAME_FACTOR, _SAME_ROUNDINGS = 1.5, 2
 """Tensors that are nearly as near to a value as the nearest one may be the value as well."""
 _NO_VALUES = (Kind.CACHE, Kind.CHOICE)
 """What no tensor of floating-point numbers holds: a cache is read back, and a choice is of indices."""
+_CANNOT_TELL = (Kind.CACHE, Kind.NORM)
+"""Operations from which no input follows: a norm makes the same of all multiples of a value."""
 _MOST_CANDIDATES = 24
 _MOST_TRIALS = 200
 
@@ -79,7 +81,7 @@ class LaterSteps:
         for operation in reversed(self._hf.graph.operations):
             lost = [self._hf.graph[tap] for tap in operation.inputs if tap not in self.taps]
             lost = [each for each in lost if each.kind not in _NO_VALUES]
-            if lost and operation.kind is not Kind.CACHE and self._own(operation.tap) is not None:
+            if lost and operation.kind not in _CANNOT_TELL and self._own(operation.tap) is not None:
                 self._find_by(operation, lost)
         unclear = [tap for tap in self._pending if tap not in self.taps]
         self.uncertain |= dict.fromkeys(

@@ -164,6 +164,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if value.is_floating_point():
             yield value
+        elif value.is_complex():  # rotary of pairs; what it is viewed as later is no tensor of its own
+            yield torch.view_as_real(value.resolve_conj()).flatten(-2)
     elif isinstance(value, tuple | list):
         for each in value:
             yield from _tensors(each)
