@@ -21,8 +21,6 @@ _SAME_FACTOR, _SAME_ROUNDINGS = 1.5, 2
 """Tensors that are nearly as near to a value as the nearest one may be the value as well."""
 _NO_VALUES = (Kind.CACHE, Kind.CHOICE)
 """What no tensor of floating-point numbers holds: a cache is read back, and a choice is of indices."""
-_CANNOT_TELL = (Kind.CACHE, Kind.NORM)
-"""Operations from which no input follows: a norm makes the same of all multiples of a value."""
 _MOST_CANDIDATES = 24
 _MOST_TRIALS = 200
 
@@ -81,7 +79,7 @@ class LaterSteps:
         for operation in reversed(self._hf.graph.operations):
             lost = [self._hf.graph[tap] for tap in operation.inputs if tap not in self.taps]
             lost = [each for each in lost if each.kind not in _NO_VALUES]
-            if lost and operation.kind not in _CANNOT_TELL and self._own(operation.tap) is not None:
+            if lost and operation.kind is not Kind.CACHE and self._own(operation.tap) is not None:
                 self._find_by(operation, lost)
         unclear = [tap for tap in self._pending if tap not in self.taps]
         self.uncertain |= dict.fromkeys(
@@ -196,7 +194,10 @@ class LaterSteps:
         return bool(errors) and errors[0] <= self._held
 
     def _candidates(self, operation: Operation, reader: Operation) -> list[_Read]:
-        """Return what may be an operation's value, each once: what is like another layer's sources first."""
+        """Return what may be an operation's value, each once: what is like another layer's sources first.
+
+        For a norm that reads it these alone: it makes the same of all multiples of a value.
+        """
         sites = list(self._prefill)
         known = [at for tap in operation.inputs if (at := self._place(tap)) is not None]
         between = sites[max(known, default=0) + 1 : self._place(reader.tap)]
@@ -209,7 +210,8 @@ class LaterSteps:
         )
         reads: list[_Read] = []
         pending = self._pending.get(operation.tap, [])
-        for source in [*self._like(operation), *(read.source for read in pending), *whole]:
+        others = () if reader.kind is Kind.NORM else (*(read.source for read in pending), *whole)
+        for source in [*self._like(operation), *others]:
             read = self._read(source)
             if read is not None and not any(torch.equal(read.rows, other.rows) for other in reads):
                 reads.append(read)
