@@ -1,6 +1,6 @@
 """Schedules: the orders in which an engine may be asked to compute the same rows."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal, Self, get_args
@@ -102,6 +102,14 @@ class Schedule:
         chunked = () if self.chunk_size is None else ("chunked_prefill",)
         own = () if self.trigger is None else (self.trigger,)
         return ("decode", *chunked, *(("batch",) if self.is_batched else ()), *own)
+
+    def pieces(self, prompt_length: int, num_tokens: int) -> Iterator[range]:
+        """Yield the positions of a request's steps: the prompt, whole or in chunks, then one after the other."""
+        size = self.chunk_size or prompt_length
+        for start in range(0, prompt_length, size):
+            yield range(start, min(prompt_length, start + size))
+        for position in range(prompt_length, num_tokens):
+            yield range(position, position + 1)
 
     def is_reachable(self, prompt_lengths: Sequence[int]) -> bool:
         """Whether prompts of these lengths can reach what the schedule requires."""

@@ -16,6 +16,8 @@ _LOOSE = 0.1
 """Relative error up to which a slice is taken for a value: what is a little wrong is still what it is meant to be."""
 _LEAST_FINE = 2e-5
 _FINE_ROUNDINGS = 24
+_SAME_FACTOR, _SAME_ROUNDINGS = 1.5, 2
+"""Tensors that are nearly as near to a value as the nearest one may be the value as well."""
 _MOST_TENSORS = 256
 """Tensors that are looked at whole, for one value."""
 
@@ -170,6 +172,11 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     error = (actual.double() - expected).norm(dim=0) / _scale(expected).clamp_min(1e-300)
     result = float(error.square().mean().sqrt())
     return result if result == result else float("inf")
+
+
+def limit_of_same(error: float, rounding: float) -> float:
+    """Return up to which error a tensor may be the value as well, where the nearest one's error is `error`."""
+    return max(error * _SAME_FACTOR, error + _SAME_ROUNDINGS * rounding)
 
 
 def _scale(value: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ class FirstStep:
 
     def __init__(self, hf: HFModel, ids: Sequence[int], tables: Sequence[Table], rounding: float) -> None:
         self._hf, self._ids = hf, torch.tensor(ids)[:, None]
-        self.tables, self._rounding = tables, rounding
+        self.tables = tables
         self._index = ColumnIndex([table.rows for table in tables], rounding=rounding)
         self.fits: dict[str, list[Fit]] = {}
         self.by_consumers: set[str] = set()

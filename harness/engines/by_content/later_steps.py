@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from harness.engines.by_content.columns import Columns, relative_error
+from harness.engines.by_content.columns import Columns, limit_of_same, relative_error
 from harness.engines.by_content.first_step import FirstStep
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
 from harness.engines.by_content.rows import RowLayout, layouts
@@ -17,8 +17,6 @@ from harness.engines.by_content.tap_map import Evidence, MappedTap, Source
 from harness.formats.taps import Kind, Operation
 from harness.oracle.model import HFModel
 
-_SAME_FACTOR, _SAME_ROUNDINGS = 1.5, 2
-"""Tensors that are nearly as near to a value as the nearest one may be the value as well."""
 _NO_VALUES = (Kind.CACHE, Kind.CHOICE)
 """What no tensor of floating-point numbers holds: a cache is read back, and a choice is of indices."""
 _MOST_CANDIDATES = 24
@@ -75,7 +73,7 @@ class LaterSteps:
         logits = self._hf.graph.logits
         returned = self._sampled(self._returned(logits))
         if logits not in self.taps and returned is not None:
-            self._take(logits, [returned], Evidence.DEFINITION, float("inf"))
+            self._take(logits, [returned], Evidence.DEFINITION)
         for operation in reversed(self._hf.graph.operations):
             lost = [self._hf.graph[tap] for tap in operation.inputs if tap not in self.taps]
             lost = [each for each in lost if each.kind not in _NO_VALUES]
@@ -96,15 +94,15 @@ class LaterSteps:
             self.uncertain[operation.tap] = "no tensor that holds it at position 0 has a row for each token of a prompt"
             return None
         errors = [relative_error(read.rows, value[-len(read.rows) :]) for read in found]
-        nearest, error = min(errors), fits[0].error
-        limit = max(nearest * _SAME_FACTOR, nearest + _SAME_ROUNDINGS * self._rounding)
+        nearest = min(errors)
+        limit = limit_of_same(nearest, self._rounding)
         holding = [read for read, error in zip(found, errors, strict=True) if error <= limit]
         if nearest > self._held:  # the engine has another value, or this tensor is another one at later positions
             self._pending[operation.tap] = left = [read for read in found if read.source not in self._taken]
             return self._in_place_of(value, left[-1]) if left else None
         self._taken |= {read.source for read in holding}
         evidence = Evidence.CONSUMERS if operation.tap in first.by_consumers else Evidence.CONTENT
-        self._take(operation.tap, holding, evidence, error)
+        self._take(operation.tap, holding, evidence)
         return self._in_place_of(value, holding[0])
 
     @staticmethod
@@ -118,7 +116,7 @@ class LaterSteps:
         """Relative error up to which a tensor is the value, where another may be meant."""
         return max(1e-4, 24 * self._rounding)
 
-    def _take(self, tap: str, reads: Sequence[_Read], evidence: Evidence, error: float) -> None:
+    def _take(self, tap: str, reads: Sequence[_Read], evidence: Evidence) -> None:
         """Take sources for a tap: what modules return first."""
 
         def is_indirect(read: _Read) -> tuple[bool, bool]:
@@ -130,7 +128,6 @@ class LaterSteps:
         self.taps[tap] = MappedTap(
             tap=tap,
             evidence=evidence,
-            error=error,
             sources=tuple(read.source for read in ordered),
             is_sampled_only=ordered[0].is_sampled_only,
         )
@@ -175,9 +172,9 @@ class LaterSteps:
             taken = dict(zip((op.tap for op in lost), chosen, strict=True))
             if self._is_computed_from(reader, taken):
                 for tap, read in taken.items():
-                    self._take(tap, [read], Evidence.CONSUMERS, float("inf"))
+                    self._take(tap, [read], Evidence.CONSUMERS)
                 if reader.tap not in self.taps:
-                    self._take(reader.tap, self._pending[reader.tap][-1:], Evidence.CONTENT, float("inf"))
+                    self._take(reader.tap, self._pending[reader.tap][-1:], Evidence.CONTENT)
                 return
 
     def _is_computed_from(self, reader: Operation, taken: Mapping[str, _Read]) -> bool:

@@ -82,10 +82,6 @@ class SiteWatcher:
     def __exit__(self, *_error: object) -> None:
         self._stack.close()
 
-    def begin_step(self) -> None:
-        """Count calls from the beginning."""
-        self._path, self._calls = [_Running("", 0)], Counter()
-
     def returned(self, value: Any) -> None:
         """Show what the step returns."""
         for place, tensor in enumerate(_tensors(value)):

@@ -1,6 +1,7 @@
 """A live torch engine as an engine under test, without a table of its tensors."""
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from harness.engines.by_content.tap_map import TapMap
 from harness.engines.module_settings import settings_of_modules
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
+from harness.formats.schedule import Schedule
 from harness.formats.taps import Graph
 from harness.oracle.model import load_model
 from harness.results.settings import ModelSettings
@@ -45,13 +47,18 @@ class StepEngine:
         self.map: TapMap | None = None
         self.capabilities = Capabilities(schedules=_SCHEDULES, keeps_cache=False)
 
+    @cached_property
+    def _first(self) -> Stepper:
+        """The engine before its first run: its settings and its map are of one."""
+        return self._open()
+
     def match_taps(self, graph: Graph) -> None:
         """Learn the map; see `TapMatcher.match_taps`.
 
         Raises:
             HarnessError: ENGINE_CANNOT_SERVE: nothing of the engine is what HF computes.
         """
-        stepper, self._graph = self._open(), graph
+        stepper, self._graph = self._first, graph
         hf = load_model(self._folder, dtype=torch.float32, stays=True)
         self.map = learned = learn_map(stepper, hf, dtype=self._dtype, numbers=self._numbers)
         if set(learned.taps) <= {graph.logits}:
@@ -71,10 +78,11 @@ class StepEngine:
             notes=tuple(_notes(learned)),
             sources=_sources(learned, stepper),
         )
+        del self._first  # the runs have their own
 
     def resolved_settings(self) -> ModelSettings:
         """See `SettingsShower`: those that the engine shows itself, or else what its torch modules show."""
-        stepper = self._open()
+        stepper = self._first
         own: Callable[[], ModelSettings] | None = getattr(stepper, "resolved_settings", None)
         if own is not None:
             return own()
@@ -86,7 +94,7 @@ class StepEngine:
         assert self._graph is not None
         run = _Run(self._open(), self.map, self._graph, writer, self._numbers)
         for batch in workload.batches:
-            for work in _steps(batch, workload.schedule.chunk_size, together=workload.schedule.is_batched):
+            for work in _steps(batch, workload.schedule):
                 run.step(work)
             run.finish(batch)
 
@@ -157,22 +165,12 @@ class _Run:
         return last, [at for at, (request, positions) in enumerate(work) if positions.stop >= request.prompt_length]
 
 
-def _steps(
-    requests: list[RequestInfo], chunk_size: int | None, *, together: bool
-) -> Iterator[list[tuple[RequestInfo, range]]]:
+def _steps(requests: list[RequestInfo], schedule: Schedule) -> Iterator[list[tuple[RequestInfo, range]]]:
     """Yield the work of each step: prompts, whole or in chunks, then one token of each request."""
-    ahead = {request.id: list(_pieces(request, chunk_size)) for request in requests}
+    ahead = {each.id: list(schedule.pieces(each.prompt_length, len(each.token_ids))) for each in requests}
     while any(ahead.values()):
         ready = [request for request in requests if ahead[request.id]]
-        yield [(request, ahead[request.id].pop(0)) for request in (ready if together else ready[:1])]
-
-
-def _pieces(request: RequestInfo, chunk_size: int | None) -> Iterator[range]:
-    length = request.prompt_length
-    for start in range(0, length, chunk_size or length):
-        yield range(start, min(length, start + (chunk_size or length)))
-    for position in range(length, len(request.token_ids)):
-        yield range(position, position + 1)
+        yield [(request, ahead[request.id].pop(0)) for request in (ready if schedule.is_batched else ready[:1])]
 
 
 def _tokens(request: RequestInfo, positions: range) -> list[int]:

@@ -50,8 +50,6 @@ class MappedTap:
 
     tap: str
     evidence: Evidence
-    error: float
-    """Relative error of the tensor that was found, at position 0."""
     sources: tuple[Source, ...]
     """Where it is, the one to prefer first."""
     is_sampled_only: bool = False

@@ -1,6 +1,6 @@
 """Somebody's `nn.Module` as an engine: one request at a time, its taps found by the paths of its modules."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ class TorchEngine:
         with evaluating(self._module):
             for request in workload.requests:
                 cache = None
-                for positions in _pieces(request, workload.schedule.chunk_size):
+                for positions in workload.schedule.pieces(request.prompt_length, len(request.token_ids)):
                     cache = self._step(request, positions, cache, writer)
 
     def _capabilities(self, unsupported_taps: tuple[str, ...]) -> Capabilities:
@@ -166,12 +166,3 @@ class _Recorder:
                 self._writer.tap(place.operation.tap, rows[-self._num_new :])
             elif self._is_sampled:
                 self._writer.tap(place.operation.tap, rows[-1:])
-
-
-def _pieces(request: RequestInfo, chunk_size: int | None) -> Iterator[range]:
-    """Yield the positions of each forward: the prompt, whole or in chunks, then one after the other."""
-    length = request.prompt_length
-    for start in range(0, length, chunk_size or length):
-        yield range(start, min(length, start + (chunk_size or length)))
-    for position in range(length, len(request.token_ids)):
-        yield range(position, position + 1)

@@ -13,7 +13,7 @@ from math import prod
 
 import torch
 
-from harness.engines.by_content.columns import Columns, Fit, relative_error
+from harness.engines.by_content.columns import Columns, Fit, limit_of_same, relative_error
 from harness.engines.by_content.first_step import before_attention
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
 from harness.engines.by_content.tap_map import Evidence
@@ -23,8 +23,6 @@ from harness.formats.taps import Kind, Operation
 from harness.formats.tensors import NamedTensor
 from harness.oracle.model import HFModel
 
-_SAME_FACTOR, _SAME_ROUNDINGS = 1.5, 2
-"""Tensors that are nearly as near to a value as the nearest one may be the value as well: names then decide."""
 _LEAST_SHARP, _SHARP_ROUNDINGS = 2e-5, 6
 """Relative error up to which a tensor is what HF computes, and not only near to it."""
 _MOST_CANDIDATES = 24
@@ -136,7 +134,7 @@ class TapFinder:
             if not exactly:
                 self._near[operation.tap] = fits
             return self._holding_last_row(operation, value)
-        limit = max(fits[0].error * _SAME_FACTOR, fits[0].error + _SAME_ROUNDINGS * self._rounding)
+        limit = limit_of_same(fits[0].error, self._rounding)  # up to it names decide
 
         def preference(fit: Fit) -> tuple[int, int, int]:
             table = self.tables[fit.index]
