@@ -7,7 +7,6 @@ from harness.engines.adapter import (
     Engine,
     SettingsShower,
     TapMatcher,
-    TapSource,
     Timeline,
     Workload,
     engine_errors,
@@ -17,6 +16,7 @@ from harness.engines.adapter import (
     shown_settings,
 )
 from harness.results.settings import ModelSettings
+from harness.results.tap_source import TapSource
 
 __all__ = [
     "LIMITS",

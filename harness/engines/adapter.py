@@ -19,6 +19,7 @@ from harness.errors import Code, ExitStatus, HarnessError
 from harness.formats.schedule import Schedule
 from harness.formats.taps import Graph
 from harness.results.settings import ModelSettings
+from harness.results.tap_source import TapSource
 
 if TYPE_CHECKING:
     from harness.formats.recording import RecordingWriter, RequestInfo
@@ -92,18 +93,6 @@ class Control:
     """Whether a running request can be aborted."""
     forks: bool = False
     """Whether a running request can be forked."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TapSource:
-    """The tensor of an engine that is a tap."""
-
-    tensor: str
-    """For people: the module or operator that makes it, and which columns."""
-    code: str | None = None
-    """Line of the engine's code that makes it, `path/to/file.py:12`."""
-    evidence: str = "named by the adapter"
-    """Why it is taken for the tap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

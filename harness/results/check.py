@@ -3,7 +3,7 @@
 Numbers that could not be measured are None, never 0. NaN is a measurement: the engine produced it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Self
@@ -20,6 +20,7 @@ from harness.results.merging import (
     WORST,
     mergeable,
 )
+from harness.results.tap_source import TapSource
 
 
 class Verdict(StrEnum):
@@ -322,18 +323,6 @@ class NextPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TapTensor:
-    """The tensor of an engine that was taken for a tap."""
-
-    tap: str
-    tensor: str
-    code: str | None
-    """Line of the engine's code that makes it; None where that is not known."""
-    evidence: str
-    """Why it was taken."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
     """A whole check: every schedule of one engine against one golden."""
 
@@ -346,7 +335,7 @@ class CheckResult:
     golden_s: float | None = None
     notes: tuple[str, ...] = field(default=())
     """Remarks for the reader that are neither errors nor findings."""
-    sources: tuple[TapTensor, ...] = ()
+    sources: Mapping[str, TapSource] = field(default_factory=dict)
     """The tensors that were taken for taps, where these were found and not declared."""
     schedules_not_run: tuple[str, ...] = ()
     """Those that were asked for and that the budget of time did not reach."""

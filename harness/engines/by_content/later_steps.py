@@ -10,7 +10,7 @@ import torch
 from harness.engines.by_content.columns import Columns, limit_of_same, relative_error
 from harness.engines.by_content.first_step import FirstStep
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
-from harness.engines.by_content.rows import RowLayout, layouts
+from harness.engines.by_content.rows import RowLayout, layouts_with_rows
 from harness.engines.by_content.sites import MODULE, RETURNED, Site
 from harness.engines.by_content.steps import sites_elsewhere
 from harness.engines.by_content.tap_map import Evidence, MappedTap, Source
@@ -134,13 +134,13 @@ class LaterSteps:
 
     def _long(self, site: Site, columns: Columns, operation: Operation) -> _Read | None:
         """Return the rows of a site, in whatever dimension they are; None if it has not as many."""
-        for layout in layouts(self._prefill[site].shape, self._num_tokens):
+        for layout, _rows in layouts_with_rows(self._prefill[site], self._num_tokens):
             read = self._read(Source(site=site, layout=layout, columns=columns))
             if read is not None:
                 return read
         if not (operation.is_head or operation.sampled_only):
             return None
-        for layout in layouts(self._prefill[site].shape, 1):
+        for layout, _rows in layouts_with_rows(self._prefill[site], 1):
             read = self._sampled(Source(site=site, layout=layout, columns=columns))
             if read is not None:
                 return read
@@ -202,8 +202,8 @@ class LaterSteps:
         whole = (
             Source(site=site, layout=layout, columns=columns)
             for site in reversed(between)
-            for layout in layouts(self._prefill[site].shape, self._num_tokens)
-            if self._width(site, layout) == columns.stop
+            for layout, rows in layouts_with_rows(self._prefill[site], self._num_tokens)
+            if rows.shape[1] == columns.stop
         )
         reads: list[_Read] = []
         pending = self._pending.get(operation.tap, [])
@@ -219,10 +219,6 @@ class LaterSteps:
         if tap in self.taps:
             return self._order[self.taps[tap].sources[0].site]
         return self._order[self._pending[tap][-1].source.site] if self._pending.get(tap) else None
-
-    def _width(self, site: Site, layout: RowLayout) -> int | None:
-        rows = layout.rows(self._prefill[site], self._num_tokens)
-        return None if rows is None else rows.shape[1]
 
     def _like(self, operation: Operation) -> Iterator[Source]:
         """Yield what is to the operation's layer what sources are to other layers, for the same site of HF's."""

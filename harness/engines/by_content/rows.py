@@ -1,6 +1,6 @@
 """Rows of an engine's tensors: which dimension counts the tokens of a step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,8 +29,15 @@ class RowLayout:
         return first[:num_rows].reshape(num_rows, -1)
 
 
-def layouts(shape: Sequence[int], num_rows: int) -> Iterator[RowLayout]:
-    """Yield the ways in which a tensor may have a row for each token of a step of `num_rows`."""
+def layouts_with_rows(tensor: torch.Tensor, num_rows: int) -> Iterator[tuple[RowLayout, torch.Tensor]]:
+    """Yield the ways in which a tensor may have a row for each token of a step, and the rows, [num_rows, any]."""
+    for layout in _layouts(tensor.shape, num_rows):
+        rows = layout.rows(tensor, num_rows)
+        if rows is not None and rows.shape[1]:
+            yield layout, rows
+
+
+def _layouts(shape: torch.Size, num_rows: int) -> Iterator[RowLayout]:
     for dim, size in enumerate(shape):
         if num_rows <= size <= num_rows + _MOST_PADDING:
             yield RowLayout(dim=dim)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from harness.engines.adapter import Capabilities, TapSource, Workload
+from harness.engines.adapter import Capabilities, Workload
 from harness.engines.by_content.learn import learn_map
 from harness.engines.by_content.sites import Site
 from harness.engines.by_content.steps import Stepper, Work, module_paths, recomputes, watched_run
@@ -19,6 +19,7 @@ from harness.formats.schedule import Schedule
 from harness.formats.taps import Graph
 from harness.oracle.model import load_model
 from harness.results.settings import ModelSettings
+from harness.results.tap_source import TapSource
 
 _SCHEDULES = ("plain", "chunked", "batched", "mixed")
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from harness.engines.by_content.rows import RowLayout, layouts
+from harness.engines.by_content.rows import RowLayout, layouts_with_rows
 from harness.engines.by_content.sites import See, Site, SiteWatcher
 from harness.errors import Code, HarnessError
 
@@ -128,8 +128,7 @@ def tables_of(seen: Mapping[Site, torch.Tensor], num_rows: int) -> list[Table]:
     return [
         Table(site, layout, rows)
         for site, tensor in seen.items()
-        for layout in layouts(tensor.shape, num_rows)
-        if tensor.dim() and (rows := layout.rows(tensor, num_rows)) is not None and rows.shape[1]
+        for layout, rows in layouts_with_rows(tensor, num_rows)
     ]
 
 

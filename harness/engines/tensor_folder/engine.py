@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from harness.base.metrics import rounding_unit
-from harness.engines.adapter import Capabilities, TapSource, Workload
+from harness.engines.adapter import Capabilities, Workload
 from harness.engines.by_content.tap_map import Evidence
 from harness.engines.tensor_folder.finder import TapFinder
 from harness.engines.tensor_folder.prompt import embedded_tokens
@@ -17,6 +17,7 @@ from harness.formats.recording import RecordingWriter
 from harness.formats.taps import Graph, Kind
 from harness.formats.tensors import TensorFiles, read_tensors
 from harness.oracle.model import HFModel, load_model
+from harness.results.tap_source import TapSource
 
 _LEAST_TOKENS = 4
 _MOST_SHOWN = 3

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from harness.engines.by_content.columns import ColumnIndex, Fit
-from harness.engines.by_content.rows import layouts
+from harness.engines.by_content.rows import layouts_with_rows
 from harness.formats.tensors import NamedTensor
 
 _LEAST_ROWS = 4
@@ -25,12 +25,7 @@ class Table:
 
 def tables_of(tensors: Sequence[NamedTensor], num_rows: int) -> list[Table]:
     """Return the tensors that have a row for each token, in each dimension that may count the tokens."""
-    return [
-        Table(each.name, rows)
-        for each in tensors
-        for layout in layouts(each.tensor.shape, num_rows)
-        if (rows := layout.rows(each.tensor, num_rows)) is not None and rows.shape[1]
-    ]
+    return [Table(each.name, rows) for each in tensors for _layout, rows in layouts_with_rows(each.tensor, num_rows)]
 
 
 class TableIndex:

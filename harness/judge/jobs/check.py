@@ -35,7 +35,7 @@ from harness.oracle.lora import adapter_notes
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel
 from harness.plan import Plan
-from harness.results.check import CheckResult, Outcome, RunResult, TapTensor
+from harness.results.check import CheckResult, Outcome, RunResult
 
 
 def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None = None) -> CheckResult:
@@ -91,10 +91,7 @@ def _check_engine(
         num_requests=len(plan.prompts),
         runs=tuple(runs),
         golden_s=golden_s,
-        sources=tuple(
-            TapTensor(tap=tap, tensor=source.tensor, code=source.code, evidence=source.evidence)
-            for tap, source in engine.capabilities.sources.items()
-        ),
+        sources=engine.capabilities.sources,
         notes=(
             *plan.notes,
             *golden.notes,

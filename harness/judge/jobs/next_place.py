@@ -4,13 +4,13 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from harness.engines import TapSource
 from harness.errors import Code
 from harness.formats.case import Case
 from harness.formats.schedule import parse_schedule
 from harness.oracle.requests import Prompt
 from harness.plan import Plan
 from harness.results.check import Divergence, Finding, NextPlace, RunResult
+from harness.results.tap_source import TapSource
 
 _OWN = ("schedules", "max_new_tokens", "stops_early", "budget_s")
 """Options that the narrower command has values of its own for, or leaves out."""

@@ -47,7 +47,7 @@ def check_json(result: CheckResult) -> dict[str, Any]:
         },
         "findings": [plain(finding) | {"schedule": run.schedule} for run in result.runs for finding in run.findings],
         "notes": result.notes,
-        "sources": result.sources,
+        "sources": [{"tap": tap} | plain(source) for tap, source in result.sources.items()],
         "runs": [run_json(run) for run in result.runs],
         "schedules_not_run": result.schedules_not_run,
         "next": result.next_place,
