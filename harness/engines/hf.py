@@ -16,6 +16,7 @@ import torch
 from harness.engines.adapter import Capabilities, Engine, Workload, refuse_unknown_options
 from harness.engines.hf_session import HFSession
 from harness.engines.module_settings import settings_of_modules
+from harness.engines.read_back import write_read_back
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph, Kind, Operation, prefix_of
@@ -259,20 +260,12 @@ class _Batch:
                 rows = states[index].transpose(0, 1)
                 if len(rows) and rows[0].numel() == caches[tap]:  # some families cache other tensors than are read
                     parts[tap] = rows
-        if not parts:
-            return
         self.read_back |= set(parts)
-        num_rows, num_columns = len(lane.request.token_ids), len(self._mask[index])
-        kept = {tap: self._kept_rows(lane, len(states), num_columns) for tap, states in parts.items()}
-        self._writer.begin_step(
-            phase="readback",
-            request=[lane.request.id] * num_rows,
-            position=range(num_rows),
-            partial_rows={tap: rows for tap, (rows, _) in kept.items() if len(rows) < num_rows},
-        )
+        num_columns, held = len(self._mask[index]), {}
         for tap, states in parts.items():
-            self._writer.tap(tap, states[kept[tap][1]])
-        self._writer.end_step()
+            kept, columns = self._kept_rows(lane, len(states), num_columns)
+            held[tap] = kept, states[columns]
+        write_read_back(self._writer, lane.request, held)
 
     @staticmethod
     def _kept_rows(lane: _Lane, num_kept: int, num_columns: int) -> tuple[range, slice]:

@@ -60,6 +60,13 @@ class MLXStepper:
         cache = self._caches.setdefault(request, make_prompt_cache(self._model))
         return as_torch(self._model(mx.array([tokens]), cache=cache))[0, -1:]
 
+    def cached(self, request: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Return the keys and values that each layer keeps, [positions, KV heads, head size]: see `Cached`."""
+        caches = {
+            layer: cache for layer, cache in enumerate(self._caches[request]) if hasattr(cache, "keys_and_values")
+        }
+        return {layer: _keys_and_values(cache) for layer, cache in caches.items()}
+
     def finish(self, request: int) -> None:
         """Forget a request."""
         self._caches.pop(request, None)
@@ -117,6 +124,13 @@ class ModuleCalls:
             own = Site(site.path, site.call, site.what, place=place)
             if self._only is None or own in self._only:
                 self._see(own, as_torch(array))
+
+
+def _keys_and_values(cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a cache keeps, in the order of positions: a sliding window's ring begins anywhere."""
+    in_order: Callable[[Any], Any] | None = getattr(cache, "_temporal_order", None)
+    keys, values = cache.keys_and_values() if in_order is None else (in_order(cache.keys), in_order(cache.values))
+    return as_torch(keys)[0].transpose(0, 1), as_torch(values)[0].transpose(0, 1)
 
 
 def as_torch(array: Any) -> torch.Tensor:

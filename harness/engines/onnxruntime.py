@@ -1,19 +1,23 @@
 """Models of ONNX Runtime GenAI as an engine; which node's output is which tap is found by what it holds."""
 
+import json
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import onnx
 import onnxruntime_genai as genai
 import torch
 
-from harness.engines.adapter import engine_refusals, refuse_unknown_options
+from harness.engines.adapter import engine_refusals
 from harness.engines.by_content import StepEngine
-from harness.engines.by_content.sites import RETURNED, See, Site
+from harness.engines.by_content.node_outputs import NodeOutputs
+from harness.engines.by_content.sites import See, Site
 from harness.engines.by_content.steps import Work
+from harness.engines.export import export_folder
 from harness.errors import Code, HarnessError
 
 _GRAPH = "model.onnx"
@@ -25,17 +29,8 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
     Raises:
         HarnessError: BAD_OPTION: no export is named; ENGINE_CANNOT_SERVE: it cannot be opened, or not on that device.
     """
-    refuse_unknown_options("onnxruntime", options, ("export",))
-    export = Path(options.get("export", ""))
-    if not (export / _GRAPH).is_file():
-        raise HarnessError(
-            Code.BAD_OPTION,
-            "the engine onnxruntime runs an export of the checkpoint, which is not there",
-            where="--engine-option export=",
-            expected=f"a folder with {_GRAPH} and genai_config.json",
-            actual=options.get("export", "none"),
-            hint=f"python -m onnxruntime_genai.models.builder -i {folder} -o DIR -p fp32 -e cpu",
-        )
+    command = f"python -m onnxruntime_genai.models.builder -i {folder} -o DIR -p fp32 -e cpu"
+    export = export_folder("onnxruntime", options, graph=_GRAPH, command=command)
     if device != "cpu":
         what = "ONNX Runtime is run on the CPU here"
         raise HarnessError(Code.ENGINE_CANNOT_SERVE, what, where="--device", expected="cpu", actual=device)
@@ -50,9 +45,11 @@ class GenAIStepper:
     def __init__(self, export: Path) -> None:
         """Open an export, with every node's outputs as outputs of the graph."""
         with tempfile.TemporaryDirectory() as folder:
-            self._sites = with_all_outputs(export, Path(folder))
+            self._outputs = {site: partial(self._read, name) for site, name in with_all_outputs(export, Path(folder))}
             self._model = genai.Model(folder)
+        self._present = _present_names(export)
         self._generators: dict[int, Any] = {}
+        self._running: Any = None
 
     def step(self, work: Work) -> torch.Tensor:
         """See `Stepper.step`.
@@ -63,47 +60,36 @@ class GenAIStepper:
         ((request, tokens, _first),) = work
         if request not in self._generators:
             self._generators[request] = genai.Generator(self._model, genai.GeneratorParams(self._model))
+        self._running = self._generators[request]
+        self._running.append_tokens([tokens])
+        return torch.from_numpy(self._running.get_logits()).float()[0, -1:]
+
+    def cached(self, request: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Return the keys and values that each layer keeps, [positions, KV heads, head size]: see `Cached`."""
         generator = self._generators[request]
-        generator.append_tokens([tokens])
-        return torch.from_numpy(generator.get_logits()).float()[0, -1:]
+        kept = [
+            torch.from_numpy(generator.get_output(name))[0, :, : generator.token_count()].transpose(0, 1)
+            for name in self._present
+        ]
+        return dict(enumerate(zip(kept[::2], kept[1::2], strict=True)))
 
     def finish(self, request: int) -> None:
         """Forget a request."""
         self._generators.pop(request, None)
 
-    def watching(self, see: See, only: Collection[Site] | None) -> "NodeOutputs":
+    def watching(self, see: See, only: Collection[Site] | None) -> NodeOutputs:
         """Watch the outputs of the nodes."""
-        return NodeOutputs(self._generators, self._sites, see, only)
+        return NodeOutputs(self._outputs, see, only)
+
+    def _read(self, name: str) -> Any:
+        return self._running.get_output(name)
 
 
-class NodeOutputs:
-    """Shows what the nodes of the latest step have made."""
-
-    def __init__(
-        self,
-        generators: Mapping[int, Any],
-        sites: Sequence[tuple[Site, str]],
-        see: See,
-        only: Collection[Site] | None,
-    ) -> None:
-        """Take the generators, of which the latest one runs, and the outputs' names."""
-        self._generators, self._see = generators, see
-        self._sites = [each for each in sites if only is None or each[0] in only]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        pass
-
-    def returned(self, value: torch.Tensor) -> None:
-        """Show all outputs, then what the step returns."""
-        generator = list(self._generators.values())[-1]
-        for site, name in self._sites:
-            array = generator.get_output(name)
-            if array.dtype.kind == "f" and array.size:
-                self._see(site, torch.from_numpy(array))
-        self._see(Site("", 0, RETURNED), value)
+def _present_names(export: Path) -> list[str]:
+    """Return the names of the graph's outputs that are the cache: keys and values of each layer in turn."""
+    decoder = json.loads((export / "genai_config.json").read_text())["model"]["decoder"]
+    names = decoder["outputs"]["present_key_names"], decoder["outputs"]["present_value_names"]
+    return [name % layer for layer in range(decoder["num_hidden_layers"]) for name in names]
 
 
 def with_all_outputs(export: Path, folder: Path) -> list[tuple[Site, str]]:

@@ -8,11 +8,13 @@ from pathlib import Path
 import torch
 
 from harness.engines.adapter import Capabilities, Workload
+from harness.engines.by_content.kept import KeptCache
 from harness.engines.by_content.learn import learn_map
 from harness.engines.by_content.sites import Site
 from harness.engines.by_content.steps import Stepper, Work, module_paths, recomputes, watched_run
 from harness.engines.by_content.tap_map import TapMap
 from harness.engines.module_settings import settings_of_modules
+from harness.engines.read_back import write_read_back
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.schedule import Schedule
@@ -22,6 +24,8 @@ from harness.results.settings import ModelSettings
 from harness.results.tap_source import TapSource
 
 _SCHEDULES = ("plain", "chunked", "batched", "mixed")
+_NUM_KEPT = 3
+"""Tokens of a request whose cache is looked at."""
 
 
 class StepEngine:
@@ -29,7 +33,8 @@ class StepEngine:
 
     `work` is a list of (request, token ids, position of the first of them). `step` computes these tokens, keeps what
     later ones need of them, and returns the logits of each request's last token, [requests, vocabulary]. Where the
-    object has a method `finish(request)`, it is called when a request has ended.
+    object has a method `finish(request)`, it is called when a request has ended. Before it `cached(request)` is called
+    where there is one: it returns the keys and values that are kept, {layer: ([positions, KV heads, head size] twice)}.
     """
 
     def __init__(self, open_stepper: Callable[[], Stepper], *, name: str, folder: Path, dtype: str) -> None:
@@ -72,14 +77,23 @@ class StepEngine:
             )
         again = recomputes(stepper)
         schedules = _SCHEDULES if learned.is_packed else _SCHEDULES[: 1 if again else 2]
+        kept = self._kept(stepper, graph, learned)
         self.capabilities = Capabilities(
             schedules=schedules,
-            keeps_cache=False,
-            unsupported_taps=graph.not_shown(learned.taps),
-            notes=tuple(_notes(learned)),
+            unsupported_taps=(*graph.not_shown(learned.taps), *graph.not_shown(kept, caches=True)),
+            notes=(*_notes(learned), *getattr(stepper, "notes", ())),
             sources=_sources(learned, stepper),
         )
         del self._first  # the runs have their own
+
+    def _kept(self, stepper: Stepper, graph: Graph, learned: TapMap) -> set[str]:
+        """Return the taps of the cache that the engine shows after a step."""
+        number, cache = next(self._numbers), KeptCache(stepper, graph, learned)
+        if not cache.is_shown:
+            return set()
+        with torch.no_grad():
+            stepper.step([(number, list(range(_NUM_KEPT)), 0)])
+        return set(cache.read(number, _NUM_KEPT))
 
     def resolved_settings(self) -> ModelSettings:
         """See `SettingsShower`: those that the engine shows itself, or else what its torch modules show."""
@@ -108,6 +122,7 @@ class _Run:
         self._lasting = {tap for tap, each in tap_map.taps.items() if each.is_sampled_only or tap in graph.head}
         self._sites = tap_map.sites
         self._numbers, self._own = numbers, dict[int, int]()
+        self._cache = KeptCache(stepper, graph, tap_map)
 
     def step(self, work: list[tuple[RequestInfo, range]]) -> None:
         """Compute some positions of some requests, and record them."""
@@ -139,6 +154,7 @@ class _Run:
         free = getattr(self._stepper, "finish", None)
         for request in requests:
             number = self._own.pop(request.id)
+            write_read_back(self._writer, request, self._cache.read(number, len(request.token_ids)))
             if free is not None:
                 free(number)
 

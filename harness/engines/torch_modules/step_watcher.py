@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from harness.engines.read_back import write_read_back
 from harness.engines.torch_modules.paged_cache import BlockTables, CacheReader, PagedCache
 from harness.engines.torch_modules.recorder import ModuleRecorder, StepRecorder, StepRows
 from harness.engines.torch_modules.table import Entry
@@ -178,20 +179,8 @@ class StepWatcher(ABC):
 
     def _read_back(self, request: RequestInfo, block_tables: BlockTables) -> None:
         """Record what the cache holds of a request that ends; its blocks are free after this step."""
-        num_rows = len(request.token_ids)
-        taps = self._caches.read(request.id, num_rows, block_tables)
-        if not taps:
-            return
-        partial_rows = {tap: kept for tap, (kept, _rows) in taps.items() if len(kept) < num_rows}
-        self._writer.begin_step(
-            phase="readback",
-            request=[request.id] * num_rows,
-            position=range(num_rows),
-            partial_rows=partial_rows or None,
-        )
-        for tap, (_kept, rows) in taps.items():
-            self._writer.tap(tap, rows)
-        self._writer.end_step()
+        held = self._caches.read(request.id, len(request.token_ids), block_tables)
+        write_read_back(self._writer, request, held)
 
 
 @contextmanager

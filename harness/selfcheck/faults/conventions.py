@@ -235,6 +235,10 @@ def _keeping(kept: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]
     return make
 
 
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 def _in_float16(x: torch.Tensor) -> torch.Tensor:
     return x.half().to(x.dtype)
 
@@ -255,6 +259,17 @@ def products_in(dtype: torch.dtype) -> Attend:
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         scores = torch.einsum("nh,cnh->nc", q.to(dtype).float(), k) * q.shape[-1] ** -0.5
+        return torch.einsum("nc,cnh->nh", scores.softmax(dim=-1).to(dtype).float(), v)
+
+    return attend
+
+
+def scaled_first(dtype: torch.dtype, factor: float = 1.0) -> Attend:
+    """Scale the queries in a dtype by a scale of it, and round scores and probabilities to it, as MLX does."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        query = q.to(dtype) * torch.tensor(factor * q.shape[-1] ** -0.5, dtype=dtype)
+        scores = torch.einsum("nh,cnh->nc", query.float(), k).to(dtype).float()
         return torch.einsum("nc,cnh->nh", scores.softmax(dim=-1).to(dtype).float(), v)
 
     return attend
@@ -298,6 +313,9 @@ _CONVENTIONS: dict[str, tuple[tuple[str, ...], Callable[[str], Any], Mapping[str
     "four-ranks-in-16-bits": (
         _HALF, lambda dtype: _ranks(4, getattr(torch, dtype), getattr(torch, dtype)),
         {"numerics": Numerics(num_ranks=4)},
+    ),
+    "queries-scaled-first": (
+        _HALF, lambda dtype: patched_attention(scaled_first(getattr(torch, dtype)), _as_it_is), {},
     ),
     "unrounded-sums": (_HALF, lambda dtype: replacing((DecoderLayer, "__call__", _unrounded_sums)), {}),
     "squares-summed-in-order": (_FLOAT32, lambda dtype: edited_layers(norms_in_order()), {}),

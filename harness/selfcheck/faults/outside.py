@@ -9,16 +9,18 @@ from harness.base.numerics import Numerics
 from harness.selfcheck.faults.conventions import (
     coarse_cache,
     norms_in_order,
+    patched_attention,
     products,
     quantised_inputs,
     rounded_inputs,
+    scaled_first,
 )
 from harness.selfcheck.faults.fault import FIRST, SECOND, Category, Fault, FaultConfig, Row
 from harness.selfcheck.faults.norm import edited_layers
 from harness.selfcheck.faults.position import frequencies_changed
 
-_SITES = ("input_layernorm", "self_attn.q_proj", "q_rope", "k_cache")
-_NORM, _Q_PROJ, _Q_ROPE, _K_CACHE = (f"model.layers.0.{site}" for site in _SITES)
+_SITES = ("input_layernorm", "self_attn.q_proj", "q_rope", "k_cache", "attention")
+_NORM, _Q_PROJ, _Q_ROPE, _K_CACHE, _ATTENTION = (f"model.layers.0.{site}" for site in _SITES)
 
 
 def _fault(id: str, summary: str, inject: Any, cause: str, tap: str = _Q_PROJ, row: Row = FIRST, **rest: Any) -> Fault:
@@ -46,6 +48,9 @@ FAULTS = [
            "frequencies are off by a factor of 1.000001", tap=_Q_ROPE, row=SECOND),
     _fault("squares-summed-in-order-and-large", "The squares are summed in order, and the norm is too large by 4e-6.",
            edited_layers(norms_in_order(1 + 4e-6)), "constant gain", tap=_NORM),
+    _fault("queries-scaled-first-and-large", "The queries are scaled in bfloat16, by 1.25 times the scale.",
+           patched_attention(scaled_first(torch.bfloat16, 1.25), lambda x: x), "softmax scale", tap=_ATTENTION,
+           row=SECOND, dtype="bfloat16"),
     _fault("cache-bf16-declared-fp16", "The cache is declared to be float16, and is bfloat16.",
            coarse_cache(torch.bfloat16), "lower dtype: bfloat16", tap=_K_CACHE, numerics=Numerics(cache="float16")),
 ]  # fmt: skip

@@ -19,7 +19,7 @@ def test_an_unknown_engine_is_told_which_there_are(tmp_path):
     with pytest.raises(HarnessError) as caught:
         open_engine("refrence", tmp_path, dtype="float32", device="cpu")
     assert caught.value.code is Code.UNKNOWN_ENGINE
-    assert "hf, llamacpp, mlx, onnxruntime, reference, vllm" in str(caught.value)
+    assert "hf, llamacpp, mlx, onnxruntime, openvino, reference, vllm" in str(caught.value)
     assert "actual:   refrence" in str(caught.value)
 
 

@@ -18,7 +18,7 @@ def test_every_operation_passes(checkpoints, name, num_taps):
     report = check(checkpoints, name, schedules=["plain", "chunked:3"])
     assert report, report.text()
     assert any(f"{num_taps} taps were found by content" in note for note in report.notes)
-    assert {tap for run in report.runs for tap in run.coverage.not_offered} == {"k_cache", "v_cache"}
+    assert all(run.coverage.not_offered == () for run in report.runs)
 
 
 def test_what_its_config_does_not_read_is_named(checkpoints):

@@ -31,7 +31,8 @@ def test_the_nodes_of_an_export_are_told_by_content(checkpoints, export):
     report = check(checkpoints, export=export)
     (run,) = report.runs
     lost = set(run.coverage.not_offered)
-    assert {"q_rope", "k_rope", "k_cache", "v_cache"} <= lost
+    assert {"q_rope", "k_rope"} <= lost
+    assert not lost & {"k_cache", "v_cache"}
     assert len(lost) < 8
     assert run.tokens.equal == run.tokens.compared == 8
 

@@ -5,16 +5,19 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from harness.base.metrics import rounding_unit
 from harness.formats.taps import KINDS, ErrorModel, Kind
-from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows, dtype_name
+from harness.judge.compare.conventions.entry import HALF, Convention, Rounding, SuspectRows, dtype_name
 from harness.oracle.attention import attention_sensitivity, scaling, visible_keys
 from harness.oracle.watch import AttentionCall, run_attention
 
 EAGER = "scores rounded to the engine's dtype"
+SCALED_FIRST = "queries scaled in the engine's dtype, and scores rounded to it"
+SCALED_FIRST_BY_ROUNDED = "queries scaled in the engine's dtype by a scale of that dtype, and scores rounded to it"
 CACHE = "keys and values kept in {}"
 CACHE_PRODUCTS = "keys and values kept in {}, queries and probabilities rounded to it"
 CACHE_FLASH = "keys and values kept in {}, the sum of the values too (flash attention)"
@@ -28,27 +31,49 @@ Round = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _eager(subject: SuspectRows) -> Iterator[Rounding]:
-    """Scores and probabilities rounded to the dtype, as HF's eager code does it."""
+    """Scores and probabilities rounded to the dtype, as HF's eager code does it; and queries before, as MLX does it."""
     call = subject.call
     eager = None if call is None else subject.hf.eager_attention(call.module)
     if call is None or eager is None:
         return
-    function = eager
-    yield Rounding(
-        name=EAGER,
-        model=_EAGER_MODEL,
-        expected=lambda: _run_eager(call, function, subject.dtype)[subject.rows].to(torch.float64),
-    )
+    scales: dict[str, torch.dtype | None] = {EAGER: None}
+    if subject.dtype in HALF:
+        scales |= {SCALED_FIRST: torch.float64, SCALED_FIRST_BY_ROUNDED: subject.dtype}
+    for name, scale_dtype in scales.items():
+        yield Rounding(
+            name=name,
+            model=_EAGER_MODEL,
+            expected=partial(_run_eager, call, eager, subject, scale_dtype),
+        )
 
 
-def _run_eager(call: AttentionCall, function: Callable[..., object], dtype: torch.dtype) -> torch.Tensor:
-    """Compute attention as HF's eager code does in the engine's dtype, scores rounded: [B * T, N*H]."""
+def _scaled_first(call: AttentionCall, dtype: torch.dtype, scale_dtype: torch.dtype) -> AttentionCall:
+    """Return the call with the scale, in a dtype of its own, in the queries."""
+    scale = torch.tensor(scaling(call), dtype=scale_dtype).to(torch.float64)
+    query = (call.query.to(dtype).to(torch.float64) * scale).to(dtype)
+    return replace(call, query=query, options={**call.options, "scaling": 1.0})
+
+
+def _run_eager(
+    call: AttentionCall, function: Callable[..., object], subject: SuspectRows, scale_dtype: torch.dtype | None
+) -> torch.Tensor:
+    """Compute attention as HF's eager code does in the engine's dtype, scores rounded: [R, N*H] float64.
+
+    Args:
+        call: what attention read.
+        function: HF's code.
+        subject: the rows, and the dtype.
+        scale_dtype: of the scale, if queries are scaled before the product; None if scores are.
+    """
+    dtype = subject.dtype
+    if scale_dtype is not None:
+        call = _scaled_first(call, dtype, scale_dtype)
     visible = visible_keys(call)
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     mask = mask.masked_fill(~visible, torch.finfo(dtype).min)
     low = replace(call, query=call.query.to(dtype), key=call.key.to(dtype), value=call.value.to(dtype), mask=mask)
     context = run_attention(low, function)[0]
-    result: torch.Tensor = context.flatten(2).flatten(0, 1)
+    result: torch.Tensor = context.flatten(2).flatten(0, 1)[subject.rows].to(torch.float64)
     return result
 
 

@@ -18,9 +18,12 @@ from harness.judge.compare.conventions.attention import (
     CONVENTIONS,
     EAGER,
     MODEL,
+    SCALED_FIRST,
+    SCALED_FIRST_BY_ROUNDED,
     probabilities,
 )
 from harness.judge.compare.conventions.entry import SuspectRows
+from harness.oracle.attention import scaling
 from harness.oracle.watch import AttentionCall
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS, SIZE = 2, 4, 2, 3, 5, 8
@@ -196,7 +199,7 @@ def test_the_eager_code_is_given_everything_in_the_dtype(dtype):
         return torch.arange(BATCH * QUERIES * HEADS * SIZE).view(BATCH, QUERIES, HEADS, SIZE).to(dtype), None
 
     call = call_of()
-    (found,) = EAGER_CODE(subject_of(call, dtype=dtype, hf=SimpleNamespace(eager_attention=lambda _module: eager)))
+    found, *_ = EAGER_CODE(subject_of(call, dtype=dtype, hf=SimpleNamespace(eager_attention=lambda _module: eager)))
     assert (found.name, found.allowance) == (EAGER, None)
     assert (found.model.roundings, found.model.accumulation, found.model.products) == (1, 25, 8)
     rows = torch.arange(BATCH * QUERIES * HEADS * SIZE).view(BATCH * QUERIES, HEADS * SIZE).to(dtype)
@@ -205,6 +208,28 @@ def test_the_eager_code_is_given_everything_in_the_dtype(dtype):
         assert torch.equal(given[part], getattr(call, part).to(dtype))
     mask = torch.zeros(1, 1, QUERIES, KEYS, dtype=dtype).masked_fill(~seen_of(), torch.finfo(dtype).min)
     assert torch.equal(given["mask"], mask)
+
+
+@pytest.mark.parametrize(("name", "scale_dtype"), [(SCALED_FIRST, torch.float64), (SCALED_FIRST_BY_ROUNDED, None)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_queries_may_be_scaled_before_the_product(dtype, name, scale_dtype):
+    given = {}
+
+    def eager(module, query, key, value, mask, **options):
+        given.update(query=query, scaling=options["scaling"])
+        return torch.zeros(BATCH, QUERIES, HEADS, SIZE, dtype=dtype), None
+
+    call = call_of()
+    subject = subject_of(call, dtype=dtype, hf=SimpleNamespace(eager_attention=lambda _module: eager))
+    next(each for each in EAGER_CODE(subject) if each.name == name).expected()
+    scale = torch.tensor(scaling(call), dtype=scale_dtype or dtype)
+    assert torch.equal(given["query"], (call.query.to(dtype).double() * scale.double()).to(dtype))
+    assert given["scaling"] == 1
+
+
+def test_in_float32_queries_are_scaled_no_other_way():
+    hf = SimpleNamespace(eager_attention=lambda _module: print)
+    assert [each.name for each in EAGER_CODE(subject_of(call_of(), dtype=torch.float32, hf=hf))] == [EAGER]
 
 
 def test_without_eager_code_there_is_no_such_convention():
