@@ -92,6 +92,7 @@ class Code(StrEnum):
     STEPS_DIFFER = "H063"
     PROFILER_FAILED = "H064"
     SAME_VERSION = "H065"
+    SNAPSHOT_UNREADABLE = "H066"
     # Traces and gates
     TRACE_UNREADABLE = "H070"
     TRACE_DAMAGED = "H071"

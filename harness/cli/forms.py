@@ -103,6 +103,8 @@ GATE = Forms(human=f"{_REPORT}.gate.text:gate_text", json=f"{_REPORT}.gate.json:
 TRACES = Forms(human=f"{_REPORT}.trace.text:summary_text", json=f"{_REPORT}.trace.json:files_json")
 TRACE_DIFF = Forms(human=f"{_REPORT}.trace.text:diff_text", json=f"{_REPORT}.trace.json:diff_json")
 CRITICAL_PATHS = Forms(human=f"{_REPORT}.trace.text:critical_paths_text", json=f"{_REPORT}.trace.json:files_json")
+MEMORY = Forms(human=f"{_REPORT}.memory.text:memory_text", json=f"{_REPORT}.memory.json:memory_json")
+MEMORY_DIFF = Forms(human=f"{_REPORT}.memory.text:memory_diff_text", json=f"{_REPORT}.memory.json:memory_diff_json")
 BENCH = Forms(human="harness.selfcheck.bench.table:bench_text", json="harness.selfcheck.bench.results:BenchResult.json")
 INSPECTED = Forms(human="harness.formats.inspect:render_text", json=_DOCUMENT)
 SETTINGS = Forms(human=f"{_REPORT}.settings:settings_text", json=f"{_REPORT}.settings:settings_json")

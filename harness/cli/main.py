@@ -172,6 +172,7 @@ def build_app() -> typer.Typer:
         golden,
         inspect,
         map,
+        memory,
         profile,
         quant,
         run,
@@ -205,6 +206,7 @@ def build_app() -> typer.Typer:
     app.add_typer(bench.app)
     app.add_typer(suite.app)
     app.add_typer(trace.app)
+    app.add_typer(memory.app)
     return app
 
 

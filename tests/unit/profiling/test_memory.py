@@ -14,6 +14,7 @@ from harness.profiling.memory.allocations import Allocation
 from harness.profiling.memory.capture import capture_memory
 from harness.profiling.memory.cuda_history import read_cuda_history
 from harness.profiling.memory.snapshot import PersistentBlock, build_snapshot
+from harness.profiling.memory.summary import summarize_memory
 from harness.profiling.memory.timeline import build_timeline
 from harness.results.profile import Frame, MemoryCategory
 
@@ -79,6 +80,13 @@ def test_the_snapshot_is_plain_and_of_the_allocators_schema(captured):
     alive = sum(block["size"] for segment in snapshot["segments"] for block in segment["blocks"])
     assert alive == timeline.points[-1].allocated_bytes
     assert all(segment["total_size"] == segment["blocks"][0]["size"] for segment in snapshot["segments"])
+
+
+def test_a_snapshot_that_is_read_again_has_the_same_peak(captured):
+    _, timeline, path = captured
+    (device,) = summarize_memory(path).devices
+    assert device.peak_bytes == timeline.peak.allocated_bytes
+    assert {each.category for each in device.at_peak} <= {category.value for category in MemoryCategory}
 
 
 def test_replaying_the_snapshot_backwards_is_consistent(captured):

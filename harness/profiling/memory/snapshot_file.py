@@ -1,0 +1,161 @@
+"""Memory snapshots of any program: `torch.cuda.memory._dump_snapshot`, read without running what is in them.
+
+Source: the schema of `torch.cuda.memory._snapshot` (torch 2.13), as far as it is read here.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.base.files import read_bytes
+from harness.errors import Code, HarnessError
+from harness.results.profile import Frame
+
+_MOST_BYTES = 4 << 30
+_MOST_FRAMES = 64
+"""Innermost frames of a stack that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A piece of a segment."""
+
+    address: int
+    num_bytes: int
+    requested_bytes: int
+    state: str
+    frames: tuple[Frame, ...]
+    category: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that the allocator did."""
+
+    action: str
+    address: int
+    """-1 for what is at none."""
+    num_bytes: int
+    time_us: float
+    frames: tuple[Frame, ...]
+    category: str | None
+    device_free_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSnapshot:
+    """One device of a snapshot."""
+
+    device: int
+    segment_bytes: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    events: tuple[Event, ...]
+
+
+def read_snapshot(path: Path) -> list[DeviceSnapshot]:
+    """Read a snapshot.
+
+    Raises:
+        HarnessError: SNAPSHOT_UNREADABLE: there is no such file, or it is no snapshot, or wants to run code.
+    """
+    try:
+        snapshot = _PlainUnpickler(io.BytesIO(read_bytes(path, most_bytes=_MOST_BYTES))).load()
+    except HarnessError:
+        raise
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise _unreadable(path, f"{type(error).__name__}: {error}") from error
+    try:
+        return list(_Reader().devices(snapshot))
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise _unreadable(path, f"it has not the parts of a snapshot: {type(error).__name__}: {error}") from error
+
+
+def _unreadable(path: Path, why: str) -> HarnessError:
+    return HarnessError(
+        Code.SNAPSHOT_UNREADABLE,
+        "the file is no memory snapshot that can be read",
+        where=path,
+        expected="what torch.cuda.memory._dump_snapshot or `harness profile` writes",
+        actual=why,
+    )
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads containers, numbers and strings, and nothing that would be called."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        """Refuse every class and function."""
+        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, and a snapshot holds plain data only")
+
+
+class _Reader:
+    """Checks the types of all that is taken over. Stacks are shared by many events: each is read once."""
+
+    def __init__(self) -> None:
+        self._stacks: dict[int, tuple[Frame, ...]] = {}
+
+    def devices(self, snapshot: Any) -> Iterator[DeviceSnapshot]:
+        segments, traces = _typed(snapshot, "segments", list), _typed(snapshot, "device_traces", list)
+        numbers = {_typed(segment, "device", int) for segment in segments}
+        for device in sorted(numbers | {at for at, trace in enumerate(traces) if trace}):
+            own = [segment for segment in segments if segment["device"] == device]
+            yield DeviceSnapshot(
+                device=device,
+                segment_bytes=tuple(_typed(segment, "total_size", int) for segment in own),
+                blocks=tuple(block for segment in own for block in self._blocks(segment)),
+                events=tuple(self._event(event) for event in (traces[device] if device < len(traces) else ())),
+            )
+
+    def _blocks(self, segment: Mapping[str, Any]) -> Iterator[Block]:
+        address = _typed(segment, "address", int)
+        for block in _typed(segment, "blocks", list):
+            size = _typed(block, "size", int)
+            yield Block(
+                address=_typed(block, "address", int, address),  # older versions of torch leave it out
+                num_bytes=size,
+                requested_bytes=_typed(block, "requested_size", int, size),
+                state=_typed(block, "state", str),
+                frames=self._frames(block.get("frames")),
+                category=_typed(block, "category", str, "") or None,
+            )
+            address += size
+
+    def _event(self, event: Any) -> Event:
+        return Event(
+            action=_typed(event, "action", str),
+            address=_typed(event, "addr", int, -1),
+            num_bytes=_typed(event, "size", int, 0),
+            time_us=float(_typed(event, "time_us", int, 0)),
+            frames=self._frames(event.get("frames")),
+            category=_typed(event, "category", str, "") or None,
+            device_free_bytes=_typed(event, "device_free", int) if "device_free" in event else None,
+        )
+
+    def _frames(self, frames: Sequence[Any] | None) -> tuple[Frame, ...]:
+        if frames is None:
+            return ()
+        if id(frames) not in self._stacks:
+            self._stacks[id(frames)] = tuple(
+                Frame(
+                    filename=_typed(frame, "filename", str),
+                    line=_typed(frame, "line", int),
+                    name=_typed(frame, "name", str),
+                )
+                for frame in frames[:_MOST_FRAMES]
+            )
+        return self._stacks[id(frames)]
+
+
+def _typed(record: Any, name: str, kind: type, default: Any = None) -> Any:
+    """Return a field of that type; the default where it is not there and there is one."""
+    if not isinstance(record, dict):
+        raise TypeError(f"{type(record).__name__} in the place of a dict")
+    value = record[name] if default is None else record.get(name, default)
+    if type(value) is not kind:
+        raise TypeError(f"{name!r} is {type(value).__name__}, and not {kind.__name__}")
+    return value

@@ -1,0 +1,171 @@
+"""Sums up a memory snapshot: what is in use, what was at the peak, what came and stayed, what did not fit."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.profiling.memory.snapshot_file import Block, DeviceSnapshot, Event, read_snapshot
+from harness.results.memory import DeviceMemory, MemoryDiff, MemoryPlace, MemorySummary, OutOfMemory, PlaceChange
+from harness.results.profile import Frame
+
+_IN_USE, _AWAITING = "active_allocated", ("active_awaiting_free", "active_pending_free")
+_ALLOC, _FREE = "alloc", "free_completed"
+_CHANGES = {_ALLOC: 1, _FREE: -1}
+"""Events that change what is in use, and their sign."""
+_OF_TORCH = re.compile(r"(^|/)torch/")
+_UNKNOWN = "no stack was recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A block in use."""
+
+    num_bytes: int
+    frames: tuple[Frame, ...]
+    category: str | None
+
+
+def summarize_memory(path: Path) -> MemorySummary:
+    """Sum up a snapshot.
+
+    Raises:
+        HarnessError: SNAPSHOT_UNREADABLE.
+    """
+    return MemorySummary(file=str(path), devices=tuple(_device(each) for each in read_snapshot(path)))
+
+
+def diff_memory(before: Path, after: Path) -> MemoryDiff:
+    """Hold two snapshots against each other.
+
+    Raises:
+        HarnessError: SNAPSHOT_UNREADABLE.
+    """
+    old, new = summarize_memory(before), summarize_memory(after)
+    return MemoryDiff(before=old, after=new, now=_changes(old, new, "now"), at_peak=_changes(old, new, "at_peak"))
+
+
+def _device(snapshot: DeviceSnapshot) -> DeviceMemory:
+    used = {block.address: _piece(block) for block in snapshot.blocks if block.state == _IN_USE}
+    history = _History(snapshot.events, used)
+    return DeviceMemory(
+        device=snapshot.device,
+        reserved_bytes=sum(snapshot.segment_bytes),
+        allocated_bytes=sum(piece.num_bytes for piece in used.values()),
+        awaiting_free_bytes=sum(block.num_bytes for block in snapshot.blocks if block.state in _AWAITING),
+        requested_bytes=sum(block.requested_bytes for block in snapshot.blocks if block.state == _IN_USE),
+        largest_free_bytes=max((block.num_bytes for block in snapshot.blocks if block.state == "inactive"), default=0),
+        num_segments=len(snapshot.segment_bytes),
+        num_events=len(snapshot.events),
+        peak_bytes=history.peak_bytes if snapshot.events else None,
+        peak_after_us=history.peak_us - snapshot.events[0].time_us if snapshot.events else None,
+        now=_places(used.values()),
+        at_peak=_places(history.at_peak),
+        kept=_places(history.kept),
+        out_of_memory=tuple(_refused(event) for event in snapshot.events if event.action == "oom"),
+    )
+
+
+class _History:
+    """What was in use while the events happened; without events, what is in use now."""
+
+    def __init__(self, events: Sequence[Event], used: Mapping[int, _Piece]) -> None:
+        """Walk through the events.
+
+        Args:
+            events: the allocator's, in order. A ring of them may have lost its beginning, never its end.
+            used: what is in use after them, by address.
+        """
+        self._events = [event for event in events if event.action in _CHANGES]
+        self._before = self._in_use_before(used)
+        highest, self.peak_us = 0, events[0].time_us if events else 0.0
+        total = self.peak_bytes = sum(piece.num_bytes for piece in self._before.values())
+        for count, event in enumerate(self._events, start=1):
+            total += event.num_bytes * _CHANGES[event.action]
+            if total > self.peak_bytes:
+                self.peak_bytes, self.peak_us, highest = total, event.time_us, count
+        self.at_peak = list(self._in_use_after(highest).values())
+        latest = {event.address: event.action for event in self._events}
+        self.kept = [piece for address, piece in used.items() if latest.get(address) == _ALLOC]
+
+    def _in_use_before(self, used: Mapping[int, _Piece]) -> dict[int, _Piece]:
+        """Return what was in use before the events: what they free first, and what they leave alone."""
+        first: dict[int, Event] = {}
+        for event in self._events:
+            first.setdefault(event.address, event)
+        untouched = {address: piece for address, piece in used.items() if address not in first}
+        freed = {at: event for at, event in first.items() if event.action == _FREE}
+        return untouched | {at: _Piece(event.num_bytes, (), event.category) for at, event in freed.items()}
+
+    def _in_use_after(self, count: int) -> dict[int, _Piece]:
+        """Return what was in use after so many events."""
+        in_use = dict(self._before)
+        for event in self._events[:count]:
+            if event.action == _FREE:
+                in_use.pop(event.address, None)
+            else:
+                in_use[event.address] = _Piece(event.num_bytes, event.frames, event.category)
+        return in_use
+
+
+def _piece(block: Block) -> _Piece:
+    return _Piece(block.num_bytes, block.frames, block.category)
+
+
+def _places(pieces: Iterable[_Piece]) -> tuple[MemoryPlace, ...]:
+    groups: dict[tuple[str, str | None, str | None], list[int]] = defaultdict(list)
+    for piece in pieces:
+        groups[_place(piece.frames), _operation(piece.frames), piece.category].append(piece.num_bytes)
+    found = [
+        MemoryPlace(place=place, operation=operation, category=category, num_bytes=sum(own), num_blocks=len(own))
+        for (place, operation, category), own in groups.items()
+    ]
+    return tuple(sorted(found, key=lambda each: (-each.num_bytes, each.place)))
+
+
+def _place(frames: Sequence[Frame]) -> str:
+    """Return the innermost line of Python outside of torch; or the innermost frame there is."""
+    python = (frame for frame in frames if frame.filename.endswith(".py"))
+    own = next((frame for frame in python if not _OF_TORCH.search(frame.filename)), None)
+    frame = own or next(iter(frames), None)
+    if frame is None:
+        return _UNKNOWN
+    return f"{frame.filename}:{frame.line} {frame.name}" if frame.filename else frame.name
+
+
+def _operation(frames: Sequence[Frame]) -> str | None:
+    """Return the innermost named operation: a frame without a file, in others, that is no operator of torch."""
+    named = (frame.name for frame in frames[:-1] if not frame.filename and "::" not in frame.name)
+    return next(named, None)
+
+
+def _refused(event: Event) -> OutOfMemory:
+    return OutOfMemory(
+        requested_bytes=event.num_bytes, device_free_bytes=event.device_free_bytes, place=_place(event.frames)
+    )
+
+
+def _changes(before: MemorySummary, after: MemorySummary, when: str) -> tuple[PlaceChange, ...]:
+    old, new = (_by_place(summary, when) for summary in (before, after))
+    found = [
+        PlaceChange(
+            device=device,
+            place=place,
+            before_bytes=old.get((device, place), 0),
+            after_bytes=new.get((device, place), 0),
+        )
+        for device, place in old.keys() | new.keys()
+    ]
+    changed = (change for change in found if change.added_bytes)
+    return tuple(sorted(changed, key=lambda change: (-abs(change.added_bytes), change.place)))
+
+
+def _by_place(summary: MemorySummary, when: str) -> dict[tuple[int, str], int]:
+    sums: dict[tuple[int, str], int] = defaultdict(int)
+    for device in summary.devices:
+        for each in getattr(device, when):
+            sums[device.device, each.place] += each.num_bytes
+    return sums

@@ -1,0 +1,1 @@
+"""Memory snapshots in every form."""

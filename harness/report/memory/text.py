@@ -1,0 +1,81 @@
+"""Memory snapshots, and changes between two, for a terminal."""
+
+from collections.abc import Iterator, Sequence
+
+from harness.errors import printable
+from harness.report.fitted_table import fitted_table
+from harness.results.memory import DeviceMemory, MemoryDiff, MemoryPlace, MemorySummary, OutOfMemory, PlaceChange
+
+_MOST_ROWS = 12
+_DISPENSABLE = ("category", "blocks", "operation")
+
+
+def memory_text(summaries: Sequence[MemorySummary], *, width: int | None = None) -> str:
+    """Return one block a device."""
+    blocks = [block for summary in summaries for device in summary.devices for block in _device(summary, device, width)]
+    return printable("\n\n".join(blocks))
+
+
+def memory_diff_text(diff: MemoryDiff, *, width: int | None = None) -> str:
+    """Return what each place holds more or less, now and at the peak."""
+    parts = [f"before: {diff.before.file}\nafter:  {diff.after.file}"]
+    for title, changes in (("in use", diff.now), ("at the peak", diff.at_peak)):
+        parts.append(f"{title}: {_mib(sum(change.added_bytes for change in changes), signed=True)} MiB")
+        parts += [_changes(changes, width)] if changes else []
+    return printable("\n\n".join(parts))
+
+
+def _device(summary: MemorySummary, device: DeviceMemory, width: int | None) -> Iterator[str]:
+    rounding = device.allocated_bytes - device.requested_bytes
+    lines = [
+        f"{summary.file}, device {device.device}",
+        f"  reserved {_mib(device.reserved_bytes)} MiB in {device.num_segments:,} segments: "
+        f"in use {_mib(device.allocated_bytes)} ({_mib(rounding)} of it by rounding up), "
+        f"awaiting free {_mib(device.awaiting_free_bytes)}, "
+        f"free {_mib(device.free_bytes)}, the largest piece of it {_mib(device.largest_free_bytes)}",
+    ]
+    if device.peak_bytes is None:
+        lines.append("  no history: torch.cuda.memory._record_memory_history() keeps it")
+    else:
+        after = f"after {(device.peak_after_us or 0) / 1e3:,.2f} ms"
+        lines.append(f"  peak {_mib(device.peak_bytes)} MiB {after}, in a history of {device.num_events:,} events")
+    yield "\n".join([*lines, *(f"  {_refused(each, device)}" for each in device.out_of_memory)])
+    tables = {"in use now": device.now}
+    if device.peak_bytes is not None:
+        tables = {"at the peak": device.at_peak, **tables, "allocated in the history, and kept": device.kept}
+    yield from (f"{title}:\n{_places(places, width)}" for title, places in tables.items() if places)
+
+
+def _refused(refused: OutOfMemory, device: DeviceMemory) -> str:
+    """Return what did not fit. What the allocator kept then is not in the file: what it keeps now may tell."""
+    free = "unknown" if refused.device_free_bytes is None else f"{_mib(refused.device_free_bytes)} MiB"
+    text = f"out of memory: {_mib(refused.requested_bytes)} MiB at {refused.place}, the device had {free} left"
+    if device.largest_free_bytes < refused.requested_bytes <= device.free_bytes:
+        text += "; it is free by now, in smaller pieces: fragmentation"
+    return text
+
+
+def _places(places: Sequence[MemoryPlace], width: int | None) -> str:
+    rows = [
+        [each.place, each.operation or "-", each.category or "-", f"{each.num_blocks:,}", _mib(each.num_bytes)]
+        for each in places[:_MOST_ROWS]
+    ]
+    table = fitted_table(
+        rows, ["place", "operation", "category", "blocks", "MiB"], width=width, dispensable=_DISPENSABLE
+    )
+    left = places[_MOST_ROWS:]
+    return table + (f"\nand {_mib(sum(each.num_bytes for each in left))} MiB of {len(left):,} more" if left else "")
+
+
+def _changes(changes: Sequence[PlaceChange], width: int | None) -> str:
+    rows = []
+    for each in changes[:_MOST_ROWS]:
+        added = _mib(each.added_bytes, signed=True)
+        rows.append([each.place, str(each.device), _mib(each.before_bytes), _mib(each.after_bytes), added])
+    table = fitted_table(rows, ["place", "device", "before", "after", "MiB"], width=width, dispensable=["device"])
+    left = len(changes) - _MOST_ROWS
+    return table + (f"\nand {left:,} more" if left > 0 else "")
+
+
+def _mib(num_bytes: int, *, signed: bool = False) -> str:
+    return f"{num_bytes / 2**20:{'+' if signed else ''},.2f}"

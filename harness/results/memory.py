@@ -1,0 +1,98 @@
+"""Contents of memory snapshots, and changes between two, as plain data for the reports. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlace:
+    """The blocks that one place in the code has allocated."""
+
+    place: str
+    """`path/to/file.py:12 function`: the innermost line outside of torch; or the innermost frame there is."""
+    operation: str | None
+    """The engine's operation around it, in snapshots of `harness profile`."""
+    category: str | None
+    """What it is for, in snapshots of `harness profile`."""
+    num_bytes: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory:
+    """An allocation that did not succeed."""
+
+    requested_bytes: int
+    device_free_bytes: int | None
+    """Of the device, outside of the allocator; None where the snapshot does not say."""
+    place: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """One device's memory: now, at its peak, and what came and stayed."""
+
+    device: int
+    reserved_bytes: int
+    """Taken from the device by the allocator."""
+    allocated_bytes: int
+    """In use by tensors."""
+    awaiting_free_bytes: int
+    """Freed, and waiting for another stream."""
+    requested_bytes: int
+    """Of `allocated_bytes`, what was asked for before rounding up."""
+    largest_free_bytes: int
+    """The largest piece of a segment that is in no use."""
+    num_segments: int
+    num_events: int
+    """Of the history; 0 where none was recorded."""
+    peak_bytes: int | None
+    """The most that was in use during the history; None without one."""
+    peak_after_us: float | None
+    """From the first event of the history."""
+    now: tuple[MemoryPlace, ...]
+    """In use when the snapshot was taken, the most first."""
+    at_peak: tuple[MemoryPlace, ...]
+    kept: tuple[MemoryPlace, ...]
+    """Allocated during the history, and still in use: over equal steps, what grows."""
+    out_of_memory: tuple[OutOfMemory, ...]
+
+    @property
+    def free_bytes(self) -> int:
+        """Reserved and in no use."""
+        return self.reserved_bytes - self.allocated_bytes - self.awaiting_free_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySummary:
+    """One snapshot."""
+
+    file: str
+    devices: tuple[DeviceMemory, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceChange:
+    """What a place in the code holds in two snapshots."""
+
+    device: int
+    place: str
+    before_bytes: int
+    after_bytes: int
+
+    @property
+    def added_bytes(self) -> int:
+        """More in the second one; negative if less."""
+        return self.after_bytes - self.before_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryDiff:
+    """Two snapshots."""
+
+    before: MemorySummary
+    after: MemorySummary
+    now: tuple[PlaceChange, ...]
+    """Places that hold more or less when the snapshots were taken, the largest change first."""
+    at_peak: tuple[PlaceChange, ...]

@@ -1,0 +1,44 @@
+"""`harness memory`: summaries and differences of snapshots, ours or not."""
+
+import json
+import pickle
+
+from harness.cli.main import run
+
+
+def snapshot(path, num_bytes):
+    frames = [{"filename": "engine/cache.py", "line": 3, "name": "grow"}]
+    block = {
+        "address": 8,
+        "size": num_bytes,
+        "requested_size": num_bytes,
+        "state": "active_allocated",
+        "frames": frames,
+    }
+    segment = {"device": 0, "address": 8, "total_size": num_bytes, "blocks": [block]}
+    path.write_bytes(pickle.dumps({"segments": [segment], "device_traces": [[]]}))
+    return str(path)
+
+
+def test_the_summary_in_both_forms(tmp_path, capsys):
+    path = snapshot(tmp_path / "a.pickle", 2**20)
+    assert run(["memory", "summary", path, "--format", "json"]) == 0
+    (file,) = json.loads(capsys.readouterr().out)["files"]
+    assert file["devices"][0]["now"][0]["place"] == "engine/cache.py:3 grow"
+    assert run(["memory", "summary", path]) == 0
+    assert "reserved 1.00 MiB in 1 segments" in capsys.readouterr().out
+
+
+def test_the_difference_in_both_forms(tmp_path, capsys):
+    paths = [snapshot(tmp_path / f"{size}.pickle", size * 2**20) for size in (1, 3)]
+    assert run(["memory", "diff", *paths, "--format", "json"]) == 0
+    (change,) = json.loads(capsys.readouterr().out)["now"]
+    assert (change["place"], change["added_bytes"]) == ("engine/cache.py:3 grow", 2 * 2**20)
+    assert run(["memory", "diff", *paths]) == 0
+    assert "in use: +2.00 MiB" in capsys.readouterr().out
+
+
+def test_what_is_no_snapshot_is_bad_input(tmp_path, capsys):
+    (tmp_path / "a.pickle").write_bytes(b"{}")
+    assert run(["memory", "summary", str(tmp_path / "a.pickle")]) == 2
+    assert "H066" in capsys.readouterr().err

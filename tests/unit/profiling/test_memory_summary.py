@@ -1,0 +1,177 @@
+"""Snapshots of any program: what they hold, and pickles that are none."""
+
+import os
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.errors import Code, HarnessError
+from harness.profiling.memory.summary import diff_memory, summarize_memory
+from harness.report.memory.json import memory_json
+from harness.report.memory.text import memory_diff_text, memory_text
+from harness.results.memory import MemoryPlace
+
+MIB = 2**20
+TORCH = {"filename": "/site-packages/torch/nn/functional.py", "line": 9, "name": "linear"}
+OWN = {"filename": "engine/model.py", "line": 12, "name": "forward"}
+OTHER = {"filename": "engine/cache.py", "line": 3, "name": "grow"}
+CPP = {"filename": "??", "line": 0, "name": "at::native::empty"}
+
+
+def event(action, address, size, time_us, *frames):
+    return {"action": action, "addr": address, "size": size, "time_us": time_us, "frames": list(frames)}
+
+
+def block(address, size, state="active_allocated", requested=None, frames=()):
+    return {
+        "address": address, "size": size, "requested_size": requested or size, "state": state, "frames": list(frames),
+    }  # fmt: skip
+
+
+def segment(blocks, device=0):
+    total = sum(each["size"] for each in blocks)
+    return {"device": device, "address": blocks[0]["address"], "total_size": total, "blocks": blocks}
+
+
+SNAPSHOT = {
+    "segments": [
+        segment([block(0, 4 * MIB, requested=3 * MIB, frames=[CPP, TORCH, OWN]), block(4 * MIB, 2 * MIB, "inactive")]),
+        segment([block(16 * MIB, MIB, "active_awaiting_free"), block(17 * MIB, 3 * MIB, frames=[OTHER])]),
+        segment([block(32 * MIB, 2 * MIB, "inactive")]),
+    ],
+    "device_traces": [
+        [
+            event("free_completed", 32 * MIB, 2 * MIB, 100),  # allocated before the history
+            event("alloc", 17 * MIB, 3 * MIB, 110, OTHER),
+            event("alloc", 33 * MIB, 2 * MIB, 120, CPP, TORCH, OWN),
+            event("free_requested", 33 * MIB, 2 * MIB, 130, OWN),
+            event("free_completed", 33 * MIB, 2 * MIB, 130, OWN),
+            {"action": "oom", "size": 3 * MIB, "device_free": MIB, "time_us": 140, "frames": [TORCH, OWN]},
+        ]
+    ],
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content, name="a.pickle"):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else pickle.dumps(content, protocol=4))
+        return path
+
+    return write
+
+
+def place(text, num_bytes):
+    return MemoryPlace(place=text, operation=None, category=None, num_bytes=num_bytes, num_blocks=1)
+
+
+def test_what_a_snapshot_holds(write):
+    (device,) = summarize_memory(write(SNAPSHOT)).devices
+    assert (device.reserved_bytes, device.allocated_bytes, device.requested_bytes) == (12 * MIB, 7 * MIB, 6 * MIB)
+    assert (device.awaiting_free_bytes, device.free_bytes, device.largest_free_bytes) == (MIB, 4 * MIB, 2 * MIB)
+    assert (device.num_segments, device.num_events) == (3, 6)
+    assert device.now == (place("engine/model.py:12 forward", 4 * MIB), place("engine/cache.py:3 grow", 3 * MIB))
+    assert device.kept == (place("engine/cache.py:3 grow", 3 * MIB),)
+    assert (device.peak_bytes, device.peak_after_us) == (9 * MIB, 20)
+    assert [(each.place, each.num_bytes) for each in device.at_peak] == [
+        ("engine/model.py:12 forward", 6 * MIB), ("engine/cache.py:3 grow", 3 * MIB),
+    ]  # fmt: skip
+    (refused,) = device.out_of_memory
+    assert (refused.requested_bytes, refused.device_free_bytes) == (3 * MIB, MIB)
+
+
+def test_what_did_not_fit_is_told(write):
+    text = memory_text([summarize_memory(write(SNAPSHOT))])
+    assert "out of memory: 3.00 MiB at engine/model.py:12 forward, the device had 1.00 MiB left" in text
+    assert "it is free by now, in smaller pieces: fragmentation" in text
+
+
+def test_without_a_history_there_is_no_peak(write):
+    (device,) = summarize_memory(write({**SNAPSHOT, "device_traces": [[]]})).devices
+    assert (device.peak_bytes, device.peak_after_us, device.kept) == (None, None, ())
+    assert "no history: torch.cuda.memory._record_memory_history()" in memory_text(
+        [summarize_memory(write({**SNAPSHOT, "device_traces": [[]]}))]
+    )
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    order=st.randoms(use_true_random=False),
+    lost=st.integers(0, 20),
+)
+def test_the_peak_is_that_of_the_events_that_are_left(tmp_path_factory, sizes, order, lost):
+    """Any order of allocations and frees, of whose history any part at the beginning is lost."""
+    alive, totals, events = {}, [], []
+    for _ in range(3 * len(sizes)):
+        address = order.randrange(len(sizes))
+        if address in alive:
+            events.append(event("free_completed", address, alive.pop(address), len(events)))
+        else:
+            alive[address] = sizes[address]
+            events.append(event("alloc", address, alive[address], len(events)))
+        totals.append(sum(alive.values()))
+    lost = min(lost, len(events) - 1)
+    path = tmp_path_factory.mktemp("memory") / "a.pickle"
+    segments = [segment([block(at, size) for at, size in alive.items()])] if alive else []
+    path.write_bytes(pickle.dumps({"segments": segments, "device_traces": [events[lost:]]}))
+    (device,) = summarize_memory(path).devices
+    before = totals[lost - 1] if lost else 0
+    assert device.peak_bytes == max(before, *totals[lost:])
+    assert sum(each.num_bytes for each in device.at_peak) == device.peak_bytes
+
+
+def test_what_changed_between_two(write):
+    later = {**SNAPSHOT, "segments": [*SNAPSHOT["segments"], segment([block(64 * MIB, MIB, frames=[OTHER])])]}
+    diff = diff_memory(write(SNAPSHOT), write(later, "b.pickle"))
+    assert [(each.place, each.added_bytes) for each in diff.now] == [("engine/cache.py:3 grow", MIB)]
+    assert "in use: +1.00 MiB" in memory_diff_text(diff)
+
+
+def test_devices_are_told_apart(write):
+    snapshot = {"segments": [segment([block(0, 5)], device=3)], "device_traces": [[event("alloc", 7, 2, 0)]]}
+    assert [each.device for each in summarize_memory(write(snapshot)).devices] == [0, 3]
+
+
+def test_the_document_has_a_version(write):
+    document = memory_json([summarize_memory(write(SNAPSHOT))])
+    assert document["schema_version"] == 1
+    assert document["files"][0]["devices"][0]["free_bytes"] == 4 * MIB
+
+
+class Running:
+    def __reduce__(self):
+        return os.system, ("echo it ran > ran",)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "EOFError"),
+        (b"not a pickle", "UnpicklingError"),
+        (pickle.dumps(SNAPSHOT)[:-40], "truncated|EOFError"),
+        (pickle.dumps(Running()), "names (posix|nt).system, and a snapshot holds plain data only"),
+        ({"segments": Running(), "device_traces": []}, "plain data only"),
+        ([], "list in the place of a dict"),
+        ({}, "KeyError: 'segments'"),
+        ({"segments": {}, "device_traces": []}, "'segments' is dict, and not list"),
+        ({"segments": [segment([block(0, 5.0)])], "device_traces": []}, "float, and not int"),
+        ({"segments": [], "device_traces": [[{"action": "alloc", "frames": [7]}]]}, "int in the place of a dict"),
+        ({"segments": [], "device_traces": [[{"action": "alloc", "frames": 7}]]}, "TypeError"),
+        ({"segments": [], "device_traces": [[None]]}, "NoneType in the place of a dict"),
+    ],
+)
+def test_what_is_no_snapshot_is_refused_and_nothing_is_run(write, tmp_path, monkeypatch, content, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(HarnessError, match=words) as caught:
+        summarize_memory(write(content))
+    assert caught.value.code is Code.SNAPSHOT_UNREADABLE
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(HarnessError, match="FileNotFoundError") as caught:
+        summarize_memory(tmp_path / "none")
+    assert caught.value.code is Code.SNAPSHOT_UNREADABLE
