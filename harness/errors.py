@@ -93,6 +93,7 @@ class Code(StrEnum):
     PROFILER_FAILED = "H064"
     SAME_VERSION = "H065"
     SNAPSHOT_UNREADABLE = "H066"
+    MODEL_NOT_SIZED = "H067"
     # Traces and gates
     TRACE_UNREADABLE = "H070"
     TRACE_DAMAGED = "H071"

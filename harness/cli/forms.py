@@ -105,6 +105,11 @@ TRACE_DIFF = Forms(human=f"{_REPORT}.trace.text:diff_text", json=f"{_REPORT}.tra
 CRITICAL_PATHS = Forms(human=f"{_REPORT}.trace.text:critical_paths_text", json=f"{_REPORT}.trace.json:files_json")
 MEMORY = Forms(human=f"{_REPORT}.memory.text:memory_text", json=f"{_REPORT}.memory.json:memory_json")
 MEMORY_DIFF = Forms(human=f"{_REPORT}.memory.text:memory_diff_text", json=f"{_REPORT}.memory.json:memory_diff_json")
+ESTIMATE = Forms(
+    human=f"{_REPORT}.estimate.text:estimate_text",
+    markdown=f"{_REPORT}.estimate.text:estimate_text",
+    json=f"{_REPORT}.estimate.json:estimate_json",
+)
 BENCH = Forms(human="harness.selfcheck.bench.table:bench_text", json="harness.selfcheck.bench.results:BenchResult.json")
 INSPECTED = Forms(human="harness.formats.inspect:render_text", json=_DOCUMENT)
 SETTINGS = Forms(human=f"{_REPORT}.settings:settings_text", json=f"{_REPORT}.settings:settings_json")

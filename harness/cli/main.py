@@ -165,6 +165,7 @@ def build_app() -> typer.Typer:
         bench,
         check,
         diff,
+        estimate,
         faults,
         fuzz,
         gate,
@@ -203,6 +204,7 @@ def build_app() -> typer.Typer:
     app.command(cls=StrictCommand, epilog=engines)(fuzz.fuzz)
     app.command(cls=StrictCommand)(faults.faults)
     app.command(cls=StrictCommand)(quant.quant)
+    app.command(cls=StrictCommand)(estimate.estimate)
     app.add_typer(bench.app)
     app.add_typer(suite.app)
     app.add_typer(trace.app)

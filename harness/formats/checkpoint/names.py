@@ -43,14 +43,14 @@ def resolve(model: str, *, local_files_only: bool = False, revision: str | None 
             what = f"the folder has no {CONFIG_NAME}" if path.is_dir() else "the path is a file, not a folder"
             not_a_checkpoint(what, path, "pass the folder that holds config.json and the safetensors files")
         return path
-    if (embedded := _embedded(model)) is not None:
+    if (embedded := embedded_folder(model)) is not None:
         return embedded
     if not _HUB_ID.fullmatch(model) or ".." in model:
         not_a_checkpoint("there is no such folder, and this is no hub id", model, "check the path")
     return _download(model, local_files_only, revision)
 
 
-def _embedded(model: str) -> Path | None:
+def embedded_folder(model: str) -> Path | None:
     """Return the folder of the embedded checkpoint of that name; None if there is none."""
     if not _EMBEDDED_NAME.fullmatch(model):
         return None

@@ -1,0 +1,1 @@
+"""What a model needs of memory, bandwidth and arithmetic, from its config alone."""

@@ -1,0 +1,125 @@
+"""Estimates what a model needs, and how fast a GPU of some data sheet could run it at best."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from harness.errors import Code, HarnessError
+from harness.profiling.sizing.gpus import Gpu, find_gpu
+from harness.profiling.sizing.meta_model import MetaModel, read_config
+from harness.results.estimate import Estimate, GpuEstimate, ModelSize, PartSize
+
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+_PARTS = {
+    "experts": r"(^|\.)experts\.",
+    "embedding": r"embed|wte|word_embeddings",
+    "head": r"lm_head|embed_out",
+    "states": r"mamba|mixer|linear_attn|ssm|recurrent|conv",
+    "attention": r"attn|attention",
+    "norms": r"norm|(^|\.)ln",
+    "mlp": r"mlp|feed_forward|ffn|shared_expert|block_sparse_moe|moe",
+}
+"""Parts of a model by the paths of their weights; the first that fits."""
+
+
+def estimate(
+    model: str, *, dtype: str, cache_dtype: str | None = None, gpus: Sequence[str], num_requests: int, context: int
+) -> Estimate:
+    """Estimate a model.
+
+    Args:
+        model: folder, config.json, embedded checkpoint, or model of the hub.
+        dtype: of the weights and of the products: a key of `ITEMSIZES`.
+        cache_dtype: of keys and values; None: that of the weights, bfloat16 for float8.
+        gpus: names.
+        num_requests: that decode together.
+        context: tokens of each.
+
+    Raises:
+        HarnessError: MODEL_NOT_SIZED; BAD_OPTION: a GPU is not in the table, or has no unit for the dtype.
+    """
+    found = [find_gpu(name) for name in gpus]
+    cache_dtype = cache_dtype or ("bfloat16" if dtype == "float8" else dtype)
+    meta = MetaModel(read_config(model), model)
+    size = _size(meta, model, dtype, cache_dtype, context)
+    return Estimate(
+        size=size, num_requests=num_requests, gpus=tuple(_on(gpu, meta, size, num_requests) for gpu in found)
+    )
+
+
+def _size(meta: MetaModel, model: str, dtype: str, cache_dtype: str, context: int) -> ModelSize:
+    counts = Counter[str]()
+    for path, parameter in meta.parameters():
+        counts[_part(path)] += parameter.numel()
+    total, itemsize, cached = sum(counts.values()), ITEMSIZES[dtype], ITEMSIZES[cache_dtype]
+    idle = counts["experts"] * (meta.num_experts - meta.num_chosen) // max(1, meta.num_experts)
+    cache_bytes = meta.cache_bytes(context, cached)
+    # A tied embedding is multiplied with as the head.
+    embedding = 0 if meta.is_tied else meta.embedding().numel()
+    return ModelSize(
+        model=model,
+        model_type=meta.model_type,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        num_parameters=total,
+        num_active=total - idle - embedding,
+        weights_bytes=total * itemsize,
+        parts=tuple(_part_size(name, count, itemsize) for name, count in counts.most_common()),
+        num_experts=meta.num_experts,
+        num_chosen=meta.num_chosen,
+        context=context,
+        cache_bytes=cache_bytes,
+        cache_bytes_per_token=meta.cache_bytes(context + 1, cached) - cache_bytes,
+        prefill_flops=meta.prefill_flops(context),
+        decode_flops=meta.decode_flops(context),
+    )
+
+
+def _part_size(name: str, count: int, itemsize: int) -> PartSize:
+    return PartSize(name=name, num_parameters=count, num_bytes=count * itemsize)
+
+
+def _part(path: str) -> str:
+    return next((name for name, pattern in _PARTS.items() if re.search(pattern, path)), "other")
+
+
+def _on(gpu: Gpu, meta: MetaModel, size: ModelSize, num_requests: int) -> GpuEstimate:
+    """Return the roofline's times: what is the longer, to read the bytes or to do the arithmetic."""
+    rate = gpu.flops_per_s.get(size.dtype)
+    if rate is None:
+        raise HarnessError(
+            Code.BAD_OPTION,
+            f"the {gpu.name} has no unit for products in {size.dtype}",
+            where="--dtype",
+            expected=", ".join(gpu.flops_per_s),
+            actual=size.dtype,
+        )
+    prefill = size.prefill_flops / rate, (_bytes_read(meta, size, size.context) + size.cache_bytes) / gpu.bytes_per_s
+    read = _bytes_read(meta, size, num_requests) + num_requests * size.cache_bytes
+    decode = num_requests * size.decode_flops / rate, read / gpu.bytes_per_s
+    left = gpu.memory_bytes - size.weights_bytes
+    return GpuEstimate(
+        gpu=gpu.name,
+        source=gpu.source,
+        memory_bytes=gpu.memory_bytes,
+        needed_bytes=size.weights_bytes + num_requests * size.cache_bytes,
+        most_requests=max(0, left // max(1, size.cache_bytes)),
+        prefill_s=max(prefill),
+        prefill_bound=_bound(*prefill),
+        decode_step_s=max(decode),
+        decode_bound=_bound(*decode),
+    )
+
+
+def _bytes_read(meta: MetaModel, size: ModelSize, num_rows: int) -> int:
+    """Return the bytes of weights that a step of so many rows reads: of experts those that even routing chooses."""
+    experts = next((part.num_bytes for part in size.parts if part.name == "experts"), 0)
+    unchosen = (1 - size.num_chosen / max(1, size.num_experts)) ** num_rows if experts else 0.0
+    embedding = 0 if meta.is_tied else meta.embedding().numel() * ITEMSIZES[size.dtype]
+    return size.weights_bytes - embedding - round(experts * unchosen)
+
+
+def _bound(compute_s: float, memory_s: float) -> str:
+    return "compute" if compute_s > memory_s else "memory"

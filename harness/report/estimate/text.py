@@ -1,0 +1,65 @@
+"""What a model needs, for a terminal and for Markdown."""
+
+from tabulate import tabulate
+
+from harness.errors import printable
+from harness.results.estimate import Estimate, GpuEstimate, ModelSize
+
+_GPU_HEADER = (
+    "GPU", "GB", "needed", "requests that fit", "prefill ms", "bound by", "decode ms", "bound by", "tokens/s",
+)  # fmt: skip
+
+
+def estimate_text(result: Estimate, *, tablefmt: str = "simple") -> str:
+    """Return the sizes, the weights by part, and a row for each GPU."""
+    size = result.size
+    parts = [[part.name, f"{part.num_parameters:,}", _gb(part.num_bytes)] for part in size.parts]
+    blocks = [
+        "\n".join(_sizes(size)),
+        tabulate(parts, ["weights of", "parameters", "GB"], tablefmt, disable_numparse=True, colalign=_aligned(3)),
+    ]
+    if result.gpus:
+        rows = [_row(gpu, result.num_requests) for gpu in result.gpus]
+        requests = "1 request" if result.num_requests == 1 else f"{result.num_requests} requests"
+        blocks += [
+            f"{requests} of {size.context:,} tokens; a prefill is of one prompt, a decode step of all:",
+            tabulate(rows, _GPU_HEADER, tablefmt, disable_numparse=True, colalign=_aligned(len(_GPU_HEADER))),
+            "No engine is faster than this. Activations, graphs and the engine's own memory come on top. Dense figures "
+            f"of the {', the '.join(dict.fromkeys(gpu.source for gpu in result.gpus))}.",
+        ]
+    return printable("\n\n".join(blocks))
+
+
+def _sizes(size: ModelSize) -> list[str]:
+    experts = f", {size.num_chosen} of {size.num_experts} experts a token" if size.num_experts else ""
+    return [
+        f"{size.model} ({size.model_type}), weights in {size.dtype}, cache in {size.cache_dtype}",
+        f"  weights      {_gb(size.weights_bytes)} GB: {size.num_parameters:,} parameters, "
+        f"{size.num_active:,} of them for each token{experts}",
+        f"  cache        {size.cache_bytes / 1e6:,.3f} MB for {size.context:,} tokens, "
+        f"{size.cache_bytes_per_token:,.0f} bytes for one more",
+        f"  prefill      {size.prefill_flops / 1e9:,.3f} GFLOP for {size.context:,} tokens",
+        f"  decode       {size.decode_flops / 1e9:,.3f} GFLOP for a token with that context",
+    ]
+
+
+def _row(gpu: GpuEstimate, num_requests: int) -> list[str]:
+    return [
+        gpu.gpu,
+        _gb(gpu.memory_bytes),
+        _gb(gpu.needed_bytes) + ("" if gpu.fits else " (does not fit)"),
+        f"{gpu.most_requests:,}",
+        f"{gpu.prefill_s * 1e3:,.3f}",
+        gpu.prefill_bound,
+        f"{gpu.decode_step_s * 1e3:,.3f}",
+        gpu.decode_bound,
+        f"{num_requests / gpu.decode_step_s:,.0f}",
+    ]
+
+
+def _aligned(num_columns: int) -> list[str]:
+    return ["left"] + ["right"] * (num_columns - 1)
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.3f}"
