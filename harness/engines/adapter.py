@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from harness.base.numerics import Numerics
 from harness.errors import Code, ExitStatus, HarnessError
@@ -45,6 +45,10 @@ class Timeline:
     """By a request's id, the one that it is forked from as soon as that has made its first token."""
 
 
+Part: TypeAlias = "tuple[RequestInfo, range]"
+"""Rows of one request in one step, by position."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """The work that an engine is asked to do."""
@@ -54,7 +58,8 @@ class Workload:
     schedule: Schedule
     copies: Sequence[RequestInfo] = ()
     """Under a repeated schedule, the same requests in the same order, to be sent again (`prefix-hit`: when all have
-    ended) or forked from the first ones (`forked`: as soon as these have made a token)."""
+    ended) or forked from the first ones (`forked`: as soon as these have made a token). Under a schedule with drafts,
+    the drafts of the requests (`RequestInfo.draft_of`)."""
     timeline: Timeline | None = None
     """If given, it replaces the schedule; only engines with `Capabilities.control` are given one."""
 
@@ -65,8 +70,32 @@ class Workload:
 
     @property
     def batches(self) -> list[list[RequestInfo]]:
-        """All requests in groups that run together, one group after the other."""
-        return [self.all_requests] if self.schedule.is_batched else [[request] for request in self.all_requests]
+        """All requests in groups that run together, one group after the other; drafts run with what they are of."""
+        requests = list(self.requests) if self.schedule.has_drafts else self.all_requests
+        return [requests] if self.schedule.is_batched else [[request] for request in requests]
+
+    def drafts(self, request: RequestInfo) -> list[RequestInfo]:
+        """Return what a request computes and gives up again, in the order in which it does."""
+        found = [each for each in self.copies if getattr(each, "draft_of", None) == request.id]
+        return sorted(found, key=lambda draft: draft.prompt_length)
+
+    def steps(self, request: RequestInfo) -> Iterator[list[Part]]:
+        """Yield what each step computes of a request: its own rows, then those of the draft that it then gives up.
+
+        A step whose first position is not after the last one of the step before goes back: what the cache holds from
+        that position on is to be forgotten.
+        """
+        drafts, end = self.drafts(request), len(request.token_ids)
+        if self.schedule.num_drafts:
+            yield from _verifying(request, drafts, self.schedule.num_drafts)
+            return
+        pieces = self.schedule.pieces(request.prompt_length, end)
+        for positions in pieces:
+            yield [(request, positions)]
+            for draft in [each for each in drafts if each.prompt_length == positions.stop]:
+                for position in range(draft.prompt_length, len(draft.token_ids)):
+                    yield [(draft, range(position, position + 1))]
+                yield [(request, range(positions.stop - 1, positions.stop))]  # its logits choose the next token
 
     def num_blocks(self, block_size: int) -> int:
         """Return how many KV blocks the schedule leaves to the requests: enough for all of them at once.
@@ -81,6 +110,22 @@ class Workload:
         if self.schedule.trigger == "preempted":
             return max(sum(blocks(request.prompt_length) for request in self.all_requests), max(lengths))
         return sum(lengths)
+
+
+def _verifying(request: RequestInfo, drafts: Sequence[RequestInfo], num_drafts: int) -> Iterator[list[Part]]:
+    """Yield the prompt, then steps of one token and so many drafts, of which those before a draft's own are accepted."""
+    yield [(request, range(request.prompt_length))]
+    position, end = request.prompt_length, len(request.token_ids)
+    while position < end:
+        stop = min(end, position + 1 + num_drafts)
+        draft = next((each for each in drafts if position < each.prompt_length < stop), None)
+        if draft is None:
+            yield [(request, range(position, stop))]
+            position = stop
+        else:
+            rejected = range(draft.prompt_length, len(draft.token_ids))
+            yield [(request, range(position, draft.prompt_length)), (draft, rejected)]
+            position = draft.prompt_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from harness.engines.adapter import Capabilities, Engine, Workload, refuse_unknown_options
+from harness.engines.adapter import Capabilities, Engine, Part, Workload, engine_refusals, refuse_unknown_options
 from harness.engines.hf_session import HFSession
 from harness.engines.module_settings import settings_of_modules
 from harness.engines.read_back import write_read_back
@@ -65,10 +65,6 @@ class _Lane:
     num_fed: int = 0
     is_read_back: bool = False
 
-    def next_tokens(self, count: int) -> list[int]:
-        """Return the next tokens to feed; a request that is done is fed zeros, and its output is ignored."""
-        tokens = self.request.token_ids[self.num_fed : self.num_fed + count]
-        return tokens + [0] * (count - len(tokens))
 
 
 @dataclass(slots=True)
@@ -84,7 +80,9 @@ class _Forward:
     sampled: list[int] = field(default_factory=list)
     """Indices into the kept rows."""
     lanes: list[int] = field(default_factory=list)
-    """Rows of the batch whose last logits are wanted."""
+    """Row of the batch of each of them."""
+    columns: list[int] = field(default_factory=list)
+    """Column of each of them, counted from the end: -1 is the last one."""
 
 
 class HFEngine:
@@ -94,7 +92,7 @@ class HFEngine:
 
     def __init__(self, hf: HFModel, attention: str | None) -> None:
         self._hf, self._attention = hf, attention
-        self.capabilities = Capabilities(schedules=("plain", "chunked", "batched"))
+        self.capabilities = Capabilities(schedules=("plain", "chunked", "batched", "rewound", "speculative"))
 
     @cached_property
     def sources(self) -> Mapping[str, ShownTap]:
@@ -121,7 +119,10 @@ class HFEngine:
         groups = [list(workload.requests)] if together else [[request] for request in workload.requests]
         for group in groups:
             batch = _Batch(self._hf, self._attention, self.sources, group, writer)
-            batch.run(workload.schedule.chunk_size)
+            if workload.schedule.kind.has_drafts:
+                batch.run_with_drafts(workload)
+            else:
+                batch.run(workload.schedule.chunk_size)
             unread = {op.site for op in self._hf.graph if op.kind is Kind.CACHE and op.tap not in batch.read_back}
             self.capabilities = replace(
                 self.capabilities, unsupported_taps=tuple(sorted({*self.capabilities.unsupported_taps, *unread}))
@@ -166,8 +167,28 @@ class _Batch:
     def run(self, chunk_size: int | None) -> None:
         with HFDecoder(self._hf) as decoder:
             for columns in self._columns(chunk_size):
-                self._forward(columns, decoder)
+                self._forward(self._next_forward(columns), decoder)
                 self._read_back_finished(decoder)
+
+    def run_with_drafts(self, workload: Workload) -> None:
+        """Compute one request, its drafts included, and crop HF's cache where it goes back.
+
+        Raises:
+            HarnessError: ENGINE_CANNOT_SERVE: HF's cache of this family cannot be cropped.
+        """
+        (lane,) = self._lanes
+        with HFDecoder(self._hf) as decoder:
+            decoder.keep_past()
+            for parts in workload.steps(lane.request):
+                if num_given_up := lane.num_fed - parts[0][1].start:
+                    with engine_refusals("transformers", f"--schedule {workload.schedule}"):
+                        decoder.rewind(num_given_up)
+                    del self._mask[0][-num_given_up:]
+                    lane.num_fed -= num_given_up
+                forward = _Forward(ids=[], positions=[])
+                self._add(forward, lane, 0, parts)
+                self._forward(forward, decoder)
+            self._read_back_finished(decoder)
 
     def _columns(self, chunk_size: int | None) -> Iterator[int]:
         """Yield the width of each forward: the padded prompts, whole or in chunks, then one column at a time."""
@@ -177,11 +198,11 @@ class _Batch:
         for _ in range(max(len(lane.request.token_ids) - lane.request.prompt_length for lane in self._lanes)):
             yield 1
 
-    def _forward(self, columns: int, decoder: HFDecoder) -> None:
-        forward = self._next_forward(columns)
+    def _forward(self, forward: _Forward, decoder: HFDecoder) -> None:
         prompts = {lane.request.id: lane.request.prompt_length for lane in self._lanes}
         in_prompt = {
-            position < prompts[request] for request, position in zip(forward.request, forward.position, strict=True)
+            position < prompts.get(request, 0)
+            for request, position in zip(forward.request, forward.position, strict=True)
         }
         self._writer.begin_step(
             phase="mixed" if len(in_prompt) > 1 else "prefill" if True in in_prompt else "decode",
@@ -191,7 +212,7 @@ class _Batch:
             partial_rows=dict.fromkeys(self._hf.graph.head, forward.sampled) if forward.sampled else None,
         )
         logits = self._compute(forward, decoder)
-        self._writer.end_step(logits[forward.lanes].argmax(dim=-1).tolist())
+        self._writer.end_step(logits[forward.lanes, forward.columns].argmax(dim=-1).tolist())
 
     def _compute(self, forward: _Forward, decoder: HFDecoder) -> torch.Tensor:
         is_padded = any(lane.num_padding for lane in self._lanes)
@@ -203,37 +224,43 @@ class _Batch:
             begin = 0 if self._has_attention else len(self._mask[0]) - len(forward.ids[0])
             options["attention_mask"] = torch.tensor([row[begin:] for row in self._mask], device=self._hf.device)
         if "logits_to_keep" in inspect.signature(self._hf.model.forward).parameters:
-            options["logits_to_keep"] = 1
+            options["logits_to_keep"] = max((-column for column in forward.columns), default=1)
         recorder = _Recorder(self._hf, self._sources, forward, self._writer, self._dtypes)
         with watching(self._hf, attention=self._attention) as watch, watch.showing(Seeing(recorder.see)):
-            logits = decoder.feed(forward.ids, **options)
-            recorder.see("logits", logits[:, None])
-        return logits
+            decoder.feed(forward.ids, **options)
+            assert decoder.logits is not None
+            recorder.see("logits", decoder.logits)
+        return decoder.logits
 
     def _next_forward(self, columns: int) -> _Forward:
         forward = _Forward(ids=[], positions=[])
         for index, lane in enumerate(self._lanes):
             start = len(self._mask[index])
             num_padding = min(max(lane.num_padding - start, 0), columns)
-            tokens = lane.next_tokens(columns - num_padding)
-            positions = range(lane.num_fed, lane.num_fed + len(tokens))
-            forward.ids.append([0] * num_padding + tokens)
-            forward.positions.append([0] * num_padding + list(positions))
-            self._mask[index] += [0] * num_padding + [1] * len(tokens)
-            self._keep_rows(forward, lane, positions, index * columns + num_padding)
-            if lane.request.prompt_length - 1 <= positions.stop - 1 < len(lane.request.token_ids):
-                forward.sampled.append(len(forward.kept) - 1)
-                forward.lanes.append(index)
-            lane.num_fed = positions.stop
+            positions = range(lane.num_fed, lane.num_fed + columns - num_padding)
+            self._add(forward, lane, index, [(lane.request, positions)], num_padding)
         return forward
 
-    @staticmethod
-    def _keep_rows(forward: _Forward, lane: _Lane, positions: range, first_row: int) -> None:
-        """Note the rows of tokens that are the request's own."""
-        num_real = max(0, min(positions.stop, len(lane.request.token_ids)) - positions.start)
-        forward.kept += range(first_row, first_row + num_real)
-        forward.request += [lane.request.id] * num_real
-        forward.position += positions[:num_real]
+    def _add(self, forward: _Forward, lane: _Lane, index: int, parts: Sequence[Part], num_padding: int = 0) -> None:
+        """Add rows of a lane, after its padding; a request that is done is fed zeros, and its output is ignored."""
+        ids, positions = [0] * num_padding, [0] * num_padding
+        num_columns = num_padding + sum(len(part) for _, part in parts)
+        for request, part in parts:
+            own = request.token_ids[part.start : part.stop]
+            forward.kept += range(index * num_columns + len(ids), index * num_columns + len(ids) + len(own))
+            forward.request += [request.id] * len(own)
+            forward.position += part[: len(own)]
+            num_sampled = max(0, part.start + len(own) - max(part.start, request.prompt_length - 1))
+            forward.sampled += range(len(forward.kept) - num_sampled, len(forward.kept))
+            forward.lanes += [index] * num_sampled
+            first_column = len(ids) + len(own) - num_sampled - num_columns
+            forward.columns += range(first_column, first_column + num_sampled)
+            ids += own + [0] * (len(part) - len(own))
+            positions += part
+        forward.ids.append(ids)
+        forward.positions.append(positions)
+        self._mask[index] += [0] * num_padding + [1] * (num_columns - num_padding)
+        lane.num_fed = parts[-1][1].stop if parts else lane.num_fed
 
     def _read_back_finished(self, decoder: HFDecoder) -> None:
         """Read each request's cache when it is done: after a window, padding soon takes the place of its rows."""
@@ -303,7 +330,7 @@ class _Recorder:
         num_requests, num_tokens = self._shape
         if operation.tap in self._head:
             if self._forward.lanes:
-                self._writer.tap(operation.tap, value[self._forward.lanes, -1])
+                self._writer.tap(operation.tap, value[self._forward.lanes, self._forward.columns])
             return
         if dim and value.shape[dim] > num_tokens:  # all of the history comes with the new tokens
             value = value.narrow(dim, value.shape[dim] - num_tokens, num_tokens)

@@ -15,11 +15,13 @@ DEFAULT_CHUNK_SIZE = 7
 
 Trigger = Literal[
     "decode", "chunked_prefill", "batch", "ragged_batch", "block_boundary", "new_block", "prefix_hit", "forked",
-    "preempted", "gqa", "window_exceeded", "rope_extended", "near_tie",
+    "preempted", "rewound", "drafts_accepted", "gqa", "window_exceeded", "rope_extended", "near_tie",
 ]  # fmt: skip
 TRIGGERS: tuple[str, ...] = get_args(Trigger)
 """Conditions that a workload can be required to reach."""
-Parameter = Literal["chunk_size", "num_ranks"]
+Parameter = Literal["chunk_size", "num_ranks", "num_drafts"]
+DEFAULT_NUM_DRAFTS = 3
+"""Tokens that each decode step of a speculating engine verifies beside the true one."""
 
 
 class ScheduleKind(StrEnum):
@@ -33,6 +35,12 @@ class ScheduleKind(StrEnum):
     FORKED = "forked", "requests forked in decode", {"is_batched": True, "is_repeated": True, "trigger": "forked"}
     TENSOR_PARALLEL = "tensor-parallel", "all at once on N ranks", {"is_batched": True, "parameter": "num_ranks"}
     PREEMPTED = "preempted", "all at once, too few KV blocks for all", {"is_batched": True, "trigger": "preempted"}
+    REWOUND = "rewound", "each goes on with other tokens, then back", {"has_drafts": True, "trigger": "rewound"}
+    SPECULATIVE = (
+        "speculative",
+        "decode steps verify N drafted tokens, some of them wrong",
+        {"has_drafts": True, "trigger": "rewound", "parameter": "num_drafts"},
+    )
 
     help: str
     """What it does, for people."""
@@ -40,6 +48,8 @@ class ScheduleKind(StrEnum):
     """Whether all requests run at once, rather than one after the other."""
     is_repeated: bool
     """Whether every request is followed by a copy of itself, which shares what it can of the first one's cache."""
+    has_drafts: bool
+    """Whether requests compute tokens that they give up again: those of `RequestInfo.draft_of`."""
     trigger: Trigger | None
     """The purpose of the schedule, if it is more than batches and chunks."""
     parameter: Parameter | None
@@ -47,9 +57,9 @@ class ScheduleKind(StrEnum):
 
     def __new__(cls, word: str, text: str = "", traits: dict[str, object] | None = None) -> Self:
         """Make a member whose value is its name."""
-        kind, defaults = str.__new__(cls, word), {"is_batched": False, "is_repeated": False, "trigger": None}
+        kind, defaults = str.__new__(cls, word), dict.fromkeys(("is_batched", "is_repeated", "has_drafts"), False)
         kind._value_, kind.help = word, text
-        for name, value in {**defaults, "parameter": None, **(traits or {})}.items():
+        for name, value in {**defaults, "trigger": None, "parameter": None, **(traits or {})}.items():
             setattr(kind, name, value)
         return kind
 
@@ -63,13 +73,15 @@ class Schedule:
     """Most tokens of prompt in one step; None for whole prompts."""
     num_ranks: int = 1
     """Processes that share the model."""
+    num_drafts: int = 0
+    """Drafted tokens that a decode step verifies beside the true one."""
 
     @classmethod
     def of(cls, name: str) -> "Schedule":
         """Return the schedule of that name, with the default of its parameter."""
         kind = ScheduleKind(name)
-        chunk_size = DEFAULT_CHUNK_SIZE if kind.parameter == "chunk_size" else None
-        return cls(kind=kind, chunk_size=chunk_size, num_ranks=2 if kind.parameter == "num_ranks" else 1)
+        defaults = {"chunk_size": DEFAULT_CHUNK_SIZE, "num_ranks": 2, "num_drafts": DEFAULT_NUM_DRAFTS}
+        return cls(kind=kind) if kind.parameter is None else cls(kind=kind, **{kind.parameter: defaults[kind.parameter]})
 
     @property
     def name(self) -> str:
@@ -101,7 +113,8 @@ class Schedule:
         """Triggers a run under this schedule must reach, or it did not test what it says."""
         chunked = () if self.chunk_size is None else ("chunked_prefill",)
         own = () if self.trigger is None else (self.trigger,)
-        return ("decode", *chunked, *(("batch",) if self.is_batched else ()), *own)
+        accepted = ("drafts_accepted",) if self.num_drafts else ()
+        return ("decode", *chunked, *(("batch",) if self.is_batched else ()), *own, *accepted)
 
     def pieces(self, prompt_length: int, num_tokens: int) -> Iterator[range]:
         """Yield the positions of a request's steps: the prompt, whole or in chunks, then one after the other."""
@@ -137,13 +150,14 @@ def parse_schedule(text: str, *, where: str = "schedule") -> Schedule:
     number = int(size) if size.isdecimal() and len(size) <= _MAX_DIGITS else 0
     if schedule.kind.parameter == "num_ranks" and number >= 2:
         return replace(schedule, num_ranks=number)
-    if schedule.kind.parameter == "chunk_size" and number >= 1:
-        return replace(schedule, chunk_size=number)
+    if schedule.kind.parameter in ("chunk_size", "num_drafts") and number >= 1:
+        return replace(schedule, **{schedule.kind.parameter: number})
     raise HarnessError(
         Code.BAD_OPTION,
         f"schedule {name!r} takes no number {size!r}",
         where=where,
-        expected=f"chunked:N or mixed:N, N from 1 to {10**_MAX_DIGITS - 1}; or tensor-parallel:N, N at least 2",
+        expected=f"chunked:N, mixed:N or speculative:N, N from 1 to {10**_MAX_DIGITS - 1}; or tensor-parallel:N, "
+        "N at least 2",
         actual=text,
     )
 

@@ -28,6 +28,8 @@ class HFDecoder:
         """All tokens so far, where the model has no cache; else empty."""
         self.cache: dict[str, Any] = {}
         """The cache by the name that the family gives it; empty before the first piece."""
+        self.logits: torch.Tensor | None = None
+        """All that the latest piece has made: [requests, tokens, vocabulary]."""
 
     def __enter__(self) -> Self:
         self._stack.enter_context(all_parts_held(self._hf))
@@ -57,8 +59,27 @@ class HFDecoder:
         returned = {name: output[name] for name in _CACHES if output.get(name) is not None}
         self.cache = returned or {name: cache for name, cache in self.cache.items() if cache.get_seq_length()}
         self._ids = [] if self.cache else rows
+        self.logits = output.logits
         logits: torch.Tensor = output.logits[:, -1]
         return logits
+
+    def keep_past(self) -> None:
+        """Let the cache keep what `rewind` needs: that of a sliding window forgets what no later token sees."""
+        for cache in self.cache.values():
+            cache.activate_past_recording()
+
+    def rewind(self, num_tokens: int) -> None:
+        """Forget the latest tokens of every request.
+
+        Raises:
+            ValueError: the family's cache holds states of which only the latest is there.
+        """
+        self._ids = [row[:-num_tokens] for row in self._ids]
+        for cache in self.cache.values():
+            layers = getattr(cache, "layers", None)
+            if layers is None or not all(getattr(layer, "is_croppable", True) for layer in layers):
+                raise ValueError(f"{type(cache).__name__} holds states that cannot go back")
+            cache.crop(-num_tokens)
 
 
 def greedy_continuation(hf: HFModel, token_ids: Sequence[int], num_tokens: int) -> list[int]:

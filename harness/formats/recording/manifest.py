@@ -10,7 +10,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from harness.base.files import read_bytes
 from harness.base.numerics import Numerics
@@ -61,12 +69,22 @@ class RequestInfo(_Model):
     token_ids: list[_TokenId] = Field(min_length=1)
     """The tokens fed to the model: the prompt and its continuation without the last sampled token."""
     prompt_length: int = Field(ge=1)
+    draft_of: int | None = Field(default=None, ge=0, lt=2**31)
+    """Request for which the tokens from `prompt_length` on were computed and then given up; absent: they were kept.
+
+    A row is a request, a position, and what it was computed from: rows of rejected drafts have a request of their own.
+    """
 
     @model_validator(mode="after")
     def _prompt_within_tokens(self) -> Self:
         if self.prompt_length > len(self.token_ids):
             raise ValueError(f"prompt_length {self.prompt_length} exceeds the {len(self.token_ids)} token_ids")
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_absent_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, object]:
+        fields: dict[str, object] = serialize(self)
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class StepEntry(_Model):
@@ -155,6 +173,7 @@ class Manifest(_Model):
         for place, step in enumerate(self.steps):
             if step.index != place:
                 raise ValueError(f"steps.{place}.index is {step.index}, expected {place}")
+        _check_drafts(self.requests)
         if self.rank >= self.world_size:
             raise ValueError(f"rank {self.rank} is not below world_size {self.world_size}")
         return self
@@ -166,6 +185,19 @@ def _check_unique(table: str, field: str, values: Iterable[object]) -> None:
         if value in seen:
             raise ValueError(f"{table}.{place}.{field} repeats {reprlib.repr(value)}")
         seen.add(value)
+
+
+def _check_drafts(requests: Iterable[RequestInfo]) -> None:
+    """Refuse drafts of a request that is not there, is a draft itself, or has other tokens before them."""
+    kept = {request.id: request for request in requests if request.draft_of is None}
+    for place, draft in enumerate(requests):
+        if draft.draft_of is None:
+            continue
+        if draft.draft_of not in kept:
+            raise ValueError(f"requests.{place}.draft_of is {draft.draft_of}, which is no request that keeps its tokens")
+        original, end = kept[draft.draft_of], draft.prompt_length
+        if len(original.token_ids) < end or original.token_ids[:end] != draft.token_ids[:end]:
+            raise ValueError(f"requests.{place} begins with other tokens than request {original.id}, whose draft it is")
 
 
 class _Version(BaseModel):

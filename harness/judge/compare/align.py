@@ -172,7 +172,11 @@ class Locator:
             return torch.full((len(rows), 3), -1, dtype=torch.int64)
         if signature not in self._tables:
             self._tables[signature] = self._table(tap)
-        return self._tables[signature][self._dense(self._originals(rows.request)), rows.position]
+        table, request = self._tables[signature], self._originals(rows.request)
+        is_known = torch.isin(request, self.request_ids) & (rows.position < table.shape[1])  # a golden has no drafts
+        found = torch.full((len(rows), 3), -1, dtype=torch.int64)
+        found[is_known] = table[self._dense(request[is_known]), rows.position[is_known]]
+        return found
 
     def _table(self, tap: str) -> torch.Tensor:
         table = torch.full((*self._shape, 3), -1, dtype=torch.int64)
@@ -215,7 +219,7 @@ def match_requests(expected: Recording, actual: Recording, *, is_pool: bool = Fa
 
     Every request of `expected` is in `actual` under the same id. What `actual` has besides are the same tokens once
     more, or their beginning: a request that was sent again, or forked. Of a pool, `actual` holds what it likes, under
-    ids of its own.
+    ids of its own. Drafts that were given up are nothing that `expected` has.
 
     Raises:
         HarnessError: DIFFERENT_PROMPTS: rows of different requests mean different things.
@@ -223,7 +227,7 @@ def match_requests(expected: Recording, actual: Recording, *, is_pool: bool = Fa
     theirs = {request.id: request for request in expected.manifest.requests}
     ours = {request.id: request for request in actual.manifest.requests}
     where = f"{actual.path} against {expected.path}"
-    additional = [own for own in ours.values() if is_pool or own.id not in theirs]
+    additional = [own for own in ours.values() if own.draft_of is None and (is_pool or own.id not in theirs)]
     aliases = {own.id: _original(own, theirs.values()) for own in additional}
     if not (is_pool or theirs.keys() <= ours.keys()) or None in aliases.values():
         raise HarnessError(

@@ -43,13 +43,16 @@ def wanted_rows(tap: str, locator: Locator, graph: Graph, sampled_only: Collecti
         sampled_only: taps that the engine computes for sampled rows only, besides those of the graph.
     """
     is_sampled_only = tap in sampled_only or (tap in graph and graph[tap].sampled_only)
-    window = graph[tap].window if tap in graph and graph[tap].kind is Kind.CACHE else None
+    is_cache = tap in graph and graph[tap].kind is Kind.CACHE
+    window = graph[tap].window if is_cache else None
     requests = sorted(locator.recording.manifest.requests, key=lambda request: request.id)
     wanted = torch.zeros_like(locator.recorded(tap))
     for row, request in enumerate(requests):
         begin = request.prompt_length - 1 if is_sampled_only else 0
         if window is not None:  # what no later row will see may be dropped
             begin = max(begin, len(request.token_ids) - window + 1)
+        if is_cache and request.draft_of is not None:  # what is given up need not be there at the end
+            continue
         wanted[row, begin : len(request.token_ids)] = True
     return wanted
 
@@ -170,6 +173,7 @@ def check_tokens(locator: Locator, num_compared: int) -> list[Finding]:
     expected = sum(
         len(request.token_ids) - request.prompt_length + 1 - int(shared[row, request.prompt_length - 1 :].sum())
         for row, request in enumerate(requests)
+        if request.draft_of is None
     )
     if num_compared >= expected:
         return []

@@ -21,8 +21,12 @@ class _Seen:
     prefixes: Prefixes
     computed: dict[int, set[int]] = field(default_factory=dict)
     """Positions computed so far, by request."""
+    drafts: dict[int, int] = field(default_factory=dict)
+    """By a draft's id, the request that it is of."""
     num_blocks: dict[int, int] = field(default_factory=dict)
     """Blocks of each request in its latest step."""
+    given_up: dict[int, int] = field(default_factory=dict)
+    """End of the latest draft of each request."""
 
 
 def reached_triggers(recording: Recording, traits: Traits | None = None) -> tuple[str, ...]:
@@ -33,7 +37,11 @@ def reached_triggers(recording: Recording, traits: Traits | None = None) -> tupl
         traits: of the model; without them, what depends on the model counts as not reached.
     """
     requests = recording.manifest.requests
-    seen = _Seen({request.id: request.prompt_length for request in requests}, Prefixes(requests))
+    seen = _Seen(
+        {request.id: request.prompt_length for request in requests},
+        Prefixes(requests),
+        drafts={request.id: request.draft_of for request in requests if request.draft_of is not None},
+    )
     reached = {name for step in recording.steps for name in _of_step(step, seen)}
     reached |= set() if traits is None else _of_model(recording, traits)
     return tuple(name for name in _MESSAGES if name in reached)
@@ -61,7 +69,8 @@ def _of_step(step: Step, seen: _Seen) -> Iterator[str]:
         yield "block_boundary"
     if is_readback(step):
         return
-    present = step.request.unique().tolist()
+    drafts = [each for each in step.request.unique().tolist() if each in seen.drafts]
+    present = [each for each in step.request.unique().tolist() if each not in seen.drafts]
     if len(present) > 1:
         yield "batch"
         if len({int(step.position[step.request == request].max()) for request in present}) > 1:
@@ -69,6 +78,8 @@ def _of_step(step: Step, seen: _Seen) -> Iterator[str]:
     for request in present:
         positions = step.position[step.request == request]
         yield from _of_request(request, positions, step, seen, has_tables)
+    for draft in drafts:
+        seen.given_up[seen.drafts[draft]] = int(step.position[step.request == draft].max()) + 1
 
 
 def _of_request(request: int, positions: torch.Tensor, step: Step, seen: _Seen, has_tables: bool) -> Iterator[str]:
@@ -76,6 +87,8 @@ def _of_request(request: int, positions: torch.Tensor, step: Step, seen: _Seen, 
     num_blocks = len((step.block_tables or {}).get(request, ()))
     if _is_decode(step, request, positions, prompt_length):
         yield "decode"
+        if len(positions) > 1 and first >= prompt_length:
+            yield "drafts_accepted"
         if num_blocks > seen.num_blocks.get(request, num_blocks):
             yield "new_block"
     seen.num_blocks[request] = num_blocks
@@ -85,7 +98,9 @@ def _of_request(request: int, positions: torch.Tensor, step: Step, seen: _Seen, 
             yield "forked"
     computed, new = seen.computed.setdefault(request, set()), set(positions.tolist())
     # An engine without a cache computes every position in every step: it has no blocks that it could have lost.
-    if has_tables and not computed.isdisjoint(new):
+    if first < seen.given_up.get(request, 0):
+        yield "rewound"
+    elif has_tables and not computed.isdisjoint(new):
         yield "preempted"
     if new - computed and max(new) < prompt_length - 1 and (step.sampled is None or not len(_sampled(step, request))):
         yield "chunked_prefill"
@@ -109,9 +124,13 @@ def _has_computed(other: int, request: int, first: int, seen: _Seen) -> bool:
 
 
 def _is_decode(step: Step, request: int, positions: torch.Tensor, prompt_length: int) -> bool:
-    """Whether the step made one token after the prompt; an engine without a cache computes all rows for it again."""
+    """Whether the step made a token after the prompt, or several of which all but the first were drafted.
+
+    An engine without a cache computes all rows for it again.
+    """
     made = positions if step.sampled is None else _sampled(step, request)
-    return len(made) == 1 and int(made[0]) >= prompt_length
+    is_one = len(made) == 1 or (step.sampled is not None and len(made) == len(positions))
+    return is_one and int(made[0]) >= prompt_length
 
 
 _MESSAGES: Mapping[str, str] = {
@@ -124,6 +143,8 @@ _MESSAGES: Mapping[str, str] = {
     "prefix_hit": "no request found its beginning in the cache (lengthen the prompt beyond a block)",
     "forked": "no request went on from one that was still running (raise --max-new-tokens to at least 2)",
     "preempted": "no request lost its blocks and was computed again (give several requests, or lower num_blocks)",
+    "rewound": "no request went back over tokens that it had given up (raise --max-new-tokens to at least 4)",
+    "drafts_accepted": "no step computed an accepted draft (raise --max-new-tokens to at least 4)",
     "gqa": "the model has as many KV heads as query heads, or no model was given (name one with --model)",
     "window_exceeded": "no request was longer than the model's sliding window (lengthen the prompt)",
     "rope_extended": "no position lay beyond those the model was trained on before its rope scaling",

@@ -12,6 +12,7 @@ from harness.errors import Code, HarnessError
 from harness.formats.recording import ModelInfo, RequestInfo
 from harness.formats.schedule import Schedule
 from harness.formats.taps import Graph
+from harness.oracle.drafts import draft_requests
 from harness.oracle.forks import forked_prompts
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import cached_golden
@@ -52,11 +53,13 @@ def followed_schedules(plan: Plan, engine: Engine | IsolatedEngine) -> Plan:
 def with_duplicate_requests(
     plan: Plan, golden: Golden, schedule: Schedule, hf: HFModel
 ) -> tuple[Golden, Sequence[RequestInfo] | None]:
-    """Return the golden that serves the schedule, and the copies of its requests.
+    """Return the golden that serves the schedule, and the copies of its requests, or their drafts.
 
     Forks go another way than what they are forked from, or it would not matter if they wrote over it. So their rows are
     in a larger golden.
     """
+    if schedule.kind.has_drafts:
+        return golden, draft_requests(golden.requests, schedule)
     if schedule.trigger != "forked":
         return golden, None
     larger = cached_golden(hf, [*plan.prompts, *forked_prompts(golden)], truth=plan.case.truth)
@@ -128,8 +131,10 @@ def record_run(
 ) -> None:
     """Run the engine under one schedule and record it into `folder`.
 
-    A repeated schedule's `copies` are by default the same requests once more.
+    A repeated schedule's `copies` are by default the same requests once more, those of one with drafts these.
     """
+    if copies is None and schedule.kind.has_drafts:
+        copies = draft_requests(requests, schedule)
     if copies is None:
         copies = duplicate_requests(requests) if schedule.is_repeated else ()
     run = describe_run(plan, schedule, requests, folder, copies=copies)
