@@ -128,12 +128,14 @@ def slots_of(chunk: ScheduledChunk, block_size: int) -> list[int]:
 
 
 def sampled_rows(chunks: Sequence[ScheduledChunk]) -> list[int]:
-    """Return the rows whose logits are needed: the last one of each chunk that has caught up."""
+    """Return the rows whose logits are needed: the last one of each chunk that has caught up, and those of drafts."""
     rows: list[int] = []
     last_row = -1
     for chunk in chunks:
         last_row += chunk.stop - chunk.start
         if chunk.stop == len(chunk.sequence.token_ids):
+            if chunk.sequence.num_drafts:
+                rows += range(last_row - chunk.sequence.num_drafts, last_row)
             rows.append(last_row)
     return rows
 

@@ -64,6 +64,16 @@ class BlockManager:
             for index in range(chunk.start // block_size, chunk.stop // block_size):
                 self.pool.publish(sequence.block_table[index], sequence.prefixes[index])
 
+    def trim(self, sequence: Sequence) -> None:
+        """Give back the blocks behind what is computed, whose tokens were rejected or taken back."""
+        table, num_kept = sequence.block_table, self.pool.num_needed(sequence.num_computed_tokens)
+        self.pool.free(table[num_kept:])
+        del table[num_kept:]
+        tail = sequence.num_computed_tokens // self.pool.block_size
+        if tail < len(table) and self.pool.num_owners(table[tail]) == 1:
+            self.pool.unpublish(table[tail])  # what follows is written over tokens that its prefix names
+        sequence.num_writable_tokens = 0  # others may own the tail: `grow` copies it then
+
     def share(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` own all that `parent` has computed, until one of them writes."""
         self.pool.share(parent.block_table)

@@ -128,6 +128,16 @@ class BlockPool:
         if self.prefix_cache is not None:
             self.prefix_cache.publish(block, prefix)
 
+    def unpublish(self, block: int) -> None:
+        """Let nobody find an owned block any more: it is about to be written again.
+
+        Raises:
+            BlockError: it has no owner.
+        """
+        self._check_owned([block], "unpublish")
+        if self.prefix_cache is not None:
+            self.prefix_cache.forget(block)
+
     def free(self, blocks: Sequence[int]) -> None:
         """Take one owner from each block; a block without owners is free again. All or nothing.
 

@@ -41,6 +41,9 @@ class EngineConfig:
     """Keep the K and V of requests for others that begin with the same tokens; needs a backend with blocks.
 
     Off unless asked for: an observer does not see the rows that a hit skips, and who checks an engine wants all."""
+    num_speculative_tokens: int = 0
+    """Tokens that each decode step guesses and verifies beside the next one, after what followed the same tokens
+    before; 0: none."""
     seed: int = 0
     """The seed of requests that have none; their draws depend on it and on the order in which they were added."""
     cuda_graphs: bool = True
@@ -72,6 +75,7 @@ class EngineConfig:
         self._check_at_least("max_num_seqs", 1)
         self._check_at_least("max_model_len", 1)
         self._check_at_least("seed", 0)
+        self._check_at_least("num_speculative_tokens", 0)
         for name in ("enable_prefix_caching", "cuda_graphs", "fused_kernels", "compile_layers", "debug_checks"):
             self._check_boolean(name)
         if self.widen_weights is not None:

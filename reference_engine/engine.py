@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from functools import cached_property
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeAlias
 
 from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
@@ -21,14 +21,17 @@ from reference_engine.prefix_cache import HashFunction, PrefixCache, sha256_dige
 from reference_engine.requests.admission import Admission
 from reference_engine.requests.outputs import FinishReason, RequestOutput, TokenLogprobs, TokenOutput
 from reference_engine.requests.sampling import SamplingParams
-from reference_engine.requests.sequence import Sequence
+from reference_engine.requests.sequence import ScheduledChunk, Sequence
 from reference_engine.requests.stopping import finish_reason
 from reference_engine.requests.tokenizer import Tokenizer
+from reference_engine.sampler import Sampled
 from reference_engine.scheduler import Scheduler
 from reference_engine.share import Share
+from reference_engine.speculation import Drafter, NgramDrafter, drop_unscheduled, propose, verify
 
 __all__ = ["LLMEngine"]
 
+_Choice: TypeAlias = "tuple[int, TokenLogprobs | None]"
 Prompt = str | Iterable[int]
 """Text, which the checkpoint's tokenizer reads, or token ids."""
 
@@ -83,6 +86,10 @@ class LLMEngine:
             num_usable_blocks=self.pool.num_usable,
             block_size=self.pool.block_size,
         )
+        num_drafts = config.num_speculative_tokens
+        self.drafter: Drafter | None = NgramDrafter(num_drafts) if num_drafts else None
+        """Guesses tokens for each step to verify; may be set at any time between steps."""
+        self.num_drafted = self.num_accepted = 0
         self._sequences: dict[int, Sequence] = {}
         self._request_ids = count()
         self._is_closed = False
@@ -127,22 +134,26 @@ class LLMEngine:
         return self.scheduler.has_unfinished
 
     def step(self) -> list[TokenOutput]:
-        """Compute one batch and return its new tokens, one for each request that has caught up."""
+        """Compute one batch and return its new tokens: one for each request that has caught up, and accepted drafts."""
+        running = self.scheduler.running[:] if self.drafter is not None else []
+        if self.drafter is not None:
+            propose(running, self.drafter)
         chunks = self.scheduler.schedule()
+        drop_unscheduled(running, chunks)
         assert chunks or not self.has_unfinished(), "the oldest request can always take the blocks of the others"
         if not chunks:
             return []
         if self._debug is not None:
             self._debug.before_step(chunks, self.pool)
         sampled = self.runner.run(chunks, self.observer)
-        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        kept = [self._verified(chunk, own) for chunk, own in self._by_chunk(chunks, sampled)]
         self.scheduler.advance(chunks)
+        for sequence, choices, num_drafts in kept:
+            if len(choices) <= num_drafts:
+                self.scheduler.take_back(sequence)
         if self._debug is not None:
             self._debug.after_step(chunks, self.scheduler.running, self.pool)
-        return [
-            self._commit(sequence, token_id, logprobs)
-            for sequence, token_id, logprobs in zip(sampling, sampled.token_ids, sampled.logprobs, strict=True)
-        ]
+        return [output for sequence, choices, _ in kept for output in self._commit_all(sequence, choices)]
 
     def generate(
         self, prompts: Iterable[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
@@ -204,6 +215,32 @@ class LLMEngine:
         del self._sequences[request_id]
         sequence.finish_reason = FinishReason.ABORTED
         self.scheduler.abort(sequence)
+
+    def rewind(self, request_id: int, num_tokens: int, params: SamplingParams | None = None) -> None:
+        """Forget what a request has after its first so many tokens, and let it go on otherwise.
+
+        The last of these is computed again, so that another token can be chosen after it. Blocks behind it are freed.
+
+        Raises:
+            RequestError: the request is unknown or finished, or has not so many tokens after its prompt; or `params`
+                allow no further token, or change the salt.
+            CapacityError: `params` allow more tokens than the whole pool of blocks holds.
+            ConfigError: as `add_request`.
+        """
+        where, sequence = "LLMEngine.rewind", self._find(request_id, "LLMEngine.rewind")
+        first, last = sequence.num_prompt_tokens, sequence.num_tokens
+        if not first <= num_tokens <= last:
+            raise RequestError(
+                "a request cannot go back there", where=where, expected=f"{first} to {last} tokens", actual=num_tokens
+            )
+        if params is not None:
+            rewound = sequence.fork(request_id, params, sequence.seed)
+            rewound.rewind(num_tokens, self.pool.block_size)
+            self._admission.check_fork(rewound, params)
+            self._check_stops(params)
+            sequence.params = params
+        sequence.rewind(num_tokens, self.pool.block_size)
+        self.scheduler.take_back(sequence)
 
     def suspend(self, request_id: int) -> None:
         """Take a request out of the schedule and free its blocks; it keeps its tokens, and waits for `resume`.
@@ -289,6 +326,29 @@ class LLMEngine:
             self.abort(request_id)
         self.observer = observer
 
+    @staticmethod
+    def _by_chunk(chunks: Seq[ScheduledChunk], sampled: Sampled) -> list[tuple[ScheduledChunk, list[_Choice]]]:
+        """Return the engine's own choices at the rows of each chunk that has caught up."""
+        choices = zip(sampled.token_ids, sampled.logprobs, strict=True)
+        return [(chunk, [*islice(choices, chunk.num_sampled)]) for chunk in chunks if chunk.samples]
+
+    def _verified(self, chunk: ScheduledChunk, choices: list[_Choice]) -> tuple[Sequence, list[_Choice], int]:
+        """Return the choices up to the first that is not its draft, and how many drafts there were."""
+        num_drafts = chunk.sequence.num_drafts
+        if num_drafts:
+            num_accepted = verify(chunk, [token_id for token_id, _ in choices])
+            choices = choices[: num_accepted + 1]
+            self.num_drafted, self.num_accepted = self.num_drafted + num_drafts, self.num_accepted + num_accepted
+        return chunk.sequence, choices, num_drafts
+
+    def _commit_all(self, sequence: Sequence, choices: Seq[_Choice]) -> Iterator[TokenOutput]:
+        """Make accepted drafts known one by one, then the token after them: the request may end at any."""
+        del sequence.token_ids[sequence.num_tokens - len(choices) + 1 :]
+        for token_id, logprobs in choices:
+            yield self._commit(sequence, token_id, logprobs)
+            if sequence.finish_reason is not None:
+                return
+
     def _commit(self, sequence: Sequence, sampled_token_id: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         token_id = sequence.append(sampled_token_id)
         if logprobs is not None:
@@ -296,6 +356,7 @@ class LLMEngine:
         sequence.finish_reason = finish_reason(sequence, self.model_config.eos_token_ids, self._decode)
         if sequence.finish_reason is not None:
             del self._sequences[sequence.request_id]
+            sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens)
             self.scheduler.finish(sequence)
         return TokenOutput(
             request_id=sequence.request_id,

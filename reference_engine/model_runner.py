@@ -100,7 +100,7 @@ class ModelRunner:
         if observer is not None:
             observer.begin_step(describe(chunks, computed, self.backend))
         logits_RV = self.forward(batch)
-        sequences = [chunk.sequence for chunk in chunks if chunk.samples]
+        sequences = [view for chunk in chunks if chunk.samples for view in chunk.sequence.sampling_views()]
         sampled = Sampled([], []) if logits_RV is None else sample(logits_RV, sequences)
         if observer is not None:
             observer.end_step(sampled.token_ids)

@@ -61,6 +61,11 @@ class Scheduler:
             chunk.sequence.num_computed_tokens = chunk.stop
         self._blocks.publish(chunks)
 
+    def take_back(self, sequence: Sequence) -> None:
+        """Free the blocks of a request behind what it has computed, which has become less than it was."""
+        if sequence.block_table:
+            self._blocks.trim(sequence)
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Queue a copy of `parent` right after it.
 

@@ -26,10 +26,10 @@ class Command(IntEnum):
 
 
 def encode_chunks(chunks: Sequence[ScheduledChunk]) -> Iterator[int]:
-    """Yield, per chunk: start, stop, tokens known, blocks, and then the blocks and the tokens to compute."""
+    """Yield, per chunk: start, stop, tokens known, drafts, blocks, and then the blocks and the tokens to compute."""
     for chunk in chunks:
         sequence = chunk.sequence
-        yield from (chunk.start, chunk.stop, sequence.num_tokens, len(sequence.block_table))
+        yield from (chunk.start, chunk.stop, sequence.num_tokens, sequence.num_drafts, len(sequence.block_table))
         yield from sequence.block_table
         yield from sequence.token_ids[chunk.start : chunk.stop]
 
@@ -39,8 +39,8 @@ def decode_chunks(numbers: Sequence[int]) -> list[ScheduledChunk]:
     chunks: list[ScheduledChunk] = []
     at = 0
     while at < len(numbers):
-        start, stop, num_tokens, num_blocks = numbers[at : at + 4]
-        at += 4
+        start, stop, num_tokens, num_drafts, num_blocks = numbers[at : at + 5]
+        at += 5
         table, tokens = numbers[at : at + num_blocks], numbers[at + num_blocks : at + num_blocks + stop - start]
         at += num_blocks + stop - start
         request = Request(
@@ -49,6 +49,7 @@ def decode_chunks(numbers: Sequence[int]) -> list[ScheduledChunk]:
             num_prompt_tokens=num_tokens,
             params=SamplingParams(),
             block_table=array("q", table),
+            num_drafts=num_drafts,
         )
         request.num_computed_tokens = stop
         chunks.append(ScheduledChunk(request, start, stop))

@@ -31,6 +31,8 @@ class Sequence:
     """int64: it reads like a list, and its bytes are a row of the batch's block tables."""
     num_writable_tokens: int = 0
     """Tokens that `block_table` holds, or 0 when a fork may share its last block, which must not be written then."""
+    num_drafts: int = 0
+    """The last of `token_ids` that are guesses, which the next step verifies."""
     prefixes: list[Prefix] = field(default_factory=list)
     """Names of the full blocks' content, as far as they were needed; only with a prefix cache."""
     sampled_token_ids: list[int] = field(default_factory=list)
@@ -56,14 +58,47 @@ class Sequence:
     @property
     def forced_token_id(self) -> int | None:
         """The token that continues the request in place of the next sampled one."""
+        return self.forced(0)
+
+    def forced(self, ahead: int) -> int | None:
+        """Return the token that is fed in place of the sampled one after the next `ahead` ones."""
         forced = self.params.forced_token_ids
-        index = len(self.sampled_token_ids)
+        index = len(self.sampled_token_ids) + ahead
         return forced[index] if forced is not None and index < len(forced) else None
+
+    def fed(self, ahead: int, sampled_token_id: int) -> int:
+        """Return what continues the request after the next `ahead` tokens if the engine chooses this one."""
+        forced = self.forced(ahead)
+        return sampled_token_id if forced is None else forced
+
+    def drop_drafts(self, num_tokens: int) -> None:
+        """Take back the guesses after the first so many tokens."""
+        known = self.num_tokens - self.num_drafts
+        del self.token_ids[max(num_tokens, known) :]
+        self.num_drafts = self.num_tokens - known
+
+    def sampling_views(self) -> list[Sequence]:
+        """Return the request as it is at each row that a token is chosen from: itself, or as if drafts were accepted."""
+        if not self.num_drafts:
+            return [self]
+        first, views = self.num_tokens - self.num_drafts, []
+        for num_tokens in range(first, self.num_tokens + 1):
+            view = self.fork(self.request_id, self.params, self.seed)
+            view.token_ids = self.token_ids[:num_tokens]
+            view.sampled_token_ids = [*self.sampled_token_ids, *self.token_ids[first:num_tokens]]
+            views.append(view)
+        return views
+
+    def rewind(self, num_tokens: int, block_size: int) -> None:
+        """Forget all after the first so many tokens; the last of them is computed again."""
+        num_sampled = num_tokens - self.num_prompt_tokens
+        del self.token_ids[num_tokens:], self.sampled_token_ids[num_sampled:], self.logprobs[num_sampled:]
+        self.num_computed_tokens = min(self.num_computed_tokens, num_tokens - 1)
+        del self.prefixes[self.num_computed_tokens // block_size :]
 
     def append(self, sampled_token_id: int) -> int:
         """Record the engine's choice and return the token that continues the request, the forced one if there is."""
-        forced = self.forced_token_id
-        token_id = sampled_token_id if forced is None else forced
+        token_id = self.fed(0, sampled_token_id)
         self.sampled_token_ids.append(sampled_token_id)
         self.token_ids.append(token_id)
         return token_id
@@ -122,6 +157,12 @@ class ScheduledChunk:
         return self.stop == self.sequence.num_tokens
 
     @property
+    def num_sampled(self) -> int:
+        """Rows that a token is chosen from: the last known token's, and those of its drafts."""
+        return 1 + self.sequence.num_drafts if self.samples else 0
+
+    @property
     def is_decode(self) -> bool:
-        """Whether the chunk is one freshly generated token, not a piece of a prompt or of a recomputation."""
-        return self.num_tokens == 1 and self.samples and self.start >= self.sequence.num_prompt_tokens
+        """Whether the chunk is one freshly generated token, with drafts, and no piece of a prompt or a recomputation."""
+        is_one = self.num_tokens == 1 + self.sequence.num_drafts
+        return is_one and self.samples and self.start >= self.sequence.num_prompt_tokens

@@ -1,0 +1,135 @@
+"""Speculation and going back: what is given up leaves no trace, neither in tokens nor in blocks."""
+
+import pytest
+
+from reference_engine import EngineConfig, LLMEngine, SamplingParams
+from reference_engine.errors import RequestError
+from reference_engine.speculation import NgramDrafter
+
+PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 9, 9, 9, 9], [11, 12, 13]]
+
+
+class Scripted:
+    """Guesses the true continuation with every so many tokens replaced."""
+
+    def __init__(self, continuations, num_tokens, wrong_every):
+        self.continuations, self.num_tokens, self.wrong_every = continuations, num_tokens, wrong_every
+
+    def draft(self, sequence):
+        true = self.continuations[tuple(sequence.token_ids[: sequence.num_prompt_tokens])]
+        begin = sequence.num_tokens - sequence.num_prompt_tokens
+        guesses = true[begin : begin + self.num_tokens]
+        return [
+            (token + 1) % 97 if (begin + at) % self.wrong_every == 0 else token for at, token in enumerate(guesses)
+        ]
+
+
+def engine_of(checkpoint, **options):
+    config = {"dtype": "float32", "block_size": 4, "debug_checks": True, **options}
+    return LLMEngine(checkpoint.folder, EngineConfig(**config))
+
+
+def continuations(checkpoint, params, **options):
+    with engine_of(checkpoint, **options) as engine:
+        return [list(output.token_ids) for output in engine.generate(PROMPTS, params)], engine
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("wrong_every", [1, 3, 100])
+@pytest.mark.parametrize("options", [{}, {"enable_prefix_caching": True}, {"num_blocks": 14}, {"max_num_batched_tokens": 6}])
+def test_drafts_change_no_token(checkpoint, temperature, wrong_every, options):
+    params = SamplingParams(max_new_tokens=12, temperature=temperature, seed=7, ignore_eos=True)
+    expected, _ = continuations(checkpoint, params)
+    true = {tuple(prompt): tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)}
+    with engine_of(checkpoint, **options) as engine:
+        engine.drafter = Scripted(true, 4, wrong_every)
+        assert [list(output.token_ids) for output in engine.generate(PROMPTS, params)] == expected
+        assert engine.num_drafted > 0
+        assert (engine.num_accepted > 0) == (wrong_every > 1)
+        assert engine.pool.num_free == engine.pool.num_usable
+
+
+def test_prompt_lookup_is_plain_greedy_in_fewer_steps(checkpoint):
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    expected, _ = continuations(checkpoint, params)
+    actual, engine = continuations(checkpoint, params, num_speculative_tokens=4)
+    assert actual == expected
+    assert engine.num_drafted >= engine.num_accepted
+
+
+def test_an_end_amid_accepted_drafts_is_the_end(checkpoint):
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    expected, _ = continuations(checkpoint, params)
+    stop = expected[0][4]
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True, stop_token_ids=[stop])
+    with engine_of(checkpoint) as engine:
+        engine.drafter = Scripted({tuple(PROMPTS[0]): expected[0]}, 6, 100)
+        (output,) = engine.generate(PROMPTS[:1], params)
+    assert list(output.token_ids) == expected[0][: expected[0].index(stop) + 1]
+
+
+def test_what_was_rejected_is_never_found_in_the_prefix_cache(checkpoint):
+    """The rejected tokens fill blocks; another request that begins with them computes them itself."""
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    (expected, *_), _ = continuations(checkpoint, params)
+    with engine_of(checkpoint, enable_prefix_caching=True) as engine:
+        engine.drafter = Scripted({tuple(PROMPTS[0]): expected}, 7, 1)
+        engine.add_request(PROMPTS[0], params)
+        engine.step()
+        engine.step()  # verifies seven drafts, all of them wrong
+        cached = [token for prefix in engine.pool.prefix_cache.prefixes.values() for token in prefix.token_ids]
+        assert cached == PROMPTS[0][:8]
+        (table,) = [sequence.block_table for sequence in engine.scheduler.running]
+        assert len(table) == 3  # 11 tokens are computed: the blocks with nothing but rejected ones are free
+
+
+def test_a_request_that_goes_back_goes_on_as_if_it_had_never_been_there(checkpoint):
+    wrong, params = [40, 41, 42, 43, 44, 45, 46], SamplingParams(max_new_tokens=8, ignore_eos=True)
+    (expected, *_), _ = continuations(checkpoint, params)
+    for options in ({}, {"enable_prefix_caching": True}):
+        with engine_of(checkpoint, **options) as engine:
+            forced = SamplingParams(max_new_tokens=9, forced_token_ids=wrong, ignore_eos=True)
+            request = engine.add_request(PROMPTS[0], forced)
+            for _ in range(8):
+                engine.step()
+            engine.rewind(request, len(PROMPTS[0]), params)
+            (sequence,) = engine.scheduler.running
+            assert len(sequence.block_table) == 3
+            tokens = []
+            while engine.has_unfinished():
+                tokens += [output.token_id for output in engine.step()]
+            assert tokens == expected
+
+
+def test_a_fork_keeps_what_its_original_goes_back_over(checkpoint):
+    params = SamplingParams(max_new_tokens=10, ignore_eos=True)
+    (expected, *_), _ = continuations(checkpoint, params)
+    with engine_of(checkpoint, enable_prefix_caching=True) as engine:
+        request = engine.add_request(PROMPTS[0], params)
+        for _ in range(5):
+            engine.step()
+        fork = engine.fork(request)
+        engine.rewind(request, len(PROMPTS[0]))
+        tokens = {request: [], fork: []}
+        while engine.has_unfinished():
+            for output in engine.step():
+                tokens[output.request_id].append(output.token_id)
+    assert tokens == {request: expected, fork: expected[5:]}
+
+
+def test_a_request_goes_back_to_its_prompt_at_most(checkpoint):
+    with engine_of(checkpoint) as engine:
+        request = engine.add_request(PROMPTS[0], SamplingParams(max_new_tokens=4))
+        engine.step()
+        with pytest.raises(RequestError, match="a request cannot go back there") as caught:
+            engine.rewind(request, 9)
+        assert (caught.value.expected, caught.value.actual) == ("10 to 11 tokens", 9)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "drafts"),
+    [([1, 2, 3, 9, 1, 2, 3], [9, 1, 2]), ([4, 1, 5, 1], [5, 1]), ([1, 2, 3], []), ([7], []), ([7, 7], [7])],
+)
+def test_the_latest_place_with_the_longest_match_is_looked_up(tokens, drafts):
+    sequence = type("Known", (), {"token_ids": tokens})
+    assert list(NgramDrafter(3).draft(sequence)) == drafts
