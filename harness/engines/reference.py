@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from harness.engines.adapter import LIMITS, Capabilities, Control, Engine, Timeline, Workload
+from harness.engines.reference_drafts import ForcedDrafts
 from harness.engines.reference_errors import reference_errors
 from harness.engines.reference_options import parse_reference_options
 from harness.engines.reference_session import ReferenceSession
@@ -24,9 +25,10 @@ from reference_engine.parallel.worker import parallel_engine
 from reference_engine.rotary import RotaryEmbedding
 
 _WITHOUT_CACHE = ("plain", "chunked", "batched", "mixed", "tensor-parallel")
-_SCHEDULES = {"contiguous": (*_WITHOUT_CACHE, "forked"), "recompute": _WITHOUT_CACHE}
+_WITH_CACHE = (*_WITHOUT_CACHE, "forked", "rewound", "speculative")
+_SCHEDULES = {"contiguous": _WITH_CACHE, "recompute": _WITHOUT_CACHE}
 """Schedules that a backend without blocks, or without a cache, can follow."""
-_ALL_SCHEDULES = (*_WITHOUT_CACHE, "forked", "prefix-hit", "preempted")
+_ALL_SCHEDULES = (*_WITH_CACHE, "prefix-hit", "preempted")
 _LIMITS_WITHOUT_BLOCKS = ("max_num_batched_tokens", "max_num_seqs")
 _SMALL_BLOCK = 4
 """Tokens of a block where requests are to run out of blocks: the smaller, the sooner."""
@@ -67,7 +69,7 @@ class ReferenceEngine:
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """Run the workload on a fresh engine; see `Engine.run`."""
         with reference_errors(self._folder), self._opened(workload) as engine:
-            _run(engine, workload, _Recorder(writer))
+            _run(engine, workload, _Recorder(writer, ForcedDrafts(workload)))
 
     def resolved_settings(self) -> ModelSettings:
         """See `SettingsShower`: what the engine reads of config.json, and its rotary embeddings' frequencies."""
@@ -108,6 +110,8 @@ class ReferenceEngine:
             options["max_num_batched_tokens"] = schedule.chunk_size
         if schedule.trigger == "prefix_hit":
             options["enable_prefix_caching"] = True
+        if schedule.kind.has_drafts:
+            options["block_size"] = _SMALL_BLOCK
         if schedule.trigger == "preempted":
             options["block_size"] = int(self._options.get("block_size", _SMALL_BLOCK))
             options["num_blocks"] = 1 + workload.num_blocks(int(options["block_size"]))  # and the null block
@@ -143,10 +147,12 @@ def _run(engine: LLMEngine, workload: Workload, observer: "_Recorder") -> None:
     if workload.timeline is not None:
         _Driver(engine, observer, workload.requests, workload.timeline).run()
         return
+    if workload.schedule.num_drafts:
+        engine.drafter = observer.drafts
     copies = dict(zip((request.id for request in workload.requests), workload.copies, strict=False))
     forks = copies if workload.schedule.trigger == "forked" else {}
     _drive(engine, observer, workload.requests, forks)
-    if not forks:
+    if not forks and not workload.schedule.kind.has_drafts:
         _drive(engine, observer, workload.copies, {})
 
 
@@ -191,8 +197,10 @@ class _Driver:
             if not is_idle and self._timeline.arrivals.get(self._arriving[0].id, 0) > step:
                 return
             request = self._arriving.popleft()
-            prompt = request.token_ids[: request.prompt_length]
-            self._observer.request_ids[self._engine.add_request(prompt, self._params(request))] = request.id
+            prompt, detour = request.token_ids[: request.prompt_length], self._observer.drafts.detour(request)
+            number = self._engine.add_request(prompt, self._params(detour or request, num_more=int(detour is not None)))
+            self._observer.request_ids[number] = request.id
+            self._observer.drafts.begin(request, detour)
 
     def _follow(self, output: TokenOutput) -> None:
         """Fork the request that has made a token as often as it is to be, and abort it if it has made enough."""
@@ -202,17 +210,28 @@ class _Driver:
             self._prompt_lengths[fork.id], self._num_made[fork.id] = self._prompt_lengths[own], self._num_made[own]
             request_id = self._engine.fork(output.request_id, self._params(fork))
             self._observer.request_ids[request_id] = fork.id
+        self._go_back(output.request_id, self._requests[own])
         if own in self._timeline.aborted and self._num_made[own] == self._num_wanted(self._requests[own]):
             self._engine.abort(output.request_id)
 
+    def _go_back(self, number: int, request: RequestInfo) -> None:
+        """Let a request that has computed all of its detour go on with its own tokens."""
+        detour = self._observer.drafts.detour(request)
+        if detour is not None and self._num_made[request.id] == self._num_wanted(detour):
+            self._observer.drafts.begin(request, None)
+            self._engine.rewind(number, request.prompt_length, self._params(request))
+
     def _num_wanted(self, request: RequestInfo) -> int:
         """Return how many tokens a request makes: one after each row from its prompt's last one on."""
-        return len(request.token_ids) - self._prompt_lengths[request.id] + 1
+        return len(request.token_ids) - self._prompt_length(request) + 1
 
-    def _params(self, request: RequestInfo) -> SamplingParams:
+    def _prompt_length(self, request: RequestInfo) -> int:
+        return self._prompt_lengths.get(request.id, request.prompt_length)
+
+    def _params(self, request: RequestInfo, num_more: int = 0) -> SamplingParams:
         """Feed what follows the prompt; what the engine would have chosen is still reported."""
-        forced = request.token_ids[self._prompt_lengths[request.id] :]
-        num_tokens = self._num_wanted(request) + (request.id in self._timeline.aborted)
+        forced = request.token_ids[self._prompt_length(request) :]
+        num_tokens = self._num_wanted(request) + (request.id in self._timeline.aborted) + num_more
         adapter = next(iter(self._engine.runner.adapters), None)
         return SamplingParams(
             max_new_tokens=num_tokens, forced_token_ids=forced or None, ignore_eos=True, adapter=adapter
@@ -224,19 +243,26 @@ class _Recorder:
     """The engine's observer: hands every step to the recording."""
 
     writer: RecordingWriter
-    request_ids: dict[int, int]
+    drafts: ForcedDrafts
 
-    def __init__(self, writer: RecordingWriter) -> None:
-        self.writer, self.request_ids = writer, {}
+    @property
+    def request_ids(self) -> dict[int, int]:
+        """By the engine's own number of a request, its id."""
+        return self.drafts.request_ids
 
     def begin_step(self, step: StepInfo) -> None:
+        request = self.drafts.whose(step.request_ids, step.positions)
+        tables = {self.request_ids[number]: blocks for number, blocks in step.block_tables.items()}
+        for own, number in zip(request, step.request_ids, strict=True):  # a draft's rows are in its request's blocks
+            if number in step.block_tables:
+                tables[own] = step.block_tables[number]
         self.writer.begin_step(
             phase=step.phase,
-            request=[self.request_ids[request] for request in step.request_ids],
+            request=request,
             position=step.positions,
             sampled_rows=step.sampled_rows,
             slot_mapping=step.slot_mapping or None,
-            block_tables={self.request_ids[request]: blocks for request, blocks in step.block_tables.items()} or None,
+            block_tables=tables or None,
             partial_rows={LOGITS: step.sampled_rows} if len(step.sampled_rows) else None,
         )
 

@@ -32,6 +32,7 @@ class Category(StrEnum):
     SAMPLING = "sampling"
     NUMBERS = "numbers"
     EXPERTS = "experts"
+    DRAFTS = "drafts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from harness.formats.taps import prefix_of
 from harness.judge.compare.prefixes import Prefixes
 from harness.judge.explain.cache.content_index import describe_writes
 from harness.judge.explain.cache.replay import CacheRead, history, in_order, provenance_of, replayed_reads, row_keys
+from harness.judge.explain.core.drafts import is_draft_of, name_of_row
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
 from harness.results.check import Provenance
@@ -95,6 +96,8 @@ def _cause_of_content(failure: Failure, wrong: Sequence[tuple[CacheRead, int]]) 
         return "K and V are written to a wrong slot: the slot mapping does not follow the block table"
     if write is None:
         return "reads a slot that nobody wrote"
+    if is_draft_of(failure.recording, write.request, read.request):
+        return f"attends to {name_of_row(failure.recording, write.position, write.step)}"
     if write.request == read.request:
         return "reads a slot that holds another position of the same request"
     size = memory.block_size or 1

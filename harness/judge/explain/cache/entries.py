@@ -9,6 +9,7 @@ from harness.judge.compare.align import is_readback
 from harness.judge.compare.prefixes import Prefixes
 from harness.judge.compare.slot_history import Write
 from harness.judge.explain.cache.content_index import KEY, RAW_KEY, VALUE, ContentIndex, describe_writes
+from harness.judge.explain.core.drafts import is_draft_of, name_of_row
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
 from harness.oracle.rotation import rotations
@@ -156,6 +157,13 @@ def _cause(failure: Failure, places: list[tuple[int, Write | None]], *, is_recor
     """Say how the slots came to hold what they hold: by the engine's own record, or going by their content."""
     if _is_misplaced(failure):
         return "K and V are written to a wrong slot: the slot mapping does not follow the block table"
+    rejected = [
+        write
+        for request, (_, write) in zip(failure.rows.request.tolist(), places, strict=True)
+        if write is not None and is_draft_of(failure.recording, write.request, request)
+    ]
+    if len(rejected) >= _MOST * sum(write is not None for _, write in places):
+        return f"the slot holds {name_of_row(failure.recording, rejected[0].position, rejected[0].step)}"
     prefixes = Prefixes(failure.recording.manifest.requests)
     found = [
         (_own_position(prefixes, request, write), position)

@@ -1,0 +1,106 @@
+"""Ways in which attention reads what was given up: keys and values of rejected drafts that are still in the cache.
+
+`S` history rows, `D` rows that were given up, `K` KV heads, `H` head size.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from harness.judge.compare.attention_context import AttentionContext
+from harness.judge.explain.core.drafts import GivenUp, given_up, name_of_row
+from harness.judge.explain.core.failure import Failure, gathered
+from harness.judge.explain.core.hypothesis import Hypothesis
+
+
+@dataclass(frozen=True, slots=True)
+class _Stale:
+    """Rows that were given up before a query's step."""
+
+    position: torch.Tensor
+    """[D] int64."""
+    step: torch.Tensor
+    key: torch.Tensor
+    """[D, K, H] float64."""
+    value: torch.Tensor
+
+
+_Attend = Callable[[AttentionContext, _Stale], torch.Tensor | None]
+"""The context [1, N*H] of one query; None where nothing that was given up would be read."""
+
+
+def rejected_drafts(failure: Failure) -> Iterator[Hypothesis]:
+    """Rows that the request gave up are read: in their own places, besides all others, or where a ring keeps them."""
+    drafts = {int(view.rows.request[0]): given_up(failure.recording, int(view.rows.request[0])) for view in failure.views}
+    if not any(drafts.values()):
+        return
+    for attend, detail in (
+        (_in_place, "its key and value stand where the position's own were to be"),
+        (_behind, "the context is as long as it was before the rejection"),
+        (_besides, "its key and value are there besides the history's own"),
+        (_in_ring, "its key and value stand where the sliding window's ring keeps older ones"),
+    ):
+        for is_latest in (False, True):
+            output, first = failure.expected.clone(), list[tuple[int, int]]()
+            begin = 0
+            for view in failure.views:
+                for row in range(len(view.rows)):
+                    query = view.select(torch.tensor([row]))
+                    stale = _stale(failure, drafts[int(view.rows.request[0])], int(view.rows.step[row]), is_latest)
+                    read = None if stale is None else attend(query, stale)
+                    if stale is not None and read is not None:
+                        output[begin + row] = read[0]
+                        first.append((int(stale.position[0]), int(stale.step[0])))
+                begin += len(view.rows)
+            if first:
+                cause = f"attends to {name_of_row(failure.recording, *first[0])}"
+                yield Hypothesis(cause=cause, output=output, detail=detail)
+
+
+def _stale(failure: Failure, drafts: Sequence[GivenUp], step: int, is_latest: bool) -> _Stale | None:
+    """Return what was given up before a step: all of it, or the latest."""
+    before = [each for each in drafts if each.step < step][-1 if is_latest else 0 :]
+    _, key, value = failure.operation.inputs
+    keys, values = ([gathered(failure.locator, tap, each.rows) for each in before] for tap in (key, value))
+    if not before or any(each is None for each in (*keys, *values)):
+        return None
+    head_dim = failure.views[0].key.shape[-1]
+    key_D, value_D = (torch.cat([x for x in each if x is not None]) for each in (keys, values))
+    return _Stale(
+        torch.cat([each.rows.position for each in before]),
+        torch.cat([each.rows.step for each in before]),
+        key_D.unflatten(1, (-1, head_dim)),
+        value_D.unflatten(1, (-1, head_dim)),
+    )
+
+
+def _in_place(query: AttentionContext, stale: _Stale) -> torch.Tensor | None:
+    return _put(query, stale, stale.position)
+
+
+def _in_ring(query: AttentionContext, stale: _Stale) -> torch.Tensor | None:
+    return None if query.window is None else _put(query, stale, stale.position - query.window)
+
+
+def _put(query: AttentionContext, stale: _Stale, places: torch.Tensor) -> torch.Tensor | None:
+    """Attend with what was given up at some places of the history."""
+    there = (places >= 0) & (places <= int(query.rows.position[0]))
+    if not bool(there.any()):
+        return None
+    key, value = query.key.clone(), query.value.clone()
+    key[places[there]], value[places[there]] = stale.key[there], stale.value[there]
+    return query.attend(key=key, value=value)
+
+
+def _behind(query: AttentionContext, stale: _Stale) -> torch.Tensor | None:
+    later = stale.position > int(query.rows.position[0])
+    if not bool(later.any()):
+        return None
+    return _besides(query, _Stale(stale.position[later], stale.step[later], stale.key[later], stale.value[later]))
+
+
+def _besides(query: AttentionContext, stale: _Stale) -> torch.Tensor:
+    visible = torch.cat((query.visible(), torch.ones(1, len(stale.key), dtype=torch.bool)), dim=1)
+    key, value = torch.cat((query.key, stale.key)), torch.cat((query.value, stale.value))
+    return query.attend(visible=visible, key=key, value=value)

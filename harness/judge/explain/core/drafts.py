@@ -1,0 +1,50 @@
+"""What a recording's requests computed and then gave up: rejected drafts, and tokens that were taken back."""
+
+from dataclasses import dataclass
+
+from harness.formats.recording import Recording
+from harness.formats.schedule import ScheduleKind
+from harness.judge.compare.align import Rows, all_rows, is_readback
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A draft of a request."""
+
+    draft: int
+    """Id that its rows have."""
+    rows: Rows
+    """Those that it computed itself, by position."""
+
+    @property
+    def step(self) -> int:
+        """The last step that computed a row of it."""
+        return int(self.rows.step.max())
+
+
+def given_up(recording: Recording, request: int) -> list[GivenUp]:
+    """Return the drafts of a request, or the others of the request that a draft is of, in the order of their steps."""
+    own = {each.id: each.draft_of for each in recording.manifest.requests}
+    original, found = own.get(request), list[GivenUp]()
+    original = request if original is None else original
+    for draft in [each for each, of in own.items() if of == original and each != request]:
+        steps = [step for step in recording.steps if not is_readback(step) and bool((step.request == draft).any())]
+        if steps:
+            rows = Rows.concat([all_rows(step) for step in steps])
+            rows = rows.select(rows.request == draft)
+            found.append(GivenUp(draft, rows.select(rows.position.argsort())))
+    return sorted(found, key=lambda each: each.step)
+
+
+def is_draft_of(recording: Recording, other: int, request: int) -> bool:
+    """Whether rows of `other` were given up by a request, or by the request that it is a draft of."""
+    own = {each.id: each.draft_of for each in recording.manifest.requests}
+    original = own.get(request)
+    return own.get(other) is not None and own[other] == (request if original is None else original)
+
+
+def name_of_row(recording: Recording, position: int, step: int) -> str:
+    """Name a row that was given up: `a rejected draft, position 37, written in step 9`."""
+    kind = (recording.manifest.schedule or "").partition(":")[0]
+    what = "a token that was taken back" if kind == ScheduleKind.REWOUND else "a rejected draft"
+    return f"{what}, position {position}, written in step {step}"
