@@ -119,7 +119,7 @@ class HFEngine:
         groups = [list(workload.requests)] if together else [[request] for request in workload.requests]
         for group in groups:
             batch = _Batch(self._hf, self._attention, self.sources, group, writer)
-            if workload.schedule.kind.has_drafts:
+            if workload.schedule.has_drafts:
                 batch.run_with_drafts(workload)
             else:
                 batch.run(workload.schedule.chunk_size)

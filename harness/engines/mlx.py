@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import torch
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from mlx_lm.utils import load_model
 
 from harness.engines.adapter import engine_refusals, refuse_unknown_options
@@ -45,20 +45,26 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
 class MLXStepper:
     """A model of mlx-lm, one request a step, with a prompt cache for each."""
 
+    rewinds = True
+
     def __init__(self, model: Any) -> None:
         """Take a model that is loaded."""
         self._model = model
         self._caches: dict[int, Any] = {}
+        self._num_tokens = Counter[int]()
 
     def step(self, work: Work) -> torch.Tensor:
-        """See `Stepper.step`.
+        """See `Stepper.step`; goes back as mlx-lm's own speculation does, which does not look at what trimming returns.
 
         Raises:
             ValueError: the work is of several requests.
         """
-        ((request, tokens, _first),) = work
+        ((request, tokens, first),) = work
         cache = self._caches.setdefault(request, make_prompt_cache(self._model))
-        return as_torch(self._model(mx.array([tokens]), cache=cache))[0, -1:]
+        if first < self._num_tokens[request]:
+            trim_prompt_cache(cache, self._num_tokens[request] - first)
+        self._num_tokens[request] = first + len(tokens)
+        return as_torch(self._model(mx.array([tokens]), cache=cache))[0]
 
     def cached(self, request: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return the keys and values that each layer keeps, [positions, KV heads, head size]: see `Cached`."""
@@ -70,6 +76,7 @@ class MLXStepper:
     def finish(self, request: int) -> None:
         """Forget a request."""
         self._caches.pop(request, None)
+        self._num_tokens.pop(request, None)
 
     def resolved_settings(self) -> ModelSettings:
         """See `SettingsShower`: what mlx-lm has read of the config."""

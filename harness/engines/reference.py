@@ -110,7 +110,7 @@ class ReferenceEngine:
             options["max_num_batched_tokens"] = schedule.chunk_size
         if schedule.trigger == "prefix_hit":
             options["enable_prefix_caching"] = True
-        if schedule.kind.has_drafts:
+        if schedule.has_drafts:
             options["block_size"] = _SMALL_BLOCK
         if schedule.trigger == "preempted":
             options["block_size"] = int(self._options.get("block_size", _SMALL_BLOCK))
@@ -152,7 +152,7 @@ def _run(engine: LLMEngine, workload: Workload, observer: "_Recorder") -> None:
     copies = dict(zip((request.id for request in workload.requests), workload.copies, strict=False))
     forks = copies if workload.schedule.trigger == "forked" else {}
     _drive(engine, observer, workload.requests, forks)
-    if not forks and not workload.schedule.kind.has_drafts:
+    if not forks and not workload.schedule.has_drafts:
         _drive(engine, observer, workload.copies, {})
 
 

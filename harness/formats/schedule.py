@@ -99,6 +99,11 @@ class Schedule:
         return self.kind.is_repeated
 
     @property
+    def has_drafts(self) -> bool:
+        """See `ScheduleKind.has_drafts`."""
+        return self.kind.has_drafts
+
+    @property
     def trigger(self) -> Trigger | None:
         """See `ScheduleKind.trigger`."""
         return self.kind.trigger

@@ -2,28 +2,28 @@
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 
 import torch
 
-from harness.engines.adapter import Capabilities, Workload
+from harness.engines.adapter import Capabilities, Part, Workload
 from harness.engines.by_content.kept import KeptCache
 from harness.engines.by_content.learn import learn_map
 from harness.engines.by_content.sites import Site
-from harness.engines.by_content.steps import Stepper, Work, module_paths, recomputes, watched_run
+from harness.engines.by_content.steps import Stepper, Work, module_paths, recomputes, rewinds, watched_run
 from harness.engines.by_content.tap_map import TapMap
 from harness.engines.module_settings import settings_of_modules
 from harness.engines.read_back import write_read_back
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
-from harness.formats.schedule import Schedule
 from harness.formats.taps import Graph
 from harness.oracle.model import load_model
 from harness.results.settings import ModelSettings
 from harness.results.tap_source import TapSource
 
 _SCHEDULES = ("plain", "chunked", "batched", "mixed")
+_WITH_DRAFTS = ("rewound", "speculative")
 _NUM_KEPT = 3
 """Tokens of a request whose cache is looked at."""
 
@@ -35,6 +35,8 @@ class StepEngine:
     later ones need of them, and returns the logits of each request's last token, [requests, vocabulary]. Where the
     object has a method `finish(request)`, it is called when a request has ended. Before it `cached(request)` is called
     where there is one: it returns the keys and values that are kept, {layer: ([positions, KV heads, head size] twice)}.
+    Where it has an attribute `rewinds` that is true, a first position that it has computed before tells it to forget
+    what it holds from there on.
     """
 
     def __init__(self, open_stepper: Callable[[], Stepper], *, name: str, folder: Path, dtype: str) -> None:
@@ -51,7 +53,7 @@ class StepEngine:
         self._numbers = count(1 << 20)
         self._graph: Graph | None = None
         self.map: TapMap | None = None
-        self.capabilities = Capabilities(schedules=_SCHEDULES, keeps_cache=False)
+        self.capabilities = Capabilities(schedules=(*_SCHEDULES, *_WITH_DRAFTS), keeps_cache=False)
 
     @cached_property
     def _first(self) -> Stepper:
@@ -79,7 +81,7 @@ class StepEngine:
         schedules = _SCHEDULES if learned.is_packed else _SCHEDULES[: 1 if again else 2]
         kept = self._kept(stepper, graph, learned)
         self.capabilities = Capabilities(
-            schedules=schedules,
+            schedules=(*schedules, *(_WITH_DRAFTS if rewinds(stepper) else ())),
             unsupported_taps=(*graph.not_shown(learned.taps), *graph.not_shown(kept, caches=True)),
             notes=(*_notes(learned), *getattr(stepper, "notes", ())),
             sources=_sources(learned, stepper),
@@ -109,7 +111,7 @@ class StepEngine:
         assert self._graph is not None
         run = _Run(self._open(), self.map, self._graph, writer, self._numbers)
         for batch in workload.batches:
-            for work in _steps(batch, workload.schedule):
+            for work in _steps(batch, workload):
                 run.step(work)
             run.finish(batch)
 
@@ -124,11 +126,14 @@ class _Run:
         self._numbers, self._own = numbers, dict[int, int]()
         self._cache = KeptCache(stepper, graph, tap_map)
 
-    def step(self, work: list[tuple[RequestInfo, range]]) -> None:
-        """Compute some positions of some requests, and record them."""
-        rows = [(request, at) for request, positions in work for at in positions]
-        last, chosen = self._sampled(work)
-        sampled = [last[at] for at in chosen]
+    def step(self, work: list[list[Part]]) -> None:
+        """Compute some positions of some requests, each with those of the draft that it gives up, and record them."""
+        parts = [part for each in work for part in each]
+        rows = [(request, at) for request, positions in parts for at in positions]
+        last = [end - 1 for end in accumulate(sum(len(positions) for _, positions in each) for each in work)]
+        sampled = [row for row, (request, at) in enumerate(rows) if at >= request.prompt_length - 1]
+        verifies = not set(sampled) <= set(last)  # each row of a draft chooses a token
+        chosen = [at for at, row in enumerate(sampled if verifies else last) if row in sampled]
         phases = {"decode" if request.prompt_length <= at else "prefill" for request, at in rows}
         phase = phases.pop() if len(phases) == 1 else "mixed"
         self._writer.begin_step(
@@ -138,9 +143,10 @@ class _Run:
             sampled_rows=sampled,
             partial_rows=dict.fromkeys(self._lasting, sampled) if sampled else None,
         )
-        num_again = work[0][1].start if recomputes(self._stepper) else 0
-        shown, logits = self._watched([(self._number(each), _tokens(each, at), at.start) for each, at in work])
-        taps = self._map.read(shown, num_rows=num_again + len(rows), num_requests=len(work))
+        num_again = parts[0][1].start if recomputes(self._stepper) else 0
+        given = [(self._number(each[0][0]), _tokens(each), each[0][1].start) for each in work]
+        shown, logits = self._watched(given, sampled if verifies else None)
+        taps = self._map.read(shown, num_rows=num_again + len(rows), num_requests=len(logits))
         for tap, value in taps.items():
             own = value[-len(rows) :].reshape(-1, *self._graph[tap].shape)
             if tap not in self._lasting:
@@ -158,40 +164,32 @@ class _Run:
             if free is not None:
                 free(number)
 
-    def _watched(self, work: Work) -> tuple[dict[Site, torch.Tensor], torch.Tensor]:
+    def _watched(self, work: Work, rows: list[int] | None) -> tuple[dict[Site, torch.Tensor], torch.Tensor]:
         shown = dict[Site, torch.Tensor]()
 
         def see(site: Site, tensor: torch.Tensor) -> None:
             shown[site] = tensor.clone()
 
-        return shown, watched_run(self._stepper, work, see, only=self._sites)
+        return shown, watched_run(self._stepper, work, see, only=self._sites, rows=rows)
 
     def _number(self, request: RequestInfo) -> int:
-        """Return the request's number in the engine, which has never seen it."""
-        if request.id not in self._own:
-            self._own[request.id] = next(self._numbers)
-        return self._own[request.id]
-
-    @staticmethod
-    def _sampled(work: list[tuple[RequestInfo, range]]) -> tuple[list[int], list[int]]:
-        """Return the last row of each request, and the places of those that a token is chosen from."""
-        last, row = [], 0
-        for _request, positions in work:
-            row += len(positions)
-            last.append(row - 1)
-        return last, [at for at, (request, positions) in enumerate(work) if positions.stop >= request.prompt_length]
+        """Return the request's number in the engine, which has never seen it; a draft has that of its request."""
+        request_id = request.id if request.draft_of is None else request.draft_of
+        if request_id not in self._own:
+            self._own[request_id] = next(self._numbers)
+        return self._own[request_id]
 
 
-def _steps(requests: list[RequestInfo], schedule: Schedule) -> Iterator[list[tuple[RequestInfo, range]]]:
-    """Yield the work of each step: prompts, whole or in chunks, then one token of each request."""
-    ahead = {each.id: list(schedule.pieces(each.prompt_length, len(each.token_ids))) for each in requests}
+def _steps(requests: list[RequestInfo], workload: Workload) -> Iterator[list[list[Part]]]:
+    """Yield the work of each step: prompts, whole or in chunks, then one token of each request, or what it verifies."""
+    ahead = {each.id: list(workload.steps(each)) for each in requests}
     while any(ahead.values()):
         ready = [request for request in requests if ahead[request.id]]
-        yield [(request, ahead[request.id].pop(0)) for request in (ready if schedule.is_batched else ready[:1])]
+        yield [ahead[request.id].pop(0) for request in (ready if workload.schedule.is_batched else ready[:1])]
 
 
-def _tokens(request: RequestInfo, positions: range) -> list[int]:
-    return list(request.token_ids[positions.start : positions.stop])
+def _tokens(parts: list[Part]) -> list[int]:
+    return [token for request, at in parts for token in request.token_ids[at.start : at.stop]]
 
 
 def _notes(learned: TapMap) -> Iterator[str]:

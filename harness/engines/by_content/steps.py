@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -22,9 +23,14 @@ class Stepper(Protocol):
     """A live engine: any object that computes steps."""
 
     # An object whose steps compute all earlier tokens of a request again has an attribute `recomputes`, which is true.
+    # One that forgets what it holds from a request's first position on, where that is not the next one, has an
+    # attribute `rewinds`, which is true. If it returns the logits of all tokens besides, it can verify drafts.
 
     def step(self, work: Work) -> torch.Tensor:
-        """Compute the tokens, and return the logits of each request's last one, [requests, vocabulary]."""
+        """Compute the tokens, and return the logits of each request's last one, [requests, vocabulary].
+
+        Or those of all tokens, [tokens, vocabulary].
+        """
 
 
 def module_paths(stepper: object) -> dict[nn.Module, str]:
@@ -73,27 +79,52 @@ def watched_step(stepper: Stepper, work: Work) -> dict[Site, torch.Tensor]:
     return seen
 
 
-def watched_run(stepper: Stepper, work: Work, see: See, *, only: Collection[Site] | None = None) -> torch.Tensor:
+def watched_run(
+    stepper: Stepper,
+    work: Work,
+    see: See,
+    *,
+    only: Collection[Site] | None = None,
+    rows: Sequence[int] | None = None,
+) -> torch.Tensor:
     """Run a step while its tensors are shown, and return its logits, [requests, vocabulary].
 
+    Args:
+        stepper: the engine.
+        work: of the step.
+        see: shown the tensors.
+        only: the sites to show; None for all.
+        rows: tokens of the step whose logits are returned, [rows, vocabulary]; None: the last one of each request.
+
     Raises:
-        HarnessError: ENGINE_CANNOT_SERVE: it returned no logits, or not one row for each request.
+        HarnessError: ENGINE_CANNOT_SERVE: it returned no logits, or not one row for each request; or not one for each
+            token where `rows` are asked for.
     """
+    ends = [*accumulate(len(tokens) for _, tokens, _ in work)]
     with torch.no_grad(), watching(stepper, see, only=only) as watch:
         logits = stepper.step(work)
         is_tensor = isinstance(logits, torch.Tensor) and logits.is_floating_point() and logits.dim() > 0
-        if not is_tensor or logits.numel() != len(work) * logits.shape[-1]:
+        num_rows = logits.numel() // max(1, logits.shape[-1]) if is_tensor else 0
+        if not is_tensor or num_rows not in ((ends[-1],) if rows is not None else (len(work), ends[-1])):
             raise HarnessError(
                 Code.ENGINE_CANNOT_SERVE,
-                "the engine's step returns no row of logits for each request",
+                f"the engine's step returns no row of logits for each {'request' if rows is None else 'token'}",
                 where=f"{type(stepper).__name__}.step",
-                expected=f"a tensor [{len(work)}, vocabulary]",
+                expected=f"a tensor [{len(work) if rows is None else ends[-1]}, vocabulary]",
                 actual=list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__,
-                hint="return the logits of the last token of each request, in the order of the work",
+                hint="return the logits of the last token of each request, in the order of the work; drafts are "
+                "verified by those of all tokens",
             )
-        rows = logits.detach().reshape(len(work), -1)
-        watch.returned(rows)
-    return rows
+        returned = logits.detach().reshape(num_rows, -1)
+        if num_rows == ends[-1]:
+            returned = returned[[end - 1 for end in ends] if rows is None else list(rows)]
+        watch.returned(returned)
+    return returned
+
+
+def rewinds(stepper: Stepper) -> bool:
+    """Whether an engine goes back where a request's first position is one that it has computed."""
+    return bool(getattr(stepper, "rewinds", False))
 
 
 def recomputes(stepper: Stepper) -> bool:

@@ -58,7 +58,7 @@ def with_duplicate_requests(
     Forks go another way than what they are forked from, or it would not matter if they wrote over it. So their rows are
     in a larger golden.
     """
-    if schedule.kind.has_drafts:
+    if schedule.has_drafts:
         return golden, draft_requests(golden.requests, schedule)
     if schedule.trigger != "forked":
         return golden, None
@@ -133,7 +133,7 @@ def record_run(
 
     A repeated schedule's `copies` are by default the same requests once more, those of one with drafts these.
     """
-    if copies is None and schedule.kind.has_drafts:
+    if copies is None and schedule.has_drafts:
         copies = draft_requests(requests, schedule)
     if copies is None:
         copies = duplicate_requests(requests) if schedule.is_repeated else ()

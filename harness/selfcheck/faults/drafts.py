@@ -23,17 +23,26 @@ from reference_engine.requests.sequence import ScheduledChunk
 _K_CACHE, _ATTENTION, _Q_ROPE = "model.layers.0.k_cache", "model.layers.0.attention", "model.layers.0.q_rope"
 _SPECULATIVE = FaultConfig(schedule="speculative", max_new_tokens=14)
 _REWOUND = FaultConfig(schedule="rewound", max_new_tokens=8)
-_CHECKED = {"enable_prefix_caching": "true", "debug_checks": "true", "block_size": "2"}
+_CHECKED = {"enable_prefix_caching": "true", "debug_checks": "true"}
+_REJECTED: Row = (0, PROMPT_LENGTHS[0] + 1)
+"""The first step after the prompt accepts nothing."""
+_SECOND_ROW: Row = (0, PROMPT_LENGTHS[0] + 2)
+_LAST_OF_PROMPT: Row = (0, PROMPT_LENGTHS[0] - 1)
+_LARGE_BLOCK = 16
+"""So that all that is taken back is in the block that stays."""
+_WINDOW = 32
+"""Of gemma3-tiny."""
 
 
 def _noting_rejected(slots: set[int]) -> Any:
-    """Note the slots of rejected tokens in blocks that their requests keep."""
+    """Note the slot of the first rejected token of a verification, which the next token is written to."""
 
     def verify(original: Callable[..., int]) -> Callable[..., int]:
         def verified(chunk: ScheduledChunk, chosen: Any) -> int:
             end = chunk.stop
             num_accepted = original(chunk, chosen)
-            slots.update(slots_of(ScheduledChunk(chunk.sequence, chunk.stop, min(end, _end_of_block(chunk))), BLOCK_SIZE))
+            if chunk.stop % BLOCK_SIZE and chunk.stop < end:  # its block is kept
+                slots.update(slots_of(ScheduledChunk(chunk.sequence, chunk.stop, chunk.stop + 1), BLOCK_SIZE))
             return num_accepted
 
         return verified
@@ -54,10 +63,6 @@ def _noting_taken_back(slots: set[int]) -> Any:
         return trimmed
 
     return (BlockManager, "trim", trim)
-
-
-def _end_of_block(chunk: ScheduledChunk) -> int:
-    return -(-chunk.stop // BLOCK_SIZE) * BLOCK_SIZE
 
 
 def _stays(noting: Callable[[set[int]], Any], *, keys: bool, values: bool) -> Any:
@@ -119,14 +124,14 @@ def _logits_of_the_row_before(batch: Any, chunks: list[ScheduledChunk], rejectin
 
 
 def _context_not_shortened() -> AbstractContextManager[InjectedFault]:
-    """After a rejection, the context ends where it ended before, as far as the request's blocks reach."""
+    """After going back, the context ends where it ended before, as far as the request's blocks reach."""
     ends: dict[int, int] = {}
 
     def plan(original: Callable[..., Any]) -> Callable[..., Any]:
         def planned(self: PagedAttention, batch: Any) -> Any:
             lens = []
             for length, table in zip(batch.context_lens, batch.block_tables, strict=True):
-                end = min(ends.get(table[0], 0), len(table) * BLOCK_SIZE)
+                end = min(ends.get(table[0], 0), -(-length // _LARGE_BLOCK) * _LARGE_BLOCK)
                 lens.append(max(length, end) if len(batch.sampled_rows) == 1 and length > 1 else length)
                 ends[table[0]] = max(ends.get(table[0], 0), length)
             return original(self, replace(batch, context_lens=lens, context_lens_R=torch.tensor(lens)))
@@ -218,7 +223,7 @@ FAULTS = [
         _stays(_noting_rejected, keys=True, values=True),
         "rejected draft, position",
         _K_CACHE,
-        FIRST_DECODE,
+        _REJECTED,
     ),
     _fault(
         "rejected-value-stays",
@@ -226,7 +231,7 @@ FAULTS = [
         _stays(_noting_rejected, keys=False, values=True),
         "rejected draft, position",
         "model.layers.0.v_cache",
-        FIRST_DECODE,
+        _REJECTED,
     ),
     _fault(
         "position-after-rejection",
@@ -234,15 +239,15 @@ FAULTS = [
         _batch(_shifted),
         r"position.*\+1",
         _Q_ROPE,
-        FIRST_DECODE,
+        _REJECTED,
     ),
     _fault(
         "drafts-at-one-position",
         "All rows of a verification are rotated for the position of its first one.",
         _batch(_not_advanced),
-        "position",
+        "position of the first row of its step",
         _Q_ROPE,
-        FIRST_DECODE,
+        _SECOND_ROW,
     ),
     _fault(
         "logits-of-the-draft-before",
@@ -250,21 +255,22 @@ FAULTS = [
         _batch(_logits_of_the_row_before),
         "row|position",
         "lm_head",
-        FIRST_DECODE,
+        _SECOND_ROW,
     ),
     _fault(
         "context-not-shortened",
-        "After a rejection the context still ends behind the rejected drafts.",
+        "After going back the context still ends where it ended before.",
         _context_not_shortened,
-        "rejected draft, position",
+        "taken back, position",
         _ATTENTION,
-        FIRST_DECODE,
+        _LAST_OF_PROMPT,
+        setting=replace(_REWOUND, options={"block_size": str(_LARGE_BLOCK)}),
     ),
     _fault(
         "drafts-see-later-ones",
         "Every row of a verification sees all of its drafts.",
         replacing((reference_engine.attention.paged, "attend_chunk", _sees_later_drafts)),
-        "later|future|after",
+        "sees all tokens of its step",
         _ATTENTION,
         FIRST_DECODE,
     ),
@@ -274,7 +280,7 @@ FAULTS = [
         replacing((reference_engine.engine, "verify", _one_too_many)),
         "rejected draft, position",
         _K_CACHE,
-        FIRST_DECODE,
+        _REJECTED,
     ),
     _fault(
         "rejected-hash",
@@ -283,7 +289,7 @@ FAULTS = [
         "prefix cached in block",
         None,
         None,
-        setting=replace(_SPECULATIVE, options=_CHECKED),
+        setting=replace(_SPECULATIVE, options={**_CHECKED, "block_size": "2"}),
     ),
     _fault(
         "rejected-blocks-kept",
@@ -300,7 +306,7 @@ FAULTS = [
         _ring,
         "rejected draft, position",
         _K_CACHE,
-        FIRST_DECODE,
+        (0, _REJECTED[1] - _WINDOW),
         setting=replace(_SPECULATIVE, model="gemma3-tiny"),
     ),
     _fault(
@@ -318,7 +324,7 @@ FAULTS = [
         _batch(_shifted),
         r"position.*\+1",
         _Q_ROPE,
-        (0, PROMPT_LENGTHS[0] - 1),
+        _LAST_OF_PROMPT,
         setting=_REWOUND,
     ),
     _fault(

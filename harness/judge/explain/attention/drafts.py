@@ -4,12 +4,12 @@
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from harness.judge.compare.attention_context import AttentionContext
-from harness.judge.explain.core.drafts import GivenUp, given_up, name_of_row
+from harness.judge.explain.core.drafts import GivenUp, computed_before, given_up, name_of_row
 from harness.judge.explain.core.failure import Failure, gathered
 from harness.judge.explain.core.hypothesis import Hypothesis
 
@@ -21,8 +21,8 @@ class _Stale:
     position: torch.Tensor
     """[D] int64."""
     step: torch.Tensor
-    key: torch.Tensor
-    """[D, K, H] float64."""
+    key: torch.Tensor | None
+    """[D, K, H] float64; None: the keys are the history's own."""
     value: torch.Tensor
 
 
@@ -37,17 +37,18 @@ def rejected_drafts(failure: Failure) -> Iterator[Hypothesis]:
         return
     for attend, detail in (
         (_in_place, "its key and value stand where the position's own were to be"),
+        (_value_in_place, "its value stands where the position's own was to be"),
         (_behind, "the context is as long as it was before the rejection"),
         (_besides, "its key and value are there besides the history's own"),
         (_in_ring, "its key and value stand where the sliding window's ring keeps older ones"),
     ):
-        for is_latest in (False, True):
+        for which in (_all, _latest, _first_of_each):
             output, first = failure.expected.clone(), list[tuple[int, int]]()
             begin = 0
             for view in failure.views:
                 for row in range(len(view.rows)):
                     query = view.select(torch.tensor([row]))
-                    stale = _stale(failure, drafts[int(view.rows.request[0])], int(view.rows.step[row]), is_latest)
+                    stale = _stale(failure, which(drafts[int(view.rows.request[0])], int(view.rows.step[row])))
                     read = None if stale is None else attend(query, stale)
                     if stale is not None and read is not None:
                         output[begin + row] = read[0]
@@ -58,9 +59,49 @@ def rejected_drafts(failure: Failure) -> Iterator[Hypothesis]:
                 yield Hypothesis(cause=cause, output=output, detail=detail)
 
 
-def _stale(failure: Failure, drafts: Sequence[GivenUp], step: int, is_latest: bool) -> _Stale | None:
-    """Return what was given up before a step: all of it, or the latest."""
-    before = [each for each in drafts if each.step < step][-1 if is_latest else 0 :]
+def nothing_forgotten(failure: Failure) -> Iterator[Hypothesis]:
+    """All rows that the request ever computed are read, or the latest of a window: it never went back."""
+    first = next((each for view in failure.views for each in _of(failure, view)), None)
+    if first is None:
+        return
+    output, head_dim, at = failure.expected.clone(), failure.views[0].key.shape[-1], 0
+    for view in failure.views:
+        for row in range(len(view.rows)):
+            query = view.select(torch.tensor([row]))
+            request, position, step = (int(each) for each in (query.rows.request, query.rows.position, query.rows.step))
+            rows = computed_before(failure.recording, request, position, step)
+            rows = rows.select(torch.arange(max(0, len(rows) - (view.window or len(rows))), len(rows)))
+            key, value = (gathered(failure.locator, tap, rows) for tap in failure.operation.inputs[1:])
+            if key is None or value is None:
+                return
+            every = torch.ones(1, len(rows), dtype=torch.bool)
+            key, value = (x.unflatten(1, (-1, head_dim)) for x in (key, value))
+            output[at] = query.attend(visible=every, key=key, value=value)[0]
+            at += 1
+    name = name_of_row(failure.recording, int(first.rows.position[0]), int(first.rows.step[0]))
+    detail = "the request never went back: all that it has computed is in its cache"
+    yield Hypothesis(cause=f"attends to {name}", output=output, detail=detail)
+
+
+def _of(failure: Failure, view: AttentionContext) -> list[GivenUp]:
+    """Return what the request of a view had given up before its last row."""
+    return _all(given_up(failure.recording, int(view.rows.request[0])), int(view.rows.step.max()))
+
+
+def _all(drafts: Sequence[GivenUp], step: int) -> list[GivenUp]:
+    return [each for each in drafts if each.step < step]
+
+
+def _latest(drafts: Sequence[GivenUp], step: int) -> list[GivenUp]:
+    return _all(drafts, step)[-1:]
+
+
+def _first_of_each(drafts: Sequence[GivenUp], step: int) -> list[GivenUp]:
+    return [GivenUp(each.draft, each.rows.select(torch.tensor([0]))) for each in _all(drafts, step)]
+
+
+def _stale(failure: Failure, before: Sequence[GivenUp]) -> _Stale | None:
+    """Return the keys and values of what was given up before a query's step; None if that is nothing."""
     _, key, value = failure.operation.inputs
     keys, values = ([gathered(failure.locator, tap, each.rows) for each in before] for tap in (key, value))
     if not before or any(each is None for each in (*keys, *values)):
@@ -79,6 +120,10 @@ def _in_place(query: AttentionContext, stale: _Stale) -> torch.Tensor | None:
     return _put(query, stale, stale.position)
 
 
+def _value_in_place(query: AttentionContext, stale: _Stale) -> torch.Tensor | None:
+    return _put(query, replace(stale, key=None), stale.position)
+
+
 def _in_ring(query: AttentionContext, stale: _Stale) -> torch.Tensor | None:
     return None if query.window is None else _put(query, stale, stale.position - query.window)
 
@@ -89,7 +134,9 @@ def _put(query: AttentionContext, stale: _Stale, places: torch.Tensor) -> torch.
     if not bool(there.any()):
         return None
     key, value = query.key.clone(), query.value.clone()
-    key[places[there]], value[places[there]] = stale.key[there], stale.value[there]
+    value[places[there]] = stale.value[there]
+    if stale.key is not None:
+        key[places[there]] = stale.key[there]
     return query.attend(key=key, value=value)
 
 
@@ -97,10 +144,12 @@ def _behind(query: AttentionContext, stale: _Stale) -> torch.Tensor | None:
     later = stale.position > int(query.rows.position[0])
     if not bool(later.any()):
         return None
+    assert stale.key is not None
     return _besides(query, _Stale(stale.position[later], stale.step[later], stale.key[later], stale.value[later]))
 
 
 def _besides(query: AttentionContext, stale: _Stale) -> torch.Tensor:
+    assert stale.key is not None
     visible = torch.cat((query.visible(), torch.ones(1, len(stale.key), dtype=torch.bool)), dim=1)
     key, value = torch.cat((query.key, stale.key)), torch.cat((query.value, stale.value))
     return query.attend(visible=visible, key=key, value=value)

@@ -50,10 +50,20 @@ class ContentIndex:
                 self.rows[kind] = rows.select(torch.arange(len(tensor)))
                 self.tensors[kind] = tensor.to(torch.float64)
 
-    def nearest(self, content: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [rows] indices and distances of the known row of a kind that is nearest to each row [rows, K*H]."""
+    def nearest(
+        self, content: torch.Tensor, kind: str, likelier: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return [rows] indices and distances of the known row of a kind that is nearest to each row [rows, K*H].
+
+        Of several that are alike, as values of the first layer are for equal tokens, the `likelier` [rows, known] is
+        taken.
+        """
         distance = torch.cdist(content, self.tensors[kind])
-        return distance.argmin(dim=1), distance.amin(dim=1)
+        least = distance.amin(dim=1)
+        if likelier is None:
+            return distance.argmin(dim=1), least
+        is_near = distance <= (least + self._tolerance * content.norm(dim=1))[:, None]
+        return (is_near * (1 + likelier)).argmax(dim=1), least
 
     def whose(self, content: torch.Tensor) -> Match | None:
         """Return whose content one row [K*H] is; None if it is nobody's."""

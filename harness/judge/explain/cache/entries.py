@@ -9,7 +9,7 @@ from harness.judge.compare.align import is_readback
 from harness.judge.compare.prefixes import Prefixes
 from harness.judge.compare.slot_history import Write
 from harness.judge.explain.cache.content_index import KEY, RAW_KEY, VALUE, ContentIndex, describe_writes
-from harness.judge.explain.core.drafts import is_draft_of, name_of_row
+from harness.judge.explain.core.drafts import given_up, is_draft_of, name_of_row
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
 from harness.oracle.rotation import rotations
@@ -119,11 +119,16 @@ def other_row(failure: Failure) -> Iterator[Hypothesis]:
     kind = KEY if failure.operation.site == "k_cache" else VALUE
     if kind not in contents.tensors:
         return
-    index, distance = contents.nearest(failure.actual, kind)
+    known = contents.rows[kind]
+    likelier = 2.0 * (known.position == failure.positions[:, None])  # a slot holds its own position, or what was given up
+    for row, request in enumerate(failure.rows.request.tolist()):
+        drafts = [each.draft for each in given_up(failure.recording, request)]
+        likelier[row] += torch.isin(known.request, torch.tensor(drafts, dtype=torch.int64))
+    index, distance = contents.nearest(failure.actual, kind, likelier)
     is_zero = failure.actual.norm(dim=1) < distance  # nearer to nothing than to any row
     is_known = ~is_zero & (distance <= _NEAR * rounding_unit(failure.dtype) * failure.actual.norm(dim=1))
     output = torch.where(is_zero[:, None], 0.0, contents.tensors[kind][index])
-    found = contents.rows[kind].select(index)
+    found = known.select(index)
     places = [
         (
             int(failure.positions[at]),

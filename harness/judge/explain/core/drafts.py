@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from harness.formats.recording import Recording
 from harness.formats.schedule import ScheduleKind
 from harness.judge.compare.align import Rows, all_rows, is_readback
@@ -41,6 +43,19 @@ def is_draft_of(recording: Recording, other: int, request: int) -> bool:
     own = {each.id: each.draft_of for each in recording.manifest.requests}
     original = own.get(request)
     return own.get(other) is not None and own[other] == (request if original is None else original)
+
+
+def computed_before(recording: Recording, request: int, position: int, step: int) -> Rows:
+    """Return all rows of a request and its drafts in the order in which they were computed, up to one of them."""
+    own = {each.id: each.draft_of for each in recording.manifest.requests}
+    original = own.get(request)
+    original = request if original is None else original
+    family = torch.tensor([each for each, of in own.items() if each == original or of == original])
+    steps = [each for each in recording.steps[: step + 1] if not is_readback(each)]
+    rows = Rows.concat([all_rows(each) for each in steps])
+    rows = rows.select(torch.isin(rows.request, family))
+    here = ((rows.request == request) & (rows.position == position) & (rows.step == step)).nonzero()[:, 0]
+    return rows.select(torch.arange(int(here[-1]) + 1))
 
 
 def name_of_row(recording: Recording, position: int, step: int) -> str:

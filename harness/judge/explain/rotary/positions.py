@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from harness.judge.compare.align import Rows, is_readback
+from harness.judge.explain.core.drafts import computed_before, given_up, name_of_row
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
 from harness.judge.explain.rotary.rotation import Causes, turned_by, with_rotation
@@ -50,11 +51,14 @@ def _named_positions(failure: Failure, best: torch.Tensor) -> str | None:
     """Say what the positions that were used have in common."""
     own, of = failure.positions, places(failure)
     offsets = (best - own).unique().tolist()
+    if (behind := _behind_given_up(failure, best)) is not None:
+        return behind
     if offsets in ([1], [-1]):
         return f"rotary at a position off by one ({offsets[0]:+d})"
     known = {
         "positions restart at 0 in every step: the chunk's offset is forgotten": of["chunk"],
         "positions restart at 1 in every step: the chunk's offset is forgotten": of["chunk"] + 1,
+        "rotary at the position of the first row of its step": own - of["chunk"],
         "positions run on through the batch instead of restarting for each request": of["batch"],
         "positions restart at 0 after the prompt": own - of["prompt"],
         "rotary at position 0 for every row": torch.zeros_like(own),
@@ -68,6 +72,19 @@ def _named_positions(failure: Failure, best: torch.Tensor) -> str | None:
     if len(offsets) == 1:
         return f"rotary at a position off by {offsets[0]:+d}"
     return _offsets_by_request(failure, best - own)
+
+
+def _behind_given_up(failure: Failure, best: torch.Tensor) -> str | None:
+    """Say so if every row has the position that it would have if its request had never gone back."""
+    ends, first = [], None
+    for request, position, step in _identities(failure.rows):
+        drafts = [each for each in given_up(failure.recording, request) if each.step < step]
+        first = first or next(iter(drafts), None)
+        ends.append(len(computed_before(failure.recording, request, position, step)) - 1 if drafts else position)
+    if first is None or not torch.equal(best, torch.tensor(ends)):
+        return None
+    name = name_of_row(failure.recording, int(first.rows.position[0]), int(first.rows.step[0]))
+    return f"positions go on behind {name}: the request never went back"
 
 
 def _bounded(own: torch.Tensor, best: torch.Tensor) -> str | None:
@@ -96,17 +113,24 @@ def _offsets_by_request(failure: Failure, offsets: torch.Tensor) -> str | None:
 
 
 def places(failure: Failure) -> dict[str, torch.Tensor]:
-    """Each row's index among its request's rows of the step, among all rows of it, and its prompt's length."""
-    lengths = {request.id: request.prompt_length for request in failure.recording.manifest.requests}
+    """Each row's index among its request's rows of the step, among all rows of it, and its prompt's length.
+
+    Rows of drafts count as those of the request that they are of.
+    """
+    requests = failure.recording.manifest.requests
+    lengths = {request.id: request.prompt_length for request in requests}
+    drafts = {request.id: request.draft_of for request in requests if request.draft_of is not None}
     chunk, batch, prompt, others = [], [], [], []
     for request, position, step in _identities(failure.rows):
         rows = failure.recording.steps[step]
         here = ((rows.request == request) & (rows.position == position)).nonzero()[:, 0]
         at = int(here[-1])
-        chunk.append(int((rows.request[:at] == request).sum()))
+        original = drafts.get(request, request)
+        own = sum(drafts.get(each, each) == original for each in rows.request[:at].tolist())
+        chunk.append(own)
         batch.append(at)
-        prompt.append(lengths[request])
-        others.append(int((rows.request[:at] != request).sum()))
+        prompt.append(lengths[original])
+        others.append(at - own)
     places = {"chunk": chunk, "batch": batch, "prompt": prompt, "others": others}
     return {name: torch.tensor(values) for name, values in places.items()}
 
