@@ -66,7 +66,6 @@ class _Lane:
     is_read_back: bool = False
 
 
-
 @dataclass(slots=True)
 class _Forward:
     """One forward of a batch: its input, and which of its rows are real."""

@@ -81,7 +81,9 @@ class Schedule:
         """Return the schedule of that name, with the default of its parameter."""
         kind = ScheduleKind(name)
         defaults = {"chunk_size": DEFAULT_CHUNK_SIZE, "num_ranks": 2, "num_drafts": DEFAULT_NUM_DRAFTS}
-        return cls(kind=kind) if kind.parameter is None else cls(kind=kind, **{kind.parameter: defaults[kind.parameter]})
+        return (
+            cls(kind=kind) if kind.parameter is None else cls(kind=kind, **{kind.parameter: defaults[kind.parameter]})
+        )
 
     @property
     def name(self) -> str:
@@ -155,8 +157,10 @@ def parse_schedule(text: str, *, where: str = "schedule") -> Schedule:
     number = int(size) if size.isdecimal() and len(size) <= _MAX_DIGITS else 0
     if schedule.kind.parameter == "num_ranks" and number >= 2:
         return replace(schedule, num_ranks=number)
-    if schedule.kind.parameter in ("chunk_size", "num_drafts") and number >= 1:
-        return replace(schedule, **{schedule.kind.parameter: number})
+    if schedule.kind.parameter == "chunk_size" and number >= 1:
+        return replace(schedule, chunk_size=number)
+    if schedule.kind.parameter == "num_drafts" and number >= 1:
+        return replace(schedule, num_drafts=number)
     raise HarnessError(
         Code.BAD_OPTION,
         f"schedule {name!r} takes no number {size!r}",

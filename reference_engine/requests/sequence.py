@@ -78,7 +78,7 @@ class Sequence:
         self.num_drafts = self.num_tokens - known
 
     def sampling_views(self) -> list[Sequence]:
-        """Return the request as it is at each row that a token is chosen from: itself, or as if drafts were accepted."""
+        """Return the request as it is at each row that chooses a token: itself, or as if drafts were accepted."""
         if not self.num_drafts:
             return [self]
         first, views = self.num_tokens - self.num_drafts, []
@@ -163,6 +163,6 @@ class ScheduledChunk:
 
     @property
     def is_decode(self) -> bool:
-        """Whether the chunk is one freshly generated token, with drafts, and no piece of a prompt or a recomputation."""
+        """Whether the chunk is one freshly generated token with its drafts, not a piece of a prompt or recomputation."""
         is_one = self.num_tokens == 1 + self.sequence.num_drafts
         return is_one and self.samples and self.start >= self.sequence.num_prompt_tokens

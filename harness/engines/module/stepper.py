@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from harness.engines.adapter import engine_refusals
 from harness.engines.by_content.steps import Work
 from harness.engines.module.forward import Forward
 from harness.engines.module.values import evaluating
@@ -25,23 +26,30 @@ class ModuleStepper:
         self._caches: dict[int, Any] = {}
         with evaluating(module):
             self._forward.leave_out_what_it_refuses([0, 0])
-            self.recomputes = self._forward([0], 0).cache is None
+            cache = self._forward([0], 0).cache
+        self.recomputes = cache is None
+        self.rewinds = hasattr(cache, "crop")
+        """Whether the cache is one of transformers', which can be cut off at its end."""
 
     def step(self, work: Work) -> torch.Tensor:
         """See `Stepper.step`.
 
         Raises:
-            HarnessError: ENGINE_CANNOT_SERVE: the forward returned no logits.
+            HarnessError: ENGINE_CANNOT_SERVE: the forward returned no logits, or the cache cannot go back.
             ValueError: the work is of several requests.
         """
         ((request, tokens, first),) = work
         known = self._tokens.setdefault(request, [])
+        if num_given_up := len(known) - first:
+            del known[first:]
+            with engine_refusals(type(self.module).__name__, "--schedule"):
+                self._caches[request].crop(-num_given_up)
         known += tokens
         start = 0 if self.recomputes else first
         with evaluating(self.module):
             answer = self._forward(known[start:], start, self._caches.get(request))
         self._caches[request] = answer.cache
-        return answer.logits[-1:]
+        return answer.logits[-len(tokens) :]
 
     def finish(self, request: int) -> None:
         """Forget a request."""

@@ -194,7 +194,9 @@ def _check_drafts(requests: Iterable[RequestInfo]) -> None:
         if draft.draft_of is None:
             continue
         if draft.draft_of not in kept:
-            raise ValueError(f"requests.{place}.draft_of is {draft.draft_of}, which is no request that keeps its tokens")
+            raise ValueError(
+                f"requests.{place}.draft_of is {draft.draft_of}, which is no request that keeps its tokens"
+            )
         original, end = kept[draft.draft_of], draft.prompt_length
         if len(original.token_ids) < end or original.token_ids[:end] != draft.token_ids[:end]:
             raise ValueError(f"requests.{place} begins with other tokens than request {original.id}, whose draft it is")

@@ -87,7 +87,7 @@ def _of_request(request: int, positions: torch.Tensor, step: Step, seen: _Seen, 
     num_blocks = len((step.block_tables or {}).get(request, ()))
     if _is_decode(step, request, positions, prompt_length):
         yield "decode"
-        if len(positions) > 1 and first >= prompt_length:
+        if step.sampled is not None and len(_sampled(step, request)) > 1:
             yield "drafts_accepted"
         if num_blocks > seen.num_blocks.get(request, num_blocks):
             yield "new_block"
@@ -130,7 +130,7 @@ def _is_decode(step: Step, request: int, positions: torch.Tensor, prompt_length:
     """
     made = positions if step.sampled is None else _sampled(step, request)
     is_one = len(made) == 1 or (step.sampled is not None and len(made) == len(positions))
-    return is_one and int(made[0]) >= prompt_length
+    return is_one and int(made.min()) >= prompt_length
 
 
 _MESSAGES: Mapping[str, str] = {

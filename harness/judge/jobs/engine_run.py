@@ -59,11 +59,33 @@ def with_duplicate_requests(
     in a larger golden.
     """
     if schedule.has_drafts:
-        return golden, draft_requests(golden.requests, schedule)
+        return golden, _drafts_that_fit(golden.requests, schedule, hf.max_positions)
     if schedule.trigger != "forked":
         return golden, None
     larger = cached_golden(hf, [*plan.prompts, *forked_prompts(golden)], truth=plan.case.truth)
     return larger, larger.requests[len(plan.prompts) :]
+
+
+def _drafts_that_fit(
+    requests: Sequence[RequestInfo], schedule: Schedule, max_positions: int | None
+) -> list[RequestInfo]:
+    """Return the drafts of some requests.
+
+    Raises:
+        HarnessError: PROMPT_TOO_LONG: a draft does not fit the model's context.
+    """
+    drafts = draft_requests(requests, schedule)
+    longest = max(drafts, key=lambda draft: len(draft.token_ids), default=None)
+    if longest is not None and max_positions is not None and len(longest.token_ids) > max_positions:
+        raise HarnessError(
+            Code.PROMPT_TOO_LONG,
+            "a draft is longer than the model allows",
+            where=f"request {longest.draft_of}, schedule {schedule}",
+            expected=f"at most {max_positions} positions",
+            actual=f"{longest.prompt_length} tokens + {len(longest.token_ids) - longest.prompt_length} drafted",
+            hint="shorten the prompt",
+        )
+    return drafts
 
 
 @contextmanager

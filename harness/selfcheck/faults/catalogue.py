@@ -21,7 +21,21 @@ from harness.selfcheck.faults import (
 from harness.selfcheck.faults.fault import Category, Fault
 from harness.selfcheck.faults.half import in_16_bits
 
-_MODULES = (position, norm, weights, attention, cache, drafts, sampling, formulas, numbers, outside, parts, paths, experts)
+_MODULES = (
+    position,
+    norm,
+    weights,
+    attention,
+    cache,
+    drafts,
+    sampling,
+    formulas,
+    numbers,
+    outside,
+    parts,
+    paths,
+    experts,
+)
 _FAULTS = [fault for module in _MODULES for fault in module.FAULTS]
 FAULTS: Mapping[str, Fault] = {fault.id: fault for fault in [*_FAULTS, *in_16_bits(_FAULTS)]}
 

@@ -113,7 +113,9 @@ def _shifted(batch: Any, chunks: list[ScheduledChunk], rejecting: set[int]) -> A
 
 def _not_advanced(batch: Any, chunks: list[ScheduledChunk], rejecting: set[int]) -> Any:
     """All rows of a verification are rotated for the position of its first one."""
-    at = [chunk.start if chunk.is_decode else position for chunk in chunks for position in range(chunk.start, chunk.stop)]
+    at = [
+        chunk.start if chunk.is_decode else position for chunk in chunks for position in range(chunk.start, chunk.stop)
+    ]
     return replace(batch, positions_T=torch.tensor(at))
 
 

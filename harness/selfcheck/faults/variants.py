@@ -101,6 +101,9 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "prefix-hit": {"schedule": "prefix-hit"},
     "forked": {"schedule": "forked"},
     "preempted": {"schedule": "preempted"},
+    "rewound": {"schedule": "rewound", "max_new_tokens": 9},
+    "speculative": {"schedule": "speculative", "max_new_tokens": 14},
+    "speculative-blocks-of-2": {"schedule": "speculative:5", "max_new_tokens": 14, "options": {"block_size": "2"}},
     "short-prompts": {"prompts": _SHORT},
     "free-blocks-poisoned": {"options": {"debug_checks": "true"}},
 }

@@ -1,5 +1,7 @@
 """mlx-lm under test, where it is installed."""
 
+import re
+
 import pytest
 
 import harness
@@ -25,6 +27,19 @@ def test_what_its_config_does_not_read_is_named(checkpoints):
     (run,) = check(checkpoints, "llama-tiny", schedules=["plain"]).runs
     assert run.first_divergence.tap == "model.layers.0.q_rope"
     assert "rope scaling (llama3) is ignored" in run.first_divergence.explanation.cause
+
+
+def test_a_window_that_does_not_rewind_is_named(checkpoints):
+    """The second prompt is longer than the window: trimming its cache does nothing."""
+    assert check(checkpoints, "qwen3-tiny", schedules=["rewound"])
+    options = {"model": checkpoints / "gemma3-tiny", "prompts": [[*range(5, 41)]], "max_new_tokens": 8}
+    for schedule, what in (("rewound", "a token that was taken back"), ("speculative", "a rejected draft")):
+        (run,) = harness.check("mlx", schedules=[schedule], **options).runs
+        causes = {finding.tap: finding.explanation.cause for finding in run.findings if finding.explanation}
+        assert re.fullmatch(
+            f"positions go on behind {what}, position .*: the request never went back", causes["model.layers.0.q_rope"]
+        )
+        assert causes["model.layers.0.attention"].startswith(f"attends to {what}, position ")
 
 
 def test_a_model_that_it_does_not_know_is_refused_in_its_words(checkpoints):

@@ -19,6 +19,9 @@ from harness.formats.schedule import DEFAULT_CHUNK_SIZE, ScheduleKind, parse_sch
         ("batched", True, None, ("decode", "batch")),
         ("mixed", True, DEFAULT_CHUNK_SIZE, ("decode", "chunked_prefill", "batch")),
         ("mixed:1", True, 1, ("decode", "chunked_prefill", "batch")),
+        ("rewound", False, None, ("decode", "rewound")),
+        ("speculative", False, None, ("decode", "rewound", "drafts_accepted")),
+        ("speculative:5", False, None, ("decode", "rewound", "drafts_accepted")),
     ],
 )
 def test_what_is_written_is_what_is_meant(text, is_batched, chunk_size, requires):
@@ -30,7 +33,7 @@ def test_what_is_written_is_what_is_meant(text, is_batched, chunk_size, requires
 
 @pytest.mark.parametrize(
     "text", ["", "fancy", "PLAIN", "plain:", "plain:4", "batched:4", "chunked:", "chunked:0", "chunked:-1",
-             "chunked:1.5", "chunked:four", "chunked:4:4", "chunked:" + "9" * 10_000]
+             "chunked:1.5", "rewound:2", "speculative:0", "chunked:four", "chunked:4:4", "chunked:" + "9" * 10_000]
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(text):
     with pytest.raises(HarnessError) as caught:

@@ -19,9 +19,7 @@ class Scripted:
         true = self.continuations[tuple(sequence.token_ids[: sequence.num_prompt_tokens])]
         begin = sequence.num_tokens - sequence.num_prompt_tokens
         guesses = true[begin : begin + self.num_tokens]
-        return [
-            (token + 1) % 97 if (begin + at) % self.wrong_every == 0 else token for at, token in enumerate(guesses)
-        ]
+        return [(token + 1) % 97 if (begin + at) % self.wrong_every == 0 else token for at, token in enumerate(guesses)]
 
 
 def engine_of(checkpoint, **options):
@@ -36,7 +34,9 @@ def continuations(checkpoint, params, **options):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("wrong_every", [1, 3, 100])
-@pytest.mark.parametrize("options", [{}, {"enable_prefix_caching": True}, {"num_blocks": 14}, {"max_num_batched_tokens": 6}])
+@pytest.mark.parametrize(
+    "options", [{}, {"enable_prefix_caching": True}, {"num_blocks": 14}, {"max_num_batched_tokens": 6}]
+)
 def test_drafts_change_no_token(checkpoint, temperature, wrong_every, options):
     params = SamplingParams(max_new_tokens=12, temperature=temperature, seed=7, ignore_eos=True)
     expected, _ = continuations(checkpoint, params)

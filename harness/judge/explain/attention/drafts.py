@@ -32,7 +32,9 @@ _Attend = Callable[[AttentionContext, _Stale], torch.Tensor | None]
 
 def rejected_drafts(failure: Failure) -> Iterator[Hypothesis]:
     """Rows that the request gave up are read: in their own places, besides all others, or where a ring keeps them."""
-    drafts = {int(view.rows.request[0]): given_up(failure.recording, int(view.rows.request[0])) for view in failure.views}
+    drafts = {
+        int(view.rows.request[0]): given_up(failure.recording, int(view.rows.request[0])) for view in failure.views
+    }
     if not any(drafts.values()):
         return
     for attend, detail in (

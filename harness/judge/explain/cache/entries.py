@@ -120,7 +120,9 @@ def other_row(failure: Failure) -> Iterator[Hypothesis]:
     if kind not in contents.tensors:
         return
     known = contents.rows[kind]
-    likelier = 2.0 * (known.position == failure.positions[:, None])  # a slot holds its own position, or what was given up
+    likelier = 2.0 * (
+        known.position == failure.positions[:, None]
+    )  # a slot holds its own position, or what was given up
     for row, request in enumerate(failure.rows.request.tolist()):
         drafts = [each.draft for each in given_up(failure.recording, request)]
         likelier[row] += torch.isin(known.request, torch.tensor(drafts, dtype=torch.int64))

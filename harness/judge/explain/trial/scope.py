@@ -54,7 +54,8 @@ def _edges(recording: Recording, request: int, config: Any) -> Iterator[tuple[st
     own = [step for step in recording.steps if bool((step.request == request).any()) and step.phase != "readback"]
     starts = [int(step.position[step.request == request].min()) for step in own]
     if len(starts) > 1 and starts[1] < prompts[request]:
-        yield "the second chunk of the prompt", starts[1]
+        went_on = starts[1] == int(own[0].position[own[0].request == request].max()) + 1
+        yield "the second chunk of the prompt" if went_on else "what is computed after going back", starts[1]
     window = getattr(config, "sliding_window", None)
     if isinstance(window, int):
         yield f"what is beyond the sliding window of {window}", window
@@ -80,8 +81,8 @@ def _by_step(rows: Rows, recording: Recording) -> Iterator[tuple[str, torch.Tens
     starts = _chunk_starts(rows)
     yield "rows of a prompt after its first chunk", (rows.position < prompt) & (starts > 0)
     yield "rows that are not in their request's first step", starts > 0
-    yield "rows in steps of one request alone", ~_in_batch(rows)
-    yield "rows in steps of several requests", _in_batch(rows)
+    yield "rows in steps of one request alone", ~_in_batch(rows, recording)
+    yield "rows in steps of several requests", _in_batch(rows, recording)
 
 
 def _by_position(rows: Rows, bad: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -103,11 +104,13 @@ def _chunk_starts(rows: Rows) -> torch.Tensor:
     return starts[inverse]
 
 
-def _in_batch(rows: Rows) -> torch.Tensor:
-    """[rows] bool: the row's step holds rows of several requests."""
+def _in_batch(rows: Rows, recording: Recording) -> torch.Tensor:
+    """[rows] bool: the row's step holds rows of several requests; a draft is of its request."""
+    drafts = {each.id: each.draft_of for each in recording.manifest.requests if each.draft_of is not None}
+    requests = torch.tensor([drafts.get(each, each) for each in rows.request.tolist()], dtype=torch.int64)
     unique, inverse = rows.step.unique(return_inverse=True)
     lowest, highest = (
-        torch.zeros(len(unique), dtype=torch.int64).scatter_reduce(0, inverse, rows.request, how, include_self=False)
+        torch.zeros(len(unique), dtype=torch.int64).scatter_reduce(0, inverse, requests, how, include_self=False)
         for how in ("amin", "amax")
     )
     return (lowest != highest)[inverse]

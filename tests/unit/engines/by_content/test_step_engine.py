@@ -226,3 +226,64 @@ def _table_of_the_page():
     values = {"Entry": Entry, "Fields": Fields, "Split": Split}
     exec(table, values)
     return values["TABLE"]
+
+
+def rewinding(fused_engine, fused):
+    """The toy as an engine that goes back, and returns the logits of all tokens."""
+    engine = fused_engine()
+    step, forward = engine.step, engine.model.forward
+
+    def going_back(work):
+        for request, _, first in work:
+            del engine.slots.setdefault(request, [])[first:]
+        return step(work)
+
+    engine.rewinds, engine.step = True, going_back
+    engine.model.forward = lambda ids, batch: forward(ids, {**batch, "sampled": [*range(len(ids) - 1)]})
+    return engine
+
+
+def test_an_engine_that_goes_back_follows_drafts(fused_engine, fused, checkpoints):
+    report = harness.check(
+        rewinding(fused_engine, fused), model=checkpoints / "qwen2-tiny", prompts=PROMPTS, max_new_tokens=9,
+        schedules=["plain", "rewound", "speculative"],
+    )  # fmt: skip
+    assert report, report.text()
+    assert [run.coverage.missing for run in report.runs] == [0, 0, 0]
+
+
+def test_what_it_leaves_in_its_cache_is_named(fused_engine, fused, checkpoints, monkeypatch):
+    """The first key and value that are written to a slot of the second layer stay."""
+    engine = rewinding(fused_engine, fused)
+    attention, store, written = engine.model.layers[1].attn, fused.Attention.store, (set(), set())
+
+    def stays(part, rows, slots):
+        new = [at for at, slot in enumerate(slots.tolist()) if slot not in written[part]]
+        written[part].update(slots.tolist())
+        store(attention, part, rows[new], slots[new])
+
+    step = engine.step
+
+    def going_back(work):
+        kept = {request: list(engine.slots.get(request, ())) for request, _, _ in work}
+        engine.free += [slot // fused.BLOCK for request, _, first in work for slot in kept[request][first:] if slot % fused.BLOCK == 0][::-1]
+        return step(work)
+
+    engine.step, attention.store = going_back, stays
+    run = harness.check(
+        engine, model=checkpoints / "qwen2-tiny", prompts=PROMPTS[:1], max_new_tokens=6, schedules=["rewound"]
+    ).runs[0]
+    assert run.first_divergence.tap == "model.layers.1.attention"
+    assert run.first_divergence.explanation.cause == "attends to a token that was taken back, position 9, written in step 1"
+
+
+def test_an_engine_with_the_logits_of_the_last_token_alone_verifies_nothing(fused_engine, checkpoints):
+    engine = fused_engine()
+    engine.rewinds = True
+    with pytest.raises(harness.HarnessError, match="returns no row of logits for each token"):
+        harness.check(engine, model=checkpoints / "qwen2-tiny", prompts=PROMPTS[:1], schedules=["speculative"])
+
+
+def test_an_engine_that_says_nothing_is_not_asked_to_go_back(fused_engine, checkpoints):
+    with pytest.raises(harness.HarnessError, match="cannot follow the schedule 'rewound'"):
+        check(fused_engine(), checkpoints, schedules=["rewound"])

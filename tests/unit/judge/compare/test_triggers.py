@@ -134,8 +134,11 @@ def by_definition(steps, requests):
             tokens, prompt_length = requests[request]
             chose = positions if sampled is None else [at for of, at in sampled if of == request]
             blocks = len((tables or {}).get(request, ()))
-            if len(chose) == 1 and chose[0] >= prompt_length:
+            all_chose = sampled is not None and set(chose) == set(positions)
+            if (len(chose) == 1 or all_chose) and min(chose) >= prompt_length:
                 reached.add("decode")
+                if len(chose) > 1:
+                    reached.add("drafts_accepted")
                 if request in num_blocks and blocks > num_blocks[request]:
                     reached.add("new_block")
             num_blocks[request] = blocks
@@ -210,3 +213,21 @@ def test_traits_of_a_configuration(config, num_groups):
     assert Traits.of(hf([None, 8, 4], **config)) == Traits(num_groups=num_groups, window=4, original_positions=None)
     rope = {"rope_parameters": {"original_max_position_embeddings": 77}}
     assert Traits.of(hf([None], **rope)) == Traits(num_groups=1, window=None, original_positions=77)
+
+
+def test_drafts_are_no_batch_and_no_fork_and_what_follows_them_has_gone_back():
+    """Two of three drafts are rejected in step 1; the request goes on at position 6."""
+    requests = [
+        RequestInfo(id=0, prompt_length=4, token_ids=list(range(12))),
+        RequestInfo(id=1, prompt_length=6, token_ids=[*range(6), 90, 91], draft_of=0),
+    ]
+    tables = {0: [1, 2], 1: [1, 2]}
+    prefill = step(0, [0] * 4, range(4), sampled=[-1, -1, -1, 9], tables={0: [1]})
+    verification = step(1, [0, 0, 1, 1], [4, 5, 6, 7], sampled=[9] * 4, tables=tables)
+    after = step(2, [0], [6], sampled=[9], tables={0: [1, 2]})
+
+    def reached(*steps):
+        return reached_triggers(SimpleNamespace(steps=steps, manifest=SimpleNamespace(requests=requests)))
+
+    assert reached(prefill, verification) == ("decode", "new_block", "block_boundary", "drafts_accepted")
+    assert reached(prefill, verification, after) == (*reached(prefill, verification)[:3], "rewound", "drafts_accepted")

@@ -67,6 +67,8 @@ def recorded(
     tokens: Sequence[Sequence[int]] | None = None,
     device: str = "cpu",
     dtype: str = "float32",
+    drafts: Mapping[int, int] | None = None,
+    schedule: str | None = None,
 ) -> Recording:
     """Return a recording of steps, each of `RecordingWriter.begin_step`'s arguments and of `taps` by their names.
 
@@ -77,18 +79,24 @@ def recorded(
         tokens: of each request, where they matter.
         device: the manifest's.
         dtype: the manifest's.
+        drafts: by a draft's id, the request that it is of.
+        schedule: the manifest's.
     """
     requests = [
         RequestInfo(
             id=number,
             token_ids=list(range(100 * number + 3, 100 * number + 3 + count)) if tokens is None else tokens[number],
             prompt_length=prompt,
+            draft_of=(drafts or {}).get(number),
         )
         for number, (count, prompt) in enumerate(lengths)
     ]
     writer = RecordingWriter(
         folder,
-        RunInfo(producer=Producer(name="test", version="1"), model=ModelInfo(id="m"), dtype=dtype, device=device),
+        RunInfo(
+            producer=Producer(name="test", version="1"), model=ModelInfo(id="m"), dtype=dtype, device=device,
+            schedule=schedule,
+        ),  # fmt: skip
         requests,
     )
     with writer:
