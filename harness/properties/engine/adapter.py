@@ -42,6 +42,7 @@ OPTIONS = {
     "block_order": "block_order: int: seed of a permutation of the free blocks",
     "poison": "poison: bool: unallocated blocks are filled with NaN",
     "padding": "padding: int: rows of padding in each step",
+    "num_drafts": "num_drafts: int: tokens that a step guesses and verifies beside the next one",
 }
 """Optional parameters of the constructor."""
 
@@ -49,6 +50,7 @@ OPTIONAL = {
     "taps": "taps() -> {name: {(index of the prompt, position): row}}: intermediates of the last call of generate; "
     "with lm_head among them, a choice between logits as good as equal may be either",
     "num_preemptions": "num_preemptions() -> int: requests that have lost their blocks so far",
+    "num_verified_drafts": "num_verified_drafts() -> int: tokens that were guessed and verified so far",
     "num_cached_tokens": "num_cached_tokens() -> int: tokens that were found in the prefix cache so far",
 }
 """Optional methods."""

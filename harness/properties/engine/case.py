@@ -51,6 +51,9 @@ RELATIONS = {
         what="a prefix hit", options=("prefix_caching",), helpful=("block_size",), counter="num_cached_tokens"
     ),
     "preemption": Relation(what="a preemption", options=("num_blocks", "block_size"), counter="num_preemptions"),
+    "speculation": Relation(
+        what="drafts that are verified", options=("num_drafts",), helpful=("block_size",), counter="num_verified_drafts"
+    ),
     "poison": Relation(what="content of unallocated blocks", options=("poison",)),
     "padding": Relation(what="rows of padding", options=("padding",)),
     "all": Relation(what="any of these"),
@@ -103,6 +106,7 @@ _OPTIONS: Mapping[str, SearchStrategy[int] | SearchStrategy[bool]] = {
     "block_order": st.integers(1, 99),
     "poison": st.just(True),
     "padding": st.integers(1, 8),
+    "num_drafts": st.integers(1, 5),
 }
 
 

@@ -32,6 +32,7 @@ class EngineSubject:
         prefix_caching: bool = False,
         block_order: int = 0,
         poison: bool = False,
+        num_drafts: int = 0,
     ) -> None:
         folder = embedded_cases() / "checkpoints" / self.model
         config = EngineConfig(
@@ -44,6 +45,7 @@ class EngineSubject:
             max_model_len=self.max_model_len,
             enable_prefix_caching=prefix_caching,
             debug_checks=poison,
+            num_speculative_tokens=num_drafts,
         )
         self._engine = LLMEngine(folder, config)
         self.vocab_size = self._engine.model_config.vocab_size
@@ -73,6 +75,10 @@ class EngineSubject:
     def num_preemptions(self) -> int:
         """Count the preemptions."""
         return self._counted["preemptions"]
+
+    def num_verified_drafts(self) -> int:
+        """Count the guesses that were verified."""
+        return self._engine.num_drafted
 
     def num_cached_tokens(self) -> int:
         """Count the tokens of all prefix hits."""

@@ -23,6 +23,7 @@ OURS = [relation for relation in RELATIONS if refusal(EngineSubject, relation) i
     [
         (EngineSubject, "prefix hit"),
         (EngineSubject, "preemption"),
+        (EngineSubject, "speculation"),
         (EngineSubject, "all"),
         (LlamaEngine, "all"),
         (Qwen2Engine, "all"),
