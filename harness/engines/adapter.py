@@ -113,7 +113,7 @@ class Workload:
 
 
 def _verifying(request: RequestInfo, drafts: Sequence[RequestInfo], num_drafts: int) -> Iterator[list[Part]]:
-    """Yield the prompt, then steps of one token and so many drafts; those before a draft's first position are accepted."""
+    """Yield the prompt, then steps of one token and so many drafts; those before a rejected one are accepted."""
     yield [(request, range(request.prompt_length))]
     position, end = request.prompt_length, len(request.token_ids)
     while position < end:

@@ -163,6 +163,6 @@ class ScheduledChunk:
 
     @property
     def is_decode(self) -> bool:
-        """Whether the chunk is one freshly generated token with its drafts, not a piece of a prompt or recomputation."""
+        """Whether the chunk is one freshly generated token with its drafts, no piece of a prompt or recomputation."""
         is_one = self.num_tokens == 1 + self.sequence.num_drafts
         return is_one and self.samples and self.start >= self.sequence.num_prompt_tokens

@@ -29,12 +29,13 @@ class KeptCache:
         """Whether the engine shows it."""
         return self._cached is not None
 
-    def read(self, number: int, num_tokens: int) -> dict[str, tuple[range, torch.Tensor]]:
+    def read(self, number: int, num_tokens: int, num_computed: int = 0) -> dict[str, tuple[range, torch.Tensor]]:
         """Return of each tap the positions that are kept, the latest ones, and their rows.
 
         Args:
             number: of the request in the engine.
-            num_tokens: computed of it so far.
+            num_tokens: of it, computed so far.
+            num_computed: rows of it with those that it has given up: a cache that never went back holds all.
 
         Raises:
             HarnessError: ENGINE_CANNOT_SERVE: what is shown are no keys and values of the model.
@@ -43,7 +44,7 @@ class KeptCache:
         held = {}
         for operation in self._operations:
             if operation.layer is not None and operation.layer in shown:
-                rows = self._rows(operation, shown[operation.layer], num_tokens)
+                rows = self._rows(operation, shown[operation.layer], max(num_tokens, num_computed))[:num_tokens]
                 held[operation.tap] = range(num_tokens - len(rows), num_tokens), rows
         return held
 

@@ -1,5 +1,6 @@
 """A live torch engine as an engine under test, without a table of its tensors."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import accumulate, count
@@ -125,6 +126,8 @@ class _Run:
         self._sites = tap_map.sites
         self._numbers, self._own = numbers, dict[int, int]()
         self._cache = KeptCache(stepper, graph, tap_map)
+        self._num_computed = Counter[int]()
+        """Rows of each request, by its number in the engine, with those that it has given up."""
 
     def step(self, work: list[list[Part]]) -> None:
         """Compute some positions of some requests, each with those of the draft that it gives up, and record them."""
@@ -144,6 +147,8 @@ class _Run:
             partial_rows=dict.fromkeys(self._lasting, sampled) if sampled else None,
         )
         num_again = parts[0][1].start if recomputes(self._stepper) else 0
+        for each in work:
+            self._num_computed[self._number(each[0][0])] += sum(len(positions) for _, positions in each)
         given = [(self._number(each[0][0]), _tokens(each), each[0][1].start) for each in work]
         shown, logits = self._watched(given, sampled if verifies else None)
         taps = self._map.read(shown, num_rows=num_again + len(rows), num_requests=len(logits))
@@ -160,7 +165,8 @@ class _Run:
         free = getattr(self._stepper, "finish", None)
         for request in requests:
             number = self._own.pop(request.id)
-            write_read_back(self._writer, request, self._cache.read(number, len(request.token_ids)))
+            held = self._cache.read(number, len(request.token_ids), self._num_computed.pop(number))
+            write_read_back(self._writer, request, held)
             if free is not None:
                 free(number)
 

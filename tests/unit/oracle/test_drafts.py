@@ -37,8 +37,12 @@ def test_each_is_wrong_at_its_first_position_and_a_step_of_its_request_gives_it_
         own = [position for step in steps for each, positions in step if each is request for position in positions]
         assert sorted(set(own)) == list(range(len(tokens)))
         assert len(own) - len(tokens) == (len(drafts) if name == "rewound" else 0)
-        given_up = {(each.id, at) for step in steps for each, positions in step if each is not request for at in positions}
-        assert given_up == {(draft.id, at) for draft in drafts for at in range(draft.prompt_length, len(draft.token_ids))}
+        given_up = {
+            (each.id, at) for step in steps for each, positions in step if each is not request for at in positions
+        }
+        assert given_up == {
+            (draft.id, at) for draft in drafts for at in range(draft.prompt_length, len(draft.token_ids))
+        }
 
 
 def test_drafts_are_rejected_after_every_number_of_accepted_ones():

@@ -177,6 +177,9 @@ def _cause(failure: Failure, places: list[tuple[int, Write | None]], *, is_recor
         for request, (position, write) in zip(failure.rows.request.tolist(), places, strict=True)
         if write is not None
     ]
+    if rejected and len(rejected) == sum(at is None for at, _ in found):
+        name = name_of_row(failure.recording, rejected[0].position, rejected[0].step)
+        return f"the slot holds another position, or {name}: what was given up is still in the cache"
     share = sum(at is None for at, _ in found) / len(found)
     if share >= _MOST:
         return "the slot holds what another request wrote: shared, freed or given out wrongly"

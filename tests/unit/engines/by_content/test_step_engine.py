@@ -266,7 +266,12 @@ def test_what_it_leaves_in_its_cache_is_named(fused_engine, fused, checkpoints, 
 
     def going_back(work):
         kept = {request: list(engine.slots.get(request, ())) for request, _, _ in work}
-        engine.free += [slot // fused.BLOCK for request, _, first in work for slot in kept[request][first:] if slot % fused.BLOCK == 0][::-1]
+        engine.free += [
+            slot // fused.BLOCK
+            for request, _, first in work
+            for slot in kept[request][first:]
+            if slot % fused.BLOCK == 0
+        ][::-1]
         return step(work)
 
     engine.step, attention.store = going_back, stays
@@ -274,7 +279,10 @@ def test_what_it_leaves_in_its_cache_is_named(fused_engine, fused, checkpoints, 
         engine, model=checkpoints / "qwen2-tiny", prompts=PROMPTS[:1], max_new_tokens=6, schedules=["rewound"]
     ).runs[0]
     assert run.first_divergence.tap == "model.layers.1.attention"
-    assert run.first_divergence.explanation.cause == "attends to a token that was taken back, position 9, written in step 1"
+    assert (
+        run.first_divergence.explanation.cause
+        == "attends to a token that was taken back, position 9, written in step 1"
+    )
 
 
 def test_an_engine_with_the_logits_of_the_last_token_alone_verifies_nothing(fused_engine, checkpoints):

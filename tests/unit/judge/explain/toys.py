@@ -94,9 +94,12 @@ def recorded(
     writer = RecordingWriter(
         folder,
         RunInfo(
-            producer=Producer(name="test", version="1"), model=ModelInfo(id="m"), dtype=dtype, device=device,
+            producer=Producer(name="test", version="1"),
+            model=ModelInfo(id="m"),
+            dtype=dtype,
+            device=device,
             schedule=schedule,
-        ),  # fmt: skip
+        ),
         requests,
     )
     with writer:

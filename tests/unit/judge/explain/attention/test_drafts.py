@@ -73,7 +73,9 @@ class Drafted:
         for head in range(N):
             scores = torch.stack([self.tensors[Q][place][head] @ self.tensors[KEY][each][0] for each in read])
             shares = scores.softmax(dim=0)
-            rows.append(sum(share * self.tensors[VALUE][each][0] for share, each in zip(shares, values or read)))
+            rows.append(
+                sum(share * self.tensors[VALUE][each][0] for share, each in zip(shares, values or read, strict=True))
+            )
         return torch.cat(rows)
 
     def failure(self, read, values=None):
@@ -181,3 +183,15 @@ def test_a_slot_that_holds_what_was_rejected_is_named(tmp_path):
     )  # fmt: skip
     assert set(found(other_row, failure)) == {"the slot holds a rejected draft, position 6, written in step 1"}
     assert not any("rejected" in cause for cause in found(replayed_reads, failure))
+
+
+def test_a_cache_that_is_shifted_by_what_was_rejected_is_named(tmp_path):
+    drafted = Drafted(tmp_path / "r")
+    kept = torch.stack([drafted.tensors[KEY][place].flatten() for place in ((0, 5), (1, 6), (1, 7))])
+    written = torch.stack([drafted.tensors[KEY][0, at].flatten() for at in (6, 7, 8)])
+    failure = failure_of(
+        graph()[3], kept, written, model=ToyModel(*graph(), head_dim=H), recording=drafted.recording,
+        request=[0] * 3, position=[6, 7, 8], step=[5] * 3,
+    )  # fmt: skip
+    name = "another position, or a rejected draft, position 6, written in step 1"
+    assert set(found(other_row, failure)) == {f"the slot holds {name}: what was given up is still in the cache"}
