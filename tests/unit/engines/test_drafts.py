@@ -77,3 +77,11 @@ def test_a_cache_of_states_is_refused(checkpoints, monkeypatch):
     with pytest.raises(HarnessError, match="DynamicCache holds states that cannot go back") as caught:
         check(checkpoints, "hf", schedules=["rewound"])
     assert caught.value.code is Code.ENGINE_CANNOT_SERVE
+
+
+def test_an_engine_that_claims_to_verify_and_does_not_fails(checkpoints, monkeypatch):
+    monkeypatch.setattr("reference_engine.engine.propose", lambda sequences, drafter: None)
+    (run,) = check(checkpoints, "reference", schedules=["speculative"]).runs
+    messages = {finding.message for finding in run.findings if finding.code is Code.TRIGGER_NOT_REACHED}
+    assert "no step computed an accepted draft (raise --max-new-tokens to at least 4)" in messages
+    assert any(finding.code is Code.ROWS_MISSING for finding in run.findings)

@@ -245,11 +245,11 @@ def rewinding(fused_engine, fused):
 
 def test_an_engine_that_goes_back_follows_drafts(fused_engine, fused, checkpoints):
     report = harness.check(
-        rewinding(fused_engine, fused), model=checkpoints / "qwen2-tiny", prompts=PROMPTS, max_new_tokens=9,
-        schedules=["plain", "rewound", "speculative"],
+        rewinding(fused_engine, fused), model=checkpoints / "qwen2-tiny", prompts=PROMPTS[:1], max_new_tokens=9,
+        schedules=["rewound", "speculative"],
     )  # fmt: skip
     assert report, report.text()
-    assert [run.coverage.missing for run in report.runs] == [0, 0, 0]
+    assert [run.coverage.missing for run in report.runs] == [0, 0]
 
 
 def test_what_it_leaves_in_its_cache_is_named(fused_engine, fused, checkpoints, monkeypatch):
