@@ -57,6 +57,18 @@ def test_prompt_lookup_is_plain_greedy_in_fewer_steps(checkpoint):
     assert engine.num_drafted >= engine.num_accepted
 
 
+def test_nothing_is_left_to_verify_after_a_step(checkpoint):
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    (expected, *_), _ = continuations(checkpoint, params)
+    with engine_of(checkpoint) as engine:
+        engine.drafter = Scripted({tuple(PROMPTS[0]): expected}, 4, 100)
+        engine.add_request(PROMPTS[0], params)
+        engine.step()
+        assert [output.token_id for output in engine.step()] == expected[1:6]
+        (sequence,) = engine.scheduler.running
+        assert (sequence.num_drafts, sequence.num_remaining_tokens) == (0, 1)
+
+
 def test_an_end_amid_accepted_drafts_is_the_end(checkpoint):
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
     expected, _ = continuations(checkpoint, params)
