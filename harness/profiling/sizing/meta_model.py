@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -107,26 +107,32 @@ class MetaModel:
 
         What HF computes again of all cached tokens (keys from the latents of MLA) counts for the one token.
         """
-        given = self._cache(context - 1) if context > 1 else {}
-        with self._counting_repeated() as repeated, FlopCounterMode(display=False) as counter:
-            self._run(1, given)
-        return int(counter.get_total_flops()) - sum(repeated) + self.experts_flops
+        total, projections = self._counted_step(context)
+        if len(projections) != len(self._alone):
+            raise _not_sized("its steps have other projections at other contexts", self._name, None)
+        repeated = sum(now - alone for now, alone in zip(projections, self._alone, strict=True))
+        return total - repeated + self.experts_flops
 
-    @contextmanager
-    def _counting_repeated(self) -> Iterator[list[int]]:
-        """Collect the FLOPs of projections of more rows than one."""
-        found: list[int] = []
+    @cached_property
+    def _alone(self) -> list[int]:
+        """FLOPs of each projection of a token that sees itself alone."""
+        return self._counted_step(1)[1]
+
+    def _counted_step(self, context: int) -> tuple[int, list[int]]:
+        """Return the FLOPs of a token's step as HF computes it, and of these those of each projection."""
+        given = self._cache(context - 1) if context > 1 else {}
+        projections: list[int] = []
 
         def count(module: nn.Linear, args: tuple[torch.Tensor, ...]) -> None:
-            found.append(2 * module.weight.numel() * (args[0].numel() // module.in_features - 1))
+            projections.append(2 * module.weight.numel() * (args[0].numel() // module.in_features))
 
         linears = [module for module in self._model.modules() if isinstance(module, nn.Linear)]
         hooks = [module.register_forward_pre_hook(count) for module in linears]
-        try:
-            yield found
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with FlopCounterMode(display=False) as counter:
+            self._run(1, given)
+        for hook in hooks:
+            hook.remove()
+        return int(counter.get_total_flops()), projections
 
     @property
     def experts_flops(self) -> int:
