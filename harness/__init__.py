@@ -5,8 +5,8 @@
     report = harness.check(my_model, model="path/to/checkpoint", prompts=["Hello, world"])
     report.assert_ok()
 
-`check`, `diff`, `golden` and `profile` are the commands of the same names (docs/python-api.md). Importing this package
-imports neither torch nor transformers: the pytest plugin must cost nothing until a case runs.
+`check`, `diff`, `golden`, `profile`, `rollout` and `weights` are the commands of the same names (docs/python-api.md).
+Importing this package imports neither torch nor transformers: the pytest plugin must cost nothing until a case runs.
 """
 
 from importlib import import_module
@@ -15,7 +15,19 @@ from typing import TYPE_CHECKING, Any
 from harness.version import __version__
 
 if TYPE_CHECKING:
-    from harness.api import CheckFailedError, CheckReport, ProfileReport, check, diff, golden, profile
+    from harness.api import (
+        CheckFailedError,
+        CheckReport,
+        GapError,
+        ProfileReport,
+        RolloutReport,
+        check,
+        diff,
+        golden,
+        profile,
+        rollout,
+        weights,
+    )
     from harness.engines import Capabilities, Engine, Workload
     from harness.errors import Code, HarnessError
 
@@ -25,18 +37,34 @@ __all__ = [
     "CheckReport",
     "Code",
     "Engine",
+    "GapError",
     "HarnessError",
     "ProfileReport",
+    "RolloutReport",
     "Workload",
     "__version__",
     "check",
     "diff",
     "golden",
     "profile",
+    "rollout",
+    "weights",
 ]
 
 _MODULES = {
-    "harness.api": ("CheckFailedError", "CheckReport", "ProfileReport", "check", "diff", "golden", "profile"),
+    "harness.api": (
+        "CheckFailedError",
+        "CheckReport",
+        "GapError",
+        "ProfileReport",
+        "RolloutReport",
+        "check",
+        "diff",
+        "golden",
+        "profile",
+        "rollout",
+        "weights",
+    ),
     "harness.engines": ("Capabilities", "Engine", "Workload"),
     "harness.errors": ("Code", "HarnessError"),
 }

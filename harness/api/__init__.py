@@ -5,5 +5,18 @@ The functions resolve their arguments into the same plans as the command line, a
 
 from harness.api.calls import check, diff, golden, profile
 from harness.api.reports import CheckFailedError, CheckReport, ProfileReport
+from harness.api.training import GapError, RolloutReport, rollout, weights
 
-__all__ = ["CheckFailedError", "CheckReport", "ProfileReport", "check", "diff", "golden", "profile"]
+__all__ = [
+    "CheckFailedError",
+    "CheckReport",
+    "GapError",
+    "ProfileReport",
+    "RolloutReport",
+    "check",
+    "diff",
+    "golden",
+    "profile",
+    "rollout",
+    "weights",
+]

@@ -87,6 +87,16 @@ QUANT = Forms(
     markdown=f"{_REPORT}.quant.text:quant_text",
     json=f"{_REPORT}.quant.text:quant_json",
 )
+ROLLOUT = Forms(
+    human=f"{_REPORT}.rollout.text:rollout_text",
+    markdown=f"{_REPORT}.rollout.text:rollout_markdown",
+    json=f"{_REPORT}.rollout.json:rollout_json",
+)
+WEIGHTS = Forms(
+    human=f"{_REPORT}.weights:weights_text",
+    markdown=f"{_REPORT}.weights:weights_text",
+    json=f"{_REPORT}.weights:weights_json",
+)
 SUITE = Forms(
     human=f"{_REPORT}.suite.text:suite_text",
     markdown=f"{_REPORT}.suite.markdown:suite_markdown",

@@ -176,10 +176,12 @@ def build_app() -> typer.Typer:
         memory,
         profile,
         quant,
+        rollout,
         run,
         serve,
         suite,
         trace,
+        weights,
     )  # only when a command runs
 
     app = typer.Typer(
@@ -205,6 +207,8 @@ def build_app() -> typer.Typer:
     app.command(cls=StrictCommand)(faults.faults)
     app.command(cls=StrictCommand)(quant.quant)
     app.command(cls=StrictCommand)(estimate.estimate)
+    app.command(cls=StrictCommand, epilog=engines)(rollout.rollout)
+    app.command(cls=StrictCommand)(weights.weights)
     app.add_typer(bench.app)
     app.add_typer(suite.app)
     app.add_typer(trace.app)

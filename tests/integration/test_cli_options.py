@@ -42,6 +42,10 @@ OPTIONS = {
     "faults": ["--only", "--category", "--seeds", "--format"],
     "quant": ["--model", "--types", "--file", "--engine-option", "--text-file", "--tokens", "--sequences", "--seed",
               "--pad", "--out", "--local-files-only", "--format"],
+    "rollout": ["rollouts", "--model", "--trainer", "--layout", "--engine", "--engine-option", "--previous",
+                "--engine-weights", "--head", "--weight-version", "--rows", "--dtype", "--device", "--truth",
+                "--local-files-only", "--format"],
+    "weights": ["first", "second", "--before", "--local-files-only", "--format"],
     "bench": [],  # a group
     "suite": [],  # a group
     "trace": [],  # a group
@@ -58,6 +62,8 @@ FORMATS = {
     "fuzz": ["human", "json"],
     "faults": ["human", "markdown", "json"],
     "quant": ["human", "markdown", "json"],
+    "rollout": ["human", "markdown", "json"],
+    "weights": ["human", "markdown", "json"],
 }
 
 

@@ -1,0 +1,173 @@
+"""HF's forwards over the rows under a setting: the truth in high precision, the control in the side's dtype."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+
+import torch
+
+from harness.campaigns.rollout.alter import Altered
+from harness.campaigns.rollout.lanes import Batch, Lane, Places, make_lanes
+from harness.campaigns.rollout.meaning import token_logprobs
+from harness.campaigns.rollout.setting import Meaning, Setting, Weights
+from harness.oracle.batching import batch_tokens
+from harness.oracle.model import HFModel
+from harness.oracle.precision import eager_experts, preserve_precision, truth_dtype, upcast, without_tf32
+from harness.oracle.watch import watching
+
+_BLOCK_VALUES = 1 << 22
+"""Logits that are in memory in float64 at a time."""
+
+
+class Forwards:
+    """Columns of log probabilities, each run once."""
+
+    def __init__(self, hf: HFModel, places: Places, *, truth: str = "auto", head: torch.dtype | None = None) -> None:
+        """Take the model and the tokens.
+
+        Args:
+            hf: the model in the sides' dtype, with all of its weights.
+            places: the tokens.
+            truth: `float64`, `float32` or `auto`.
+            head: dtype of the control's head, where that is not the model's.
+        """
+        self.hf, self.places = hf, places
+        self._dtype, self._head = truth_dtype(truth, hf.dtype), head
+        self._columns: dict[tuple[Setting, bool], torch.Tensor] = {}
+        self._resolution = torch.zeros(places.num_tokens, dtype=torch.float64)
+        self.num_runs = 0
+
+    def truth(self, setting: Setting) -> torch.Tensor:
+        """Return the truth's log probabilities, [compared] float64."""
+        return self._column(setting, is_control=False)
+
+    def control(self, setting: Setting) -> torch.Tensor:
+        """Return those of HF in the side's dtype, [compared] float64."""
+        return self._column(setting, is_control=True)
+
+    def prepare(self, setting: Setting, meanings: Sequence[Meaning]) -> None:
+        """Run one forward of the truth, and one of the control, for many meanings."""
+        for is_control in (False, True):
+            self._run(setting, meanings, is_control=is_control)
+
+    def noise(self, setting: Setting) -> torch.Tensor:
+        """Return the control's errors, [compared] float64, no less than what float32 resolves."""
+        error = self.control(setting) - self.truth(setting)
+        least = self._resolution[self.places.compared]
+        return torch.where(error.abs() > least, error, least)
+
+    def record(self, setting: Setting) -> dict[str, torch.Tensor]:
+        """Return what the control computes, [tokens, ...] by source."""
+        return self._run(setting, (setting.meaning,), is_control=True, keeps=True)
+
+    def choices(self, setting: Setting, *, is_control: bool) -> torch.Tensor | None:
+        """Return the experts that a forward chooses, [tokens, layers * k]; None for a model without a router."""
+        kept = self._run(setting, (setting.meaning,), is_control=is_control, keeps=True)
+        return chosen_experts(kept)
+
+    def _column(self, setting: Setting, *, is_control: bool) -> torch.Tensor:
+        plain = replace(setting, shift=0)
+        if (plain, is_control) not in self._columns:
+            self._run(plain, (plain.meaning,), is_control=is_control)
+        return _shifted(self._columns[plain, is_control], self.places, setting.shift)[self.places.compared]
+
+    @torch.no_grad()
+    def _run(
+        self, setting: Setting, meanings: Sequence[Meaning], *, is_control: bool, keeps: bool = False
+    ) -> dict[str, torch.Tensor]:
+        columns = {meaning: self._empty() for meaning in meanings}
+        kept: dict[str, torch.Tensor] = {}
+        _ = self.hf.graph  # traced now: later the model is changed
+        with ExitStack() as stack:
+            stack.enter_context(without_tf32())
+            stack.enter_context(_replaced(self.hf, setting.weights))
+            if not is_control:
+                stack.enter_context(upcast(self._dtype, self.hf.model))
+                stack.enter_context(eager_experts(self.hf.config))
+                stack.enter_context(preserve_precision(self._dtype))
+            head = self._head if is_control else None
+            is_plain = not keeps and head is None and setting.runs_plainly
+            watch = None if is_plain else stack.enter_context(watching(self.hf))
+            for lanes in grouped(make_lanes(self.places, setting, self.hf.max_positions), batch_tokens(self.hf)):
+                batch = Batch.of(lanes)
+                altered = Altered(self.hf, setting, batch, self.places, head=head)
+                altered.kept = kept if keeps else None
+                inputs = {"input_ids": batch.ids}
+                if batch.given_positions is not None:  # with a mask, HF does not tell rows apart by their positions
+                    inputs |= {"position_ids": batch.given_positions, "attention_mask": batch.is_there.long()}
+                with nullcontext() if watch is None else watch.showing(altered):
+                    inputs = {name: value.to(self.hf.device) for name, value in inputs.items()}
+                    logits = self.hf.run(**inputs, use_cache=False).logits
+                with torch._C.DisableTorchFunction():
+                    other = None if watch is None else altered.see("logits", logits)
+                self._read(logits if other is None else other, lanes, columns)
+        self.num_runs += 1
+        for meaning, column in columns.items():
+            self._columns[replace(setting, meaning=meaning, shift=0), is_control] = column
+        return kept
+
+    def _empty(self) -> torch.Tensor:
+        return torch.full((self.places.num_tokens,), torch.nan, dtype=torch.float64)
+
+    def _read(self, logits: torch.Tensor, lanes: Sequence[Lane], columns: Mapping[Meaning, torch.Tensor]) -> None:
+        """Take the log probability of each token of a response, and of the one before it, from the row before."""
+        wanted = [
+            (at, place - 1, number, lane.token_ids[place])
+            for at, lane in enumerate(lanes)
+            for place, number in enumerate(lane.numbers)
+            if place and number >= 0 and self._is_read(number)
+        ]
+        eps = torch.finfo(torch.float32).eps
+        size = max(1, _BLOCK_VALUES // logits.shape[-1])
+        for begin in range(0, len(wanted), size):
+            block = wanted[begin : begin + size]
+            lane, place, number, token = (torch.tensor(each) for each in zip(*block, strict=True))
+            rows = logits[lane.to(logits.device), place.to(logits.device)].to(torch.float64)
+            self._resolution[number] = eps * rows.abs().amax(dim=-1).cpu()
+            sampling = [self.places.rows[row].sampling for row in self.places.row_of[number].tolist()]
+            for meaning, column in columns.items():
+                column[number] = token_logprobs(rows, token.to(rows.device), sampling, meaning).cpu()
+
+    def _is_read(self, number: int) -> bool:
+        row, position = self.places.place(number)
+        return position >= row.num_prompt - 1
+
+
+def grouped(lanes: Sequence[Lane], max_tokens: int) -> Iterator[list[Lane]]:
+    """Yield lanes of similar lengths, as many at a time as have no more tokens, padding included."""
+    group: list[Lane] = []
+    for lane in sorted(lanes, key=lambda lane: len(lane.token_ids)):
+        if group and len(lane.token_ids) * (len(group) + 1) > max_tokens:
+            yield group
+            group = []
+        group.append(lane)
+    yield group
+
+
+def chosen_experts(kept: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Return the experts that were chosen, [tokens, layers * k]: of each router its last choice."""
+    last = {source.partition("@")[0]: values for source, values in kept.items() if ":topk" in source}
+    return torch.cat([values.flatten(1) for values in last.values()], dim=1) if last else None
+
+
+def _shifted(column: torch.Tensor, places: Places, shift: int) -> torch.Tensor:
+    """Return the column with each row's values some tokens later; at its ends a token keeps its own."""
+    if not shift:
+        return column
+    number = torch.arange(len(column))
+    other = (number - shift).clamp(0, len(column) - 1)
+    is_inside = (places.row_of[other] == places.row_of[number]) & column[other].isfinite()
+    return torch.where(is_inside, column[other], column)
+
+
+@contextmanager
+def _replaced(hf: HFModel, weights: Weights | None) -> Iterator[None]:
+    """Put other tensors into the model for the duration of the block."""
+    with ExitStack() as stack:
+        parameters = dict(hf.model.named_parameters())
+        for name, tensor in (weights.tensors if weights is not None else {}).items():
+            if name in parameters:
+                parameter = parameters[name]
+                stack.callback(setattr, parameter, "data", parameter.data)
+                parameter.data = tensor.to(parameter.device, parameter.dtype)
+        yield

@@ -1,0 +1,142 @@
+"""Sides that are at hand: a trainer's module and an engine run the rows' tokens, and what they compute is kept."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from harness.base.scratch import scratch_folder
+from harness.campaigns.rollout.alter import Altered
+from harness.campaigns.rollout.forward import grouped
+from harness.campaigns.rollout.lanes import Batch, Lane, Places, make_lanes, packs
+from harness.campaigns.rollout.setting import Cut, Setting
+from harness.engines import engine_errors
+from harness.engines.module.values import evaluating
+from harness.errors import Code, HarnessError
+from harness.formats.recording import Recording, RequestInfo
+from harness.formats.schedule import parse_schedules
+from harness.judge.jobs.engine_run import match_taps, open_planned, record_run
+from harness.oracle.batching import batch_tokens
+from harness.oracle.model import HFModel
+from harness.oracle.watch import watching
+from harness.plan import Plan
+
+LAYOUTS = ("alone", "right", "left", "packed")
+"""How a trainer gets its rows: one by one, padded after or before them, or as one sequence, positions restarting."""
+
+
+def trainer_values(module: nn.Module, hf: HFModel, places: Places, layout: str) -> Cut:
+    """Run a trainer's module over the rows and return what it computes.
+
+    Args:
+        module: a model of HF's, of which all operations are seen; any other gives its logits alone.
+        hf: the named model, whose operations are looked for.
+        places: the tokens.
+        layout: one of `LAYOUTS`; any other module than HF's is run `alone`.
+
+    Raises:
+        HarnessError: BAD_OPTION, ENGINE_FAILED.
+    """
+    if layout not in LAYOUTS:
+        what = f"unknown layout of a batch {layout!r}"
+        raise HarnessError(Code.BAD_OPTION, what, where="layout=", expected=", ".join(LAYOUTS), actual=layout)
+    from transformers import PreTrainedModel
+
+    is_hf = isinstance(module, PreTrainedModel)
+    kept: dict[str, torch.Tensor] = {}
+    lanes = make_lanes(places, Setting(), hf.max_positions)
+    with evaluating(module), engine_errors(f"trainer {type(module).__name__}"):
+        if not is_hf:
+            _run_any(module, hf, lanes, places, kept)
+            return Cut(kept)
+        own = HFModel(model=module, checkpoint=hf.checkpoint, dtype=hf.dtype, device=hf.device)
+        own.graph = hf.graph
+        with watching(own) as watch:
+            for group, positions in _groups(lanes, places, hf, layout):
+                batch = Batch.of(group, is_left=layout == "left")
+                altered = Altered(own, Setting(), batch, places)
+                altered.kept = kept
+                inputs = _inputs(batch, positions, layout)
+                with watch.showing(altered):
+                    logits = module(
+                        input_ids=batch.ids.to(hf.device),
+                        use_cache=False,
+                        **{name: value.to(hf.device) for name, value in inputs.items()},
+                    ).logits
+                with torch._C.DisableTorchFunction():
+                    altered.see("logits", logits)
+    return Cut(kept)
+
+
+def _inputs(batch: Batch, positions: torch.Tensor | None, layout: str) -> dict[str, torch.Tensor]:
+    if positions is not None:
+        return {"position_ids": positions}
+    return {} if layout == "alone" else {"attention_mask": batch.is_there.long(), "position_ids": batch.position_ids}
+
+
+def _groups(
+    lanes: Sequence[Lane], places: Places, hf: HFModel, layout: str
+) -> list[tuple[list[Lane], torch.Tensor | None]]:
+    """Return the lanes of each forward, and of packed rows the positions, which restart at each of them."""
+    if layout == "alone":
+        return [([lane], None) for lane in lanes]
+    if layout != "packed":
+        return [(group, None) for group in grouped(lanes, batch_tokens(hf))]
+    joined = make_lanes(places, Setting(is_packed=True), hf.max_positions)
+    members = packs(places.rows, hf.max_positions)
+    restarting = [torch.cat([torch.arange(len(places.rows[at].tokens)) for at in pack])[None] for pack in members]
+    return [([lane], positions) for lane, positions in zip(joined, restarting, strict=True)]
+
+
+def _run_any(
+    module: nn.Module, hf: HFModel, lanes: Sequence[Lane], places: Places, kept: dict[str, torch.Tensor]
+) -> None:
+    source = hf.graph[hf.graph.logits].source
+    for lane in lanes:
+        output = module(torch.tensor([lane.token_ids], device=hf.device))
+        logits: torch.Tensor = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
+        logits = logits[0]
+        if source not in kept:
+            kept[source] = torch.full((places.num_tokens, logits.shape[-1]), torch.nan, dtype=logits.dtype)
+        kept[source][torch.tensor(lane.numbers)] = logits.cpu()
+
+
+def engine_values(plan: Plan, hf: HFModel, places: Places) -> Cut:
+    """Run the plan's engine over the rows, prompts prefilled and responses decoded, and return what it computes.
+
+    Raises:
+        HarnessError: as `open_planned` and `record_run`.
+    """
+    requests = [
+        RequestInfo(id=at, token_ids=list(row.tokens[:-1]), prompt_length=min(row.num_prompt, len(row.tokens) - 1))
+        for at, row in enumerate(places.rows)
+    ]
+    (schedule,) = parse_schedules(["plain"])
+    with open_planned(plan) as engine, scratch_folder("harness-") as folder:
+        match_taps(plan, engine, hf.graph)
+        record_run(plan, engine, schedule, requests, folder / "recording")
+        return _read(folder / "recording", hf, places)
+
+
+def _read(folder: Path, hf: HFModel, places: Places) -> Cut:
+    """Return the taps of a recording, [tokens, ...] by source."""
+    kept: dict[str, torch.Tensor] = {}
+    begins = torch.tensor(places.begins)
+    with Recording.open(folder) as recording:
+        recording.with_names(hf.graph.aliases)
+        for step in recording.steps:
+            if step.phase == "readback":
+                continue
+            numbers = begins[step.request.long()] + step.position.long()
+            for name in step.tap_names:
+                operation = hf.graph.by_tap.get(name)
+                if operation is None or not operation.source:
+                    continue
+                covered, rows = step.rows_of(name), step.tap(name)
+                if operation.source not in kept:
+                    unknown = torch.nan if rows.is_floating_point() else -1
+                    shape = (places.num_tokens, *rows.shape[1:])
+                    kept[operation.source] = torch.full(shape, unknown, dtype=rows.dtype)
+                kept[operation.source][numbers if covered is None else numbers[covered.long()]] = rows
+    return Cut(kept)

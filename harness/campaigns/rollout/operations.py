@@ -1,0 +1,59 @@
+"""A side's operations against the truth, part by part: recorded values put back up to a part, the truth goes on.
+
+The steps from one part to the next add up to what the side's arithmetic does to its log probabilities. HF in the side's
+dtype, run on the side's own values up to a part, is the floor of the part's step.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from harness.campaigns.rollout.forward import Forwards
+from harness.campaigns.rollout.setting import Cut, Setting
+from harness.oracle.model import HFModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartTerm:
+    """What the operations of one part of the model do to the log probabilities."""
+
+    name: str
+    """Path of the part: `model.layers.3`, `lm_head`."""
+    values: torch.Tensor
+    """[compared] float64."""
+    floor: torch.Tensor
+    """[compared] float64: the same of HF in the side's dtype."""
+    is_head: bool
+
+
+def part_terms(forwards: Forwards, setting: Setting, values: Cut) -> list[PartTerm]:
+    """Return the terms of a side that computed `values` under a setting, in the order of the run."""
+    logits = forwards.hf.graph[forwards.hf.graph.logits]
+    least = float(forwards.noise(setting).abs().min())
+    before, given, terms = forwards.truth(setting), dict[str, torch.Tensor](), []
+    for part, sources in _parts(forwards.hf, values):
+        own = {source: values.values[source] for source in sources}
+        control = forwards.record(replace(setting, cut=Cut(dict(given))))
+        same = {source: control[source] for source in sources if source in control}
+        floor = forwards.truth(replace(setting, cut=Cut({**given, **same}))) - before
+        given |= own
+        after = forwards.truth(replace(setting, cut=Cut(dict(given))))
+        terms.append(
+            PartTerm(
+                name=part,
+                values=after - before,
+                floor=torch.where(floor.abs() > least, floor, least),
+                is_head=part == forwards.hf.part_of(logits.module),
+            )
+        )
+        before = after
+    return terms
+
+
+def _parts(hf: HFModel, values: Cut) -> list[tuple[str, list[str]]]:
+    """Return the parts that have recorded values, in the order of the run, and the sources of these."""
+    parts: dict[str, list[str]] = {}
+    for operation in hf.graph:
+        if operation.source in values.values:
+            parts.setdefault(hf.part_of(operation.module), []).append(operation.source)
+    return list(parts.items())

@@ -1,0 +1,192 @@
+"""The gap as terms that add up, token by token: each side's way from the truth, the trainer's less the engine's."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from harness.campaigns.rollout.forward import Forwards
+from harness.campaigns.rollout.lanes import Places
+from harness.campaigns.rollout.operations import PartTerm
+from harness.campaigns.rollout.setting import Kind
+from harness.campaigns.rollout.side import Side, floor_of, is_outside, rms
+from harness.results.rollout import GapFigures, GapTerm
+
+_LEAST_DEVIATIONS = 3.0
+"""A cause that was found is no rounding if its size is known to so many standard deviations."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Term:
+    """A term before it is judged; tensors [compared] float64."""
+
+    kind: Kind
+    sides: list[str]
+    details: list[str]
+    remedies: list[str]
+    values: torch.Tensor
+    floor: torch.Tensor
+    is_found: bool
+    """Whether it is a cause that was found or seen, and no sum of roundings."""
+
+
+def gap_figures(gap: torch.Tensor) -> GapFigures:
+    """Return the figures of a gap, [compared] float64: the trainer's log probabilities less the engine's."""
+    log_weights = gap - gap.max()
+    weights = log_weights.exp()
+    ratio = gap.clamp(max=700).exp()
+    return GapFigures(
+        mean=float(gap.mean()),
+        mean_abs=float(gap.abs().mean()),
+        rms=rms(gap),
+        max_abs=float(gap.abs().max()),
+        k1=-float(gap.mean()),
+        k3=float((ratio - 1 - gap).mean()),
+        max_ratio=math.exp(min(700.0, float(gap.max()))),
+        effective_samples=float(weights.sum() ** 2 / weights.square().sum()) / len(gap),
+    )
+
+
+def waterfall(
+    trainer: Side | None,
+    engine: Side,
+    forwards: Forwards,
+    parts: Mapping[str, Sequence[PartTerm]],
+    places: Places,
+    *,
+    expects_replay: bool,
+) -> list[GapTerm]:
+    """Return the terms of the gap.
+
+    Args:
+        trainer: explained; None where the truth stands for it.
+        engine: explained.
+        forwards: of the truth and the control.
+        parts: by side, what its operations give, for sides that are at hand.
+        places: of the tokens.
+        expects_replay: whether the trainer is to use the engine's experts; else each side may choose within rounding.
+    """
+    terms: list[_Term] = []
+    for side, sign in ((trainer, 1.0), (engine, -1.0)):
+        if side is not None:
+            _add_causes(terms, side, sign, forwards)
+    rests = [
+        _rest_terms(side, sign, forwards, parts.get(side.name, ()))
+        for side, sign in ((trainer, 1.0), (engine, -1.0))
+        if side is not None
+    ]
+    own = [term for several, _ in rests for term in several]
+    rest = _sum([last for _, last in rests])
+    gap = sum((term.values for term in (*terms, *own, rest)), torch.zeros_like(engine.column))
+    floor = _total_floor(trainer, engine, forwards)
+    for term in terms:
+        term.floor = floor
+        if term.kind is Kind.ROUTING and not expects_replay:
+            term.floor, term.is_found = forwards.noise(engine.base) * math.sqrt(len(rests)), False
+    ordered = sorted(terms, key=lambda term: list(Kind).index(term.kind))
+    return [_judged(term, gap, places) for term in (*ordered, *own, rest)]
+
+
+def _add_causes(terms: list[_Term], side: Side, sign: float, forwards: Forwards) -> None:
+    """Add the step from one of a side's causes to the next to the terms; both sides share the terms of a kind."""
+    for cause, step in zip(side.causes, side.steps(forwards), strict=True):
+        same = next((term for term in terms if term.kind is cause.kind), None)
+        if same is None:
+            none = torch.zeros_like(step)
+            same = _Term(kind=cause.kind, sides=[], details=[], remedies=[], values=none, floor=none, is_found=True)
+            terms.append(same)
+        same.values = same.values + sign * step
+        same.sides.append(side.name)
+        same.details.append(f"{side.name}: {cause.detail}")
+        same.remedies.append(cause.remedy)
+
+
+def _rest_terms(side: Side, sign: float, forwards: Forwards, parts: Sequence[PartTerm]) -> tuple[list[_Term], _Term]:
+    """Return the terms of a side's operations, those inside of their floor as one, and what is left."""
+    rest = side.rest(forwards)
+    terms: list[_Term] = []
+    sound: list[_Term] = []
+    for part in parts:
+        rest = rest - part.values
+        kind = Kind.HEAD if part.is_head else Kind.OPERATIONS
+        term = _Term(
+            kind=kind,
+            sides=[side.name],
+            details=[f"{side.name}: {part.name}"],
+            remedies=[_part_remedy(part)],
+            values=sign * part.values,
+            floor=part.floor,
+            is_found=False,
+        )
+        (terms if is_outside(term.values, term.floor) else sound).append(term)
+    if sound:
+        together = _sum(sound)
+        together.kind, together.sides = Kind.OPERATIONS, [side.name]
+        together.details = [f"{side.name}: {'all' if not terms else 'all other'} operations"]
+        terms.append(together)
+    floor = side.floor(forwards)  # with parts, too: two runs of one side differ by rounding
+    what = "what is recorded, less what it computes now" if parts else "its operations, not seen one by one"
+    details = [] if parts and not bool(rest.any()) else [f"{side.name}: {what}"]
+    return terms, _Term(
+        kind=Kind.REST, sides=[side.name], details=details, remedies=[], values=sign * rest, floor=floor, is_found=False
+    )
+
+
+def _part_remedy(part: PartTerm) -> str:
+    if part.is_head:
+        return "compute the head in float32"
+    return f"look into {part.name}: harness check judges each of its operations by itself"
+
+
+def _sum(terms: Sequence[_Term]) -> _Term:
+    floors = torch.stack([term.floor for term in terms])
+    return _Term(
+        kind=terms[0].kind,
+        sides=list(dict.fromkeys(side for term in terms for side in term.sides)),
+        details=[detail for term in terms for detail in term.details],
+        remedies=[],
+        values=torch.stack([term.values for term in terms]).sum(dim=0),
+        floor=floors.square().sum(dim=0).sqrt(),
+        is_found=False,
+    )
+
+
+def _total_floor(trainer: Side | None, engine: Side, forwards: Forwards) -> torch.Tensor:
+    sides = [side for side in (trainer, engine) if side is not None]
+    floors = torch.stack([floor_of(side, forwards, side.base) for side in sides])
+    return floors.square().sum(dim=0).sqrt()
+
+
+def _judged(term: _Term, gap: torch.Tensor, places: Places) -> GapTerm:
+    values, floor_rms = term.values, rms(term.floor)
+    if term.is_found:
+        floor_rms = _projected(term.floor, values)
+        is_rounding = rms(values) <= _LEAST_DEVIATIONS * floor_rms
+    else:
+        is_rounding = not is_outside(values, term.floor)
+    row, position = places.place(int(places.compared[int(values.abs().argmax())]))
+    remedies = list(dict.fromkeys(term.remedies))
+    return GapTerm(
+        kind=term.kind,
+        side=term.sides[0] if len(term.sides) == 1 else "both",
+        detail="; ".join(term.details),
+        mean=float(values.mean()),
+        mean_abs=float(values.abs().mean()),
+        rms=rms(values),
+        floor_rms=floor_rms,
+        is_rounding=is_rounding,
+        explains=float(gap.abs().mean() - (gap - values).abs().mean()),
+        remedy="" if is_rounding else "; ".join(remedies),
+        worst_row=row.row,
+        worst_token=position,
+    )
+
+
+def _projected(floor: torch.Tensor, values: torch.Tensor) -> float:
+    """Return how much of a cause's direction rounding has, as RMS: the deviation of a fit of the cause to rounding.
+
+    A cause is one direction among as many as there are tokens; rounding has little of any one.
+    """
+    norm = float(values.square().sum())
+    return 0.0 if not norm else float((floor * values).square().sum().sqrt()) / norm * rms(values)

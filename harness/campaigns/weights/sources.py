@@ -1,0 +1,64 @@
+"""Weights of any origin as tensors by name: a checkpoint's folder, a module, or a state dict."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from harness.errors import Code, HarnessError
+from harness.formats.checkpoint import Checkpoint, resolve
+
+WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""Parts of names that torch.compile, FSDP and gradient checkpointing add."""
+
+
+def plain_name(name: str) -> str:
+    """Return a tensor's name without what wrappers add."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+class Source:
+    """Tensors by name, each read when it is asked for."""
+
+    def __init__(self, name: str, read: Mapping[str, Callable[[], torch.Tensor]], shapes: Mapping[str, Any]) -> None:
+        self.name, self._read, self.shapes = name, read, shapes
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._read[name]().detach()
+
+    @classmethod
+    def of(cls, weights: Any, *, where: str, local_files_only: bool = True) -> "Source":
+        """Return the tensors of a folder, a module or a state dict.
+
+        Raises:
+            HarnessError: BAD_OPTION, or what is wrong with the checkpoint.
+        """
+        if isinstance(weights, str | Path):
+            return cls._of_folder(Path(resolve(str(weights), local_files_only=local_files_only)))
+        named = weights.state_dict() if isinstance(weights, nn.Module) else weights
+        if not isinstance(named, Mapping) or not all(isinstance(each, torch.Tensor) for each in named.values()):
+            what, expected = "these are no weights", "a checkpoint's folder, an nn.Module, or tensors by name"
+            raise HarnessError(
+                Code.BAD_OPTION, what, where=where, expected=expected, actual=f"{type(weights).__name__}"
+            )
+        tensors = {plain_name(str(name)): tensor for name, tensor in named.items()}
+        read = {name: (lambda tensor=tensor: tensor) for name, tensor in tensors.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        return cls(type(weights).__name__, read, shapes)
+
+    @classmethod
+    def _of_folder(cls, folder: Path) -> "Source":
+        found = Checkpoint(folder).tensors
+
+        def read(name: str, path: Path) -> torch.Tensor:
+            with safe_open(path, framework="pt") as file:
+                tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
+
+        readers = {name: (lambda name=name, path=path: read(name, path)) for name, (_, path) in found.items()}
+        return cls(str(folder), readers, {name: entry.shape for name, (entry, _) in found.items()})

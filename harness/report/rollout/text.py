@@ -1,0 +1,99 @@
+"""A comparison of a trainer with a rollout engine for people at a terminal: the gap, its terms, what was not judged."""
+
+from collections.abc import Iterator
+from pathlib import PurePath
+
+from tabulate import tabulate
+
+from harness.report.check.markdown import fenced
+from harness.report.check.sentences import number, printable
+from harness.report.check.table import count
+from harness.report.wrapped import wrapped
+from harness.results.check import Outcome
+from harness.results.rollout import GapFigures, GapTerm, RolloutResult, SideFigures
+
+MIN_WIDTH = 80
+_HEADERS = ("term", "side", "mean", "abs mean", "rms", "floor", "explains", "verdict")
+_ALIGN = ("left", "left", "right", "right", "right", "right", "right", "left")
+
+
+def rollout_markdown(result: RolloutResult, *, width: int) -> str:
+    """Return a comparison as Markdown: the terminal's lines, as they are."""
+    return fenced(rollout_text(result, width=width)) + "\n"
+
+
+def rollout_text(result: RolloutResult, *, width: int) -> str:
+    """Return a comparison as lines of at most `width` columns, but for the table (about 85)."""
+    width = max(width, MIN_WIDTH)
+    blocks = [[_headline(result)], *_measured(result, width), list(_facts(result, width))]
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def _headline(result: RolloutResult) -> str:
+    words = {Outcome.PASS: "PASS", Outcome.MISMATCH: "MISMATCH", Outcome.NOTHING: "NOTHING CHECKED"}
+    model = PurePath(result.model).name if result.model.startswith(("/", ".")) else result.model
+    compared = f"{count(result.num_rows, 'row')}, {count(result.tokens.compared, 'token')} compared"
+    parts = [result.rollouts, model, result.dtype, compared]
+    return f"{words[result.outcome]}  {' · '.join(printable(part) for part in parts)}"
+
+
+def _measured(result: RolloutResult, width: int) -> Iterator[list[str]]:
+    if result.gap is None:
+        return
+    yield [*wrapped("  gap", _gap(result.gap), width)]
+    rows = [_row(term, result.gap) for term in result.terms]
+    lines = tabulate(rows, _HEADERS, tablefmt="simple", disable_numparse=True, colalign=_ALIGN).splitlines()
+    legend = [
+        "mean       of the trainer's log probability less the engine's, nats; the terms add up to the gap",
+        "floor      what rounding alone gives of this term; explains: how much of the gap's abs mean goes with it",
+    ]
+    yield [*(f"  {line}".rstrip() for line in lines), "", *(f"  {line}" for line in legend)]
+    yield [
+        line
+        for finding in result.findings
+        for line in wrapped(
+            f"  {finding.code}",
+            printable(f"row {finding.request}, token {finding.position}: {finding.message}"),
+            width,
+            indent=8,
+        )
+    ]
+
+
+def _gap(gap: GapFigures) -> str:
+    return (
+        f"mean {number(gap.mean)}, absolute {number(gap.mean_abs)}, rms {number(gap.rms)}, largest "
+        f"{number(gap.max_abs)} nats; k1 {number(gap.k1)}, k3 {number(gap.k3)}; largest ratio {number(gap.max_ratio)}, "
+        f"effective samples {100 * gap.effective_samples:.2f} %"
+    )
+
+
+def _row(term: GapTerm, gap: GapFigures) -> tuple[str, ...]:
+    explains = "" if term.is_rounding else f"{number(term.explains)} of {number(gap.mean_abs)}"
+    figures = (number(value) for value in (term.mean, term.mean_abs, term.rms, term.floor_rms))
+    return (term.kind, term.side, *figures, explains, "rounding" if term.is_rounding else "outside")
+
+
+def _facts(result: RolloutResult, width: int) -> Iterator[str]:
+    for side in result.sides:
+        yield from wrapped(f"  {side.name}", _side(side), width)
+    tokens = result.tokens
+    parts = {
+        "compared": tokens.compared, "of prompts": tokens.prompt, "masked": tokens.masked, "padding": tokens.padding,
+        "without a value": tokens.without_value, "left out": tokens.left_out,
+    }  # fmt: skip
+    shown = " + ".join(f"{value:,} {name}" for name, value in parts.items() if value or name == "compared")
+    yield from wrapped("  tokens", f"{tokens.tokens:,} = {shown}", width)
+    if result.not_judged:
+        yield from wrapped("  not judged", printable("; ".join(result.not_judged)), width)
+    for note in result.notes:
+        yield from wrapped("  note", printable(note), width)
+    yield from wrapped("  timings", f"{number(result.seconds)} s", width)
+
+
+def _side(side: SideFigures) -> str:
+    rest = "inside of" if side.is_explained else "outside of"
+    return (
+        f"{side.source}; {side.meaning}; rms {number(side.rms)} from the truth, rest {number(side.rest_rms)}, {rest} "
+        f"the floor {number(side.floor_rms)}"
+    )

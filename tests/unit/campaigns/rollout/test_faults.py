@@ -1,0 +1,204 @@
+"""A sound pair has a gap of rounding alone; of each fault, planted in one side, the gap goes to its term."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from harness.formats.checkpoint import resolve
+from harness.oracle.model import load_model
+from harness.plan import plan_engine
+from harness.results.check import Outcome
+
+from .planted import (
+    EightBitCache,
+    decoded,
+    float32_head,
+    jittering_router,
+    other_checkpoint,
+    renormalised,
+)
+from .training import prompts, restarting, rollout, running_on, train_column
+
+MOE = "qwen3-moe-tiny"
+
+
+def with_engine(rows, columns):
+    return [{**row, "engine_logprobs": column} for row, column in zip(rows, columns, strict=True)]
+
+
+def outside(result):
+    return [term for term in result.terms if not term.is_rounding]
+
+
+def assert_adds_up(result):
+    assert sum(term.mean for term in result.terms) == pytest.approx(result.gap.mean, abs=1e-12)
+
+
+def assert_only(result, kind, side, *, share=0.75):
+    """Assert that one term is outside of its floor, and explains most of the gap."""
+    assert_adds_up(result)
+    assert result.outcome is Outcome.MISMATCH
+    (term,) = outside(result)
+    assert (term.kind, term.side) == (kind, side)
+    assert term.explains > share * result.gap.mean_abs
+    assert term.remedy
+    (finding,) = result.findings
+    assert finding.code == "H235"
+    assert finding.message.startswith(f"{kind}: ")
+    return term
+
+
+def assert_sound(result):
+    assert_adds_up(result)
+    assert outside(result) == []
+    assert result.outcome is Outcome.PASS
+
+
+def test_a_sound_pair_has_a_gap_of_rounding(compare, rows, columns):
+    result = compare(rows, columns)
+    assert_sound(result)
+    assert 0 < result.gap.mean_abs < 0.05
+    assert result.tokens.compared == sum(len(row["response_ids"]) for row in rows)
+    assert [side.source for side in result.sides] == ["recorded", "recorded"]
+    assert result.not_judged[0] == "operations of the trainer (--trainer)"
+
+
+def test_the_log_of_the_engine_alone_is_held_against_the_model(compare, rows):
+    result = compare(rows)
+    assert_sound(result)
+    assert result.not_judged[0] == "the trainer (the named model in high precision stands in its place)"
+
+
+def test_both_sides_at_hand_are_split_in_operations(compare, rows, trainer):
+    engine = plan_engine(model="llama-tiny", engine="reference", dtype="bfloat16")
+    result = compare(rows, trainer=trainer, layout="packed", engine=engine)
+    assert_sound(result)
+    kinds = [(term.kind, term.side) for term in result.terms]
+    assert ("operations", "trainer") in kinds
+    assert ("operations", "engine") in kinds
+
+
+@pytest.mark.parametrize("layout", ["alone", "left", "right"])
+def test_a_trainer_may_be_padded(compare, rows, trainer, layout):
+    assert_sound(compare(rows[:4], trainer=trainer, layout=layout))
+
+
+def test_a_stale_layer_of_the_engine(compare, trainer, tmp_path):
+    old = other_checkpoint("llama-tiny", tmp_path / "old", "layers.1.")
+    stale = rollout(old, prompts())
+    term = assert_only(compare(stale, train_column(trainer, stale), previous=old), "weights", "engine")
+    assert "model.layers.1 is the earlier one" in term.detail or "layers.1." in term.detail
+
+
+def test_a_stale_layer_of_the_trainer(compare, rows, tmp_path):
+    old = other_checkpoint("llama-tiny", tmp_path / "old", "layers.1.")
+    module = load_model(old, dtype=torch.bfloat16, stays=True).model
+    term = assert_only(compare(rows, trainer=module), "weights", "trainer")
+    assert "7 tensors are other than the model's" in term.detail
+
+
+def test_a_temperature_in_one_side_only(compare, rows, trainer):
+    term = assert_only(compare(rows, train_column(trainer, rows, temperature=0.7)), "meaning", "trainer")
+    assert "temperature 0.7, no truncation" in term.detail
+
+
+def test_a_truncated_distribution_that_one_side_renormalises(compare, trainer):
+    sampled = rollout("llama-tiny", prompts(), top_p=0.8)
+    given = with_engine(sampled, renormalised(trainer, sampled, 0.8))
+    term = assert_only(compare(given, train_column(trainer, sampled)), "meaning", "engine")
+    assert "renormalised over the truncated distribution" in term.detail
+
+
+def test_packing_without_a_restart(compare, rows, trainer):
+    assert_sound(compare(rows, train_column(trainer, rows, packs=restarting)))
+    assert_only(compare(rows, train_column(trainer, rows, packs=running_on)), "positions", "trainer")
+
+
+def test_packing_whose_attention_sees_other_rows(compare, rows, trainer):
+    leaking = train_column(trainer, rows, packs=restarting, use_cache=True)
+    term = assert_only(compare(rows, leaking), "positions", "trainer")
+    assert "positions restart, attention does not" in term.detail
+
+
+def test_a_missing_begin_of_text_token(compare, rows, trainer):
+    without = train_column(trainer, [{**row, "prompt_ids": row["prompt_ids"][1:]} for row in rows])
+    term = assert_only(compare(rows, without), "tokens", "trainer")
+    assert "no begin-of-text token" in term.detail
+
+
+def test_a_cache_in_eight_bits(compare, rows, columns, trainer):
+    assert_sound(compare(with_engine(rows, decoded(trainer, rows, DynamicCache)), columns))
+    eight = with_engine(rows, decoded(trainer, rows, EightBitCache))
+    term = assert_only(compare(eight, columns), "cache", "engine", share=0.6)
+    assert "fp8 (e4m3)" in term.detail
+
+
+def test_a_head_in_16_bits(compare, rows, trainer):
+    with float32_head(trainer):
+        wide = with_engine(rows, train_column(trainer, rows))
+        assert_sound(compare(wide, trainer=trainer, head="float32"))
+    assert_only(compare(wide, trainer=trainer, head="float32"), "head", "trainer")
+
+
+def test_a_router_without_replay(compare):
+    module = load_model(Path(resolve(MOE)), dtype=torch.bfloat16, stays=True).model
+    sampled = rollout(MOE, prompts())
+    given, replayed = [], train_column(module, sampled)
+    for row in sampled:
+        seen = []
+        with jittering_router(size=0.3, seen=seen):
+            (column,) = train_column(module, [row])
+        given.append({**row, "engine_logprobs": column, "routed_experts": torch.stack(seen, dim=1).tolist()})
+    assert_only(compare(given, replayed, model=MOE), "routing", "trainer")
+    assert_sound(compare(given, [row["engine_logprobs"] for row in given], model=MOE))
+
+
+def test_a_column_that_stands_one_token_late(compare, rows, trainer):
+    before = [
+        {"prompt_ids": row["prompt_ids"][:-1], "response_ids": [row["prompt_ids"][-1], *row["response_ids"]]}
+        for row in rows
+    ]
+    late = [column[:-1] for column in train_column(trainer, before)]
+    term = assert_only(compare(rows, late), "alignment", "trainer")
+    assert "one token too late" in term.detail
+
+
+def test_two_faults_are_told_apart(compare, rows, trainer):
+    cut = [{**row, "prompt_ids": row["prompt_ids"][1:]} for row in rows]
+    result = compare(rows, train_column(trainer, cut, temperature=0.6))
+    assert_adds_up(result)
+    assert [term.kind for term in outside(result)] == ["tokens", "meaning"]
+
+
+def test_what_no_cause_explains_is_said(compare, rows, columns):
+    wrong = [[value - 0.5 * (at % 3) for at, value in enumerate(column)] for column in columns]
+    result = compare(rows, wrong)
+    assert_adds_up(result)
+    assert [term.kind for term in outside(result)] == ["rest"]
+    assert "no known cause fits the rest" in result.findings[0].message
+
+
+def test_terms_stand_in_the_order_in_which_they_are_applied(compare, rows, trainer):
+    cut = [{**row, "prompt_ids": row["prompt_ids"][1:]} for row in rows]
+    kinds = [term.kind for term in compare(rows, train_column(trainer, cut, temperature=0.6)).terms]
+    order = ["tokens", "positions", "weights", "routing", "cache", "head", "operations", "meaning", "alignment", "rest"]
+    assert all(order.index(a) < order.index(b) for a, b in pairwise(kinds))
+
+
+def test_nothing_is_compared_where_all_is_masked(compare, rows, columns):
+    masked = [{**row, "mask": [0] * len(row["response_ids"])} for row in rows]
+    result = compare(masked, columns)
+    assert result.outcome is Outcome.NOTHING
+    assert result.gap is None
+
+
+def test_a_row_without_the_trainers_column_is_counted(compare, rows, columns):
+    some = [{**row, "trainer_logprobs": column} for row, column in zip(rows, columns, strict=True)]
+    del some[2]["trainer_logprobs"]
+    result = compare(some)
+    assert_sound(result)
+    assert result.tokens.without_value == len(rows[2]["response_ids"])
+    assert f"{result.tokens.without_value} tokens without a value" in result.not_judged
