@@ -155,6 +155,11 @@ class Code(StrEnum):
     WEIGHTS_DIFFER = "H236"
     # Quantised forms
     QUANTISER_REFUSED = "H170"
+    UNKNOWN_QUANTISATION = "H220"
+    QUANTISED_MISFIT = "H221"
+    QUANTISED_PART_MISSING = "H222"
+    BAD_SCALE = "H223"
+    TOO_LARGE_TO_DEQUANTISE = "H224"
     # Ourselves
     NO_VERDICT = "H146"
     INTERNAL = "H099"

@@ -12,6 +12,7 @@ from harness.engines import Engine, is_foreign, open_engine
 from harness.errors import Code, HarnessError
 from harness.formats.case import DTYPES, Case, RequestSpec, load_case
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint, embedded_cases, resolve
+from harness.formats.checkpoint.quantised import read_quantised_source
 from harness.formats.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedules
 from harness.oracle.requests import Prompt
 
@@ -141,13 +142,17 @@ def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
     checkpoint = Checkpoint(resolve(case.model, local_files_only=local_files_only, hf=case.hf))
     check_device(case.device)
     prompts = _prompts(case, checkpoint)
+    source = read_quantised_source(checkpoint.folder)
     schedules, skipped = _schedules(case.schedules, [len(prompt.token_ids) for prompt in prompts])
     return Plan(
         case=case.model_copy(update={"dtype": resolve_dtype(case.dtype, checkpoint)}),
         checkpoint=checkpoint,
         prompts=prompts,
         schedules=tuple(schedules),
-        notes=tuple(f"schedule {each} left out: these prompts cannot reach it" for each in skipped),
+        notes=(
+            *(() if source is None else (str(source),)),
+            *(f"schedule {each} left out: these prompts cannot reach it" for each in skipped),
+        ),
     )
 
 

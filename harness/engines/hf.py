@@ -16,8 +16,11 @@ import torch
 from harness.engines.adapter import Capabilities, Engine, Part, Workload, engine_refusals, refuse_unknown_options
 from harness.engines.hf_session import HFSession
 from harness.engines.module_settings import settings_of_modules
+from harness.engines.quantised_form import load_quantised, quantising
 from harness.engines.read_back import write_read_back
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint import Checkpoint
+from harness.formats.checkpoint.quantised import read_quantised_source, served_folder
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph, Kind, Operation, prefix_of
 from harness.oracle.decode import HFDecoder
@@ -28,24 +31,40 @@ from harness.oracle.watch import Seeing, watching
 from harness.results.settings import ModelSettings
 
 _ATTENTIONS = ("sdpa", "eager")
+_WEIGHTS = ("checkpoint", "dequantised")
 
 
 def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, str]) -> Engine:
-    """Open HF on a checkpoint; the option `attention` is `sdpa` or `eager`, by default `sdpa` where a family has it."""
-    refuse_unknown_options("hf", options, ("attention", "lora"))
-    attention = options.get("attention")
-    if attention not in (None, *_ATTENTIONS):
-        raise HarnessError(
-            Code.BAD_OPTION,
-            f"unknown attention {attention!r}",
-            where="--engine-option attention",
-            expected=" or ".join(_ATTENTIONS),
-            actual=attention,
-        )
-    hf = load_model(folder, dtype=getattr(torch, dtype), device=device, stays=True)
+    """Open HF on a checkpoint.
+
+    The option `attention` is `sdpa` or `eager`, by default `sdpa` where a family has it. Of a quantised checkpoint
+    `weights` is `checkpoint`, as transformers loads it, or `dequantised`, by the harness's own reader.
+    """
+    refuse_unknown_options("hf", options, ("attention", "lora", "weights"))
+    for name, values in (("attention", _ATTENTIONS), ("weights", _WEIGHTS)):
+        if options.get(name) not in (None, *values):
+            raise HarnessError(
+                Code.BAD_OPTION,
+                f"unknown {name} {options[name]!r}",
+                where=f"--engine-option {name}",
+                expected=" or ".join(values),
+                actual=options[name],
+            )
+    if read_quantised_source(folder) is None or options.get("weights") == "dequantised":
+        hf = load_model(folder, dtype=getattr(torch, dtype), device=device, stays=True)
+    else:
+        hf = _quantised_model(folder, getattr(torch, dtype), device)
     if "lora" in options:
         add_adapter(hf, Path(options["lora"]))
-    return HFEngine(hf, attention)
+    return HFEngine(hf, options.get("attention"))
+
+
+def _quantised_model(folder: Path, dtype: torch.dtype, device: str) -> HFModel:
+    """Load a quantised checkpoint as transformers does."""
+    where = served_folder(folder)
+    with quantising(str(where), "install the package that it names, or --engine-option weights=dequantised"):
+        model = load_quantised(where, dtype=dtype).to(device)
+    return HFModel(model=model, checkpoint=Checkpoint(folder), dtype=dtype, device=torch.device(device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from harness.formats.checkpoint import Checkpoint
+from harness.formats.checkpoint.quantised import QuantisedSource, read_quantised_source
 from harness.oracle.failures import hf_failures
 from harness.oracle.weights import ResidentWeights
 
@@ -41,6 +42,11 @@ class UntracedModel:
     def folder(self) -> Path:
         """Folder of the checkpoint."""
         return self.checkpoint.folder
+
+    @cached_property
+    def quantised_source(self) -> QuantisedSource | None:
+        """The quantised checkpoint that the weights come from; None of any other model."""
+        return read_quantised_source(self.folder)
 
     @property
     def config(self) -> Any:

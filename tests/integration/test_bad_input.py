@@ -163,7 +163,8 @@ def test_a_model_that_the_engine_does_not_know(refused, tmp_path, build):
 
 def test_quantised_weights(refused, checkpoint):
     configure(checkpoint, quantization_config={"quant_method": "gptq", "bits": 4})
-    assert "quantised" in refused(Code.UNSUPPORTED_ARCHITECTURE, "check", "--model", checkpoint, *TOKENS)
+    message = refused(Code.UNKNOWN_QUANTISATION, "check", "--model", checkpoint, *TOKENS)
+    assert "the field group_size is missing" in message
 
 
 CONTRADICTIONS = {

@@ -11,6 +11,7 @@ from harness.engines.adapter import Workload, engine_refusals, refuse_unknown_op
 from harness.engines.option_values import parse_value
 from harness.engines.vllm.ranks import EXTENSION
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint.quantised import served_folder
 
 SCHEDULES = ("plain", "chunked", "batched", "mixed", "prefix-hit", "preempted", "tensor-parallel")
 _SAID_ELSEWHERE = {"model": "--model", "dtype": "--dtype", "tensor_parallel_size": "--schedule tensor-parallel:N"}
@@ -35,12 +36,14 @@ def parse_options(options: Mapping[str, str]) -> dict[str, Any]:
 def base_arguments(folder: Path, dtype: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `EngineArgs` of every run: no tokenizer, and a cache that is as small as the requests allow.
 
+    Of a quantised checkpoint vLLM reads that itself, and not its dequantised weights.
+
     The length of requests is part of what a model computes: LongRoPE's factors follow from it. So a model is built for
     its own length, and not for that of the requests. With -1 vLLM does that, and takes no longer requests than its
     cache holds afterwards. vLLM 0.32 refuses -1 for a configuration without a length, from which nothing can follow.
     """
     arguments: dict[str, Any] = {
-        "model": str(folder),
+        "model": str(served_folder(folder)),
         "dtype": dtype,
         "enforce_eager": True,
         "skip_tokenizer_init": True,

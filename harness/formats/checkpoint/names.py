@@ -8,6 +8,7 @@ from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from harness.formats.checkpoint.gguf import checkpoint_of_gguf, is_gguf
 from harness.formats.checkpoint.locations import cache_dir, embedded_cases
+from harness.formats.checkpoint.quantised import checkpoint_of_quantised, is_quantised
 from harness.formats.checkpoint.refusals import not_a_checkpoint
 
 _DOWNLOADED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "vocab.txt", "*.jinja"]
@@ -19,15 +20,16 @@ def resolve(model: str, *, local_files_only: bool = False, revision: str | None 
     """Return the folder of a checkpoint: `model` itself, an embedded one, or the snapshot of the hub id `model`.
 
     Args:
-        model: a local folder with a config.json, a GGUF file (its weights are dequantised into a folder of the cache),
+        model: a local folder with a config.json, a GGUF file (its weights are dequantised into a folder of the cache,
+            as those of a quantised checkpoint are),
             the name of an embedded checkpoint such as `qwen3-tiny`, or an id such as `Qwen/Qwen3-0.6B`.
         local_files_only: whether to do with what was downloaded before.
         revision: branch, tag or commit of a hub id.
         hf: of a GGUF file, the checkpoint that it was made from.
 
     Raises:
-        HarnessError: NOT_A_CHECKPOINT; of a GGUF file what `gguf.checkpoint_of_gguf` raises; BAD_OPTION for `hf` with
-            anything else.
+        HarnessError: NOT_A_CHECKPOINT; of a quantised checkpoint what `checkpoint_of_quantised` raises; of a GGUF file
+            what `gguf.checkpoint_of_gguf` raises; BAD_OPTION for `hf` with anything else.
     """
     path = _local_path(model)
     if path is not None and is_gguf(path):
@@ -42,7 +44,7 @@ def resolve(model: str, *, local_files_only: bool = False, revision: str | None 
         if not (path / CONFIG_NAME).is_file():
             what = f"the folder has no {CONFIG_NAME}" if path.is_dir() else "the path is a file, not a folder"
             not_a_checkpoint(what, path, "pass the folder that holds config.json and the safetensors files")
-        return path
+        return checkpoint_of_quantised(path, cache_dir() / "dequantised") if is_quantised(path) else path
     if (embedded := embedded_folder(model)) is not None:
         return embedded
     if not _HUB_ID.fullmatch(model) or ".." in model:

@@ -71,6 +71,7 @@ KINDS: Mapping[Kind, KindTraits] = {
             "products.linear",
             "products.rows",
             "products.block_scales",
+            "products.misread",
             "any_kind.elementwise",
             "layer.wiring",
             "any_kind.settings",

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from harness.campaigns.quant.forward import hf_distributions
-from harness.campaigns.quant.hf.loading import quantising
 from harness.campaigns.quant.hf.types import HF_TYPES, HFType, check_package
 from harness.campaigns.quant.text import Sequences
 from harness.campaigns.quant.type_run import TypeRun
+from harness.engines.quantised_form import quantising
 from harness.errors import Code, HarnessError
 from harness.oracle.model import HFModel
 
@@ -25,7 +25,7 @@ def run_hf_type(name: str, hf: HFModel, sequences: Sequences, scratch: Path) -> 
     kind = HF_TYPES[name]
     _check_shapes(name, kind, hf)
     check_package(name)
-    with quantising(name):
+    with quantising(f"--types {name}"):
         model, dequantised = kind.models(hf.checkpoint, scratch)
         size = sum(_num_bytes(each) for each in model.parameters())  # before a run, which may unpack them
         quantised = HFModel(model=model, checkpoint=hf.checkpoint, dtype=torch.float32, device=hf.device)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.campaigns.quant.hf.loading import load_quantised
+from harness.engines.quantised_form import load_quantised
 from harness.formats.checkpoint import Checkpoint
 from harness.oracle.model import HFModel, load_model
 

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from harness.campaigns.quant.hf.compressed import compressed_models
-from harness.campaigns.quant.hf.loading import quantising
 from harness.campaigns.quant.hf.torchao import torchao_models
+from harness.engines.quantised_form import quantising
 from harness.formats.checkpoint.gguf.weights import missing_package
 from harness.oracle.model import HFModel
 
@@ -64,5 +64,5 @@ def check_package(name: str) -> None:
     if importlib.util.find_spec(package) is None:
         absent = ImportError(f"No module named {package!r}")
         raise missing_package(package, absent, hint="pip install 'inference-harness[quant]'")
-    with quantising(name):  # torchao says at import which of its CUDA libraries are not there
+    with quantising(f"--types {name}"):  # torchao says at import which of its CUDA libraries are not there
         importlib.import_module(package)

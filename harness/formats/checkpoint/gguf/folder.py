@@ -9,14 +9,13 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.base.scratch import scratch_folder
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.checkpoint import Checkpoint
+from harness.formats.checkpoint.dequantised import made_once, write_shards
 from harness.formats.checkpoint.gguf.against import check_against, read_original
 from harness.formats.checkpoint.gguf.architecture import FAMILIES, hf_config
 from harness.formats.checkpoint.gguf.model import GGUFModel, open_gguf
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 INFO_NAME = "gguf.json"
 VERSION = 2
 """Part of a folder's name: raise it with every change of what is written."""
-_SHARD_BYTES = 1 << 30
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
 
@@ -69,21 +67,9 @@ def checkpoint_of_gguf(path: Path, cache: Path, *, hf: Checkpoint | None = None)
     """
     model = open_gguf(path)
     folder = cache / _identity(model, hf)
-    if (folder / INFO_NAME).is_file():
-        return folder
-    _ = model.metadata.family
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with scratch_folder(".making-", cache) as making:
-            made = making / "checkpoint"
-            made.mkdir()
-            _write(model, made, hf)
-            with suppress(OSError):  # another process was faster: its folder is the same
-                made.rename(folder)
-    except OSError as error:
-        what = f"the dequantised checkpoint cannot be written: {error.strerror}"
-        raise HarnessError(Code.CANNOT_WRITE, what, where=cache, hint="set HARNESS_CACHE") from error
-    return folder
+    if not (folder / INFO_NAME).is_file():
+        _ = model.metadata.family
+    return made_once(folder, INFO_NAME, lambda made: _write(model, made, hf))
 
 
 def _identity(model: GGUFModel, hf: Checkpoint | None) -> str:
@@ -107,7 +93,7 @@ def _write(model: GGUFModel, folder: Path, hf: Checkpoint | None) -> None:
         check_against(model, own, original, hf, tensors(model, own))
         config = {**hf.config, "tie_word_embeddings": own["tie_word_embeddings"]}  # a head's own type is kept
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    _write_weights(model, folder, own)
+    write_shards(folder, tensors(model, own))
     types = {hf_name(name): tensor.type.name for name, (tensor, _) in model.tensors.items() if hf_name(name)}
     info = {"schema_version": 1, "source": str(model.path.resolve()), "types": types}
     (folder / INFO_NAME).write_text(json.dumps(info, indent=2), encoding="utf-8")
@@ -174,28 +160,3 @@ def tensors(model: GGUFModel, config: Mapping[str, Any]) -> "Iterator[tuple[str,
             if values.shape[0] % (2 * count) == 0:  # otherwise the shape is refused when the folder is loaded
                 values = rows_of_hf(values, count)
         yield target, values
-
-
-def _write_weights(model: GGUFModel, folder: Path, config: Mapping[str, Any]) -> None:
-    """Write the tensors in files of about a GiB, and an index of them."""
-    import safetensors.torch
-
-    shard: dict[str, torch.Tensor] = {}
-    index: dict[str, str] = {}
-    total = 0
-
-    def flush() -> None:
-        name = f"model-{len(set(index.values())) + 1:05d}.safetensors"
-        safetensors.torch.save_file(shard, folder / name)
-        index.update(dict.fromkeys(shard, name))
-        shard.clear()
-
-    for name, values in tensors(model, config):
-        shard[name] = values.contiguous()
-        total += values.nbytes
-        if sum(each.nbytes for each in shard.values()) >= _SHARD_BYTES:
-            flush()
-    if shard:
-        flush()
-    table = {"metadata": {"total_size": total}, "weight_map": index}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(table), encoding="utf-8")

@@ -6,7 +6,7 @@ of operation, here in this folder (docs/how-verdicts-work.md).
 """
 
 from harness.formats.taps import Kind
-from harness.judge.compare.conventions import attention, linear, norm, quantised, quantised_cache, rotary
+from harness.judge.compare.conventions import attention, checkpoint, linear, norm, quantised, quantised_cache, rotary
 from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
 
 CONVENTIONS: tuple[Convention, ...] = (
@@ -14,6 +14,7 @@ CONVENTIONS: tuple[Convention, ...] = (
     *quantised_cache.CONVENTIONS,
     *linear.CONVENTIONS,
     *quantised.CONVENTIONS,
+    *checkpoint.CONVENTIONS,
     *rotary.CONVENTIONS,
     *norm.CONVENTIONS,
 )

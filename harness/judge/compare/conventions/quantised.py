@@ -60,12 +60,34 @@ def _expected(subject: SuspectRows, size: int, blocks: Blocks) -> torch.Tensor:
     """[R, O] float64. A value on a tie is rounded the way that fits the engine's row: that excuses no other value."""
     weight, bias = weight_and_bias(subject)
     scaled, scale = blocks(subject.inputs[0].flatten(1).to(torch.float32).unflatten(1, (-1, size)))
+    return product_of_integers(subject, scaled.flatten(1), scale.expand_as(scaled).flatten(1), weight, bias)
+
+
+def product_of_integers(
+    subject: SuspectRows,
+    scaled: torch.Tensor,
+    step: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """Return the product of inputs that were rounded to integers, [R, O] float64; ties as they fit the engine's rows.
+
+    Args:
+        subject: the rows.
+        scaled: [R, I] float64, the inputs in units of their steps.
+        step: [R, I] float64, what an integer stands for.
+        weight: [O, I] float64.
+        bias: [O] float64.
+        dtype: that the inputs are rounded to once more, as integers times steps.
+    """
     integers = scaled.round()
-    is_tie = ((scaled - integers).abs() > 0.5 - _TIE).flatten(1)
-    expected = product((integers * scale).flatten(1), weight, bias)
+    is_tie = (scaled - integers).abs() > 0.5 - _TIE
+    inputs = (integers * step).to(dtype).to(torch.float64)
+    expected = product(inputs, weight, bias)
     # The other way to round, as what it changes of the input.
-    change = (torch.sign(scaled - integers) * scale).flatten(1)
-    return _ties_resolved(expected, subject.actual.to(torch.float64), change, is_tie, weight)
+    other = ((integers + torch.sign(scaled - integers)) * step).to(dtype).to(torch.float64)
+    return _ties_resolved(expected, subject.actual.to(torch.float64), other - inputs, is_tie, weight)
 
 
 def _ties_resolved(

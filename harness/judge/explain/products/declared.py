@@ -11,6 +11,7 @@ import torch
 
 from harness.base.numerics import Numerics
 from harness.formats.taps import Kind
+from harness.judge.compare.conventions.checkpoint import input_roundings, quantised_weight
 from harness.judge.compare.conventions.linear import rounded_inputs
 from harness.judge.compare.conventions.quantised import quantised_inputs
 from harness.judge.explain.core.failure import Failure
@@ -21,12 +22,23 @@ def declared_failures(failure: Failure) -> Iterator[Failure]:
     declared = failure.recording.manifest.numerics or Numerics()
     is_adapted = failure.operation.kind is Kind.OTHER and hasattr(failure.module, "lora_a")
     weight = failure.weight(failure.operation.tap) if is_adapted or failure.operation.kind is Kind.LINEAR else None
-    if weight is None or failure.dtype != torch.float32 or not declared.weights:
+    if weight is None:
         return
     bias, x = failure.weight(failure.operation.tap, "bias"), failure.inputs[0].flatten(1)
-    for inputs in (*rounded_inputs(x, declared.weights), *quantised_inputs(x, declared.weights)):
+    for inputs in _declared_inputs(failure, x, declared):
         if is_adapted:  # the adapter's own products take the inputs as they are
             yield replace(failure, expected=failure.expected + (inputs - x) @ weight.T)
             continue
         product = inputs @ weight.T
         yield replace(failure, inputs=[inputs], expected=product if bias is None else product + bias)
+
+
+def _declared_inputs(failure: Failure, x: torch.Tensor, declared: Numerics) -> Iterator[torch.Tensor]:
+    """Yield [R, I] float64 inputs as the engine's formats, or the quantised checkpoint, say that products see them."""
+    if failure.dtype == torch.float32 and declared.weights:
+        yield from rounded_inputs(x, declared.weights)
+        yield from quantised_inputs(x, declared.weights)
+    weight = quantised_weight(failure.hf, failure.operation.module)
+    if weight is not None:
+        for way in input_roundings(failure.hf, weight, x.shape[1], failure.dtype):
+            yield way.rounded(x.to(torch.float32))

@@ -9,10 +9,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness.campaigns.quant.forward import hf_distributions
-from harness.campaigns.quant.hf.loading import quantising
 from harness.campaigns.quant.hf.run import run_hf_type
 from harness.campaigns.quant.hf.types import HF_TYPES, check_package
 from harness.campaigns.quant.measure import distance
+from harness.engines.quantised_form import quantising
 from harness.errors import Code, HarnessError
 from harness.oracle.model import load_model
 
@@ -54,7 +54,7 @@ def steps_of(name, weight):
 
 @pytest.mark.parametrize("name", ALL)
 def test_dequantised_weights_are_the_originals_rounded_to_steps(name, hf, tmp_path):
-    with quantising(name):
+    with quantising(f"--types {name}"):
         _, dequantised = HF_TYPES[name].models(hf.checkpoint, tmp_path)
     for part in PROJECTIONS:
         path = f"model.layers.1.{part}"
@@ -110,7 +110,7 @@ def test_a_missing_package_says_how_to_install_it(monkeypatch):
 
 def test_what_a_quantiser_raises_is_said_in_its_words_and_the_log_is_put_back():
     before = logging.root.manager.disable
-    with pytest.raises(HarnessError) as caught, quantising("torchao-int8"):
+    with pytest.raises(HarnessError) as caught, quantising("--types torchao-int8"):
         raise AssertionError("expect N to be dividable by 16")
     assert caught.value.code is Code.QUANTISER_REFUSED
     assert "AssertionError: expect N to be dividable by 16" in caught.value.what

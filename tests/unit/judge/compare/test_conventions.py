@@ -204,7 +204,7 @@ def test_the_first_rank_adds_the_bias(is_conv1d):
     x, weight, bias = torch.randn(4, 8).double(), module.weight.detach().double(), module.bias.detach().double()
     if is_conv1d:
         module.weight = nn.Parameter(module.weight.T.contiguous())
-    hf = SimpleNamespace(module=lambda _path: module)
+    hf = SimpleNamespace(module=lambda _path: module, quantised_source=None)
     operation = Operation(tap="c_proj", kind=Kind.LINEAR, inputs=("x",), source="c_proj")
     with torch.no_grad():
         found = next(roundings(subject(hf, operation, rows=torch.arange(4), inputs=[x])))
@@ -235,7 +235,7 @@ def linear(weight, bias=None):
     module.weight.copy_(weight)
     if bias is not None:
         module.bias.copy_(bias)
-    return SimpleNamespace(module=lambda _path: module), Operation(
+    return SimpleNamespace(module=lambda _path: module, quantised_source=None), Operation(
         tap="proj", kind=Kind.LINEAR, inputs=("x",), source="proj"
     )
 

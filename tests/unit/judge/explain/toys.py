@@ -35,6 +35,7 @@ class ToyModel:
         self.model = nn.Module()
         self.weights = SimpleNamespace(held=lambda _part: nullcontext())
         self.device = torch.device("cpu")
+        self.quantised_source = None
 
     def module(self, path: str) -> nn.Module:
         """Return the module at a path."""

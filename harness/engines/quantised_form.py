@@ -14,19 +14,21 @@ from harness.errors import Code, HarnessError
 from harness.oracle.quiet import quiet_transformers
 
 
-def load_quantised(folder: Path, **options: Any) -> Any:
-    """Return transformers' model of a checkpoint in float32, quantised as the options or the checkpoint say."""
+def load_quantised(folder: Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """Return transformers' model of a checkpoint in a dtype, quantised as the options or the checkpoint say."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, **options
+        folder, dtype=dtype, local_files_only=True, trust_remote_code=False, **options
     )
     return model.eval().requires_grad_(False)
 
 
 @contextmanager
-def quantising(name: str) -> Iterator[None]:
-    """Silence the quantisers, and turn what they raise into an error that names the type.
+def quantising(
+    where: str, hint: str = "leave the type out; docs/quant.md names the versions that were tried"
+) -> Iterator[None]:
+    """Silence the quantisers, and turn what they raise into an error that says where.
 
     Raises:
         HarnessError: QUANTISER_REFUSED.
@@ -44,8 +46,8 @@ def quantising(name: str) -> Iterator[None]:
         raise HarnessError(
             Code.QUANTISER_REFUSED,
             f"the model cannot be quantised or run in this type: {type(error).__name__}: {message}",
-            where=f"--types {name}",
-            hint="leave the type out; docs/quant.md names the versions that were tried",
+            where=where,
+            hint=hint,
         ) from error
     finally:
         logging.disable(before)

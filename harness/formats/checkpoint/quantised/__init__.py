@@ -1,0 +1,11 @@
+"""Quantised checkpoints as servers load them: read by our own readers, dequantised for HF's architecture."""
+
+from harness.formats.checkpoint.quantised.folder import (
+    QuantisedSource,
+    checkpoint_of_quantised,
+    is_quantised,
+    read_quantised_source,
+    served_folder,
+)
+
+__all__ = ["QuantisedSource", "checkpoint_of_quantised", "is_quantised", "read_quantised_source", "served_folder"]

@@ -1,0 +1,51 @@
+"""The folder of the cache with dequantised weights, and what it says of its source."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.errors import Code, HarnessError
+from harness.formats.checkpoint import Checkpoint, resolve
+from harness.formats.checkpoint.quantised import is_quantised, read_quantised_source, served_folder
+from harness.plan import plan_engine
+from tests.quantised_checkpoints import write_quantised
+from tests.quantised_faults import CHECKPOINTS
+
+
+@pytest.fixture
+def quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small W4A16 checkpoint, and a cache of its own."""
+    monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
+    write_quantised(CHECKPOINTS / "qwen3-tiny", tmp_path / "model", "w4a16")
+    return tmp_path / "model"
+
+
+def test_it_is_an_ordinary_checkpoint_made_once(quantised: Path):
+    made = resolve(str(quantised))
+    assert made != quantised
+    assert is_quantised(quantised)
+    assert not is_quantised(made)
+    assert Checkpoint(made).has_tokenizer == Checkpoint(quantised).has_tokenizer
+    assert resolve(str(quantised)) == made
+    assert served_folder(made) == quantised.resolve()
+    assert served_folder(CHECKPOINTS / "qwen3-tiny") == CHECKPOINTS / "qwen3-tiny"
+    assert read_quantised_source(CHECKPOINTS / "qwen3-tiny") is None
+
+
+def test_a_plan_says_what_was_read(quantised: Path):
+    (note,) = plan_engine(model=str(quantised)).notes
+    assert note == (
+        "the weights are those of a quantised checkpoint, dequantised to float32: compressed-tensors, packed integers "
+        "in 21 modules (model.layers.0.mlp.down_proj, model.layers.0.mlp.gate_proj, model.layers.0.mlp.up_proj "
+        "and 18 more)"
+    )
+
+
+def test_a_source_that_was_changed_is_not_read_again(quantised: Path):
+    source = read_quantised_source(resolve(str(quantised)))
+    assert source is not None
+    assert source.open() is source.open()
+    (quantised / "config.json").write_text((quantised / "config.json").read_text() + "\n")
+    with pytest.raises(HarnessError) as caught:
+        source.open()
+    assert caught.value.code is Code.CHECKPOINT_CHANGED
