@@ -42,6 +42,7 @@ OPTIONS = {
     "faults": ["--only", "--category", "--seeds", "--format"],
     "quant": ["--model", "--types", "--file", "--engine-option", "--text-file", "--tokens", "--sequences", "--seed",
               "--pad", "--out", "--local-files-only", "--format"],
+    "estimate": ["--model", "--gpu", "--dtype", "--cache-dtype", "--requests", "--context", "--format"],
     "rollout": ["rollouts", "--model", "--trainer", "--layout", "--engine", "--engine-option", "--previous",
                 "--engine-weights", "--head", "--weight-version", "--rows", "--dtype", "--device", "--truth",
                 "--local-files-only", "--format"],
@@ -49,6 +50,7 @@ OPTIONS = {
     "bench": [],  # a group
     "suite": [],  # a group
     "trace": [],  # a group
+    "memory": [],  # a group
 }  # fmt: skip
 FORMATS = {
     "check": ["human", "markdown", "json"],
@@ -62,6 +64,7 @@ FORMATS = {
     "fuzz": ["human", "json"],
     "faults": ["human", "markdown", "json"],
     "quant": ["human", "markdown", "json"],
+    "estimate": ["human", "markdown", "json"],
     "rollout": ["human", "markdown", "json"],
     "weights": ["human", "markdown", "json"],
 }
@@ -141,7 +144,7 @@ def test_help_of_a_command_explains_every_option(harness, name):
 def test_help_names_the_installed_engines(harness, install):
     install("", name="mine")
     for name in ("check", "run"):
-        assert "hf, llamacpp, mine, mlx, onnxruntime, reference" in " ".join(harness(name, "--help").out.split())
+        assert "hf, llamacpp, mine, mlx, onnxruntime, openvino, reference" in " ".join(harness(name, "--help").out.split())
 
 
 def test_no_command_shows_the_help_and_fails(harness):
