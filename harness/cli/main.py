@@ -177,8 +177,10 @@ def build_app() -> typer.Typer:
         profile,
         quant,
         run,
+        sampler,
         serve,
         suite,
+        tokens,
         trace,
     )  # only when a command runs
 
@@ -199,6 +201,8 @@ def build_app() -> typer.Typer:
     app.command("map", cls=StrictCommand, epilog=engines)(map.map_taps)
     app.command(cls=StrictCommand)(generate.generate)
     app.command(cls=StrictCommand)(serve.serve)
+    app.command(cls=StrictCommand)(sampler.sampler)
+    app.command(cls=StrictCommand)(tokens.tokens)
     app.command(cls=StrictCommand, epilog=engines)(profile.profile)
     app.command(cls=StrictCommand)(gate.gate)
     app.command(cls=StrictCommand, epilog=engines)(fuzz.fuzz)

@@ -1,7 +1,7 @@
 """The exact distribution of a token that is drawn: logits through penalties, bias, temperature and sets of tokens.
 
-One definition serves a bare function (`harness.properties.ops`) and a server (`harness.campaigns.sampler`). The order of
-the steps, and the tokens that penalties count, differ from engine to engine: both are data here.
+One definition serves a bare function (`harness.properties.ops`) and a server (`harness.campaigns.sampler`). The order
+of the steps, and the tokens that penalties count, differ from engine to engine: both are data here.
 
 Shapes: V vocab.
 """
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -129,13 +130,18 @@ class _State:
 
     def seen(self, over: Over) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the token ids that came before, and how often each did (float64)."""
-        counts, device = self.past.counts(over), self.scores.device
-        ids = torch.tensor(list(counts), dtype=torch.int64, device=device)
-        return ids, torch.tensor(list(counts.values()), dtype=torch.float64, device=device)
+        ids, counts = _counted(tuple(self.past.prompt), tuple(self.past.answer), over)
+        return ids.to(self.scores.device), counts.to(self.scores.device)
 
     def keep(self, is_kept: torch.Tensor) -> None:
         """Cut off the other tokens."""
         self.scores = self.scores.masked_fill(~is_kept, -math.inf)
+
+
+@lru_cache(maxsize=64)  # one row goes through many chains
+def _counted(prompt: tuple[int, ...], answer: tuple[int, ...], over: Over) -> tuple[torch.Tensor, torch.Tensor]:
+    counts = Past(prompt=prompt, answer=answer).counts(over)
+    return torch.tensor(list(counts), dtype=torch.int64), torch.tensor(list(counts.values()), dtype=torch.float64)
 
 
 def _logit_bias(state: _State) -> None:
@@ -174,7 +180,8 @@ def _temperature(state: _State) -> None:
 
 def _top_k(state: _State) -> None:
     if state.settings.top_k:
-        state.keep(_num_above(state.scores, 2 * state.slack) < state.settings.top_k)
+        ordered = state.scores.sort(descending=True).values
+        state.keep(_num_above(ordered, state.scores, 2 * state.slack) < state.settings.top_k)
 
 
 def _top_p(state: _State, *, without_crossing: bool = False) -> None:
@@ -205,17 +212,16 @@ def _typical_p(state: _State) -> None:
         state.keep(_mass_above(key, p, 4 * state.slack, tilt=2 * state.slack) < state.settings.typical_p)
 
 
-def _num_above(key: torch.Tensor, margin: float) -> torch.Tensor:
-    """Return [V] int64: how many tokens are above each by more than a margin."""
-    ordered = key.sort(descending=True).values
+def _num_above(ordered: torch.Tensor, key: torch.Tensor, margin: float) -> torch.Tensor:
+    """Return [V] int64: how many tokens are above each by more than a margin; `ordered` has the largest key first."""
     return torch.searchsorted(-ordered, -(key + margin))
 
 
 def _mass_above(key: torch.Tensor, p: torch.Tensor, margin: float, *, tilt: float | None = None) -> torch.Tensor:
     """Return [V] float64: the least probability of all tokens that are above each by more than a margin."""
-    order = key.sort(descending=True).indices
+    ordered, order = key.sort(descending=True)
     mass = torch.nn.functional.pad(p[order].cumsum(dim=-1), (1, 0))
-    return mass[_num_above(key, margin)] * math.exp(-(margin if tilt is None else tilt))
+    return mass[_num_above(ordered, key, margin)] * math.exp(-(margin if tilt is None else tilt))
 
 
 STEPS: dict[str, Callable[[_State], None]] = {

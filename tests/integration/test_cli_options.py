@@ -31,6 +31,10 @@ OPTIONS = {
                  "--chat", "--stream", "--show-stats", "--format"],
     "serve": ["--model", "--host", "--port", "--name", "--device", "--dtype", "--engine-option", "--lora",
               "--local-files-only"],
+    "sampler": ["--endpoint", "--served-model", "--concurrency", "--request-timeout", "--model", "--device", "--truth",
+                "--dtype", "--draws", "--seed", "--order", "--only", "--local-files-only", "--format"],
+    "tokens": ["--endpoint", "--served-model", "--concurrency", "--request-timeout", "--model", "--conversations",
+               "--seed", "--local-files-only", "--format"],
     "profile": ["--out", "--model", "--engine", "--engine-option", "--dtype", "--device", "--prompt-tokens",
                 "--max-new-tokens", "--batch-size", "--phase", "--wait", "--warmup", "--active", "--repeat", "--runs",
                 "--quick", "--local-files-only", "--format"],
@@ -58,6 +62,8 @@ FORMATS = {
     "fuzz": ["human", "json"],
     "faults": ["human", "markdown", "json"],
     "quant": ["human", "markdown", "json"],
+    "sampler": ["human", "markdown", "json"],
+    "tokens": ["human", "markdown", "json"],
 }
 
 

@@ -81,7 +81,7 @@ def _findings(result: EndpointResult, width: int) -> Iterator[str]:
         if seen[finding.code] > MAX_FINDINGS_OF_A_CODE or seen.total() - left > MAX_FINDINGS:
             left += 1
             continue
-        yield from _wrapped(f"  {finding.code}", _sentence(finding, names), width, indent=8)
+        yield from wrapped(f"  {finding.code}", _sentence(finding, names), width, indent=8)
     if left:
         yield f"        and {left:,} more"
 
@@ -96,32 +96,33 @@ def _facts(result: EndpointResult, width: int) -> Iterator[str]:
     able = [each for each in result.capabilities if each.is_there]
     ignored = [each for each in result.capabilities if each.is_ignored]
     lacking = [each for each in result.capabilities if not each.is_there and not each.is_ignored]
-    yield from _wrapped("  found", ", ".join(_named(each.name, each.detail) for each in able), width)
+    yield from wrapped("  found", ", ".join(_named(each.name, each.detail) for each in able), width)
     if ignored:
-        yield from _wrapped("  ignored", ", ".join(_named(each.name, each.detail) for each in ignored), width)
+        yield from wrapped("  ignored", ", ".join(_named(each.name, each.detail) for each in ignored), width)
     if lacking:
-        yield from _wrapped("  not found", "; ".join(_named(each.name, each.detail[:80]) for each in lacking), width)
+        yield from wrapped("  not found", "; ".join(_named(each.name, each.detail[:80]) for each in lacking), width)
     differences = [
         f"{run.schedule} {number(run.max_difference)}" for run in result.runs if run.max_difference is not None
     ]
     if differences:
-        yield from _wrapped("  nats apart", f"from the first schedule, at most: {', '.join(differences)}", width)
+        yield from wrapped("  nats apart", f"from the first schedule, at most: {', '.join(differences)}", width)
     num_parted = sum(run.num_parted for run in result.runs)
     if num_parted:
         what = f"{count(num_parted, 'answer')} left the first schedule's at a tie; what comes after was not judged"
-        yield from _wrapped("  parted", what, width)
+        yield from wrapped("  parted", what, width)
     for note in result.notes:
-        yield from _wrapped("  note", printable(note), width)
+        yield from wrapped("  note", printable(note), width)
     seconds = ", ".join(f"{run.schedule} {number(run.seconds)} s" for run in result.runs)
     timings = f"server {number(result.server_s)} s ({seconds}), truth {number(result.truth_s)} s"
-    yield from _wrapped("  timings", f"{timings}, all {number(result.all_s)} s", width)
+    yield from wrapped("  timings", f"{timings}, all {number(result.all_s)} s", width)
 
 
 def _named(name: str, detail: str) -> str:
     return printable(f"{name} ({detail})" if detail else name)
 
 
-def _wrapped(label: str, text: str, width: int, *, indent: int = 14) -> Iterator[str]:
+def wrapped(label: str, text: str, width: int, *, indent: int = 14) -> Iterator[str]:
+    """Yield a text in lines of at most `width` columns, after a label."""
     lines = textwrap.wrap(text, width - indent) or [""]
     yield f"{label:{indent}}{lines[0]}".rstrip()
     yield from (" " * indent + line for line in lines[1:])
