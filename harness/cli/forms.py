@@ -81,6 +81,16 @@ ENDPOINT = Forms(
     markdown=f"{_REPORT}.endpoint.text:endpoint_markdown",
     json=f"{_REPORT}.endpoint.json:endpoint_json",
 )
+SAMPLER = Forms(
+    human=f"{_REPORT}.sampler.text:sampler_text",
+    markdown=f"{_REPORT}.sampler.text:sampler_markdown",
+    json=f"{_REPORT}.sampler.json:sampler_json",
+)
+TOKENS = Forms(
+    human=f"{_REPORT}.tokens.text:tokens_text",
+    markdown=f"{_REPORT}.tokens.text:tokens_markdown",
+    json=f"{_REPORT}.tokens.json:tokens_json",
+)
 FAULTS = Forms(human=f"{_FAULTS}:as_text", markdown=f"{_FAULTS}:as_text", json=f"{_FAULTS}:as_json")
 QUANT = Forms(
     human=f"{_REPORT}.quant.text:quant_text",

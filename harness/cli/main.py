@@ -178,8 +178,10 @@ def build_app() -> typer.Typer:
         quant,
         rollout,
         run,
+        sampler,
         serve,
         suite,
+        tokens,
         trace,
         weights,
     )  # only when a command runs
@@ -201,6 +203,8 @@ def build_app() -> typer.Typer:
     app.command("map", cls=StrictCommand, epilog=engines)(map.map_taps)
     app.command(cls=StrictCommand)(generate.generate)
     app.command(cls=StrictCommand)(serve.serve)
+    app.command(cls=StrictCommand)(sampler.sampler)
+    app.command(cls=StrictCommand)(tokens.tokens)
     app.command(cls=StrictCommand, epilog=engines)(profile.profile)
     app.command(cls=StrictCommand)(gate.gate)
     app.command(cls=StrictCommand, epilog=engines)(fuzz.fuzz)

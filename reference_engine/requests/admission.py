@@ -63,6 +63,7 @@ class Admission:
     def _check_params(self, params: SamplingParams) -> None:
         self._check_token_ids(params.forced_token_ids or (), "forced_token_ids")
         self._check_token_ids(params.stop_token_ids, "stop_token_ids")
+        self._check_token_ids(params.logit_bias, "logit_bias")
         if (params.num_logprobs or 0) > self.vocab_size:
             raise RequestError(
                 "more log probabilities than tokens", where="SamplingParams.num_logprobs",

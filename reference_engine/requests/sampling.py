@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reference_engine.errors import RequestError
@@ -15,7 +15,7 @@ __all__ = ["SamplingParams"]
 class SamplingParams:
     """Choice, length, stopping and forcing of a continuation; greedy unless a temperature is given.
 
-    The logits go through repetition penalty, temperature, top-k, top-p and min-p, in transformers' order.
+    The logits go through bias, penalties, temperature, top-k, top-p and min-p, in transformers' order.
 
     Raises:
         RequestError: a value is impossible, or more tokens are forced than generated.
@@ -33,6 +33,12 @@ class SamplingParams:
     """Draw among tokens that have at least this share of the likeliest one's probability (Nguyen et al. 2024)."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of all tokens seen so far (Keskar et al. 2019, section 4.1)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of all tokens of the continuation so far."""
+    frequency_penalty: float = 0.0
+    """The same, as often as the token came."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens, before the penalties."""
     seed: int | None = None
     """Equal seeds draw equally, whatever else is in the batch; None: a seed of the request's own."""
     num_logprobs: int | None = None
@@ -65,6 +71,9 @@ class SamplingParams:
         self._check_number("top_p", "a number above 0, at most 1", lambda x: 0 < x <= 1)
         self._check_number("min_p", "a number of at least 0, at most 1", lambda x: 0 <= x <= 1)
         self._check_number("repetition_penalty", "a finite number above 0", lambda x: x > 0)
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._check_number(name, "a finite number", lambda _: True)
+        self._check_bias()
         self._check("cache_salt", isinstance(self.cache_salt, str), "a string")
         self._check("adapter", self.adapter is None or (isinstance(self.adapter, str) and self.adapter != ""), "a name")
         adapter = "" if self.adapter is None else f"\0{self.adapter}"
@@ -72,10 +81,19 @@ class SamplingParams:
         self._check("ignore_eos", self.ignore_eos in (None, True, False), "True, False or None")
         self._freeze_stops()
         self._freeze_forced()
-        is_plain = self.temperature == 0 and self.repetition_penalty == 1 and self.num_logprobs is None
-        object.__setattr__(self, "is_plain", is_plain)
+        is_penalised = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        is_changed = self.temperature != 0 or is_penalised or len(self.logit_bias) > 0
+        object.__setattr__(self, "is_plain", not is_changed and self.num_logprobs is None)
         stops_at_eos = self.forced_token_ids is None if self.ignore_eos is None else not self.ignore_eos
         object.__setattr__(self, "stops_at_eos", stops_at_eos)
+
+    def _check_bias(self) -> None:
+        bias = self.logit_bias
+        is_possible = isinstance(bias, Mapping) and all(
+            isinstance(token_id, int) and isinstance(value, int | float) and math.isfinite(value)
+            for token_id, value in bias.items()
+        )
+        self._check("logit_bias", is_possible, "finite numbers by token id")
 
     def _freeze_stops(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop

@@ -103,7 +103,7 @@ def _add_completions(app: FastAPI, served: AsyncEngine, engine: LLMEngine, text:
 
     async def chat(body: ChatRequest, request: Request) -> Response:
         body.use_adapter(_adapter(body.model, model, engine))
-        prompt = await asyncio.to_thread(text.encode_chat, body.messages)
+        prompt = await asyncio.to_thread(text.encode_chat, body.messages, body.tools)
         params = chat_params(body, room=engine.runner.max_model_len - len(prompt))
         if body.stream:
             return await _streamed(request, stream_chat(served, text, body, prompt, params, body.model or model))

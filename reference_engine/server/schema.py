@@ -32,6 +32,9 @@ def _check_text(value: Any) -> Any:
 
 Utf8 = Annotated[str, AfterValidator(_check_text)]
 TokenIds = list[Annotated[int, Field(ge=0, le=_MAX_COUNT, strict=True)]]
+TokenId = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
+"""As a key of JSON, which is text."""
+Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[Utf8, Field(min_length=1, max_length=1000)]
 
 
@@ -58,9 +61,9 @@ class _Request(BaseModel):
     temperature: float = Field(default=1.0, le=1e6)
     top_p: float = 1.0
     user: Utf8 | None = None
-    presence_penalty: Literal[0] = 0
-    frequency_penalty: Literal[0] = 0
-    logit_bias: None = None
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    logit_bias: dict[TokenId, Bias] | None = Field(default=None, max_length=300)
 
     ignore_eos: bool = False
     min_p: float = 0.0
@@ -92,6 +95,9 @@ class _Request(BaseModel):
             top_p=self.top_p,
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias or {},
             seed=None if self.seed is None else self.seed + choice,
             num_logprobs=num_logprobs,
             stop=self.stop or (),
@@ -146,6 +152,8 @@ class ChatRequest(_Request):
     """The body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[dict[str, Any]], AfterValidator(_check_text)] = Field(min_length=1, max_length=10_000)
+    tools: Annotated[list[dict[str, Any]], AfterValidator(_check_text)] | None = Field(default=None, max_length=1000)
+    """Rendered by the template; calls in an answer are not parsed."""
     max_tokens: int | None = Field(default=None, ge=1, le=_MAX_COUNT)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=_MAX_COUNT)
     logprobs: bool = False

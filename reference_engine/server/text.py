@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import cache, cached_property
 from pathlib import Path
@@ -48,8 +49,10 @@ class Text:
         """Return the text of tokens, without special ones; nothing if there is no tokenizer."""
         return "" if self._tokenizer is None else self._tokenizer.decode(token_ids)
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Return the tokens of messages in the checkpoint's chat template, up to where the answer begins.
+
+        The arguments of tool calls may be JSON, as in OpenAI's interface: templates take what it says.
 
         Raises:
             RequestError: there is no template, or it does not take the messages.
@@ -57,7 +60,12 @@ class Text:
         if self._tokenizer is None or not self._chat_tokenizer.chat_template:
             raise RequestError("the checkpoint has no chat template", where="messages", hint="Use /v1/completions.")
         try:
-            ids = self._chat_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            ids = self._chat_tokenizer.apply_chat_template(
+                [_with_arguments(message) for message in messages],
+                tools=tools or None,
+                add_generation_prompt=True,
+                return_dict=False,
+            )
         except Exception as error:  # a template may raise whatever it likes
             raise RequestError(f"the chat template does not take the messages: {error}", where="messages") from error
         return [int(token_id) for token_id in ids]
@@ -68,3 +76,17 @@ class Text:
 
     def _token(self, token_id: int) -> str:
         return "" if self._tokenizer is None else self._tokenizer.decode([token_id], with_special=True)
+
+
+def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message in whose tool calls JSON is read."""
+    calls = message.get("tool_calls")
+    return message if not calls else {**message, "tool_calls": [_read_call(call) for call in calls]}
+
+
+def _read_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function") or {}
+    arguments = function.get("arguments")
+    return (
+        {**call, "function": {**function, "arguments": json.loads(arguments)}} if isinstance(arguments, str) else call
+    )

@@ -31,6 +31,10 @@ OPTIONS = {
                  "--chat", "--stream", "--show-stats", "--format"],
     "serve": ["--model", "--host", "--port", "--name", "--device", "--dtype", "--engine-option", "--lora",
               "--local-files-only"],
+    "sampler": ["--endpoint", "--served-model", "--concurrency", "--request-timeout", "--model", "--device", "--truth",
+                "--dtype", "--draws", "--seed", "--order", "--only", "--local-files-only", "--format"],
+    "tokens": ["--endpoint", "--served-model", "--concurrency", "--request-timeout", "--model", "--conversations",
+               "--seed", "--local-files-only", "--format"],
     "profile": ["--out", "--model", "--engine", "--engine-option", "--dtype", "--device", "--prompt-tokens",
                 "--max-new-tokens", "--batch-size", "--phase", "--wait", "--warmup", "--active", "--repeat", "--runs",
                 "--quick", "--local-files-only", "--format"],
@@ -67,6 +71,8 @@ FORMATS = {
     "estimate": ["human", "markdown", "json"],
     "rollout": ["human", "markdown", "json"],
     "weights": ["human", "markdown", "json"],
+    "sampler": ["human", "markdown", "json"],
+    "tokens": ["human", "markdown", "json"],
 }
 
 
@@ -144,7 +150,9 @@ def test_help_of_a_command_explains_every_option(harness, name):
 def test_help_names_the_installed_engines(harness, install):
     install("", name="mine")
     for name in ("check", "run"):
-        assert "hf, llamacpp, mine, mlx, onnxruntime, openvino, reference" in " ".join(harness(name, "--help").out.split())
+        assert "hf, llamacpp, mine, mlx, onnxruntime, openvino, reference" in " ".join(
+            harness(name, "--help").out.split()
+        )
 
 
 def test_no_command_shows_the_help_and_fails(harness):

@@ -38,7 +38,7 @@ async def probe(client: Client, prompt: Sequence[int], names: TokenNames, *, fal
         HarnessError: as `Client.post`, where not even a plain completion is answered; ENDPOINT_CANNOT: the answer to
             it cannot be judged.
     """
-    found = await _server(client, fallback_model)
+    found = await probe_server(client, fallback_model)
     await _prompts(client, found, prompt, names)
     await _logprobs(client, found, prompt, names)
     for name, value in _OPTIONS.items():
@@ -50,8 +50,8 @@ async def probe(client: Client, prompt: Sequence[int], names: TokenNames, *, fal
     return found
 
 
-async def _server(client: Client, fallback_model: str) -> Probed:
-    """Ask for the health page, and for the models."""
+async def probe_server(client: Client, fallback_model: str) -> Probed:
+    """Ask for the health page, and for the models; raises HarnessError as `probe`."""
     found = Probed(Dialect(model=client.address.served_model or fallback_model))
     for path in ("/health", "/v1/models"):
         try:

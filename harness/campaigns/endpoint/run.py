@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from harness.base.progress import Progress
@@ -19,7 +20,6 @@ from harness.campaigns.endpoint.schedules import ScheduledRequests, Sent, Way
 from harness.campaigns.endpoint.truth import Rows
 from harness.errors import Code, HarnessError
 from harness.judge.jobs.model import planned_model
-from harness.oracle.model import HFModel
 from harness.oracle.requests import Prompt, check_prompt
 from harness.plan import Plan
 from harness.results.check import Finding, TokenResult
@@ -49,7 +49,7 @@ def check_endpoint(
     hf = planned_model(plan)
     for index, prompt in enumerate(plan.prompts):
         check_prompt(hf, prompt, index)
-    eos, loaded = _eos_ids(hf), time.perf_counter()
+    eos, loaded = eos_ids(hf.folder, getattr(hf.config, "eos_token_id", None)), time.perf_counter()
     with BackgroundTruth(hf, truth=plan.case.truth, is_server_here=address.is_loopback) as background:
         asked = asyncio.run(
             ask(plan, address, num_again, eos=eos, vocab_size=hf.vocab_size, add_walks=background.add, progress=report)
@@ -83,15 +83,20 @@ def _refuse_silence(run: ScheduledRequests) -> None:
         raise errors[0]
 
 
-def _eos_ids(hf: HFModel) -> frozenset[int]:
-    """Return the tokens that end a text, those of generation_config.json if it is there."""
+def eos_ids(folder: Path, config: object) -> frozenset[int]:
+    """Return the tokens that end a text, those of generation_config.json if it is there.
+
+    Args:
+        folder: of the checkpoint.
+        config: `eos_token_id` of its config: a number, a list, or None.
+    """
     from transformers import GenerationConfig
 
     try:
-        own = GenerationConfig.from_pretrained(hf.folder, local_files_only=True).eos_token_id
+        own = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
     except (OSError, ValueError):
         own = None
-    own = getattr(hf.config, "eos_token_id", None) if own is None else own
+    own = config if own is None else own
     return frozenset(own if isinstance(own, list) else [] if own is None else [own])
 
 

@@ -3,7 +3,7 @@
 The truth is forced along the server's own tokens, so a near-tie that fell the other way costs one token and no more.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -52,6 +52,9 @@ class TruthRow:
 
 Rows = dict[int, TruthRow]
 """HF's rows along one walk, by position."""
+WalkRows = Sequence[tuple[int, int]]
+"""Rows as pairs of a walk's number and a position."""
+ReadRows = Callable[[WalkRows, torch.Tensor, torch.Tensor], None]
 
 
 def walk_truth(
@@ -70,46 +73,83 @@ def walk_truth(
         check: called at every operation; what it raises ends the run.
     """
     found: list[Rows] = [{} for _ in walks]
-    requests = [
-        RequestInfo(id=at, token_ids=list(walk.token_ids), prompt_length=len(walk.token_ids))
-        for at, walk in enumerate(walks)
-        if walk.wanted
-    ]
-    requests.sort(key=lambda request: len(request.token_ids))  # the less is padded
-    for group in batch_requests(hf, requests):
-        positions = sorted({position for request in group for position in walks[request.id].wanted})
-        reader = _Reader(hf, walks, [request.id for request in group], found, check or (lambda: None))
-        ids = padded(group)
-        run_pair(hf, ids, reader, truth_dtype=truth_dtype(truth, hf.dtype), logit_positions=positions)
+
+    def read(rows: WalkRows, logits: torch.Tensor, control: torch.Tensor) -> None:
+        _keep_rows(walks, found, rows, logits, control)
+
+    walk_logits(
+        hf, {at: (walk.token_ids, walk.wanted) for at, walk in enumerate(walks)}, read, truth=truth, check=check
+    )
     return found
 
 
-@dataclass(slots=True)
-class _Reader:
-    """Keeps what is wanted of the logits of a group of walks."""
+def walk_logits(
+    hf: HFModel,
+    walks: Mapping[int, tuple[Sequence[int], Collection[int]]],
+    read: ReadRows,
+    *,
+    truth: str = "auto",
+    check: Callable[[], None] | None = None,
+) -> None:
+    """Run truth and control over all walks, and show the logits of some positions of each.
 
-    hf: HFModel
-    walks: Sequence[Walk]
-    members: Sequence[int]
-    found: list[Rows]
+    Args:
+        hf: the model in the server's dtype.
+        walks: token ids and positions by a number.
+        read: is given rows as pairs of a walk's number and a position, their logits [R, V] float64 by truth, and
+            by control; a few rows at a time.
+        truth: `float64`, `float32` or `auto`.
+        check: called at every operation; what it raises ends the run.
+    """
+    requests = [
+        RequestInfo(id=at, token_ids=list(token_ids), prompt_length=len(token_ids))
+        for at, (token_ids, positions) in walks.items()
+        if positions
+    ]
+    requests.sort(key=lambda request: len(request.token_ids))  # the less is padded
+    for group in batch_requests(hf, requests):
+        positions = {request.id: walks[request.id][1] for request in group}
+        reader = _Reader(
+            tap=hf.graph.logits,
+            longest=max(len(request.token_ids) for request in group),
+            members=[(number, frozenset(own)) for number, own in positions.items()],
+            read=read,
+            check=check or (lambda: None),
+        )
+        wanted = sorted({position for own in positions.values() for position in own})
+        run_pair(hf, padded(group), reader, truth_dtype=truth_dtype(truth, hf.dtype), logit_positions=wanted)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Reader:
+    """Shows what is wanted of the logits of a group of walks."""
+
+    tap: str
+    longest: int
+    members: Sequence[tuple[int, frozenset[int]]]
+    """Number and wanted positions of each walk of the group."""
+    read: ReadRows
     check: Callable[[], None]
     _control: torch.Tensor | None = field(default=None)
 
     def control(self, value: Value) -> None:
         """See `PairObserver.control`."""
         self.check()
-        if value.operation.tap == self.hf.graph.logits:
+        if value.operation.tap == self.tap:
             self._control = value.rows.clone()
 
     def truth(self, value: Value) -> None:
         """See `PairObserver.truth`."""
         self.check()
-        if value.operation.tap != self.hf.graph.logits:
+        if value.operation.tap != self.tap:
             return
         assert self._control is not None, "of each part the control runs first"
-        rows = self._wanted_rows(value)
-        for begin in range(0, len(rows), _BLOCK_ROWS):
-            self._read(rows[begin : begin + _BLOCK_ROWS], value.rows, self._control)
+        wanted = self._wanted_rows(value)
+        for begin in range(0, len(wanted), _BLOCK_ROWS):
+            block = wanted[begin : begin + _BLOCK_ROWS]
+            index = torch.tensor([row for row, _, _ in block], device=value.rows.device)
+            rows = [(walk, position) for _, walk, position in block]
+            self.read(rows, value.rows[index].to(torch.float64), self._control[index].to(torch.float64))
         self._control = None
 
     def part_begins(self, call: PartCall) -> None:
@@ -120,30 +160,31 @@ class _Reader:
 
     def _wanted_rows(self, value: Value) -> list[tuple[int, int, int]]:
         """Return (row, walk, position) of all rows that are wanted."""
-        longest = max(len(self.walks[walk].token_ids) for walk in self.members)
         places = range(len(value.rows)) if value.places is None else value.places.tolist()
         rows = []
         for row, place in enumerate(places):
-            member, position = divmod(place, longest)
-            if position in self.walks[self.members[member]].wanted:
-                rows.append((row, self.members[member], position))
+            at, position = divmod(place, self.longest)
+            number, wanted = self.members[at]
+            if position in wanted:
+                rows.append((row, number, position))
         return rows
 
-    def _read(self, rows: Sequence[tuple[int, int, int]], truth: torch.Tensor, control: torch.Tensor) -> None:
-        index = torch.tensor([row for row, _, _ in rows], device=truth.device)
-        logits, own = truth[index].to(torch.float64), control[index].to(torch.float64)
-        noise = (own - logits).abs().amax(dim=-1).tolist()
-        resolution = (torch.finfo(torch.float32).eps * logits.abs().amax(dim=-1)).tolist()
-        num_top = max(self.walks[member].num_top for member in self.members)
-        top = logits.topk(min(num_top, logits.shape[-1]), dim=-1).indices.tolist()
-        logprobs, controls = logits.log_softmax(dim=-1), own.log_softmax(dim=-1)
-        for at, (_, walk, position) in enumerate(rows):
-            ids = sorted(self.walks[walk].wanted[position].union(top[at]))
-            columns = torch.tensor(ids, device=truth.device)
-            self.found[walk][position] = TruthRow(
-                top=tuple(top[at]),
-                logprobs=dict(zip(ids, logprobs[at, columns].tolist(), strict=True)),
-                control=dict(zip(ids, controls[at, columns].tolist(), strict=True)),
-                logit_noise=noise[at],
-                resolution=resolution[at],
-            )
+
+def _keep_rows(
+    walks: Sequence[Walk], found: list[Rows], rows: WalkRows, logits: torch.Tensor, own: torch.Tensor
+) -> None:
+    noise = (own - logits).abs().amax(dim=-1).tolist()
+    resolution = (torch.finfo(torch.float32).eps * logits.abs().amax(dim=-1)).tolist()
+    num_top = max(walks[walk].num_top for walk, _ in rows)
+    top = logits.topk(min(num_top, logits.shape[-1]), dim=-1).indices.tolist()
+    logprobs, controls = logits.log_softmax(dim=-1), own.log_softmax(dim=-1)
+    for at, (walk, position) in enumerate(rows):
+        ids = sorted(walks[walk].wanted[position].union(top[at]))
+        columns = torch.tensor(ids, device=logits.device)
+        found[walk][position] = TruthRow(
+            top=tuple(top[at]),
+            logprobs=dict(zip(ids, logprobs[at, columns].tolist(), strict=True)),
+            control=dict(zip(ids, controls[at, columns].tolist(), strict=True)),
+            logit_noise=noise[at],
+            resolution=resolution[at],
+        )

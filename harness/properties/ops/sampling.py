@@ -17,14 +17,15 @@ from hypothesis import settings as Settings  # noqa: N812  # `settings` is what 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
+from harness.oracle.sampling import Chain, SamplingSettings
 from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections, raise_all
 from harness.properties.ops.adapter import OpsUnderTest
 
 __all__ = ["SampledRow", "check_frequency", "check_sampling"]
 
-_SLACK = 1e-5
-"""The room for a sum of probabilities in float32 at the edge of top-p or min-p."""
+_SLACK = 5e-6
+"""In nats: the room for a sum of probabilities in float32 at the edge of top-p or min-p."""
 _NUM_DRAWS = 2000
 _LEAST_EXPECTED = 5
 """Draws that a cell of the chi-square test needs."""
@@ -45,18 +46,8 @@ class SampledRow:
 
     def probabilities(self, slack: float = 0.0) -> torch.Tensor:
         """Return [V] float64: what each token is to be drawn with, some more by `slack` at the edges of the sets."""
-        logits = torch.tensor(self.logits, dtype=torch.float64)
-        if self.temperature == 0:
-            return (logits == logits.max()).double()
-        scores = logits / self.temperature
-        num_larger = (scores[None] > scores[:, None]).sum(dim=-1)
-        if self.top_k:
-            scores = scores.masked_fill(num_larger >= self.top_k, -math.inf)
-        p = scores.softmax(dim=-1)
-        before = (p * (p[None] > p[:, None])).sum(dim=-1)
-        p = torch.where((before < self.top_p + slack) | (self.top_p == 1), p, 0.0)
-        p = torch.where(p >= self.min_p * p.max() * (1 - slack), p, 0.0)
-        return p / p.sum()
+        settings = SamplingSettings(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+        return Chain().probabilities(torch.tensor(self.logits, dtype=torch.float64), settings, slack=slack)
 
 
 def check_sampling(named: Any, settings: Settings) -> Rejections:

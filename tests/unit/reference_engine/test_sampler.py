@@ -71,6 +71,18 @@ def test_what_is_allowed_is_transformers_answer_row_by_row(rows: list[dict[str, 
         assert actual_V.tolist() == expected[0].isfinite().tolist()
 
 
+def test_bias_and_counted_penalties_are_of_their_own_row_and_of_the_continuation() -> None:
+    logits_RV = torch.zeros(4, V).index_fill_(1, torch.tensor([1, 2, 3]), 1.0) + torch.arange(V) * -1e-3
+    rows = [
+        make_sequence(token_ids=(1, 2, 2)),
+        make_sequence(token_ids=(1, 2, 2), logit_bias={9: 5.0, 1: -5.0}),
+        make_sequence(token_ids=(1, 1, 2, 2), presence_penalty=0.5),
+        make_sequence(token_ids=(3, 1, 2, 1), frequency_penalty=0.4),
+    ]
+    assert sample(logits_RV, rows).token_ids == [1, 9, 3, 3]
+    assert not any(sequence.params.is_plain for sequence in rows[1:])
+
+
 @pytest.mark.parametrize(
     "params", [{}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9, "min_p": 0.01}]
 )

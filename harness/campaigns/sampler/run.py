@@ -1,0 +1,279 @@
+"""The job: ask a server for draws, run the truth along them, judge."""
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence, Set
+
+import torch
+
+from harness.base.progress import Progress, no_progress
+from harness.campaigns.endpoint.address import Address
+from harness.campaigns.endpoint.answer import Completion
+from harness.campaigns.endpoint.names import TokenNames
+from harness.campaigns.endpoint.run import eos_ids
+from harness.campaigns.endpoint.truth import WalkRows, walk_logits
+from harness.campaigns.sampler.ask import Answers, AskedSampler, ask_sampler
+from harness.campaigns.sampler.evidence import Draw, Evidence
+from harness.campaigns.sampler.judge import (
+    FALSE_ALARM,
+    Levels,
+    all_totals,
+    judge_independence,
+    judge_pooled,
+    judge_seeds,
+    judge_setting,
+)
+from harness.campaigns.sampler.logprobs import LogprobEvidence
+from harness.campaigns.sampler.settings import DrawRequest, Setting, chosen_settings, draw_requests
+from harness.errors import Code, HarnessError
+from harness.judge.jobs.model import planned_model
+from harness.oracle.model import HFModel
+from harness.oracle.sampling import Chain, Past
+from harness.plan import Plan
+from harness.results.check import Finding
+from harness.results.sampler import SamplerResult, SeedResult, SettingResult
+
+_REFUSALS = (400, 404, 405, 422, 501)
+"""Statuses that say that a parameter is not served; any other is a failure."""
+
+
+def check_sampler(
+    plan: Plan,
+    address: Address,
+    *,
+    num_draws: int = 200,
+    seed: int = 0,
+    order: tuple[str, ...] = Chain().steps,
+    only: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> SamplerResult:
+    """Check a server's sampler against the exact distributions of HF's logits.
+
+    Args:
+        plan: model, dtype of the server, and precision of the truth; its prompts are not used.
+        address: of the server.
+        num_draws: of each setting, at least.
+        seed: of prompts and requests.
+        order: the steps that the server claims.
+        only: names of settings; empty: all.
+        progress: told what is being done.
+
+    Raises:
+        HarnessError: the input cannot be used; the server is not there, or answers nothing that can be judged.
+    """
+    report = progress or no_progress
+    settings = tuple(each for each in chosen_settings(only) if _has_steps(each, order))
+    report("model", 0, 1)
+    hf = planned_model(plan)
+    names = TokenNames(plan.checkpoint, vocab_size=hf.vocab_size)
+    eos = eos_ids(hf.folder, getattr(hf.config, "eos_token_id", None))
+    ids = _plain_ids(hf, eos)
+    begin = time.perf_counter()
+    asked = asyncio.run(
+        ask_sampler(
+            address,
+            names,
+            ids[:8],
+            lambda probed: list(draw_requests(settings, num_draws, names, ids, probed, seed=seed)),
+            fallback_model=plan.case.model,
+            progress=report,
+        )
+    )
+    answered = time.perf_counter()
+    judged = _Judged(hf, asked, Chain(steps=order), eos=tuple(sorted(eos)), seed=seed, truth=plan.case.truth)
+    judged.run(report)
+    return judged.result(plan, address, settings, server_s=answered - begin, truth_s=time.perf_counter() - answered)
+
+
+def _has_steps(setting: Setting, order: tuple[str, ...]) -> bool:
+    """Whether an order says where the sets of a setting are cut."""
+    cuts = {"top_k", "top_p", "min_p", "typical_p"} & setting.settings.changed.keys()
+    return cuts <= set(order)
+
+
+def _plain_ids(hf: HFModel, eos: Set[int]) -> list[int]:
+    """Return the tokens that prompts are made of: no special ones, which servers may treat in a way of their own."""
+    special, size = set(eos), hf.vocab_size
+    if hf.checkpoint.has_tokenizer:
+        tokenizer = hf.checkpoint.tokenizer.hf
+        special, size = special | set(tokenizer.all_special_ids), min(size, len(tokenizer))
+    return [token_id for token_id in range(size) if token_id not in special]
+
+
+class _Judged:
+    """All answers, held against the truth."""
+
+    def __init__(
+        self, hf: HFModel, asked: AskedSampler, chain: Chain, *, eos: tuple[int, ...], seed: int, truth: str
+    ) -> None:
+        self._hf, self._asked, self._eos, self._truth, self._chain = hf, asked, eos, truth, chain
+        self._evidence = {request.setting.name: Evidence(chain=chain, eos=eos, seed=seed) for request in asked.requests}
+        self._logprobs = LogprobEvidence(chain=chain)
+        self._refused = dict(self._refusals())
+        self._draws = {
+            (request.number, len(request.prompt) + draw.step - 1): (request, draw)
+            for request in asked.requests
+            if request.setting.name not in self._refused
+            for draw in self._draws_of(request)
+        }
+
+    def _answer(self, request: DrawRequest) -> Completion | HarnessError:
+        return self._asked.answers[request.number]
+
+    def _refusals(self) -> Iterator[tuple[str, str]]:
+        """Yield settings that cannot be judged, with the reason."""
+        for name in self._evidence:
+            answers = [self._answer(request) for request in self._asked.requests if request.setting.name == name]
+            errors = [each for each in answers if isinstance(each, HarnessError)]
+            untold = [each for each in errors if each.code is Code.ENDPOINT_CANNOT]
+            refused = [each for each in errors if any(f"status {status}" in each.what for status in _REFUSALS)]
+            if untold or len(refused) == len(answers):  # a draw that cannot be told is no draw at random
+                error = (untold or refused)[0]
+                yield name, error.what if error.actual is None else f"{error.what}: {error.actual}"
+
+    def _draws_of(self, request: DrawRequest) -> Iterator[Draw]:
+        answer = self._answer(request)
+        if not isinstance(answer, Completion):
+            return
+        drawn: list[tuple[int, ...]] = [(token_id,) for token_id in answer.token_ids]
+        is_hidden = answer.finish_reason == "stop" and answer.token_ids[-1:] not in [(each,) for each in self._eos]
+        if is_hidden and self._eos:
+            drawn.append(self._eos)
+        for step, token_ids in enumerate(drawn):
+            past = Past(prompt=request.prompt, answer=answer.token_ids[:step])
+            yield Draw(request=request.number, step=step, settings=request.settings, past=past, token_ids=token_ids)
+
+    def run(self, report: Progress) -> None:
+        """Run the truth along all answers."""
+        walks: dict[int, tuple[list[int], list[int]]] = {}
+        for (number, position), (request, draw) in self._draws.items():
+            ids, positions = walks.setdefault(number, ([], []))
+            ids[:] = [*request.prompt, *draw.past.answer]
+            positions.append(position)
+        num_done = 0
+
+        def read(rows: WalkRows, logits: torch.Tensor, control: torch.Tensor) -> None:
+            nonlocal num_done
+            for row, place in enumerate(rows):
+                self._read(*self._draws[place], logits[row], control[row])
+            num_done += len(rows)
+            report("truth", num_done, len(self._draws))
+
+        if walks:
+            walk_logits(self._hf, walks, read, truth=self._truth)
+
+    def _read(self, request: DrawRequest, draw: Draw, logits: torch.Tensor, control: torch.Tensor) -> None:
+        self._evidence[request.setting.name].add(draw, logits, control)
+        answer = self._answer(request)
+        assert isinstance(answer, Completion)
+        if answer.logprobs is not None and draw.step < len(answer.logprobs):
+            position = len(request.prompt) + draw.step
+            self._logprobs.add(draw, answer.logprobs[draw.step], logits, control, position)
+
+    def result(
+        self, plan: Plan, address: Address, settings: Sequence[Setting], *, server_s: float, truth_s: float
+    ) -> SamplerResult:
+        """Judge everything."""
+        evidence = {name: own for name, own in self._evidence.items() if own.draws}
+        levels, over_all = Levels.of(evidence), all_totals(evidence)
+        results = tuple(self._setting(setting, levels, over_all) for setting in settings)
+        definitions = self._logprobs.results()
+        seeds, seed_findings = self._seeds(levels)
+        is_named = any(setting.findings for setting in results)
+        pooled = judge_pooled(evidence, levels, is_named=is_named)
+        follows = {result.name: result.follows for result in results}
+        dependent = judge_independence(evidence, levels, follows)
+        findings = [*pooled.findings, *dependent, *seed_findings, *self._logprobs.findings]
+        if definitions and not any(each.fits for each in definitions):
+            message = "the log probabilities are of no distribution that is known: " + "; ".join(
+                f"{each.name}: {each.rms_ratio:.3g} times HF's noise, {each.num_misfits} misfits"
+                for each in definitions
+            )
+            findings.insert(0, Finding(code=Code.ENDPOINT_LOGPROBS, message=message))
+        probed = self._asked.probed
+        return SamplerResult(
+            url=address.url,
+            server=probed.server,
+            served_model=probed.dialect.model,
+            model=plan.case.model,
+            dtype=plan.case.dtype,
+            order=self._chain.steps,
+            false_alarm=FALSE_ALARM,
+            num_tests=levels.num_tests,
+            settings=results,
+            seeds=seeds,
+            definitions=definitions,
+            would_find=pooled.would_find,
+            could_miss=pooled.could_miss,
+            findings=tuple(findings),
+            notes=tuple(_notes(results)),
+            server_s=server_s,
+            truth_s=truth_s,
+        )
+
+    def _setting(self, setting: Setting, levels: Levels, over_all: Mapping[str, float]) -> SettingResult:
+        requests = [request for request in self._asked.requests if request.setting.name == setting.name]
+        evidence = self._evidence[setting.name]
+        failures = () if setting.name in self._refused else tuple(self._failures(requests))
+        judged = judge_setting(setting.name, evidence, levels, over_all) if evidence.draws else None
+        wrong = judged.findings if judged is not None and not setting.is_bare else ()
+        return SettingResult(
+            name=setting.name,
+            settings=requests[0].settings.changed,
+            num_requests=len(requests),
+            num_draws=len(evidence.draws),
+            num_outside=judged.num_outside if judged else 0,
+            shift=judged.shift if judged else 0.0,
+            shift_bound=judged.shift_bound if judged else 0.0,
+            follows=judged.follows if judged else None,
+            not_judged=self._refused.get(setting.name),
+            is_claimed=not setting.is_bare,
+            body=requests[0].body(self._asked.probed, self._asked.names),
+            findings=(*failures, *wrong),
+        )
+
+    def _failures(self, requests: Sequence[DrawRequest]) -> Iterator[Finding]:
+        for request in requests:
+            answer = self._answer(request)
+            if isinstance(answer, HarnessError):
+                words = "" if answer.actual is None else f": {answer.actual}"
+                yield Finding(code=answer.code, message=f"{answer.what}{words}", request=request.number)
+
+    def _seeds(self, levels: Levels) -> tuple[SeedResult | None, list[Finding]]:
+        chosen = {number for number in self._asked.alone if any(number == place[0] for place in self._draws)}
+        if not chosen:
+            ignored = [each for each in self._asked.probed.capabilities if each.name == "seed" and each.is_ignored]
+            message = "the server takes a seed and does not follow it: {}"
+            return None, [Finding(code=Code.SEED_DIFFERS, message=message.format(each.detail)) for each in ignored]
+        noise = [draw.noise for own in self._evidence.values() for draw in own.draws if draw.request in chosen]
+        counts = {
+            "alone than among others": self._num_other(chosen, self._asked.alone),
+            "a second time": self._num_other(chosen, self._asked.again),
+        }
+        excused, findings = judge_seeds(counts, sum(noise), levels)
+        num_alone, num_again = counts.values()
+        return SeedResult(
+            num_requests=len(chosen),
+            num_draws=len(noise),
+            num_alone=num_alone,
+            num_again=num_again,
+            num_excused=excused,
+        ), findings
+
+    def _num_other(self, chosen: set[int], others: Answers) -> int:
+        """Return how many requests were answered otherwise, or not."""
+        firsts = self._asked.answers
+
+        def tokens(answers: Mapping[int, Completion | HarnessError], number: int) -> object:
+            answer = answers[number]
+            return answer.token_ids if isinstance(answer, Completion) else answer
+
+        return sum(tokens(others, number) != tokens(firsts, number) for number in chosen)
+
+
+def _notes(results: Sequence[SettingResult]) -> Iterator[str]:
+    for result in results:
+        if not result.is_claimed and result.follows not in ("as asked", None):
+            yield f"where only a temperature is sent, the server has defaults of its own: {result.follows}"
+        elif not result.is_claimed and result.follows is None and result.num_draws:
+            yield "where only a temperature is sent, the draws follow no chain that is known"

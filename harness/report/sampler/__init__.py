@@ -1,0 +1,1 @@
+"""A check of a server's sampler in every form."""

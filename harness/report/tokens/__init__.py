@@ -1,0 +1,1 @@
+"""A check of chats in every form."""

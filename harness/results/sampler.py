@@ -1,0 +1,128 @@
+"""Results of a check of a server's sampler, as plain data for the reports. Nothing here imports torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from harness.results.check import Finding, Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingResult:
+    """The draws of one setting."""
+
+    name: str
+    settings: Mapping[str, Any]
+    """Parameters that are no defaults."""
+    num_requests: int
+    num_draws: int
+    num_outside: int
+    """Draws that no rounding explains."""
+    shift: float
+    """Largest distance of the draws' distribution function to the exact one (Kolmogorov's), in three orders."""
+    shift_bound: float
+    follows: str | None
+    """The chain that the draws follow: `as asked`, the name of what is done instead, or None: none that is known."""
+    not_judged: str | None = None
+    """Why nothing was judged: the server's words."""
+    is_claimed: bool = True
+    """Whether the setting was asked for; if not, the server's own defaults were looked at, which are not wrong."""
+    body: Mapping[str, Any] | None = None
+    """The body of one request, to send by hand."""
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def outcome(self) -> Outcome:
+        """Nothing, if no draw was judged."""
+        if self.findings:
+            return Outcome.MISMATCH
+        return Outcome.PASS if self.num_draws else Outcome.NOTHING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DefinitionResult:
+    """Log probabilities under one reading of what they are of."""
+
+    name: str
+    num_values: int
+    num_misfits: int
+    """Values where this distribution has none, and none where it has one."""
+    rms_ratio: float
+    """Error over the error that HF makes in the server's dtype."""
+    max_ratio: float
+    rms_bound: float
+    max_bound: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether rounding explains all values: of tokens at the edge of a set, some may be on the other side."""
+        is_near = self.rms_ratio <= self.rms_bound and self.max_ratio <= self.max_bound
+        return is_near and self.num_misfits <= 0.01 * self.num_values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeedResult:
+    """Requests that were sent again with the same seed."""
+
+    num_requests: int
+    num_draws: int
+    num_alone: int
+    """Requests that drew other tokens alone than among others."""
+    num_again: int
+    """Requests that drew other tokens a second time, among other neighbours."""
+    num_excused: int
+    """Requests that may differ: so many near-ties does HF's own rounding decide otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerResult:
+    """A whole check of a server's sampler."""
+
+    url: str
+    server: str
+    served_model: str
+    model: str
+    dtype: str
+    order: tuple[str, ...]
+    """The steps that are claimed."""
+    false_alarm: float
+    """A sound server alarms in fewer runs than this share."""
+    num_tests: int
+    settings: tuple[SettingResult, ...]
+    seeds: SeedResult | None
+    """None: the server takes no seeds."""
+    definitions: tuple[DefinitionResult, ...]
+    """Readings of the log probabilities; empty if there are none."""
+    would_find: tuple[str, ...]
+    """Deviations that so many draws find in 99 of 100 runs."""
+    could_miss: tuple[str, ...]
+    """Deviations that are found less often, and do change the distribution."""
+    findings: tuple[Finding, ...] = ()
+    """Of no single setting."""
+    notes: tuple[str, ...] = ()
+    server_s: float = 0.0
+    truth_s: float = 0.0
+
+    @property
+    def num_draws(self) -> int:
+        """Draws that were judged."""
+        return sum(setting.num_draws for setting in self.settings)
+
+    @property
+    def not_judged(self) -> dict[str, str]:
+        """What was not judged, and why."""
+        found = {setting.name: setting.not_judged for setting in self.settings if setting.not_judged}
+        if self.seeds is None:
+            found["seeds"] = "the server takes none, or does not follow them"
+        elif self.seeds.num_excused >= self.seeds.num_requests:
+            found["seeds"] = "rounding may change the draws of every request that was sent again"
+        if not self.definitions:
+            found["log probabilities"] = "the server gives none"
+        return found
+
+    @property
+    def outcome(self) -> Outcome:
+        """Mismatch if anything has a finding; nothing if no draw was judged."""
+        if self.findings or any(setting.findings for setting in self.settings):
+            return Outcome.MISMATCH
+        return Outcome.PASS if self.num_draws else Outcome.NOTHING

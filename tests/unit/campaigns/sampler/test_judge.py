@@ -1,0 +1,89 @@
+"""The tests of draws by themselves: what a sound sampler does not reach, and what each alternative is found by."""
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("httpx", reason="the extra `serve` is not installed")
+
+from harness.campaigns.sampler.alternatives import alternatives
+from harness.campaigns.sampler.evidence import Draw, Evidence
+from harness.campaigns.sampler.judge import (
+    Levels,
+    all_totals,
+    judge_independence,
+    judge_pooled,
+    judge_seeds,
+    judge_setting,
+    shift,
+)
+from harness.oracle.sampling import Chain, Past, SamplingSettings
+
+SETTINGS = SamplingSettings(temperature=1.5, top_p=0.7, repetition_penalty=1.4)
+EOS = (3,)
+
+
+def evidence_of(chain, settings, *, seed=0, num=300, noise=0.0):
+    """Draw from a chain, and hold the draws against the chain of transformers with SETTINGS."""
+    draw, evidence = random.Random(seed), Evidence(chain=Chain(), eos=EOS, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    for at in range(num):
+        logits = torch.randn(24, generator=generator, dtype=torch.float64) * 1.5
+        control = logits + noise * torch.randn(24, generator=generator, dtype=torch.float64)
+        past = Past(prompt=[draw.randrange(24) for _ in range(4)], answer=[draw.randrange(24) for _ in range(at % 8)])
+        server = logits + noise * torch.randn(24, generator=generator, dtype=torch.float64)
+        p = chain.probabilities(server, settings, past)
+        token_id = draw.choices(range(24), p.tolist())[0]
+        own = Draw(request=at // 8, step=at % 8, settings=SETTINGS, past=past, token_ids=(token_id,))
+        evidence.add(own, logits, control)
+    return evidence
+
+
+def judged(evidence):
+    levels, totals = Levels.of({"x": evidence}), all_totals({"x": evidence})
+    own = judge_setting("x", evidence, levels, totals)
+    pooled = judge_pooled({"x": evidence}, levels, is_named=bool(own.findings))
+    return (
+        own,
+        [*own.findings, *pooled.findings, *judge_independence({"x": evidence}, levels, {"x": own.follows})],
+        pooled,
+    )
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_sound_draws_alarm_nobody(noise):
+    for seed in range(3):
+        own, findings, _ = judged(evidence_of(Chain(), SETTINGS, seed=seed, num=100, noise=noise))
+        assert (own.follows, own.num_outside, findings) == ("as asked", 0, [])
+
+
+def test_what_so_many_draws_find_is_found_and_what_they_may_miss_is_said():
+    _, _, pooled = judged(evidence_of(Chain(), SETTINGS, num=250))
+    others = {each.name: each for each in alternatives(Chain(), SETTINGS, EOS)}
+    assert set(pooled.would_find) | set(pooled.could_miss) <= others.keys()
+    assert {"top_p ignored", "repetition_penalty the wrong way round"} <= set(pooled.would_find)
+    for name in pooled.would_find[::6]:
+        found, findings, _ = judged(evidence_of(others[name].chain, others[name].settings, seed=1, num=250))
+        assert findings, name
+        assert name in (found.follows or findings[0].message), (name, found.follows)
+
+
+def test_a_draw_that_is_hidden_is_one_of_the_end_tokens():
+    evidence = Evidence(chain=Chain(), eos=(0, 1), seed=0)
+    logits = torch.tensor([5.0, -40.0, 0.0], dtype=torch.float64)
+    evidence.add(Draw(request=0, step=0, settings=SamplingSettings(), past=Past(), token_ids=(0, 1)), logits, logits)
+    assert evidence.draws[0].token_id == 0
+
+
+def test_distances_and_what_rounding_explains_of_seeds():
+    assert shift([0.125, 0.375, 0.625, 0.875]) == pytest.approx(0.125)
+    assert shift([0.5] * 9) == pytest.approx(0.5)
+    levels = Levels(num_tests=100)
+    assert levels.shift(400, 0.01) == pytest.approx(0.1435, abs=1e-3)
+    assert judge_seeds({"alone": 2}, 1e-7, levels)[0] == 0
+    excused, findings = judge_seeds({"alone": 2, "again": 1}, 1e-4, levels)
+    assert excused == 1
+    assert [finding.message for finding in findings] == [
+        "2 requests drew other tokens with the same seed alone; rounding explains 1"
+    ]
