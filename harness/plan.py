@@ -1,7 +1,7 @@
 """A plan: what is to be checked, with every name resolved before anything costs time."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -151,7 +151,8 @@ def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
         schedules=tuple(schedules),
         notes=(
             *(() if source is None else (str(source),)),
-            *(f"schedule {each} left out: these prompts cannot reach it" for each in skipped),
+            *(_left_out(each, len(prompts)) for each in skipped),
+            *_doubled_begin(case, checkpoint, prompts),
         ),
     )
 
@@ -203,6 +204,22 @@ def _schedules(names: Sequence[str], prompt_lengths: Sequence[int]) -> tuple[lis
     default = parse_schedules(DEFAULT_SCHEDULES)
     reached = [schedule for schedule in default if schedule.is_reachable(prompt_lengths)]
     return reached, [schedule for schedule in default if schedule not in reached]
+
+
+def _left_out(schedule: Schedule, num_prompts: int) -> str:
+    hint = ", give a second one" if schedule.is_batched and num_prompts == 1 else ""
+    return f"schedule {schedule} left out: these prompts cannot reach it{hint}"
+
+
+def _doubled_begin(case: Case, checkpoint: Checkpoint, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Yield a note for each text that begins with a begin-of-text token before which the tokenizer has put another."""
+    for index, (request, prompt) in enumerate(zip(case.requests, prompts, strict=True)):
+        begin = None if request.prompt is None else checkpoint.tokenizer.hf.bos_token_id
+        if begin is not None and prompt.token_ids[:2] == (begin, begin):
+            yield (
+                f"request {index}: the prompt begins with {checkpoint.tokenizer.hf.bos_token}, and the tokenizer adds "
+                "another one: leave it out of the text"
+            )
 
 
 def resolve_dtype(dtype: str, checkpoint: Checkpoint) -> str:

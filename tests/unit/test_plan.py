@@ -111,3 +111,17 @@ def test_the_tokenizer_is_loaded_once_for_all_prompts_and_not_for_token_ids(monk
     assert (len(loaded), len(plan.prompts)) == (1, 2)
     plan_request(model=folder, requests=[RequestSpec(token_ids=[3, 4])])
     assert len(loaded) == 1
+
+
+@pytest.mark.parametrize(("prompts", "is_hinted"), [(["hu rin"], True), (["hu rin", "pun"], False)])
+def test_a_schedule_that_one_prompt_cannot_reach_asks_for_a_second(checkpoints, prompts, is_hinted):
+    requests = [RequestSpec(prompt=prompt) for prompt in prompts]
+    notes = plan_request(model=str(checkpoints / "qwen3-tiny"), requests=requests).notes
+    assert any(note.endswith("cannot reach it, give a second one") for note in notes) == is_hinted
+
+
+@pytest.mark.parametrize(("text", "is_said"), [("<bos>hu rin", True), ("hu rin", False)])
+def test_a_text_that_has_the_tokenizers_begin_of_text_already_is_said(checkpoints, text, is_said):
+    notes = plan_request(model=str(checkpoints / "llama-tiny"), requests=[RequestSpec(prompt=text)]).notes
+    expected = "request 0: the prompt begins with <bos>, and the tokenizer adds another one"
+    assert any(note.startswith(expected) for note in notes) == is_said
