@@ -94,7 +94,7 @@ def frequencies_changed(change: Callable[[Any, torch.Tensor], torch.Tensor]) -> 
 
 
 def _unscaled(config: Any, inv_freq: torch.Tensor) -> torch.Tensor:
-    return reference_engine.rotary.ROPE_TYPES["default"](config.rope, config.head_dim)
+    return reference_engine.rotary.ROPE_TYPES["default"](config.rope, config.head_dim)[0]
 
 
 def _of_theta_10000(config: Any, inv_freq: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,27 @@ ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "default-1e6": {"rope_type": "default", "rope_theta": 1_000_000},
     "llama3": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
+    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32768},
+    "yarn-short": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 0.5, "original_max_position_embeddings": 40},
+    "yarn-mscale": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.0,
+        "truncate": False,
+    },
+    "yarn-factor": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 8.0,
+        "original_max_position_embeddings": 4096,
+        "attention_factor": 1.3,
+    },
     "llama3-short": {"rope_type": "llama3", "rope_theta": 100.0, **LLAMA3, "original_max_position_embeddings": 30},
 }
 
@@ -62,8 +83,10 @@ def test_llama3_changes_something() -> None:
 
 
 def test_an_unsupported_type_is_named_with_the_supported_ones() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"rope_type.*expected one of default, llama3, found yarn"):
-        make({"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}, torch.float32)
+    with pytest.raises(
+        UnsupportedModelError, match=r"rope_type.*expected one of default, linear, llama3, yarn, found dynamic"
+    ):
+        make({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, torch.float32)
 
 
 def test_a_missing_parameter_is_named(checkpoint: Any) -> None:
