@@ -1,27 +1,37 @@
 """`harness map`: which tensor of an engine is which tap."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
+import typer
 from tabulate import tabulate
 
 from harness.cli import forms
 from harness.cli import options as opt
 from harness.cli.grouped import grouped
 from harness.cli.progress import progress_bar
-from harness.errors import ExitStatus
+from harness.errors import Code, ExitStatus, HarnessError
+from harness.formats.checkpoint.table import read_table
 
 
 @grouped
 def map_taps(
     given: Annotated[opt.Given, opt.CaseOptions("model", *opt.ENGINE, "dtype", "device")],
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Map that was kept (`--format json`): show what moved; status 1 if anything did."
+        ),
+    ] = None,
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, forms.TAP_MAP.option()] = "human",
 ) -> int:
     """Show which tensor of an engine is which tap, and why it is taken for it.
 
-    A team that keeps the output sees what moved when the engine changes.
+    A team that keeps the map sees what moved when the engine changes.
     """
+    kept = None if against is None else _read_kept(against)
     with progress_bar() as report:
         from harness.judge.jobs.engine_run import match_taps, open_planned
         from harness.judge.jobs.model import planned_model
@@ -33,7 +43,7 @@ def map_taps(
             graph = planned_model(plan).graph
             match_taps(plan, engine, graph)
             abilities = engine.capabilities
-    summary = {
+    summary: dict[str, Any] = {
         "schema_version": 1,
         "engine": plan.case.engine,
         "model": plan.case.model,
@@ -46,8 +56,36 @@ def map_taps(
         "not_shown": [op.tap for op in graph if {op.tap, op.site} & set(abilities.all_unsupported_taps())],
         "notes": list(abilities.notes),
     }
+    if kept is not None:
+        summary["moved"] = _moved(kept, {each["tap"]: each["tensor"] for each in summary["taps"]})
     forms.TAP_MAP.show(summary, format)
-    return ExitStatus.PASS if summary["taps"] else ExitStatus.NOTHING_CHECKED
+    if not summary["taps"]:
+        return ExitStatus.NOTHING_CHECKED
+    return ExitStatus.MISMATCH if summary.get("moved") else ExitStatus.PASS
+
+
+def _read_kept(path: Path) -> dict[str, str]:
+    """Return the tensor of each tap in a map that was kept.
+
+    Raises:
+        HarnessError: BAD_CONFIG: it is no JSON; BAD_OPTION: it is no map.
+    """
+    table, _content = read_table(path)
+    taps = table.get("taps")
+    try:
+        if not isinstance(taps, list):
+            raise TypeError
+        return {str(each["tap"]): str(each["tensor"]) for each in taps}
+    except (KeyError, TypeError) as error:
+        what, hint = "the file is no map that was kept", "harness map ... --format json > FILE"
+        raise HarnessError(Code.BAD_OPTION, what, where=f"--against {path}", hint=hint) from error
+
+
+def _moved(before: Mapping[str, str], after: Mapping[str, str]) -> list[dict[str, str | None]]:
+    """Return the taps that another tensor is taken for than before; None for no tensor."""
+    taps = dict.fromkeys((*before, *after))
+    pairs = ((tap, before.get(tap), after.get(tap)) for tap in taps)
+    return [{"tap": tap, "before": old, "after": new} for tap, old, new in pairs if old != new]
 
 
 def map_text(summary: Mapping[str, Any]) -> str:
@@ -60,4 +98,8 @@ def map_text(summary: Mapping[str, Any]) -> str:
     parts += [f"{each['tap']}: {each['evidence']}" for each in taps if each["evidence"] in others]
     if summary["not_shown"]:
         parts.append(f"not shown: {', '.join(summary['not_shown'])}")
+    if (moved := summary.get("moved")) is not None:
+        rows = [(each["tap"], each["before"] or "-", each["after"] or "-") for each in moved]
+        table = tabulate(rows, ("moved", "from", "to"), tablefmt="simple")
+        parts.append(table if moved else "nothing moved")
     return "\n\n".join([*parts, *summary["notes"]])

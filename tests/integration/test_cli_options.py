@@ -25,7 +25,7 @@ OPTIONS = {
     "diff": ["expected", "actual", "--model", "--device", "--truth", "--taps", "--lacking", "--require",
              "--local-files-only", "--format"],
     "inspect": ["path", "--model", "--hf", *ENGINE, "--dtype", "--device", "--local-files-only", "--format"],
-    "map": ["--model", *ENGINE, "--dtype", "--device", "--local-files-only", "--format"],
+    "map": ["--model", *ENGINE, "--dtype", "--device", "--against", "--local-files-only", "--format"],
     "generate": ["--prompt", "--model", "--engine", "--max-new-tokens", "--temperature", "--top-k", "--top-p",
                  "--min-p", "--seed", "--device", "--dtype", "--engine-option", "--lora", "--local-files-only",
                  "--chat", "--stream", "--show-stats", "--format"],
