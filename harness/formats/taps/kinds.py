@@ -105,6 +105,7 @@ KINDS: Mapping[Kind, KindTraits] = {
             "attention.history",
             "attention.rotary",
             "attention.scores",
+            "attention.order",
             "attention.splits",
             "attention.heads",
             "attention.caps",

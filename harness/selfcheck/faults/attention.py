@@ -24,6 +24,8 @@ from reference_engine.attention.paged import PagedAttention
 _ATTENTION = "model.layers.0.attention"
 _WINDOW = 16
 _SPLIT = 16
+_HEAD_DIM = 32
+"""Of the embedded checkpoints."""
 Mask = Callable[[int, int, int | None], torch.Tensor]
 """Rows, keys and window to [rows, keys] bool."""
 
@@ -120,6 +122,29 @@ def _with_window(change: Callable[[int | None], int | None]) -> Any:
 def tiled(num_heads: int, num_kv: int) -> torch.Tensor:
     """Return the KV head of each query head, counted modulo."""
     return torch.arange(num_heads) % num_kv
+
+
+def _scaled(scores: torch.Tensor) -> torch.Tensor:
+    return scores.softmax(dim=-1) * _HEAD_DIM**-0.5
+
+
+def _over_heads(scores: torch.Tensor) -> torch.Tensor:
+    return scores.softmax(dim=0).nan_to_num(0.0)
+
+
+def _lowered(bias: float, *, is_masked_after: bool = False) -> Any:
+    """Add a bias to masked scores; and set their probabilities to zero, or not."""
+
+    def chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> torch.Tensor:
+        mask = causal(len(q), len(k), window)
+
+        def softmax(scores: torch.Tensor) -> torch.Tensor:
+            probabilities = (scores + bias * ~mask).softmax(dim=-1)
+            return probabilities * mask if is_masked_after else probabilities
+
+        return attend(q, k, v, torch.ones_like(mask), softmax=softmax)
+
+    return replacing((reference_engine.attention.paged, "attend_chunk", lambda original: chunk))
 
 
 def _in_bfloat16(scores: torch.Tensor) -> torch.Tensor:
@@ -240,6 +265,28 @@ FAULTS = [
         everywhere(scale=96**-0.5),
         "softmax scale.*hidden size",
         instance="mlc-llm#3426",
+    ),
+    _fault(
+        "scale-after-softmax",
+        "The probabilities are scaled, and not the scores.",
+        everywhere(scale=1.0, softmax=_scaled),
+        "scale is applied after",
+        row=FIRST,
+    ),
+    _fault(
+        "softmax-over-heads",
+        "The softmax runs over the heads.",
+        everywhere(softmax=_over_heads),
+        "over the heads",
+        row=FIRST,
+    ),
+    _fault("mask-of-minus-10", "The mask lowers scores by 10.", _lowered(-10.0), "lowered by 10 ", row=FIRST),
+    _fault(
+        "mask-after-softmax",
+        "Masked probabilities are set to zero, and the others not normalised again.",
+        _lowered(0.0, is_masked_after=True),
+        "mask is applied after",
+        row=FIRST,
     ),
     _fault("scale-missing", "Scores are not scaled.", everywhere(scale=1.0), "softmax scale is missing"),
     _fault(

@@ -69,6 +69,15 @@ def factor_missing(failure: Failure) -> Iterator[Hypothesis]:
     yield Hypothesis(cause="the gate is missing", output=up)
 
 
+def added_instead(failure: Failure) -> Iterator[Hypothesis]:
+    """The two factors are added."""
+    factors = _gate_and_up(failure)
+    gate, up = (None, None) if factors is None else factors
+    if gate is None or up is None:
+        return
+    yield Hypothesis(cause="act(gate) and up are added instead of multiplied", output=_act(failure)(gate) + up)
+
+
 def activation_of_product(failure: Failure) -> Iterator[Hypothesis]:
     """The activation comes after the product."""
     factors = _gate_and_up(failure)
@@ -94,4 +103,11 @@ def _act(failure: Failure) -> Any:
     return activation_of(failure.hf, failure.operation)
 
 
-EXPLANATIONS = (gate_and_up_swapped, other_activation, factor_missing, activation_of_product, coarse_activation)
+EXPLANATIONS = (
+    gate_and_up_swapped,
+    other_activation,
+    factor_missing,
+    added_instead,
+    activation_of_product,
+    coarse_activation,
+)

@@ -15,6 +15,7 @@ def test_gate_up_and_activation(bench):
         "no activation is applied": gate * up,
         "the product with up is missing": functional.silu(gate),
         "the gate is missing": up,
+        "act(gate) and up are added instead of multiplied": functional.silu(gate) + up,
         "the activation is applied to the product": functional.silu(gate * up),
         "the activation is computed in bfloat16": functional.silu(gate.bfloat16()).double() * up,
     }
