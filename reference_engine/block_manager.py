@@ -38,6 +38,8 @@ class BlockManager:
             self._copy_block(table[tail], target)
             pool.free([table[tail]])
             table[tail] = target
+        elif tail < len(table):
+            pool.unpublish(table[tail])  # a request that went back writes over tokens that the block's prefix names
         table.extend(pool.allocate(num_new))
         sequence.num_writable_tokens = len(table) * pool.block_size
         return True
@@ -69,10 +71,7 @@ class BlockManager:
         table, num_kept = sequence.block_table, self.pool.num_needed(sequence.num_computed_tokens)
         self.pool.free(table[num_kept:])
         del table[num_kept:]
-        tail = sequence.num_computed_tokens // self.pool.block_size
-        if tail < len(table) and self.pool.num_owners(table[tail]) == 1:
-            self.pool.unpublish(table[tail])  # what follows is written over tokens that its prefix names
-        sequence.num_writable_tokens = 0  # others may own the tail: `grow` copies it then
+        sequence.num_writable_tokens = 0  # others may own the last block, or find it: `grow` sees to that
 
     def share(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` own all that `parent` has computed, until one of them writes."""

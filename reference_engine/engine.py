@@ -135,17 +135,14 @@ class LLMEngine:
 
     def step(self) -> list[TokenOutput]:
         """Compute one batch and return its new tokens: one for each request that has caught up, and accepted drafts."""
-        running = self.scheduler.running[:] if self.drafter is not None else []
-        if self.drafter is not None:
-            propose(running, self.drafter)
-        chunks = self.scheduler.schedule()
-        drop_unscheduled(running, chunks)
-        assert chunks or not self.has_unfinished(), "the oldest request can always take the blocks of the others"
+        proposed = self.scheduler.running[:] if self.drafter is not None else []
+        try:
+            chunks, sampled = self._compute(proposed)
+        except BaseException:
+            drop_unscheduled(proposed, [])  # a step that failed leaves nothing to verify
+            raise
         if not chunks:
             return []
-        if self._debug is not None:
-            self._debug.before_step(chunks, self.pool)
-        sampled = self.runner.run(chunks, self.observer)
         kept = [self._verified(chunk, own) for chunk, own in self._by_chunk(chunks, sampled)]
         self.scheduler.advance(chunks)
         for sequence, choices, num_drafts in kept:
@@ -325,6 +322,19 @@ class LLMEngine:
         for request_id in list(self._sequences):
             self.abort(request_id)
         self.observer = observer
+
+    def _compute(self, proposed: Seq[Sequence]) -> tuple[list[ScheduledChunk], Sampled]:
+        """Compute one batch, with guesses of what continues the requests `proposed`; return its chunks and choices."""
+        if self.drafter is not None:
+            propose(proposed, self.drafter, self.config.max_num_batched_tokens - len(proposed))
+        chunks = self.scheduler.schedule()
+        drop_unscheduled(proposed, chunks)
+        assert chunks or not self.has_unfinished(), "the oldest request can always take the blocks of the others"
+        if not chunks:
+            return [], Sampled([], [])
+        if self._debug is not None:
+            self._debug.before_step(chunks, self.pool)
+        return chunks, self.runner.run(chunks, self.observer)
 
     @staticmethod
     def _by_chunk(chunks: Seq[ScheduledChunk], sampled: Sampled) -> list[tuple[ScheduledChunk, list[_Choice]]]:

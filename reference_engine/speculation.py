@@ -41,14 +41,22 @@ class NgramDrafter:
         return []
 
 
-def propose(sequences: Seq[Sequence], drafter: Drafter) -> None:
-    """Add guesses to the running requests that are one token behind, as many as they may still be given."""
+def propose(sequences: Seq[Sequence], drafter: Drafter, most: int) -> None:
+    """Add guesses to the running requests that are one token behind, as many as they may still be given.
+
+    Args:
+        sequences: the running requests, the oldest first.
+        drafter: guesses.
+        most: guesses of all together, so that the step still has a token for each request.
+    """
     for sequence in sequences:
-        if sequence.num_remaining_tokens == 1:
-            last = sequence.num_prompt_tokens + sequence.params.max_new_tokens - 1
-            drafts = list(drafter.draft(sequence))[: max(0, last - sequence.num_tokens)]
+        last = sequence.num_prompt_tokens + sequence.params.max_new_tokens - 1
+        num_drafts = min(most, last - sequence.num_tokens)
+        if num_drafts > 0 and sequence.num_remaining_tokens == 1:
+            drafts = list(drafter.draft(sequence))[:num_drafts]
             sequence.token_ids += drafts
             sequence.num_drafts = len(drafts)
+            most -= len(drafts)
 
 
 def drop_unscheduled(sequences: Seq[Sequence], chunks: Seq[ScheduledChunk]) -> None:

@@ -58,6 +58,7 @@ class DebugChecks:
                         f"request {chunk.sequence.request_id} would write a block that is not its own",
                         where=f"block {block}", expected="1 owner", actual=pool.num_owners(block),
                     )  # fmt: skip
+                self._content.pop(slot, None)  # a draft that is rejected leaves the slot with nobody's prefix
 
     def after_step(self, chunks: Iterable[ScheduledChunk], running: Seq[Sequence], pool: BlockPool) -> None:
         """Verify owners, tables and content of everything that is live or cached.

@@ -1,5 +1,7 @@
 """Speculation and going back: what is given up leaves no trace, neither in tokens nor in blocks."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
@@ -32,11 +34,13 @@ def continuations(checkpoint, params, **options):
         return [list(output.token_ids) for output in engine.generate(PROMPTS, params)], engine
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("wrong_every", [1, 3, 100])
 @pytest.mark.parametrize(
-    "options", [{}, {"enable_prefix_caching": True}, {"num_blocks": 14}, {"max_num_batched_tokens": 6}]
-)
+    ("temperature", "wrong_every", "options"),
+    [
+        (0.0, 1, {"enable_prefix_caching": True}), (1.0, 3, {"enable_prefix_caching": True}), (0.0, 100, {}),
+        (0.0, 3, {"num_blocks": 8}), (1.0, 1, {"num_blocks": 8}), (1.0, 100, {"max_num_batched_tokens": 6}),
+    ],
+)  # fmt: skip
 def test_drafts_change_no_token(checkpoint, temperature, wrong_every, options):
     params = SamplingParams(max_new_tokens=12, temperature=temperature, seed=7, ignore_eos=True)
     expected, _ = continuations(checkpoint, params)
@@ -47,6 +51,24 @@ def test_drafts_change_no_token(checkpoint, temperature, wrong_every, options):
         assert engine.num_drafted > 0
         assert (engine.num_accepted > 0) == (wrong_every > 1)
         assert engine.pool.num_free == engine.pool.num_usable
+
+
+def test_a_request_that_is_preempted_with_its_drafts_is_computed_anew_without_them(checkpoint, monkeypatch):
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    expected, _ = continuations(checkpoint, params)
+    num_drafts, true = [], {tuple(prompt): tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)}
+    with engine_of(checkpoint, num_blocks=8, enable_prefix_caching=True) as engine:
+        engine.drafter = Scripted(true, 4, 3)
+        release = engine.scheduler._release
+
+        def noted(sequence):
+            num_drafts.append(sequence.num_drafts)
+            release(sequence)
+
+        monkeypatch.setattr(engine.scheduler, "_release", noted)
+        outputs = engine.generate(PROMPTS, params)
+    assert max(num_drafts) > 0
+    assert [list(output.token_ids) for output in outputs] == expected
 
 
 def test_prompt_lookup_is_plain_greedy_in_fewer_steps(checkpoint):
@@ -127,6 +149,50 @@ def test_a_fork_keeps_what_its_original_goes_back_over(checkpoint):
             for output in engine.step():
                 tokens[output.request_id].append(output.token_id)
     assert tokens == {request: expected, fork: expected[5:]}
+
+
+def test_a_block_that_was_shared_is_not_found_once_its_last_owner_writes_over_it(checkpoint):
+    """The fork owns the block when the request goes back into it, and is gone when the request writes."""
+    params = SamplingParams(max_new_tokens=10, forced_token_ids=[40, 41, 42, 43, 44, 45, 46], ignore_eos=True)
+    with engine_of(checkpoint, enable_prefix_caching=True) as engine:
+        request = engine.add_request(PROMPTS[0], params)
+        for _ in range(5):
+            engine.step()
+        fork = engine.fork(request)
+        engine.rewind(request, len(PROMPTS[0]), SamplingParams(max_new_tokens=3, ignore_eos=True))
+        engine.abort(fork)
+        while engine.has_unfinished():
+            engine.step()  # debug_checks hold each block that can be found against what it holds
+
+
+def test_a_step_that_fails_leaves_nothing_to_verify(checkpoint, monkeypatch):
+    """A request that is suspended then, as the server does, is computed anew from its own tokens alone."""
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    (expected, *_), _ = continuations(checkpoint, params)
+    with engine_of(checkpoint) as engine:
+        engine.drafter = Scripted({tuple(PROMPTS[0]): expected}, 4, 3)
+        request = engine.add_request(PROMPTS[0], params)
+        tokens = [output.token_id for output in engine.step()]
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runner, "run", Mock(side_effect=MemoryError))
+            with pytest.raises(MemoryError):
+                engine.step()
+        (sequence,) = engine.scheduler.running
+        assert (sequence.token_ids, sequence.num_drafts) == (PROMPTS[0] + expected[:1], 0)
+        engine.suspend(request)
+        engine.resume(request)
+        while engine.has_unfinished():
+            tokens += [output.token_id for output in engine.step()]
+    assert tokens == expected
+
+
+def test_drafts_leave_a_token_of_the_budget_to_each_request(checkpoint):
+    with engine_of(checkpoint, max_num_batched_tokens=5) as engine:
+        engine.drafter = Scripted({(token,): [1] * 8 for token in (5, 6, 7)}, 4, 100)
+        requests = {engine.add_request([token], SamplingParams(max_new_tokens=8)) for token in (5, 6, 7)}
+        for _ in range(3):
+            assert {output.request_id for output in engine.step()} == requests
+        assert engine.num_drafted == 4  # two in each step but the first
 
 
 def test_a_request_goes_back_to_its_prompt_at_most(checkpoint):

@@ -216,18 +216,23 @@ class QuantisedCheckpoint:
 
     def _check_groups(self, weight: QuantisedWeight, tensors: Mapping[str, torch.Tensor]) -> None:
         group = tensors.get("group")
-        if group is None or "groups" not in weight.sizes:
+        if group is None:
             return
-        outside = (group < 0) | (group >= weight.sizes["groups"])
+        num_groups = weight.sizes.get("groups", 1)
+        outside = (group < 0) | (group >= num_groups)
         if bool(outside.any()):
             at = int(outside.nonzero()[0])
             what = f"input {at} belongs to a group that there is not"
-            expected = f"0 to {weight.sizes['groups'] - 1}"
+            expected = f"0 to {num_groups - 1}"
             self._bad_scale(what, weight.parts["group"], expected, int(group[at]))
 
     def _check_scales(self, weight: QuantisedWeight, codes: Codes) -> None:
         scale = codes.scale if codes.divisor is None else codes.scale / codes.divisor
         name = weight.parts["scale"]
+        if not bool(codes.values.isfinite().all()):
+            num = int((~codes.values.isfinite()).sum())
+            what = f"{num} of {codes.values.numel()} codes stand for no finite number"
+            self._bad_scale(what, weight.parts["codes"], "numbers", "NaN or infinity")
         if codes.divisor is not None and not bool((codes.divisor.isfinite() & (codes.divisor != 0)).all()):
             self._bad_scale(
                 "the global scale is not a number to divide by",

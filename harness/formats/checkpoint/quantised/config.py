@@ -7,10 +7,11 @@ worked (its damping, its calibration) are listed as free.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from harness.formats.checkpoint.quantised.scheme import InputScheme, Scheme, one_of, refuse
 
+_T = TypeVar("_T")
 FREE = None
 """Of a field whose value does not change what the stored numbers mean."""
 Fields = Mapping[str, Sequence[Any] | None]
@@ -68,8 +69,17 @@ _COMPRESSED_ARGUMENTS: Fields = {
     "dynamic": (True, False, "local"), "actorder": (None, False, "static", "weight", "group", "dynamic"),
     "observer": FREE, "observer_kwargs": FREE, "scale_dtype": FREE, "zp_dtype": FREE,
 }  # fmt: skip
-_PACKINGS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
-             "mxfp4-pack-quantized")  # fmt: skip
+_WHOLE, _GROUPED = ("tensor", "channel", "group", "block"), ("group",)
+_PACKINGS: Mapping[str, Mapping[tuple[int, str], tuple[str, Sequence[str]]]] = {
+    "int-quantized": {(8, "int"): ("compressed-int8", _WHOLE)},
+    "float-quantized": {(8, "float"): ("compressed-float8", _WHOLE)},
+    "naive-quantized": {(8, "int"): ("compressed-int8", _WHOLE), (8, "float"): ("compressed-float8", _WHOLE)},
+    "pack-quantized": dict.fromkeys(((4, "int"), (8, "int")), ("compressed-packed", ("channel", "group"))),
+    "nvfp4-pack-quantized": {(4, "float"): ("compressed-nvfp4", ("group", "tensor_group"))},
+    "mxfp4-pack-quantized": {(4, "float"): ("compressed-mxfp4", _GROUPED)},
+}
+"""By compressed-tensors' name of a packing, then by bits and type of codes: the format, and what may share a scale."""
+_INPUTS = {(8, "int"): "int8", (8, "float"): "float8_e4m3fn", (4, "float"): "float4_e2m1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +129,16 @@ def read_schemes(config: Mapping[str, Any], where: str) -> Schemes:
     skipped = [config.get(field) for field in _SKIPS]
     schemes = read(config, where)
     left_out = tuple(str(each) for names in skipped if isinstance(names, list) for each in names)
+    for pattern in (*left_out, *(target for target, _ in schemes)):
+        _check_pattern(pattern, where)
     return Schemes(method=method, default=schemes[0][1], targets=tuple(schemes[1:]), left_out=left_out)
+
+
+def _check_pattern(pattern: str, where: str) -> None:
+    try:
+        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    except re.error as error:
+        refuse(f"a pattern of modules is no regular expression: {error}", where, actual=pattern)
 
 
 def _check(table: Mapping[str, Any], fields: Fields, where: str) -> None:
@@ -145,8 +164,7 @@ def _gptq(config: Mapping[str, Any], where: str) -> Targets:
 def _awq(config: Mapping[str, Any], where: str) -> Targets:
     group = config.get("group_size", config.get("q_group_size"))
     one_of(group, _GROUPS, f"{where}.group_size")
-    is_symmetric = config.get("zero_point") is False
-    return [("", Scheme(format="awq", bits=4, strategy="group", group=group, is_symmetric=is_symmetric))]
+    return [("", Scheme(format="awq", bits=4, strategy="group", group=group, is_symmetric=False))]
 
 
 def _fp8(config: Mapping[str, Any], where: str) -> Targets:
@@ -201,11 +219,12 @@ def _compressed(config: Mapping[str, Any], where: str) -> Targets:
     found: Targets = []
     for name, group in groups.items():
         at = f"{where}.config_groups.{name}"
-        if not isinstance(group, dict) or not isinstance(group.get("targets"), list):
+        targets = group.get("targets") if isinstance(group, dict) else None
+        if not isinstance(targets, list) or not targets or not all(isinstance(each, str) for each in targets):
             refuse("the group names no modules", at, expected="a table with targets", actual=str(group)[:100])
         _check(group, _COMPRESSED_GROUP, at)
         scheme = _compressed_scheme(group, group.get("format") or config.get("format"), at)
-        found += [(str(target), scheme) for target in group["targets"]]
+        found += [(target, scheme) for target in targets]
     classes = [pair for pair in found if pair[0] in ("Linear", "Embedding")]
     if len({scheme for _, scheme in classes}) > 1:
         refuse("several groups name the same class of modules", f"{where}.config_groups", actual=len(groups))
@@ -213,41 +232,27 @@ def _compressed(config: Mapping[str, Any], where: str) -> Targets:
 
 
 def _compressed_scheme(group: Mapping[str, Any], packing: object, where: str) -> Scheme:
-    one_of(packing, _PACKINGS, f"{where}.format")
-    weights = group.get("weights")
+    one_of(packing, tuple(_PACKINGS), f"{where}.format")
+    weights, at = group.get("weights"), f"{where}.weights"
     if not isinstance(weights, dict):
-        refuse("nothing is said of the weights", f"{where}.weights", expected="a table", actual=weights)
-    _check(weights, _COMPRESSED_ARGUMENTS, f"{where}.weights")
-    _require(weights, ("num_bits", "type", "strategy"), f"{where}.weights")
-    bits, kind, strategy = weights["num_bits"], weights["type"], weights["strategy"]
-    is_packed = packing != "naive-quantized" and "pack" in str(packing)
-    one_of((bits, kind), _WIDTHS[str(packing)], f"{where}.weights: num_bits, type")
-    symmetric, size = weights.get("symmetric", True), weights.get("group_size")
-    if strategy in ("group", "tensor_group") and (not isinstance(size, int) or size < 1):
-        refuse("the size of a group is missing", f"{where}.weights.group_size", expected="a number", actual=size)
-    if not is_packed and bits != 8:
-        refuse("codes of fewer bits than a byte are not packed", f"{where}.weights.num_bits", actual=bits)
+        refuse("nothing is said of the weights", at, expected="a table", actual=weights)
+    _check(weights, _COMPRESSED_ARGUMENTS, at)
+    _require(weights, ("num_bits", "type", "strategy"), at)
+    format, strategies = _of_codes(_PACKINGS[str(packing)], weights, at)
+    strategy, is_ordered = weights["strategy"], weights.get("actorder") in ("group", "dynamic")
+    one_of(strategy, _GROUPED if is_ordered else strategies, f"{at}.strategy")
+    one_of(weights.get("symmetric", True), (True,) if weights["type"] == "float" else (True, False), f"{at}.symmetric")
+    is_grouped = strategy in ("group", "tensor_group")
     return Scheme(
-        format="compressed-float8" if kind == "float" and not is_packed else f"compressed-{_SHORT[str(packing)]}",
-        bits=bits,
-        strategy="group" if strategy == "tensor_group" else strategy,
-        group=size if strategy in ("group", "tensor_group") else None,
-        block=_block(weights.get("block_structure"), f"{where}.weights") if strategy == "block" else None,
-        is_symmetric=symmetric,
-        is_ordered=weights.get("actorder") in ("group", "dynamic"),
+        format=format,
+        bits=weights["num_bits"],
+        strategy="group" if is_grouped else strategy,
+        group=_group_size(weights, at) if is_grouped else None,
+        block=_block(weights.get("block_structure"), at) if strategy == "block" else None,
+        is_symmetric=weights.get("symmetric", True),
+        is_ordered=is_ordered,
         inputs=_compressed_inputs(group.get("input_activations"), f"{where}.input_activations"),
     )
-
-
-_WIDTHS: Mapping[str, Sequence[tuple[int, str]]] = {
-    "int-quantized": ((8, "int"),), "float-quantized": ((8, "float"),), "naive-quantized": ((8, "int"), (8, "float")),
-    "pack-quantized": ((4, "int"), (8, "int")), "nvfp4-pack-quantized": ((4, "float"),),
-    "mxfp4-pack-quantized": ((4, "float"),),
-}  # fmt: skip
-_SHORT = {
-    "int-quantized": "int8", "naive-quantized": "int8", "float-quantized": "float8", "pack-quantized": "packed",
-    "nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4",
-}  # fmt: skip
 
 
 def _compressed_inputs(table: object, where: str) -> InputScheme | None:
@@ -259,13 +264,29 @@ def _compressed_inputs(table: object, where: str) -> InputScheme | None:
     _require(table, ("num_bits", "type", "strategy"), where)
     one_of(table.get("symmetric", True), (True,), f"{where}.symmetric")
     one_of(table["strategy"], ("token", "tensor", "group", "tensor_group"), f"{where}.strategy")
-    dtype = {(8, "int"): "int8", (8, "float"): "float8_e4m3fn", (4, "float"): "float4_e2m1"}.get(
-        (table["num_bits"], table["type"]), ""
+    is_grouped = table["strategy"] in ("group", "tensor_group")
+    return InputScheme(
+        dtype=_of_codes(_INPUTS, table, where),
+        share="group" if is_grouped else table["strategy"],
+        group=_group_size(table, where) if is_grouped else None,
+        is_static=table.get("dynamic") in (False, None),
     )
-    one_of(dtype, ("int8", "float8_e4m3fn", "float4_e2m1"), f"{where}: num_bits, type")
-    share = "group" if table["strategy"] == "tensor_group" else table["strategy"]
-    is_static = table.get("dynamic") in (False, None)
-    return InputScheme(dtype=dtype, share=share, group=table.get("group_size"), is_static=is_static)
+
+
+def _of_codes(known: Mapping[tuple[int, str], _T], arguments: Mapping[str, Any], where: str) -> _T:
+    """Return what belongs to codes of some bits and type."""
+    bits, kind = arguments["num_bits"], arguments["type"]
+    if (bits, kind) not in known:
+        expected = " or ".join(f"{bits} bits of {kind}" for bits, kind in known)
+        refuse("the codes are not understood here", f"{where}: num_bits, type", expected=expected, actual=f"{bits} bits of {kind}")  # fmt: skip  # noqa: E501
+    return known[bits, kind]
+
+
+def _group_size(arguments: Mapping[str, Any], where: str) -> int:
+    size = arguments.get("group_size")
+    if not isinstance(size, int) or size < 1:
+        refuse("the size of a group is missing", f"{where}.group_size", expected="a number", actual=size)
+    return size
 
 
 _METHODS: Mapping[str, tuple[Fields, Callable[[Mapping[str, Any], str], Targets]]] = {

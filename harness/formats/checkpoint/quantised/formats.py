@@ -134,7 +134,7 @@ def _plain(tensors: Tensors, scheme: Scheme, sizes: Sizes) -> Codes:
 def _packed_sizes(entries: Entries, scheme: Scheme, read: Read) -> Sizes:
     outputs, words = _shape(entries, "codes", 2)
     count = 32 // scheme.bits
-    shape = read("shape").tolist()
+    shape = read("shape").flatten().tolist()
     if len(shape) != 2 or shape[0] != outputs or -(-shape[1] // count) != words:
         misfit(
             "the tensor contradicts the packed one",
@@ -210,12 +210,11 @@ def _awq_sizes(entries: Entries, scheme: Scheme, _read: Read) -> Sizes:
 
 def _awq(tensors: Tensors, scheme: Scheme, sizes: Sizes) -> Codes:
     """AWQ: words along the outputs, [I, O], in an order of their own."""
-    zero = unpacked(tensors["zero"], 4, 1, _AWQ_ORDER).to(torch.float32) if "zero" in tensors else None
     return Codes(
         values=unpacked(tensors["codes"], 4, 1, _AWQ_ORDER).to(torch.float32).T,
         scale=tensors["scale"].to(torch.float32).T,
         block=(1, sizes["group"]),
-        zero=torch.full((1, 1), 8.0) if zero is None else zero.T,
+        zero=unpacked(tensors["zero"], 4, 1, _AWQ_ORDER).to(torch.float32).T,
         words=Words(dim=0, order=_AWQ_ORDER),
     )
 
@@ -226,15 +225,17 @@ def _bnb_state(read: Read, where: str) -> tuple[tuple[int, ...], int, int, float
         state = json.loads(bytes(read("state").tolist()))
         shape, block = tuple(state["shape"]), state["blocksize"]
         nested, offset = state.get("nested_blocksize", 0), float(state.get("nested_offset", 0.0))
-        if not all(type(each) is int and each > 0 for each in (*shape, block)) or type(nested) is not int or nested < 0:
+        numbers = (*shape, block, *([nested] if "nested_blocksize" in state else []))
+        if len(shape) < 2 or not all(type(each) is int and each > 0 for each in numbers):
             raise ValueError(state)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         misfit("the state of the quantiser is not understood", where, expected="shape and blocksize", actual=str(error))
     return shape, block, nested, offset
 
 
 def _bnb_4bit_sizes(entries: Entries, _scheme: Scheme, read: Read) -> Sizes:
     shape, block, nested, _ = _bnb_state(read, entries["state"].name)
+    _check_nesting(entries, nested)
     storage = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}.get(entries["codes"].dtype, 1)
     blocks = -(-prod(shape) // block)
     sizes = {f"dim{at}": size for at, size in enumerate(shape)} | {"one": 1, "state": entries["state"].num_elements}
@@ -242,6 +243,17 @@ def _bnb_4bit_sizes(entries: Entries, _scheme: Scheme, read: Read) -> Sizes:
         "rank": len(shape), "bytes": -(-prod(shape) // (2 * storage)), "blocks": blocks, "codes": 16, "codes8": 256,
         "nested": -(-blocks // (nested or blocks)), "group": block, "nested_group": nested or blocks,
     }  # fmt: skip
+
+
+def _check_nesting(entries: Entries, nested: int) -> None:
+    """Refuse scales that are codes of a table without that table, or the other way round."""
+    scale = entries["scale"]
+    parts = {"nested_absmax": "nested_scale" in entries, "nested_quant_map": "nested_table" in entries,
+             "nested_blocksize": bool(nested)}  # fmt: skip
+    if set(parts.values()) != {scale.dtype == "U8"}:
+        expected = f"all of {', '.join(parts)} with scales of U8, and none with others"
+        actual = f"scales of {scale.dtype} with {', '.join(name for name, has in parts.items() if has) or 'none'}"
+        misfit("the scales are quantised in turn and half described", scale.name, expected=expected, actual=actual)
 
 
 def _bnb_4bit(tensors: Tensors, _scheme: Scheme, sizes: Sizes) -> Codes:
@@ -361,7 +373,7 @@ FORMATS: Mapping[str, Format] = {
         parts=(
             _part("codes", ".qweight", ("I32",), ("in", "out_words")),
             _part("scale", ".scales", _FLOATS, ("groups", "out")),
-            _part("zero", ".qzeros", ("I32",), ("groups", "out_words"), **_ASYMMETRIC),
+            _part("zero", ".qzeros", ("I32",), ("groups", "out_words")),
         ),
         sizes=_awq_sizes, unpack=_awq,
     ),

@@ -1,5 +1,6 @@
 """Quantised checkpoints that are damaged, half described or of an unknown format: refused with the tensor's name."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import resolve
 from harness.formats.checkpoint.quantised import checkpoint as quantised_checkpoint
 from harness.formats.checkpoint.quantised.checkpoint import QuantisedCheckpoint
-from tests.quantised_checkpoints import Tensors, write_quantised
+from tests.quantised_checkpoints import KINDS, Tensors, write_quantised
 from tests.quantised_faults import CHECKPOINTS
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -35,6 +36,26 @@ def _first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
         return x
 
     return change
+
+
+def _state(**fields: Any) -> Callable[[Tensors], None]:
+    """Change bitsandbytes' state."""
+    name = f"{Q}.weight.quant_state.bitsandbytes__nf4"
+
+    def change(tensors: Tensors) -> None:
+        state = {**json.loads(bytes(tensors[name].tolist())), **fields}
+        tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+    return change
+
+
+def _group(kind: str, inputs: dict[str, Any] | None = None, targets: Any = None, **weights: Any) -> dict[str, Any]:
+    """Return the one group of a kind, changed."""
+    group = KINDS[kind].config["config_groups"]["group_0"]
+    changed = {**group, "targets": group["targets"] if targets is None else targets}
+    changed["weights"] = {**group["weights"], **weights}
+    changed["input_activations"] = {**group["input_activations"], **inputs} if inputs else group["input_activations"]
+    return {"config_groups": {"group_0": changed}}
 
 
 TENSORS: dict[str, tuple[str, Callable[[Tensors], None], Code, str]] = {
@@ -62,6 +83,23 @@ TENSORS: dict[str, tuple[str, Callable[[Tensors], None], Code, str]] = {
     ),
     "state that is no JSON": (
         "nf4", _set(f"{Q}.weight.quant_state.bitsandbytes__nf4", torch.zeros_like), Code.QUANTISED_MISFIT, "quant_state"
+    ),
+    "state without a shape": ("nf4", _state(shape=[]), Code.QUANTISED_MISFIT, "the state of the quantiser"),
+    "offset that is no number": ("nf4", _state(nested_offset=10**400), Code.QUANTISED_MISFIT, "too large"),
+    "scales without their table": (
+        "nf4-doubled", _without(f"{Q}.weight.nested_quant_map"), Code.QUANTISED_MISFIT, "half described"
+    ),
+    "scales without theirs": ("nf4-doubled", _without(f"{Q}.weight.nested_absmax"), Code.QUANTISED_MISFIT, "absmax"),
+    "shape that is one number": (
+        "w4a16", _set(f"{Q}.weight_shape", lambda x: x[0]), Code.QUANTISED_MISFIT, f"{Q}.weight_shape"
+    ),
+    "group where there are none": (
+        "w8a8", lambda tensors: tensors.update({f"{Q}.weight_g_idx": torch.full((96,), 50, dtype=torch.int32)}),
+        Code.BAD_SCALE, "expected: 0 to 0",
+    ),
+    "code that is NaN": (
+        "fp8-dynamic", _set(f"{Q}.weight", lambda x: (x.float() * float("nan")).to(x.dtype)), Code.BAD_SCALE,
+        "18432 of 18432 codes stand for no finite number",
     ),
     "integers that nothing explains": (
         "w4a16", lambda tensors: tensors.update({"model.extra": torch.zeros(3, dtype=torch.int8)}),
@@ -94,6 +132,36 @@ FIELDS: dict[str, tuple[str, dict[str, Any], Code, str]] = {
     "status": ("w4a16", {"quantization_status": "calibration"}, Code.UNKNOWN_QUANTISATION, "compressed"),
     "no groups": ("w4a16", {"config_groups": {}}, Code.UNKNOWN_QUANTISATION, "config_groups"),
     "left out": ("w4a16", {"ignore": ["re:.*q_proj"]}, Code.QUANTISED_MISFIT, "said not to be quantised"),
+    "what shares a scale": ("w8a8", _group("w8a8", strategy="token"), Code.UNKNOWN_QUANTISATION, "weights.strategy"),
+    "packed blocks": (
+        "w4a16",
+        _group("w4a16", strategy="block", block_structure=[32, 32]),
+        Code.UNKNOWN_QUANTISATION,
+        "expected: channel, group",
+    ),
+    "NVFP4 without groups": ("nvfp4", _group("nvfp4", strategy="tensor"), Code.UNKNOWN_QUANTISATION, "tensor_group"),
+    "order without groups": ("w8a8", _group("w8a8", actorder="group"), Code.UNKNOWN_QUANTISATION, "expected: group"),
+    "floats with zero points": (
+        "fp8-dynamic",
+        _group("fp8-dynamic", symmetric=False),
+        Code.UNKNOWN_QUANTISATION,
+        "weights.symmetric",
+    ),
+    "codes of another type": (
+        "w8a8",
+        _group("w8a8", type="float"),
+        Code.UNKNOWN_QUANTISATION,
+        "expected: 8 bits of int\n  actual:   8 bits of float",
+    ),
+    "inputs in groups of nothing": (
+        "w8a8",
+        _group("w8a8", {"strategy": "group", "group_size": -1}),
+        Code.UNKNOWN_QUANTISATION,
+        "input_activations.group_size",
+    ),
+    "no targets": ("w8a8", _group("w8a8", targets=[]), Code.UNKNOWN_QUANTISATION, "names no modules"),
+    "target that is no name": ("w8a8", _group("w8a8", targets=[3]), Code.UNKNOWN_QUANTISATION, "names no modules"),
+    "pattern": ("w8a8", {"ignore": ["re:(("]}, Code.UNKNOWN_QUANTISATION, "no regular expression"),
     "neither": ("nf4", {"load_in_4bit": False}, Code.UNKNOWN_QUANTISATION, "4 bits or 8"),
     "type": ("torchao", {"quant_type": "Float8WeightOnlyConfig"}, Code.UNKNOWN_QUANTISATION, "Int8WeightOnlyConfig"),
 }
@@ -103,7 +171,7 @@ FIELDS: dict[str, tuple[str, dict[str, Any], Code, str]] = {
 def test_tensors(name: str, tmp_path: Path):
     kind, change, code, text = TENSORS[name]
     write_quantised(
-        CHECKPOINTS / "qwen2-tiny" if kind == "nf4" else CHECKPOINTS / "llama-tiny",
+        CHECKPOINTS / "qwen2-tiny" if kind.startswith("nf4") else CHECKPOINTS / "llama-tiny",
         tmp_path / "m",
         kind,
         changed=change,
