@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,13 @@ from harness.formats.safetensors_header import Header, TensorEntry, read_header
 CONFIG_NAME = "config.json"
 
 
+@lru_cache(maxsize=16)
+def _read_config(path: Path, _stamp: FileStamp) -> tuple[Mapping[str, Any], str]:
+    """The table in a config.json and the sha256 of the same bytes, read once while the file stays as it is."""
+    table, content = read_table(path)
+    return table, hashlib.sha256(content).hexdigest()
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint in HuggingFace's layout. Two of the same folder are equal."""
@@ -37,15 +44,14 @@ class Checkpoint:
         return source if isinstance(source, Checkpoint) else cls(Path(source))
 
     @cached_property
-    def _config(self) -> tuple[dict[str, Any], str, FileStamp]:
+    def _config(self) -> tuple[Mapping[str, Any], str, FileStamp]:
         """The table in config.json, the sha256 of the same bytes, and the file's stamp before they were read."""
         path = self.folder / CONFIG_NAME
         if not path.is_file():
             hint = "pass the folder that holds config.json"
             not_a_checkpoint(f"the folder has no {CONFIG_NAME}", self.folder, hint)
         stamp = FileStamp.of(path)
-        table, content = read_table(path)
-        return table, hashlib.sha256(content).hexdigest(), stamp
+        return *_read_config(path, stamp), stamp
 
     @property
     def config(self) -> Mapping[str, Any]:

@@ -211,7 +211,7 @@ def test_an_adapter_may_stand_inside_a_class() -> None:
 def test_an_engine_that_is_not_installed_is_an_error_with_the_names_there_are(project: pytest.Pytester) -> None:
     suite = ("--pyargs", "harness.properties.engine.test_engine", "-k", "order")
     result = project.runpytest_subprocess(*suite, "--engine", "nobody")
-    result.assert_outcomes(errors=1, deselected=10)
+    result.assert_outcomes(errors=1, deselected=11)
     result.stdout.fnmatch_lines(["*H014: no engine is called 'nobody'*"])
 
 

@@ -31,8 +31,8 @@ def own(checkpoints):
 @pytest.mark.parametrize(
     ("engine", "code", "words"),
     [
-        (None, Code.UNKNOWN_ENGINE, "hf, llamacpp, mlx, onnxruntime, reference, vllm"),
-        ("refrence", Code.UNKNOWN_ENGINE, "hf, llamacpp, mlx, onnxruntime, reference, vllm"),
+        (None, Code.UNKNOWN_ENGINE, "hf, llamacpp, mlx, onnxruntime, openvino, reference, vllm"),
+        ("refrence", Code.UNKNOWN_ENGINE, "hf, llamacpp, mlx, onnxruntime, openvino, reference, vllm"),
         (OwnModel, Code.BAD_OPTION, "OwnModel is a class"),
         (lambda tokens: tokens, Code.BAD_OPTION, "nothing that can be checked"),
         (3, Code.BAD_OPTION, "actual:   3"),

@@ -72,6 +72,8 @@ def _opened(path: Path, _made: str) -> "QuantisedCheckpoint":
 
 def read_quantised_source(folder: Path) -> QuantisedSource | None:
     """Return what a folder was made of; None for one that was not made of a quantised checkpoint."""
+    if not (folder / INFO_NAME).is_file():
+        return None
     try:
         info = json.loads((folder / INFO_NAME).read_bytes())
         return QuantisedSource(

@@ -7,6 +7,7 @@ import pytest
 
 import reference_engine.attention.paged
 import reference_engine.checkpoint.model_config
+import reference_engine.engine
 import reference_engine.model
 import reference_engine.model_runner
 import reference_engine.sampler
@@ -31,8 +32,8 @@ from ...sampling import sampled
 
 OWNERS = (
     reference_engine.attention.paged, reference_engine.attention.paged.PagedAttention,
-    reference_engine.checkpoint.model_config, reference_engine.model, reference_engine.model_runner,
-    reference_engine.sampler, Attention, BlockManager, BlockPool,
+    reference_engine.checkpoint.model_config, reference_engine.engine, reference_engine.model,
+    reference_engine.model_runner, reference_engine.sampler, Attention, BlockManager, BlockPool,
     Decoder, DecoderLayer, Embedding, Experts, KVCache, LLMEngine, Linear, MLP, Prefix, PrefixCache, RMSNorm,
     RotaryEmbedding,
 )  # fmt: skip

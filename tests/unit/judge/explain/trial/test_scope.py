@@ -19,9 +19,13 @@ ROWS = Rows(
         for name, values in zip(("step", "request", "position"), zip(*PLACES, strict=True), strict=True)
     }
 )
-RECORDING = SimpleNamespace(
-    manifest=SimpleNamespace(requests=[SimpleNamespace(id=0, prompt_length=6), SimpleNamespace(id=1, prompt_length=3)])
-)
+
+
+def request(number, prompt_length):
+    return SimpleNamespace(id=number, prompt_length=prompt_length, draft_of=None)
+
+
+RECORDING = SimpleNamespace(manifest=SimpleNamespace(requests=[request(0, 6), request(1, 3)]))
 
 
 def said(holds):
@@ -56,8 +60,6 @@ def test_many_requests_are_counted():
     rows = Rows(
         request=torch.arange(number), position=torch.zeros(number, dtype=torch.int64), step=torch.arange(number)
     )
-    recording = SimpleNamespace(
-        manifest=SimpleNamespace(requests=[SimpleNamespace(id=each, prompt_length=1) for each in range(number)])
-    )
+    recording = SimpleNamespace(manifest=SimpleNamespace(requests=[request(each, 1) for each in range(number)]))
     assert scope(rows, rows.request < 8, recording) == "8 requests"
     assert scope(rows, rows.request < 2, recording) == "requests 0, 1"
