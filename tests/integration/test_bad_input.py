@@ -253,7 +253,7 @@ def test_a_prompt_file_that_cannot_be_read(refused, tmp_path):
 # Options
 
 OPTIONS = {
-    "engine": (["--engine", "refrence"], Code.UNKNOWN_ENGINE, "mlx, onnxruntime, openvino, reference, vllm", "refrence"),
+    "engine": (["--engine", "refrence"], Code.UNKNOWN_ENGINE, "onnxruntime, openvino, reference, vllm", "refrence"),
     "dtype": (["--dtype", "float8"], Code.BAD_OPTION, "float32, bfloat16, float16", "float8"),
     "device": (["--device", "tpu"], Code.BAD_OPTION, "cpu or cuda", "tpu"),
     "another device of torch": (["--device", "meta"], Code.BAD_OPTION, "cpu or cuda", "meta"),

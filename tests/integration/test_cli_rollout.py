@@ -39,9 +39,7 @@ def test_a_sound_log_passes(compare, rows):
     assert ran.status == 0, ran.err
     assert ran.out.startswith("PASS  rollouts.jsonl · llama-tiny · bfloat16 · 3 rows, 30 tokens compared")
     assert "tokens      45 = 30 compared + 15 of prompts" in ran.out
-    assert "not judged the trainer (the named model in high precision stands in its place)" in " ".join(
-        ran.out.split()
-    )
+    assert "not judged the trainer (the named model in high precision stands in its place)" in " ".join(ran.out.split())
 
 
 def test_a_fault_is_a_mismatch_in_json(compare, rows):

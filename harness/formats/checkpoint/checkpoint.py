@@ -27,7 +27,7 @@ CONFIG_NAME = "config.json"
 
 @lru_cache(maxsize=16)
 def _read_config(path: Path, _stamp: FileStamp) -> tuple[Mapping[str, Any], str]:
-    """The table in a config.json and the sha256 of the same bytes, read once while the file stays as it is."""
+    """Read the table in a config.json and the sha256 of the same bytes, once while the file stays as it is."""
     table, content = read_table(path)
     return table, hashlib.sha256(content).hexdigest()
 
