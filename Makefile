@@ -1,4 +1,4 @@
-.PHONY: audit check format lock test test-machines test-slow test-gpu test-pretended-gpu test-oldest test-vllm test-sglang floors scoreboard fuzz mutants
+.PHONY: audit check docs format lock test test-machines test-slow test-gpu test-pretended-gpu test-oldest test-vllm test-sglang floors scoreboard fuzz mutants
 
 check:  ## format, lint, types, floors
 	ruff format --check harness reference_engine tests cases
@@ -60,6 +60,9 @@ test-sglang:  ## the adapters of SGLang on a CPU without its kernels, in an envi
 	.venv-sglang/bin/pip install -q --no-deps -r tests/sglang/without-dependencies.txt
 	.venv-sglang/bin/pip install -q -c tests/sglang/versions.txt -r tests/sglang/imported.txt
 	.venv-sglang/bin/python -m pytest -q -m slow -o addopts="" -o filterwarnings=default tests/sglang
+
+docs:  ## the documents as pages with search, in build/site/pages; needs `pip install -e '.[docs]'`
+	python docs/site/build.py
 
 scoreboard:  ## what the harness finds of known bugs
 	harness faults --format markdown
