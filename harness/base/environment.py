@@ -3,13 +3,14 @@
 The light recorder imports this module, where nothing but numpy need be installed.
 """
 
+import json
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 from harness.version import __version__
@@ -45,7 +46,7 @@ def describe_environment() -> dict[str, str]:
     """Return the same as text, with machine and revision: written into every trace, compared before any gate."""
     found = {name: str(value) for name, value in environment().items()}
     found |= {"machine": platform.machine(), "harness": __version__}
-    return found | {"revision": _revision()}
+    return found | {"revision": _described(Path.cwd()) or "unknown"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +97,25 @@ def describe_machine(device: str) -> MachineInfo:
     )
 
 
-def _revision() -> str:
-    """Return the commit of the working folder if it is a checkout: that of the engine under test, as a rule."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+def own_commit() -> str:
+    """Return the commit that this code is of, as git or pip knows it; nothing where neither does."""
+    root = Path(__file__).parents[2]
+    if (root / ".git").exists():
+        return _described(root)
+    try:
+        record = json.loads(distribution("inference-harness").read_text("direct_url.json") or "{}")
+        return str(record["vcs_info"]["commit_id"])[:12]
+    except (PackageNotFoundError, KeyError, TypeError, ValueError):
+        return ""
+
+
+def _described(folder: Path) -> str:
+    """Return the commit of a folder if it is a checkout: of the working folder, the engine's as a rule."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        return ""
     return ran.stdout.strip()
 
 

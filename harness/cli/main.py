@@ -10,6 +10,7 @@ from typing import Any
 
 import typer
 
+from harness.base.environment import own_commit
 from harness.cli.command import StrictCommand
 from harness.cli.interrupts import INTERRUPTED, Interrupts
 from harness.cli.output import results_on, write, write_json
@@ -174,6 +175,7 @@ def build_app() -> typer.Typer:
         inspect,
         map,
         memory,
+        new_adapter,
         profile,
         quant,
         rollout,
@@ -213,6 +215,7 @@ def build_app() -> typer.Typer:
     app.command(cls=StrictCommand)(estimate.estimate)
     app.command(cls=StrictCommand, epilog=engines)(rollout.rollout)
     app.command(cls=StrictCommand)(weights.weights)
+    app.command("new-adapter", cls=StrictCommand)(new_adapter.new_adapter)
     app.add_typer(bench.app)
     app.add_typer(suite.app)
     app.add_typer(trace.app)
@@ -222,11 +225,18 @@ def build_app() -> typer.Typer:
 
 def _version(shown: bool) -> None:
     if shown:
-        write(f"harness {__version__}")
+        commit = own_commit()
+        write(f"harness {__version__}" + (f", commit {commit}" if commit else ""))
         raise typer.Exit
 
 
 def _options(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+    version: bool = typer.Option(
+        False,
+        "--version",
+        callback=_version,
+        is_eager=True,
+        help="Print the version, and the commit where it is known.",
+    ),
 ) -> None:
     pass

@@ -127,7 +127,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., st
     """Install an engine of another package, as pip does: a module and the entry point in its metadata."""
 
     def install_engine(source: str, *, name: str = "foreign", opener: str = "open_engine") -> str:
-        module = f"{name}_package_{abs(hash(tmp_path))}"
+        module = f"{name.replace('-', '_')}_package_{abs(hash(tmp_path))}"
         site = tmp_path / f"site-{name}"
         metadata = site / f"{module}-1.0.dist-info"
         metadata.mkdir(parents=True)
