@@ -268,9 +268,11 @@ def _prompts(case: Case, checkpoint: Checkpoint) -> tuple[Prompt, ...]:
 
     def prompt(index: int, request: RequestSpec) -> Prompt:
         token_ids = request.token_ids
-        if token_ids is None:
-            assert request.prompt is not None
+        if request.prompt is not None:
             token_ids = tokenize(request.prompt, checkpoint, where=f"request {index}")
+        elif request.messages is not None:
+            token_ids = checkpoint.tokenizer.chat(request.messages, request.tools)
+        assert token_ids is not None
         if request.continuation is not None:
             fed = (*token_ids, *request.continuation)
             return Prompt(token_ids=fed, max_new_tokens=1, prompt_length=len(token_ids))

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Union
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Model = Union[str, Path, "PreTrainedModel"]
 Dtype = Union[str, "torch.dtype"]
-Prompts = str | Sequence[str | Sequence[int]]
+Prompts = str | Sequence[str | Sequence[int] | Sequence[Mapping[str, Any]]]
 
 _OPTION = re.compile(r"--(?P<name>[a-z]+(?:-[a-z]+)*)(?: (?P<value>[\w.,:\"]+))?")
 _ARGUMENTS = {
@@ -60,10 +60,10 @@ def requests_of(prompts: Prompts | None) -> list[RequestSpec]:
     """Return prompts as requests; none for None.
 
     Args:
-        prompts: a text, or several texts or lists of token ids (tensors, too).
+        prompts: a text, or several texts, lists of token ids (tensors, too) or lists of chat messages.
 
     Raises:
-        HarnessError: EMPTY_PROMPT, or BAD_OPTION for what is neither text nor token ids.
+        HarnessError: EMPTY_PROMPT, or BAD_OPTION for what is none of these.
     """
     if prompts is None:
         return []
@@ -83,6 +83,8 @@ def _request(where: str, prompt: Any) -> RequestSpec:
             hint = "give some text"
             raise HarnessError(Code.EMPTY_PROMPT, "the prompt is empty", where=where, actual=repr(prompt), hint=hint)
         return RequestSpec(prompt=prompt)
+    if isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
+        return RequestSpec(messages=[dict(message) for message in prompt])
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not isinstance(ids, Sequence) or not all(type(token) is int for token in ids):
         _refuse_prompt(where, prompt)
@@ -95,9 +97,9 @@ def _request(where: str, prompt: Any) -> RequestSpec:
 def _refuse_prompt(where: str, actual: object) -> NoReturn:
     raise HarnessError(
         Code.BAD_OPTION,
-        "a prompt is neither text nor a list of token ids",
+        "a prompt is neither text nor a list of token ids or of chat messages",
         where=where,
-        expected='prompts=["some text"], or prompts=[[1, 2, 3]]',
+        expected='prompts=["some text"], prompts=[[1, 2, 3]], or prompts=[[{"role": "user", "content": "Hi"}]]',
         actual=repr(actual)[:80],
     )
 

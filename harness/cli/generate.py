@@ -164,9 +164,7 @@ def _token_ids(prompt: str, checkpoint: Checkpoint, *, chat: bool) -> list[int]:
             hint="copy it there: text goes in and comes out",
         )  # fmt: skip
     if chat:
-        from harness.cli.chat import chat_token_ids
-
-        return chat_token_ids(prompt, checkpoint.tokenizer)
+        return checkpoint.tokenizer.chat([{"role": "user", "content": prompt}])
     from harness.plan import tokenize
 
     return tokenize(prompt, checkpoint, where="--prompt")

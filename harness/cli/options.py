@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from harness.base.files import read_text
+from harness.base.json_text import parse_json
 from harness.errors import Code, HarnessError
 from harness.formats.case import Case, RequestSpec, load_case
 
@@ -36,6 +37,15 @@ PromptText = Annotated[
     list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Text of one request. Repeatable.")
 ]
 PromptFile = Annotated[Path | None, typer.Option(metavar="FILE", help="File with the text of one request.")]
+ChatFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--chat",
+        metavar="FILE",
+        help="JSON file with one request's conversation: a list of messages, or messages and tools. The checkpoint's "
+        "chat template makes the prompt. Repeatable.",
+    ),
+]
 TokenIds = Annotated[list[str] | None, typer.Option(metavar="IDS", help="Token ids of one request: 1,2,3. Repeatable.")]
 Continuations = Annotated[
     list[str] | None,
@@ -61,7 +71,7 @@ WORKLOAD = ("device", "truth", "requests", "max_new_tokens")
 Given = dict[str, Any]
 """The fields of a case that were given, and `case` for the file: arguments of `plan_request`."""
 
-_REQUESTS = {"prompt": PromptText, "prompt_file": PromptFile, "token_ids": TokenIds}
+_REQUESTS = {"prompt": PromptText, "prompt_file": PromptFile, "chat": ChatFiles, "token_ids": TokenIds}
 _OTHERS = {"continuation": Continuations, "case": CaseFile}
 
 
@@ -109,26 +119,28 @@ EVERY_OPTION = CaseOptions(*_FIRST, *(name for name in Case.options() if name no
 def _requests(
     prompt: Sequence[str] = (),
     prompt_file: Path | None = None,
+    chat: Sequence[Path] = (),
     token_ids: Sequence[str] = (),
     continuation: Sequence[str] = (),
 ) -> list[RequestSpec]:
-    """Return the requests that were given, in the order text, file, token ids; none if none were."""
+    """Return the requests that were given, in the order text, file, chats, token ids; none if none were."""
     texts = [("--prompt", text) for text in prompt]
     if prompt_file is not None:
-        texts.append((f"--prompt-file {prompt_file}", _read_text(prompt_file)))
+        texts.append((f"--prompt-file {prompt_file}", _read_text(prompt_file, "--prompt-file", "prompt file")))
     for where, text in texts:
         if not text.strip():
             raise HarnessError(
                 Code.EMPTY_PROMPT, "the prompt is empty", where=where, actual=repr(text), hint="give some text"
             )
     requests = [RequestSpec(prompt=text) for _, text in texts]
+    requests += [_read_chat(path) for path in chat]
     requests += [RequestSpec(token_ids=_parse_ids(text, "--token-ids")) for text in token_ids]
     if not continuation:
         return requests
     following = [_parse_ids(text, "--continuation") for text in continuation]
     if len(following) != len(requests):
         what, expected = "each request needs its continuation", f"{len(requests)}, one for each prompt given"
-        hint = "give --prompt or --token-ids, and as many --continuation"
+        hint = "give --prompt, --chat or --token-ids, and as many --continuation"
         raise HarnessError(
             Code.BAD_OPTION, what, where="--continuation", expected=expected, actual=len(following), hint=hint
         )
@@ -136,13 +148,32 @@ def _requests(
     return [request.model_copy(update={"continuation": ids}) for request, ids in pairs]
 
 
-def _read_text(path: Path) -> str:
+def _read_chat(path: Path) -> RequestSpec:
+    expected = 'a list of messages, or {"messages": [...], "tools": [...]}'
+    try:
+        content = parse_json(_read_text(path, "--chat", "chat file"))
+    except ValueError as error:
+        what = f"the chat file is no JSON: {error}"
+        raise HarnessError(Code.BAD_OPTION, what, where="--chat", expected=expected, actual=path) from error
+    given = content if isinstance(content, dict) else {"messages": content}
+    try:
+        if unknown := sorted(given.keys() - {"messages", "tools"}):
+            raise ValueError(f"{', '.join(unknown)}: not understood")
+        return RequestSpec(messages=given.get("messages"), tools=given.get("tools"))
+    except ValueError as error:  # pydantic's too
+        what = "the chat file holds no conversation"
+        raise HarnessError(
+            Code.BAD_OPTION, what, where=f"--chat {path}", expected=expected, actual=str(error).splitlines()[0]
+        ) from error
+
+
+def _read_text(path: Path, where: str, kind: str) -> str:
     try:
         return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        what = f"the prompt file cannot be read: {reason}"
-        raise HarnessError(Code.BAD_OPTION, what, where="--prompt-file", actual=path) from error
+        what = f"the {kind} cannot be read: {reason}"
+        raise HarnessError(Code.BAD_OPTION, what, where=where, actual=path) from error
 
 
 def _parse_ids(text: str, option: str) -> list[int]:

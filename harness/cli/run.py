@@ -88,7 +88,7 @@ def _planned(
     if golden is None:
         return plan_request(**given, local_files_only=local_files_only), [], None
     if not given.keys() <= {"model", "device", "schedules", *opt.ENGINE}:
-        names = "--dtype, --truth, --prompt, --prompt-file, --token-ids, --max-new-tokens and --case"
+        names = "--dtype, --truth, --prompt, --prompt-file, --chat, --token-ids, --max-new-tokens and --case"
         raise HarnessError(
             Code.BAD_OPTION, f"{names} say what the golden says", where="--golden", hint="leave them out"
         )

@@ -44,20 +44,26 @@ class Option:
 
 
 class RequestSpec(BaseModel):
-    """One request of a case: text or token ids."""
+    """One request of a case: text, a conversation, or token ids."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    """A conversation, which the checkpoint's chat template makes into a prompt."""
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of functions, for the chat template."""
     token_ids: list[int] | None = None
     max_new_tokens: _Count | None = None
     continuation: Annotated[list[int], Field(min_length=1)] | None = None
     """Token ids that follow the prompt in the place of HF's own greedy ones; max_new_tokens then says nothing."""
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> "RequestSpec":
-        if (self.prompt is None) == (self.token_ids is None):
-            raise ValueError("a request needs either prompt or token_ids, and not both")
+    def _one_of_three(self) -> "RequestSpec":
+        if [self.prompt, self.messages, self.token_ids].count(None) != 2:
+            raise ValueError("a request needs one of prompt, messages and token_ids, and no two of them")
+        if self.tools is not None and self.messages is None:
+            raise ValueError("tools are for messages: a chat template takes both")
         return self
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import json
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -120,6 +121,21 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], *, 
     if (folder / INFO_FILE).exists():
         info = GoldenInfo.model_validate_json((folder / INFO_FILE).read_bytes())
         (folder / INFO_FILE).write_text(GoldenInfo.of(folder, info.key, info.graph()).model_dump_json())
+
+
+@pytest.fixture
+def changed(checkpoints, tmp_path):
+    """A copy of a checkpoint with changes to its JSON files."""
+
+    def change(name: str, **files: dict[str, object]):
+        folder = tmp_path / name
+        shutil.copytree(checkpoints / name, folder)
+        for file, values in files.items():
+            path = folder / f"{file}.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | values))
+        return folder
+
+    return change
 
 
 @pytest.fixture

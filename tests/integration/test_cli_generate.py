@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,21 +26,6 @@ STATS = (
 @pytest.fixture
 def generate(harness):
     return lambda *options: harness("generate", "--prompt", PROMPT, *options)
-
-
-@pytest.fixture
-def changed(checkpoints, tmp_path):
-    """A copy of a checkpoint with changes to its JSON files."""
-
-    def change(name: str, **files: dict[str, object]):
-        folder = tmp_path / name
-        shutil.copytree(checkpoints / name, folder)
-        for file, values in files.items():
-            path = folder / f"{file}.json"
-            path.write_text(json.dumps(json.loads(path.read_text()) | values))
-        return folder
-
-    return change
 
 
 def hf_text(folder, prompt: str, num_tokens: int) -> str:

@@ -12,7 +12,8 @@ from harness.cli.main import build_app, wants_json
 from harness.formats.case import Case
 
 ENGINE = ["--engine", "--engine-option", "--isolate", "--engine-timeout", "--engine-python"]
-WORKLOAD = ["--device", "--truth", "--prompt", "--prompt-file", "--token-ids", "--max-new-tokens"]
+WORKLOAD = ["--device", "--truth", "--prompt", "--prompt-file", "--chat", "--token-ids",
+            "--max-new-tokens"]  # fmt: skip
 OPTIONS = {
     "check": ["--model", "--hf", "--tensors", *ENGINE, *WORKLOAD, "--schedule", "--taps", "--case", "--lora",
               "--other-lora", "--stop-early", "--budget", "--dtype", "--out", "--fault", "--profile",

@@ -1,5 +1,6 @@
 """The tokenizer of a checkpoint, as transformers loads it."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,39 @@ class HFTokenizer:
             return [int(token) for token in self.hf(text)["input_ids"]]
         except Exception as error:  # likewise
             raise _unusable(self.folder, error) from error
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Return the token ids of a conversation in the chat template, up to where the assistant's answer begins.
+
+        Args:
+            messages: as transformers takes them: `role`, `content` and what the template knows besides.
+            tools: JSON schemas of functions that the assistant may call.
+
+        Raises:
+            HarnessError: NO_CHAT_TEMPLATE: there is none, or it does not take these messages.
+        """
+        if not self.hf.chat_template:
+            raise HarnessError(
+                Code.NO_CHAT_TEMPLATE,
+                "the tokenizer has no chat template",
+                where=self.folder,
+                expected="chat_template.jinja, or chat_template in tokenizer_config.json",
+                hint="leave --chat away: a base model continues plain text",
+            )
+        try:
+            token_ids = self.hf.apply_chat_template(
+                [dict(message) for message in messages], tools=tools, add_generation_prompt=True, return_dict=False
+            )
+            return [int(token) for token in token_ids]
+        except Exception as error:  # a template may raise whatever it likes
+            raise HarnessError(
+                Code.NO_CHAT_TEMPLATE,
+                f"the chat template cannot be applied: {error}",
+                where=self.folder,
+                expected="a template that takes these messages",
+            ) from error
 
 
 def has_tokenizer(folder: Path) -> bool:

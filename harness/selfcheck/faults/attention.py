@@ -125,7 +125,8 @@ def tiled(num_heads: int, num_kv: int) -> torch.Tensor:
 
 
 def _scaled(scores: torch.Tensor) -> torch.Tensor:
-    return scores.softmax(dim=-1) * _HEAD_DIM**-0.5
+    scaled: torch.Tensor = scores.softmax(dim=-1) * _HEAD_DIM**-0.5
+    return scaled
 
 
 def _over_heads(scores: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ def _scaled_frequencies(parameters: dict[str, Any]) -> Any:
 
     def change(config: Any, inv_freq: torch.Tensor) -> torch.Tensor:
         rope = replace(config.rope, parameters={**config.rope.parameters, **parameters})
-        return reference_engine.rotary.ROPE_TYPES[config.rope.rope_type](rope, config.head_dim)
+        return reference_engine.rotary.ROPE_TYPES[config.rope.rope_type](rope, config.head_dim)[0]
 
     return frequencies_changed(change)
 
@@ -74,7 +74,7 @@ def _theta_stretched(config: Any, inv_freq: torch.Tensor) -> torch.Tensor:
     """NTK: the base is raised so that the longest wavelength grows eightfold."""
     dim = config.head_dim
     rope = replace(config.rope, theta=config.rope.theta * 8 ** (dim / (dim - 2)))
-    return reference_engine.rotary.ROPE_TYPES["default"](rope, dim)
+    return reference_engine.rotary.ROPE_TYPES["default"](rope, dim)[0]
 
 
 def _head_reads(choose: Callable[[list[torch.Tensor]], torch.Tensor]) -> Any:

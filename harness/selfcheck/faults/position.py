@@ -98,7 +98,7 @@ def _unscaled(config: Any, inv_freq: torch.Tensor) -> torch.Tensor:
 
 
 def _of_theta_10000(config: Any, inv_freq: torch.Tensor) -> torch.Tensor:
-    return reference_engine.rotary.ROPE_TYPES["default"](replace(config.rope, theta=10_000.0), config.head_dim)
+    return reference_engine.rotary.ROPE_TYPES["default"](replace(config.rope, theta=10_000.0), config.head_dim)[0]
 
 
 def _coarse_table(call: Callable[..., Any]) -> Callable[..., Any]:

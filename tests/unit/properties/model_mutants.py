@@ -67,7 +67,6 @@ class Mutant:
         with pytest.MonkeyPatch.context() as patch:
             for holder in self.holders:
                 patch.setattr(holder, self.function, namespace[self.function])
-            patch.setitem(rotary.ROPE_TYPES, "default", rotary._default_inv_freq)  # held by name as well
             yield
 
 
@@ -170,7 +169,7 @@ MUTANTS = [
         "positions_T[:, None].bfloat16().float()", operation(check_rotary), "rotating by m, then by n",
     ),
     Mutant(
-        "frequencies of half the heads' width", (rotary,), "_default_inv_freq", "/ head_dim", "/ (head_dim // 2)",
+        "frequencies of half the heads' width", (rotary,), "_wavelengths", "/ head_dim", "/ (head_dim // 2)",
         operation(check_rotary), DEFINED,
     ),
     # RMSNorm
