@@ -50,7 +50,9 @@ class RotaryEmbedding:
         """Return cosine and sine, each [T, 1, H] in the engine's dtype."""
         angles = positions_T[:, None].float() * self.inv_freq
         angles_T1H = torch.cat((angles, angles), dim=-1)[:, None]
-        cos_T1H, sin_T1H = angles_T1H.cos() * self.scale, angles_T1H.sin() * self.scale
+        cos_T1H, sin_T1H = angles_T1H.cos(), angles_T1H.sin()
+        if self.scale != 1:
+            cos_T1H, sin_T1H = cos_T1H * self.scale, sin_T1H * self.scale
         return cos_T1H.to(self._dtype), sin_T1H.to(self._dtype)
 
 

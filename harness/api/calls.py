@@ -139,6 +139,7 @@ def diff(
     actual: str | Path,
     *,
     model: Model | None = None,
+    lora: str | Path | None = None,
     taps: Sequence[str] = ("*",),
     require: Sequence[str] = ("decode",),
     truth: str = "auto",
@@ -152,6 +153,7 @@ def diff(
         expected: folder of a golden, or of another engine's recording.
         actual: folder of the recording under test.
         model: checkpoint, as `check` has it; with it every operation is judged by itself.
+        lora: folder of the adapter (PEFT's format) that the engine applied.
         taps: `all`, `cache`, `logits`, `tokens`, or globs; the taps of `expected` that match must be in `actual`.
         require: what `actual` must have reached.
         truth: precision in which operations are judged.
@@ -169,6 +171,7 @@ def diff(
             Path(expected),
             Path(actual),
             model=folder,
+            lora=None if lora is None else Path(lora),
             taps=_several(taps),
             require=_several(require),
             truth=truth,

@@ -19,6 +19,7 @@ def diff(
         str | None,
         typer.Option(metavar="PATH_OR_HUB_ID", help="Checkpoint, to judge every operation by replay as well."),
     ] = None,
+    lora: opt.Lora = None,
     device: Annotated[str, typer.Option(metavar="DEVICE", help="Where to replay: cpu, cuda, cuda:1, ...")] = "cpu",
     truth: opt.TruthChoice = None,
     taps: Annotated[
@@ -57,6 +58,7 @@ def diff(
             expected,
             actual,
             model=model,
+            lora=lora,
             taps=tuple(taps or ("*",)),
             lacking=tuple(lacking or ()),
             require=tuple(require or ("decode",)),

@@ -27,7 +27,7 @@ def run(
         Path | None,
         typer.Option(metavar="DIR", help="Golden that says what to feed: model, dtype and tokens. [default: none]"),
     ] = None,
-    given: Annotated[opt.Given, opt.CaseOptions("model", *opt.ENGINE, "dtype", *opt.WORKLOAD, "case")],
+    given: Annotated[opt.Given, opt.CaseOptions("model", *opt.ENGINE, "dtype", *opt.WORKLOAD, "lora", "case")],
     schedule: Annotated[str, typer.Option(metavar="NAME", help="One of those of `harness check`.")] = "plain",
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, forms.RECORDING.option()] = "human",
@@ -87,7 +87,7 @@ def _planned(
 
     if golden is None:
         return plan_request(**given, local_files_only=local_files_only), [], None
-    if not given.keys() <= {"model", "device", "schedules", *opt.ENGINE}:
+    if not given.keys() <= {"model", "device", "schedules", "lora", *opt.ENGINE}:
         names = "--dtype, --truth, --prompt, --prompt-file, --chat, --token-ids, --max-new-tokens and --case"
         raise HarnessError(
             Code.BAD_OPTION, f"{names} say what the golden says", where="--golden", hint="leave them out"

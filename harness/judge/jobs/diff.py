@@ -19,7 +19,8 @@ from harness.judge.compare.compute import LEAST_JUDGED
 from harness.judge.explain import explain_run
 from harness.judge.jobs.check import preset_taps
 from harness.oracle.golden import Golden
-from harness.oracle.model import HFModel, load_model
+from harness.oracle.lora import adapter_notes, load_adapted
+from harness.oracle.model import HFModel
 from harness.plan import check_device
 from harness.results.check import CheckResult, RunResult
 
@@ -51,6 +52,7 @@ def run_diff(
     actual: Path,
     *,
     model: str | None = None,
+    lora: Path | None = None,
     taps: Sequence[str] = ("*",),
     lacking: Sequence[str] = (),
     require: Sequence[str] = ("decode",),
@@ -65,6 +67,7 @@ def run_diff(
         expected: a golden, or any recording of the same requests.
         actual: the recording under test.
         model: folder or hub id of the checkpoint; with it every operation is replayed on the actual's own inputs.
+        lora: folder of the adapter that ACTUAL's engine applied; it needs `model`.
         taps: globs, or `all`, `cache`, `logits`, `tokens` as a check has them; the taps of `expected` that match must
             be in `actual`, and the KV cache read back if it has one.
         lacking: sites (`k_cache`, `mlp.act`) that the engine of `actual` cannot record.
@@ -83,7 +86,7 @@ def run_diff(
     )
     with Recording.open(expected) as theirs, Recording.open(actual) as ours:
         golden = Golden(theirs)
-        hf, notes = _oracle(ours, model, device, local_files_only=local_files_only)
+        hf, notes = _oracle(ours, model, lora, device, local_files_only=local_files_only)
         graph = golden.graph if hf is None else hf.graph
         caches = _caches(ours, graph)
         if not caches and any(operation.kind is Kind.CACHE for operation in graph):
@@ -108,16 +111,20 @@ def _result(manifest: Manifest, run: RunResult, notes: Sequence[str]) -> CheckRe
 
 
 def _oracle(
-    recording: Recording, model: str | None, device: str, *, local_files_only: bool
+    recording: Recording, model: str | None, lora: Path | None, device: str, *, local_files_only: bool
 ) -> tuple[HFModel | None, list[str]]:
     """Load the model that judges single operations, where one is named; note if its weights are not the recording's."""
     if model is None:
+        if lora is not None:
+            what, hint = "an adapter changes a model, and none is named", "add --model BASE, or leave --lora out"
+            raise HarnessError(Code.BAD_OPTION, what, where="--lora", hint=hint)
         return None, []
     check_device(device)
     checkpoint = Checkpoint(resolve(model, local_files_only=local_files_only))
     is_same = recording.manifest.model.weights_hash in (None, checkpoint.weights_hash)
     notes = [] if is_same else [f"ACTUAL was recorded from other weights than those of {model}, which judge it"]
-    return load_model(checkpoint, dtype=_dtype(recording), device=device), notes
+    hf = load_adapted(checkpoint, dtype=_dtype(recording), device=device, lora=lora)
+    return hf, [*notes, *adapter_notes(hf)]
 
 
 def _wanted(asked: _Asked, names: Sequence[str], graph: Graph) -> list[str]:
