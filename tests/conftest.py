@@ -1,6 +1,8 @@
 """What every test shares: one torch thread, and a golden cache that is not the user's."""
 
 import os
+import random
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,20 @@ settings.load_profile("no time limits")  # a machine under load is no finding
 
 CASES = Path(__file__).parent.parent / "cases"
 STORIES = Path(__file__).parent.parent.parent / "shared" / "models" / "stories260k"
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all but a sample of a test's cases as slow: `@pytest.mark.sampled(3)` keeps three, by a fixed seed."""
+    cases: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if (marker := item.get_closest_marker("sampled")) is not None:
+            cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
+    for (_, number), own in cases.items():
+        chosen = random.Random(0).sample(range(len(own)), min(number, len(own)))
+        for index, item in enumerate(own):
+            if index not in chosen:
+                item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True, scope="session")

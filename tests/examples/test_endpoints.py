@@ -22,6 +22,7 @@ PAGE = (ROOT / "docs" / "endpoints.md").read_text()
 FOLDER = ROOT / "cases" / "checkpoints" / "qwen3-tiny"
 
 
+@pytest.mark.slow
 def test_the_program_prints_what_stands_under_it(tmp_path):
     ((program, printed),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE, flags=re.DOTALL)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

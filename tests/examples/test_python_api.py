@@ -59,11 +59,13 @@ def test_a_program_of_the_page_runs_and_prints_what_stands_under_it(
         assert capsys.readouterr().out == printed
 
 
+@pytest.mark.slow
 def test_the_tests_of_the_page_pass(project: Path) -> None:
     done = run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_model.py")
     assert "2 passed" in done.stdout, done.stdout
 
 
+@pytest.mark.slow
 def test_a_bug_in_the_pages_model_is_found_by_its_tests(project: Path) -> None:
     model = project / "my_model.py"
     fixed = model.read_text()

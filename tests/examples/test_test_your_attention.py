@@ -27,6 +27,7 @@ def run(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=project, capture_output=True, text=True, env=environment, check=False)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("command", "finding"), [*zip(COMMANDS, FINDINGS, strict=True)])
 def test_the_command_finds_what_the_page_shows(project: Path, command: str, finding: str) -> None:
     done = run(project, "-m", *command.split(), "-p", "no:cacheprovider")
@@ -34,12 +35,14 @@ def test_the_command_finds_what_the_page_shows(project: Path, command: str, find
     assert finding in done.stdout
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("finding", FINDINGS)
 def test_the_program_of_a_finding_shows_it(project: Path, finding: str) -> None:
     program = "\n".join(finding.splitlines()[3:])
     assert run(project, "-c", program).stderr.rstrip().splitlines()[-1].startswith("AssertionError")
 
 
+@pytest.mark.slow
 def test_the_fix_on_the_page_passes(project: Path) -> None:
     done = run(
         project,

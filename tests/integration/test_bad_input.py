@@ -531,6 +531,7 @@ FAILING = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("old", "new", "words"), FAILING.values(), ids=FAILING)
 @pytest.mark.parametrize("command", ["check", "run"])
 def test_an_engine_that_fails(refused, install, llama, golden, tmp_path, old, new, words, command):

@@ -41,6 +41,7 @@ def test_the_options_are_those_that_were_promised():
     assert all(parameter.help for parameter in command.params)
 
 
+@pytest.mark.slow
 def test_all_measures_of_all_peers(harness, tmp_path):
     ran = harness(*TINY, "--out", tmp_path / "bench.json", "--peer", "hf-generate", "--peer", "hf-continuous")
     assert (ran.status, ran.err) == (0, "")

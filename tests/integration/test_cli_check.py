@@ -67,6 +67,7 @@ def test_the_keys_of_a_check_that_passes(check, llama):
         assert tap["propagated_ratio_max"] is None or tap["propagated_ratio_max"] < 10
 
 
+@pytest.mark.slow
 def test_the_keys_of_a_check_that_does_not(check, install):
     ran = check("--engine", install(PERTURBED), "--format", "json")
     assert ran.status == 1
@@ -83,6 +84,7 @@ def test_the_keys_of_a_check_that_does_not(check, install):
     assert Code.LOCAL_ERROR in {finding["code"] for finding in document["findings"]}
 
 
+@pytest.mark.slow
 def test_who_stops_early_judges_up_to_the_first_wrong_operation_and_runs_no_further_schedule(check, install):
     engine = install(PERTURBED)
     whole = check("--engine", engine, "--schedule", "plain,batched", "--format", "json").json
@@ -136,6 +138,7 @@ def test_a_budget_that_is_large_enough_changes_nothing(check):
     assert (ran.status, ran.json["schedules_not_run"]) == (0, [])
 
 
+@pytest.mark.slow
 def test_a_mismatch_within_the_budget_is_one(check, install):
     ran = check("--engine", install(PERTURBED), "--schedule", "plain,batched", "--budget", "0.001", "--format", "json")
     assert (ran.status, ran.json["verdict"], ran.json["schedules_not_run"]) == (1, "mismatch", ["batched"])
@@ -276,6 +279,7 @@ def test_several_dtypes_side_by_side(capsys):
     assert "self_attn.q_proj" in table
 
 
+@pytest.mark.slow
 def test_a_profile_comes_with_the_check(check, tmp_path):
     out = tmp_path / "out"
     ran = check("--schedule", "plain", "--profile", "--out", out, "--format", "json")

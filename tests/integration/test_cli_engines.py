@@ -77,6 +77,7 @@ def test_the_session_of_the_page_serves_bench_and_generate(harness, checkpoints,
     assert harness("generate", *options, "--engine", name).out == harness("generate", *options).out
 
 
+@pytest.mark.slow
 def test_the_page_of_the_adapter_fits_a_qwen(harness, checkpoints, workload, install):
     model = checkpoints / "qwen3-tiny"  # its q_norm and k_norm are recorded by the same hooks
     install(block("python"), name="mine")

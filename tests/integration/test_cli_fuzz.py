@@ -34,6 +34,7 @@ def test_a_fault_is_found_explained_and_repeated(harness, tmp_path):
     assert " ".join(cause.split()) in " ".join(again.out.split())
 
 
+@pytest.mark.slow
 def test_a_case_repeats_it_where_a_case_can(harness, tmp_path, monkeypatch):
     monkeypatch.setattr(
         search, "SHRINKING_S", 60.0
@@ -45,6 +46,7 @@ def test_a_case_repeats_it_where_a_case_can(harness, tmp_path, monkeypatch):
     assert harness("check", "--case", out / "finding-1.case.toml").status == 0  # the fault is not there any more
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("twenty_workloads")
 def test_a_sound_engine_passes_and_what_it_did_is_printed(harness):
     ran = harness("fuzz")
@@ -114,6 +116,7 @@ def without_control(*schedules):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("twenty_workloads")
 def test_an_engine_that_cannot_batch_is_searched_by_what_it_can(harness, install):
     ran = harness("fuzz", "--engine", install(without_control("plain")), "--format", "json")

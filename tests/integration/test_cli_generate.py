@@ -205,6 +205,7 @@ def open_engine(folder, *, dtype, device, options):
     assert (ran.status, ran.out, ran.err.split(":")[0]) == (2, "", Code.ENGINE_LACKS_METHOD)
 
 
+@pytest.mark.slow
 def test_ctrl_c_amid_a_stream():
     command = [sys.executable, "-c", "from harness.cli import main; main()", "generate", "--prompt", PROMPT, "--stream"]
     # So hot that what is drawn is no text that ends soon.

@@ -92,6 +92,7 @@ def test_one_thing_is_inspected(harness, arguments):
     assert ran.err.startswith("H013: one thing is inspected: a path, or an engine\n")
 
 
+@pytest.mark.slow
 def test_a_check_says_which_setting_differs_and_judges_the_rows_as_well(harness, install, llama, workload):
     ran = harness("check", "--engine", install(OTHER_EPS), "--model", llama, *workload, "--format", "json")
     assert ran.status == 1

@@ -52,6 +52,7 @@ def not_divided_by_the_rank(update):
     return lambda self, x: update(self, x) * len(self.a_RI)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("fault", "cause", "dtype"),
     [
@@ -70,6 +71,7 @@ def test_a_wrong_adapter_is_named(check, monkeypatch, fault, cause, dtype):
     assert divergence["explanation"]["is_cause"]
 
 
+@pytest.mark.slow
 def test_rows_that_get_no_adapter_in_a_batch_are_named(check, monkeypatch):
     """Half of the rows of every step are taken for the base model's."""
     add = lora.Adapter.add
@@ -83,6 +85,7 @@ def test_rows_that_get_no_adapter_in_a_batch_are_named(check, monkeypatch):
     assert ran.json["first_divergence"]["explanation"]["cause"] == "the adapter is not applied"
 
 
+@pytest.mark.slow
 def test_the_neighbours_adapter_in_a_mixed_batch_is_named(check, harness, adapter, monkeypatch, tmp_path):
     """The second half of the rows of a step are given the adapter that another request asked for."""
     other = write_adapter(tmp_path / "neighbour", seed=2)
@@ -106,6 +109,7 @@ def test_another_adapter_without_one_is_refused(harness, adapter):
     assert (ran.status, ran.err.splitlines()[0]) == (2, "H013: there are other adapters, and none that is checked")
 
 
+@pytest.mark.slow
 def test_rows_of_b_in_another_order_are_named(check, monkeypatch):
     call = lora.LowRank.__call__
     monkeypatch.setattr(lora.LowRank, "__call__", lambda self, x: call(self, x).roll(1, dims=-1))

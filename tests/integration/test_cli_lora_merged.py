@@ -63,12 +63,14 @@ def test_an_engine_that_was_not_told_of_it(judged):
     assert cause(ran) == "the adapter is not applied"
 
 
+@pytest.mark.slow
 def test_a_sound_merge(judged, adapter, tmp_path):
     ran = judged("--engine", "hf", "--model", merged(adapter, tmp_path / "merged", scale=2.0))
     assert ran.status == 0, ran.out
     assert "ACTUAL was recorded from other weights" in ran.json["notes"][0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("scale", "words"),
     [(8.0, "the adapter's scale is alpha, not divided by the rank"), (4.0, "the adapter is applied twice")],

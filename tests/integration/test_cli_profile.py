@@ -30,6 +30,7 @@ def engine(request):
     return request.param
 
 
+@pytest.mark.sampled(1)
 def test_a_profile_says_what_each_phase_costs(harness, tmp_path, engine):
     out = tmp_path / "profile"
     ran = harness("profile", "--engine", engine, *SMALL, "--batch-size", "2", "--out", out, "--format", "json")
@@ -75,6 +76,7 @@ def check_phase(out: Path, phase):
     assert phase["peak_bytes"] > sum(segment["total_size"] for segment in snapshot["segments"]) / 2
 
 
+@pytest.mark.slow
 def test_a_profile_for_people(harness, tmp_path, llama):
     ran = harness("profile", "--model", llama, *SMALL, "--phase", "decode", "--out", tmp_path / "profile")
     assert ran.status == 0, ran.err
@@ -83,6 +85,7 @@ def test_a_profile_for_people(harness, tmp_path, llama):
     assert "prefill:" not in ran.out
 
 
+@pytest.mark.slow
 def test_the_schedule_can_be_set(harness, tmp_path):
     schedule = ["--wait", "0", "--warmup", "0", "--active", "2", "--repeat", "2", "--phase", "decode"]
     ran = harness("profile", *SMALL, *schedule, "--out", tmp_path / "profile", "--format", "json")
@@ -140,6 +143,7 @@ def test_an_output_folder_that_is_not_empty_is_left_alone(harness, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
+@pytest.mark.slow
 def test_what_was_captured_before_a_failure_stays(harness, tmp_path, monkeypatch):
     from harness.errors import Code, HarnessError
     from harness.profiling import profile
@@ -190,6 +194,7 @@ def open_engine(folder, *, dtype, device, options):
     assert "out of pages" in ran.json["error"]["message"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_profile_keeps_the_phases_that_were_finished(harness, tmp_path, llama, monkeypatch):
     from harness.profiling import profile
 
@@ -209,6 +214,7 @@ def test_an_interrupted_profile_keeps_the_phases_that_were_finished(harness, tmp
     assert (out / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_a_profile_knows_its_machine(harness, tmp_path, llama):
     ran = harness("profile", "--model", llama, *SMALL, "--phase", "decode", "--out", tmp_path / "x", "--format", "json")
     (phase,) = ran.json["phases"]

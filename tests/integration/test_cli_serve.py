@@ -15,6 +15,7 @@ httpx = pytest.importorskip("httpx", reason="the extra `serve` is not installed"
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("end", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_it_serves_until_it_is_told_to_end(monkeypatch, end, status):
     monkeypatch.setenv(API_KEY, "only-from-the-environment")

@@ -197,6 +197,7 @@ def test_a_suite_with_a_wrong_engine_and_one_that_crashes(harness, install, case
     assert again.json["num_resumed"] == 3
 
 
+@pytest.mark.slow
 def test_a_suite_is_not_resumed_over_weights_that_were_replaced(harness, llama, tmp_path):
     model, out = shutil.copytree(llama, tmp_path / "model"), tmp_path / "out"
     (tmp_path / "one.toml").write_text(CASE.format(model=model))

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.skipif(not find_compiler(), reason="no C++ compiler")
 TOKENS = ",".join(map(str, range(10, 47)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["plain", "mixed", "prefix-hit"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_row_is_that_of_the_oracle(harness: Any, checkpoints: Path, dtype: str, schedule: str) -> None:

@@ -45,6 +45,7 @@ COMMANDS = {
 AT_OPENING = ENGINE.replace("    return Engine(", "    {does}\n    return Engine(")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_engine_that_ends_the_process_gives_no_verdict(run_in_process, command):
     status, out, err = run_in_process(AT_OPENING.format(does="import os; os._exit(0)"), *COMMANDS[command])
@@ -69,6 +70,7 @@ def test_every_way_to_end_the_process_is_seen(run_in_process, how):
     assert "gave no verdict" in err
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "does",
     [
@@ -85,6 +87,7 @@ def test_what_an_engine_does_to_the_end_changes_no_verdict(run_in_process, does)
     assert (status, out.partition(" ")[0]) == (0, "PASS")
 
 
+@pytest.mark.slow
 def test_a_mismatch_stays_one_where_an_exit_handler_says_0(run_in_process):
     source = AT_OPENING.format(does="import atexit, os; atexit.register(os._exit, 0)")
     source = source.replace(RUN, "pass")
@@ -119,6 +122,7 @@ BY_SIGNAL = [(command, signal.SIGTERM) for command in LONG] + [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("command", "number"), BY_SIGNAL)
 def test_a_signal_ends_a_command_with_its_own_status(commands, tmp_path, llama, command, number):
     (tmp_path / "case.toml").write_text(CASE.format(model=llama))
@@ -145,6 +149,7 @@ def test_a_signal_to_the_whole_group_interrupts_once(commands, tmp_path, llama):
     assert out.startswith("NOTHING CHECKED") or out == ""
 
 
+@pytest.mark.slow
 def test_a_signal_that_is_not_heard_changes_nothing(commands, tmp_path, llama):
     running = commands.start(["check", "--model", llama, "--token-ids", "1,2,3"], tmp_path)
     time.sleep(0.2)

@@ -216,6 +216,7 @@ def test_a_closed_standard_output_is_no_pass(checkpoints):
     assert ran.stderr.startswith("H031: standard output is closed: the result could not be written"), ran.stderr
 
 
+@pytest.mark.slow
 def test_closed_input_and_errors_do_not_matter(checkpoints):
     command = f"exec {' '.join(map(shlex.quote, HARNESS))} inspect {checkpoints / 'qwen2-tiny'} <&- 2>&-"
     ran = subprocess.run(["bash", "-c", command], stdout=subprocess.PIPE, text=True, timeout=120)
@@ -313,6 +314,7 @@ def test_python_without_docstrings():
     assert ran.stderr.startswith("H013: transformers cannot work without docstrings")
 
 
+@pytest.mark.slow
 def test_python_without_assertions(llama):
     """What a command refuses does not hang on `assert`."""
     command = [sys.executable, "-O", *HARNESS[1:], "inspect", str(llama / "nowhere")]

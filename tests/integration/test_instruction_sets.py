@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 OTHER = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
 MODEL = (
     "--model", "qwen3-tiny", "--schedule", "mixed", "--max-new-tokens", "4",
@@ -24,6 +26,7 @@ assert run(["faults", "--only", "inputs-q8-undeclared"]) == 0
 """
 
 
+@pytest.mark.slow
 def test_checks_on_the_least_instructions_come_to_the_same_verdicts(harness):
     for dtype in ("float32", "bfloat16"):  # the goldens are made with the instructions of this machine
         ran = harness("check", *MODEL, "--dtype", dtype)

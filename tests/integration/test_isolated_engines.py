@@ -63,6 +63,7 @@ ENDS = {
 SAYS_WHAT_IT_CAN_SERVE = ("os.write", "sys.stdin")
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("does", ENDS)
 def test_whatever_an_engine_does_is_an_error_that_names_it(harness, install, llama, does):
     name = install(OPEN.format(does=does))
@@ -86,6 +87,7 @@ def test_what_an_engine_raises_in_our_own_process_is_the_same_error(harness, ins
     assert ENDS[does] in ran.err
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("command", ["check", "run"])
 def test_an_engine_that_ends_the_process_in_a_run_leaves_no_recording(
     harness, install, llama, golden, tmp_path, command
@@ -139,6 +141,7 @@ def test_an_engine_that_hangs_is_ended_with_its_children(harness, install, llama
     assert wait_until(lambda: not processes_of(marker))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_an_engine_ends_with_the_harness(install, llama, tmp_path, number):
     marker = tmp_path / "pids"
@@ -160,6 +163,7 @@ def listen_to_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.slow
 def test_our_own_engine_in_a_process_of_its_own(harness, llama, workload, tmp_path):
     arguments = ["check", "--model", llama, *workload, "--schedule", "plain,batched", "--format", "json"]
     here = harness(*arguments)

@@ -157,6 +157,7 @@ def check(checkpoints: Path):
     return checked
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model", MODELS)
 def test_without_a_bug_nothing_is_found(check, model, dtype):
@@ -167,6 +168,7 @@ def test_without_a_bug_nothing_is_found(check, model, dtype):
     assert {tap.verdict for tap in run.taps} <= SOUND
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model", ["llama-tiny", "qwen3-tiny"])
 @pytest.mark.parametrize("name", BUGS)
@@ -193,6 +195,7 @@ def test_the_bug_is_found_where_it_is(check, monkeypatch, name, model, dtype):
     assert {finding.code for finding in run.findings} - {Code.TOKENS_DIFFER} == {bug.code}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["plain", "mixed"])
 @pytest.mark.parametrize("name", BUGS)
 def test_the_schedule_makes_no_difference(check, monkeypatch, name, schedule):
@@ -206,6 +209,7 @@ def test_the_schedule_makes_no_difference(check, monkeypatch, name, schedule):
     assert wrong == set(bug.sites)
 
 
+@pytest.mark.slow
 def test_two_bugs_are_found_in_one_run(check, monkeypatch):
     """The second is not hidden behind the first."""
     plant_decode_position_off_by_one(monkeypatch)

@@ -40,6 +40,7 @@ def check(checkpoints: Path) -> Callable[..., RunResult]:
     return checked
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_sound_engine_passes(check, schedule):
     run = check(schedule)
@@ -48,6 +49,7 @@ def test_a_sound_engine_passes(check, schedule):
     assert schedule.replace("-", "_") in run.coverage.triggers
 
 
+@pytest.mark.slow
 def test_what_is_shared_is_not_computed_again(check):
     cold, warm = check("plain").num_rows, check("prefix-hit").num_rows
     hits = sum((len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE for prompt in PROMPTS)
@@ -55,12 +57,14 @@ def test_what_is_shared_is_not_computed_again(check):
     assert check("forked").num_rows == 2 * cold - sum(len(prompt) for prompt in PROMPTS)
 
 
+@pytest.mark.slow
 def test_prompts_that_begin_alike_are_read_from_whoever_computed_them(check):
     alike = [[*range(10, 22), 1, 2, 3], [*range(10, 22), 4, 5], [*range(10, 22), 1, 2, 3]]
     assert check("prefix-hit", prompts=alike).findings == ()
     assert check("forked", prompts=alike).findings == ()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_schedule_that_reached_nothing_fails(check, schedule):
     run = check(schedule, prompts=[[5, 6]], num_new=1)
@@ -108,6 +112,7 @@ BUGS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_of_the_cache_is_found(check, monkeypatch, name):
     schedule, plant, prompts, first_tap = BUGS[name]

@@ -25,6 +25,7 @@ SECONDS = 600
 """More than any of this takes, and less than any timeout of torch's."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "dtype"), [("qwen2-tiny", "float32"), ("llama-tiny", "bfloat16")])
 def test_every_row_is_that_of_the_oracle(checkpoints: Path, model: str, dtype: str) -> None:
     plan = plan_request(
@@ -37,6 +38,7 @@ def test_every_row_is_that_of_the_oracle(checkpoints: Path, model: str, dtype: s
     assert run.coverage.missing == 0
 
 
+@pytest.mark.slow
 def test_forks_and_tokens_are_those_of_one_rank(checkpoints: Path) -> None:
     config = EngineConfig(dtype="float32", block_size=4)
 
@@ -56,6 +58,7 @@ def test_forks_and_tokens_are_those_of_one_rank(checkpoints: Path) -> None:
         assert tokens(engine) == expected
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "stop",
     [subprocess.Popen.kill, lambda worker: worker.send_signal(signal.SIGSTOP)],

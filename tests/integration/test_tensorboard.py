@@ -40,6 +40,7 @@ def profiled(tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_the_plugins_loader_reads_a_trace(profiled, tmp_path):
     paths = [*(profiled / "trace").glob("reference-prefill-*"), *(profiled / "trace").glob("reference-decode-*")]
     command = [sys.executable, "-c", LOADER, tmp_path, *paths]

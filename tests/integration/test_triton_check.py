@@ -14,7 +14,8 @@ import pytest
 TOKENS = ",".join(map(str, range(10, 44)))
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_row_of_the_triton_backend_is_that_of_the_oracle(checkpoints: Path, dtype: str) -> None:
     if find_spec("triton") is None:
         pytest.skip("triton is not installed")

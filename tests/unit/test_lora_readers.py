@@ -100,6 +100,7 @@ def test_what_peft_saved_is_read_as_peft_reads_it(base, read, settings, tmp_path
     assert_same(oracle, engine)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("batch", range(4))
 def test_drawn_configs(base, read, batch, tmp_path):
     """What PEFT makes of them is read alike, and the tensors of one with the config of another are refused."""

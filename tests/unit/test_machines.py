@@ -148,6 +148,7 @@ def test_the_default_run_is_not_shuffled(tmp_path):
     assert sorted(re.findall(r"test_\d+", found[1])) == names != re.findall(r"test_\d+", found[1])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "setting",
     [

@@ -42,6 +42,7 @@ def test_in_continuous_integration_the_summary_stays_one_line(
     assert result.stdout.str().count("First divergence:") == 1
 
 
+@pytest.mark.slow
 def test_a_wide_terminal_gets_more_columns(broken_project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     broken_project.runpytest().stdout.no_fnmatch_line("*worst row*")
@@ -49,6 +50,7 @@ def test_a_wide_terminal_gets_more_columns(broken_project: pytest.Pytester, monk
     broken_project.runpytest().stdout.fnmatch_lines(["*operation*p99*worst row*verdict*"])
 
 
+@pytest.mark.slow
 def test_colour_as_pytest_does(broken_project: pytest.Pytester) -> None:
     assert "\x1b[1;31m▸" in broken_project.runpytest("--color=yes").stdout.str()
     assert "\x1b" not in broken_project.runpytest("--color=no").stdout.str()

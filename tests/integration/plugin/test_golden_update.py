@@ -94,6 +94,7 @@ def test_a_damaged_sketch_fails_and_update_replaces_it(
     assert sketch_file.read_text() == sketch_text
 
 
+@pytest.mark.slow
 def test_a_wrong_engine_still_fails_under_update(broken_project: pytest.Pytester) -> None:
     result = broken_project.runpytest("--golden-update")
     result.assert_outcomes(failed=1)

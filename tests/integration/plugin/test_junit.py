@@ -25,6 +25,7 @@ def test_a_passing_case_carries_its_figures(project: pytest.Pytester) -> None:
     assert 0 < float(properties["roundings_max.linear"]) < 100
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("color", ["no", "yes"])
 def test_a_failing_case_carries_its_figures_and_its_text(broken_project: pytest.Pytester, color: str) -> None:
     broken_project.runpytest("--junitxml=junit.xml", f"--color={color}")

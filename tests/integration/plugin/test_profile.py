@@ -28,6 +28,7 @@ def captures(project: pytest.Pytester) -> Path:
     return project.path / "out" / "captures" / "cases" / "tiny"
 
 
+@pytest.mark.slow
 def test_captures_and_baseline(profiled: pytest.Pytester) -> None:
     """From the first run to a regression: each step needs the one before, and a profile takes seconds."""
     baseline = profiled.path / "cases" / "baselines" / "tiny.json"

@@ -101,6 +101,7 @@ def test_a_leak_is_told_as_a_program_without_a_traceback(project: pytest.Pyteste
     assert "hypothesis/" not in text
 
 
+@pytest.mark.slow
 def test_workers_report_what_is_not_checked(project: pytest.Pytester) -> None:
     result = run(project, "-n1", "--block-manager", "my_blocks:Leaking")
     result.assert_outcomes(failed=1)
@@ -117,6 +118,7 @@ def test_every_finding_is_shown_the_worst_first(project: pytest.Pytester) -> Non
     result.stdout.fnmatch_lines(["FAILED *H092: after all requests are gone*"])
 
 
+@pytest.mark.slow
 def test_accepted_findings_are_shown_with_their_reasons_and_do_not_fail(project: pytest.Pytester) -> None:
     result = run(project, "--block-manager", "my_blocks:TwoBugs", *ALLOWED)
     result.assert_outcomes(passed=1)
@@ -130,6 +132,7 @@ def test_accepted_findings_are_shown_with_their_reasons_and_do_not_fail(project:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [(), ("-n1",)])
 def test_findings_are_written_as_json(project: pytest.Pytester, workers: tuple[str, ...]) -> None:
     arguments = ("--block-manager", "my_blocks:TwoBugs", "--allow", "6: known", "--properties-json", "out/found.json")
@@ -150,6 +153,7 @@ def test_findings_are_written_as_json(project: pytest.Pytester, workers: tuple[s
         assert finding["property"].startswith(f"invariant {finding['invariant']}: ")
 
 
+@pytest.mark.slow
 def test_a_junit_file_has_each_finding_and_what_was_not_checked(project: pytest.Pytester) -> None:
     run(project, "--block-manager", "my_blocks:TwoBugs", "--allow", "6: known", "--junitxml=junit.xml")
     (case,) = ElementTree.parse(project.path / "junit.xml").iter("testcase")
@@ -162,6 +166,7 @@ def test_a_junit_file_has_each_finding_and_what_was_not_checked(project: pytest.
     assert str(failure.get("message")).startswith("H092: ")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("allowed", "message"),
     [
@@ -177,6 +182,7 @@ def test_what_is_accepted_needs_a_number_and_a_reason(project: pytest.Pytester, 
     result.stderr.fnmatch_lines([message])
 
 
+@pytest.mark.slow
 def test_examples_that_an_adapter_rejects_are_said_not_to_be_checked(project: pytest.Pytester) -> None:
     result = run(project, "--block-manager", "my_blocks:Picky")
     result.assert_outcomes(passed=1)
@@ -208,6 +214,7 @@ def test_an_adapter_may_stand_inside_a_class() -> None:
     assert load_adapter("json:JSONDecoder.decode", option="--engine") is json.JSONDecoder.decode
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_not_installed_is_an_error_with_the_names_there_are(project: pytest.Pytester) -> None:
     suite = ("--pyargs", "harness.properties.engine.test_engine", "-k", "order")
     result = project.runpytest_subprocess(*suite, "--engine", "nobody")

@@ -7,6 +7,7 @@ import pytest
 pytest_plugins = ["pytester"]
 
 
+@pytest.mark.slow
 def test_two_workers_on_an_empty_cache(
     broken_project: pytest.Pytester, plain_case_text: str, sketch_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ def test_an_installed_engine_by_its_name(engine):
     assert [run.schedule for run in report.runs] == ["plain", "chunked", "batched"]
 
 
+@pytest.mark.slow
 def test_nothing_but_an_engine_means_the_embedded_default():
     report = harness.check("hf", schedules="plain")
     assert (report.engine, report.num_requests, report.is_ok) == ("hf", 4, True)
@@ -87,6 +88,7 @@ def test_a_bug_of_an_engine_object_is_found(folder):
     assert_wrong_at(check(engine, schedules=["plain"]), "model.layers.1.mlp.act")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_of_hfs_is_checked_against_its_own_weights(folder, dtype):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -138,6 +140,7 @@ def swapped_weights(model):
     return "model.layers.0.mlp.gate_proj"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bug", [wrong_eps, wrong_scale, rope_off_by_one, swapped_weights])
 def test_a_bug_in_a_model_of_hfs_is_found_where_it_is(hf_model, bug):
     tap = bug(hf_model)
@@ -181,6 +184,7 @@ def own_rope(model):
     return "model.layers.1.q_rope"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bug", [own_eps, own_scale, own_rope])
 @pytest.mark.parametrize("kind", [OwnModel, CachedModel])
 def test_a_bug_in_a_module_of_ones_own_is_found_where_it_is(folder, kind, bug):

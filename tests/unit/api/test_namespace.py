@@ -40,6 +40,7 @@ def test_every_public_name_is_there(name: str):
     assert name in dir(harness)
 
 
+@pytest.mark.slow
 def test_a_function_stays_one_whatever_was_imported_before_it():
     """A module of the same name would take its place."""
     program = (

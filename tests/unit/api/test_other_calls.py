@@ -44,6 +44,7 @@ def test_recordings_are_compared_with_and_without_a_model(golden, tmp_path):
     assert "taps=" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_profile_of_an_installed_engine_keeps_what_it_is_told_to(tmp_path):
     report = harness.profile(
         "reference",
@@ -59,6 +60,7 @@ def test_a_profile_of_an_installed_engine_keeps_what_it_is_told_to(tmp_path):
     assert (tmp_path / "profile" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_a_profile_of_a_model_of_hfs(checkpoints):
     model = AutoModelForCausalLM.from_pretrained(checkpoints / "llama-tiny", dtype=torch.float32)
     report = harness.profile(model, prompt_tokens=8, max_new_tokens=3, num_runs=1)

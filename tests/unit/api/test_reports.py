@@ -44,6 +44,7 @@ def test_a_check_that_passed_asserts_nothing():
     CheckReport.of(build("pass")).assert_ok()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["mismatch", "nan", "nothing", "missing", "schedules", "explained"])
 def test_every_other_one_is_an_assertion_error_with_the_whole_diagnosis(name: str):
     report = CheckReport.of(build(name))
@@ -70,6 +71,7 @@ def test_its_repr_is_one_short_line(result: CheckResult):
     assert "\n" not in text
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_rich_prints_what_the_command_prints_at_the_consoles_width(result: CheckResult, width: int):
     text = printed(CheckReport.of(result), width=width)

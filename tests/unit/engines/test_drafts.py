@@ -17,6 +17,7 @@ def check(checkpoints, engine, name="qwen3-tiny", schedules=("rewound", "specula
     )  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("engine", "name"), [("hf", "gemma3-tiny"), ("reference", "qwen3-tiny")])
 def test_every_row_is_judged_and_passes(checkpoints, engine, name):
     report = check(checkpoints, engine, name)

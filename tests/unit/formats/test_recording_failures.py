@@ -139,6 +139,7 @@ def test_a_disk_that_is_full_at_the_manifest(tmp_path, monkeypatch):
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is measured through /proc")
 def test_memory_does_not_grow_with_the_recording(tmp_path):
     script = """

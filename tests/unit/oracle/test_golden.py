@@ -342,6 +342,7 @@ def truncate_noise(folder):
     path.write_bytes(path.read_bytes()[:-9])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "damage",
     [

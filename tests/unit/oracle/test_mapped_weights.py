@@ -47,6 +47,7 @@ def resident(folder, dtype):
     return {name: own for name, own in known.items() if hf.part_of(name) != name}
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("stored", "dtype"),
     [

@@ -24,6 +24,7 @@ def sizes(model, **options):
     return estimate(str(model), **given)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama-tiny", "qwen2-tiny", "qwen3-tiny", "qwen3-moe-tiny", "gemma3-tiny"])
 def test_what_is_counted_is_what_the_formulas_say(checkpoints, name):
     """Products and attention, masked and windowed; the formulas know sizes alone, and nothing of HF's code."""
@@ -42,6 +43,7 @@ def config(tmp_path, kind, **fields):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_sizes_of_llama_3_8b(tmp_path):
     folder = config(
         tmp_path, "LlamaConfig", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
@@ -100,6 +102,7 @@ def test_experts_that_are_read_grow_with_the_requests(checkpoints):
     assert gpu[64].decode_step_s * 4.8e12 == pytest.approx(size.weights_bytes + 64 * size.cache_bytes, rel=1e-3)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "code", "words"),
     [("{", Code.MODEL_NOT_SIZED, "cannot be read"), ('{"model_type": "t5"}', Code.MODEL_NOT_SIZED, "builds no model"),

@@ -49,6 +49,7 @@ def test_the_store_writes_what_it_reads():
     assert written_bytes("reference_engine::store_kv", arguments, "k_cache") == k.nbytes
 
 
+@pytest.mark.sampled(1)
 @IGNORE_NUMPY
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_an_engine_of_kernels_counts_what_the_formulas_say(open_on, find_window, monkeypatch, phase):

@@ -32,6 +32,7 @@ def captured(request, session, find_window, tmp_path_factory):
     return window, capture.timeline, path
 
 
+@pytest.mark.sampled(1)
 def test_allocations_and_frees_balance(captured):
     _, timeline, _ = captured
     assert timeline.num_allocations > 100
@@ -110,6 +111,7 @@ def test_a_running_profiler_is_left_alone(reference, find_window, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_leak_is_counted(reference, find_window, tmp_path, monkeypatch):
     window = find_window(reference, "decode")
     kept, original = [], reference.step

@@ -9,13 +9,13 @@ from harness.properties.core import falsify
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 
-from ..sampling import sampled
 from .model_mutants import MUTANTS, SURVIVORS, Mutant
 
 DEV = PROFILES["dev"].settings()
 
 
-@pytest.mark.parametrize("mutant", sampled(MUTANTS, 8), ids=lambda mutant: mutant.name)
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_is_killed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(falsify, "PHASES", (Phase.generate,))  # the first example will do
     with mutant.planted(), pytest.raises(PropertyError) as caught:

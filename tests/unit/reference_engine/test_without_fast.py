@@ -55,6 +55,7 @@ def core_tests_pass(*files: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+@pytest.mark.slow
 def test_quick_tests_of_the_core_pass() -> None:
     core_tests_pass(*(Path(__file__).with_name(f"test_{name}.py") for name in QUICK))
 

@@ -17,7 +17,6 @@ import pytest
 
 from harness.report.page.html import report_html
 
-from ..sampling import sampled
 from .browser import Browser
 from .examples import check, explained_run
 from .profile_examples import phase, profile
@@ -119,6 +118,7 @@ def changes(found: dict[str, dict[str, Any]], stored: dict[str, dict[str, Any]])
     return told
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_it_looks_as_it_did(
@@ -139,20 +139,18 @@ def before(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return looks(browser, page(), tmp_path_factory.mktemp("before"), 768, dark=False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("style", "told"),
-    sampled(
-        [
-            ("main { padding-left: 8px }", "header 0 lies elsewhere"),
-            (".bar i, .bar { background: none !important }", ".bar 0 has other colours"),
-            (".heat i { background: white !important }", ".heat 0 has other colours"),
-            ("figure svg path { stroke: none !important; fill: none !important }", "figure svg"),
-            ("figure { transform: translateX(60px) }", "figure 0 lies elsewhere"),
-            ("div.culprit { display: none }", "landmarks: ['div.culprit 0']"),
-            ("header { color: #888 !important }", "header 0 has text of another colour"),
-        ],
-        4,
-    ),
+    [
+        ("main { padding-left: 8px }", "header 0 lies elsewhere"),
+        (".bar i, .bar { background: none !important }", ".bar 0 has other colours"),
+        (".heat i { background: white !important }", ".heat 0 has other colours"),
+        ("figure svg path { stroke: none !important; fill: none !important }", "figure svg"),
+        ("figure { transform: translateX(60px) }", "figure 0 lies elsewhere"),
+        ("div.culprit { display: none }", "landmarks: ['div.culprit 0']"),
+        ("header { color: #888 !important }", "header 0 has text of another colour"),
+    ],
 )
 def test_a_change_is_seen(
     browser: Browser, before: dict[str, dict[str, Any]], tmp_path: Path, style: str, told: str

@@ -89,6 +89,7 @@ def test_schedules_that_pass_take_one_line_beside_one_that_does_not():
     assert text.count("layer  operation") == 1
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("width", [80, 81, 97, 100, 120, 140, 200])
 @pytest.mark.parametrize("name", NAMES)
 def test_no_line_is_wider_than_the_terminal(name: str, width: int):

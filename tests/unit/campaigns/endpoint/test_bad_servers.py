@@ -88,6 +88,7 @@ def check(plan, url, **options):
     return check_endpoint(plan, Address(url=url, **options), num_again=0)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_answer_is_named_and_the_others_are_judged(plan, server, name):
     app, url = server
@@ -215,6 +216,7 @@ def endless(part, pause_s):
 EVENT = b'data: {"choices": [{"text": "a"}]}\n\n'
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("part", "pause_s", "code", "says"),
     [
@@ -232,6 +234,7 @@ def test_an_answer_without_end_is_left(plan, server, monkeypatch, part, pause_s,
     assert says in run.findings[0].message
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("part", "pause_s", "limit", "code", "says"),
     [

@@ -66,6 +66,7 @@ def busy(url, models):
         assert all(job.result() for job in jobs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["base", "one", "two"])
 def test_base_and_adapters_in_the_same_batches(url, adapters, model):
     with busy(url, [other for other in ("base", "one", "two") if other != model]):
@@ -74,6 +75,7 @@ def test_base_and_adapters_in_the_same_batches(url, adapters, model):
     assert [run.findings for run in result.runs if run.findings] == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("served", "judged_as"), [("base", "one"), ("one", None), ("one", "two")])
 def test_another_adapter_is_found(url, adapters, served, judged_as):
     result = check(url, served, adapters.get(judged_as))

@@ -16,7 +16,6 @@ from harness.report.endpoint.json import endpoint_json
 from harness.report.endpoint.text import endpoint_text
 from harness.results.check import Outcome
 
-from ...sampling import sampled
 from .conftest import PROMPTS, VICTIM, changed, reply
 
 EACH, STREAMED, PROMPT, AGAIN = "each answer", "streams", "the prompt's log probabilities", "from the second on"
@@ -230,7 +229,8 @@ class Liar:
         await app(scope, receive, spoilt)
 
 
-@pytest.mark.parametrize("name", sampled(list(LIES), 16))
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("name", list(LIES))
 def test_a_lie_is_a_finding_that_says_what_was_seen(plan, server, name):
     app, url = server
     kind, lie, says = LIES[name]
@@ -300,7 +300,8 @@ def asked_otherwise(change):
     return spoil
 
 
-@pytest.mark.parametrize("name", sampled(list(IGNORED), 4))
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", list(IGNORED))
 def test_a_parameter_that_is_ignored_is_listed_as_ignored(plan, server, name):
     app, url = server
     change, says = IGNORED[name]

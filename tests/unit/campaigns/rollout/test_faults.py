@@ -72,6 +72,7 @@ def test_the_log_of_the_engine_alone_is_held_against_the_model(compare, rows):
     assert result.not_judged[0] == "the trainer (the named model in high precision stands in its place)"
 
 
+@pytest.mark.slow
 def test_both_sides_at_hand_are_split_in_operations(compare, rows, trainer):
     engine = plan_engine(model="llama-tiny", engine="reference", dtype="bfloat16")
     result = compare(rows, trainer=trainer, layout="packed", engine=engine)
@@ -81,6 +82,7 @@ def test_both_sides_at_hand_are_split_in_operations(compare, rows, trainer):
     assert ("operations", "engine") in kinds
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["alone", "left", "right"])
 def test_a_trainer_may_be_padded(compare, rows, trainer, layout):
     assert_sound(compare(rows[:4], trainer=trainer, layout=layout))
@@ -129,6 +131,7 @@ def test_a_missing_begin_of_text_token(compare, rows, trainer):
     assert "no begin-of-text token" in term.detail
 
 
+@pytest.mark.slow
 def test_a_cache_in_eight_bits(compare, rows, columns, trainer):
     assert_sound(compare(with_engine(rows, decoded(trainer, rows, DynamicCache)), columns))
     eight = with_engine(rows, decoded(trainer, rows, EightBitCache))

@@ -8,7 +8,6 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 from harness.campaigns.sampler.run import check_sampler
 from harness.results.check import Outcome
 
-from ...sampling import sampled
 from .conftest import plan_of, served
 from .faults import FAULTS
 
@@ -21,7 +20,8 @@ def sentences(result):
     return by_code
 
 
-@pytest.mark.parametrize("fault", sampled(FAULTS, 3), ids=lambda fault: fault.name)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_is_found_and_named(address, monkeypatch, fault):
     fault.plant(monkeypatch)
     result = check_sampler(plan_of(), address, num_draws=400, only=fault.settings.split(","))

@@ -58,6 +58,7 @@ def test_sound_draws_alarm_nobody(noise):
         assert (own.follows, own.num_outside, findings) == ("as asked", 0, [])
 
 
+@pytest.mark.slow
 def test_what_so_many_draws_find_is_found_and_what_they_may_miss_is_said():
     _, _, pooled = judged(evidence_of(Chain(), SETTINGS, num=250))
     others = {each.name: each for each in alternatives(Chain(), SETTINGS, EOS)}

@@ -43,6 +43,7 @@ def test_the_same_content_has_the_same_digest(digest):
     assert digest() == digest()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_model_that_was_replaced_is_another(digest, tmp_path, name):
     before, golden = digest()
@@ -92,6 +93,7 @@ def test_an_environment_that_is_not_here_is_never_the_same(digest, tmp_path):
     assert digest("there", str(tmp_path / "no-python")) != digest("there", str(tmp_path / "no-python"))
 
 
+@pytest.mark.slow
 def test_an_environment_is_asked_for_what_it_has(digest):
     here = digest("here", sys.executable)
     assert here == digest("here", sys.executable)

@@ -49,6 +49,7 @@ def test_a_case_goes_where_its_model_has_run_and_else_where_most_is_free(pool, m
     assert place(pool, make_case("x")) == "a"
 
 
+@pytest.mark.slow
 def test_a_case_goes_only_where_model_environment_and_resources_are(pool, make_case):
     case = make_case("x", gpus=1.0).model_copy(update={"environment": "old"})
     old = {"old": installed("reference")}
@@ -89,6 +90,7 @@ def run_and_end(pool, task, said):
     return pool._ended(said)
 
 
+@pytest.mark.slow
 def test_a_node_that_loses_a_task_gets_no_other_until_it_was_looked_at_again(pool, make_case):
     pool._ray, pool._refused, task = StubRay(), set(), Task(kind="case", case=make_case("x"))
     pool._nodes = {"dead": node("dead", cpus=4.0), "sound": node("sound")}
@@ -125,6 +127,7 @@ def test_an_environment_that_is_another_one_on_another_node_is_refused():
     assert (caught.value.where, caught.value.actual) == ("a and c", {"torch": "1"})
 
 
+@pytest.mark.slow
 def test_a_model_or_environment_that_no_node_has_is_refused_with_its_case(make_case):
     case = make_case("x")
     refuse_missing([seen(missing_models=["some/model"]), seen()], [case])
@@ -135,6 +138,7 @@ def test_a_model_or_environment_that_no_node_has_is_refused_with_its_case(make_c
         refuse_missing([seen(environments={"old": None})], [case.model_copy(update={"environment": "old"})])
 
 
+@pytest.mark.slow
 def test_an_engine_that_no_node_has_is_refused_with_its_case_and_place(make_case):
     case, without = make_case("x"), seen(own=installed("hf", "mine"))
     refuse_missing([without, seen()], [case])
@@ -146,6 +150,7 @@ def test_an_engine_that_no_node_has_is_refused_with_its_case_and_place(make_case
         refuse_missing([seen(environments={"old": without.own})], [case.model_copy(update={"environment": "old"})])
 
 
+@pytest.mark.slow
 def test_a_node_says_what_it_has(tmp_path):
     store = Store(str(tmp_path / "store"))
     store.check()

@@ -17,6 +17,7 @@ def test_this_interpreter_is_an_environment():
     assert check_environments({"own": Environment()}) == {"own": installation()}
 
 
+@pytest.mark.slow
 def test_an_environment_s_own_packages_are_seen(tmp_path):
     """An engine that the variables of the environment lead to is one of its engines."""
     metadata = tmp_path / "mine-1.0.dist-info"
@@ -46,6 +47,7 @@ def test_what_is_not_installed_is_told_from_what_has_no_version(monkeypatch):
     assert installation().missing_packages == ["no_such_package"]
 
 
+@pytest.mark.slow
 def test_an_engine_is_looked_for_where_its_case_runs(make_case):
     here, there = make_case("here"), make_case("there").model_copy(update={"environment": "old"})
     check_engines([here, there])

@@ -14,7 +14,6 @@ from harness.report.tokens.text import tokens_text
 from harness.results.check import Outcome
 from reference_engine.errors import RequestError
 
-from ...sampling import sampled
 from .faults import FAULTS
 
 
@@ -37,7 +36,8 @@ def hf(chat_folder):
     return HF(chat_folder)
 
 
-@pytest.mark.parametrize("fault", sampled(FAULTS, 6), ids=lambda fault: fault.name)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_function_with_a_fault(chat_folder, hf, fault):
     result = compare_renderings(lambda messages, tools: fault.render(hf, messages, tools), chat_folder)
     names = [difference.name for difference in result.differences]
@@ -45,7 +45,8 @@ def test_a_function_with_a_fault(chat_folder, hf, fault):
     assert len(result.differences[0].messages) <= 5
 
 
-@pytest.mark.parametrize("fault", sampled(FAULTS, 1), ids=lambda fault: fault.name)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_server_with_a_fault(chat_folder, chat_server, hf, monkeypatch, fault):
     text, address = chat_server
     sound = text.encode_chat

@@ -44,6 +44,7 @@ def test_a_sound_cache_passes_in_every_schedule(engine, checkpoints):
         assert run.coverage.missing == 0
 
 
+@pytest.mark.slow
 def test_a_cache_of_less_digits_is_named(engine, checkpoints):
     attention = engine.model.layers[1].attn
     store = attention.store
@@ -62,6 +63,7 @@ def test_the_layers_that_are_not_shown_are_said(engine, checkpoints):
     assert set(run.coverage.not_offered) == {K_CACHE, "model.layers.1.v_cache"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("wrong", "actual"),
     [

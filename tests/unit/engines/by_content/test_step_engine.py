@@ -16,8 +16,6 @@ from harness.engines.by_content.steps import watched_step
 from harness.engines.torch_modules import Entry, Fields, ModuleRecorder, Split, StepRows
 from harness.oracle.model import load_model
 
-from ...sampling import sampled
-
 PROMPTS = [[5, 9, 14, 3, 8, 21, 4, 17, 6], [*range(3, 17)]]
 SCHEDULES = ["plain", "chunked:3", "batched", "mixed:4"]
 
@@ -26,6 +24,7 @@ def check(engine, checkpoints, name="qwen2-tiny", schedules=("plain",)):
     return harness.check(engine, model=checkpoints / name, prompts=PROMPTS, max_new_tokens=4, schedules=schedules)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_operation_of_a_sound_engine_passes(fused_engine, checkpoints, dtype):
     result = check(fused_engine(dtype=dtype), checkpoints, schedules=SCHEDULES)
@@ -36,6 +35,7 @@ def test_every_operation_of_a_sound_engine_passes(fused_engine, checkpoints, dty
     assert any("48 taps were found by content" in note for note in result.notes)
 
 
+@pytest.mark.slow
 def test_a_bug_that_the_model_has_of_itself_is_named(fused_engine, checkpoints):
     """The toy knows no scaling of frequencies, which llama-tiny has."""
     first = check(fused_engine("llama-tiny"), checkpoints, "llama-tiny").runs[0].first_divergence
@@ -137,7 +137,8 @@ def heads_of_the_context_swapped(model, fused):
     attn.forward = lambda *given: forward(attn, *given).view(-1, 2, 2, 32).transpose(1, 2).reshape(-1, 128)
 
 
-@pytest.mark.parametrize(("name", "dtype"), sampled(list(product(FAULTS, (torch.float32, torch.bfloat16))), 5))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("name", "dtype"), list(product(FAULTS, (torch.float32, torch.bfloat16))))
 def test_a_fault_is_found_at_its_operation_and_hides_no_tap(fused_engine, fused, checkpoints, name, dtype):
     tap, plant = FAULTS[name]
     engine = fused_engine(dtype=dtype)
@@ -172,6 +173,7 @@ def test_what_is_no_engine_is_told_what_it_lacks(checkpoints, answer, words):
         check(Answering(answer), checkpoints)
 
 
+@pytest.mark.slow
 def test_not_a_number_is_found_and_no_pass(fused_engine, checkpoints):
     engine = fused_engine()
     engine.model.layers[1].o_proj.weight.data[3] = torch.nan
@@ -180,6 +182,7 @@ def test_not_a_number_is_found_and_no_pass(fused_engine, checkpoints):
     assert report.runs[0].outcome.value == "mismatch"
 
 
+@pytest.mark.slow
 def test_a_module_with_other_names_is_told_by_content(fused_engine, checkpoints):
     """No module of it is called as in the checkpoint, so that no name could tell."""
     report = harness.check(
@@ -243,6 +246,7 @@ def rewinding(fused_engine, fused):
     return engine
 
 
+@pytest.mark.slow
 def test_an_engine_that_goes_back_follows_drafts(fused_engine, fused, checkpoints):
     report = harness.check(
         rewinding(fused_engine, fused), model=checkpoints / "qwen2-tiny", prompts=PROMPTS[:1], max_new_tokens=9,
@@ -252,6 +256,7 @@ def test_an_engine_that_goes_back_follows_drafts(fused_engine, fused, checkpoint
     assert [run.coverage.missing for run in report.runs] == [0, 0]
 
 
+@pytest.mark.slow
 def test_what_it_leaves_in_its_cache_is_named(fused_engine, fused, checkpoints, monkeypatch):
     """The first key and value that are written to a slot of the second layer stay."""
     engine = rewinding(fused_engine, fused)
@@ -292,6 +297,7 @@ def test_an_engine_with_the_logits_of_the_last_token_alone_verifies_nothing(fuse
         harness.check(engine, model=checkpoints / "qwen2-tiny", prompts=PROMPTS[:1], schedules=["speculative"])
 
 
+@pytest.mark.slow
 def test_an_engine_that_says_nothing_is_not_asked_to_go_back(fused_engine, checkpoints):
     with pytest.raises(harness.HarnessError, match="cannot follow the schedule 'rewound'"):
         check(fused_engine(), checkpoints, schedules=["rewound"])

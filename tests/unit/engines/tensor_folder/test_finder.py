@@ -78,6 +78,7 @@ def by_evidence(finder, evidence):
     return {tap for tap, each in finder.found.items() if each.evidence is evidence}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -129,6 +130,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("model", ["qwen2-tiny", "gemma3-tiny"])
@@ -141,6 +143,7 @@ def test_a_bug_does_not_hide_what_follows(checkpoints, model, named, fault):
     assert by_evidence(finder, Evidence.NAME) == set()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("named", [True, False])
 def test_rows_of_nan_hide_only_themselves(checkpoints, named):
     """A NaN among the values of attention makes all rows NaN: these have nothing but their names."""

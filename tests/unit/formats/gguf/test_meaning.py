@@ -102,6 +102,7 @@ def test_the_reading_that_it_is_held_against_is_that_of_a_sound_file(name, check
     torch.testing.assert_close(logits(path, IDS), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("batch", range(3))
 def test_altered_files(name, batch, checkpoints, tmp_path):

@@ -64,6 +64,7 @@ def judged(wrong, monkeypatch, conventions):
     return one.compare(recording)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", range(len(registry.CONVENTIONS)))
 def test_each_convention_may_raise(wrong, monkeypatch, number):
     conventions = list(registry.CONVENTIONS)

@@ -50,6 +50,7 @@ def consumers(one, name):
     return {op.tap for op in one.hf.graph if name in op.inputs and op.kind != "cache"}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama-tiny", "qwen2-tiny", "qwen3-tiny"])
 def test_hf_itself_is_sound(bench, tmp_path, name, dtype):
@@ -74,6 +75,7 @@ def test_the_truth_judged_by_replay_is_exact_to_float64(one):
     assert result.first_divergence is None
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", SITES)
 def test_a_row_that_is_off_is_found_at_its_operation(one, tmp_path, name):
     """The output is off and so are the consumers' inputs, but those still do what they are given to do wrongly."""
@@ -159,6 +161,7 @@ def poison(one, actual, name, row):
     return spoilt
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name",
     [

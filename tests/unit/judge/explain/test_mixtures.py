@@ -176,6 +176,7 @@ def _forgetful(model: torch.nn.Module) -> None:
 _MIXER = "backbone.layers.0.mixer."
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("cause", "break_it"),
     [
@@ -258,6 +259,7 @@ def _of_cache(name: str) -> Callable[..., None]:
     return break_it
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize(
     ("family", "state", "plan"),

@@ -99,6 +99,7 @@ def window(value):
     return inject
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("left_out", "tap"), [(ROTATED, "attention"), (CONTEXT, "self_attn.o_proj")])
 @pytest.mark.parametrize(("inject", "cause"), [
     (theta(1e6), "wrong rope theta: 1e+06 instead of 10000"),

@@ -66,6 +66,7 @@ def test_a_setting_that_the_reference_engine_reads_otherwise(monkeypatch, name):
     assert [str(pair) for pair in run_settings(plan_engine(model="gemma3-tiny")).differing] == messages
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("isolate", [False, True])
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_no_alarm_on_an_embedded_checkpoint(name, isolate):

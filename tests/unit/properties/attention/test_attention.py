@@ -27,6 +27,7 @@ MANY = PROFILES["dev"].settings()
 OTHERS = (check_placement, check_batching, check_store, check_read_back, check_merge, check_padded)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", [PagedSubject, ContiguousSubject, RecomputeSubject])
 def test_the_reference_backends_pass(backend: Any) -> None:
     served = AttentionUnderTest(backend).served
@@ -45,6 +46,7 @@ def test_the_reference_backends_pass_in_many_examples(backend: Any, focus: str) 
         check_definition(backend, PROFILES["ci"].settings(), focus)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_offers_everything_passes_everything() -> None:
     assert not_checked(FullAttention) == []
     for focus in FOCUSES:
@@ -57,6 +59,7 @@ def definition(focus: str) -> Any:
     return lambda named, settings: check_definition(named, settings, focus)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "check", "what"),
     [

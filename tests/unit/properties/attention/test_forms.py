@@ -12,7 +12,6 @@ from harness.properties.core.adapter import NamedAdapter
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 
-from ...sampling import sampled
 from . import forms
 
 DEV = PROFILES["dev"].settings()
@@ -25,7 +24,8 @@ def adapter(form: str, broken: str = "") -> NamedAdapter:
     return NamedAdapter.at(f"{forms.__name__}:{name}", getattr(forms, name))
 
 
-@pytest.mark.parametrize(("form", "keyword"), sampled(list(product(forms.FORMS, forms.KEYWORDS)), 8))
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize(("form", "keyword"), list(product(forms.FORMS, forms.KEYWORDS)))
 def test_a_bug_behind_a_keyword_is_found(form: str, keyword: str) -> None:
     with pytest.raises(PropertyError) as caught:
         check_definition(adapter(form, keyword), DEV, forms.KEYWORDS[keyword])

@@ -11,7 +11,6 @@ from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 
 from ...reference_engine.fast.kernels.launching import IGNORE_NUMPY, launch_on
-from ...sampling import sampled
 from .kernel_mutants import MUTANTS, PACKAGE, SURVIVORS, Mutant
 
 # Some mutants divide by 0 or overflow, of which numpy warns: what is judged is what comes out.
@@ -28,7 +27,8 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @IGNORE_ARITHMETIC
-@pytest.mark.parametrize("mutant", sampled(MUTANTS, 3), ids=lambda mutant: mutant.name)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_is_killed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(falsify, "PHASES", (Phase.generate,))  # the first example will do
     with mutant.planted(), pytest.raises(PropertyError) as caught:

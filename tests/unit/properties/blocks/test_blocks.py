@@ -12,7 +12,6 @@ from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 from harness.selfcheck.properties.blocks import BlockManagerSubject
 
-from ...sampling import sampled
 from ..programs import assert_fails_in_its_last_line
 from . import chained, hybrid, radix
 
@@ -53,7 +52,8 @@ class ComputesAtOnce(BlockManagerSubject):
         return has_room
 
 
-@pytest.mark.parametrize("missing", sampled([*(((method,),) for method in OFFERED), (OFFERED,)], 5), ids="-".join)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("missing", [*((method,) for method in OFFERED), OFFERED], ids="-".join)
 def test_the_reference_manager_passes_without_any_optional_part(missing: tuple[str, ...]) -> None:
     base = ComputesAtOnce if "computed" in missing else BlockManagerSubject
     lesser = type("Lesser", (base,), dict.fromkeys(missing))
@@ -61,12 +61,14 @@ def test_the_reference_manager_passes_without_any_optional_part(missing: tuple[s
     assert {line.split()[3] for line in not_checked(lesser) if line.startswith("block manager: no ")} >= set(missing)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("manager", [chained.ChainedManager, radix.RadixManager])
 def test_a_correct_block_manager_passes(manager: type) -> None:
     check_block_manager(manager, DEV)
 
 
-@pytest.mark.parametrize(("manager", "invariants"), sampled(BUGS, 4))
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("manager", "invariants"), BUGS)
 def test_a_known_bug_is_found_and_told_as_a_program(manager: type, invariants: set[int]) -> None:
     report = search_block_manager(manager, CI, is_first_enough=True)
     with pytest.raises(PropertyError) as caught:

@@ -6,14 +6,14 @@ from harness.properties.blocks.suite import search_block_manager
 from harness.properties.core.profiles import PROFILES
 from harness.selfcheck.properties.blocks import BlockManagerSubject
 
-from ...sampling import sampled
 from ..mutation import Mutant
 from .mutants import BLOCK_MUTANTS
 
 CI = PROFILES["ci"].settings()
 
 
-@pytest.mark.parametrize("mutant", sampled(BLOCK_MUTANTS, 7), ids=lambda mutant: mutant.name)
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("mutant", BLOCK_MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_block_suite_kills(mutant: Mutant) -> None:
     with mutant.planted():
         findings = search_block_manager(BlockManagerSubject, CI, is_first_enough=True).findings

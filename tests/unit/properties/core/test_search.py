@@ -118,6 +118,7 @@ class RejectsLongPrompts(ChainedManager):
         return super().allocate(request_id, token_ids)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("manager", "reason"), [(SomeSizesOnly, "is odd"), (RejectsLongPrompts, "UnsatisfiedAssumption")]
 )

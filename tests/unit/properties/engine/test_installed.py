@@ -87,6 +87,7 @@ class Shifted:
         self.writer.end_step(sampled)
 
 
+@pytest.mark.slow
 def test_what_depends_on_the_batch_is_found_and_the_program_names_the_engine(monkeypatch):
     inner = installed_engine("reference").engine
     with opened(monkeypatch, Shifting(inner)) as adapter, pytest.raises(PropertyError) as caught:

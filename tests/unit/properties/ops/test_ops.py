@@ -58,6 +58,7 @@ class More(Ops):
         return [*(pieces.add(token_id) for token_id in token_ids), pieces.finish()]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ops", [Ops, More])
 def test_sound_operations_pass(ops: Any) -> None:
     for check in CHECKS:
@@ -136,6 +137,7 @@ class FirstEndOnly(More):
         return super().num_generated(folder, token_ids)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("bug", "check", "error"),
     [

@@ -6,7 +6,6 @@ from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 from harness.properties.scheduler.suite import check_scheduler, not_checked, search_scheduler
 
-from ...sampling import sampled
 from ..programs import assert_fails_in_its_last_line
 from . import ahead
 
@@ -32,12 +31,14 @@ SURVIVORS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheduler", [ahead.AheadScheduler, ahead.SpeculativeScheduler, ahead.MultiTokenScheduler])
 def test_a_correct_scheduler_passes(scheduler: type) -> None:
     check_scheduler(scheduler, DEV)
 
 
-@pytest.mark.parametrize(("scheduler", "invariants"), sampled(BUGS, 4))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("scheduler", "invariants"), BUGS)
 def test_a_bug_is_found_and_told_as_a_program(scheduler: type, invariants: set[int]) -> None:
     report = search_scheduler(scheduler, CI, is_first_enough=True)
     with pytest.raises(PropertyError) as caught:

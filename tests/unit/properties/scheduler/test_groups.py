@@ -7,7 +7,6 @@ from harness.properties.core.profiles import PROFILES
 from harness.properties.scheduler.suite import check_scheduler, search_scheduler
 from harness.selfcheck.properties.scheduler import SchedulerSubject
 
-from ...sampling import sampled
 from ..blocks.mutants import BLOCK_MUTANTS
 from ..mutation import Mutant
 from ..programs import assert_fails_in_its_last_line
@@ -38,12 +37,14 @@ REUSE = {
 """By mutant of the reference engine's prefix cache, the invariants that show it through the scheduler."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheduler", [groups.HybridScheduler, groups.SwappingScheduler])
 def test_a_correct_scheduler_passes(scheduler: type) -> None:
     check_scheduler(scheduler, DEV)
 
 
-@pytest.mark.parametrize(("scheduler", "invariants"), sampled(BUGS, 2))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("scheduler", "invariants"), BUGS)
 def test_a_bug_is_found_and_told_as_a_program(scheduler: type, invariants: set[int]) -> None:
     report = search_scheduler(scheduler, CI, is_first_enough=True)
     with pytest.raises(PropertyError) as caught:
@@ -52,9 +53,8 @@ def test_a_bug_is_found_and_told_as_a_program(scheduler: type, invariants: set[i
     assert_fails_in_its_last_line(caught.value.program, scheduler)
 
 
-@pytest.mark.parametrize(
-    "mutant", sampled([m for m in BLOCK_MUTANTS if m.name in REUSE], 3), ids=lambda mutant: mutant.name
-)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("mutant", [m for m in BLOCK_MUTANTS if m.name in REUSE], ids=lambda mutant: mutant.name)
 def test_a_bug_of_the_prefix_cache_is_found_through_the_scheduler(mutant: Mutant) -> None:
     with mutant.planted():
         findings = search_scheduler(SchedulerSubject, CI, is_first_enough=True).findings

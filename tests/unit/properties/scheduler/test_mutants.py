@@ -6,14 +6,14 @@ from harness.properties.core.profiles import PROFILES
 from harness.properties.scheduler.suite import search_scheduler
 from harness.selfcheck.properties.scheduler import SchedulerSubject
 
-from ...sampling import sampled
 from ..mutation import Mutant
 from .mutants import SCHEDULER_MUTANTS, SURVIVORS
 
 CI = PROFILES["ci"].settings()
 
 
-@pytest.mark.parametrize("mutant", sampled(SCHEDULER_MUTANTS, 4), ids=lambda mutant: mutant.name)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("mutant", SCHEDULER_MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_scheduler_suite_kills(mutant: Mutant) -> None:
     with mutant.planted():
         findings = search_scheduler(SchedulerSubject, CI, is_first_enough=True).findings

@@ -12,7 +12,6 @@ from harness.properties.scheduler.suite import check_scheduler, not_checked, sea
 from harness.selfcheck.properties.scheduler import SchedulerSubject
 from reference_engine.requests.sequence import ScheduledChunk, Sequence
 
-from ...sampling import sampled
 from ..programs import assert_fails_in_its_last_line
 from . import two_phase
 
@@ -30,7 +29,8 @@ SCHEDULER_BUGS = [
 ]
 
 
-@pytest.mark.parametrize("missing", sampled([*(((method,),) for method in OFFERED), (OFFERED,)], 4), ids="-".join)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("missing", [*((method,) for method in OFFERED), OFFERED], ids="-".join)
 def test_the_reference_scheduler_passes_without_any_optional_part(missing: tuple[str, ...]) -> None:
     lesser = type("Lesser", (SchedulerSubject,), dict.fromkeys(missing))
     check_scheduler(lesser, FEW)
@@ -63,6 +63,7 @@ def test_a_correct_scheduler_passes() -> None:
     check_scheduler(two_phase.TwoPhaseScheduler, DEV)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("scheduler", "invariants"), SCHEDULER_BUGS)
 def test_a_known_bug_of_a_scheduler_is_found_and_told_as_a_program(scheduler: type, invariants: set[int]) -> None:
     report = search_scheduler(scheduler, CI, is_first_enough=True)

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from reference_engine import EngineConfig, LLMEngine, SamplingParams, StepInfo
 from reference_engine.model import Decoder
 
-from ...sampling import sampled
 from .kernels.launching import DEVICES, IGNORE_NUMPY, launch_on
 
 pytestmark = IGNORE_NUMPY
@@ -49,9 +48,10 @@ def observed(folder: Any, config: EngineConfig) -> list[tuple[str, torch.Tensor]
     return everything.taps
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("checkpoint", "dtype"),
-    sampled(list(product(["qwen3", "qwen2-sliding", "llama"], ["float32", "bfloat16"])), 3),
+    list(product(["qwen3", "qwen2-sliding", "llama"], ["float32", "bfloat16"])),
     indirect=["checkpoint"],
 )
 def test_every_tap_is_there_and_as_it_was(checkpoint: Any, device: torch.device, dtype: str) -> None:
@@ -68,6 +68,7 @@ def test_every_tap_is_there_and_as_it_was(checkpoint: Any, device: torch.device,
         assert (own.double() - other.double()).norm() <= limit * other.double().norm(), name
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("checkpoint", ["qwen3", "llama"], indirect=True)
 def test_unobserved_steps_make_the_same_tokens(checkpoint: Any, device: torch.device) -> None:
     config = EngineConfig(dtype="float32", device=str(device), attention_backend="triton", max_model_len=64)

@@ -142,6 +142,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     return launch_on(request.param, monkeypatch)
 
 
+@pytest.mark.slow
 @IGNORE_NUMPY
 def test_the_engine_makes_the_same_tokens(checkpoint: Any, device: torch.device) -> None:
     """With the Triton backend: the real thing on a GPU, and the same calls again on the CPU."""

@@ -19,7 +19,6 @@ from reference_engine.fast.acceleration import FastAcceleration
 from reference_engine.fast.attention import cpp
 from reference_engine.fast.attention import triton as triton_backend
 
-from ...sampling import sampled
 from ..recorder import Recorder, assert_same_rows
 from ..test_kv_cache import make_spec
 from .kernels.launching import DEVICES, IGNORE_NUMPY, launch_on
@@ -97,8 +96,9 @@ PROMPTS = [list(range(4, 41)), [5, 6, 7], list(range(4, 24)), [44]]
 PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("checkpoint", "limits"), sampled(list(product(["qwen3", "qwen2-sliding"], LIMITS)), 2), indirect=["checkpoint"]
+    ("checkpoint", "limits"), list(product(["qwen3", "qwen2-sliding"], LIMITS)), indirect=["checkpoint"]
 )
 def test_the_engine_chooses_the_same_tokens(checkpoint: Any, device: torch.device, limits: dict[str, Any]) -> None:
     config = EngineConfig(

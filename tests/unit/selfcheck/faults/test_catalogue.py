@@ -28,8 +28,6 @@ from reference_engine.model import Attention, Decoder, DecoderLayer
 from reference_engine.prefix_cache import Prefix, PrefixCache
 from reference_engine.rotary import RotaryEmbedding
 
-from ...sampling import sampled
-
 OWNERS = (
     reference_engine.attention.paged, reference_engine.attention.paged.PagedAttention,
     reference_engine.checkpoint.model_config, reference_engine.engine, reference_engine.model,
@@ -74,7 +72,8 @@ def test_the_truth_is_complete(name):
     assert (fault.tap is None) == (fault.row is None)
 
 
-@pytest.mark.parametrize("name", sampled(ONE_OF_EACH, 12))
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_fault_is_found_where_it_is_and_named(name):
     score = score_fault(FAULTS[name], try_fault(FAULTS[name]))
     assert (score.detected, score.localised, score.named) == (True, True, True), score
@@ -130,6 +129,7 @@ def test_which_rows_are_wrong_is_no_cause():
 BENIGN = ("blocks-permuted", "norm-weight-before-cast", "projections-unfused", "split-kv", "short-prompts", "preempted")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", ["inputs-q8", "cache-float16-products", "cache-float16-flash", "cache-q8", "rotary-one-from-another"]
 )
@@ -140,6 +140,7 @@ def test_an_engine_of_another_convention_does_not_alarm(name):
     assert any(tap.convention for tap in trial.result.runs[0].taps)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BENIGN)
 def test_a_benign_variant_does_not_alarm(name):
     (variant,) = [each for each in variants() if each.id == f"{name}/qwen2-tiny/bfloat16"]

@@ -22,6 +22,7 @@ def test_split_or_not(device: torch.device, dtype: torch.dtype, num_splits: int)
     assert relative_l2(actual, workload.expected(q, ONES)) < TOLERANCE[dtype]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -41,6 +42,7 @@ def test_each_row_sees_its_whole_past(device: torch.device, shape: dict[str, Any
     assert relative_l2(actual, workload.expected(q, ONES)) < TOLERANCE[workload.dtype]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("min_split_keys", [16, 256])
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 40])
 def test_a_window_ends_where_it_should(device: torch.device, window: int, min_split_keys: int) -> None:
