@@ -1,4 +1,4 @@
-.PHONY: audit check docs format lock test test-machines test-slow test-gpu test-pretended-gpu test-oldest test-vllm test-sglang floors scoreboard fuzz mutants
+.PHONY: audit check docs format lock test test-machines test-slow test-gpu test-pretended-gpu first-gpu-run test-oldest test-vllm test-sglang floors scoreboard fuzz mutants
 
 check:  ## format, lint, types, floors
 	ruff format --check harness reference_engine tests cases
@@ -25,6 +25,9 @@ test-gpu:  ## what needs a CUDA device
 
 test-pretended-gpu:  ## the same on a device that is not there: needs g++, and a minute to compile it
 	pytest -p tests.pretended_gpu.plugin -m "gpu and not slow"
+
+first-gpu-run:  ## what a new GPU is asked for first, in calls of ten minutes: OUT=FOLDER, each goes on where the last one ended
+	python -m tests.first_gpu_run $(OUT)
 
 OLDEST_PYTHON ?= python3.12
 test-oldest:  ## the default suite under the lower bounds of pyproject.toml, in an environment of its own

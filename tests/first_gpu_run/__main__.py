@@ -1,0 +1,60 @@
+"""python -m tests.first_gpu_run OUT: every step for which there is time, and that no earlier call has done.
+
+A failure stops nothing. A step that failed is tried again by the next call. `--resume ARCHIVE` begins with the results
+of a call on another machine.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from .archive import NAME, pack, unpack
+from .machine import environment
+from .steps import PRETENDED_STEPS, STEPS, Step
+from .summary import write_summary
+from .work import do_step, kept_result
+
+
+def run_steps(steps: Sequence[Step], out: Path, *, budget_s: float, only: Collection[str] = ()) -> bool:
+    """Run what is not done, while the time lasts; return whether all of it is done."""
+    begin, variables = time.monotonic(), environment(out)
+    chosen = [step for step in steps if not only or step.name in only]
+    for step in chosen:
+        kept = kept_result(step.name, out)
+        left = budget_s - (time.monotonic() - begin)
+        if (kept is not None and kept.is_done) or left < step.usual_s:
+            continue
+        result = do_step(step, out, limit_s=min(step.limit_s, left), environment=variables)
+        result.keep(out)
+        write_summary(steps, out)
+        pack(out)
+        print(f"{step.name}: {result.left_out or result.statuses} after {result.seconds:g} s", flush=True)
+    results = [kept_result(step.name, out) for step in chosen]
+    return all(result is not None and result.is_done for result in results)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return 0 where every step is done, 1 where some failed or had no time."""
+    parser = argparse.ArgumentParser(prog="python -m tests.first_gpu_run")
+    parser.add_argument("out", type=Path, help="folder of the results; what is there is not done again")
+    parser.add_argument("--budget", type=float, default=560, metavar="SECONDS", help="of this call [default: 560]")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps alone")
+    parser.add_argument("--resume", type=Path, metavar="ARCHIVE", help=f"{NAME} of an earlier call")
+    parser.add_argument("--pretended", action="store_true", help="on the device that is not there, on small shapes")
+    given = parser.parse_args(arguments)
+    steps = PRETENDED_STEPS if given.pretended else STEPS
+    if unknown := set(given.only or ()) - {step.name for step in steps}:
+        parser.error(f"unknown steps: {', '.join(sorted(unknown))}; there are {', '.join(step.name for step in steps)}")
+    out = given.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    if given.resume is not None:
+        unpack(given.resume, out)
+    is_done = run_steps(steps, out, budget_s=given.budget, only=given.only or ())
+    print(f"{out / NAME} holds all results; {out / 'summary.md'} says what ran")
+    return 0 if is_done else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
