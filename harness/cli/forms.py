@@ -132,6 +132,7 @@ ESTIMATE = Forms(
 )
 BENCH = Forms(human="harness.selfcheck.bench.table:bench_text", json="harness.selfcheck.bench.results:BenchResult.json")
 INSPECTED = Forms(human="harness.formats.inspect:render_text", json=_DOCUMENT)
+VALUES = Forms(human="harness.formats.inspect.values:values_text", json=_DOCUMENT)
 SETTINGS = Forms(human=f"{_REPORT}.settings:settings_text", json=f"{_REPORT}.settings:settings_json")
 GOLDEN = Forms(human="harness.cli.golden:golden_text", json=_DOCUMENT)
 TAP_MAP = Forms(human="harness.cli.map:map_text", json=_DOCUMENT)

@@ -43,7 +43,7 @@ def test_what_is_missing_for_the_config(harness, llama, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
     ran = harness("inspect", folder, "--format", "json")
-    assert ran.status == 0
+    assert ran.status == 1
     assert "model.layers.3.mlp.up_proj.weight" in ran.json["against_config"]["missing"]
 
 

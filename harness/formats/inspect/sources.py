@@ -1,0 +1,113 @@
+"""Tensors by their names, wherever they lie: weights, recordings and goldens, dumps."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from harness.errors import Code, HarnessError
+from harness.formats.checkpoint import CONFIG_NAME, Checkpoint
+from harness.formats.checkpoint.gguf import is_gguf, open_gguf
+from harness.formats.checkpoint.gguf.weights import read_tensor
+from harness.formats.checkpoint.names import embedded_folder
+from harness.formats.recording import Recording
+from harness.formats.recording.format import MANIFEST_NAME
+from harness.formats.safetensors_header import read_header
+from harness.formats.tensors.folder import read_tensors
+
+Row = tuple[int, int]
+"""Request and position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What a path holds."""
+
+    kind: str
+    """`checkpoint`, `gguf`, `recording`, `safetensors` or `tensors`."""
+    names: tuple[str, ...]
+    read: Callable[[str], torch.Tensor]
+    """Return a tensor; of a recording, a tap's rows in the order in which they were computed."""
+    rows: Callable[[str], Mapping[Row, int]] | None = None
+    """Of a recording: place of each of a tap's rows in its tensor; the last, where it was computed again."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the tensor of a name; raises HarnessError (BAD_OPTION) with the nearest names where there is none."""
+        if name not in self.names:
+            near = difflib.get_close_matches(name, self.names, n=3, cutoff=0.4) or self.names[:3]
+            raise HarnessError(
+                Code.BAD_OPTION,
+                f"there is no tensor {name!r}",
+                where="--tensor",
+                expected=f"one of {len(self.names)} names, such as {', '.join(near)}",
+                actual=name,
+            )
+        return self.read(name)
+
+    def row(self, name: str, row: Row) -> torch.Tensor:
+        """Return a tap's row; raises HarnessError (BAD_OPTION) where there is no such row."""
+        tensor = self.tensor(name)
+        if self.rows is None:
+            what, hint = "only the taps of a recording have rows of requests", "leave --row out; --slice takes a part"
+            raise HarnessError(Code.BAD_OPTION, what, where="--row", actual=self.kind, hint=hint)
+        places = self.rows(name)
+        if row not in places:
+            what = f"the tap has no row of request {row[0]} at position {row[1]}"
+            shown = ", ".join(f"{request}:{position}" for request, position in sorted(places)[:6])
+            raise HarnessError(Code.BAD_OPTION, what, where="--row", expected=f"one of {len(places)}: {shown}, ...")
+        return tensor[places[row]]
+
+
+def open_source(path: Path) -> Source:
+    """Return the tensors of a checkpoint, a GGUF or safetensors file, a recording or golden, or a folder of tensors.
+
+    Args:
+        path: a file, a folder, or an embedded checkpoint's name.
+
+    Raises:
+        HarnessError: as the reader of what lies there.
+    """
+    if not path.exists() and (embedded := embedded_folder(str(path))) is not None:
+        path = embedded
+    if (path / MANIFEST_NAME).is_file():
+        return _recording(Recording.open(path, verify=False))
+    if (path / CONFIG_NAME).is_file():
+        return _weights("checkpoint", {name: file for name, (_, file) in Checkpoint(path).tensors.items()})
+    if path.is_file() and is_gguf(path):
+        tensors = open_gguf(path).tensors
+        return Source(kind="gguf", names=tuple(tensors), read=lambda name: read_tensor(*tensors[name]))
+    if path.suffix == ".safetensors":
+        return _weights("safetensors", {entry.name: path for entry in read_header(path).tensors})
+    dumped = {each.name: each.tensor for each in read_tensors(path).tensors}
+    return Source(kind="tensors", names=tuple(dumped), read=dumped.__getitem__)
+
+
+def _weights(kind: str, files: Mapping[str, Path]) -> Source:
+    def read(name: str) -> torch.Tensor:
+        with safe_open(files[name], framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
+
+    return Source(kind=kind, names=tuple(files), read=read)
+
+
+def _recording(recording: Recording) -> Source:
+    steps = recording.steps
+
+    def read(name: str) -> torch.Tensor:
+        return torch.cat([step.tap(name) for step in steps if step.has(name)])
+
+    def rows(name: str) -> Mapping[Row, int]:
+        found: list[Row] = []
+        for step in steps:
+            if step.has(name):
+                own = step.rows_of(name)
+                at = slice(None) if own is None else own
+                found += zip(step.request[at].tolist(), step.position[at].tolist(), strict=True)
+        return {row: place for place, row in enumerate(found)}
+
+    names = tuple(entry.name for entry in recording.manifest.taps)
+    return Source(kind="recording", names=names, read=read, rows=rows)
