@@ -20,6 +20,7 @@ from harness.campaigns.rollout.forward import Forwards, chosen_experts
 from harness.campaigns.rollout.lanes import Places
 from harness.campaigns.rollout.live import engine_values, trainer_values
 from harness.campaigns.rollout.operations import PartTerm, part_terms
+from harness.campaigns.rollout.resolution import decimal_places, resolution
 from harness.campaigns.rollout.setting import Experts, Kind, Setting
 from harness.campaigns.rollout.side import Side, explain, is_outside, nearest, rms
 from harness.campaigns.rollout.waterfall import gap_figures, waterfall
@@ -156,21 +157,21 @@ def _sides(
         name="engine",
         source="recorded",
         column=places.column("engine"),
-        resolution=_resolution(places.column("engine"), rollouts.num_digits),
+        resolution=resolution(places.column("engine")),
     )
     if request.engine is not None:
         engine.values, engine.source = engine_values(request.engine, hf, places), request.engine.case.engine
     trainer = None
     if rollouts.has_trainer:
         column = places.column("trainer")
-        resolution = _resolution(column, rollouts.num_digits)
-        trainer = Side(name="trainer", source="recorded", base=base, column=column, resolution=resolution)
+        trainer = Side(name="trainer", source="recorded", base=base, column=column, resolution=resolution(column))
     if request.trainer is not None:
         values = trainer_values(request.trainer, hf, places, request.layout)
         column = forwards.truth(Setting(cut=values)) if trainer is None else trainer.column
         source = type(request.trainer).__name__
-        resolution = _resolution(column, None)
-        trainer = Side(name="trainer", source=source, base=base, column=column, resolution=resolution, values=values)
+        trainer = Side(
+            name="trainer", source=source, base=base, column=column, resolution=resolution(column), values=values
+        )
     for side, folder, module in ((trainer, None, request.trainer), (engine, request.engine_weights, None)):
         if side is not None:
             _add_known(side, folder, module, hf, forwards, logged)
@@ -222,15 +223,6 @@ def _other_tensors(hf: HFModel, tensors: Mapping[str, torch.Tensor]) -> dict[str
     }  # fmt: skip
 
 
-def _resolution(column: torch.Tensor, num_digits: int | None) -> torch.Tensor:
-    """Return what a column's own digits leave open, [compared]."""
-    if num_digits is not None:
-        return torch.full_like(column, 0.5 * 10.0**-num_digits)
-    if torch.equal(column.to(torch.bfloat16).to(column.dtype), column):
-        return column.abs() * torch.finfo(torch.bfloat16).eps / 2
-    return torch.zeros_like(column)
-
-
 def _result(
     rollouts: Rollouts,
     request: Request,
@@ -256,7 +248,7 @@ def _result(
         sides=tuple(_side_figures(side, forwards, parts or {}) for side in sides if forwards is not None),
         findings=tuple(_finding(term, gap.mean_abs) for term in terms if not term.is_rounding and gap is not None),
         not_judged=tuple(_not_judged(rollouts, request)),
-        notes=tuple(_notes(rollouts, sides, terms)),
+        notes=tuple(_notes(sides, terms)),
         seconds=time.perf_counter() - begin,
     )
 
@@ -302,10 +294,12 @@ def _not_judged(rollouts: Rollouts, request: Request) -> list[str]:
     return missing
 
 
-def _notes(rollouts: Rollouts, sides: Sequence[Side], terms: Sequence[GapTerm]) -> list[str]:
-    notes = []
-    if rollouts.num_digits is not None:
-        notes.append(f"log probabilities are written with {rollouts.num_digits} decimal places: part of the floor")
+def _notes(sides: Sequence[Side], terms: Sequence[GapTerm]) -> list[str]:
+    notes = [
+        f"the {side.name}'s log probabilities are written with {places} decimal places: part of the floor"
+        for side in sides
+        if (places := decimal_places(side.column)) is not None
+    ]
     notes += [
         f"on both sides alike, so no part of the gap: {term.detail}"
         for term in terms
