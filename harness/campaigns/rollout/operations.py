@@ -28,32 +28,34 @@ class PartTerm:
 
 def part_terms(forwards: Forwards, setting: Setting, values: Cut) -> list[PartTerm]:
     """Return the terms of a side that computed `values` under a setting, in the order of the run."""
-    logits = forwards.hf.graph[forwards.hf.graph.logits]
+    hf = forwards.hf
+    head = hf.part_of(hf.graph[hf.graph.logits].module)
     least = float(forwards.noise(setting).abs().min())
     before, given, terms = forwards.truth(setting), dict[str, torch.Tensor](), []
-    for part, sources in _parts(forwards.hf, values):
-        own = {source: values.values[source] for source in sources}
+    parts = _parts(hf, values)
+    for part, sources in parts.items():
         control = forwards.record(replace(setting, cut=Cut(dict(given))))
         same = {source: control[source] for source in sources if source in control}
         floor = forwards.truth(replace(setting, cut=Cut({**given, **same}))) - before
-        given |= own
+        given |= {source: values.values[source] for source in sources}
         after = forwards.truth(replace(setting, cut=Cut(dict(given))))
+        is_alone = len(parts) == 1  # of a side whose logits alone are seen, they hold all that it does
         terms.append(
             PartTerm(
-                name=part,
+                name="the whole model, of which only logits are seen" if is_alone else part,
                 values=after - before,
                 floor=torch.where(floor.abs() > least, floor, least),
-                is_head=part == forwards.hf.part_of(logits.module),
+                is_head=part == head and not is_alone,
             )
         )
         before = after
     return terms
 
 
-def _parts(hf: HFModel, values: Cut) -> list[tuple[str, list[str]]]:
+def _parts(hf: HFModel, values: Cut) -> dict[str, list[str]]:
     """Return the parts that have recorded values, in the order of the run, and the sources of these."""
     parts: dict[str, list[str]] = {}
     for operation in hf.graph:
         if operation.source in values.values:
             parts.setdefault(hf.part_of(operation.module), []).append(operation.source)
-    return list(parts.items())
+    return parts

@@ -82,8 +82,10 @@ def is_outside(error: torch.Tensor, floor: torch.Tensor) -> bool:
     """Return whether errors are larger than rounding gives, [compared] both.
 
     They are held by their RMS, by the largest and by the median. Where a few tokens have most of the floor's weight, a
-    draw of each says little, so that these few are what is counted.
+    draw of each says little, so that these few are what is counted. What is not finite is outside.
     """
+    if not bool(error.isfinite().all() and floor.isfinite().all()):
+        return True
     rms_bound, max_bound = bounds(max(1, int(effective(floor))))
     median_bound = _MEDIAN_BOUND + _MEDIAN_PER_ROOT / math.sqrt(len(error))
     return (

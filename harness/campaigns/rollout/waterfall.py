@@ -53,7 +53,6 @@ def waterfall(
     engine: Side,
     forwards: Forwards,
     parts: Mapping[str, Sequence[PartTerm]],
-    places: Places,
     *,
     expects_replay: bool,
 ) -> list[GapTerm]:
@@ -64,7 +63,6 @@ def waterfall(
         engine: explained.
         forwards: of the truth and the control.
         parts: by side, what its operations give, for sides that are at hand.
-        places: of the tokens.
         expects_replay: whether the trainer is to use the engine's experts; else each side may choose within rounding.
     """
     terms: list[_Term] = []
@@ -85,7 +83,7 @@ def waterfall(
         if term.kind is Kind.ROUTING and not expects_replay:
             term.floor, term.is_found = forwards.noise(engine.base) * math.sqrt(len(rests)), False
     ordered = sorted(terms, key=lambda term: list(Kind).index(term.kind))
-    return [_judged(term, gap, places) for term in (*ordered, *own, rest)]
+    return [_judged(term, gap, forwards.places) for term in (*ordered, *own, rest)]
 
 
 def _add_causes(terms: list[_Term], side: Side, sign: float, forwards: Forwards) -> None:
@@ -136,7 +134,7 @@ def _rest_terms(side: Side, sign: float, forwards: Forwards, parts: Sequence[Par
 def _part_remedy(part: PartTerm) -> str:
     if part.is_head:
         return "compute the head in float32"
-    return f"look into {part.name}: harness check judges each of its operations by itself"
+    return f"look into {part.name}: harness check compares each operation by itself"
 
 
 def _sum(terms: Sequence[_Term]) -> _Term:

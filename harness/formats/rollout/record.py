@@ -1,7 +1,7 @@
 """One record of a log: its fields under any of their names, each checked for what it must hold."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from harness.formats.rollout.names import SAMPLING, names_of
 from harness.formats.rollout.row import Sampling
 
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-3, 1e3
-_SOUND = {
+_SOUND: dict[str, Callable[[float], bool]] = {
     "temperature": lambda x: _LEAST_TEMPERATURE <= x <= _MOST_TEMPERATURE,
     "top_p": lambda x: 0 < x <= 1,
     "min_p": lambda x: 0 <= x < 1,
