@@ -30,21 +30,24 @@ def part_terms(forwards: Forwards, setting: Setting, values: Cut) -> list[PartTe
     """Return the terms of a side that computed `values` under a setting, in the order of the run."""
     hf = forwards.hf
     head = hf.part_of(hf.graph[hf.graph.logits].module)
-    least = float(forwards.noise(setting).abs().min())
-    before, given, terms = forwards.truth(setting), dict[str, torch.Tensor](), []
+    least = float(forwards.noise(setting).min())
+    before, given, terms = forwards.truth(setting), dict[str, torch.Tensor](), list[PartTerm]()
+    begin = setting
     parts = _parts(hf, values)
     for part, sources in parts.items():
         control = forwards.record(replace(setting, cut=Cut(dict(given))))
         same = {source: control[source] for source in sources if source in control}
-        floor = forwards.truth(replace(setting, cut=Cut({**given, **same}))) - before
+        rounded = replace(setting, cut=Cut({**given, **same}))
+        floor = forwards.deviation((rounded, False), (begin, False), begin)
         given |= {source: values.values[source] for source in sources}
-        after = forwards.truth(replace(setting, cut=Cut(dict(given))))
+        begin = replace(setting, cut=Cut(dict(given)))
+        after = forwards.truth(begin)
         is_alone = len(parts) == 1  # of a side whose logits alone are seen, they hold all that it does
         terms.append(
             PartTerm(
                 name="the whole model, of which only logits are seen" if is_alone else part,
                 values=after - before,
-                floor=torch.where(floor.abs() > least, floor, least),
+                floor=floor.clamp(min=least),
                 is_head=part == head and not is_alone,
             )
         )

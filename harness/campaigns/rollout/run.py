@@ -11,7 +11,7 @@ from harness.campaigns.rollout.forward import Forwards
 from harness.campaigns.rollout.lanes import Places
 from harness.campaigns.rollout.operations import part_terms
 from harness.campaigns.rollout.request import Request
-from harness.campaigns.rollout.setting import Setting
+from harness.campaigns.rollout.setting import Kind, Setting
 from harness.campaigns.rollout.side import explain
 from harness.campaigns.rollout.sides import logged_experts, make_sides
 from harness.campaigns.rollout.summary import Explained, summarise
@@ -57,7 +57,8 @@ def _explain(rollouts: Rollouts, request: Request, progress: Progress | None) ->
     for at, side in enumerate(sides):
         if progress is not None:
             progress(f"explaining the {side.name}", at, len(sides))
-        explain(side, forwards, causes, list(meaning_causes(rows)))
+        open_causes = [cause for cause in causes if side.values is None or cause.kind is not Kind.HEAD]
+        explain(side, forwards, open_causes, list(meaning_causes(rows)))  # a head that is seen is an operation
     parts = {side.name: part_terms(forwards, side.setting(), side.values) for side in sides if side.values is not None}
     terms = waterfall(trainer, engine, forwards, parts, expects_replay=logged is not None)
     return Explained(forwards=forwards, sides=sides, parts=parts, terms=terms)

@@ -1,7 +1,5 @@
 """Both sides as they are given: columns of the log, values of a module or an engine, and what needs no search."""
 
-from dataclasses import replace
-
 import torch
 
 from harness.campaigns.rollout.causes import routing_cause, weights_cause
@@ -10,7 +8,7 @@ from harness.campaigns.rollout.live import engine_values, trainer_values
 from harness.campaigns.rollout.request import Request
 from harness.campaigns.rollout.resolution import resolution
 from harness.campaigns.rollout.setting import Cut, Experts, Setting
-from harness.campaigns.rollout.side import Side, nearest, rms
+from harness.campaigns.rollout.side import Side, gain
 from harness.campaigns.rollout.tensors import load_tensors, misfit, named_tensors, other_tensors
 from harness.errors import Code, HarnessError
 from harness.formats.rollout import Rollouts
@@ -70,12 +68,9 @@ def _add_routing(side: Side, forwards: Forwards, logged: Experts | None) -> None
     if chosen is not None:
         side.known.append(routing_cause(Experts(f"as the {side.name} chose", chosen)))
     elif logged is not None and side.name == "trainer":
-        setting = side.base
-        for cause in side.known:
-            setting = cause.added_to(setting)
-        without = replace(setting, experts=None)
-        if rms(nearest(side, forwards, without)) < rms(nearest(side, forwards, setting)):
-            side.known.append(routing_cause(None))
+        unknown = routing_cause(None)
+        if float(gain(side, forwards, side.known, [*side.known, unknown]).sum()) > 0:
+            side.known.append(unknown)
 
 
 def logged_experts(rollouts: Rollouts, forwards: Forwards) -> Experts | None:

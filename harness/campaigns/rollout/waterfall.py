@@ -66,18 +66,14 @@ def waterfall(
         expects_replay: whether the trainer is to use the engine's experts; else each side may choose within rounding.
     """
     terms: list[_Term] = []
-    for side, sign in ((trainer, 1.0), (engine, -1.0)):
-        if side is not None:
-            _add_causes(terms, side, sign, forwards)
-    rests = [
-        _rest_terms(side, sign, forwards, parts.get(side.name, ()))
-        for side, sign in ((trainer, 1.0), (engine, -1.0))
-        if side is not None
-    ]
+    sides = [(side, sign) for side, sign in ((trainer, 1.0), (engine, -1.0)) if side is not None]
+    for side, sign in sides:
+        _add_causes(terms, side, sign, forwards)
+    rests = [_rest_terms(side, sign, forwards, parts.get(side.name, ())) for side, sign in sides]
     own = [term for several, _ in rests for term in several]
     rest = _sum([last for _, last in rests])
     gap = sum((term.values for term in (*terms, *own, rest)), torch.zeros_like(engine.column))
-    floor = _total_floor(trainer, engine, forwards)
+    floor = torch.stack([floor_of(side, forwards, side.base) for side, _ in sides]).norm(dim=0)
     for term in terms:
         term.floor = floor
         if term.kind is Kind.ROUTING and not expects_replay:
@@ -95,7 +91,7 @@ def _add_causes(terms: list[_Term], side: Side, sign: float, forwards: Forwards)
             same = _Term(kind=cause.kind, sides=[], details=[], remedies=[], values=none, floor=none, is_found=True)
             terms.append(same)
         same.values = same.values + sign * step
-        same.sides.append(side.name)
+        same.sides += [side.name] if side.name not in same.sides else []
         same.details.append(f"{side.name}: {cause.detail}")
         same.remedies.append(cause.remedy)
 
@@ -138,22 +134,15 @@ def _part_remedy(part: PartTerm) -> str:
 
 
 def _sum(terms: Sequence[_Term]) -> _Term:
-    floors = torch.stack([term.floor for term in terms])
     return _Term(
         kind=terms[0].kind,
         sides=list(dict.fromkeys(side for term in terms for side in term.sides)),
         details=[detail for term in terms for detail in term.details],
         remedies=[],
         values=torch.stack([term.values for term in terms]).sum(dim=0),
-        floor=floors.square().sum(dim=0).sqrt(),
+        floor=torch.stack([term.floor for term in terms]).norm(dim=0),
         is_found=False,
     )
-
-
-def _total_floor(trainer: Side | None, engine: Side, forwards: Forwards) -> torch.Tensor:
-    sides = [side for side in (trainer, engine) if side is not None]
-    floors = torch.stack([floor_of(side, forwards, side.base) for side in sides])
-    return floors.square().sum(dim=0).sqrt()
 
 
 def _judged(term: _Term, gap: torch.Tensor, places: Places) -> GapTerm:
@@ -186,5 +175,5 @@ def _projected(floor: torch.Tensor, values: torch.Tensor) -> float:
 
     A cause is one direction among as many as there are tokens; rounding has little of any one.
     """
-    norm = float(values.square().sum())
-    return 0.0 if not norm else float((floor * values).square().sum().sqrt()) / norm * rms(values)
+    units = float((values / floor).square().sum().sqrt())
+    return 0.0 if not units else rms(values) / units

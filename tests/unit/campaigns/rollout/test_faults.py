@@ -169,6 +169,12 @@ def test_a_column_that_stands_one_token_late(compare, rows, trainer):
     assert "one token too late" in term.detail
 
 
+def test_a_column_that_stands_late_is_named_though_its_first_values_fit_nothing(compare, rows, columns):
+    result = compare(rows, [[column[0], *column[:-1]] for column in columns])
+    assert_adds_up(result)
+    assert [term.kind for term in outside(result)] == ["alignment", "rest"]
+
+
 def test_two_faults_are_told_apart(compare, rows, trainer):
     cut = [{**row, "prompt_ids": row["prompt_ids"][1:]} for row in rows]
     result = compare(rows, train_column(trainer, cut, temperature=0.6))
