@@ -18,9 +18,9 @@ from harness.campaigns.rollout.setting import Cut, Kind, Setting
 
 _MOST_CAUSES = 4
 _LEAST_SHARE, _LEAST_SHARE_INSIDE = 0.8, 0.5
-"""RMS that is left with a cause, over that without, at most: of a side outside of its floor, and of one inside."""
+"""Share of the errors that is left with a cause, at most: of a side outside of its floor, and of one inside."""
 _STRONG_SHARE = 0.3
-"""The same, or of the unlikeliness, of a cause that is named though something else is left outside of the floor."""
+"""The same of a cause that is named though something else is left outside of the floor."""
 _LEAST_Z = 3.0
 """The gain must be so many standard deviations of its sum over tokens, or lead from outside of the floor to inside."""
 _FIT_COST = 10.0
@@ -33,6 +33,7 @@ _MEDIAN_BOUND, _MEDIAN_PER_ROOT = 1.0, 3.0
 
 Measured: reports/cpu/rollouts.md."""
 _ORDER = list(Kind)
+_LEAST = 1e-12
 _FAR = 1e3
 """Nats, in the place of a value that is not finite."""
 
@@ -226,12 +227,14 @@ def _is_fitted(causes: Sequence[Cause]) -> bool:
 
 
 def _is_strong(side: Side, forwards: Forwards, before: Sequence[Cause], after: Sequence[Cause] | None) -> bool:
-    """Whether causes take away most of what others leave, of its RMS, or of its unlikeliness."""
-    if after is None:
-        return False
-    rest, left = _errors(side, forwards, before, after)
+    """Whether causes take away most of what others leave."""
+    return after is not None and _share_left(*_errors(side, forwards, before, after)) <= _STRONG_SHARE
+
+
+def _share_left(rest: torch.Tensor, left: torch.Tensor) -> float:
+    """Return what share of errors is left: of their RMS, or of their unlikeliness, in which no few tokens decide."""
     unlikeliness = [float(torch.log1p(each.square()).sum()) for each in (rest, left)]
-    return rms(left) <= _STRONG_SHARE * rms(rest) or unlikeliness[1] <= _STRONG_SHARE * unlikeliness[0]
+    return min(rms(left) / max(rms(rest), _LEAST), unlikeliness[1] / max(unlikeliness[0], _LEAST))
 
 
 def _is_better(side: Side, forwards: Forwards, causes: Sequence[Cause]) -> bool:
@@ -241,7 +244,9 @@ def _is_better(side: Side, forwards: Forwards, causes: Sequence[Cause]) -> bool:
         for setting in (side.setting(), side.setting(causes))
     )
     rest, left = _errors(side, forwards, side.causes, causes)
-    if rms(left) > (_LEAST_SHARE if was_outside else _LEAST_SHARE_INSIDE) * rms(rest):
+    if was_outside and _share_left(rest, left) > _LEAST_SHARE:
+        return False
+    if not was_outside and rms(left) > _LEAST_SHARE_INSIDE * rms(rest):
         return False
     each = gain(side, forwards, side.causes, causes)
     is_on_many = float(each.sum()) > _LEAST_Z * float(each.square().sum().sqrt())

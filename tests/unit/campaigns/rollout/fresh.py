@@ -5,11 +5,8 @@ import torch
 from harness.oracle.model import load_model
 
 from .planted import CoarseCache, EightBitCache, decoded, jittering_router, other_checkpoint, renormalised
+from .test_faults import with_engine
 from .training import BOS, prompts, restarting, rollout, running_on, train_column
-
-
-def with_engine(rows, columns):
-    return [{**row, "engine_logprobs": column} for row, column in zip(rows, columns, strict=True)]
 
 
 def fresh(model, trainer, folder):
@@ -42,8 +39,11 @@ def fresh(model, trainer, folder):
         own = train_column(trainer, warm)
         yield {"meaning"}, with_engine(warm, renormalised(trainer, warm, 0.7)), own, {}, (warm, own)
 
+    if model == "qwen3-moe-tiny":
+        yield from _routing(model, trainer)
 
-def fresh_routing(model, trainer, folder):
+
+def _routing(model, trainer):
     """Yield the same of a router that is not replayed."""
     for seed, temperature in ((203, 1.0), (204, 0.8), (205, 1.0)):
         given = []
