@@ -102,11 +102,6 @@ class Forwards:
         """Return what the control computes, [tokens, ...] by source."""
         return self._run(setting, (setting.meaning,), is_control=True, keeps=True)
 
-    def choices(self, setting: Setting, *, is_control: bool) -> torch.Tensor | None:
-        """Return the experts that a forward chooses, [tokens, layers * k]; None for a model without a router."""
-        kept = self._run(setting, (setting.meaning,), is_control=is_control, keeps=True)
-        return chosen_experts(kept)
-
     def _column(self, setting: Setting, is_control: bool) -> torch.Tensor:
         plain = replace(setting, shift=0)
         if (plain, is_control) not in self._columns:

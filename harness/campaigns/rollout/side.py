@@ -110,7 +110,9 @@ def floor_of(side: Side, forwards: Forwards, setting: Setting) -> torch.Tensor:
 def explain(side: Side, forwards: Forwards, candidates: Sequence[Cause], meanings: Sequence[Cause]) -> None:
     """Find the causes of a side's distance from the truth."""
     side.causes = list(side.known)
-    while len(side.causes) < _MOST_CAUSES and _leaves_something(side, forwards):
+    while len(side.causes) < _MOST_CAUSES and (
+        rms(_nearest(side, forwards, side.setting()) / side.floor(forwards)) > _LEAST_REST
+    ):
         found = _best(side, forwards, _longer(side, forwards, candidates, meanings))
         if not _is_strong(side, forwards, side.causes, found) and _is_outside(side, forwards):
             both = _best(side, forwards, _longer(side, forwards, candidates, meanings, is_by_two=True))
@@ -165,16 +167,10 @@ def _drop_partial(side: Side, forwards: Forwards) -> None:
 
 
 def _is_outside(side: Side, forwards: Forwards) -> bool:
-    return is_outside(nearest(side, forwards, side.setting()), floor_of(side, forwards, side.setting()))
+    return is_outside(_nearest(side, forwards, side.setting()), side.floor(forwards))
 
 
-def _leaves_something(side: Side, forwards: Forwards) -> bool:
-    """Whether a side is further from its prediction than what could be seen of a cause."""
-    setting = side.setting()
-    return rms(nearest(side, forwards, setting) / floor_of(side, forwards, setting)) > _LEAST_REST
-
-
-def nearest(side: Side, forwards: Forwards, setting: Setting) -> torch.Tensor:
+def _nearest(side: Side, forwards: Forwards, setting: Setting) -> torch.Tensor:
     """Return the errors of the better prediction under a setting, [compared]."""
     floor = _yardstick(side, forwards, setting)
     rests = [side.column - run(setting) for run in (forwards.truth, forwards.control)]
@@ -197,7 +193,7 @@ def _errors(
     """Return the errors with some causes and with others, [compared] each, in units of both settings' rounding."""
     settings = [side.setting(causes) for causes in (before, after)]
     floor = torch.hypot(*(_yardstick(side, forwards, setting) for setting in settings))
-    rest, left = (nearest(side, forwards, setting) / floor for setting in settings)
+    rest, left = (_nearest(side, forwards, setting) / floor for setting in settings)
     return rest, left
 
 

@@ -81,7 +81,7 @@ def logged_experts(rollouts: Rollouts, forwards: Forwards) -> Experts | None:
     """
     if all(row.experts is None for row in rollouts.rows):
         return None
-    own = forwards.choices(Setting(), is_control=False)
+    own = chosen_experts(forwards.record(Setting()))
     width, num_experts = (0, 0) if own is None else (own.shape[1], _num_experts(forwards.hf, own))
     ids = torch.full((forwards.places.num_tokens, width), -1, dtype=torch.int64)
     for begin, row in zip(forwards.places.begins, rollouts.rows, strict=True):
