@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from harness.api.subject import Subject
-    from harness.campaigns.rollout.run import Request
+    from harness.campaigns.rollout.request import Request
     from harness.plan import Plan
     from harness.results.weights import WeightsResult
 
 _HEADS = ("float32", "bfloat16", "float16")
+_TRUTHS = ("auto", "float64", "float32")
 
 
 class GapError(AssertionError):
@@ -110,14 +111,20 @@ def rollout(
 def compare(given: Mapping[str, Any]) -> RolloutResult:
     """Return the result for the arguments of `rollout`; errors name options of the command line."""
     from harness.campaigns.rollout.live import LAYOUTS
-    from harness.campaigns.rollout.run import Request, compare_rollouts
+    from harness.campaigns.rollout.request import Request
+    from harness.campaigns.rollout.run import compare_rollouts
     from harness.formats.rollout import read_rollouts
 
     _check_choice("--layout", given["layout"], LAYOUTS)
     _check_choice("--head", given["head"], (None, *_HEADS))
+    _check_choice("--truth", given["truth"], _TRUTHS)
+    num_rows = given["num_rows"]
+    if num_rows is not None and num_rows < 1:
+        what = "too few rows to compare"
+        raise HarnessError(Code.BAD_OPTION, what, where="--num-rows", expected="1 or more", actual=num_rows)
     rollouts, is_local = given["rollouts"], given["local_files_only"]
     source = Path(rollouts) if isinstance(rollouts, str) else rollouts
-    read = read_rollouts(source, weight_version=given["weight_version"], num_rows=given["num_rows"])
+    read = read_rollouts(source, weight_version=given["weight_version"], num_rows=num_rows)
     with checkpoint(given["model"]) as (folder, label):
         plan = _plan(folder, given)
         request = Request(
@@ -140,7 +147,8 @@ def _plan(folder: str | None, given: Mapping[str, Any]) -> "Plan":
     from harness.plan import plan_engine
 
     options = given["engine_options"] or {}
-    chosen = choose(given["engine"] or "hf", dtype=given["dtype"], device=given["device"], options=options, names=None)
+    engine = "hf" if given["engine"] is None else given["engine"]
+    chosen = choose(engine, dtype=given["dtype"], device=given["device"], options=options, names=None)
     chosen = replace(chosen, checkpoint=folder, options=engine_option_texts(options))
     return chosen.opened(plan_engine(**chosen.changes(), local_files_only=given["local_files_only"]))
 
@@ -151,8 +159,11 @@ def _trainer(trainer: Any, request: "Request", is_local: bool) -> Any:
 
     from harness.oracle.model import load_model
 
-    if not isinstance(trainer, str | Path):
+    if trainer is None or isinstance(trainer, torch.nn.Module):
         return trainer
+    if not isinstance(trainer, str | Path):
+        what, expected = "this is no trainer", "an nn.Module, or a checkpoint's name or folder"
+        raise HarnessError(Code.BAD_OPTION, what, where="--trainer", expected=expected, actual=type(trainer).__name__)
     folder, dtype = _folder(trainer, is_local), getattr(torch, request.dtype)
     assert folder is not None
     return load_model(folder, dtype=dtype, device=request.device, stays=True).model

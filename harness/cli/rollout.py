@@ -51,27 +51,11 @@ def rollout(
     Each term is measured against the model in high precision: tokens, positions, weights, routing, cache, head, the
     distribution that is meant, operations. What rounding explains is called rounding.
     """
+    given: dict[str, Any] = dict(locals())
     with progress_bar() as report:
         from harness.api.training import compare
 
-        given: dict[str, Any] = {
-            "rollouts": rollouts,
-            "model": model,
-            "trainer": trainer,
-            "layout": layout,
-            "engine": engine,
-            "engine_options": opt.parse_engine_options(engine_option),
-            "previous": previous,
-            "engine_weights": engine_weights,
-            "head": head,
-            "weight_version": weight_version,
-            "num_rows": rows,
-            "dtype": dtype or "auto",
-            "device": device,
-            "truth": truth or "auto",
-            "local_files_only": local_files_only,
-            "progress": report,
-        }
-        result = compare(given)
+        given |= {"engine_options": opt.parse_engine_options(engine_option), "num_rows": rows, "progress": report}
+        result = compare({**given, "dtype": dtype or "auto", "truth": truth or "auto"})
     forms.ROLLOUT.show(result, format)
     return STATUS[result.outcome]

@@ -59,14 +59,14 @@ def routing_cause(experts: Experts | None) -> Cause:
 
 
 def all_causes(
-    hf: HFModel, rows: list[Rollout], stale: Mapping[str, torch.Tensor] | None, *, is_wide_head: bool
+    hf: HFModel, rows: list[Rollout], stale: Mapping[str, torch.Tensor], *, is_wide_head: bool
 ) -> Iterator[Cause]:
     """Yield the causes that can be tried for these rows, but for meanings.
 
     Args:
         hf: the named model.
         rows: the rollouts.
-        stale: tensors of earlier weights that differ from the model's; None if none are given.
+        stale: tensors of earlier weights that differ from the model's.
         is_wide_head: whether both sides mean to compute their head in float32.
     """
     yield from _tokens(hf, rows)
@@ -80,7 +80,7 @@ def all_causes(
                 "cu_seqlens, no cache)",
                 change={"is_packed": True, "restarts": restarts},
             )
-    yield from _stale(hf, stale or {})
+    yield from _stale(hf, stale)
     for name, dtype in _CACHES.items():
         if torch.finfo(dtype).eps <= torch.finfo(hf.dtype).eps:
             continue

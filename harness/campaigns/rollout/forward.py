@@ -17,6 +17,11 @@ from harness.oracle.watch import watching
 
 _BLOCK_VALUES = 1 << 22
 """Logits that are in memory in float64 at a time."""
+_NUM_LIKELY = 32
+"""Tokens at each position whose logits are kept, the likeliest: their errors say how large rounding is there."""
+
+Run = tuple[Setting, bool]
+"""How a forward is run, and whether in the side's dtype."""
 
 
 class Forwards:
@@ -33,39 +38,71 @@ class Forwards:
         """
         self.hf, self.places = hf, places
         self._dtype, self._head = truth_dtype(truth, hf.dtype), head
-        self._columns: dict[tuple[Setting, bool], torch.Tensor] = {}
+        self._columns: dict[Run, torch.Tensor] = {}
+        self._logits: dict[Run, torch.Tensor] = {}
+        """Of each run: [tokens, likely + 1] float64, the token itself last."""
+        self._noises: dict[Setting, torch.Tensor] = {}
+        self._likely = torch.full((places.num_tokens, min(_NUM_LIKELY, hf.vocab_size)), -1)
         self._resolution = torch.zeros(places.num_tokens, dtype=torch.float64)
-        self.num_runs = 0
 
     def truth(self, setting: Setting) -> torch.Tensor:
         """Return the truth's log probabilities, [compared] float64."""
-        return self._column(setting, is_control=False)
+        return self._column(setting, False)
 
     def control(self, setting: Setting) -> torch.Tensor:
         """Return those of HF in the side's dtype, [compared] float64."""
-        return self._column(setting, is_control=True)
+        return self._column(setting, True)
 
     def prepare(self, setting: Setting, meanings: Sequence[Meaning]) -> None:
-        """Run one forward of the truth, and one of the control, for many meanings."""
+        """Run one forward of the truth, and one of the control, for many meanings that were not read yet."""
         for is_control in (False, True):
-            self._run(setting, meanings, is_control=is_control)
+            new = [each for each in meanings if (replace(setting, meaning=each), is_control) not in self._columns]
+            if new:
+                self._run(setting, new, is_control=is_control)
 
     def noise(self, setting: Setting) -> torch.Tensor:
-        """Return the control's errors, [compared] float64, no less than what float32 resolves."""
-        error = self.control(setting) - self.truth(setting)
-        least = self._resolution[self.places.compared]
-        return torch.where(error.abs() > least, error, least)
+        """Return the deviation that rounding gives each log probability under a setting, [compared] float64.
+
+        It is the control's from the truth, and no less than what float32 resolves.
+        """
+        if setting not in self._noises:
+            noise = self.deviation((setting, True), (setting, False), setting)
+            self._noises[setting] = torch.maximum(noise, self._resolution[self.places.compared])
+        return self._noises[setting]
+
+    def deviation(self, one: Run, two: Run, setting: Setting) -> torch.Tensor:
+        """Return the deviation of log probabilities under a setting, if logits are as far apart as two runs' are.
+
+        One difference is a poor estimate of a token's deviation: it may be 0 by chance. The likeliest tokens of the
+        same position give as many more. With independent errors of deviation d in the logits, a token of probability
+        p has in its log probability the variance d² ((1 - p)² + the sum of the others' p²).
+
+        Returns:
+            [compared] float64.
+        """
+        temperatures = [
+            row.sampling.temperature if setting.meaning.temperature is None else setting.meaning.temperature
+            for row in self.places.rows
+        ]
+        scale = torch.tensor(temperatures, dtype=torch.float64)[self.places.row_of][self.places.compared]
+        first, second, logits = (self._read_logits(run, setting.shift) for run in (one, two, (setting, False)))
+        chances = ((logits - logits[:, -1:]) / scale[:, None] + self.truth(setting)[:, None]).exp()
+        likely, own = chances[:, :-1], chances[:, -1]
+        apart = (first - second)[:, :-1]
+        centred = apart - (likely * apart).sum(dim=1, keepdim=True) / likely.sum(dim=1, keepdim=True)
+        others = (likely.square().sum(dim=1) - own.square()).clamp(min=0)
+        return centred.square().mean(dim=1).sqrt() / scale * ((1 - own).square() + others).sqrt()
+
+    def _read_logits(self, run: Run, shift: int) -> torch.Tensor:
+        """Return a run's logits of likely tokens, and of the token itself, [compared, likely + 1] float64."""
+        self._column(*run)
+        return _shifted(self._logits[_run_key(*run)], self.places, shift)[self.places.compared]
 
     def record(self, setting: Setting) -> dict[str, torch.Tensor]:
         """Return what the control computes, [tokens, ...] by source."""
         return self._run(setting, (setting.meaning,), is_control=True, keeps=True)
 
-    def choices(self, setting: Setting, *, is_control: bool) -> torch.Tensor | None:
-        """Return the experts that a forward chooses, [tokens, layers * k]; None for a model without a router."""
-        kept = self._run(setting, (setting.meaning,), is_control=is_control, keeps=True)
-        return chosen_experts(kept)
-
-    def _column(self, setting: Setting, *, is_control: bool) -> torch.Tensor:
+    def _column(self, setting: Setting, is_control: bool) -> torch.Tensor:
         plain = replace(setting, shift=0)
         if (plain, is_control) not in self._columns:
             self._run(plain, (plain.meaning,), is_control=is_control)
@@ -75,7 +112,10 @@ class Forwards:
     def _run(
         self, setting: Setting, meanings: Sequence[Meaning], *, is_control: bool, keeps: bool = False
     ) -> dict[str, torch.Tensor]:
-        columns = {meaning: self._empty() for meaning in meanings}
+        columns = {
+            meaning: torch.full((self.places.num_tokens,), torch.nan, dtype=torch.float64) for meaning in meanings
+        }
+        read = torch.full((self.places.num_tokens, self._likely.shape[1] + 1), torch.nan, dtype=torch.float64)
         kept: dict[str, torch.Tensor] = {}
         _ = self.hf.graph  # traced now: later the model is changed
         with ExitStack() as stack:
@@ -100,17 +140,19 @@ class Forwards:
                     logits = self.hf.run(**inputs, use_cache=False).logits
                 with torch._C.DisableTorchFunction():
                     other = None if watch is None else altered.see("logits", logits)
-                self._read(logits if other is None else other, lanes, columns)
-        self.num_runs += 1
+                self._read(logits if other is None else other, lanes, columns, read)
+        self._logits[_run_key(setting, is_control)] = read
         for meaning, column in columns.items():
             self._columns[replace(setting, meaning=meaning, shift=0), is_control] = column
         return kept
 
-    def _empty(self) -> torch.Tensor:
-        return torch.full((self.places.num_tokens,), torch.nan, dtype=torch.float64)
+    def _read(
+        self, logits: torch.Tensor, lanes: Sequence[Lane], columns: Mapping[Meaning, torch.Tensor], read: torch.Tensor
+    ) -> None:
+        """Take what belongs to each token of a response, and to the one before it, from the row before.
 
-    def _read(self, logits: torch.Tensor, lanes: Sequence[Lane], columns: Mapping[Meaning, torch.Tensor]) -> None:
-        """Take the log probability of each token of a response, and of the one before it, from the row before."""
+        That is its log probability, into `columns`, and its logit and those of likely tokens, into `read`.
+        """
         wanted = [
             (at, place - 1, number, lane.token_ids[place])
             for at, lane in enumerate(lanes)
@@ -124,6 +166,10 @@ class Forwards:
             lane, place, number, token = (torch.tensor(each) for each in zip(*block, strict=True))
             rows = logits[lane.to(logits.device), place.to(logits.device)].to(torch.float64)
             self._resolution[number] = eps * rows.abs().amax(dim=-1).cpu()
+            known = self._likely[number]  # of the first run that reads a position: the same ids in all runs
+            self._likely[number] = torch.where(known < 0, rows.topk(known.shape[1], dim=-1).indices.cpu(), known)
+            kept = torch.cat([self._likely[number], token[:, None]], dim=1)
+            read[number] = rows.gather(1, kept.to(rows.device)).cpu()
             sampling = [self.places.rows[row].sampling for row in self.places.row_of[number].tolist()]
             for meaning, column in columns.items():
                 column[number] = token_logprobs(rows, token.to(rows.device), sampling, meaning).cpu()
@@ -150,14 +196,21 @@ def chosen_experts(kept: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     return torch.cat([values.flatten(1) for values in last.values()], dim=1) if last else None
 
 
+def _run_key(setting: Setting, is_control: bool) -> Run:
+    """Return what a run's logits depend on."""
+    return replace(setting, meaning=Meaning(), shift=0), is_control
+
+
 def _shifted(column: torch.Tensor, places: Places, shift: int) -> torch.Tensor:
     """Return the column with each row's values some tokens later; at its ends a token keeps its own."""
     if not shift:
         return column
     number = torch.arange(len(column))
     other = (number - shift).clamp(0, len(column) - 1)
-    is_inside = (places.row_of[other] == places.row_of[number]) & column[other].isfinite()
-    return torch.where(is_inside, column[other], column)
+    is_inside = (places.row_of[other] == places.row_of[number]) & column[other].isfinite().reshape(len(column), -1).all(
+        1
+    )
+    return column[torch.where(is_inside, other, number)]
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from harness.campaigns.rollout.alter import Altered
 from harness.campaigns.rollout.forward import grouped
 from harness.campaigns.rollout.lanes import Batch, Lane, Places, make_lanes, packs
 from harness.campaigns.rollout.setting import Cut, Setting
+from harness.campaigns.rollout.tensors import misfit, named_tensors
 from harness.engines import engine_errors
 from harness.engines.module.values import evaluating
 from harness.errors import Code, HarnessError
@@ -30,43 +31,58 @@ def trainer_values(module: nn.Module, hf: HFModel, places: Places, layout: str) 
     """Run a trainer's module over the rows and return what it computes.
 
     Args:
-        module: a model of HF's, of which all operations are seen; any other gives its logits alone.
+        module: a model of HF's with the named model's tensors, of which all operations are seen; any other module gives
+            its logits alone.
         hf: the named model, whose operations are looked for.
         places: the tokens.
-        layout: one of `LAYOUTS`; any other module than HF's is run `alone`.
+        layout: one of `LAYOUTS`; a module whose operations are not seen is run `alone`.
 
     Raises:
-        HarnessError: BAD_OPTION, ENGINE_FAILED.
+        HarnessError: ENGINE_FAILED; BAD_ROLLOUT_LOGPROB: it computes NaN.
     """
-    if layout not in LAYOUTS:
-        what = f"unknown layout of a batch {layout!r}"
-        raise HarnessError(Code.BAD_OPTION, what, where="layout=", expected=", ".join(LAYOUTS), actual=layout)
     from transformers import PreTrainedModel
 
-    is_hf = isinstance(module, PreTrainedModel)
     kept: dict[str, torch.Tensor] = {}
     lanes = make_lanes(places, Setting(), hf.max_positions)
     with evaluating(module), engine_errors(f"trainer {type(module).__name__}"):
-        if not is_hf:
+        if isinstance(module, PreTrainedModel) and misfit(hf, named_tensors(module)) is None:
+            _run_seen(module, hf, places, layout, kept)
+        else:
             _run_any(module, hf, lanes, places, kept)
-            return Cut(kept)
-        own = HFModel(model=module, checkpoint=hf.checkpoint, dtype=hf.dtype, device=hf.device)
-        own.graph = hf.graph
-        with watching(own) as watch:
-            for group, positions in _groups(lanes, places, hf, layout):
-                batch = Batch.of(group, is_left=layout == "left")
-                altered = Altered(own, Setting(), batch, places)
-                altered.kept = kept
-                inputs = _inputs(batch, positions, layout)
-                with watch.showing(altered):
-                    logits = module(
-                        input_ids=batch.ids.to(hf.device),
-                        use_cache=False,
-                        **{name: value.to(hf.device) for name, value in inputs.items()},
-                    ).logits
-                with torch._C.DisableTorchFunction():
-                    altered.see("logits", logits)
+    _check_logits(kept[hf.graph[hf.graph.logits].source], places, type(module).__name__)
     return Cut(kept)
+
+
+def _run_seen(module: nn.Module, hf: HFModel, places: Places, layout: str, kept: dict[str, torch.Tensor]) -> None:
+    own = HFModel(model=module, checkpoint=hf.checkpoint, dtype=hf.dtype, device=hf.device)
+    own.graph = hf.graph
+    lanes = make_lanes(places, Setting(), hf.max_positions)
+    with watching(own) as watch:
+        for group, positions in _groups(lanes, places, hf, layout):
+            batch = Batch.of(group, is_left=layout == "left")
+            altered = Altered(own, Setting(), batch, places)
+            altered.kept = kept
+            inputs = {"input_ids": batch.ids, **_inputs(batch, positions, layout)}
+            with watch.showing(altered):
+                placed = {name: value.to(hf.device) for name, value in inputs.items()}
+                logits = module(**placed, use_cache=False).logits
+            with torch._C.DisableTorchFunction():
+                altered.see("logits", logits)
+
+
+def _check_logits(logits: torch.Tensor, places: Places, name: str) -> None:
+    """Refuse logits that are not finite: what is put back into the truth would leave them out."""
+    before = places.compared - 1
+    odd = (~logits[before].isfinite().all(dim=-1)).nonzero()
+    if len(odd):
+        row, position = places.place(int(places.compared[int(odd[0])]))
+        raise HarnessError(
+            Code.BAD_ROLLOUT_LOGPROB,
+            "the trainer computes logits that are not finite",
+            where=f"trainer {name}: row {row.row}, token {position}",
+            expected="finite logits",
+            hint="look for NaN in the trainer's weights, or for an overflow of its dtype",
+        )
 
 
 def _inputs(batch: Batch, positions: torch.Tensor | None, layout: str) -> dict[str, torch.Tensor]:
@@ -97,6 +113,9 @@ def _run_any(
         output = module(torch.tensor([lane.token_ids], device=hf.device))
         logits: torch.Tensor = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
         logits = logits[0]
+        if logits.shape != (len(lane.token_ids), hf.vocab_size):
+            expected = f"[1, {len(lane.token_ids)}, {hf.vocab_size}]"
+            raise ValueError(f"its logits have the shape [1, {', '.join(map(str, logits.shape))}], not {expected}")
         if source not in kept:
             kept[source] = torch.full((places.num_tokens, logits.shape[-1]), torch.nan, dtype=logits.dtype)
         kept[source][torch.tensor(lane.numbers)] = logits.cpu()

@@ -28,32 +28,37 @@ class PartTerm:
 
 def part_terms(forwards: Forwards, setting: Setting, values: Cut) -> list[PartTerm]:
     """Return the terms of a side that computed `values` under a setting, in the order of the run."""
-    logits = forwards.hf.graph[forwards.hf.graph.logits]
-    least = float(forwards.noise(setting).abs().min())
-    before, given, terms = forwards.truth(setting), dict[str, torch.Tensor](), []
-    for part, sources in _parts(forwards.hf, values):
-        own = {source: values.values[source] for source in sources}
+    hf = forwards.hf
+    head = hf.part_of(hf.graph[hf.graph.logits].module)
+    least = float(forwards.noise(setting).min())
+    before, given, terms = forwards.truth(setting), dict[str, torch.Tensor](), list[PartTerm]()
+    begin = setting
+    parts = _parts(hf, values)
+    for part, sources in parts.items():
         control = forwards.record(replace(setting, cut=Cut(dict(given))))
         same = {source: control[source] for source in sources if source in control}
-        floor = forwards.truth(replace(setting, cut=Cut({**given, **same}))) - before
-        given |= own
-        after = forwards.truth(replace(setting, cut=Cut(dict(given))))
+        rounded = replace(setting, cut=Cut({**given, **same}))
+        floor = forwards.deviation((rounded, False), (begin, False), begin)
+        given |= {source: values.values[source] for source in sources}
+        begin = replace(setting, cut=Cut(dict(given)))
+        after = forwards.truth(begin)
+        is_alone = len(parts) == 1  # of a side whose logits alone are seen, they hold all that it does
         terms.append(
             PartTerm(
-                name=part,
+                name="the whole model, of which only logits are seen" if is_alone else part,
                 values=after - before,
-                floor=torch.where(floor.abs() > least, floor, least),
-                is_head=part == forwards.hf.part_of(logits.module),
+                floor=floor.clamp(min=least),
+                is_head=part == head and not is_alone,
             )
         )
         before = after
     return terms
 
 
-def _parts(hf: HFModel, values: Cut) -> list[tuple[str, list[str]]]:
+def _parts(hf: HFModel, values: Cut) -> dict[str, list[str]]:
     """Return the parts that have recorded values, in the order of the run, and the sources of these."""
     parts: dict[str, list[str]] = {}
     for operation in hf.graph:
         if operation.source in values.values:
             parts.setdefault(hf.part_of(operation.module), []).append(operation.source)
-    return list(parts.items())
+    return parts

@@ -6,31 +6,34 @@ cause is named if it brings the prediction nearer by a share and on many tokens;
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 
-from harness.campaigns.endpoint.judge import bounds
 from harness.campaigns.rollout.causes import Cause
 from harness.campaigns.rollout.forward import Forwards
 from harness.campaigns.rollout.setting import Cut, Kind, Setting
 
 _MOST_CAUSES = 4
-_LEAST_GAIN, _LEAST_GAIN_INSIDE = 0.8, 0.5
-"""RMS that is left with a cause, over that without, at most: of a side outside of its floor, and of one inside."""
-_STRONG_GAIN = 0.3
+_LEAST_SHARE, _LEAST_SHARE_INSIDE = 0.8, 0.5
+"""Share of the errors that is left with a cause, at most: of a side outside of its floor, and of one inside."""
+_STRONG_SHARE = 0.3
 """The same of a cause that is named though something else is left outside of the floor."""
 _LEAST_Z = 3.0
-"""The squared errors must fall by so many standard deviations of their sum, or from outside of the floor to inside."""
+"""The gain must be so many standard deviations of its sum over tokens, or lead from outside of the floor to inside."""
+_FIT_COST = 10.0
+"""By how much the gain of a cause with a fitted number must be above that of any other, nats."""
 _LEAST_REST = 0.05
-"""RMS of a side from its prediction, over the floor's, from which on causes are looked for."""
-_MEDIAN_BOUND, _MEDIAN_PER_ROOT = 1.5, 6.0
-"""Median of a sound side's absolute errors over that of HF's, at most; the second over the root of the tokens.
+"""RMS of a side from its prediction, in units of the floor, from which on causes are looked for."""
+_RMS_BOUND, _RMS_PER_ROOT, _MAX_BOUND = 1.5, 4.0, 20.0
+_MEDIAN_BOUND, _MEDIAN_PER_ROOT = 1.0, 3.0
+"""Of a sound side's errors in units of the floor; what is per root is over the root of the tokens.
 
-Calibrated with harness/selfcheck/calibrations/rollout_pairs.py."""
+Measured: reports/cpu/rollouts.md."""
 _ORDER = list(Kind)
+_LEAST = 1e-12
 _FAR = 1e3
 """Nats, in the place of a value that is not finite."""
 
@@ -56,17 +59,17 @@ class Side:
     follows_control: bool = False
     """Whether HF in the side's dtype predicts it better than the truth."""
 
-    def setting(self, num_causes: int | None = None) -> Setting:
-        """Return the setting with its leading causes, all of them by default."""
+    def setting(self, causes: Sequence[Cause] | None = None) -> Setting:
+        """Return the setting with causes, by default with those that explain it."""
         setting = self.base
-        for cause in self.causes[:num_causes]:
+        for cause in self.causes if causes is None else causes:
             setting = cause.added_to(setting)
         return setting
 
     def steps(self, forwards: Forwards) -> list[torch.Tensor]:
         """Return what each of its causes does to the log probabilities, [compared] each."""
         run = forwards.control if self.follows_control else forwards.truth
-        columns = [run(self.setting(at)) for at in range(len(self.causes) + 1)]
+        columns = [run(self.setting(self.causes[:at])) for at in range(len(self.causes) + 1)]
         return [after - before for before, after in pairwise(columns)]
 
     def rest(self, forwards: Forwards) -> torch.Tensor:
@@ -74,34 +77,24 @@ class Side:
         return self.column - forwards.truth(self.base) - sum(self.steps(forwards), torch.zeros_like(self.column))
 
     def floor(self, forwards: Forwards) -> torch.Tensor:
-        """Return what rounding gives in its rest, [compared]: of a side that HF in its dtype predicts, HF's own."""
-        return floor_of(self, forwards, self.base if self.follows_control else self.setting())
+        """Return what rounding gives in its rest, [compared]."""
+        return floor_of(self, forwards, self.setting())
 
 
 def is_outside(error: torch.Tensor, floor: torch.Tensor) -> bool:
-    """Return whether errors are larger than rounding gives, [compared] both.
+    """Return whether errors are larger than rounding gives, [compared] both; what is not finite is outside.
 
-    They are held by their RMS, by the largest and by the median. Where a few tokens have most of the floor's weight, a
-    draw of each says little, so that these few are what is counted.
+    Each token's error is read in units of its own floor: a few tokens have most of the nats, and a fault may show in
+    the others alone. RMS, largest and median are held each by itself.
     """
-    rms_bound, max_bound = bounds(max(1, int(effective(floor))))
-    median_bound = _MEDIAN_BOUND + _MEDIAN_PER_ROOT / math.sqrt(len(error))
+    units, root = (error / floor).abs(), math.sqrt(len(error))
+    if not bool(error.isfinite().all() and floor.isfinite().all()):
+        return True
     return (
-        rms(error) > rms_bound * rms(floor)
-        or largest(error) > max_bound * largest(floor)
-        or median(error) > median_bound * median(floor)
+        rms(units) > _RMS_BOUND + _RMS_PER_ROOT / root
+        or float(units.max()) > _MAX_BOUND
+        or float(units.median()) > _MEDIAN_BOUND + _MEDIAN_PER_ROOT / root
     )
-
-
-def effective(floor: torch.Tensor) -> float:
-    """Return how many tokens have the weight of a floor."""
-    squares = floor.square() / floor.square().max()
-    return float(squares.sum() ** 2 / squares.square().sum())
-
-
-def median(x: torch.Tensor) -> float:
-    """Return the median absolute value."""
-    return float(x.abs().median())
 
 
 def rms(x: torch.Tensor) -> float:
@@ -109,120 +102,148 @@ def rms(x: torch.Tensor) -> float:
     return float(x.square().mean().sqrt())
 
 
-def largest(x: torch.Tensor) -> float:
-    """Return the largest absolute value."""
-    return float(x.abs().max())
-
-
 def floor_of(side: Side, forwards: Forwards, setting: Setting) -> torch.Tensor:
     """Return what rounding gives a side under a setting, [compared]."""
-    return (forwards.noise(setting).square() + side.resolution.square()).sqrt()
+    return torch.hypot(forwards.noise(setting), side.resolution)
 
 
 def explain(side: Side, forwards: Forwards, candidates: Sequence[Cause], meanings: Sequence[Cause]) -> None:
     """Find the causes of a side's distance from the truth."""
     side.causes = list(side.known)
-    while len(side.causes) < _MOST_CAUSES and _leaves_something(side, forwards):
-        others = [cause for cause in candidates if _is_open(cause, side.causes)]
-        means = [cause for cause in meanings if _is_open(cause, side.causes)]
-        found = _first_better(side, forwards, [[cause] for cause in (*others, *_prepared(side, forwards, [], means))])
-        if not _is_strong(side, forwards, found) and _is_far(side, forwards):  # two at once may fit, and neither alone
-            pairs = [[other, each] for other in others for each in _prepared(side, forwards, [other], means)]
-            both = _first_better(side, forwards, pairs)
-            found = both if _is_strong(side, forwards, both) else found
+    while len(side.causes) < _MOST_CAUSES and (
+        rms(_nearest(side, forwards, side.setting()) / side.floor(forwards)) > _LEAST_REST
+    ):
+        found = _best(side, forwards, _longer(side, forwards, candidates, meanings))
+        if not _is_strong(side, forwards, side.causes, found) and _is_outside(side, forwards):
+            both = _best(side, forwards, _longer(side, forwards, candidates, meanings, is_by_two=True))
+            found = both if _is_strong(side, forwards, side.causes, both) else found
         if found is None:
             break
-        side.causes += found
+        side.causes = found
     _drop_partial(side, forwards)
     side.causes.sort(key=lambda cause: _ORDER.index(cause.kind))
-    truth, control = (rms(side.column - run(side.setting())) for run in (forwards.truth, forwards.control))
+    floor = side.floor(forwards)
+    truth, control = (rms((side.column - run(side.setting())) / floor) for run in (forwards.truth, forwards.control))
     side.follows_control = side.values is None and control < truth
+
+
+def _longer(
+    side: Side, forwards: Forwards, candidates: Sequence[Cause], meanings: Sequence[Cause], *, is_by_two: bool = False
+) -> Iterator[list[Cause]]:
+    """Yield a side's causes and one more, or one more with a meaning: both may fit, and neither alone.
+
+    A meaning that was found is chosen again: without the other cause, it fitted that, too.
+    """
+    fixed = [cause for cause in side.causes if cause.kind is not Kind.MEANING]
+    longer = [[*fixed, each] for each in _open(candidates, fixed)]
+    if is_by_two or len(fixed) < len(side.causes):
+        yield from _with_meanings(side, forwards, longer, meanings)
+    else:
+        yield from longer
+        yield from _with_meanings(side, forwards, [fixed], meanings)
+
+
+def _with_meanings(
+    side: Side, forwards: Forwards, several: Sequence[list[Cause]], meanings: Sequence[Cause]
+) -> Iterator[list[Cause]]:
+    """Yield each of several lists of causes with each meaning; one forward is run for all meanings."""
+    for causes in several:
+        forwards.prepare(side.setting(causes), [each.change["meaning"] for each in meanings])
+        yield from ([*causes, each] for each in meanings)
+
+
+def _open(candidates: Sequence[Cause], found: Sequence[Cause]) -> list[Cause]:
+    """Return the causes that may come to those found: one of a kind, but several tensors."""
+    names, kinds = {each.detail for each in found}, {each.kind for each in found} - {Kind.WEIGHTS}
+    return [cause for cause in candidates if cause.detail not in names and cause.kind not in kinds]
 
 
 def _drop_partial(side: Side, forwards: Forwards) -> None:
     """Drop causes that explain a part, where the whole is not explained: many a thing lies in a temperature's way."""
-    while len(side.causes) > len(side.known) and is_outside(
-        nearest(side, forwards, side.setting()), floor_of(side, forwards, side.base)
-    ):
-        last = side.causes.pop()
-        if _is_strong(side, forwards, [last]):
-            side.causes.append(last)
-            break
+    for cause in [cause for cause in reversed(side.causes) if cause not in side.known]:
+        others = [each for each in side.causes if each is not cause]
+        if _is_outside(side, forwards) and not _is_strong(side, forwards, others, side.causes):
+            side.causes = others
 
 
-def _is_strong(side: Side, forwards: Forwards, causes: Sequence[Cause] | None) -> bool:
-    """Whether causes that come to those found take away most of what they leave."""
-    if causes is None:
-        return False
-    before, after = (rms(nearest(side, forwards, setting)) for setting in (side.setting(), _with(side, causes)))
-    return after <= _STRONG_GAIN * before
+def _is_outside(side: Side, forwards: Forwards) -> bool:
+    return is_outside(_nearest(side, forwards, side.setting()), side.floor(forwards))
 
 
-def _prepared(side: Side, forwards: Forwards, causes: Sequence[Cause], meanings: Sequence[Cause]) -> Sequence[Cause]:
-    """Return meanings, for all of which one forward was run with some causes."""
-    if meanings:
-        forwards.prepare(_with(side, causes), [cause.change["meaning"] for cause in meanings])
-    return meanings
-
-
-def _with(side: Side, causes: Sequence[Cause]) -> Setting:
-    setting = side.setting()
-    for cause in causes:
-        setting = cause.added_to(setting)
-    return setting
-
-
-def _is_far(side: Side, forwards: Forwards) -> bool:
-    setting = side.setting()
-    return is_outside(side.column - forwards.truth(setting), floor_of(side, forwards, setting))
-
-
-def _leaves_something(side: Side, forwards: Forwards) -> bool:
-    """Whether a side is further from its prediction than what could be seen of a cause."""
-    setting = side.setting()
-    return rms(nearest(side, forwards, setting)) > _LEAST_REST * rms(floor_of(side, forwards, setting))
-
-
-def _first_better(side: Side, forwards: Forwards, candidates: Sequence[list[Cause]]) -> list[Cause] | None:
-    """Return the causes that leave least, if they bring the side nearer.
-
-    Those with a fitted number come first only where they leave much less than any other.
-    """
-    left = [(rms(nearest(side, forwards, _with(side, causes))), at) for at, causes in enumerate(candidates)]
-    plain, fitted = (
-        min(((value, at) for value, at in left if any(each.is_fitted for each in candidates[at]) is is_fitted),
-            default=(math.inf, -1))
-        for is_fitted in (False, True)
-    )  # fmt: skip
-    ranked = [fitted, plain] if fitted[0] < _LEAST_GAIN * plain[0] else [plain, fitted]
-    best = (candidates[at] for _, at in ranked if at >= 0)
-    return next((causes for causes in best if _is_better(side, forwards, causes)), None)
-
-
-def _is_open(cause: Cause, found: Sequence[Cause]) -> bool:
-    """Whether a cause may come to those found: one of a kind, but several tensors."""
-    names = {each.detail for each in found}
-    return cause.detail not in names and (
-        cause.kind is Kind.WEIGHTS or all(each.kind is not cause.kind for each in found)
-    )
-
-
-def nearest(side: Side, forwards: Forwards, setting: Setting) -> torch.Tensor:
+def _nearest(side: Side, forwards: Forwards, setting: Setting) -> torch.Tensor:
     """Return the errors of the better prediction under a setting, [compared]."""
+    floor = _yardstick(side, forwards, setting)
     rests = [side.column - run(setting) for run in (forwards.truth, forwards.control)]
-    return min((torch.where(rest.isfinite(), rest, _FAR) for rest in rests), key=rms)
+    return min((torch.where(rest.isfinite(), rest, _FAR) for rest in rests), key=lambda rest: rms(rest / floor))
+
+
+def _yardstick(side: Side, forwards: Forwards, setting: Setting) -> torch.Tensor:
+    """Return what rounding gives under a setting, [compared], if its logits are off as those without a cause are.
+
+    A cause that rounds by itself, a cache in eight bits, is no excuse for what is left with it.
+    """
+    base = forwards.noise(side.base)
+    own = forwards.deviation((side.base, True), (side.base, False), setting)
+    return torch.hypot(torch.fmax(own, base.min()), side.resolution)
+
+
+def _errors(
+    side: Side, forwards: Forwards, before: Sequence[Cause], after: Sequence[Cause]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the errors with some causes and with others, [compared] each, in units of both settings' rounding."""
+    settings = [side.setting(causes) for causes in (before, after)]
+    floor = torch.hypot(*(_yardstick(side, forwards, setting) for setting in settings))
+    rest, left = (_nearest(side, forwards, setting) / floor for setting in settings)
+    return rest, left
+
+
+def gain(side: Side, forwards: Forwards, before: Sequence[Cause], after: Sequence[Cause]) -> torch.Tensor:
+    """Return how much likelier a column is with some causes than with others, [compared] nats.
+
+    Errors of rounding have long tails (a router that chooses otherwise), so that they are taken to be Cauchy's: no
+    single token decides.
+    """
+    rest, left = _errors(side, forwards, before, after)
+    return torch.log1p(rest.square()) - torch.log1p(left.square())
+
+
+def _best(side: Side, forwards: Forwards, candidates: Iterable[list[Cause]]) -> list[Cause] | None:
+    """Return the causes that gain most, if they bring the side nearer; a fitted number has a cost."""
+    gains = [
+        (float(gain(side, forwards, side.causes, causes).sum()) - _FIT_COST * _is_fitted(causes), causes)
+        for causes in candidates
+    ]
+    ranked = [causes for _, causes in sorted(gains, key=lambda pair: -pair[0])]
+    best = {_is_fitted(causes): causes for causes in reversed(ranked)}.values()
+    return next((causes for causes in ranked if causes in best and _is_better(side, forwards, causes)), None)
+
+
+def _is_fitted(causes: Sequence[Cause]) -> bool:
+    return any(cause.is_fitted for cause in causes)
+
+
+def _is_strong(side: Side, forwards: Forwards, before: Sequence[Cause], after: Sequence[Cause] | None) -> bool:
+    """Whether causes take away most of what others leave."""
+    return after is not None and _share_left(*_errors(side, forwards, before, after)) <= _STRONG_SHARE
+
+
+def _share_left(rest: torch.Tensor, left: torch.Tensor) -> float:
+    """Return what share of errors is left: of their RMS, or of their unlikeliness, in which no few tokens decide."""
+    unlikeliness = [float(torch.log1p(each.square()).sum()) for each in (rest, left)]
+    return min(rms(left) / max(rms(rest), _LEAST), unlikeliness[1] / max(unlikeliness[0], _LEAST))
 
 
 def _is_better(side: Side, forwards: Forwards, causes: Sequence[Cause]) -> bool:
     """Whether the errors fall by a share, and on many tokens or to the floor."""
-    before, after = side.setting(), _with(side, causes)
-    rest, left = (nearest(side, forwards, setting) for setting in (before, after))
     was_outside, is_still = (
         is_outside(side.column - forwards.truth(setting), floor_of(side, forwards, setting))
-        for setting in (before, after)
+        for setting in (side.setting(), side.setting(causes))
     )
-    if rms(left) > (_LEAST_GAIN if was_outside else _LEAST_GAIN_INSIDE) * rms(rest):
+    rest, left = _errors(side, forwards, side.causes, causes)
+    if was_outside and _share_left(rest, left) > _LEAST_SHARE:
         return False
-    fall = rest.square() - left.square()
-    is_on_many = float(fall.sum()) > _LEAST_Z * float(fall.square().sum().sqrt())
+    if not was_outside and rms(left) > _LEAST_SHARE_INSIDE * rms(rest):
+        return False
+    each = gain(side, forwards, side.causes, causes)
+    is_on_many = float(each.sum()) > _LEAST_Z * float(each.square().sum().sqrt())
     return is_on_many or (was_outside and not is_still)

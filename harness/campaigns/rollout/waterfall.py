@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,6 +15,7 @@ from harness.results.rollout import GapFigures, GapTerm
 
 _LEAST_DEVIATIONS = 3.0
 """A cause that was found is no rounding if its size is known to so many standard deviations."""
+_LEAST = 1e-12
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,10 +25,10 @@ class _Term:
     kind: Kind
     sides: list[str]
     details: list[str]
-    remedies: list[str]
     values: torch.Tensor
     floor: torch.Tensor
-    is_found: bool
+    remedies: list[str] = field(default_factory=list)
+    is_found: bool = False
     """Whether it is a cause that was found or seen, and no sum of roundings."""
 
 
@@ -53,7 +54,6 @@ def waterfall(
     engine: Side,
     forwards: Forwards,
     parts: Mapping[str, Sequence[PartTerm]],
-    places: Places,
     *,
     expects_replay: bool,
 ) -> list[GapTerm]:
@@ -64,28 +64,23 @@ def waterfall(
         engine: explained.
         forwards: of the truth and the control.
         parts: by side, what its operations give, for sides that are at hand.
-        places: of the tokens.
         expects_replay: whether the trainer is to use the engine's experts; else each side may choose within rounding.
     """
     terms: list[_Term] = []
-    for side, sign in ((trainer, 1.0), (engine, -1.0)):
-        if side is not None:
-            _add_causes(terms, side, sign, forwards)
-    rests = [
-        _rest_terms(side, sign, forwards, parts.get(side.name, ()))
-        for side, sign in ((trainer, 1.0), (engine, -1.0))
-        if side is not None
-    ]
+    sides = [(side, sign) for side, sign in ((trainer, 1.0), (engine, -1.0)) if side is not None]
+    for side, sign in sides:
+        _add_causes(terms, side, sign, forwards)
+    rests = [_rest_terms(side, sign, forwards, parts.get(side.name, ())) for side, sign in sides]
     own = [term for several, _ in rests for term in several]
     rest = _sum([last for _, last in rests])
     gap = sum((term.values for term in (*terms, *own, rest)), torch.zeros_like(engine.column))
-    floor = _total_floor(trainer, engine, forwards)
+    floor = torch.stack([floor_of(side, forwards, side.base) for side, _ in sides]).norm(dim=0)
     for term in terms:
         term.floor = floor
         if term.kind is Kind.ROUTING and not expects_replay:
             term.floor, term.is_found = forwards.noise(engine.base) * math.sqrt(len(rests)), False
     ordered = sorted(terms, key=lambda term: list(Kind).index(term.kind))
-    return [_judged(term, gap, places) for term in (*ordered, *own, rest)]
+    return [_judged(term, gap, forwards.places) for term in (*ordered, *own, rest)]
 
 
 def _add_causes(terms: list[_Term], side: Side, sign: float, forwards: Forwards) -> None:
@@ -94,10 +89,10 @@ def _add_causes(terms: list[_Term], side: Side, sign: float, forwards: Forwards)
         same = next((term for term in terms if term.kind is cause.kind), None)
         if same is None:
             none = torch.zeros_like(step)
-            same = _Term(kind=cause.kind, sides=[], details=[], remedies=[], values=none, floor=none, is_found=True)
+            same = _Term(kind=cause.kind, sides=[], details=[], values=none, floor=none, is_found=True)
             terms.append(same)
         same.values = same.values + sign * step
-        same.sides.append(side.name)
+        same.sides += [side.name] if side.name not in same.sides else []
         same.details.append(f"{side.name}: {cause.detail}")
         same.remedies.append(cause.remedy)
 
@@ -109,15 +104,14 @@ def _rest_terms(side: Side, sign: float, forwards: Forwards, parts: Sequence[Par
     sound: list[_Term] = []
     for part in parts:
         rest = rest - part.values
-        kind = Kind.HEAD if part.is_head else Kind.OPERATIONS
+        look = f"look into {part.name}: harness check compares each operation by itself"
         term = _Term(
-            kind=kind,
+            kind=Kind.HEAD if part.is_head else Kind.OPERATIONS,
             sides=[side.name],
             details=[f"{side.name}: {part.name}"],
-            remedies=[_part_remedy(part)],
             values=sign * part.values,
             floor=part.floor,
-            is_found=False,
+            remedies=["compute the head in float32" if part.is_head else look],
         )
         (terms if is_outside(term.values, term.floor) else sound).append(term)
     if sound:
@@ -128,43 +122,26 @@ def _rest_terms(side: Side, sign: float, forwards: Forwards, parts: Sequence[Par
     floor = side.floor(forwards)  # with parts, too: two runs of one side differ by rounding
     what = "what is recorded, less what it computes now" if parts else "its operations, not seen one by one"
     details = [] if parts and not bool(rest.any()) else [f"{side.name}: {what}"]
-    return terms, _Term(
-        kind=Kind.REST, sides=[side.name], details=details, remedies=[], values=sign * rest, floor=floor, is_found=False
-    )
-
-
-def _part_remedy(part: PartTerm) -> str:
-    if part.is_head:
-        return "compute the head in float32"
-    return f"look into {part.name}: harness check judges each of its operations by itself"
+    return terms, _Term(kind=Kind.REST, sides=[side.name], details=details, values=sign * rest, floor=floor)
 
 
 def _sum(terms: Sequence[_Term]) -> _Term:
-    floors = torch.stack([term.floor for term in terms])
     return _Term(
         kind=terms[0].kind,
         sides=list(dict.fromkeys(side for term in terms for side in term.sides)),
         details=[detail for term in terms for detail in term.details],
-        remedies=[],
         values=torch.stack([term.values for term in terms]).sum(dim=0),
-        floor=floors.square().sum(dim=0).sqrt(),
-        is_found=False,
+        floor=torch.stack([term.floor for term in terms]).norm(dim=0),
     )
-
-
-def _total_floor(trainer: Side | None, engine: Side, forwards: Forwards) -> torch.Tensor:
-    sides = [side for side in (trainer, engine) if side is not None]
-    floors = torch.stack([floor_of(side, forwards, side.base) for side in sides])
-    return floors.square().sum(dim=0).sqrt()
 
 
 def _judged(term: _Term, gap: torch.Tensor, places: Places) -> GapTerm:
     values, floor_rms = term.values, rms(term.floor)
+    is_rounding = not is_outside(values, term.floor)
     if term.is_found:
-        floor_rms = _projected(term.floor, values)
-        is_rounding = rms(values) <= _LEAST_DEVIATIONS * floor_rms
-    else:
-        is_rounding = not is_outside(values, term.floor)
+        # Of a cause, what a fit of it to rounding gives: it is one direction among as many as there are tokens.
+        units = float((values / term.floor).square().sum().sqrt())
+        floor_rms, is_rounding = rms(values) / max(units, _LEAST), units <= _LEAST_DEVIATIONS
     row, position = places.place(int(places.compared[int(values.abs().argmax())]))
     remedies = list(dict.fromkeys(term.remedies))
     return GapTerm(
@@ -181,12 +158,3 @@ def _judged(term: _Term, gap: torch.Tensor, places: Places) -> GapTerm:
         worst_row=row.row,
         worst_token=position,
     )
-
-
-def _projected(floor: torch.Tensor, values: torch.Tensor) -> float:
-    """Return how much of a cause's direction rounding has, as RMS: the deviation of a fit of the cause to rounding.
-
-    A cause is one direction among as many as there are tokens; rounding has little of any one.
-    """
-    norm = float(values.square().sum())
-    return 0.0 if not norm else float((floor * values).square().sum().sqrt()) / norm * rms(values)

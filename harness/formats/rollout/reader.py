@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import Code, HarnessError
-from harness.formats.rollout.columns import ParsedRow, expanded, parse_row
+from harness.formats.rollout.columns import expanded, parse_row
 from harness.formats.rollout.row import Rollout, Rollouts
 from harness.results.rollout import TokenCounts
-
-_MOST_DIGITS = 6
 
 
 def read_rollouts(
@@ -33,12 +31,14 @@ def read_rollouts(
         records = _parquet(source) if source.suffix == ".parquet" else _json_lines(source)
     else:
         records = ((f"row {number}", record) for number, record in enumerate(source))
-    parsed = [parse_row(record, f"{name}: {where}") for where, each in records for record in expanded(each, where)]
-    if not parsed:
+    found = (record for where, fields in records for record in expanded(fields, f"{name}: {where}"))
+    rows = [parse_row(record, number) for number, record in enumerate(found)]
+    if not rows:
         what = "the file has no rows"
         raise HarnessError(Code.ROLLOUT_WITHOUT_TOKENS, what, where=name, hint="log some rollouts first")
-    chosen = _of_version(parsed, weight_version, name)[:num_rows]
-    return _rollouts(Path(name).name, parsed, chosen)
+    chosen = _of_version(rows, weight_version, name)[:num_rows]
+    counted = _with_counted(chosen)
+    return Rollouts(name=Path(name).name, rows=counted, counts=_counts(rows, chosen, counted))
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -83,56 +83,49 @@ def _bad_file(where: object, what: str, *, actual: str | None = None) -> Harness
     )
 
 
-def _of_version(parsed: Sequence[ParsedRow], wanted: str | None, name: str) -> list[ParsedRow]:
+def _of_version(rows: Sequence[Rollout], wanted: str | None, name: str) -> list[Rollout]:
     """Return the rows of one version of the weights, which both sides had."""
-    chosen = [row for row in parsed if wanted is None or row.versions == (wanted,)]
-    versions = sorted({version for row in chosen for version in row.versions})
-    if len(versions) <= 1 and chosen:
+    chosen = [row for row in rows if wanted is None or row.versions == (wanted,)]
+    if chosen and len({version for row in chosen for version in row.versions}) <= 1:
         return chosen
-    there = ", ".join(sorted({version for row in parsed for version in row.versions})) or "none is named"
-    what = "the rows come from several versions of the weights" if chosen else "no row is of this version alone"
     raise HarnessError(
         Code.ROLLOUT_VERSIONS_DIFFER,
-        what,
+        "the rows come from several versions of the weights" if chosen else "no row is of this version alone",
         where=name,
         expected="one version, the same for engine and trainer" if wanted is None else wanted,
-        actual=there,
+        actual=", ".join(sorted({version for row in rows for version in row.versions})) or "none is named",
         hint="--weight-version NAME chooses the rows of one; the others are counted as left out",
     )
 
 
-def _rollouts(name: str, parsed: Sequence[ParsedRow], chosen: Sequence[ParsedRow]) -> Rollouts:
-    has_trainer = any(row.rollout.trainer is not None for row in chosen)
-    rows = [replace(row.rollout, row=at) for at, row in enumerate(parsed) if any(row is each for each in chosen)]
-    counted = [_kept(row, has_trainer) for row in rows]
-    compared = [replace(row, mask=kept) for row, kept in zip(rows, counted, strict=True)]
-    num_padding = sum(row.num_padding for row in parsed)
-    num_tokens = sum(len(row.rollout.tokens) for row in parsed) + num_padding
-    num_chosen = sum(len(row.tokens) for row in rows) + sum(row.num_padding for row in chosen)
-    num_unmasked = sum(sum(row.mask) for row in rows)
-    counts = TokenCounts(
+def _with_counted(rows: Sequence[Rollout]) -> list[Rollout]:
+    """Return the rows with the mask of what is compared: what counts and has a value on every side that there is.
+
+    A row's first token has none before it, so that no model gives its probability.
+    """
+    has_trainer = any(row.trainer is not None for row in rows)
+    compared = []
+    for row in rows:
+        trainer = (row.trainer or [None] * len(row.tokens)) if has_trainer else row.engine
+        values = zip(row.mask, row.engine, trainer, strict=True)
+        has_all = [counts and engine is not None and other is not None for counts, engine, other in values]
+        compared.append(replace(row, mask=(False, *has_all[1:])))
+    return compared
+
+
+def _counts(rows: Sequence[Rollout], chosen: Sequence[Rollout], counted: Sequence[Rollout]) -> TokenCounts:
+    """Count every token of all rows once."""
+    num_tokens = sum(len(row.tokens) + row.num_padding for row in rows)
+    num_padding = sum(row.num_padding for row in chosen)
+    num_prompt = sum(row.num_prompt for row in chosen)
+    num_chosen = sum(len(row.tokens) for row in chosen)
+    num_unmasked, num_compared = (sum(sum(row.mask) for row in each) for each in (chosen, counted))
+    return TokenCounts(
         tokens=num_tokens,
-        prompt=sum(row.num_prompt for row in rows),
-        masked=sum(len(row.tokens) - row.num_prompt for row in rows) - num_unmasked,
-        padding=sum(row.num_padding for row in chosen),
-        without_value=num_unmasked - sum(map(sum, counted)),
-        left_out=num_tokens - num_chosen,
-        compared=sum(map(sum, counted)),
+        prompt=num_prompt,
+        masked=num_chosen - num_prompt - num_unmasked,
+        padding=num_padding,
+        without_value=num_unmasked - num_compared,
+        left_out=num_tokens - num_chosen - num_padding,
+        compared=num_compared,
     )
-    return Rollouts(name=name, rows=compared, counts=counts, has_trainer=has_trainer, num_digits=_digits(rows))
-
-
-def _kept(row: Rollout, has_trainer: bool) -> tuple[bool, ...]:
-    """Return the tokens that count and have a value on every side that there is; the first has none before it."""
-    trainer = row.trainer if has_trainer else row.engine
-    return tuple(
-        bool(at and counts and row.engine[at] is not None and trainer is not None and trainer[at] is not None)
-        for at, counts in enumerate(row.mask)
-    )
-
-
-def _digits(rows: Sequence[Rollout]) -> int | None:
-    """Return with how few decimal places all of the engine's values are written exactly."""
-    values = [value for row in rows for value in row.engine if value]
-    exact = (places for places in range(1, _MOST_DIGITS) if all(round(value, places) == value for value in values))
-    return next(exact, None) if values else None

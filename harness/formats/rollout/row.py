@@ -38,7 +38,10 @@ class Rollout:
     sampling: Sampling
     experts: tuple[tuple[int, ...], ...] | None = None
     """Routed experts of the leading tokens, those of all layers one after the other."""
-    weight_version: str | None = None
+    versions: tuple[str, ...] = ()
+    """Versions of the weights that the record names, of either side."""
+    num_padding: int = 0
+    """Tokens of the record that the attention mask takes out; they are not in `tokens`."""
     pack: str | None = None
     """Rows with the same name were one sequence of the trainer's."""
 
@@ -50,6 +53,8 @@ class Rollouts:
     name: str
     rows: Sequence[Rollout]
     counts: TokenCounts
-    has_trainer: bool
-    num_digits: int | None = None
-    """Decimal places that the engine's values were written with; None if they are many."""
+
+    @property
+    def has_trainer(self) -> bool:
+        """Whether a row has log probabilities of the trainer."""
+        return any(row.trainer is not None for row in self.rows)

@@ -1,7 +1,10 @@
 """Rollouts and weights from Python."""
 
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import harness
 from harness.oracle.model import load_model
@@ -31,19 +34,63 @@ def test_rows_in_memory_and_a_module(trainer):
     assert report.as_dict()["verdict"] == "pass"
 
 
+class Changed(torch.nn.Module):
+    """A trainer that is no model of HF's: a function of the logits of one."""
+
+    def __init__(self, inner, change):
+        super().__init__()
+        self.inner, self.change = inner, change
+
+    def forward(self, ids):
+        return self.change(self.inner(input_ids=ids).logits)
+
+
 def test_a_module_of_any_kind_is_judged_by_its_logits(trainer):
-    class Wrapped(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = trainer
-
-        def forward(self, ids):
-            return self.inner(input_ids=ids).logits
-
     rows = [{**row, "engine_logprobs": column(trainer, row)} for row in ROWS]
-    report = harness.rollout(rows, model="llama-tiny", trainer=Wrapped(), dtype="float32")
+    report = harness.rollout(rows, model="llama-tiny", trainer=Changed(trainer, lambda x: x), dtype="float32")
     assert report
-    assert report.sides[0].source == "Wrapped"
+    assert report.sides[0].source == "Changed"
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "what"),
+    [
+        (lambda logits: logits * torch.nan, "H233", "logits that are not finite"),
+        (lambda logits: torch.cat([logits, logits], dim=-1), "H017", r"shape \[1, 8, 512\], not \[1, 8, 256\]"),
+        (lambda logits: logits[0], "H017", r"shape \[1, 256\], not \[1, 8, 256\]"),
+    ],
+)
+def test_a_trainer_whose_logits_cannot_be_used_is_refused(trainer, change, code, what):
+    with pytest.raises(harness.HarnessError, match=what) as caught:
+        harness.rollout(ROWS, model="llama-tiny", trainer=Changed(trainer, change), dtype="float32")
+    assert caught.value.code == code
+
+
+def test_a_fault_of_a_module_of_any_kind_is_not_called_its_heads(trainer):
+    rows = [{**row, "engine_logprobs": column(trainer, row)} for row in ROWS]
+    wrong = Changed(trainer, lambda logits: logits.roll(1, dims=-1))
+    report = harness.rollout(rows, model="llama-tiny", trainer=wrong, dtype="float32")
+    (term,) = [term for term in report.terms if not term.is_rounding]
+    assert (term.kind, term.detail) == ("operations", "trainer: the whole model, of which only logits are seen")
+    assert report.not_judged[0].startswith("operations and weights of the trainer: its tensors are not those of the")
+
+
+@pytest.mark.parametrize("option", ["previous", "engine_weights"])
+def test_weights_of_another_model_are_refused(option):
+    with pytest.raises(harness.HarnessError, match="the checkpoint is one of another model") as caught:
+        harness.rollout(ROWS, model="llama-tiny", dtype="float32", **{option: "qwen3-tiny"})
+    assert (caught.value.code, caught.value.where) == ("H013", f"{option}=")
+    assert "q_norm.weight differs" in str(caught.value.actual)
+
+
+def test_a_model_that_computes_nan_is_refused(tmp_path):
+    folder = shutil.copytree("cases/checkpoints/llama-tiny", tmp_path / "nan")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(harness.HarnessError, match="HF itself is not finite in high precision") as caught:
+        harness.rollout(ROWS, model=folder, dtype="float32")
+    assert caught.value.code == "H043"
 
 
 def test_a_gap_can_be_asserted():
@@ -63,10 +110,13 @@ def test_a_trainer_that_raises_is_named():
     assert caught.value.code == "H017"
 
 
-def test_bad_arguments_are_named():
-    with pytest.raises(harness.HarnessError, match="layout=") as caught:
-        harness.rollout(ROWS, model="llama-tiny", layout="top")
-    assert caught.value.code == "H013"
+@pytest.mark.parametrize(
+    "given", [{"layout": "top"}, {"truth": "float8"}, {"num_rows": 0}, {"num_rows": -1}, {"trainer": 5}, {"head": "x"}]
+)
+def test_bad_arguments_are_named(given):
+    with pytest.raises(harness.HarnessError) as caught:
+        harness.rollout(ROWS, model="llama-tiny", **given)
+    assert (caught.value.code, caught.value.where) == ("H013", f"{next(iter(given))}=")
 
 
 def test_weights_of_a_module(trainer):

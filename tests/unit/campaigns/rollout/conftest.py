@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from harness.campaigns.rollout.run import Request, compare_rollouts
+from harness.campaigns.rollout.request import Request
+from harness.campaigns.rollout.run import compare_rollouts
 from harness.formats.checkpoint import Checkpoint, resolve
 from harness.formats.rollout import read_rollouts
 from harness.oracle.model import load_model

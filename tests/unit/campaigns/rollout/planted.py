@@ -49,11 +49,20 @@ def renormalised(module: Any, rows: Sequence[dict[str, Any]], top_p: float) -> l
 class EightBitCache(DynamicCache):
     """Keeps what the prompt and earlier tokens left in eight bits."""
 
+    dtype = torch.float8_e4m3fn
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Store rounded keys and values; a prompt reads its own as they are."""
-        rounded = [x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) for x in (key_states, value_states)]
+        most = torch.finfo(self.dtype).max
+        rounded = [x.clamp(-most, most).to(self.dtype).to(x.dtype) for x in (key_states, value_states)]
         stored = super().update(*rounded, *args, **kwargs)
         return (key_states, value_states) if key_states.shape[2] > 1 else stored
+
+
+class CoarseCache(EightBitCache):
+    """The same with two bits of mantissa."""
+
+    dtype = torch.float8_e5m2
 
 
 def decoded(module: Any, rows: Sequence[dict[str, Any]], cache: type[DynamicCache]) -> list[list[float]]:

@@ -169,6 +169,15 @@ def test_a_column_that_stands_one_token_late(compare, rows, trainer):
     assert "one token too late" in term.detail
 
 
+@pytest.mark.parametrize("model", ["llama-tiny", "gemma3-tiny"])
+def test_a_column_that_stands_late_is_named_though_its_first_values_fit_nothing(compare, rows, model):
+    columns = train_column(load_model(Path(resolve(model)), dtype=torch.bfloat16, stays=True).model, rows)
+    late = [[column[0], *column[:-1]] for column in columns]
+    result = compare(with_engine(rows, columns), late, model=model)
+    assert_adds_up(result)
+    assert [term.kind for term in outside(result)] == ["alignment", "rest"]
+
+
 def test_two_faults_are_told_apart(compare, rows, trainer):
     cut = [{**row, "prompt_ids": row["prompt_ids"][1:]} for row in rows]
     result = compare(rows, train_column(trainer, cut, temperature=0.6))

@@ -16,6 +16,7 @@ from harness.formats.checkpoint import resolve
 from harness.oracle.model import load_model
 from harness.results.check import Outcome
 
+from .fresh import fresh
 from .planted import EightBitCache, decoded, jittering_router, other_checkpoint, renormalised
 from .test_faults import with_engine
 from .training import prompts, restarting, rollout, running_on, train_column
@@ -108,10 +109,23 @@ def planted(model, trainer, folder):
             yield {"routing"}, given, columns, {}
 
 
-def test_planted_faults_are_attributed(model, trainer, compare, tmp_path):
-    right = wrong = missed = total = 0.0
+def gap(rows, columns):
+    recorded = [value for row in rows for value in row["engine_logprobs"]]
+    return torch.tensor([value for column in columns for value in column]) - torch.tensor(recorded)
+
+
+def best_share(rows, columns, sound):
+    """Return the share of the fault itself in a split of the gap into what the fault does, and the sound pair's gap."""
+    rounding = gap(*sound)
+    fault = (gap(rows, columns) - rounding).abs().mean()
+    return float(fault / (fault + rounding.abs().mean()))
+
+
+@pytest.mark.parametrize("faults", [planted, fresh])
+def test_planted_faults_are_attributed(model, trainer, compare, tmp_path, faults):
+    right = wrong = missed = total = best = 0.0
     lines = []
-    for expected, rows, columns, given in planted(model, trainer, tmp_path):
+    for expected, rows, columns, given, *sound in faults(model, trainer, tmp_path):
         result = compare(rows, columns, model=model, **given)
         terms = {term.kind: term.mean_abs for term in result.terms}
         shares = {kind: value / sum(terms.values()) for kind, value in terms.items()}
@@ -120,8 +134,16 @@ def test_planted_faults_are_attributed(model, trainer, compare, tmp_path):
         wrong += bool(named - expected)
         missed += bool(expected - named)
         total += 1
+        best += best_share(rows, columns, *sound) if sound else torch.nan
         lines.append((sorted(expected), sorted(named), {str(kind): round(value, 3) for kind, value in shares.items()}))
-    figures = {"model": model, "faults": total, "share": right / total, "wrong": wrong, "missed": missed}
+    figures = {
+        "model": model,
+        "faults": total,
+        "share": right / total,
+        "best": best / total,
+        "wrong": wrong,
+        "missed": missed,
+    }
     _log.info(json.dumps({**figures, "off": [line for line in lines if line[0] != line[1]]}))
     assert wrong == 0
     assert right / total > 0.7

@@ -2,7 +2,9 @@
 
 import json
 
+import numpy as np
 import pytest
+import torch
 
 from harness.errors import HarnessError
 from harness.formats.rollout import Sampling, read_rollouts
@@ -135,9 +137,9 @@ def test_routed_experts_belong_to_tokens(read):
     (row,) = read({**ROW, "routed_experts": experts}).rows
     assert row.experts == ((0, 1, 2, 3),) * 4
     error = refused(read, {**ROW, "routed_experts": experts[:2]})
-    assert (error.code, error.what) == ("H232", "the routed experts do not fit the tokens")
+    assert (error.code, error.what) == ("H232", "routed_experts does not fit the tokens")
     ragged = [[[0, 1]], [[0, 1], [2, 3]], [[0, 1]], [[0, 1]]]
-    assert "differ in number" in refused(read, {**ROW, "routed_experts": ragged}).what
+    assert "same number of ids" in refused(read, {**ROW, "routed_experts": ragged}).what
 
 
 @pytest.mark.parametrize(
@@ -148,9 +150,23 @@ def test_routed_experts_belong_to_tokens(read):
         ({"response_ids": [7, "8"]}, "H231", "a token id is no integer"),
         ({"engine_logprobs": None}, "H231", "the row has no log probabilities of the engine"),
         ({"mask": [1] * 6}, "H232", "mask does not fit the tokens"),
-        ({"engine_logprobs": [-1.0]}, "H232", "the engine's log probabilities do not fit the response"),
-        ({"engine_logprobs": -1.0}, "H232", "engine_logprobs does not fit the tokens"),
-        ({"prompt_mask": [1]}, "H232", "the prompt's mask does not fit the prompt"),
+        ({"engine_logprobs": [-1.0]}, "H232", "engine_logprobs does not fit the tokens"),
+        ({"mask": [1]}, "H232", "mask does not fit the tokens"),
+        ({"mask": ["0", "0"]}, "H232", "mask is no mask"),
+        ({"mask": [float("nan"), 1]}, "H232", "mask is no mask"),
+        ({"mask": 1}, "H232", "mask is no list"),
+        ({"response_ids": 5}, "H232", "response_ids is no list"),
+        ({"prompt_ids": 5}, "H232", "prompt_ids is no list"),
+        ({"token_ids": 5}, "H232", "token_ids is no list"),
+        ({"token_ids": [1, 5, 6, 8, 7]}, "H232", "the tokens do not end with the response"),
+        ({"attention_mask": 1}, "H232", "attention_mask is no list"),
+        ({"prompt_mask": 1}, "H232", "prompt_mask is no list"),
+        ({"sampling_params": [1]}, "H232", "sampling_params is no object"),
+        ({"temperature": float("inf")}, "H232", "temperature of the sampling makes no sense"),
+        ({"temperature": 1e-300}, "H232", "temperature of the sampling makes no sense"),
+        ({"top_k": 2.5}, "H232", "top_k of the sampling makes no sense"),
+        ({"engine_logprobs": -1.0}, "H232", "engine_logprobs is no list"),
+        ({"prompt_mask": [1]}, "H232", "prompt_mask does not fit the tokens"),
         ({"temperature": 0}, "H232", "temperature of the sampling makes no sense"),
         ({"top_p": 1.5}, "H232", "top_p of the sampling makes no sense"),
         ({"engine_logprobs": [-0.5, float("nan")]}, "H233", "this is no log probability"),
@@ -166,6 +182,17 @@ def test_what_cannot_be_used_is_refused(read, change, code, what):
     error = refused(read, {**ROW, **change})
     assert (error.code, error.what) == (code, what)
     assert "line 1" in str(error.where)
+
+
+@pytest.mark.parametrize("length", ["2", 2.5, [2], True, 6, -1])
+def test_a_length_of_the_response_that_does_not_fit_is_refused(read, length):
+    error = refused(read, {"tokens": [1, 5, 6, 7, 8], "response_length": length, "logprobs": [-1.0]})
+    assert error.code == "H232"
+
+
+def test_log_probabilities_shorter_than_the_response_are_refused(read):
+    error = refused(read, {"tokens": [1, 5, 6, 7, 8], "response_length": 2, "logprobs": [-0.5]})
+    assert (error.what, error.expected, error.actual) == ("logprobs does not fit the tokens", "2 or 4 or 5 entries", 1)
 
 
 def test_padding_may_hold_anything(read):
@@ -222,6 +249,26 @@ def test_parquet_is_read_where_its_package_is_there(tmp_path):
         read_rollouts(path)
 
 
-def test_how_many_digits_were_written_is_known(read):
-    assert read({**ROW, "engine_logprobs": [-0.25, -1.5]}).num_digits == 2
-    assert read({**ROW, "engine_logprobs": [-0.123456789, -1.5]}).num_digits is None
+def test_tensors_arrays_and_tuples_are_taken_from_memory():
+    row = {"prompt_ids": torch.tensor([1, 5, 6]), "response_ids": (7, 8), "engine_logprobs": np.array([-0.5, -1.5])}
+    assert read_rollouts([row]).rows == read_rollouts([ROW]).rows
+    batch = {name: [value, value] for name, value in row.items()}
+    assert read_rollouts([batch]).counts.compared == 4
+
+
+def test_a_batch_has_sampling_parameters_for_each_row(read):
+    batch = {name: [value, value] for name, value in ROW.items()}
+    rows = read({**batch, "sampling_params": [{"top_p": 0.5}, {"top_p": 0.9}], "temperature": [0.5, 0.7]}).rows
+    assert [(row.sampling.temperature, row.sampling.top_p) for row in rows] == [(0.5, 0.5), (0.7, 0.9)]
+
+
+def test_the_attention_mask_of_prompt_and_response_takes_padding_out(read):
+    (row,) = read({**ROW, "prompt_ids": [0, 1, 5, 6], "attention_mask": [0, 1, 1, 1, 1, 1]}).rows
+    assert (row.tokens, row.num_prompt, row.num_padding) == ((1, 5, 6, 7, 8), 3, 1)
+
+
+def test_a_row_of_a_batch_is_named(read):
+    batch = {"response_ids": [[7, 8], 5], "prompt_ids": [[1], [1]], "engine_logprobs": [[-1, -1], [-1]]}
+    error = refused(read, batch)
+    assert (error.code, error.what) == ("H232", "response_ids is no list")
+    assert str(error.where).endswith("line 1, row 1 of the batch")

@@ -1,0 +1,29 @@
+"""What a comparison is asked for."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from harness.formats.checkpoint import Checkpoint
+from harness.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is compared, and what is at hand besides the log."""
+
+    model: str
+    """As the user named it."""
+    checkpoint: Checkpoint
+    dtype: str
+    device: str = "cpu"
+    truth: str = "auto"
+    head: str | None = None
+    """Dtype that both sides mean to compute their head in; None for the model's."""
+    trainer: nn.Module | None = None
+    layout: str = "right"
+    engine: Plan | None = None
+    engine_weights: Path | None = None
+    previous: Path | None = None
+    """Earlier weights, of which some may be in use still."""
