@@ -61,6 +61,9 @@ class JudgedDraw:
     """[A] Logarithms of likelihood ratios to the claimed chain."""
     noise: float
     """Total variation between the distributions of the truth and of HF in the server's dtype."""
+    flips: float
+    """Probability that both draw different tokens with one random number, where sums of probabilities are inverted in
+    the order of the ids: at least the total variation, and more where many tokens are likely."""
 
 
 @dataclass(slots=True)
@@ -143,6 +146,7 @@ class Evidence:
                 by_id=float(p[:token_id].sum() + share * p[token_id]),
                 ratios=(0.0, *ratios_AV[:, token_id].tolist()),
                 noise=0.5 * float((p - own).abs().sum()),
+                flips=_flips(p, own),
             )
         )
 
@@ -152,6 +156,13 @@ class Evidence:
             return draw.token_ids[0]
         weights = [float(p[token_id]) + _LEAST for token_id in draw.token_ids]
         return shares.choices(draw.token_ids, weights)[0]
+
+
+def _flips(p: torch.Tensor, own: torch.Tensor) -> float:
+    """Return for which share of all random numbers the inverted sums of two distributions [V] differ."""
+    ends, own_ends = p.cumsum(dim=-1), own.cumsum(dim=-1)
+    same = torch.minimum(ends, own_ends) - torch.maximum(ends - p, own_ends - own)
+    return max(0.0, 1 - float(same.clamp(min=0).sum()))
 
 
 def _moments(q_AV: torch.Tensor, ratios_AV: torch.Tensor, possible: torch.Tensor) -> torch.Tensor:

@@ -164,6 +164,7 @@ class Pooled:
 
     would_find: tuple[str, ...]
     could_miss: tuple[str, ...]
+    no_change: tuple[str, ...]
     findings: tuple[Finding, ...]
 
 
@@ -188,6 +189,7 @@ def judge_pooled(evidence: Mapping[str, Evidence], levels: Levels, *, is_named: 
     return Pooled(
         would_find=tuple(name for name, chance in chances.items() if chance >= _SURE),
         could_miss=tuple(name for name, chance in chances.items() if chance < _SURE),
+        no_change=tuple(name for name in powers if name not in chances),
         findings=tuple(findings),
     )
 
@@ -248,7 +250,7 @@ def judge_seeds(counts: Mapping[str, int], noise: float, levels: Levels) -> tupl
 
     Args:
         counts: of such requests, by the way they were sent.
-        noise: sum of the total variations that rounding makes, over all draws of these requests.
+        noise: sum of the probabilities that rounding changes a draw, over all draws of these requests.
         levels: of this run.
 
     Returns:

@@ -18,6 +18,7 @@ from harness.campaigns.sampler.judge import (
     judge_setting,
     shift,
 )
+from harness.campaigns.sampler.logprobs import LogprobEvidence
 from harness.oracle.sampling import Chain, Past, SamplingSettings
 
 SETTINGS = SamplingSettings(temperature=1.5, top_p=0.7, repetition_penalty=1.4)
@@ -88,3 +89,37 @@ def test_distances_and_what_rounding_explains_of_seeds():
     assert [finding.message for finding in findings] == [
         "2 requests drew other tokens with the same seed alone; rounding explains 1"
     ]
+
+
+def test_rounding_flips_more_draws_than_the_total_variation_where_sums_are_inverted():
+    logits = torch.zeros(64, dtype=torch.float64)
+    control = logits.clone()
+    control[0] += 0.1  # all later sums move
+    evidence = Evidence(chain=Chain(), eos=(), seed=0)
+    evidence.add(Draw(request=0, step=0, settings=SamplingSettings(), past=Past(), token_ids=(5,)), logits, control)
+    (draw,) = evidence.draws
+    uniforms = torch.linspace(0, 1, 100_001, dtype=torch.float64)[:-1]
+    drawn = [
+        torch.searchsorted(each.softmax(dim=-1).cumsum(dim=-1), uniforms, right=True) for each in (logits, control)
+    ]
+    assert draw.flips == pytest.approx(float((drawn[0] != drawn[1]).double().mean()), abs=1e-3)
+    assert draw.flips > 10 * draw.noise
+
+
+def test_deviations_that_change_nothing_are_said():
+    evidence = Evidence(chain=Chain(), eos=(), seed=0)
+    logits = torch.tensor([60.0, 0.0, -1.0], dtype=torch.float64)
+    settings = SamplingSettings(temperature=0.6, top_k=2)
+    for at in range(20):
+        evidence.add(Draw(request=at, step=0, settings=settings, past=Past(), token_ids=(0,)), logits, logits)
+    pooled = judge_pooled({"x": evidence}, Levels.of({"x": evidence}), is_named=False)
+    assert (pooled.would_find, pooled.could_miss) == ((), ())
+    assert {"temperature ignored", "top_k ignored"} <= set(pooled.no_change)
+
+
+def test_log_probabilities_that_are_all_null_fit_nothing():
+    evidence = LogprobEvidence(chain=Chain())
+    logits = torch.zeros(4, dtype=torch.float64)
+    draw = Draw(request=0, step=0, settings=SamplingSettings(), past=Past(), token_ids=(1,))
+    evidence.add(draw, {1: None, 2: None}, logits, logits, 0)
+    assert [(each.num_values, each.num_misfits, each.fits) for each in evidence.results()] == [(0, 2, False)] * 4
