@@ -266,16 +266,18 @@ class _Judged:
             ignored = [each for each in self._asked.probed.capabilities if each.name == "seed" and each.is_ignored]
             message = "the server takes a seed and does not follow it: {}"
             return None, [Finding(code=Code.SEED_DIFFERS, message=message.format(each.detail)) for each in ignored]
-        noise = [draw.flips for own in self._evidence.values() for draw in own.draws if draw.request in chosen]
+        flips: dict[int, list[float]] = {}
+        for draw in (draw for own in self._evidence.values() for draw in own.draws if draw.request in chosen):
+            flips.setdefault(draw.request, []).append(draw.flips)
         counts = {
             "alone than among others": self._num_other(chosen, self._asked.alone),
             "a second time": self._num_other(chosen, self._asked.again),
         }
-        excused, findings = judge_seeds(counts, sum(noise), levels)
+        excused, findings = judge_seeds(counts, [sum(own) for own in flips.values()], levels)
         num_alone, num_again = counts.values()
         return SeedResult(
             num_requests=len(chosen),
-            num_draws=len(noise),
+            num_draws=sum(map(len, flips.values())),
             num_alone=num_alone,
             num_again=num_again,
             num_excused=excused,

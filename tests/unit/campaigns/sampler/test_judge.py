@@ -83,8 +83,10 @@ def test_distances_and_what_rounding_explains_of_seeds():
     assert shift([0.5] * 9) == pytest.approx(0.5)
     levels = Levels(num_tests=100)
     assert levels.shift(400, 0.01) == pytest.approx(0.1435, abs=1e-3)
-    assert judge_seeds({"alone": 2}, 1e-7, levels)[0] == 0
-    excused, findings = judge_seeds({"alone": 2, "again": 1}, 1e-4, levels)
+    assert judge_seeds({"alone": 2}, [1e-7] * 8, levels)[0] == 0
+    assert judge_seeds({"alone": 2}, [0.6] * 8, levels)[0] == 8
+    assert judge_seeds({"alone": 2}, [0.1] * 16, levels)[0] == 11  # 12 of 16 at 0.2 have a chance of 3e-6
+    excused, findings = judge_seeds({"alone": 2, "again": 1}, [1e-5] * 8, levels)
     assert excused == 1
     assert [finding.message for finding in findings] == [
         "2 requests drew other tokens with the same seed alone; rounding explains 1"
@@ -123,3 +125,20 @@ def test_log_probabilities_that_are_all_null_fit_nothing():
     draw = Draw(request=0, step=0, settings=SamplingSettings(), past=Past(), token_ids=(1,))
     evidence.add(draw, {1: None, 2: None}, logits, logits, 0)
     assert [(each.num_values, each.num_misfits, each.fits) for each in evidence.results()] == [(0, 2, False)] * 4
+
+
+def test_draws_of_one_random_number_are_told_where_one_token_is_nearly_certain():
+    logits = torch.tensor([2.0, 0.0, -1.0], dtype=torch.float64)
+    p = logits.softmax(dim=-1)
+    for num_numbers, is_found in ((1, True), (4, False)):
+        numbers, evidence = random.Random(1), Evidence(chain=Chain(), eos=(), seed=0)
+        for request in range(100):
+            uniforms = [numbers.random() for _ in range(num_numbers)]
+            for step in range(4):
+                own = int(torch.searchsorted(p.cumsum(dim=-1), uniforms[step % num_numbers]))
+                draw = Draw(request=request, step=step, settings=SamplingSettings(), past=Past(), token_ids=(own,))
+                evidence.add(draw, logits, logits)
+        findings = list(judge_independence({"x": evidence}, Levels.of({"x": evidence}), {"x": "as asked"}))
+        assert [each.message.split(",")[0] for each in findings] == (
+            ["the draws of one request depend on each other"] if is_found else []
+        )
