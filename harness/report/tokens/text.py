@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 
-from harness.errors import Code
 from harness.report.check.markdown import fenced
 from harness.report.check.sentences import printable
 from harness.report.check.table import count
@@ -38,7 +37,7 @@ def _headline(result: TokensResult, width: int) -> Iterator[str]:
 
 
 def _difference(difference: Difference, result: TokensResult, width: int) -> Iterator[str]:
-    yield from wrapped(f"  {Code.CONVERSATION_DIFFERS}", printable(difference.name), width, indent=8)
+    yield from wrapped(f"  {difference.code}", printable(difference.name), width, indent=8)
     for message in difference.messages:
         others = {name: value for name, value in message.items() if name not in ("role", "content")}
         words = f"{message['content']!r}" + (f" {json.dumps(others)}" if others else "")
@@ -48,7 +47,7 @@ def _difference(difference: Difference, result: TokensResult, width: int) -> Ite
     yield from wrapped("        expected", printable(difference.expected), width, indent=18)
     yield from wrapped("        actual", printable(difference.actual), width, indent=18)
     if difference.body is not None:
-        yield f"        {curl(f'{result.subject}/v1/chat/completions', difference.body)}"
+        yield f"        {curl(f'{result.subject}{difference.path}', difference.body)}"
 
 
 def _cut(text: str) -> str:
@@ -61,5 +60,7 @@ def _facts(result: TokensResult, width: int) -> Iterator[str]:
         yield from wrapped("  texts", f"{count(result.num_texts, 'text')} tokenised by /tokenize", width)
     if result.num_ends:
         yield from wrapped("  ends", f"{count(result.num_ends, 'end token')} of the model's configuration tried", width)
+    if result.num_answers:
+        yield from wrapped("  answers", f"the text of {count(result.num_answers, 'answer')} judged", width)
     for note in result.notes:
         yield from wrapped("  note", printable(note), width)
