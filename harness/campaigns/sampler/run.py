@@ -32,7 +32,7 @@ from harness.oracle.model import HFModel
 from harness.oracle.sampling import Chain, Past
 from harness.plan import Plan
 from harness.results.check import Finding
-from harness.results.sampler import SamplerResult, SeedResult, SettingResult
+from harness.results.sampler import DefinitionResult, SamplerResult, SeedResult, SettingResult
 
 _REFUSALS = (400, 404, 405, 422, 501)
 """Statuses that say that a parameter is not served; any other is a failure."""
@@ -105,6 +105,8 @@ class _Judged:
         self._hf, self._asked, self._eos, self._truth, self._chain = hf, asked, eos, truth, chain
         self._evidence = {request.setting.name: Evidence(chain=chain, eos=eos, seed=seed) for request in asked.requests}
         self._logprobs = LogprobEvidence(chain=chain)
+        self._repeated = LogprobEvidence(chain=chain)
+        """Log probabilities of requests that were sent again, and drew the same tokens."""
         self._num_without = 0
         """Draws without a log probability."""
         self._refused = dict(self._refusals())
@@ -169,6 +171,11 @@ class _Judged:
             self._logprobs.add(draw, own, logits, control, len(request.prompt) + draw.step)
         if draw.step < len(answer.token_ids) and not any(draw.token_ids[0] in own for own in given):
             self._num_without += 1
+        for others in (self._asked.alone, self._asked.again) if given else ():
+            other = others.get(request.number)
+            if isinstance(other, Completion) and other.token_ids == answer.token_ids:
+                own = next(iter((other.logprobs or ())[draw.step : draw.step + 1]), {answer.token_ids[draw.step]: None})
+                self._repeated.add(draw, own, logits, control, len(request.prompt) + draw.step)
 
     def result(
         self, plan: Plan, address: Address, settings: Sequence[Setting], *, server_s: float, truth_s: float
@@ -186,6 +193,7 @@ class _Judged:
         follows = {result.name: result.follows for result in results}
         dependent = judge_independence(claimed, levels, follows)
         findings = [*pooled.findings, *dependent, *seed_findings, *self._logprobs.findings, *self._unpromised()]
+        findings += self._stale(definitions)
         if definitions and not any(each.fits for each in definitions):
             message = "the log probabilities are of no distribution that is known: " + "; ".join(
                 f"{each.name}: {each.rms_ratio:.3g} times HF's noise, {each.num_misfits} misfits"
@@ -253,6 +261,18 @@ class _Judged:
                 what = f"the answer stops after {num} tokens, and the model has no end tokens"
             if what is not None:
                 yield Finding(code=Code.ENDPOINT_TOKENS, message=what, request=request.number)
+
+    def _stale(self, definitions: Sequence[DefinitionResult]) -> Iterator[Finding]:
+        """Judge the log probabilities of requests that were sent again by the definitions that fit at first."""
+        fitting = {each.name for each in definitions if each.fits}
+        again = [each for each in self._repeated.results() if each.name in fitting]
+        if again and not any(each.fits for each in again):
+            best = min(again, key=lambda each: (each.num_misfits, each.rms_ratio))
+            message = (
+                "the log probabilities of requests that were sent again are wrong, and were right before: they are "
+                f"stale, or of other rows ({best.rms_ratio:.3g} times HF's noise, {best.num_misfits} misfits)"
+            )
+            yield Finding(code=Code.ENDPOINT_LOGPROBS, message=message)
 
     def _unpromised(self) -> Iterator[Finding]:
         if self._num_without and self._asked.probed.has("logprobs"):
