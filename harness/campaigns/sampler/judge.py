@@ -33,6 +33,8 @@ class Levels:
     """The thresholds of all tests of a run, by how many there are (Bonferroni)."""
 
     num_tests: int
+    false_alarm: float = FALSE_ALARM
+    """Of all tests together."""
 
     @classmethod
     def of(cls, evidence: Mapping[str, Evidence]) -> "Levels":
@@ -44,7 +46,7 @@ class Levels:
     @property
     def log_ratio(self) -> float:
         """The log likelihood ratio that a sound sampler does not reach."""
-        return math.log(self.num_tests / FALSE_ALARM)
+        return math.log(self.num_tests / self.false_alarm)
 
     def shift(self, num: int, noise: float) -> float:
         """Return the distance of distribution functions that a sound sampler does not reach (Massart 1990).
@@ -53,12 +55,12 @@ class Levels:
             num: numbers, independent and uniform for a sound sampler.
             noise: the mean total variation that rounding makes.
         """
-        return math.sqrt(math.log(2 * self.num_tests / FALSE_ALARM) / (2 * max(1, num))) + _NOISE * noise
+        return math.sqrt(math.log(2 * self.num_tests / self.false_alarm) / (2 * max(1, num))) + _NOISE * noise
 
     @property
     def chance(self) -> float:
         """The probability that one test's event must not exceed."""
-        return FALSE_ALARM / self.num_tests
+        return self.false_alarm / self.num_tests
 
 
 def shift(numbers: Sequence[float]) -> float:
