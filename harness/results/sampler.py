@@ -31,6 +31,14 @@ class SettingResult:
     """The body of one request, to send by hand."""
     findings: tuple[Finding, ...] = ()
 
+    @classmethod
+    def left_out(cls, name: str, settings: Mapping[str, Any], why: str) -> "SettingResult":
+        """Return the result of a setting that was not asked for."""
+        return cls(
+            name=name, settings=settings, num_requests=0, num_draws=0, num_outside=0, shift=0.0, shift_bound=0.0,
+            follows=None, not_judged=why,
+        )  # fmt: skip
+
     @property
     def outcome(self) -> Outcome:
         """Nothing, if no draw was judged."""
@@ -97,6 +105,8 @@ class SamplerResult:
     """Deviations that so many draws find in 99 of 100 runs."""
     could_miss: tuple[str, ...]
     """Deviations that are found less often, and do change the distribution."""
+    no_change: tuple[str, ...] = ()
+    """Deviations that change no distribution of these rows, so that nothing is known of them."""
     findings: tuple[Finding, ...] = ()
     """Of no single setting."""
     notes: tuple[str, ...] = ()
@@ -122,7 +132,7 @@ class SamplerResult:
 
     @property
     def outcome(self) -> Outcome:
-        """Mismatch if anything has a finding; nothing if no draw was judged."""
+        """Mismatch if anything has a finding; nothing if the draws would find no deviation."""
         if self.findings or any(setting.findings for setting in self.settings):
             return Outcome.MISMATCH
-        return Outcome.PASS if self.num_draws else Outcome.NOTHING
+        return Outcome.PASS if self.would_find else Outcome.NOTHING

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.errors import Code
 from harness.results.check import Finding, Outcome
 
 
@@ -23,6 +24,9 @@ class Difference:
     """None: the server does not show them."""
     body: Mapping[str, Any] | None = None
     """Of the request, to send by hand; None for a function."""
+    path: str = "/v1/chat/completions"
+    """Of the request."""
+    code: Code = Code.CONVERSATION_DIFFERS
 
     @property
     def sentence(self) -> str:
@@ -52,6 +56,8 @@ class TokensResult:
     """Texts that were tokenised and put together again."""
     num_ends: int
     """Tokens of the generation config that were seen to end an answer."""
+    num_answers: int = 0
+    """Answers whose text was judged."""
     differences: Sequence[Difference]
     not_judged: Mapping[str, str]
     """What was not judged, and why."""

@@ -25,11 +25,11 @@ def url():
 
 
 def test_a_sound_server_passes_and_what_was_not_judged_is_said(harness, url):
-    options = ["--dtype", "float32", "--draws", 20, "--only", "hot", "--only", "typical_p"]
+    options = ["--dtype", "float32", "--draws", 60, "--only", "top_k", "--only", "typical_p"]
     ran = harness("sampler", "--endpoint", url, *options)
     assert (ran.status, ran.err) == (0, ""), ran.out
     assert ran.out.startswith(
-        f"PASS  reference_engine at {url} · qwen3-tiny · float32 · 20 draws\n  not judged  typical_p"
+        f"PASS  reference_engine at {url} · qwen3-tiny · float32 · 60 draws\n  not judged  typical_p"
     )
     assert "  errors      a sound server alarms in less than 1 of 1,000 runs, over " in ran.out
     assert "  logprobs    raw or after penalties and bias\n" in ran.out

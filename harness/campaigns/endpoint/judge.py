@@ -97,18 +97,23 @@ class _Tokens:
 def _end(case: JudgedCompletion, threshold: float) -> Iterator[Finding]:
     """Judge how many tokens there are, and whether the model ends there."""
     num, reason = len(case.answer.token_ids), case.answer.finish_reason
-    what = None
-    if num > case.asked_tokens:
-        what = f"{num} tokens where {case.asked_tokens} were asked for"
-    elif reason not in ("length", "stop"):
-        what = f"the answer ends after {num} of {case.asked_tokens} tokens with finish_reason {reason!r}"
-    elif reason == "length" and num < case.asked_tokens:
-        what = f"{num} tokens where {case.asked_tokens} were asked for, and finish_reason is 'length'"
-    elif reason == "stop" and not _ends_at_eos(case, threshold):
+    what = wrong_length(num, case.asked_tokens, reason)
+    if what is None and reason == "stop" and not _ends_at_eos(case, threshold):
         what = f"the answer stops after {num} tokens, where the model does not end"
     for each in (what, *_miscounted(case)):
         if each is not None:
             yield Finding(code=Code.ENDPOINT_TOKENS, message=each, request=case.request)
+
+
+def wrong_length(num: int, num_asked: int, reason: str | None) -> str | None:
+    """Return what is wrong with an answer of so many tokens that ends for a reason; None: nothing."""
+    if num > num_asked:
+        return f"{num} tokens where {num_asked} were asked for"
+    if reason not in ("length", "stop"):
+        return f"the answer ends after {num} of {num_asked} tokens with finish_reason {reason!r}"
+    if reason == "length" and num < num_asked:
+        return f"{num} tokens where {num_asked} were asked for, and finish_reason is 'length'"
+    return None
 
 
 def _miscounted(case: JudgedCompletion) -> Iterator[str]:

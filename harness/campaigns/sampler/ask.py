@@ -16,7 +16,7 @@ from harness.campaigns.endpoint.probed import Probed
 from harness.campaigns.sampler.settings import DrawRequest
 from harness.errors import HarnessError
 
-_AGAIN = 8
+_AGAIN = 16
 """Requests that are sent again."""
 
 Answers = dict[int, Completion | HarnessError]

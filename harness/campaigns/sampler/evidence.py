@@ -57,10 +57,16 @@ class JudgedDraw:
     """[A] The same, tokens that came before ordered first: penalties show there."""
     by_id: float
     """The same under the claimed chain, tokens ordered by their ids: samplers that add up probabilities do so."""
+    spans: tuple[tuple[float, float], ...]
+    """Where the random numbers lie that give this token under the claimed chain, if sums of probabilities are inverted:
+    tokens ordered by their logits, and by their ids."""
     ratios: tuple[float, ...]
     """[A] Logarithms of likelihood ratios to the claimed chain."""
     noise: float
     """Total variation between the distributions of the truth and of HF in the server's dtype."""
+    flips: float
+    """Probability that both draw different tokens with one random number, where sums of probabilities are inverted in
+    the order of the ids: at least the total variation, and more where many tokens are likely."""
 
 
 @dataclass(slots=True)
@@ -128,10 +134,11 @@ class Evidence:
         ratios_AV = (q_AV / torch.maximum(p, possible).clamp(min=_LEAST)).log()
         self._moments = self._moments + _moments(q_AV, ratios_AV, possible > 0)
         share, all_AV = shares.random(), torch.cat([p[None], q_AV])
+        is_larger, is_oftener = _befores(logits, draw.past, token_id)
         by_rank, by_past = (
-            (all_AV[:, before].sum(dim=-1) + share * all_AV[:, token_id]).tolist()
-            for before in _befores(logits, draw.past, token_id)
+            (all_AV[:, before].sum(dim=-1) + share * all_AV[:, token_id]).tolist() for before in (is_larger, is_oftener)
         )
+        own_p, starts = float(p[token_id]), (float(p[is_larger].sum()), float(p[:token_id].sum()))
         self.draws.append(
             JudgedDraw(
                 request=draw.request,
@@ -140,9 +147,11 @@ class Evidence:
                 is_outside=not bool(possible[token_id] > 0),
                 by_rank=tuple(by_rank),
                 by_past=tuple(by_past),
-                by_id=float(p[:token_id].sum() + share * p[token_id]),
+                by_id=starts[1] + share * own_p,
+                spans=tuple((start, start + own_p) for start in starts),
                 ratios=(0.0, *ratios_AV[:, token_id].tolist()),
                 noise=0.5 * float((p - own).abs().sum()),
+                flips=_flips(p, own),
             )
         )
 
@@ -152,6 +161,13 @@ class Evidence:
             return draw.token_ids[0]
         weights = [float(p[token_id]) + _LEAST for token_id in draw.token_ids]
         return shares.choices(draw.token_ids, weights)[0]
+
+
+def _flips(p: torch.Tensor, own: torch.Tensor) -> float:
+    """Return for which share of all random numbers the inverted sums of two distributions [V] differ."""
+    ends, own_ends = p.cumsum(dim=-1), own.cumsum(dim=-1)
+    same = torch.minimum(ends, own_ends) - torch.maximum(ends - p, own_ends - own)
+    return max(0.0, 1 - float(same.clamp(min=0).sum()))
 
 
 def _moments(q_AV: torch.Tensor, ratios_AV: torch.Tensor, possible: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The verdict on the draws: each test gets its share of the false alarms that a sound server may raise."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,8 +21,10 @@ _AS_LIKELY = math.log(20)
 _NOISE = 2.0
 """A server's distribution may be off by this many times what HF's own is off in the server's dtype."""
 _SURE = 0.99
-_CENTRE = 0.25
-"""Where equal places are put: Kolmogorov's distance sees most of a peak there."""
+_ORDERS = 2
+"""Of the tokens, in which sums of probabilities may be inverted."""
+_SHARED = 0.9
+"""Share of neighbouring draws that the alternative gives one random number: rounding may part some."""
 _AS_ASKED = "as asked"
 
 
@@ -31,6 +33,8 @@ class Levels:
     """The thresholds of all tests of a run, by how many there are (Bonferroni)."""
 
     num_tests: int
+    false_alarm: float = FALSE_ALARM
+    """Of all tests together."""
 
     @classmethod
     def of(cls, evidence: Mapping[str, Evidence]) -> "Levels":
@@ -42,7 +46,7 @@ class Levels:
     @property
     def log_ratio(self) -> float:
         """The log likelihood ratio that a sound sampler does not reach."""
-        return math.log(self.num_tests / FALSE_ALARM)
+        return math.log(self.num_tests / self.false_alarm)
 
     def shift(self, num: int, noise: float) -> float:
         """Return the distance of distribution functions that a sound sampler does not reach (Massart 1990).
@@ -51,12 +55,12 @@ class Levels:
             num: numbers, independent and uniform for a sound sampler.
             noise: the mean total variation that rounding makes.
         """
-        return math.sqrt(math.log(2 * self.num_tests / FALSE_ALARM) / (2 * max(1, num))) + _NOISE * noise
+        return math.sqrt(math.log(2 * self.num_tests / self.false_alarm) / (2 * max(1, num))) + _NOISE * noise
 
     @property
     def chance(self) -> float:
         """The probability that one test's event must not exceed."""
-        return FALSE_ALARM / self.num_tests
+        return self.false_alarm / self.num_tests
 
 
 def shift(numbers: Sequence[float]) -> float:
@@ -164,6 +168,7 @@ class Pooled:
 
     would_find: tuple[str, ...]
     could_miss: tuple[str, ...]
+    no_change: tuple[str, ...]
     findings: tuple[Finding, ...]
 
 
@@ -188,6 +193,7 @@ def judge_pooled(evidence: Mapping[str, Evidence], levels: Levels, *, is_named: 
     return Pooled(
         would_find=tuple(name for name, chance in chances.items() if chance >= _SURE),
         could_miss=tuple(name for name, chance in chances.items() if chance < _SURE),
+        no_change=tuple(name for name in powers if name not in chances),
         findings=tuple(findings),
     )
 
@@ -195,66 +201,62 @@ def judge_pooled(evidence: Mapping[str, Evidence], levels: Levels, *, is_named: 
 def judge_independence(
     evidence: Mapping[str, Evidence], levels: Levels, follows: Mapping[str, str | None]
 ) -> Iterator[Finding]:
-    """Judge the places of all draws together, and whether they have to do with each other.
+    """Judge the random numbers of all draws together, and whether neighbouring draws share one.
 
-    The differences of neighbouring places, modulo 1, are uniform and independent for a sound sampler.
+    Two draws of one random number come from numbers that lie in both spans. Independent ones come from them with the
+    product of the probabilities: the ratio of both has the mean 1 for a sound sampler, whatever came before.
 
     Args:
         evidence: by setting.
         levels: of this run.
-        follows: the chain that each setting follows, under which its draws have their places; None: left out.
+        follows: the chain that each setting follows; draws of those that are as asked are judged.
     """
-    ranks, ids = list(_places(evidence, follows)), [
-        (draw.request, draw.step, draw.by_id)
-        for name, own in evidence.items() if follows[name] == _AS_ASKED for draw in own.draws
-    ]  # fmt: skip
-    draws = [draw for own in evidence.values() for draw in own.draws]
+    draws = [draw for name, own in evidence.items() if follows[name] == _AS_ASKED for draw in own.draws]
     noise = sum(draw.noise for draw in draws) / max(1, len(draws))
-    distance, bound = shift([place for _, _, place in ids]), levels.shift(len(ids), noise)
+    distance, bound = shift([draw.by_id for draw in draws]), levels.shift(len(draws), noise)
     if distance > bound:
         message = f"the draws of all settings together are off by {distance:.2f}, at most {bound:.2f}"
         yield Finding(code=Code.SAMPLER_DIFFERS, message=f"{message}: the random numbers are not uniform")
-    for what, first in (
-        ("the draws of one request depend on each other", 0),
-        ("the draws of one request depend on those of the request before", 1),
+    for what, pairs in (
+        ("the draws of one request depend on each other", _neighbours(draws, lambda own: (own.request, own.step))),
+        (
+            "the draws of one request depend on those of the request before",
+            _neighbours(draws, lambda own: (own.step, own.request)),
+        ),
     ):
-        differences = [_differences(places, first) for places in (ranks, ids)]
-        worst = max(differences, key=lambda own: shift(own) - levels.shift(len(own), 2 * noise))
-        distance, bound = shift(worst), levels.shift(len(worst), 2 * noise)
-        if distance > bound:
-            message = f"{what}, so no setting's verdict is sure: differences of their places are off by {distance:.2f}"
-            yield Finding(code=Code.SAMPLER_DIFFERS, message=f"{message}, at most {bound:.2f}")
+        log_ratio = max(sum(_log_shared(*pair, order) for pair in pairs) for order in range(_ORDERS))
+        if log_ratio > levels.log_ratio:
+            message = f"{what}, so no setting's verdict is sure: one random number for both is e^{log_ratio:.0f} times"
+            yield Finding(code=Code.SAMPLER_DIFFERS, message=f"{message} as likely over {len(pairs)} pairs")
 
 
-def _places(evidence: Mapping[str, Evidence], follows: Mapping[str, str | None]) -> Iterator[tuple[int, int, float]]:
-    """Yield request, step and place of all draws whose chain is known."""
-    for name, own in evidence.items():
-        chain = follows[name]
-        if chain != _AS_ASKED and chain not in own.names:
-            continue
-        at = 0 if chain == _AS_ASKED else 1 + own.names.index(str(chain))
-        yield from ((draw.request, draw.step, draw.by_rank[at]) for draw in own.draws)
+def _neighbours(
+    draws: Sequence[JudgedDraw], place: Callable[[JudgedDraw], tuple[int, int]]
+) -> list[tuple[JudgedDraw, JudgedDraw]]:
+    """Return pairs of draws that follow each other in an order, the first part of their place being the same."""
+    return [(own, after) for own, after in pairwise(sorted(draws, key=place)) if place(own)[0] == place(after)[0]]
 
 
-def _differences(places: Sequence[tuple[int, int, float]], first: int) -> list[float]:
-    """Return the differences of neighbouring places, of one request (0) or of one step (1)."""
-    ordered = sorted(places, key=lambda place: (place[first], place[1 - first]))
-    pairs = ((own, after) for own, after in pairwise(ordered) if own[first] == after[first])
-    return [(after[2] - own[2] + _CENTRE) % 1.0 for own, after in pairs]
+def _log_shared(own: JudgedDraw, after: JudgedDraw, order: int) -> float:
+    """Return how much likelier two draws are by one random number, as a logarithm."""
+    (start, end), (other_start, other_end) = own.spans[order], after.spans[order]
+    product = (end - start) * (other_end - other_start)
+    shared = max(0.0, min(end, other_end) - max(start, other_start))
+    return math.log1p(_SHARED * (shared / product - 1)) if product > 0 else 0.0
 
 
-def judge_seeds(counts: Mapping[str, int], noise: float, levels: Levels) -> tuple[int, list[Finding]]:
+def judge_seeds(counts: Mapping[str, int], noise: Sequence[float], levels: Levels) -> tuple[int, list[Finding]]:
     """Judge how many requests drew other tokens with the same seed.
 
     Args:
         counts: of such requests, by the way they were sent.
-        noise: sum of the total variations that rounding makes, over all draws of these requests.
+        noise: for each of these requests, the sum of the probabilities that rounding changes a draw.
         levels: of this run.
 
     Returns:
         How many may differ, and findings.
     """
-    excused = _largest_poisson(_NOISE * noise, levels.chance)
+    excused = _largest_count([min(1.0, _NOISE * own) for own in noise], levels.chance)
     found = []
     for way, count in counts.items():
         if count > excused:
@@ -263,12 +265,14 @@ def judge_seeds(counts: Mapping[str, int], noise: float, levels: Levels) -> tupl
     return excused, found
 
 
-def _largest_poisson(mean: float, chance: float) -> int:
-    """Return the largest count whose excess has at most this probability."""
-    term = math.exp(-mean)
-    tail, count = 1 - term, 0
-    while tail > chance and count < 10_000:
-        count += 1
-        term *= mean / count
-        tail -= term
+def _largest_count(chances: Sequence[float], level: float) -> int:
+    """Return the least number of events, independent with these chances, that is exceeded with at most this level."""
+    shares = [1.0]
+    for chance in chances:
+        shares = [
+            (1 - chance) * stays + chance * rises for stays, rises in zip([*shares, 0.0], [0.0, *shares], strict=True)
+        ]
+    count = len(chances)
+    while count and math.fsum(shares[count:]) <= level:
+        count -= 1
     return count

@@ -60,7 +60,7 @@ class LogprobEvidence:
             self.findings.append(
                 Finding(code=Code.ENDPOINT_LOGPROBS, message=message, request=draw.request, position=position)
             )
-        eps = float(torch.finfo(torch.float32).eps * logits.abs().max())
+        eps = float(torch.finfo(torch.float32).eps * logits.abs().max().clamp(min=1e-6))  # never zero
         truths, owns = _definitions(self.chain, draw, logits), _definitions(self.chain, draw, control)
         for definition, errors in self.errors.items():
             truth, own = truths[definition], owns[definition]
@@ -82,13 +82,13 @@ class LogprobEvidence:
                 name=definition.value,
                 num_values=len(errors.own),
                 num_misfits=errors.num_misfits,
-                rms_ratio=_rms(errors.own) / _rms(errors.noise),
-                max_ratio=max(map(abs, errors.own)) / max(errors.noise),
+                rms_ratio=_rms(errors.own) / _rms(errors.noise) if errors.own else 0.0,
+                max_ratio=max(map(abs, errors.own), default=0.0) / max(errors.noise, default=1.0),
                 rms_bound=rms_bound,
                 max_bound=max_bound,
             )
             for definition, errors in self.errors.items()
-            if errors.own
+            if errors.own or errors.num_misfits
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from harness.base.progress import Progress, no_progress
 from harness.campaigns.endpoint.address import Address
 from harness.campaigns.endpoint.answer import Completion
+from harness.campaigns.endpoint.judge import wrong_length
 from harness.campaigns.endpoint.names import TokenNames
 from harness.campaigns.endpoint.run import eos_ids
 from harness.campaigns.endpoint.truth import WalkRows, walk_logits
@@ -24,14 +25,14 @@ from harness.campaigns.sampler.judge import (
     judge_setting,
 )
 from harness.campaigns.sampler.logprobs import LogprobEvidence
-from harness.campaigns.sampler.settings import DrawRequest, Setting, chosen_settings, draw_requests
+from harness.campaigns.sampler.settings import TOKENS, DrawRequest, Setting, chosen_settings, draw_requests
 from harness.errors import Code, HarnessError
 from harness.judge.jobs.model import planned_model
 from harness.oracle.model import HFModel
 from harness.oracle.sampling import Chain, Past
 from harness.plan import Plan
 from harness.results.check import Finding
-from harness.results.sampler import SamplerResult, SeedResult, SettingResult
+from harness.results.sampler import DefinitionResult, SamplerResult, SeedResult, SettingResult
 
 _REFUSALS = (400, 404, 405, 422, 501)
 """Statuses that say that a parameter is not served; any other is a failure."""
@@ -62,11 +63,12 @@ def check_sampler(
         HarnessError: the input cannot be used; the server is not there, or answers nothing that can be judged.
     """
     report = progress or no_progress
-    settings = tuple(each for each in chosen_settings(only) if _has_steps(each, order))
+    settings = chosen_settings(only)
+    asked_for = [each for each in settings if not each.lacking(order)]
     report("model", 0, 1)
     hf = planned_model(plan)
     names = TokenNames(plan.checkpoint, vocab_size=hf.vocab_size)
-    eos = eos_ids(hf.folder, getattr(hf.config, "eos_token_id", None))
+    eos = frozenset(filter(names.has, eos_ids(hf.folder, getattr(hf.config, "eos_token_id", None))))
     ids = _plain_ids(hf, eos)
     begin = time.perf_counter()
     asked = asyncio.run(
@@ -74,7 +76,7 @@ def check_sampler(
             address,
             names,
             ids[:8],
-            lambda probed: list(draw_requests(settings, num_draws, names, ids, probed, seed=seed)),
+            lambda probed: list(draw_requests(asked_for, num_draws, names, ids, probed, seed=seed)),
             fallback_model=plan.case.model,
             progress=report,
         )
@@ -83,12 +85,6 @@ def check_sampler(
     judged = _Judged(hf, asked, Chain(steps=order), eos=tuple(sorted(eos)), seed=seed, truth=plan.case.truth)
     judged.run(report)
     return judged.result(plan, address, settings, server_s=answered - begin, truth_s=time.perf_counter() - answered)
-
-
-def _has_steps(setting: Setting, order: tuple[str, ...]) -> bool:
-    """Whether an order says where the sets of a setting are cut."""
-    cuts = {"top_k", "top_p", "min_p", "typical_p"} & setting.settings.changed.keys()
-    return cuts <= set(order)
 
 
 def _plain_ids(hf: HFModel, eos: Set[int]) -> list[int]:
@@ -109,6 +105,10 @@ class _Judged:
         self._hf, self._asked, self._eos, self._truth, self._chain = hf, asked, eos, truth, chain
         self._evidence = {request.setting.name: Evidence(chain=chain, eos=eos, seed=seed) for request in asked.requests}
         self._logprobs = LogprobEvidence(chain=chain)
+        self._repeated = LogprobEvidence(chain=chain)
+        """Log probabilities of requests that were sent again, and drew the same tokens."""
+        self._num_without = 0
+        """Draws without a log probability."""
         self._refused = dict(self._refusals())
         self._draws = {
             (request.number, len(request.prompt) + draw.step - 1): (request, draw)
@@ -135,9 +135,9 @@ class _Judged:
         answer = self._answer(request)
         if not isinstance(answer, Completion):
             return
-        drawn: list[tuple[int, ...]] = [(token_id,) for token_id in answer.token_ids]
+        drawn: list[tuple[int, ...]] = [(token_id,) for token_id in answer.token_ids[:TOKENS]]
         is_hidden = answer.finish_reason == "stop" and answer.token_ids[-1:] not in [(each,) for each in self._eos]
-        if is_hidden and self._eos:
+        if is_hidden and self._eos and len(drawn) < TOKENS:
             drawn.append(self._eos)
         for step, token_ids in enumerate(drawn):
             past = Past(prompt=request.prompt, answer=answer.token_ids[:step])
@@ -166,24 +166,34 @@ class _Judged:
         self._evidence[request.setting.name].add(draw, logits, control)
         answer = self._answer(request)
         assert isinstance(answer, Completion)
-        if answer.logprobs is not None and draw.step < len(answer.logprobs):
-            position = len(request.prompt) + draw.step
-            self._logprobs.add(draw, answer.logprobs[draw.step], logits, control, position)
+        given = (answer.logprobs or ())[draw.step : draw.step + 1]
+        for own in given:
+            self._logprobs.add(draw, own, logits, control, len(request.prompt) + draw.step)
+        if draw.step < len(answer.token_ids) and not any(draw.token_ids[0] in own for own in given):
+            self._num_without += 1
+        for others in (self._asked.alone, self._asked.again) if given else ():
+            other = others.get(request.number)
+            if isinstance(other, Completion) and other.token_ids == answer.token_ids:
+                own = next(iter((other.logprobs or ())[draw.step : draw.step + 1]), {answer.token_ids[draw.step]: None})
+                self._repeated.add(draw, own, logits, control, len(request.prompt) + draw.step)
 
     def result(
         self, plan: Plan, address: Address, settings: Sequence[Setting], *, server_s: float, truth_s: float
     ) -> SamplerResult:
         """Judge everything."""
         evidence = {name: own for name, own in self._evidence.items() if own.draws}
-        levels, over_all = Levels.of(evidence), all_totals(evidence)
+        bare = {setting.name for setting in settings if setting.is_bare}
+        claimed = {name: own for name, own in evidence.items() if name not in bare}
+        levels, over_all = Levels.of(evidence), all_totals(claimed)
         results = tuple(self._setting(setting, levels, over_all) for setting in settings)
         definitions = self._logprobs.results()
         seeds, seed_findings = self._seeds(levels)
         is_named = any(setting.findings for setting in results)
-        pooled = judge_pooled(evidence, levels, is_named=is_named)
+        pooled = judge_pooled(claimed, levels, is_named=is_named)
         follows = {result.name: result.follows for result in results}
-        dependent = judge_independence(evidence, levels, follows)
-        findings = [*pooled.findings, *dependent, *seed_findings, *self._logprobs.findings]
+        dependent = judge_independence(claimed, levels, follows)
+        findings = [*pooled.findings, *dependent, *seed_findings, *self._logprobs.findings, *self._unpromised()]
+        findings += self._stale(definitions)
         if definitions and not any(each.fits for each in definitions):
             message = "the log probabilities are of no distribution that is known: " + "; ".join(
                 f"{each.name}: {each.rms_ratio:.3g} times HF's noise, {each.num_misfits} misfits"
@@ -205,6 +215,7 @@ class _Judged:
             definitions=definitions,
             would_find=pooled.would_find,
             could_miss=pooled.could_miss,
+            no_change=pooled.no_change,
             findings=tuple(findings),
             notes=tuple(_notes(results)),
             server_s=server_s,
@@ -212,6 +223,11 @@ class _Judged:
         )
 
     def _setting(self, setting: Setting, levels: Levels, over_all: Mapping[str, float]) -> SettingResult:
+        lacking = setting.lacking(self._chain.steps)
+        if lacking:
+            return SettingResult.left_out(
+                setting.name, setting.settings.changed, f"--order has no step {' and no step '.join(lacking)}"
+            )
         requests = [request for request in self._asked.requests if request.setting.name == setting.name]
         evidence = self._evidence[setting.name]
         failures = () if setting.name in self._refused else tuple(self._failures(requests))
@@ -238,6 +254,31 @@ class _Judged:
             if isinstance(answer, HarnessError):
                 words = "" if answer.actual is None else f": {answer.actual}"
                 yield Finding(code=answer.code, message=f"{answer.what}{words}", request=request.number)
+                continue
+            num = len(answer.token_ids)
+            what = wrong_length(num, TOKENS, answer.finish_reason)
+            if what is None and num < TOKENS and not self._eos:
+                what = f"the answer stops after {num} tokens, and the model has no end tokens"
+            if what is not None:
+                yield Finding(code=Code.ENDPOINT_TOKENS, message=what, request=request.number)
+
+    def _stale(self, definitions: Sequence[DefinitionResult]) -> Iterator[Finding]:
+        """Judge the log probabilities of requests that were sent again by the definitions that fit at first."""
+        fitting = {each.name for each in definitions if each.fits}
+        again = [each for each in self._repeated.results() if each.name in fitting]
+        if again and not any(each.fits for each in again):
+            best = min(again, key=lambda each: (each.num_misfits, each.rms_ratio))
+            message = (
+                "the log probabilities of requests that were sent again are wrong, and were right before: they are "
+                f"stale, or of other rows ({best.rms_ratio:.3g} times HF's noise, {best.num_misfits} misfits)"
+            )
+            yield Finding(code=Code.ENDPOINT_LOGPROBS, message=message)
+
+    def _unpromised(self) -> Iterator[Finding]:
+        if self._num_without and self._asked.probed.has("logprobs"):
+            num = sum(len(own.draws) for own in self._evidence.values())
+            message = f"{self._num_without} of {num} tokens have no log probability; the probe's tokens had one"
+            yield Finding(code=Code.ENDPOINT_LOGPROBS, message=message)
 
     def _seeds(self, levels: Levels) -> tuple[SeedResult | None, list[Finding]]:
         chosen = {number for number in self._asked.alone if any(number == place[0] for place in self._draws)}
@@ -245,16 +286,18 @@ class _Judged:
             ignored = [each for each in self._asked.probed.capabilities if each.name == "seed" and each.is_ignored]
             message = "the server takes a seed and does not follow it: {}"
             return None, [Finding(code=Code.SEED_DIFFERS, message=message.format(each.detail)) for each in ignored]
-        noise = [draw.noise for own in self._evidence.values() for draw in own.draws if draw.request in chosen]
+        flips: dict[int, list[float]] = {}
+        for draw in (draw for own in self._evidence.values() for draw in own.draws if draw.request in chosen):
+            flips.setdefault(draw.request, []).append(draw.flips)
         counts = {
             "alone than among others": self._num_other(chosen, self._asked.alone),
             "a second time": self._num_other(chosen, self._asked.again),
         }
-        excused, findings = judge_seeds(counts, sum(noise), levels)
+        excused, findings = judge_seeds(counts, [sum(own) for own in flips.values()], levels)
         num_alone, num_again = counts.values()
         return SeedResult(
             num_requests=len(chosen),
-            num_draws=len(noise),
+            num_draws=sum(map(len, flips.values())),
             num_alone=num_alone,
             num_again=num_again,
             num_excused=excused,

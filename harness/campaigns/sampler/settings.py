@@ -22,6 +22,10 @@ _NEUTRAL: dict[str, float] = {"top_k": -1, "top_p": 1.0, "min_p": 0.0}
 """Sent where the server follows the parameter, since it may have another default."""
 _PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 _REPETITION = ("repetition_penalty", "repeat_penalty")
+_STEPS = {
+    "repetition_penalty": "repetition", "presence_penalty": "presence", "frequency_penalty": "presence",
+}  # fmt: skip
+"""Steps by their parameter, where the names differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +37,13 @@ class Setting:
     is_biased: bool = False
     """Whether each request raises two tokens of its prompt by `logit_bias`, and lowers another one."""
     is_bare: bool = False
-    """Whether nothing but the temperature is sent, so that the server's own defaults show."""
+    """Whether no other parameter than the temperature is sent, so that the server's own defaults show. A penalty of
+    repetitions that the probe switches off stays off."""
+
+    def lacking(self, order: Sequence[str]) -> list[str]:
+        """Return the steps that this setting needs and an order does not have."""
+        names = [*self.settings.changed, *(["logit_bias"] if self.is_biased else [])]
+        return sorted({_STEPS.get(name, name) for name in names} - set(order))
 
 
 def _of(name: str, **settings: float) -> Setting:

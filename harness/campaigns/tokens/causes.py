@@ -263,6 +263,11 @@ def show_difference(seen: Seen, expected: Rendered, renderer: Renderer) -> tuple
     if text == own:
         assert seen.token_ids is not None
         return repr(list(expected.token_ids))[:200], repr(list(seen.token_ids))[:200]
+    return around_difference(own, text)
+
+
+def around_difference(own: str, text: str) -> tuple[str, str]:
+    """Return what was expected and seen around the first character that differs."""
     at = next(
         (at for at, pair in enumerate(zip(own, text, strict=False)) if pair[0] != pair[1]), min(len(own), len(text))
     )

@@ -18,6 +18,7 @@ from harness.campaigns.tokens.facts import template_notes
 from harness.campaigns.tokens.rendering import Renderer
 from harness.campaigns.tokens.search import Search, find_smallest, texts
 from harness.campaigns.tokens.seen import Seen, Sight, see, strongest
+from harness.campaigns.tokens.written import Writing
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
 from harness.results.check import Finding
@@ -141,6 +142,9 @@ class _Job:
             differences = search.run()
             num_texts, text_differences = self._texts(num, seed)
             num_ends, end_findings = self._ends(probed.dialect.model)
+            progress("text", 0, 1)
+            writing = Writing(client, probed.dialect.model, self._renderer.tokenizer.hf)
+            run(writing.run())
             return TokensResult(
                 subject=client.address.url,
                 server=probed.server,
@@ -149,11 +153,12 @@ class _Job:
                 evidence=way.name,
                 proves=way.proves,
                 features=[str(each) for each in search.features],
-                differences=[*differences, *text_differences],
+                differences=[*differences, *text_differences, *writing.differences],
                 num_conversations=search.num_compared,
                 num_texts=num_texts,
                 num_ends=num_ends,
-                not_judged=search.not_judged | self._not_judged,
+                num_answers=writing.num_answers,
+                not_judged=search.not_judged | self._not_judged | writing.not_judged,
                 findings=[*findings, *end_findings],
                 notes=tuple(template_notes(self._renderer)),
             )

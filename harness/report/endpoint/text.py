@@ -2,13 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import PurePath
 
 from tabulate import tabulate
 
 from harness.report.check.markdown import fenced
 from harness.report.check.sentences import MAX_FINDINGS, MAX_FINDINGS_OF_A_CODE, number, printable
 from harness.report.check.table import count
+from harness.report.endpoint.headline import headline
 from harness.report.wrapped import wrapped
 from harness.results.check import Finding, Outcome
 from harness.results.endpoint import EndpointResult, LogprobResult, ScheduleResult
@@ -31,11 +31,8 @@ def endpoint_text(result: EndpointResult, *, width: int) -> str:
 
 
 def _headline(result: EndpointResult) -> str:
-    words = {Outcome.PASS: "PASS", Outcome.MISMATCH: "MISMATCH", Outcome.NOTHING: "NOTHING CHECKED"}
-    model = PurePath(result.model).name if result.model.startswith(("/", ".")) else result.model
-    server = f"{result.server} at {result.url}" if result.server else result.url
-    parts = [server, model, result.dtype, count(result.num_requests, "prompt")]
-    return f"{words[result.outcome]}  {' · '.join(printable(part) for part in parts)}"
+    prompts = count(result.num_requests, "prompt")
+    return headline(result.outcome, result.server, result.url, result.model, result.dtype, prompts)
 
 
 def _table(result: EndpointResult) -> list[str]:

@@ -1,22 +1,21 @@
 """A check of a server's sampler for people: verdict, a table of settings, findings, what could have been missed."""
 
-import json
 from collections.abc import Iterator
-from pathlib import PurePath
 
 from tabulate import tabulate
 
 from harness.report.check.markdown import fenced
 from harness.report.check.sentences import printable
 from harness.report.check.table import count
+from harness.report.endpoint.headline import headline, not_judged
+from harness.report.endpoint.request import curl
 from harness.report.endpoint.text import MIN_WIDTH
 from harness.report.wrapped import wrapped
-from harness.results.check import Finding, Outcome
+from harness.results.check import Finding
 from harness.results.sampler import SamplerResult, SettingResult
 
 _HEADERS = ("setting", "parameters", "draws", "outside", "off by", "verdict")
 _ALIGN = ("left", "left", "right", "right", "left", "left")
-_WORDS = {Outcome.PASS: "PASS", Outcome.MISMATCH: "MISMATCH", Outcome.NOTHING: "NOTHING CHECKED"}
 
 
 def sampler_markdown(result: SamplerResult, *, width: int) -> str:
@@ -37,12 +36,9 @@ def sampler_text(result: SamplerResult, *, width: int) -> str:
 
 
 def _headline(result: SamplerResult, width: int) -> Iterator[str]:
-    model = PurePath(result.model).name if result.model.startswith(("/", ".")) else result.model
-    server = f"{result.server} at {result.url}" if result.server else result.url
-    parts = [server, model, result.dtype, count(result.num_draws, "draw")]
-    yield f"{_WORDS[result.outcome]}  {' · '.join(printable(part) for part in parts)}"
-    words = "; ".join(f"{name} ({reason[:80]})" for name, reason in result.not_judged.items())
-    yield from wrapped("  not judged", printable(words) or "nothing was left out", width)
+    draws = count(result.num_draws, "draw")
+    yield headline(result.outcome, result.server, result.url, result.model, result.dtype, draws)
+    yield from wrapped("  not judged", not_judged(result.not_judged), width)
 
 
 def _table(result: SamplerResult) -> list[str]:
@@ -74,8 +70,7 @@ def _findings(result: SamplerResult, width: int) -> Iterator[str]:
         yield from (line for finding in setting.findings[:3] for line in _finding(finding, width))
     yield from (line for finding in result.findings for line in _finding(finding, width))
     if wrong and wrong[0].body is not None:
-        body = json.dumps(wrong[0].body)
-        yield f"  one such request: curl -s {result.url}/v1/completions -H 'content-type: application/json' -d '{body}'"
+        yield f"  one such request: {curl(f'{result.url}/v1/completions', wrong[0].body)}"
 
 
 def _finding(finding: Finding, width: int) -> Iterator[str]:
@@ -100,6 +95,8 @@ def _facts(result: SamplerResult, width: int) -> Iterator[str]:
     yield from wrapped("  finds", f"in 99 of 100 runs: {'; '.join(result.would_find) or 'nothing'}", width)
     if result.could_miss:
         yield from wrapped("  may miss", f"more --draws find them: {'; '.join(result.could_miss)}", width)
+    if result.no_change:
+        yield from wrapped("  untold", f"they change nothing for this model: {'; '.join(result.no_change)}", width)
     for note in result.notes:
         yield from wrapped("  note", printable(note), width)
     yield from wrapped("  timings", f"server {result.server_s:.1f} s, truth {result.truth_s:.1f} s", width)

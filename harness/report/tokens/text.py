@@ -2,18 +2,16 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import PurePath
 
-from harness.errors import Code
 from harness.report.check.markdown import fenced
 from harness.report.check.sentences import printable
 from harness.report.check.table import count
+from harness.report.endpoint.headline import headline, not_judged
+from harness.report.endpoint.request import curl
 from harness.report.endpoint.text import MIN_WIDTH
 from harness.report.wrapped import wrapped
-from harness.results.check import Outcome
 from harness.results.tokens import Difference, TokensResult
 
-_WORDS = {Outcome.PASS: "PASS", Outcome.MISMATCH: "MISMATCH", Outcome.NOTHING: "NOTHING CHECKED"}
 _MOST_WORDS = 200
 
 
@@ -32,17 +30,14 @@ def tokens_text(result: TokensResult, *, width: int) -> str:
 
 
 def _headline(result: TokensResult, width: int) -> Iterator[str]:
-    model = PurePath(result.model).name if result.model.startswith(("/", ".")) else result.model
-    subject = f"{result.server} at {result.subject}" if result.server else result.subject
-    parts = [subject, model, count(result.num_conversations, "conversation")]
-    yield f"{_WORDS[result.outcome]}  {' · '.join(printable(part) for part in parts)}"
+    conversations = count(result.num_conversations, "conversation")
+    yield headline(result.outcome, result.server, result.subject, result.model, conversations)
     yield from wrapped("  by", f"{result.evidence}: {result.proves}", width)
-    words = "; ".join(f"{name} ({reason[:80]})" for name, reason in result.not_judged.items())
-    yield from wrapped("  not judged", printable(words) or "nothing was left out", width)
+    yield from wrapped("  not judged", not_judged(result.not_judged), width)
 
 
 def _difference(difference: Difference, result: TokensResult, width: int) -> Iterator[str]:
-    yield from wrapped(f"  {Code.CONVERSATION_DIFFERS}", printable(difference.name), width, indent=8)
+    yield from wrapped(f"  {difference.code}", printable(difference.name), width, indent=8)
     for message in difference.messages:
         others = {name: value for name, value in message.items() if name not in ("role", "content")}
         words = f"{message['content']!r}" + (f" {json.dumps(others)}" if others else "")
@@ -52,9 +47,7 @@ def _difference(difference: Difference, result: TokensResult, width: int) -> Ite
     yield from wrapped("        expected", printable(difference.expected), width, indent=18)
     yield from wrapped("        actual", printable(difference.actual), width, indent=18)
     if difference.body is not None:
-        body = json.dumps(difference.body).replace("'", "'\\''")
-        url = f"{result.subject}/v1/chat/completions"
-        yield f"        curl -s {url} -H 'content-type: application/json' -d '{body}'"
+        yield f"        {curl(f'{result.subject}{difference.path}', difference.body)}"
 
 
 def _cut(text: str) -> str:
@@ -67,5 +60,7 @@ def _facts(result: TokensResult, width: int) -> Iterator[str]:
         yield from wrapped("  texts", f"{count(result.num_texts, 'text')} tokenised by /tokenize", width)
     if result.num_ends:
         yield from wrapped("  ends", f"{count(result.num_ends, 'end token')} of the model's configuration tried", width)
+    if result.num_answers:
+        yield from wrapped("  answers", f"the text of {count(result.num_answers, 'answer')} judged", width)
     for note in result.notes:
         yield from wrapped("  note", printable(note), width)

@@ -123,6 +123,21 @@ def scaled(factor: float) -> Callable[[Any, int], Any]:
     return change
 
 
+def stale(monkeypatch: Any) -> None:
+    """A request that came before gets log probabilities of the step before: those of a prefix that is kept."""
+    seen: dict[tuple[int, ...], Any] = {}
+
+    def other(logits: Any, token_ids: Any, sequences: Any) -> Any:
+        found, changed = WITH_LOGPROBS(logits, token_ids, sequences), []
+        for own, sequence in zip(found.logprobs, sequences, strict=True):
+            place = tuple(sequence.token_ids)
+            changed.append(seen.get(place[:-1], own) if place in seen else own)
+            seen.setdefault(place, own)
+        return sampler.Sampled(found.token_ids, changed)
+
+    monkeypatch.setattr(sampler, "_with_logprobs", other)
+
+
 EOS = 2
 MANY = "hot,top_p,min_p,repetition_penalty,frequency_penalty"
 HOT = lambda own: max(own.temperature, 1e-9)  # noqa: E731
@@ -216,5 +231,6 @@ FAULTS = [
     Fault("log probabilities doubled", spoilt_logprobs(scaled(2.0)), "hot", "of no distribution that is known", "H117"),
     Fault("log probabilities of the row before", spoilt_logprobs(lambda found, row: found[row - 1]), "hot",
           "of no distribution that is known", "H117"),
+    Fault("stale log probabilities", stale, "hot", "were right before: they are stale", "H117"),
     Fault("sums above one", spoilt_logprobs(scaled(0.1)), "hot", "add up to", "H117"),
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from reference_engine.server.text import Text
 
 from ....loopback import serving
 from .conftest import FOLDER, plan_of
+from .faults import params
 
 
 class HotSpoilt:
@@ -62,10 +63,55 @@ def spoilt():
 def test_a_setting_without_answers_is_not_judged_and_others_are(spoilt, answer, outcome, says):
     app, address = spoilt
     app.answer = answer
-    result = check_sampler(plan_of(), address, num_draws=10, only=["hot", "cold"])
+    result = check_sampler(plan_of(), address, num_draws=60, only=["hot", "top_k"])
     assert result.outcome is outcome
-    cold, hot = result.settings
-    assert (cold.name, cold.num_draws, hot.num_draws) == ("cold", 10, 0)
+    hot, top_k = result.settings
+    assert (top_k.name, top_k.num_draws, hot.num_draws) == ("top_k", 60, 0)
     said = hot.not_judged or "; ".join(finding.message for finding in hot.findings)
     assert says in said
     assert ("hot" in result.not_judged) == (outcome is Outcome.PASS)
+
+
+def test_a_server_that_cuts_answers_or_goes_on_is_a_mismatch(spoilt, monkeypatch):
+    app, address = spoilt
+    monkeypatch.setattr(app, "answer", (200, b'{"choices": [{"token_ids": [5], "finish_reason": "length"}]}'))
+    result = check_sampler(plan_of(), address, num_draws=10, only=["hot"])
+    assert result.settings[0].findings[0].message == "1 tokens where 10 were asked for, and finish_reason is 'length'"
+    long = json.dumps({"choices": [{"token_ids": [5] * 5000, "finish_reason": "length"}]}).encode()
+    monkeypatch.setattr(app, "answer", (200, long))
+    result = check_sampler(plan_of(), address, num_draws=10, only=["hot"])
+    assert result.settings[0].findings[0].message == "5000 tokens where 10 were asked for"
+    assert result.num_draws == 10
+
+
+def test_log_probabilities_that_are_gone_where_tokens_are_drawn(spoilt, monkeypatch):
+    app, address = spoilt
+    monkeypatch.setattr(
+        app, "answer", (200, json.dumps({"choices": [{"token_ids": [5] * 10, "finish_reason": "length"}]}).encode())
+    )
+    result = check_sampler(plan_of(), address, num_draws=10, only=["hot"])
+    assert "10 of 10 tokens have no log probability; the probe's tokens had one" in [
+        each.message for each in result.findings
+    ]
+
+
+def test_a_step_that_the_order_lacks_is_not_judged(spoilt):
+    _, address = spoilt
+    only = ["top_p", "repetition_penalty", "presence_penalty", "logit_bias", "top_k"]
+    result = check_sampler(plan_of(), address, num_draws=60, only=only, order=("repetition", "temperature", "top_p"))
+    assert result.outcome is Outcome.PASS
+    assert {name: result.not_judged.get(name) for name in only} == {
+        "top_p": None,
+        "repetition_penalty": None,
+        "presence_penalty": "--order has no step presence",
+        "logit_bias": "--order has no step logit_bias",
+        "top_k": "--order has no step top_k",
+    }
+
+
+def test_defaults_of_the_server_are_a_note_and_no_finding(address, monkeypatch):
+    params(repetition_penalty=3.0)(monkeypatch)
+    result = check_sampler(plan_of(), address, num_draws=200, only=["defaults"])
+    assert result.settings[0].findings == result.findings == ()
+    assert result.outcome is Outcome.NOTHING
+    assert result.notes

@@ -18,6 +18,7 @@ from harness.campaigns.sampler.judge import (
     judge_setting,
     shift,
 )
+from harness.campaigns.sampler.logprobs import LogprobEvidence
 from harness.oracle.sampling import Chain, Past, SamplingSettings
 
 SETTINGS = SamplingSettings(temperature=1.5, top_p=0.7, repetition_penalty=1.4)
@@ -82,9 +83,62 @@ def test_distances_and_what_rounding_explains_of_seeds():
     assert shift([0.5] * 9) == pytest.approx(0.5)
     levels = Levels(num_tests=100)
     assert levels.shift(400, 0.01) == pytest.approx(0.1435, abs=1e-3)
-    assert judge_seeds({"alone": 2}, 1e-7, levels)[0] == 0
-    excused, findings = judge_seeds({"alone": 2, "again": 1}, 1e-4, levels)
+    assert judge_seeds({"alone": 2}, [1e-7] * 8, levels)[0] == 0
+    assert judge_seeds({"alone": 2}, [0.6] * 8, levels)[0] == 8
+    assert judge_seeds({"alone": 2}, [0.1] * 16, levels)[0] == 11  # 12 of 16 at 0.2 have a chance of 3e-6
+    excused, findings = judge_seeds({"alone": 2, "again": 1}, [1e-5] * 8, levels)
     assert excused == 1
     assert [finding.message for finding in findings] == [
         "2 requests drew other tokens with the same seed alone; rounding explains 1"
     ]
+
+
+def test_rounding_flips_more_draws_than_the_total_variation_where_sums_are_inverted():
+    logits = torch.zeros(64, dtype=torch.float64)
+    control = logits.clone()
+    control[0] += 0.1  # all later sums move
+    evidence = Evidence(chain=Chain(), eos=(), seed=0)
+    evidence.add(Draw(request=0, step=0, settings=SamplingSettings(), past=Past(), token_ids=(5,)), logits, control)
+    (draw,) = evidence.draws
+    uniforms = torch.linspace(0, 1, 100_001, dtype=torch.float64)[:-1]
+    drawn = [
+        torch.searchsorted(each.softmax(dim=-1).cumsum(dim=-1), uniforms, right=True) for each in (logits, control)
+    ]
+    assert draw.flips == pytest.approx(float((drawn[0] != drawn[1]).double().mean()), abs=1e-3)
+    assert draw.flips > 10 * draw.noise
+
+
+def test_deviations_that_change_nothing_are_said():
+    evidence = Evidence(chain=Chain(), eos=(), seed=0)
+    logits = torch.tensor([60.0, 0.0, -1.0], dtype=torch.float64)
+    settings = SamplingSettings(temperature=0.6, top_k=2)
+    for at in range(20):
+        evidence.add(Draw(request=at, step=0, settings=settings, past=Past(), token_ids=(0,)), logits, logits)
+    pooled = judge_pooled({"x": evidence}, Levels.of({"x": evidence}), is_named=False)
+    assert (pooled.would_find, pooled.could_miss) == ((), ())
+    assert {"temperature ignored", "top_k ignored"} <= set(pooled.no_change)
+
+
+def test_log_probabilities_that_are_all_null_fit_nothing():
+    evidence = LogprobEvidence(chain=Chain())
+    logits = torch.zeros(4, dtype=torch.float64)
+    draw = Draw(request=0, step=0, settings=SamplingSettings(), past=Past(), token_ids=(1,))
+    evidence.add(draw, {1: None, 2: None}, logits, logits, 0)
+    assert [(each.num_values, each.num_misfits, each.fits) for each in evidence.results()] == [(0, 2, False)] * 4
+
+
+def test_draws_of_one_random_number_are_told_where_one_token_is_nearly_certain():
+    logits = torch.tensor([2.0, 0.0, -1.0], dtype=torch.float64)
+    p = logits.softmax(dim=-1)
+    for num_numbers, is_found in ((1, True), (4, False)):
+        numbers, evidence = random.Random(1), Evidence(chain=Chain(), eos=(), seed=0)
+        for request in range(100):
+            uniforms = [numbers.random() for _ in range(num_numbers)]
+            for step in range(4):
+                own = int(torch.searchsorted(p.cumsum(dim=-1), uniforms[step % num_numbers]))
+                draw = Draw(request=request, step=step, settings=SamplingSettings(), past=Past(), token_ids=(own,))
+                evidence.add(draw, logits, logits)
+        findings = list(judge_independence({"x": evidence}, Levels.of({"x": evidence}), {"x": "as asked"}))
+        assert [each.message.split(",")[0] for each in findings] == (
+            ["the draws of one request depend on each other"] if is_found else []
+        )
