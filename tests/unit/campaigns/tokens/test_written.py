@@ -16,7 +16,6 @@ from reference_engine.requests import stopping
 from reference_engine.server import answer, chat, choice, completions
 from reference_engine.server.schema import _Request
 
-from ...sampling import sampled
 from .test_bad_servers import stub
 
 PIECES, FIND, PARAMS, COMPLETE = choice.pieces, stopping.find_stop, _Request.sampling_params, completions.complete
@@ -204,7 +203,8 @@ def test_the_sound_server_writes_what_its_tokens_are(chat_server, tokenizer):
     assert writing.num_answers == 63
 
 
-@pytest.mark.parametrize("name", sampled(list(FAULTS), 1))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", list(FAULTS))
 def test_a_fault_is_found_and_named(chat_server, tokenizer, monkeypatch, name):
     plant, says = FAULTS[name]
     text, address = chat_server
