@@ -4,6 +4,7 @@ The functions resolve their arguments into the same plans as the command line, a
 """
 
 from harness.api.calls import check, diff, golden, profile
+from harness.api.monitor import RolloutMonitor
 from harness.api.reports import CheckFailedError, CheckReport, ProfileReport
 from harness.api.training import GapError, RolloutReport, rollout, weights
 
@@ -12,6 +13,7 @@ __all__ = [
     "CheckReport",
     "GapError",
     "ProfileReport",
+    "RolloutMonitor",
     "RolloutReport",
     "check",
     "diff",

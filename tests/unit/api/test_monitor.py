@@ -1,0 +1,78 @@
+"""RolloutMonitor: a comparison every few steps of a training run, kept, and stopped at."""
+
+import json
+
+import pytest
+import torch
+
+import harness
+from harness.errors import Code, HarnessError
+from harness.oracle.model import load_model
+from reference_engine import EngineConfig, LLMEngine, SamplingParams
+
+FOLDER = "cases/checkpoints/llama-tiny"
+PROMPTS = [[1, 64, 155, 143, 3, 64], [1, 20, 31, 7, 9]]
+
+
+@pytest.fixture
+def module():
+    return load_model(FOLDER, dtype=torch.float32, stays=True).model
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Rollouts of an engine with the weights of the folder."""
+    with LLMEngine(FOLDER, EngineConfig(dtype="float32", num_blocks=32)) as engine:
+        params = SamplingParams(max_new_tokens=8, temperature=1.0, seed=0, num_logprobs=0, ignore_eos=True)
+        outputs = engine.generate(PROMPTS, params)
+    return [
+        {
+            "prompt_ids": prompt,
+            "response_ids": list(output.token_ids),
+            "engine_logprobs": [each.logprob for each in output.logprobs],
+        }
+        for prompt, output in zip(PROMPTS, outputs, strict=True)
+    ]
+
+
+def test_every_other_step_is_compared_and_kept(module, rows, tmp_path):
+    history = tmp_path / "gap.jsonl"
+    monitor = harness.RolloutMonitor(every=2, num_rows=1, history=history, dtype="float32")
+    reports = [monitor.step(step, rows, model=module) for step in range(4)]
+    assert [report is not None for report in reports] == [True, False, True, False]
+    assert reports[0].tokens.compared == 8, "one row of eight tokens"
+    lines = [json.loads(line) for line in history.read_text().splitlines()]
+    assert [(line["step"], line["verdict"]) for line in lines] == [(0, "pass"), (2, "pass")]
+    assert all(0 < line["share"] <= 1 and line["seconds"] > 0 for line in lines)
+
+
+def test_an_engine_with_the_weights_of_before_ends_the_run(module, rows, tmp_path):
+    with torch.no_grad():  # a step of training that the engine was not told of
+        module.model.layers[1].mlp.down_proj.weight.mul_(1.2)
+    monitor = harness.RolloutMonitor(history=tmp_path / "gap.jsonl", dtype="float32", previous=FOLDER)
+    with pytest.raises(harness.GapError, match="weights"):
+        monitor.step(1, rows, model=module)
+    kept = json.loads((tmp_path / "gap.jsonl").read_text())
+    assert kept["verdict"] == "mismatch"
+    assert "weights" in {term["kind"] for term in kept["terms"]}
+
+
+def test_a_run_may_go_on(module, rows):
+    with torch.no_grad():
+        module.lm_head.weight.mul_(1.5)
+    report = harness.RolloutMonitor(raises=False, dtype="float32").step(1, rows, model=module)
+    assert not report
+
+
+@pytest.mark.parametrize("given", [{"every": 0}, {"num_rows": 0}])
+def test_numbers_that_make_no_sense(given):
+    with pytest.raises(HarnessError) as caught:
+        harness.RolloutMonitor(**given)
+    assert caught.value.code is Code.BAD_OPTION
+
+
+def test_a_history_that_cannot_be_written(module, rows, tmp_path):
+    monitor = harness.RolloutMonitor(history=tmp_path / "nowhere" / "gap.jsonl", dtype="float32")
+    with pytest.raises(HarnessError) as caught:
+        monitor.step(0, rows, model=module)
+    assert caught.value.code is Code.CANNOT_WRITE
