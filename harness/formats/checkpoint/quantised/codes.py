@@ -20,6 +20,12 @@ class Words:
     order: tuple[int, ...]
     """Which of the neighbours along that dimension each place of the integer holds, lowest bits first."""
 
+    @property
+    def half(self) -> float:
+        """The middle of the codes, 8 for 4 bits: two lie in a byte, more in a word of 32 bits."""
+        bits = (8 if len(self.order) == 2 else 32) // len(self.order)
+        return float(2 ** (bits - 1))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codes:

@@ -88,7 +88,7 @@ def _zero_points(codes: Codes) -> Misreadings:
     yield "the zero points are one too small", replace(codes, zero=codes.zero - 1)
     if bool(codes.zero.any()):
         yield "the zero points are not subtracted", replace(codes, zero=None)
-        half = torch.full_like(codes.zero, 8.0)
+        half = torch.full_like(codes.zero, codes.words.half if codes.words is not None else 8.0)
         yield "the middle of the codes is taken for the zero points", replace(codes, zero=half)
 
 
@@ -132,10 +132,11 @@ def _other_codes(codes: Codes) -> Misreadings:
     values = codes.values
     is_whole = bool((values == values.round()).all())
     if is_whole and codes.words is not None and codes.zero is None:
-        yield "the codes are read without their offset of 8", replace(codes, values=values + 8)
+        half = codes.words.half
+        yield f"the codes are read without their offset of {half:g}", replace(codes, values=values + half)
         yield (
             "the codes are read as two's complement",
-            replace(codes, values=torch.where(values < 0, values + 8, values - 8)),
+            replace(codes, values=torch.where(values < 0, values + half, values - half)),
         )
     if is_whole and codes.words is None and bool((values < 0).any()):
         yield (

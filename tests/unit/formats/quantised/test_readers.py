@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from harness.formats.checkpoint.quantised.checkpoint import QuantisedCheckpoint
-from harness.formats.checkpoint.quantised.codes import unpacked
+from harness.formats.checkpoint.quantised.codes import Words, unpacked
 from tests.quantised_checkpoints import KINDS, write_quantised
 from tests.quantised_faults import CHECKPOINTS
 
@@ -67,3 +67,8 @@ def test_the_last_block_may_be_smaller(tmp_path: Path):
     codes = QuantisedCheckpoint(tmp_path / "model").codes("model.layers.0.self_attn.q_proj.weight")
     assert torch.equal(codes.dequantised()[:128], codes.values[:128])
     assert torch.equal(codes.dequantised()[128:], codes.values[128:] * 2)
+
+
+@pytest.mark.parametrize(("num_codes", "half"), [(8, 8), (4, 128), (2, 8), (16, 2)])
+def test_the_middle_of_the_codes_follows_from_how_many_lie_in_a_word(num_codes: int, half: float):
+    assert Words(dim=1, order=tuple(range(num_codes))).half == half
