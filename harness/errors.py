@@ -158,6 +158,9 @@ class Code(StrEnum):
     ROLLOUT_VERSIONS_DIFFER = "H234"
     ROLLOUT_GAP = "H235"
     WEIGHTS_DIFFER = "H236"
+    # Poison
+    POISON_LET_IN = "H240"
+    RUNS_DIFFER = "H241"
     # Quantised forms
     QUANTISER_REFUSED = "H170"
     UNKNOWN_QUANTISATION = "H220"
@@ -177,6 +180,7 @@ _MISMATCHES = {
     Code.PROPERTY_VIOLATED, Code.CACHE_NOT_JUDGED, Code.SLOT_WRITTEN_TWICE, Code.RANKS_DIFFER, Code.GGUF_DIFFERS,
     Code.ENDPOINT_TOKENS, Code.ENDPOINT_LOGPROBS, Code.SAMPLER_DIFFERS, Code.SEED_DIFFERS,
     Code.CONVERSATION_DIFFERS, Code.TEXT_DIFFERS, Code.ROLLOUT_GAP, Code.WEIGHTS_DIFFER,
+    Code.POISON_LET_IN,
 }  # fmt: skip
 
 
@@ -184,7 +188,7 @@ def exit_status(code: Code) -> ExitStatus:
     """Return the exit status of a command that ends with `code`."""
     if code in _MISMATCHES:
         return ExitStatus.MISMATCH
-    if code is Code.NOTHING_CHECKED:
+    if code in (Code.NOTHING_CHECKED, Code.RUNS_DIFFER):
         return ExitStatus.NOTHING_CHECKED
     if code is Code.PERFORMANCE_REGRESSION:
         return ExitStatus.REGRESSION

@@ -118,6 +118,7 @@ FUZZ = Forms(human=f"{_REPORT}.fuzz.text:fuzz_text", json=f"{_REPORT}.fuzz.json:
 INVARIANCE = Forms(
     human=f"{_REPORT}.invariance.text:invariance_text", json=f"{_REPORT}.invariance.json:invariance_json"
 )
+POISON = Forms(human=f"{_REPORT}.poison.text:poison_text", json=f"{_REPORT}.poison.json:poison_json")
 PROFILE = Forms(human=f"{_REPORT}.profile.text:profile_text", json=f"{_REPORT}.profile.json:profile_json")
 GATE = Forms(human=f"{_REPORT}.gate.text:gate_text", json=f"{_REPORT}.gate.json:gate_json")
 TRACES = Forms(human=f"{_REPORT}.trace.text:summary_text", json=f"{_REPORT}.trace.json:files_json")

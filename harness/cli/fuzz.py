@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from harness.plan import Plan
     from harness.results.fuzz import FuzzResult
     from harness.results.invariance import InvarianceResult
+    from harness.results.poison import PoisonResult
 
 
 @grouped
@@ -48,6 +49,10 @@ def fuzz(
         bool,
         typer.Option("--invariance", help="Find which changes of schedule alone change bits, in which operation."),
     ] = False,
+    poison: Annotated[
+        bool,
+        typer.Option("--poison", help="Fill memory that no live row may depend on, and find what lets it in."),
+    ] = False,
     fault: Annotated[
         str | None,
         typer.Option(metavar="ID", help="Search with a known bug in the reference engine; `harness faults` has all."),
@@ -59,27 +64,38 @@ def fuzz(
 
     Prompts whose lengths lie about the boundaries of blocks and chunks, beginnings that are shared, arrivals, aborts,
     forks, and caches that are too small: each is judged as `harness check` judges. What fails is made as small as it
-    can be. With --invariance the question is another: which change of schedule changes bits.
+    can be. With --invariance the question is another: which change of schedule changes bits. With --poison: what
+    depends on padding, free blocks, scratch memory or other requests.
     """
     _check_positive("--seconds", seconds)
     _check_positive("--workload-seconds", workload_seconds)
-    if invariance and (replay is not None or out is not None or first):
+    if invariance and poison:
+        raise HarnessError(Code.BAD_OPTION, "two questions at once", where="--poison", hint="leave --invariance out")
+    two_runs = "--invariance" if invariance else "--poison" if poison else None
+    if two_runs and (replay is not None or out is not None or first):
         what = "two runs are compared here, and nothing is searched, repeated or written"
-        raise HarnessError(Code.BAD_OPTION, what, where="--invariance", hint="leave --replay, --out and --first out")
+        raise HarnessError(Code.BAD_OPTION, what, where=two_runs, hint="leave --replay, --out and --first out")
     if replay is not None and (given or fault is not None or out is not None):
         what = "a workload's file says what is to be run"
         raise HarnessError(Code.BAD_OPTION, what, where="--replay", hint="leave the other options out")
     with progress_bar() as report:
-        from harness.campaigns.fuzz.run import FuzzOptions, compare_schedules, run_again, search_workloads
+        from harness.campaigns.fuzz.run import (
+            FuzzOptions,
+            compare_schedules,
+            poison_memory,
+            run_again,
+            search_workloads,
+        )
         from harness.campaigns.fuzz.workload_file import load_workload
         from harness.judge.jobs.output_folder import new_output_dir
 
         options = FuzzOptions(seconds=seconds, seed=seed, workload_seconds=workload_seconds, is_first_enough=first)
-        if invariance:
-            forms.INVARIANCE.chosen(format)
+        if two_runs:
+            compare, form = (compare_schedules, forms.INVARIANCE) if invariance else (poison_memory, forms.POISON)
+            form.chosen(format)
             with _opened(given, fault, options, local_files_only) as (plan, options):
-                compared = compare_schedules(plan, options, progress=report)
-            forms.INVARIANCE.show(compared, format)
+                compared = compare(plan, options, progress=report)
+            form.show(compared, format)
             return _status(compared)
         if replay is not None:
             file = load_workload(replay)
@@ -130,7 +146,7 @@ def _check_positive(option: str, value: float) -> None:
         raise HarnessError(Code.BAD_OPTION, what, where=option, expected="above 0", actual=value, hint=f"{option} 60")
 
 
-def _status(result: "FuzzResult | InvarianceResult") -> int:
+def _status(result: "FuzzResult | InvarianceResult | PoisonResult") -> int:
     """Return the exit status: what was found counts, also where the search was interrupted afterwards."""
     is_cut_short = result.was_interrupted and result.outcome is Outcome.NOTHING
     return INTERRUPTED if is_cut_short else STATUS[result.outcome]

@@ -22,6 +22,7 @@ from harness.results.settings import ModelSettings
 from harness.results.tap_source import TapSource
 
 if TYPE_CHECKING:
+    from harness.engines.poison import Poison
     from harness.formats.recording import RecordingWriter, RequestInfo
 
 GROUP = "inference_harness.engines"
@@ -62,6 +63,8 @@ class Workload:
     the drafts of the requests (`RequestInfo.draft_of`)."""
     timeline: Timeline | None = None
     """If given, it replaces the schedule; only engines with `Capabilities.control` are given one."""
+    poison: Poison | None = None
+    """What to fill before each step, of memory that no live row may depend on; an engine that cannot leaves it."""
 
     @property
     def all_requests(self) -> list[RequestInfo]:

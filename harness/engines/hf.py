@@ -5,6 +5,7 @@ HF as an engine shows what a sound engine scores, and checks HF's own decode aga
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -16,6 +17,7 @@ import torch
 from harness.engines.adapter import Capabilities, Engine, Part, Workload, engine_refusals, refuse_unknown_options
 from harness.engines.hf_session import HFSession
 from harness.engines.module_settings import settings_of_modules
+from harness.engines.poison import Poison, fill
 from harness.engines.quantised_form import load_quantised, quantising
 from harness.engines.read_back import write_read_back
 from harness.errors import Code, HarnessError
@@ -136,7 +138,7 @@ class HFEngine:
         together = workload.schedule.is_batched and (not is_padded or self._masks_padding)
         groups = [list(workload.requests)] if together else [[request] for request in workload.requests]
         for group in groups:
-            batch = _Batch(self._hf, self._attention, self.sources, group, writer)
+            batch = _Batch(self._hf, self._attention, self.sources, group, writer, workload.poison)
             if workload.schedule.has_drafts:
                 batch.run_with_drafts(workload)
             else:
@@ -170,8 +172,10 @@ class _Batch:
         sources: Mapping[str, ShownTap],
         requests: Sequence[RequestInfo],
         writer: RecordingWriter,
+        poison: Poison | None,
     ) -> None:
         self._hf, self._attention, self._sources, self._writer = hf, attention, sources, writer
+        self._poison = poison
         self._longest = max(request.prompt_length for request in requests)
         self._lanes = [_Lane(request, self._longest - request.prompt_length) for request in requests]
         self._mask: list[list[int]] = [[] for _ in requests]
@@ -244,11 +248,34 @@ class _Batch:
         if "logits_to_keep" in inspect.signature(self._hf.model.forward).parameters:
             options["logits_to_keep"] = max((-column for column in forward.columns), default=1)
         recorder = _Recorder(self._hf, self._sources, forward, self._writer, self._dtypes)
-        with watching(self._hf, attention=self._attention) as watch, watch.showing(Seeing(recorder.see)):
+        with (
+            self._poisoned(forward, decoder),
+            watching(self._hf, attention=self._attention) as watch,
+            watch.showing(Seeing(recorder.see)),
+        ):
             decoder.feed(forward.ids, **options)
             assert decoder.logits is not None
             recorder.see("logits", decoder.logits)
         return decoder.logits
+
+    @contextmanager
+    def _poisoned(self, forward: _Forward, decoder: HFDecoder) -> Iterator[None]:
+        """Fill what a forward must not let into its rows: the cache before it, and the embeddings of padding in it."""
+        if self._poison is None:
+            yield
+            return
+        poison = self._poison
+        lanes = {lane.request.id: index for index, lane in enumerate(self._lanes)}
+        victim = None if poison.victim is None else lanes.get(poison.victim)
+        poison.before_step(_Memory(self._lanes, decoder), victim)
+        is_live = torch.zeros(len(forward.ids) * len(forward.ids[0]), dtype=torch.bool, device=self._hf.device)
+        is_live[forward.kept] = True
+        embedding = self._hf.model.get_input_embeddings()
+        hook = embedding.register_forward_hook(lambda _m, _a, out: poison.fill_rows(out.flatten(0, 1), is_live))
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _next_forward(self, columns: int) -> _Forward:
         forward = _Forward(ids=[], positions=[])
@@ -320,6 +347,24 @@ class _Batch:
         end = len(lane.request.token_ids)
         offset = lane.num_padding - first_column
         return range(begin, end), slice(begin + offset, end + offset)
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """The cache of a batch as memory to poison: each lane's part of all that its layers keep, states included."""
+
+    lanes: Sequence[_Lane]
+    decoder: HFDecoder
+
+    def fill_unused(self, value: float) -> int:
+        """See `FillsUnused`: lanes whose request is done."""
+        return sum(self.fill_states(index, value) for index, lane in enumerate(self.lanes) if lane.is_read_back)
+
+    def fill_states(self, request: int, value: float) -> int:
+        """See `FillsStates`; the request is named by its lane."""
+        layers = getattr(self.decoder.cache.get("past_key_values"), "layers", ())
+        kept = [each for layer in layers for each in vars(layer).values() if isinstance(each, torch.Tensor)]
+        return sum(fill(each[request], value) for each in kept if each.dim() > 1 and len(each) == len(self.lanes))
 
 
 class _Recorder:

@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 
 from harness.engines.adapter import LIMITS, Capabilities, Control, Engine, Timeline, Workload
+from harness.engines.poison import Poison
 from harness.engines.reference_drafts import ForcedDrafts
 from harness.engines.reference_errors import reference_errors
+from harness.engines.reference_memory import ReferenceMemory
 from harness.engines.reference_options import parse_reference_options
 from harness.engines.reference_session import ReferenceSession
 from harness.errors import Code, HarnessError
@@ -69,7 +71,8 @@ class ReferenceEngine:
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """Run the workload on a fresh engine; see `Engine.run`."""
         with reference_errors(self._folder), self._opened(workload) as engine:
-            _run(engine, workload, _Recorder(writer, ForcedDrafts(workload)))
+            memory = ReferenceMemory(engine) if workload.poison is not None else None
+            _run(engine, workload, _Recorder(writer, ForcedDrafts(workload), workload.poison, memory))
 
     def resolved_settings(self) -> ModelSettings:
         """See `SettingsShower`: what the engine reads of config.json, and its rotary embeddings' frequencies."""
@@ -244,6 +247,8 @@ class _Recorder:
 
     writer: RecordingWriter
     drafts: ForcedDrafts
+    poison: Poison | None
+    memory: ReferenceMemory | None
 
     @property
     def request_ids(self) -> dict[int, int]:
@@ -251,6 +256,9 @@ class _Recorder:
         return self.drafts.request_ids
 
     def begin_step(self, step: StepInfo) -> None:
+        if self.poison is not None and step.phase != "readback":
+            numbers = (number for number, request in self.request_ids.items() if request == self.poison.victim)
+            self.poison.before_step(self.memory, next(numbers, None))
         request = self.drafts.whose(step.request_ids, step.positions)
         tables = {self.request_ids[number]: blocks for number, blocks in step.block_tables.items()}
         for own, number in zip(request, step.request_ids, strict=True):  # a draft's rows are in its request's blocks

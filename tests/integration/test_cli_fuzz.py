@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.campaigns.fuzz import changes, invariance, search
+from harness.campaigns.fuzz import changes, invariance, poison, search
 from harness.engines import hf
 from harness.errors import Code, HarnessError
 
@@ -201,8 +201,59 @@ def test_a_change_that_goes_beyond_rounding(harness, monkeypatch):
     assert ran.json["verdict"] == "mismatch"
 
 
+@pytest.mark.parametrize("question", ["--invariance", "--poison"])
 @pytest.mark.parametrize("other", [["--first"], ["--out", "new"], ["--replay", "file"]])
-def test_nothing_is_searched_where_two_runs_are_compared(harness, other):
-    ran = harness("fuzz", "--invariance", *other)
+def test_nothing_is_searched_where_two_runs_are_compared(harness, question, other):
+    ran = harness("fuzz", question, *other)
     assert ran.status == 2
-    assert "--invariance" in ran.err
+    assert question in ran.err
+
+
+def test_one_question_is_answered_at_a_time(harness):
+    ran = harness("fuzz", "--poison", "--invariance")
+    assert ran.status == 2
+    assert "two questions at once" in ran.err
+
+
+@pytest.fixture
+def poisons_one_schedule(monkeypatch):
+    """Poison one schedule, with NaN."""
+    monkeypatch.setattr(poison, "SCHEDULES", ("batched",))
+    monkeypatch.setattr(poison, "VALUES", {"nan": float("nan")})
+
+
+@pytest.mark.usefixtures("poisons_one_schedule")
+def test_poison_that_is_let_in_is_a_finding(harness):
+    ran = harness("fuzz", "--poison", "--fault", "past-the-end", "--seconds", "0.1", "--format", "json")
+    assert ran.status == 1, ran.err
+    (leak,) = ran.json["leaks"]
+    assert (leak["code"], leak["memory"], leak["tap"]) == ("H240", "unused cache", "model.layers.0.attention")
+
+
+@pytest.mark.usefixtures("poisons_one_schedule")
+def test_poison_that_is_not_let_in_passes_and_what_was_filled_is_printed(harness):
+    ran = harness("fuzz", "--poison", "--seconds", "0.1")
+    assert ran.status == 0, ran.err
+    assert "NOTHING LET IN" in ran.out
+    assert "padded rows      -" in ran.out
+
+
+@pytest.mark.usefixtures("poisons_one_schedule")
+def test_an_engine_whose_memory_is_not_reached_was_not_checked(harness, install):
+    deaf = ENGINE.replace("self.inner.run(workload,", "self.inner.run(replace(workload, poison=None),")
+    name = install("from dataclasses import replace\n" + deaf)
+    ran = harness("fuzz", "--poison", "--engine", name, "--seconds", "0.1")
+    assert ran.status == 5
+    assert "NOTHING CHECKED" in ran.out
+
+
+@pytest.mark.usefixtures("poisons_one_schedule")
+def test_an_engine_that_computes_other_bits_each_time_is_refused(harness, install):
+    wavering = (
+        "    def tap(self, name, tensor):\n        self.writer.tap(name, tensor + tensor.new_empty(()).uniform_())\n"
+    )
+    name = install(ENGINE.replace("\n\nclass Engine:", f"\n{wavering}\n\nclass Engine:"))
+    ran = harness("fuzz", "--poison", "--engine", name, "--seconds", "0.1")
+    assert ran.status == 5
+    assert "H241: two runs of the same workload without poison differ" in ran.err
+    assert "it reads memory that nothing has set" in ran.err

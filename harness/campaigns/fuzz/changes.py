@@ -1,10 +1,18 @@
 """Changes of schedule, each a pair of runs that differ in nothing else."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from harness.campaigns.fuzz.pool import SequencePool
 from harness.formats.recording import RequestInfo
 from harness.formats.schedule import Schedule, parse_schedule
+
+NUM_SUBJECTS = 3
+NUM_NEW = 4
+"""Tokens that each request makes."""
+_SHORT = 6
+"""Tokens of a request that is short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +25,23 @@ class Prompts:
     """Short company for them."""
     long: Sequence[RequestInfo]
     """Company whose KV is longer than theirs."""
+
+
+def draw_prompts(pool: SequencePool, generator: random.Random) -> Prompts:
+    """Draw the requests of a round: subjects of three lengths, and the beginnings of others as their company."""
+    longest = pool.num_tokens - NUM_NEW + 1
+    sequences = generator.sample(range(len(pool.sequences)), NUM_SUBJECTS + 2)
+    middle = range(max(2, longest // 3), max(3, longest - longest // 4))
+    subjects = [_request(pool, at, sequence, generator.choice(middle)) for at, sequence in enumerate(sequences[:-2])]
+    first = len(subjects)
+    short = [_request(pool, first + at, each, min(_SHORT, longest)) for at, each in enumerate(sequences[-2:])]
+    long = [_request(pool, first + at, each, longest) for at, each in enumerate(sequences[-2:])]
+    return Prompts(subjects=subjects, short=short, long=long)
+
+
+def _request(pool: SequencePool, number: int, sequence: int, length: int) -> RequestInfo:
+    tokens = list(pool.sequences[sequence][: length + NUM_NEW - 1])
+    return RequestInfo(id=number, token_ids=tokens, prompt_length=len(tokens) - NUM_NEW + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from harness.base.progress import Progress
 from harness.base.scratch import scratch_folder
-from harness.campaigns.fuzz.changes import CHANGES, Prompts, RunSetting, Variation
+from harness.campaigns.fuzz.changes import CHANGES, Prompts, RunSetting, Variation, draw_prompts
 from harness.campaigns.fuzz.pool import SequencePool
 from harness.engines import Engine
 from harness.errors import Code, HarnessError
-from harness.formats.recording import Recording, RequestInfo
+from harness.formats.recording import Recording
 from harness.judge.compare.bits import ComparedRows, compare_bits, first_changed
 from harness.judge.compare.compute import LEAST_JUDGED
 from harness.judge.jobs.check import compare_planned
@@ -26,12 +26,6 @@ from harness.oracle.model import HFModel
 from harness.plan import Plan
 from harness.results.check import Outcome
 from harness.results.invariance import ChangedOperation, FirstChange, Invariance, ScheduleChange
-
-NUM_SUBJECTS = 3
-NUM_NEW = 4
-"""Tokens that each request makes."""
-_SHORT = 6
-"""Tokens of a request that is short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +99,7 @@ class Comparer:
         began = time.perf_counter()
         try:
             while not self.num_rounds or (self._has_compared and time.perf_counter() - began < seconds):
-                self._round(self._drawn(random.Random(f"{seed}:{self.num_rounds}")))
+                self._round(draw_prompts(self.pool, random.Random(f"{seed}:{self.num_rounds}")))
                 self.num_rounds += 1
         except KeyboardInterrupt:
             return True
@@ -118,21 +112,6 @@ class Comparer:
 
     def _is_offered(self, change: Variation) -> bool:
         return all(run.parsed().name in self.engine.capabilities.schedules for run in change.runs)
-
-    def _drawn(self, generator: random.Random) -> Prompts:
-        """Draw the requests of a round: subjects of three lengths, and the beginnings of others as their company."""
-        longest = self.pool.num_tokens - NUM_NEW + 1
-        sequences = generator.sample(range(len(self.pool.sequences)), NUM_SUBJECTS + 2)
-        middle = range(max(2, longest // 3), max(3, longest - longest // 4))
-        subjects = [self._request(at, sequence, generator.choice(middle)) for at, sequence in enumerate(sequences[:-2])]
-        first = len(subjects)
-        short = [self._request(first + at, each, min(_SHORT, longest)) for at, each in enumerate(sequences[-2:])]
-        long = [self._request(first + at, each, longest) for at, each in enumerate(sequences[-2:])]
-        return Prompts(subjects=subjects, short=short, long=long)
-
-    def _request(self, number: int, sequence: int, length: int) -> RequestInfo:
-        tokens = list(self.pool.sequences[sequence][: length + NUM_NEW - 1])
-        return RequestInfo(id=number, token_ids=tokens, prompt_length=len(tokens) - NUM_NEW + 1)
 
     def _round(self, prompts: Prompts) -> None:
         """Try every change on one set of requests; a run that two changes share is run once."""

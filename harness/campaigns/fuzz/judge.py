@@ -97,7 +97,7 @@ class WorkloadJudge:
         asked = engine_workload(workload)
         run = describe_run(self.plan, asked.schedule, asked.requests, path, copies=asked.copies)
         writer = open_writer(self.engine, run, schedule=workload.schedule or SCHEDULE)
-        with writer, engine_errors(self.plan.case.engine), _timed(self.plan.case.engine, limit_s), self.planted():
+        with writer, engine_errors(self.plan.case.engine), timed(self.plan.case.engine, limit_s), self.planted():
             self.engine.run(asked, writer)
 
     def _compared(self, actual: Recording, *, explain: bool) -> WorkloadJudgement:
@@ -107,7 +107,12 @@ class WorkloadJudge:
 
 
 @contextmanager
-def _timed(engine: str, limit_s: float) -> Iterator[None]:
+def timed(engine: str, limit_s: float) -> Iterator[None]:
+    """Limit the time of the engine in the block.
+
+    Raises:
+        HarnessError: ENGINE_FAILED: it did not come to its end.
+    """
     try:
         with deadline(limit_s):
             yield

@@ -11,6 +11,7 @@ from harness.base.threads import limit_threads
 from harness.campaigns.fuzz.files import write_findings
 from harness.campaigns.fuzz.invariance import Comparer
 from harness.campaigns.fuzz.judge import WorkloadJudge, WorkloadJudgement
+from harness.campaigns.fuzz.poison import Poisoner
 from harness.campaigns.fuzz.pool import SequencePool, make_pool
 from harness.campaigns.fuzz.search import Search
 from harness.campaigns.fuzz.strategies import SEARCHED, searched_schedules
@@ -27,6 +28,7 @@ from harness.oracle.model import HFModel
 from harness.plan import Plan
 from harness.results.fuzz import FuzzFinding, FuzzResult, SentWorkload
 from harness.results.invariance import InvarianceResult
+from harness.results.poison import PoisonResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +64,7 @@ def search_workloads(
     """
     subject = _Subject.opened(plan, options, progress)
     with subject.threads():
-        hf = subject.hf
-        window = Traits.of(hf).window
-        pool = make_pool(options.seed, vocab_size=hf.vocab_size, max_positions=hf.max_positions, window=window)
+        pool = subject.pool()
         judge = subject.judge(pool)
         golden_s = subject.elapsed_s()
         search = Search(
@@ -106,11 +106,14 @@ def compare_schedules(plan: Plan, options: FuzzOptions, *, progress: Progress | 
     """
     subject = _Subject.opened(plan, options, progress)
     with subject.threads(), options.planted():
-        hf = subject.hf
-        window = Traits.of(hf).window
-        pool = make_pool(options.seed, vocab_size=hf.vocab_size, max_positions=hf.max_positions, window=window)
+        pool = subject.pool()
         comparer = Comparer(
-            plan=plan, engine=subject.engine, hf=hf, golden=subject.golden(pool), pool=pool, progress=subject.report
+            plan=plan,
+            engine=subject.engine,
+            hf=subject.hf,
+            golden=subject.golden(pool),
+            pool=pool,
+            progress=subject.report,
         )
         was_interrupted = comparer.run(options.seconds, options.seed)
     return InvarianceResult(
@@ -121,6 +124,47 @@ def compare_schedules(plan: Plan, options: FuzzOptions, *, progress: Progress | 
         seed=options.seed,
         num_rounds=comparer.num_rounds,
         changes=comparer.changes(),
+        elapsed_s=subject.elapsed_s(),
+        was_interrupted=was_interrupted,
+        notes=plan.notes,
+    )
+
+
+def poison_memory(plan: Plan, options: FuzzOptions, *, progress: Progress | None = None) -> PoisonResult:
+    """Fill memory that no live row may depend on, and find the operations of the plan's engine that let it in.
+
+    Args:
+        plan: engine, model, dtype and device; its prompts and schedules are not looked at.
+        options: how long, and the seed of the prompts.
+        progress: told what is being done.
+
+    Raises:
+        HarnessError: the input cannot be used; RUNS_DIFFER: the engine's bits are others in each run.
+    """
+    subject = _Subject.opened(plan, options, progress)
+    with subject.threads():
+        match_taps(plan, subject.engine, subject.hf.graph)
+        poisoner = Poisoner(
+            plan=plan,
+            engine=subject.engine,
+            graph=subject.hf.graph,
+            pool=subject.pool(),
+            progress=subject.report,
+            limit_s=options.workload_seconds,
+            planted=options.planted,
+        )
+        was_interrupted = poisoner.run(options.seconds, options.seed)
+    return PoisonResult(
+        engine=plan.case.engine,
+        model=plan.case.model,
+        dtype=plan.case.dtype,
+        device=plan.case.device,
+        seed=options.seed,
+        num_rounds=poisoner.num_rounds,
+        memories=poisoner.memories(),
+        leaks=poisoner.leaks,
+        failures=tuple(poisoner.failures),
+        refusals=poisoner.refusals,
         elapsed_s=subject.elapsed_s(),
         was_interrupted=was_interrupted,
         notes=plan.notes,
@@ -247,6 +291,11 @@ class _Subject:
     def elapsed_s(self) -> float:
         """Return the seconds since the engine was opened."""
         return time.perf_counter() - self.began
+
+    def pool(self) -> SequencePool:
+        """Draw the tokens of all workloads."""
+        hf, window = self.hf, Traits.of(self.hf).window
+        return make_pool(self.options.seed, vocab_size=hf.vocab_size, max_positions=hf.max_positions, window=window)
 
     def golden(self, pool: SequencePool) -> Golden:
         """Make the pool's golden, or find it in the cache, and let the engine match its taps to the model's."""

@@ -15,10 +15,11 @@ from harness.engines.by_content.sites import Site
 from harness.engines.by_content.steps import Stepper, Work, module_paths, recomputes, rewinds, watched_run
 from harness.engines.by_content.tap_map import TapMap
 from harness.engines.module_settings import settings_of_modules
+from harness.engines.poison import Poison
 from harness.engines.read_back import write_read_back
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
-from harness.formats.taps import Graph
+from harness.formats.taps import Graph, Kind
 from harness.oracle.model import load_model
 from harness.results.settings import ModelSettings
 from harness.results.tap_source import TapSource
@@ -37,7 +38,8 @@ class StepEngine:
     object has a method `finish(request)`, it is called when a request has ended. Before it `cached(request)` is called
     where there is one: it returns the keys and values that are kept, {layer: ([positions, KV heads, head size] twice)}.
     Where it has an attribute `rewinds` that is true, a first position that it has computed before tells it to forget
-    what it holds from there on.
+    what it holds from there on. `fill_unused` and `fill_states` let `harness fuzz --poison` into its memory: see
+    `harness.engines.poison`.
     """
 
     def __init__(self, open_stepper: Callable[[], Stepper], *, name: str, folder: Path, dtype: str) -> None:
@@ -110,7 +112,7 @@ class StepEngine:
         """See `Engine.run`."""
         assert self.map is not None, "match_taps comes first"
         assert self._graph is not None
-        run = _Run(self._open(), self.map, self._graph, writer, self._numbers)
+        run = _Run(self._open(), self.map, self._graph, writer, self._numbers, workload.poison)
         for batch in workload.batches:
             for work in _steps(batch, workload):
                 run.step(work)
@@ -119,9 +121,18 @@ class StepEngine:
 
 class _Run:
     def __init__(
-        self, stepper: Stepper, tap_map: TapMap, graph: Graph, writer: RecordingWriter, numbers: Iterator[int]
+        self,
+        stepper: Stepper,
+        tap_map: TapMap,
+        graph: Graph,
+        writer: RecordingWriter,
+        numbers: Iterator[int],
+        poison: Poison | None,
     ) -> None:
         self._stepper, self._map, self._graph, self._writer = stepper, tap_map, graph, writer
+        self._poison = poison
+        embeddings = (tap_map.taps[op.tap] for op in graph if op.kind is Kind.EMBEDDING and op.tap in tap_map.taps)
+        self._embedding = next((mapped.sources for mapped in embeddings), ())
         self._lasting = {tap for tap, each in tap_map.taps.items() if each.is_sampled_only or tap in graph.head}
         self._sites = tap_map.sites
         self._numbers, self._own = numbers, dict[int, int]()
@@ -147,10 +158,13 @@ class _Run:
             partial_rows=dict.fromkeys(self._lasting, sampled) if sampled else None,
         )
         num_again = parts[0][1].start if recomputes(self._stepper) else 0
+        if self._poison is not None:
+            victim = None if self._poison.victim is None else self._own.get(self._poison.victim)
+            self._poison.before_step(self._stepper, victim)
         for each in work:
             self._num_computed[self._number(each[0][0])] += sum(len(positions) for _, positions in each)
         given = [(self._number(each[0][0]), _tokens(each), each[0][1].start) for each in work]
-        shown, logits = self._watched(given, sampled if verifies else None)
+        shown, logits = self._watched(given, sampled if verifies else None, num_again + len(rows))
         taps = self._map.read(shown, num_rows=num_again + len(rows), num_requests=len(logits))
         for tap, value in taps.items():
             own = value[-len(rows) :].reshape(-1, *self._graph[tap].shape)
@@ -170,13 +184,26 @@ class _Run:
             if free is not None:
                 free(number)
 
-    def _watched(self, work: Work, rows: list[int] | None) -> tuple[dict[Site, torch.Tensor], torch.Tensor]:
+    def _watched(
+        self, work: Work, rows: list[int] | None, num_rows: int
+    ) -> tuple[dict[Site, torch.Tensor], torch.Tensor]:
         shown = dict[Site, torch.Tensor]()
 
         def see(site: Site, tensor: torch.Tensor) -> None:
+            self._fill_padding(site, tensor, num_rows)
             shown[site] = tensor.clone()
 
         return shown, watched_run(self._stepper, work, see, only=self._sites, rows=rows)
+
+    def _fill_padding(self, site: Site, tensor: torch.Tensor, num_rows: int) -> None:
+        """Fill rows of padding where they come from: what is behind the tokens' own embeddings."""
+        if self._poison is None or hasattr(self._stepper, "watching"):  # its own way shows copies
+            return
+        for source in self._embedding:
+            if source.site == site:
+                rows = tensor.movedim(source.layout.dim, 0)
+                is_live = torch.arange(len(rows), device=rows.device) < num_rows * source.layout.parts
+                self._poison.fill_rows(rows, is_live)
 
     def _number(self, request: RequestInfo) -> int:
         """Return the request's number in the engine, which has never seen it; a draft has that of its request."""

@@ -62,7 +62,7 @@ def _compare_sequence(
         if rows is None:
             continue
         position, left, right = rows
-        is_changed = _differ(left, right)
+        is_changed = rows_differ(left, right)
         same[operation.tap] = torch.zeros(len(sequence), dtype=torch.bool)
         same[operation.tap][position] = ~is_changed
         wanted = (sequence.is_own & _inputs_are_same(operation, same, len(sequence)))[position]
@@ -104,8 +104,8 @@ def _inputs_are_same(operation: Operation, same: Mapping[str, torch.Tensor], num
     return found.int().cummin(dim=0).values.bool() if looks_back else found
 
 
-def _differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """[rows] bool: some bit is another."""
+def rows_differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return [rows] bool: some bit is another; both are [rows, W] of one dtype."""
     ours, theirs = (x.contiguous().view(torch.uint8) for x in (left, right))
     return (ours != theirs).any(dim=1)
 

@@ -1,0 +1,1 @@
+"""What memory an engine lets in, in every form."""
