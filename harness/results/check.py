@@ -244,6 +244,28 @@ class TokenResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedStep:
+    """A step of one request that computes drafts beside the next token."""
+
+    step: int
+    request: int
+    position: int
+    """Of the first row: the token before the drafts."""
+    num_drafts: int
+    num_accepted: int
+    """Drafts that the engine's own greedy choices accept."""
+    truth_least: int
+    """Drafts that HF's logits accept, whatever rounding does."""
+    truth_most: int
+    """Those that they may accept, where rounding turns ties round."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether the engine accepts another number than rounding explains."""
+        return not self.truth_least <= self.num_accepted <= self.truth_most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogitResult:
     """Logits against the truth's, over the sampled rows."""
 
@@ -306,6 +328,8 @@ class RunResult:
     compare_s: float | None = None
     positions: tuple[PositionError, ...] = ()
     """Growth of the error from token to token; empty if the engine recorded no hidden state."""
+    acceptance: tuple[VerifiedStep, ...] = ()
+    """Steps that verify drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

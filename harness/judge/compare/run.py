@@ -10,6 +10,7 @@ from harness.base.progress import Progress
 from harness.base.workers import Workers
 from harness.formats.recording import Recording
 from harness.formats.taps import Graph
+from harness.judge.compare.acceptance import compare_acceptance
 from harness.judge.compare.align import Locator, match_requests
 from harness.judge.compare.cache import cache_errors
 from harness.judge.compare.compute import judged_compute, unjudged
@@ -25,7 +26,7 @@ from harness.judge.compare.positions import position_errors
 from harness.judge.compare.propagated import Propagation, propagated_errors
 from harness.judge.compare.shapes import check_taps, refuse_other_dtype, refuse_part
 from harness.judge.compare.slots import slot_conflicts
-from harness.judge.compare.tokens import compare_tokens
+from harness.judge.compare.tokens import compare_tokens, tie_margin
 from harness.judge.compare.traits import Traits
 from harness.oracle.golden import LOGIT_NOISE, Golden
 from harness.oracle.model import HFModel
@@ -92,6 +93,9 @@ def compare_run(
         coverage=coverage,
         compare_s=time.perf_counter() - begin,
         positions=position_errors(found.propagation, sides.graph),
+        acceptance=compare_acceptance(
+            actual, sides.theirs, sides.graph.logits, tie_margin(sides.noise.get(LOGIT_NOISE))
+        ),
     )
     return Comparison(result=result, errors=found.local.errors, caches=found.caches, evidence=found.local.evidence)
 

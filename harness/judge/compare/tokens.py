@@ -32,7 +32,7 @@ def compare_tokens(
         logit_noise: HF's own error per row of it.
         sound: of the engine's recording, where it follows a convention and nothing is wrong with it.
     """
-    threshold = 0.0 if logit_noise is None or not len(logit_noise) else 2 * float(logit_noise.max())
+    threshold = tie_margin(logit_noise)
     pairs = [_choices(step) for step in actual.steps]
     rows = Rows.concat([pair[0] for pair in pairs])
     chosen = torch.cat([torch.empty(0, dtype=torch.int64), *(pair[1] for pair in pairs)])
@@ -50,6 +50,11 @@ def compare_tokens(
         ties += int(((margin > 0) & (margin <= threshold)).sum())
         findings += _differences(rows.select(block), chosen[block], values, margin, threshold, logits)
     return TokenResult(compared=len(rows), equal=equal, ties=ties), findings
+
+
+def tie_margin(logit_noise: torch.Tensor | None) -> float:
+    """Return the distance of two logits of the truth that rounding may turn round: each of them may be off."""
+    return 0.0 if logit_noise is None or not len(logit_noise) else 2 * float(logit_noise.max())
 
 
 def _margin(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

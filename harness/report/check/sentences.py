@@ -19,6 +19,7 @@ from harness.results.check import (
     Provenance,
     RunResult,
     TokenResult,
+    VerifiedStep,
 )
 from harness.results.merging import largest, smallest
 
@@ -156,6 +157,9 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
     runs = result.runs
     if any(run.tokens.compared for run in runs):
         yield "tokens", _tokens(sum_tokens(runs))
+    verified = [step for run in runs for step in run.acceptance]
+    if verified:
+        yield "acceptance", _acceptance(verified)
     logits = [run.logits for run in runs if run.logits]
     if logits:
         yield "logits", _logits(logits)
@@ -197,6 +201,19 @@ def _tokens(tokens: TokenResult) -> str:
     parts += [f"{count(tokens.ties, 'tie')} (margin below the noise)"] if tokens.ties else []
     parts += [f"{differ:,} differ"] if differ else []
     return ", ".join(parts)
+
+
+def _acceptance(steps: Sequence[VerifiedStep]) -> str:
+    num_drafts, num_accepted = sum(step.num_drafts for step in steps), sum(step.num_accepted for step in steps)
+    least, most = sum(step.truth_least for step in steps), sum(step.truth_most for step in steps)
+    truth = f"{least:,}" if least == most else f"{least:,} to {most:,} (ties within rounding)"
+    parts = [f"{num_accepted:,} of {count(num_drafts, 'draft')} in {count(len(steps), 'step')}, by HF's logits {truth}"]
+    if wrong := [step for step in steps if step.differs]:
+        first, own = wrong[0], f"{wrong[0].truth_least} to {wrong[0].truth_most}"
+        expected = own if first.truth_least < first.truth_most else str(first.truth_most)
+        where = f"request {first.request}, position {first.position}, step {first.step}"
+        parts.append(f"another number in {count(len(wrong), 'step')}: {first.num_accepted} for {expected} at {where}")
+    return "; ".join(parts)
 
 
 def _logits(logits: Sequence[LogitResult]) -> str:
