@@ -16,14 +16,15 @@ FOLDER = Path(__file__).parents[4] / "cases" / "checkpoints" / "qwen3-tiny"
 
 
 @contextmanager
-def served(*, dtype: str = "float32", **options: Any) -> Iterator[Address]:
-    """Serve the tiny model."""
+def served(*, dtype: str = "float32", drafter: Any = None, **options: Any) -> Iterator[Address]:
+    """Serve the tiny model, with what guesses tokens for it to verify."""
     from reference_engine import EngineConfig, LLMEngine
     from reference_engine.server.app import build_app
     from reference_engine.server.text import Text
 
     config = EngineConfig(dtype=dtype, max_num_seqs=64, enable_prefix_caching=True, **options)
     with LLMEngine(FOLDER, config) as engine, serving(build_app(engine, Text(FOLDER), model="tiny")) as url:
+        engine.drafter = drafter
         yield Address(url=url, concurrency=32, timeout_s=600)
 
 
