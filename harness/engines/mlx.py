@@ -10,13 +10,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import torch
-from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.utils import load_model
 
 from harness.engines.adapter import engine_refusals, refuse_unknown_options
 from harness.engines.by_content import StepEngine
 from harness.engines.by_content.sites import MODULE, RETURNED, See, Site
 from harness.engines.by_content.steps import Work
+from harness.engines.poison import in_range
 from harness.errors import Code, HarnessError
 from harness.results.settings import ModelSettings
 
@@ -72,6 +73,16 @@ class MLXStepper:
             layer: cache for layer, cache in enumerate(self._caches[request]) if hasattr(cache, "keys_and_values")
         }
         return {layer: _keys_and_values(cache) for layer, cache in caches.items()}
+
+    def fill_unused(self, value: float) -> int:
+        """See `FillsUnused`: places that a cache has behind its tokens; a ring has none."""
+        caches = [cache for own in self._caches.values() for cache in own if type(cache) is KVCache]
+        arrays = [
+            (array, cache.offset) for cache in caches for array in (cache.keys, cache.values) if array is not None
+        ]
+        for array, end in arrays:
+            array[..., end:, :] = in_range(value, getattr(torch, str(array.dtype).removeprefix("mlx.core.")))
+        return sum(array[..., end:, :].size for array, end in arrays)
 
     def finish(self, request: int) -> None:
         """Forget a request."""

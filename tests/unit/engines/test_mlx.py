@@ -3,8 +3,16 @@
 import re
 
 import pytest
+import torch
 
 import harness
+from harness.campaigns.fuzz.poison import Poisoner
+from harness.engines import open_engine
+from harness.formats.recording import RequestInfo
+from harness.formats.schedule import parse_schedule
+from harness.oracle.model import load_model
+from harness.plan import plan_engine
+from harness.results.poison import Memory
 
 pytest.importorskip("mlx_lm", exc_type=ImportError)
 
@@ -53,3 +61,45 @@ def test_what_it_cannot_do_is_refused(checkpoints):
     for given, words in (({"device": "cuda"}, "on the CPU here"), ({"options": {"a": "1"}}, "no option 'a'")):
         with pytest.raises(harness.HarnessError, match=words):
             open_engine(checkpoints / "qwen3-tiny", **{"dtype": "float32", "device": "cpu", "options": {}, **given})
+
+
+@pytest.fixture
+def poisoned(checkpoints):
+    """Return what poisons its cache under a schedule, and returns the poisoner."""
+    folder = checkpoints / "qwen3-tiny"
+    graph = load_model(folder, dtype=torch.float32).graph
+    engine = open_engine("mlx", folder, dtype="float32", device="cpu", options={})
+    engine.match_taps(graph)
+    requests = [RequestInfo(id=at, token_ids=prompt, prompt_length=6) for at, prompt in enumerate(PROMPTS)]
+
+    def run(schedule):
+        poisoner = Poisoner(
+            plan=plan_engine(model=str(folder), engine="mlx", dtype="float32"), engine=engine, graph=graph, pool=None,
+            progress=None, limit_s=60.0,
+        )  # fmt: skip
+        poisoner.poison(parse_schedule(schedule), requests, victim=0)
+        return poisoner
+
+    return run
+
+
+@pytest.mark.slow
+def test_what_stands_behind_its_tokens_is_not_read(poisoned, monkeypatch):
+    found = poisoned("rewound")
+    assert (found.leaks, found.failures) == ((), [])
+    assert {each.memory for each in found.memories() if each.num_filled} >= {Memory.UNUSED}
+
+
+@pytest.mark.slow
+def test_what_adds_a_place_behind_its_tokens_is_named(poisoned, monkeypatch):
+    cache = pytest.importorskip("mlx_lm.models.cache").KVCache
+    kept = cache.keys_and_values
+
+    def with_the_next(own):
+        keys, values = kept(own)
+        return keys, values + 0 * own.values[..., own.offset : own.offset + 1, :]
+
+    monkeypatch.setattr(cache, "keys_and_values", with_the_next)
+    (leak,) = poisoned("plain").leaks
+    assert (leak.memory, leak.tap, leak.request, leak.position) == (Memory.UNUSED, "model.layers.0.attention", 0, 6)
+    assert leak.values == ("nan", "inf")
