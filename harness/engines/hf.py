@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from harness.engines.adapter import Capabilities, Engine, Part, Workload, engine_refusals, refuse_unknown_options
 from harness.engines.hf_session import HFSession
@@ -267,7 +268,7 @@ class _Batch:
         poison = self._poison
         lanes = {lane.request.id: index for index, lane in enumerate(self._lanes)}
         victim = None if poison.victim is None else lanes.get(poison.victim)
-        poison.before_step(_Memory(self._lanes, decoder), victim)
+        poison.before_step(_Memory(len(self._lanes), decoder), victim)
         is_live = torch.zeros(len(forward.ids) * len(forward.ids[0]), dtype=torch.bool, device=self._hf.device)
         is_live[forward.kept] = True
         embedding = self._hf.model.get_input_embeddings()
@@ -353,18 +354,14 @@ class _Batch:
 class _Memory:
     """The cache of a batch as memory to poison: each lane's part of all that its layers keep, states included."""
 
-    lanes: Sequence[_Lane]
+    num_lanes: int
     decoder: HFDecoder
-
-    def fill_unused(self, value: float) -> int:
-        """See `FillsUnused`: lanes whose request is done."""
-        return sum(self.fill_states(index, value) for index, lane in enumerate(self.lanes) if lane.is_read_back)
 
     def fill_states(self, request: int, value: float) -> int:
         """See `FillsStates`; the request is named by its lane."""
-        layers = getattr(self.decoder.cache.get("past_key_values"), "layers", ())
-        kept = [each for layer in layers for each in vars(layer).values() if isinstance(each, torch.Tensor)]
-        return sum(fill(each[request], value) for each in kept if each.dim() > 1 and len(each) == len(self.lanes))
+        layers = [layer for cache in self.decoder.cache.values() for layer in getattr(cache, "layers", ())]
+        kept = [each for each in tree_leaves([vars(layer) for layer in layers]) if isinstance(each, torch.Tensor)]
+        return sum(fill(each[request], value) for each in kept if each.dim() > 1 and len(each) == self.num_lanes)
 
 
 class _Recorder:

@@ -22,7 +22,7 @@ BLOCK, VICTIM = 8, 1
 PROMPTS, NUM_NEW = (21, 9, 13), 3
 REQUESTS = [
     RequestInfo(
-        id=at, token_ids=[3 + (at * 31 + 7 * i) % 200 for i in range(length + NUM_NEW - 1)], prompt_length=length
+        id=at, token_ids=[3 + (at * 31 + 7 * i) % 59 for i in range(length + NUM_NEW - 1)], prompt_length=length
     )
     for at, length in enumerate(PROMPTS)
 ]
@@ -134,11 +134,11 @@ def _one_scale(norm):
 
 
 def _counted(route):
-    """Tokens are sent elsewhere where an expert has more than others: by counts over all rows."""
+    """Tokens are sent elsewhere where an expert has more than others: by the load of all rows."""
 
     def routed(self, x, batch, prefix):
         logits = self.router(x)
-        counts = torch.bincount(logits.argmax(dim=-1), minlength=logits.shape[1])
+        counts = logits.softmax(dim=-1).nan_to_num(1.0).sum(dim=0)
         batch.tap(prefix, "mlp.gate", logits)
         weights, chosen = (logits - 1e-3 * counts).softmax(dim=-1, dtype=torch.float32).topk(self.num_chosen, dim=-1)
         weights = weights / weights.sum(dim=-1, keepdim=True) if self.normalizes_weights else weights

@@ -17,14 +17,14 @@ from .planted_leaks import BLOCK, LEAKS, NOT_FINITE, REQUESTS, THROWN_AWAY, VICT
 
 
 @pytest.fixture(scope="module")
-def poisoned(checkpoints):
+def poisoned(checkpoints, tiny_folder):
     """Return what poisons an engine under a schedule, and returns the poisoner."""
     graphs = {}
 
     def run(
         *, model="qwen3-tiny", engine="reference", schedule="batched", planted=nullcontext, subject=None, **options
     ):
-        folder = checkpoints / model
+        folder = checkpoints / model if (checkpoints / model).exists() else tiny_folder(model)
         if model not in graphs:
             graphs[model] = load_model(folder, dtype=torch.float32).graph
         if engine == "reference":
@@ -97,3 +97,10 @@ def test_padding_of_hf_reaches_its_rows_as_zero_times_nan(poisoned):
     assert (leak.memory, leak.tap, leak.values) == (Memory.PADDING, "model.layers.0.attention", NOT_FINITE)
     assert (leak.request, leak.position) == (1, 0)  # request 0 is the longest, and has no padding
     assert Memory.OTHERS in filled(found)
+
+
+@pytest.mark.parametrize("family", ["mamba", "falcon_h1"])
+def test_states_of_recurrent_layers_are_poisoned(poisoned, family):
+    found = poisoned(model=family, engine="hf")
+    assert Memory.OTHERS in filled(found)
+    assert {leak.memory for leak in found.leaks} == {Memory.PADDING}  # multiplied by a mask of zero
