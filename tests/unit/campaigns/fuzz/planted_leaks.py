@@ -239,7 +239,7 @@ LEAKS = [
     ),
     Planted(
         id="router-counts", inject=replacing((Experts, "_route", _counted)), memory=Memory.OTHERS,
-        tap="model.layers.0.mlp.gate.1", row=(0, PROMPTS[0]), values=NOT_FINITE, model="qwen3-moe-tiny",
+        tap="model.layers.0.mlp.gate.1", row=(0, PROMPTS[0]), model="qwen3-moe-tiny",
     ),
     Planted(
         id="added-to-an-unset-buffer", inject=replacing((PagedAttention, "attend", _into_unset)), memory=Memory.SCRATCH,
