@@ -222,6 +222,7 @@ def poisons_one_schedule(monkeypatch):
     monkeypatch.setattr(poison, "VALUES", {"nan": float("nan")})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poisons_one_schedule")
 def test_poison_that_is_let_in_is_a_finding(harness):
     ran = harness("fuzz", "--poison", "--fault", "past-the-end", "--seconds", "0.1", "--format", "json")

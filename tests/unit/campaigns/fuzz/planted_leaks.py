@@ -207,6 +207,10 @@ ZEROED_BY_WHERE = replacing((PagedAttention, "_gather_blocks", _zeroed_by_where)
 THROWN_AWAY = replacing((RMSNorm, "__call__", _thrown_away))
 LEAKS = [
     Planted(
+        id="context-not-shortened", inject=_of_the_catalogue("context-not-shortened"), memory=Memory.UNUSED,
+        tap=ATTENTION, row=(0, PROMPTS[0] - 1), schedule="rewound",
+    ),
+    Planted(
         id="one-key-too-many", inject=_batch(_longer), memory=Memory.UNUSED, tap=ATTENTION, row=(0, PROMPTS[0])
     ),
     Planted(
@@ -252,9 +256,5 @@ LEAKS = [
     Planted(
         id="added-to-what-the-slot-held", inject=replacing((KVCache, "store", _key_of_the_row_before)),
         memory=Memory.UNUSED, tap=ATTENTION, row=(0, 0),
-    ),
-    Planted(
-        id="context-not-shortened", inject=_of_the_catalogue("context-not-shortened"), memory=Memory.UNUSED,
-        tap=ATTENTION, row=(0, PROMPTS[0] - 1), schedule="rewound",
     ),
 ]  # fmt: skip

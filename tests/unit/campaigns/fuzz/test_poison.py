@@ -12,7 +12,6 @@ from harness.oracle.model import load_model
 from harness.plan import plan_engine
 from harness.results.poison import Memory
 
-from ...sampling import sampled
 from .planted_leaks import BLOCK, LEAKS, NOT_FINITE, REQUESTS, THROWN_AWAY, VICTIM, ZEROED_BY_WHERE
 
 
@@ -40,7 +39,8 @@ def poisoned(checkpoints, tiny_folder):
     return run
 
 
-@pytest.mark.parametrize("planted", sampled(LEAKS, 3), ids=lambda planted: planted.id)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("planted", LEAKS, ids=lambda planted: planted.id)
 def test_a_leak_is_named_with_its_operation_row_and_memory(poisoned, planted):
     found = poisoned(model=planted.model, schedule=planted.schedule, planted=planted.inject)
     assert found.failures == []
@@ -58,26 +58,24 @@ REACHED = {Memory.UNUSED, Memory.OTHERS, Memory.SCRATCH}
 ALONE = REACHED - {Memory.OTHERS}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("setting", "reached"),
-    sampled(
-        [
-            ({}, REACHED),
-            ({"planted": ZEROED_BY_WHERE}, REACHED),
-            ({"planted": THROWN_AWAY}, REACHED),
-            ({"model": "gemma3-tiny", "schedule": "mixed"}, REACHED),
-            ({"model": "qwen3-moe-tiny"}, REACHED),
-            ({"model": "llama-tiny", "schedule": "preempted", "block_size": "4"}, REACHED),
-            ({"attention_backend": "contiguous"}, REACHED),
-            ({"attention_backend": "cpp"}, REACHED),
-            ({"debug_checks": "true", "schedule": "prefix-hit"}, ALONE),
-            ({"schedule": "forked", "block_size": "4"}, ALONE),
-            ({"schedule": "rewound", "block_size": "4"}, ALONE),
-            ({"schedule": "speculative", "block_size": "2"}, ALONE),
-            ({"model": "qwen2-tiny", "schedule": "chunked:7"}, ALONE),
-        ],
-        3,
-    ),
+    [
+        ({}, REACHED),
+        ({"planted": ZEROED_BY_WHERE}, REACHED),
+        ({"planted": THROWN_AWAY}, REACHED),
+        ({"model": "gemma3-tiny", "schedule": "mixed"}, REACHED),
+        ({"model": "qwen3-moe-tiny"}, REACHED),
+        ({"model": "llama-tiny", "schedule": "preempted", "block_size": "4"}, REACHED),
+        ({"attention_backend": "contiguous"}, REACHED),
+        ({"attention_backend": "cpp"}, REACHED),
+        ({"debug_checks": "true", "schedule": "prefix-hit"}, ALONE),
+        ({"schedule": "forked", "block_size": "4"}, ALONE),
+        ({"schedule": "rewound", "block_size": "4"}, ALONE),
+        ({"schedule": "speculative", "block_size": "2"}, ALONE),
+        ({"model": "qwen2-tiny", "schedule": "chunked:7"}, ALONE),
+    ],
 )
 def test_what_lets_nothing_in_is_no_finding(poisoned, setting, reached):
     found = poisoned(**setting)
@@ -91,6 +89,7 @@ def test_an_engine_without_a_cache_has_nothing_to_poison(poisoned):
     assert filled(found) <= {Memory.SCRATCH}
 
 
+@pytest.mark.slow
 def test_padding_of_hf_reaches_its_rows_as_zero_times_nan(poisoned):
     found = poisoned(engine="hf")
     (leak,) = found.leaks

@@ -15,7 +15,6 @@ from harness.plan import plan_engine
 from harness.results.poison import Memory
 from harness.selfcheck.faults.injection import replacing
 
-from ...sampling import sampled
 from .planted_leaks import FINITE, NOT_FINITE, REQUESTS, VICTIM
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -100,6 +99,7 @@ def _without_padding(x):
     return x + torch.where(is_real, x, 0.0)[-1]
 
 
+@pytest.mark.slow
 def test_padding_that_is_computed_and_thrown_away_is_no_finding(poisoned, fused):
     assert poisoned(lambda: replacing()()) == ()
     assert poisoned(before_the_norm(_without_padding)(fused)) == ()
@@ -125,7 +125,8 @@ LEAKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("plant", "memory", "tap", "row", "values"), sampled(LEAKS, 2))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("plant", "memory", "tap", "row", "values"), LEAKS)
 def test_what_padding_and_unused_slots_reach_is_named(poisoned, fused, plant, memory, tap, row, values):
     first = poisoned(plant(fused))[0]
     assert (first.memory, first.tap, (first.request, first.position), first.values) == (memory, tap, row, values)

@@ -16,7 +16,6 @@ from harness.oracle.sampling import SamplingSettings
 from harness.results.check import Outcome
 from reference_engine import EngineConfig, LLMEngine, SamplingParams, model_runner
 
-from ...sampling import sampled
 from .conftest import FOLDER, plan_of, served
 
 NUM_DRAFTS = 3
@@ -161,7 +160,8 @@ def test_sound_draws_pass_and_tokens_were_drafted(speculating):
     assert drafter.num_drafted > 100
 
 
-@pytest.mark.parametrize("plant", sampled(DRAWS, 0), ids=lambda plant: plant.__name__)
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", DRAWS, ids=lambda plant: plant.__name__)
 def test_a_fault_of_sampled_speculation_is_found_in_the_draws(speculating, monkeypatch, plant):
     plant(monkeypatch)
     result = check_sampler(plan_of(), speculating[0], num_draws=1500)
