@@ -69,9 +69,9 @@ class UntracedModel:
 
     @property
     def head_dim(self) -> int:
-        """Size of one attention head."""
+        """Size of one attention head; of a model without attention, that of its rows."""
         own = getattr(self.config, "head_dim", None)
-        return int(own or self.config.hidden_size // self.config.num_attention_heads)
+        return int(own or self.config.hidden_size // getattr(self.config, "num_attention_heads", 1))
 
     def run(self, **inputs: Any) -> Any:
         """Return what HF's forward returns.

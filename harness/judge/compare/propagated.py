@@ -37,6 +37,8 @@ class Propagation:
 
     errors: dict[str, PropagatedErrors] = field(default_factory=dict)
     logits: LogitResult | None = None
+    has_other_choices: bool = False
+    """Whether a router chose others than the golden's in any row: the tokens then depend on more than rounding."""
 
 
 @dataclass(slots=True)
@@ -74,14 +76,17 @@ def propagated_errors(
     result, parts, logits = Propagation(), dict[str, _Parts](), list[torch.Tensor]()
     unit = rounding_unit(engine_dtype(actual))
     depths = {operation.tap: depth for depth, operation in enumerate(graph, start=1)}
-    measured = {tap for tap in usable if tap not in graph or graph[tap].kind is not Kind.CHOICE}
+    choices = {tap for tap in usable if tap in graph and graph[tap].kind is Kind.CHOICE}
     floors = {tap: float(rows.nanmedian()) for tap, rows in noise.items() if len(rows)}
     for chunk in chunks(actual.steps):
-        for tap in dict.fromkeys(tap for step in chunk for tap in step.tap_names if tap in measured):
+        for tap in dict.fromkeys(tap for step in chunk for tap in step.tap_names if tap in usable):
             pair = _pair([step for step in chunk if step.has(tap)], tap, expected)
             if pair is None:
                 continue
             rows, found, ours, theirs = pair
+            if tap in choices:
+                result.has_other_choices |= not torch.equal(ours.sort(dim=-1).values, theirs.sort(dim=-1).values)
+                continue
             part = parts.setdefault(tap, _Parts())
             part.rows.append(rows)
             part.metrics.append(row_metrics(ours, theirs))

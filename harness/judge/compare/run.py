@@ -169,7 +169,8 @@ def _tokens_and_coverage(
 ) -> tuple[TokenResult, Coverage, list[Finding]]:
     """Compare the tokens, and count what was recorded; return what differs or is missing as findings."""
     graph, ours, noise = sides.graph, sides.ours, sides.noise.get(LOGIT_NOISE)
-    sound = ours if _follows_conventions(found.judged, graph.logits) else None
+    is_other = found.propagation.has_other_choices
+    sound = ours if _own_logits_decide(found.judged, graph.logits, has_other_choices=is_other) else None
     tokens, differences = compare_tokens(sides.actual, sides.theirs, graph.logits, noise, sound=sound)
     coverage, gaps = check_coverage(
         ours,
@@ -192,11 +193,15 @@ def _findings(sides: _Sides, found: _Judgements) -> list[Finding]:
     return findings + slot_conflicts(sides.actual)
 
 
-def _follows_conventions(judged: Sequence[TapJudgement], logits: str) -> bool:
-    """Whether the engine follows other conventions than HF, its logits were judged by themselves, and all is sound."""
+def _own_logits_decide(judged: Sequence[TapJudgement], logits: str, *, has_other_choices: bool = False) -> bool:
+    """Whether the engine follows other conventions than HF, or its routers chose otherwise, and all is sound.
+
+    All is sound if no operation is wrong and the logits were judged by themselves.
+    """
     is_sound = not any(each.is_wrong for each in judged)
     has_logits = any(each.operation.tap == logits and each.local is not None for each in judged)
-    return is_sound and has_logits and any(each.errors is not None and each.errors.convention for each in judged)
+    has_conventions = any(each.errors is not None and each.errors.convention for each in judged)
+    return is_sound and has_logits and (has_conventions or has_other_choices)
 
 
 def _ties(logits: LogitResult | None, noise: torch.Tensor | None) -> tuple[str, ...]:

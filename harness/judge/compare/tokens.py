@@ -22,15 +22,17 @@ def compare_tokens(
 
     A differing choice is a *tie* if the truth's logit of the chosen token lies below the truth's best by no more than
     twice the largest error that HF itself makes in the engine's dtype on this golden: each of two logits may be off.
-    HF's error says nothing of an engine that follows another convention, quantised inputs for one. Where every
-    operation of it is sound, its own logits decide: it is to choose the best of them.
+    HF's error says nothing of an engine that follows another convention, quantised inputs for one, or whose routers
+    chose other experts where two were tied. Where every operation of it is sound, its own logits decide: it is to
+    choose the best of them.
 
     Args:
         actual: the engine's recording.
         expected: of the golden.
         logits: tap that tokens are chosen from.
         logit_noise: HF's own error per row of it.
-        sound: of the engine's recording, where it follows a convention and nothing is wrong with it.
+        sound: of the engine's recording, where it follows a convention or chose other experts, and nothing is wrong
+            with it.
     """
     threshold = tie_margin(logit_noise)
     pairs = [_choices(step) for step in actual.steps]

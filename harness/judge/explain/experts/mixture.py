@@ -137,7 +137,7 @@ def _of_three(failure: Failure) -> _Call | None:
 
 def _of_two(failure: Failure) -> _Call | None:
     """Experts whose choice no operation shows: HF's router is run again on what the experts read."""
-    if len(failure.inputs) != 2 or choice_of(failure) is not None:
+    if len(failure.inputs) != 2 or choice_of(failure) is not None or num_experts(failure.module) is None:
         return None
     x, weights = sorted((each.flatten(1) for each in failure.inputs), key=lambda each: -each.shape[1])
     chosen = routed(failure, x)
@@ -261,7 +261,8 @@ def recorded_choices(mixture: Mixture) -> torch.Tensor | None:
     failure = mixture.failure
     tap = choice_of(failure)
     if tap is not None:
-        return _recorded(failure, tap).to(torch.int64)
+        was_recorded = any(step.has(tap) for step in failure.recording.steps)
+        return _recorded(failure, tap).to(torch.int64) if was_recorded else None
     for tap, x in zip(failure.operation.inputs, failure.inputs, strict=True):
         width = x.flatten(1).shape[1]
         if mixture.scores is not None and width == mixture.num_experts:

@@ -67,11 +67,22 @@ def form_of(failure: Failure) -> NormForm | None:
 
 
 def _form(failure: Failure, weight: torch.Tensor, bias: torch.Tensor | None) -> NormForm | None:
-    """Return the form of a norm with this weight [D]; None if it gives something else."""
-    module: Any = failure.module
-    x = failure.inputs[0].flatten(1)
-    if weight.dim() != 1 or x.shape[1] % len(weight):
+    """Return the form of a norm with this weight [D]; None if it gives something else.
+
+    A norm may read a part of what was recorded: one of several heads, or the steps of a scan beside its B and C.
+    """
+    x, width = failure.inputs[0].flatten(1), failure.expected.shape[1]
+    if weight.dim() != 1 or width % len(weight):
         return None
+    parts = (x[:, begin : begin + width] for begin in range(x.shape[1] - width + 1))
+    return next((form for part in parts if (form := _form_on(failure, part, weight, bias)) is not None), None)
+
+
+def _form_on(
+    failure: Failure, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> NormForm | None:
+    """Return the form of a norm of rows [R, W]; None if it gives something else."""
+    module: Any = failure.module
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     raw, actual = (each.unflatten(-1, (-1, len(weight))) for each in (x, failure.actual))
     own = NormForm(

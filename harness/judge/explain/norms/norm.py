@@ -9,7 +9,7 @@ import torch
 
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
-from harness.judge.explain.norms.form import NormForm, with_form
+from harness.judge.explain.norms.form import NormForm, form_of, with_form
 
 _EPSILONS = (1e-6, 1e-5, 1e-8, 1e-7, 1e-12, 0.0, 1e-4, 1e-3, 1e-2)
 _COARSE = 2.0**-6
@@ -51,7 +51,8 @@ def weight_twice(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
 
 def norm_skipped(failure: Failure) -> Iterator[Hypothesis]:
     """The input comes out as it went in."""
-    yield Hypothesis(cause="the norm is skipped", output=failure.inputs[0].flatten(1))
+    x, form = failure.inputs[0].flatten(1), form_of(failure)
+    yield Hypothesis(cause="the norm is skipped", output=x if form is None else form.raw.flatten(1))
 
 
 @with_form

@@ -246,7 +246,7 @@ def partial_rotary(failure: Failure, own: Rotation) -> Causes:
     theta = rope_parameters(failure, own).get("rope_theta")
     for share in (0.25, 0.5, 0.75, 1.0):
         dim = int(own.head_dim * share) // 2 * 2
-        if not dim:
+        if not dim or dim == 2 * len(own.frequencies):  # that many turn as they should: what differs is no part
             continue
         candidates = [own.frequencies[: dim // 2]]
         if theta is not None:

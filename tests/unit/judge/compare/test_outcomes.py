@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.errors import Code
-from harness.judge.compare.run import _follows_conventions, _outcome, _ties
+from harness.judge.compare.run import _own_logits_decide, _outcome, _ties
 from harness.results.check import Coverage, Finding, LogitResult, Outcome
 
 from .judgements import errors_of, judgement, propagated_of
@@ -28,7 +28,14 @@ SOUND, BAD = (0.5, 1.0, 2.0, 0.1), (0.5, 9.0, 2.0, 0.1)
     ],
 )
 def test_who_follows_another_convention_and_is_sound(judged, follows):
-    assert _follows_conventions(judged, "lm_head") == follows
+    assert _own_logits_decide(judged, "lm_head") == follows
+
+
+@pytest.mark.parametrize("errors", [SOUND, BAD])
+def test_the_logits_of_who_chose_other_experts_decide_if_all_is_sound(errors):
+    judged = [judgement(errors_of(errors), tap="lm_head"), judgement(errors_of(SOUND))]
+    assert _own_logits_decide(judged, "lm_head", has_other_choices=True) == (errors is SOUND)
+    assert not _own_logits_decide(judged[1:], "lm_head", has_other_choices=True)
 
 
 @pytest.mark.parametrize(("margin", "is_tie"), [(0.0, True), (1.0, True), (1.01, False), (0.7, True)])

@@ -154,3 +154,13 @@ def test_what_an_explanation_yields_has_the_bias(module):
     (hypothesis,) = weight_skipped(given)
     assert hypothesis.output.shape == given.expected.shape
     assert torch.allclose(hypothesis.output, plain if form.bias is None else plain + form.bias)
+
+
+@pytest.mark.parametrize("begin", [0, 5])
+def test_a_norm_may_read_a_part_of_what_was_recorded(begin):
+    """One head of several, or the steps of a scan beside its B and C."""
+    given, wide = failure(layer_norm()), random(7, WIDTH + 9, seed=3)
+    given.inputs[0] = torch.cat((wide[:, :begin], given.inputs[0], wide[:, begin + WIDTH :]), dim=1)
+    read = given.inputs[0][:, begin : begin + WIDTH]
+    assert torch.equal(form_of(given).raw[:, 0], read)
+    assert torch.equal(outputs(norm_skipped, given)["the norm is skipped"], read)
