@@ -19,10 +19,16 @@ def another_token(failure: Failure) -> Iterator[Hypothesis]:
     table = _table(failure)
     if table is None or not bool(failure.actual.isfinite().all()):
         return
-    nearest = torch.cat([_distances(failure.actual, part) for part in table.split(_BLOCK_ROWS)], dim=1).argmin(dim=1)
+    nearest, meant = _nearest(failure.actual, table), _nearest(failure.expected, table)
     own = token_ids(failure.recording, failure.rows)
+    is_of_positions = _is_of_positions(failure, own, meant) and torch.allclose(table[meant], failure.expected)
+    if is_of_positions:
+        own = meant
+    if torch.equal(nearest, own):  # the right rows, and otherwise wrong
+        return
     pairs = ", ".join(f"{at} for {token}" for token, at in list(zip(own.tolist(), nearest.tolist(), strict=True))[:6])
-    yield Hypothesis(cause=_named(failure, own, nearest), output=table[nearest], detail=f"rows of the table: {pairs}")
+    cause = _of_positions(own, nearest) if is_of_positions else _named(failure, own, nearest)
+    yield Hypothesis(cause=cause, output=table[nearest], detail=f"rows of the table: {pairs}")
 
 
 def _table(failure: Failure) -> torch.Tensor | None:
@@ -30,8 +36,20 @@ def _table(failure: Failure) -> torch.Tensor | None:
     return None if failure.operation.inputs else failure.weight(failure.operation.tap)
 
 
-def _distances(actual: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    return torch.cdist(actual, table)
+def _nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """[R] int64: the row of the table [V, W] that each row [R, W] is nearest to."""
+    return torch.cat([torch.cdist(x, part) for part in table.split(_BLOCK_ROWS)], dim=1).argmin(dim=1)
+
+
+def _is_of_positions(failure: Failure, tokens: torch.Tensor, meant: torch.Tensor) -> bool:
+    """Whether the rows that are meant follow the positions, and not the tokens: a table of learned positions."""
+    return len((meant - failure.rows.position).unique()) == 1 and not torch.equal(meant, tokens)
+
+
+def _of_positions(own: torch.Tensor, found: torch.Tensor) -> str:
+    difference = (found - own).unique()
+    shift = f" ({int(difference):+d})" if len(difference) == 1 else ""
+    return f"the embedding is that of another position{shift}"
 
 
 def _named(failure: Failure, own: torch.Tensor, found: torch.Tensor) -> str:

@@ -184,6 +184,17 @@ def test_a_control_beyond_the_derived_bound_widens_it():
     assert found.is_bounded_by_control
 
 
+def test_a_control_that_is_finer_is_rounded_where_the_engine_rounded():
+    """Mamba 2 computes its gated norm in float32 in a prompt and in bfloat16 in decode."""
+    actual = off(EXPECTED, [0.5] * 4)
+    actual[2:] = actual[2:].to(BF16).to(actual.dtype)
+    given = {"control": EXPECTED + 1e-9}
+    found = judge_of().judge(tap_rows(operation(Kind.OTHER), actual, EXPECTED, **given))
+    assert found.control[:2].max() < 1e-5
+    rounded = (EXPECTED.to(BF16).to(EXPECTED.dtype) - EXPECTED).norm(dim=1) / EXPECTED.norm(dim=1)
+    torch.testing.assert_close(found.control[2:], rounded[2:] / rounding_unit(BF16))
+
+
 def test_a_control_says_nothing_of_another_dtype_than_its_own():
     found = judged(control=CONTROL, given=F32)
     assert found.control is None

@@ -20,8 +20,8 @@ STEP = {place: at for at, step in enumerate(STEPS) for place in step}
 
 @pytest.fixture
 def of(tmp_path):
-    def make(token, places, *, noise=0.0, dtype=torch.float32):
-        """Rows at `places` that are those of `token`."""
+    def make(token, places, *, meant=lambda r, p: TOKENS[r][p], noise=0.0, dtype=torch.float32):
+        """Rows at `places` that are those of `token` instead of those of `meant`."""
         steps = []
         for step in STEPS:
             taps = {"x": torch.zeros(len(step), 1)}
@@ -30,7 +30,7 @@ def of(tmp_path):
         recording = recorded(folder, steps, lengths=((6, 3), (4, 2)), tokens=TOKENS)
         module = nn.Embedding(*TABLE.shape, dtype=torch.float64)
         module.weight.data = TABLE
-        own = torch.tensor([TOKENS[r][p] for r, p in places])
+        own = torch.tensor([meant(r, p) for r, p in places])
         actual = TABLE[torch.tensor([token(*place) for place in places])] + noise
         return failure_of(
             OPERATION, actual, TABLE[own], own, model=ToyModel(OPERATION, modules={TAP: module}), recording=recording,
@@ -71,6 +71,25 @@ def test_rows_of_other_tokens(of, token, places, cause):
     assert torch.equal(hypothesis.output, TABLE[torch.tensor([token(*place) for place in places])])
     shown = ", ".join(f"{token(r, p)} for {TOKENS[r][p]}" for r, p in places[:6])
     assert hypothesis.detail == f"rows of the table: {shown}"
+
+
+@pytest.mark.parametrize(
+    ("position", "cause"),
+    [(lambda p: min(p, 3) + 2, "another position"), (lambda p: p + 1, "another position (-1)"), (lambda p: p + 2, None)],
+)
+def test_rows_of_other_positions(of, position, cause):
+    """OPT's table of learned positions has two rows before the first."""
+    failure = of(lambda r, p: position(p), [(0, 4), (0, 5)], meant=lambda r, p: p + 2)
+    given = found(embedding.another_token, failure)
+    assert list(given) == ([] if cause is None else [THE + cause])
+    assert [each.detail for each in given.values()] == (
+        [] if cause is None else [f"rows of the table: {position(4)} for 6, {position(5)} for 7"]
+    )
+
+
+def test_the_right_rows_are_no_other_tokens(of):
+    """An embedding that is not scaled is nearest to its own row."""
+    assert found(embedding.another_token, of(lambda r, p: TOKENS[r][p], PLACES, noise=1e-3)) == {}
 
 
 def test_a_large_table_is_searched_in_parts(of, monkeypatch):
