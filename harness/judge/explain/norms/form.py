@@ -78,9 +78,7 @@ def _form(failure: Failure, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return next((form for part in parts if (form := _form_on(failure, part, weight, bias)) is not None), None)
 
 
-def _form_on(
-    failure: Failure, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> NormForm | None:
+def _form_on(failure: Failure, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> NormForm | None:
     """Return the form of a norm of rows [R, W]; None if it gives something else."""
     module: Any = failure.module
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))

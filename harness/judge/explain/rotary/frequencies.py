@@ -15,7 +15,7 @@ import torch
 
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
-from harness.judge.explain.rotary.rotation import Causes, turned_by, with_rotation
+from harness.judge.explain.rotary.rotation import Causes, heads_read, turned_by, with_rotation
 from harness.oracle.rotation import Rotation
 
 _SMALL_SHARE = 1e-2
@@ -55,7 +55,7 @@ def other_pairs(failure: Failure, own: Rotation) -> Causes:
 
 def not_rotated(failure: Failure) -> Causes:
     """The input comes out as it went in: not turned, or not scaled where that is all that the layer does to it."""
-    x = failure.inputs[0].flatten(1)
+    x = heads_read(failure.inputs[0].flatten(1), failure.expected, failure.hf.head_dim)
     cause = "the rows' factors, which grow with the position, are" if _is_scaled(failure, x) else "rotary is"
     yield Hypothesis(cause=f"{cause} not applied", output=x)
 
@@ -78,7 +78,7 @@ def backwards(failure: Failure, own: Rotation) -> Causes:
 
 @with_rotation
 def scaling_ignored(failure: Failure, own: Rotation) -> Causes:
-    """The frequencies are those of a model without rope scaling."""
+    """The frequencies are those of a model without rope scaling; a factor of cos and sin is kept, or is not."""
     parameters = rope_parameters(failure, own)
     if parameters.get("rope_type", "default") == "default" or "rope_theta" not in parameters:
         return
@@ -87,6 +87,11 @@ def scaling_ignored(failure: Failure, own: Rotation) -> Causes:
         yield Hypothesis(
             cause=f"rope scaling ({parameters['rope_type']}) is ignored",
             output=plain.turn(failure.inputs[0], failure.positions),
+        )
+    if plain is not None and plain.scaling != own.scaling:
+        yield Hypothesis(
+            cause=f"rope scaling ({parameters['rope_type']}) is ignored but for its factor of cos and sin",
+            output=replace(plain, scaling=own.scaling).turn(failure.inputs[0], failure.positions),
         )
 
 
@@ -98,9 +103,10 @@ def other_scaling(failure: Failure, own: Rotation) -> Causes:
         return
     meant = str(parameters.get("rope_type", "default"))
     plain = with_parameters(failure, own, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
+    kept = None if plain is None else replace(plain, scaling=own.scaling)
     for cause, changed, freedom in (*_other_values(parameters), *_other_types(failure, own, parameters, meant)):
         other = with_parameters(failure, own, changed)
-        if other is not None and not _is_same(other, plain):  # no scaling at all has a name of its own
+        if other is not None and not _is_same(other, plain) and not _is_same(other, kept):  # these have names
             yield Hypothesis(cause=cause, output=other.turn(failure.inputs[0], failure.positions), freedom=freedom)
 
 

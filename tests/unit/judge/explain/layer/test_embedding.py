@@ -75,7 +75,11 @@ def test_rows_of_other_tokens(of, token, places, cause):
 
 @pytest.mark.parametrize(
     ("position", "cause"),
-    [(lambda p: min(p, 3) + 2, "another position"), (lambda p: p + 1, "another position (-1)"), (lambda p: p + 2, None)],
+    [
+        (lambda p: min(p, 3) + 2, "another position"),
+        (lambda p: p + 1, "another position (-1)"),
+        (lambda p: p + 2, None),
+    ],
 )
 def test_rows_of_other_positions(of, position, cause):
     """OPT's table of learned positions has two rows before the first."""

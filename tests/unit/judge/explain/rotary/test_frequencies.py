@@ -28,6 +28,7 @@ PLAIN = {"rope_type": "default", "rope_theta": THETA}
 LINEAR = {"rope_type": "linear", "rope_theta": THETA, "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": THETA, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 def frequencies(theta=THETA, dim=H):
@@ -146,6 +147,16 @@ def test_a_scaling_that_is_ignored():
     for parameters in (LINEAR, LLAMA3):
         cause = f"rope scaling ({parameters['rope_type']}) is ignored"
         check(rotary.scaling_ignored, of(parameters=parameters), {cause: (by(PLAIN), 0)})
+        assert len(found(rotary.scaling_ignored, of(parameters=parameters))) == 1
+
+
+def test_a_scaling_of_which_the_factor_alone_is_kept():
+    """No parameter of it is said to be another, though one that has no effect would give the same."""
+    actual = by(frequencies(), scaling=scaled(YARN)[1])
+    cause = "rope scaling (yarn) is ignored but for its factor of cos and sin"
+    check(rotary.scaling_ignored, of(actual, YARN), {cause: (actual, 0)})
+    for hypothesis in rotary.other_scaling(of(actual, YARN)):
+        assert not torch.allclose(hypothesis.output, actual, rtol=1e-6, atol=0), hypothesis.cause
 
 
 FACTORS = (0.5, 2, 3, 4, 8, 16, 32, 40, 64)
