@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
+from transformers.cache_utils import CacheLayerMixin
 
 from harness.engines.adapter import Capabilities, Engine, Part, Workload, engine_refusals, refuse_unknown_options
 from harness.engines.hf_session import HFSession
@@ -26,6 +27,7 @@ from harness.formats.checkpoint import Checkpoint
 from harness.formats.checkpoint.quantised import read_quantised_source, served_folder
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph, Kind, Operation, prefix_of
+from harness.oracle.caches import new_cache
 from harness.oracle.decode import HFDecoder
 from harness.oracle.lora import add_adapter
 from harness.oracle.model import HFModel, load_model
@@ -184,7 +186,7 @@ class _Batch:
         """Dtype of each tap in its first step."""
         self.read_back: set[str] = set()
         """Caches that could be read back: families cache other things than keys and values, or nothing."""
-        self._has_attention = any(operation.kind is Kind.ATTENTION for operation in hf.graph)
+        self._sees_history = _sees_history(hf)
         self._takes_positions = "position_ids" in inspect.signature(hf.model.forward).parameters
 
     def run(self, chunk_size: int | None) -> None:
@@ -244,7 +246,7 @@ class _Batch:
             options["position_ids"] = torch.tensor(forward.positions, device=self._hf.device)
         if is_padded:
             # Without attention HF multiplies the mask with the rows of this forward: it is of these alone.
-            begin = 0 if self._has_attention else len(self._mask[0]) - len(forward.ids[0])
+            begin = 0 if self._sees_history else len(self._mask[0]) - len(forward.ids[0])
             options["attention_mask"] = torch.tensor([row[begin:] for row in self._mask], device=self._hf.device)
         if "logits_to_keep" in inspect.signature(self._hf.model.forward).parameters:
             options["logits_to_keep"] = max((-column for column in forward.columns), default=1)
@@ -362,6 +364,13 @@ class _Memory:
         layers = [layer for cache in self.decoder.cache.values() for layer in getattr(cache, "layers", ())]
         kept = [each for each in tree_leaves([vars(layer) for layer in layers]) if isinstance(each, torch.Tensor)]
         return sum(fill(each[request], value) for each in kept if each.dim() > 1 and len(each) == self.num_lanes)
+
+
+def _sees_history(hf: HFModel) -> bool:
+    """Whether a forward reads earlier tokens, and a mask is of them, too; families may show no attention that does."""
+    layers = getattr(new_cache(hf), "layers", ())
+    keeps_tokens = any(isinstance(layer, CacheLayerMixin) for layer in layers)
+    return keeps_tokens or any(operation.kind is Kind.ATTENTION for operation in hf.graph)
 
 
 class _Recorder:

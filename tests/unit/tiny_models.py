@@ -49,6 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {**_WINDOWED, "query_pre_attn_scalar": 8},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "gpt_neox": {},
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
     "gpt_oss": {**_WINDOWED, **_EXPERTS},
     "llama4_text": {
         **_EXPERTS,
@@ -83,6 +84,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Model types and what they need besides the sizes."""
 _OWN_SIZES = {
     "gpt2": ("vocab_size",),
+    "gptj": ("vocab_size",),
     "mamba": ("vocab_size", "hidden_size", "num_hidden_layers"),
     "rwkv": ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
 }

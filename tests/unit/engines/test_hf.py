@@ -229,9 +229,12 @@ def test_a_family_without_sdpa_runs_by_its_own_attention(tiny_folder, record, fa
     assert {tap for tap in there if tap.endswith((".attention", "mixer.out_proj"))}
 
 
-def test_a_state_sees_no_padding(tiny_folder, record):
-    """A mask of the whole sequence beside one row of it gave a padded request's decode the rows of another length."""
-    engine, tap, expected = of(tiny_folder("mamba")), "backbone.layers.1.mixer.out_proj", {}
+@pytest.mark.parametrize(
+    ("family", "tap"), [("mamba", "backbone.layers.1.mixer.out_proj"), ("gptj", "transformer.h.1.attn.out_proj")]
+)
+def test_nothing_sees_padding(tiny_folder, record, family, tap):
+    """Of a state a mask is of the new rows alone; of attention it is of all, also where HF does not show it as such."""
+    engine, expected = of(tiny_folder(family)), {}
     for request in REQUESTS:
         shown = []
         hook = engine._hf.module(tap).register_forward_hook(lambda _module, _args, out, shown=shown: shown.append(out))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.errors import Code
-from harness.judge.compare.run import _own_logits_decide, _outcome, _ties
+from harness.judge.compare.run import _outcome, _own_logits_decide, _ties
 from harness.results.check import Coverage, Finding, LogitResult, Outcome
 
 from .judgements import errors_of, judgement, propagated_of
