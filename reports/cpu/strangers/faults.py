@@ -1,4 +1,4 @@
-"""150 faults that engine writers make, in families that no cause was written for. Written before any was run.
+"""192 faults that engine writers make, in families that no cause was written for. Written before any was run.
 
 Each says where it must be found (a pattern of the first tap that is wrong, the position of its first wrong row in
 request 0 or None if the tokens decide that), and which words of a cause would be right (None: no known cause is true,

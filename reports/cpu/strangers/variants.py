@@ -1,4 +1,4 @@
-"""150 sound ways to compute the same: none may alarm. Written before any was run.
+"""190 sound ways to compute the same: none may alarm. Written before any was run.
 
 `ways` are applied to families in a dtype under a schedule: "family dtype schedule", with f for float32, b for bfloat16,
 h for float16.

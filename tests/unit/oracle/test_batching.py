@@ -66,3 +66,18 @@ def test_512_tokens_at_least():
 
 def test_shorter_requests_are_padded_behind_their_end():
     assert padded(requests_of(2, 4, 1)).tolist() == [[1, 1, 0, 0], [2, 2, 2, 2], [3, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("rope", "is_alone"),
+    [
+        ({"rope_type": "longrope"}, True),
+        ({"rope_type": "dynamic", "factor": 2.0}, True),
+        ({"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}, True),
+        ({"rope_type": "yarn", "factor": 2.0}, False),
+        (None, False),
+    ],
+)
+def test_requests_are_alone_where_a_longer_one_would_change_their_frequencies(rope, is_alone):
+    """HF takes LongRoPE's long factors for all of a batch whose longest request needs them."""
+    assert (batch_tokens(hf((8, 8), rope_parameters=rope)) == 1) == is_alone

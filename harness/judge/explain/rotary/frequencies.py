@@ -104,9 +104,17 @@ def other_scaling(failure: Failure, own: Rotation) -> Causes:
     meant = str(parameters.get("rope_type", "default"))
     plain = with_parameters(failure, own, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
     kept = None if plain is None else replace(plain, scaling=own.scaling)
+    others = None
+    if {"short_factor", "long_factor"} <= parameters.keys():  # HF chooses by the length of what is computed
+        for used, unused in (("short", "long"), ("long", "short")):
+            same = {**parameters, f"{unused}_factor": parameters[f"{used}_factor"]}
+            other = with_parameters(failure, own, same)
+            if other is not None and not _is_same(other, own):
+                others, cause = other, f"rope scaling: the {used} factors are used where the {unused} ones belong"
+                yield Hypothesis(cause=cause, output=other.turn(failure.inputs[0], failure.positions))
     for cause, changed, freedom in (*_other_values(parameters), *_other_types(failure, own, parameters, meant)):
         other = with_parameters(failure, own, changed)
-        if other is not None and not _is_same(other, plain) and not _is_same(other, kept):  # these have names
+        if other is not None and not any(_is_same(other, each) for each in (plain, kept, others)):  # these have names
             yield Hypothesis(cause=cause, output=other.turn(failure.inputs[0], failure.positions), freedom=freedom)
 
 

@@ -150,6 +150,25 @@ def test_a_scaling_that_is_ignored():
         assert len(found(rotary.scaling_ignored, of(parameters=parameters))) == 1
 
 
+def test_factors_of_the_other_length():
+    """LongRoPE has two lists of factors; that no original length is exceeded would give the same."""
+    length = {"original_max_position_embeddings": 64, "factor": 4.0}  # of 256 positions: the long ones belong
+    factors = {
+        "short_factor": [1.0 + 0.1 * at for at in range(H // 2)],
+        "long_factor": [2.0 + at for at in range(H // 2)],
+    }
+    parameters = {"rope_type": "longrope", "rope_theta": THETA, **length, **factors}
+    failure = of(parameters=parameters)
+    for used, unused in (("short", "long"), ("long", "short")):
+        actual = by({**parameters, f"{unused}_factor": parameters[f"{used}_factor"]})
+        if torch.allclose(actual, failure.expected):
+            continue
+        cause = f"rope scaling: the {used} factors are used where the {unused} ones belong"
+        check(rotary.other_scaling, of(actual, parameters), {cause: (actual, 0)})
+        fits = [each.cause for each in rotary.other_scaling(failure) if torch.allclose(each.output, actual, atol=1e-6)]
+        assert fits == [cause]
+
+
 def test_a_scaling_of_which_the_factor_alone_is_kept():
     """No parameter of it is said to be another, though one that has no effect would give the same."""
     actual = by(frequencies(), scaling=scaled(YARN)[1])
