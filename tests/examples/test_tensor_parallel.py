@@ -15,7 +15,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "launcher"), list(zip(PROGRAMS, [(), TORCHRUN], strict=True)), ids=["script", "torchrun"]
 )

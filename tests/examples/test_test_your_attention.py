@@ -35,7 +35,7 @@ def test_the_command_finds_what_the_page_shows(project: Path, command: str, find
     assert finding in done.stdout
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("finding", FINDINGS)
 def test_the_program_of_a_finding_shows_it(project: Path, finding: str) -> None:
     program = "\n".join(finding.splitlines()[3:])

@@ -42,6 +42,7 @@ def test_the_program_on_the_page_fails_on_its_own(project: Path) -> None:
     assert done.stderr.rstrip().endswith("AssertionError")
 
 
+@pytest.mark.slow
 def test_the_fix_on_the_page_passes(project: Path) -> None:
     adapter = project / "adapter.py"
     adapter.write_text(adapter.read_text().replace("from my_blocks import", "from fixed import"))

@@ -44,6 +44,7 @@ def test_the_program_on_the_page_fails_on_its_own(project: Path) -> None:
     assert done.stderr.rstrip().endswith("AssertionError")
 
 
+@pytest.mark.slow
 def test_the_fix_on_the_page_passes(project: Path) -> None:
     adapter = project / "adapter.py"
     text = adapter.read_text().replace("import Request, Scheduler\n", "import Request\nfrom fixed import Scheduler\n")
@@ -53,6 +54,7 @@ def test_the_fix_on_the_page_passes(project: Path) -> None:
     assert "1 passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_known_finding_is_accepted_and_written(project: Path) -> None:
     done = run(project, COMMANDS[1])
     assert done.returncode == 0, done.stdout

@@ -31,6 +31,7 @@ def test_a_failure_stops_nothing_and_what_is_done_is_not_done_again(tmp_path):
     assert "figures" in summary
 
 
+@pytest.mark.slow
 def test_what_hangs_is_ended_with_its_children(tmp_path):
     late = tmp_path / "late"
     child = f"import time; time.sleep(3); open({str(late)!r}, 'w')"

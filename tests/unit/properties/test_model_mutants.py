@@ -14,7 +14,7 @@ from .model_mutants import MUTANTS, SURVIVORS, Mutant
 DEV = PROFILES["dev"].settings()
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_is_killed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(falsify, "PHASES", (Phase.generate,))  # the first example will do

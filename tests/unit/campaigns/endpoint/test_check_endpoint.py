@@ -118,6 +118,7 @@ def test_a_server_of_text_is_judged_by_its_text(folder, server):
     assert all(isinstance(body["prompt"], str) for body in seen[1:])
 
 
+@pytest.mark.slow
 def test_an_echo_without_its_first_token_is_read(folder, server):
     """llama-cpp-python's echo leaves the begin-of-text token out."""
     app, url = server

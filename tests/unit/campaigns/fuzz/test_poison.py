@@ -98,6 +98,7 @@ def test_padding_of_hf_reaches_its_rows_as_zero_times_nan(poisoned):
     assert Memory.OTHERS in filled(found)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["mamba", "falcon_h1"])
 def test_states_of_recurrent_layers_are_poisoned(poisoned, family):
     found = poisoned(model=family, engine="hf")

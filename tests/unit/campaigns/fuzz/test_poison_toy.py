@@ -125,7 +125,7 @@ LEAKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("plant", "memory", "tap", "row", "values"), LEAKS)
 def test_what_padding_and_unused_slots_reach_is_named(poisoned, fused, plant, memory, tap, row, values):
     first = poisoned(plant(fused))[0]

@@ -169,6 +169,7 @@ def test_a_column_that_stands_one_token_late(compare, rows, trainer):
     assert "one token too late" in term.detail
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["llama-tiny", "gemma3-tiny"])
 def test_a_column_that_stands_late_is_named_though_its_first_values_fit_nothing(compare, rows, model):
     columns = train_column(load_model(Path(resolve(model)), dtype=torch.bfloat16, stays=True).model, rows)

@@ -90,6 +90,7 @@ def test_a_sound_function_and_a_sound_server(chat_folder, chat_server, hf):
     assert any("writes the special token" in note for note in result.notes)
 
 
+@pytest.mark.slow
 def test_what_is_said_of_a_difference(chat_folder, chat_server, hf, monkeypatch):
     text, address = chat_server
     monkeypatch.setattr(text, "encode_chat", lambda messages, tools=None: hf([as_hf(own) for own in messages], None))
@@ -109,6 +110,7 @@ def test_what_is_said_of_a_difference(chat_folder, chat_server, hf, monkeypatch)
     assert dataclasses.asdict(result).keys() <= document.keys()
 
 
+@pytest.mark.slow
 def test_one_end_token_that_ends_nothing(chat_folder, chat_server, monkeypatch):
     from reference_engine.requests import stopping
 
@@ -124,6 +126,7 @@ def test_one_end_token_that_ends_nothing(chat_folder, chat_server, monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_another_tokenizer_behind_the_page(chat_folder, chat_server, monkeypatch):
     text, address = chat_server
     sound = text.encode

@@ -24,7 +24,7 @@ def check(engine, checkpoints, name="qwen2-tiny", schedules=("plain",)):
     return harness.check(engine, model=checkpoints / name, prompts=PROMPTS, max_new_tokens=4, schedules=schedules)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_operation_of_a_sound_engine_passes(fused_engine, checkpoints, dtype):
     result = check(fused_engine(dtype=dtype), checkpoints, schedules=SCHEDULES)

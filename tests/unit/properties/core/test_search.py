@@ -61,6 +61,7 @@ class Forgetful(TwoPhaseScheduler):
         self.waiting.append(Job(request_id, list(token_ids)))
 
 
+@pytest.mark.slow
 def test_where_missing_refusals_are_accepted_no_impossible_request_is_queued() -> None:
     assert [finding.invariant for finding in search_scheduler(Forgetful, DEV).findings] == [21]
     assert search_scheduler(Forgetful, DEV, accepted={21}).findings == []
@@ -118,7 +119,7 @@ class RejectsLongPrompts(ChainedManager):
         return super().allocate(request_id, token_ids)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("manager", "reason"), [(SomeSizesOnly, "is odd"), (RejectsLongPrompts, "UnsatisfiedAssumption")]
 )

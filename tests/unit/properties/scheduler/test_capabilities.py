@@ -73,6 +73,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("scheduler", "declared", "otherwise"), CASES)
 def test_what_is_declared_is_no_finding(scheduler: type, declared: dict[str, Any], otherwise: set[int]) -> None:
     check_scheduler(type("Declared", (scheduler,), declared), DEV)
