@@ -24,13 +24,19 @@ PLOT_NAME, TABLE_NAME = "quant.svg", "quant.md"
 def quant(
     model: opt.Model = None,
     types: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="NAMES", help="Types to make: of GGUF, by llama.cpp's quantiser, and torchao-int8, ...; comma list."
+            metavar="NAMES",
+            help="Types to make: of GGUF, by llama.cpp's quantiser, and torchao-int8, ...; comma list. "
+            f"[default: {DEFAULT_TYPES}; none where there is a --file]",
         ),
-    ] = DEFAULT_TYPES,
+    ] = None,
     file: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="GGUF file of the model, measured as it is. Repeatable.")
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="GGUF file, or folder with a quantised or other checkpoint, of the same model. Repeatable.",
+        ),
     ] = None,
     engine_option: opt.EngineOption = None,
     text_file: Annotated[
@@ -65,20 +71,27 @@ def quant(
         from harness.engines.llamacpp.options import parse_llamacpp_options
         from harness.engines.llamacpp.tensor import llama
         from harness.formats.checkpoint import resolve
+        from harness.formats.checkpoint.gguf.types import PLAIN
         from harness.oracle.model import load_model
         from harness.report.quant.text import quant_svg, quant_text
 
-        wanted: list[str | Path] = [*(check_type(name) for name in types.split(",")), *(file or [])]
+        names = types.split(",") if types is not None else [] if file else DEFAULT_TYPES.split(",")
+        wanted: list[str | Path] = [*(check_type(name) for name in names), *(file or [])]
         options = parse_llamacpp_options(opt.parse_engine_options(engine_option))
         for each in wanted:  # what is missing is known before anything costs time
-            check_package(str(each)) if each in HF_TYPES else llama()
+            if each in HF_TYPES:
+                check_package(str(each))
+            elif each not in PLAIN and not isinstance(each, Path):
+                llama()
         folder = resolve(model or DEFAULT_MODEL, local_files_only=local_files_only)
         with scratch_folder("harness-") as made:
             original = pad_checkpoint(folder, made / "padded") if pad else folder
             hf = load_model(original, dtype=torch.float32, stays=True)
             given, text = _sequences(hf, text_file, sequences, tokens, seed)
             name = model or DEFAULT_MODEL
-            result = measure_types(hf, wanted, given, model=name, text=text, options=options, progress=report)
+            result = measure_types(
+                hf, wanted, given, model=name, text=text, options=options, seed=seed, progress=report
+            )
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             write_text(out / PLOT_NAME, quant_svg(result))

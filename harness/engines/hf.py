@@ -20,11 +20,10 @@ from harness.engines.adapter import Capabilities, Engine, Part, Workload, engine
 from harness.engines.hf_session import HFSession
 from harness.engines.module_settings import settings_of_modules
 from harness.engines.poison import Poison, fill
-from harness.engines.quantised_form import load_quantised, quantising
+from harness.engines.quantised_form import served_model
 from harness.engines.read_back import write_read_back
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint import Checkpoint
-from harness.formats.checkpoint.quantised import read_quantised_source, served_folder
+from harness.formats.checkpoint.quantised import read_quantised_source
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph, Kind, Operation, prefix_of
 from harness.oracle.caches import new_cache
@@ -58,18 +57,10 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
     if read_quantised_source(folder) is None or options.get("weights") == "dequantised":
         hf = load_model(folder, dtype=getattr(torch, dtype), device=device, stays=True)
     else:
-        hf = _quantised_model(folder, getattr(torch, dtype), device)
+        hf = served_model(folder, getattr(torch, dtype), device)
     if "lora" in options:
         add_adapter(hf, Path(options["lora"]))
     return HFEngine(hf, options.get("attention"))
-
-
-def _quantised_model(folder: Path, dtype: torch.dtype, device: str) -> HFModel:
-    """Load a quantised checkpoint as transformers does."""
-    where = served_folder(folder)
-    with quantising(str(where), "install the package that it names, or --engine-option weights=dequantised"):
-        model = load_quantised(where, dtype=dtype).to(device)
-    return HFModel(model=model, checkpoint=Checkpoint(folder), dtype=dtype, device=torch.device(device))
 
 
 @dataclass(frozen=True, slots=True)

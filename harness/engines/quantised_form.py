@@ -11,6 +11,9 @@ from typing import Any
 import torch
 
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint import Checkpoint
+from harness.formats.checkpoint.quantised import served_folder
+from harness.oracle.model import HFModel
 from harness.oracle.quiet import quiet_transformers
 
 
@@ -22,6 +25,23 @@ def load_quantised(folder: Path, *, dtype: torch.dtype = torch.float32, **option
         folder, dtype=dtype, local_files_only=True, trust_remote_code=False, **options
     )
     return model.eval().requires_grad_(False)
+
+
+def served_model(folder: Path, dtype: torch.dtype, device: str) -> HFModel:
+    """Load what a folder was dequantised from as transformers does: with its packed weights.
+
+    Args:
+        folder: as `resolve` returned it for a quantised checkpoint.
+        dtype: of what is not quantised.
+        device: where it runs.
+
+    Raises:
+        HarnessError: QUANTISER_REFUSED.
+    """
+    where = served_folder(folder)
+    with quantising(str(where), "install the package that it names, or --engine-option weights=dequantised"):
+        model = load_quantised(where, dtype=dtype).to(device)
+    return HFModel(model=model, checkpoint=Checkpoint(folder), dtype=dtype, device=torch.device(device))
 
 
 @contextmanager

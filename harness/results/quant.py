@@ -1,5 +1,6 @@
 """The cost of quantisation for a model: one row a type, and the text that it was measured on."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -11,19 +12,26 @@ class QuantRow:
     """Type or file."""
     size_bytes: int
     bits_per_weight: float
-    perplexity: float
-    """Of the engine on the text."""
-    kl_mean: float
+    tensor_types: Mapping[str, float]
+    """The types of its tensors, each with its share of their bytes, the largest first."""
+    note: str
+    """What the name does not say of these tensors; empty where there is nothing to say."""
+    perplexity: float | None
+    """Of the engine on the text; `ENGINE_FIGURES` are None where the engine is not installed."""
+    kl_mean: float | None
     """Of the engine from HF's original."""
-    kl_median: float
-    kl_p99: float
-    kl_max: float
-    same_top: float
+    kl_median: float | None
+    kl_p99: float | None
+    kl_max: float | None
+    same_top: float | None
     """Share of the rows at which the engine's likeliest token is the original's."""
     kl_mean_format: float
     """The cost of the format: HF with the dequantised weights from HF's original."""
-    kl_mean_arithmetic: float
+    kl_mean_arithmetic: float | None
     """The cost of the arithmetic: the engine from HF with the dequantised weights."""
+
+
+ENGINE_FIGURES = ("perplexity", "kl_mean", "kl_median", "kl_p99", "kl_max", "same_top", "kl_mean_arithmetic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

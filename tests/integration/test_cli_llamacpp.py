@@ -260,8 +260,8 @@ def test_quant_splits_what_format_and_arithmetic_cost(harness, tmp_path, monkeyp
     assert ran.status == 0, ran.err
     rows = {row["name"]: row for row in ran.json["types"]}
     assert set(rows["Q8_0"]) == {
-        "name", "size_bytes", "bits_per_weight", "perplexity", "kl_mean", "kl_median", "kl_p99", "kl_max", "same_top",
-        "kl_mean_format", "kl_mean_arithmetic",
+        "name", "size_bytes", "bits_per_weight", "tensor_types", "note", "perplexity", "kl_mean", "kl_median", "kl_p99",
+        "kl_max", "same_top", "kl_mean_format", "kl_mean_arithmetic",
     }  # fmt: skip
     assert rows["F32"]["kl_mean_format"] == 0
     assert rows["F32"]["kl_mean_format"] < rows["Q8_0"]["kl_mean_format"] < rows["Q4_0"]["kl_mean_format"]
@@ -280,6 +280,43 @@ def test_quant_makes_k_quants_of_a_model_that_is_filled_up(harness, tmp_path, mo
     fine, coarse = ran.json["types"]
     assert 6.5 < fine["bits_per_weight"] < 7
     assert fine["kl_mean_format"] < coarse["kl_mean_format"]
+    assert (fine["note"], coarse["note"]) == ("", "")
+    assert fine["tensor_types"]["Q6_K"] > 0.9
+
+
+@needs_llamacpp
+def test_quant_says_where_rows_do_not_fit_the_type(harness, tmp_path, monkeypatch):
+    monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
+    ran = harness("quant", "--types", "Q4_K_M", "--tokens", "12", "--sequences", "1", *NO_REPACK, "--format", "json")
+    (row,) = ran.json["types"]
+    assert "Q4_K" not in row["tensor_types"]
+    assert row["note"] == "22 of 22 matrices are not Q4_K: their rows are no multiple of 256 weights"
+
+
+@needs_llamacpp
+@pytest.mark.slow
+def test_quant_makes_types_that_need_an_importance_matrix(harness, tmp_path, monkeypatch):
+    monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
+    types = ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M", "Q2_K_S"]
+    names = [*types, "TQ1_0", "TQ2_0"]
+    ran = harness(
+        "quant",
+        "--pad",
+        "--types",
+        ",".join(names),
+        "--tokens",
+        "12",
+        "--sequences",
+        "1",
+        *NO_REPACK,
+        "--format",
+        "json",
+    )
+    assert ran.status == 0, ran.err
+    rows = {row["name"]: row for row in ran.json["types"]}
+    assert list(rows) == names
+    assert rows["IQ1_S"]["bits_per_weight"] < rows["IQ2_XS"]["bits_per_weight"] < rows["IQ3_M"]["bits_per_weight"]
+    assert rows["IQ1_S"]["kl_mean_format"] > rows["IQ3_M"]["kl_mean_format"] > 0
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
-"""`harness quant` with HuggingFace's own quantised forms: no llama.cpp is needed."""
+"""`harness quant` without llama.cpp: HuggingFace's own quantised forms and checkpoints, and what a format costs."""
 
 import importlib.util
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from harness.formats.checkpoint.gguf.writer import write_gguf
+from tests.quantised_checkpoints import write_quantised
 
 MISSING = [name for name in ("torchao", "compressed_tensors") if importlib.util.find_spec(name) is None]
 needs_quantisers = pytest.mark.skipif(bool(MISSING), reason=f"extra quant is not installed: without {MISSING}")
@@ -33,3 +37,34 @@ def test_a_missing_package_is_named(harness):
     assert ran.status == 2
     assert "H103" in ran.err
     assert "pip install 'inference-harness[quant]'" in ran.err
+
+
+def test_what_a_format_costs_needs_no_engine(harness, checkpoints, tmp_path):
+    path = write_gguf(checkpoints / "qwen3-tiny", tmp_path / "half.gguf", "F16")
+    write_quantised(checkpoints / "qwen3-tiny", tmp_path / "awq", "awq")
+    files = ["--file", path, "--file", tmp_path / "awq", "--file", checkpoints / "qwen3-tiny"]
+    ran = harness("quant", "--model", "qwen3-tiny", *files, *SIZES, "--format", "json")
+    assert ran.status == 0, ran.err
+    half, packed, plain = ran.json["types"]
+    assert 0 < half["kl_mean_format"] < packed["kl_mean_format"]
+    assert set(half["tensor_types"]) == {"F16", "F32"}
+    assert packed["note"].startswith("AWQ")
+    assert (plain["kl_mean_format"], plain["kl_mean"], plain["kl_mean_arithmetic"]) == (0, 0, 0)
+
+
+@needs_quantisers
+def test_a_quantised_checkpoint_is_run_as_transformers_does(harness, checkpoints, tmp_path):
+    write_quantised(checkpoints / "qwen3-tiny", tmp_path / "w8a8", "w8a8")
+    ran = harness("quant", "--model", "qwen3-tiny", "--file", tmp_path / "w8a8", *SIZES, "--format", "json")
+    assert ran.status == 0, ran.err
+    (row,) = ran.json["types"]
+    assert row["note"] == "compressed-tensors, int8"
+    assert row["kl_mean_arithmetic"] > 0  # it quantises the inputs, which the weights do not show
+
+
+def test_a_checkpoint_of_another_vocabulary_is_refused(harness, tmp_path):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=99, **sizes)).save_pretrained(tmp_path)
+    ran = harness("quant", "--model", "qwen3-tiny", "--file", tmp_path, *SIZES)
+    assert ran.status == 2
+    assert "H013: the checkpoint has another vocabulary than the model" in ran.err

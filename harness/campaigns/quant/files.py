@@ -1,21 +1,33 @@
 """A model as GGUF in a type: written as it is, or by llama.cpp's own quantiser."""
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from harness.campaigns.quant.hf.types import HF_TYPES
+from harness.campaigns.quant.importance import Importance
 from harness.engines.llamacpp.tensor import llama
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.gguf.types import PLAIN
+from harness.formats.checkpoint.gguf import GGUFTensor
+from harness.formats.checkpoint.gguf.types import BY_NAME, PLAIN
 from harness.formats.checkpoint.gguf.writer import write_gguf
+from harness.oracle.model import HFModel
 
 _FILE_TYPES = {
     "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q3_K_S": 11, "Q3_K_M": 12,
     "Q3_K_L": 13, "Q4_K": 14, "Q4_K_S": 14, "Q4_K_M": 15, "Q5_K": 16, "Q5_K_S": 16, "Q5_K_M": 17, "Q6_K": 18,
-    "IQ4_NL": 25, "IQ4_XS": 30,
+    "Q2_K_S": 21, "IQ1_S": 24, "IQ1_M": 31, "IQ2_XXS": 19, "IQ2_XS": 20, "IQ2_S": 28, "IQ2_M": 29, "IQ3_XXS": 23,
+    "IQ3_XS": 22, "IQ3_S": 26, "IQ3_M": 27, "IQ4_NL": 25, "IQ4_XS": 30, "TQ1_0": 36, "TQ2_0": 37,
 }  # fmt: skip
 """Numbers of `llama_ftype` in llama.h."""
-_MIXED = ("_S", "_M", "_L")
-"""Ends of the names of mixtures, which keep some tensors in finer types; all others are one type throughout."""
+_MIXTURES = {
+    "Q2_K_S": "Q2_K", "Q3_K_S": "Q3_K", "Q3_K_M": "Q3_K", "Q3_K_L": "Q3_K", "Q4_K_S": "Q4_K", "Q4_K_M": "Q4_K",
+    "Q5_K_S": "Q5_K", "Q5_K_M": "Q5_K", "IQ1_S": "IQ1_S", "IQ1_M": "IQ1_M", "IQ2_XXS": "IQ2_XXS", "IQ2_XS": "IQ2_XS",
+    "IQ2_S": "IQ2_XS", "IQ2_M": "IQ2_S", "IQ3_XXS": "IQ3_XXS", "IQ3_XS": "IQ3_S", "IQ3_S": "IQ3_S", "IQ3_M": "IQ3_S",
+}  # fmt: skip
+"""Types that keep some tensors in finer ones, and the type of most; all others are one type throughout."""
+_BY_IMPORTANCE = frozenset({"Q2_K_S", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS"})
+"""Mixtures that llama.cpp makes only with an importance matrix, or that are of no use without."""
 NAMES = (*PLAIN, *_FILE_TYPES, *HF_TYPES)
 """Of types of GGUF, which come first, and of HuggingFace's forms."""
 
@@ -39,38 +51,43 @@ def check_type(name: str) -> str:
     return found
 
 
-def make_file(checkpoint: Path, name: str, folder: Path) -> Path:
+def make_file(hf: HFModel, name: str, folder: Path, importance: Callable[[], Importance]) -> Path:
     """Write the model in a type; llama.cpp puts rows that are no whole number of its blocks in another one.
 
     Args:
-        checkpoint: in HF's layout.
+        hf: the original.
         name: a type of GGUF.
         folder: where to write; the float32 file is kept there for the next type.
+        importance: called for a type that needs it.
 
     Raises:
         HarnessError: PACKAGE_MISSING, UNSUPPORTED_ARCHITECTURE, or ENGINE_FAILED: the quantiser refuses.
     """
     path = folder / f"{name}.gguf"
     if name in PLAIN:
-        return path if path.exists() else write_gguf(checkpoint, path, name)
-    return quantise(make_file(checkpoint, "F32", folder), path, name)
+        return path if path.exists() else write_gguf(hf.folder, path, name)
+    source = make_file(hf, "F32", folder, importance)
+    return quantise(source, path, name, importance() if name in _BY_IMPORTANCE else None)
 
 
-def quantise(source: Path, path: Path, name: str) -> Path:
+def quantise(source: Path, path: Path, name: str, importance: Importance | None = None) -> Path:
     """Write a GGUF file in a type, by llama.cpp's own quantiser.
 
     Args:
         source: the file, in float32.
         path: of the file to write.
         name: a type that is not plain.
+        importance: of the inputs of each weight, by GGUF's name.
 
     Raises:
         HarnessError: PACKAGE_MISSING, or ENGINE_FAILED: the quantiser refuses.
     """
     library = llama()
     params = library.llama_model_quantize_default_params()
-    params.ftype, params.nthread = _FILE_TYPES[name], 1
-    params.pure = not name.endswith(_MIXED)
+    params.ftype, params.nthread, params.pure = _FILE_TYPES[name], 1, name not in _MIXTURES
+    entries = _entries(library, importance or {})  # read while the quantiser runs
+    if importance:
+        params.imatrix = entries
     status = library.llama_model_quantize(str(source).encode(), str(path).encode(), library.ctypes.byref(params))
     if status != 0:
         raise HarnessError(
@@ -81,3 +98,29 @@ def quantise(source: Path, path: Path, name: str) -> Path:
             hint=f"harness inspect {source}",
         )
     return path
+
+
+def _entries(library: Any, importance: Importance) -> Any:
+    """Return llama.cpp's own form of an importance matrix: an array that ends with an entry without a name."""
+    entry, number = library.llama_model_imatrix_data, library.ctypes.c_float
+    entries = [
+        entry(name.encode(), (number * len(values))(*values.tolist()), len(values))
+        for name, values in importance.items()
+    ]
+    return (entry * (len(entries) + 1))(*entries)
+
+
+def note_on(name: str, tensors: Iterable[GGUFTensor]) -> str:
+    """Say how many matrices are in another type than the one that was asked for, since their rows do not fit it.
+
+    Args:
+        name: of the type.
+        tensors: of the file that was made.
+    """
+    main = _MIXTURES.get(name, name)
+    block_size = BY_NAME[main][1].block_size
+    matrices = [tensor for tensor in tensors if len(tensor.shape) > 1]
+    others = sum(tensor.shape[-1] % block_size != 0 for tensor in matrices)
+    if not others:
+        return ""
+    return f"{others} of {len(matrices)} matrices are not {main}: their rows are no multiple of {block_size} weights"

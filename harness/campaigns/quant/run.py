@@ -1,24 +1,31 @@
 """Types of one model, each split into what its format costs and what the engine's arithmetic costs."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from harness.base.progress import Progress
 from harness.base.scratch import scratch_folder
-from harness.campaigns.quant.files import make_file
+from harness.campaigns.quant.files import make_file, note_on
 from harness.campaigns.quant.forward import hf_distributions, llamacpp_distributions
 from harness.campaigns.quant.hf.run import run_hf_type
 from harness.campaigns.quant.hf.types import HF_TYPES
+from harness.campaigns.quant.importance import Importance, importance_of
 from harness.campaigns.quant.measure import distance, perplexity
-from harness.campaigns.quant.text import Sequences
-from harness.campaigns.quant.type_run import TypeRun
+from harness.campaigns.quant.text import Sequences, sample_text
+from harness.campaigns.quant.type_run import TypeRun, shares
 from harness.engines.llamacpp.options import LlamaCppOptions
-from harness.formats.checkpoint import cache_dir
-from harness.formats.checkpoint.gguf import checkpoint_of_gguf, open_gguf
+from harness.engines.llamacpp.tensor import is_installed
+from harness.engines.quantised_form import quantising, served_model
+from harness.errors import Code, HarnessError
+from harness.formats.checkpoint import Checkpoint, cache_dir, resolve
+from harness.formats.checkpoint.gguf import checkpoint_of_gguf, is_gguf, open_gguf
+from harness.formats.checkpoint.quantised import read_quantised_source, served_folder
 from harness.oracle.model import HFModel, load_model
-from harness.results.quant import QuantResult, QuantRow
+from harness.results.quant import ENGINE_FIGURES, QuantResult, QuantRow
 
 
 def measure_types(
@@ -29,26 +36,32 @@ def measure_types(
     model: str,
     text: str,
     options: LlamaCppOptions,
+    seed: int,
     progress: Progress,
 ) -> QuantResult:
     """Measure each type against the original.
 
     Args:
         hf: the original, in float32.
-        types: names of types, which are made here, and GGUF files.
+        types: names of types, which are made here, GGUF files, and folders with a checkpoint of transformers.
         sequences: the tokens.
         model: how the user named it.
         text: where the tokens come from.
         options: of llama.cpp.
+        seed: of the text that the sequences are; an importance matrix is made on that of the next one.
         progress: told what is being done.
+
+    Raises:
+        HarnessError: as `make_file`, `checkpoint_of_gguf` and `load_model`; BAD_OPTION: another vocabulary.
     """
     progress("HuggingFace", 0, len(types))
     truth = hf_distributions(hf, sequences)
     rows = []
     with scratch_folder("harness-quant-") as folder:
+        bench = _Bench(hf=hf, sequences=sequences, options=options, scratch=folder, seed=seed)
         for at, each in enumerate(types):
             progress(str(each), at, len(types))
-            rows.append(_row(_run(each, hf, sequences, options, folder), truth, sequences))
+            rows.append(_row(bench.run(each), truth, sequences))
     progress("done", len(types), len(types))
     return QuantResult(
         model=model,
@@ -59,38 +72,108 @@ def measure_types(
     )
 
 
-def _run(each: str | Path, hf: HFModel, sequences: Sequences, options: LlamaCppOptions, scratch: Path) -> TypeRun:
-    if isinstance(each, Path):
-        return _run_file(each.stem, each, hf, sequences, options)
-    if each in HF_TYPES:
-        return run_hf_type(each, hf, sequences, scratch)
-    return _run_file(each, make_file(hf.folder, each, scratch), hf, sequences, options)
+@dataclass(frozen=True, kw_only=True)
+class _Bench:
+    """What every type is measured with."""
 
+    hf: HFModel
+    sequences: Sequences
+    options: LlamaCppOptions
+    scratch: Path
+    seed: int
 
-def _run_file(name: str, path: Path, hf: HFModel, sequences: Sequences, options: LlamaCppOptions) -> TypeRun:
-    file = open_gguf(path)
-    dequantised = load_model(checkpoint_of_gguf(path, cache_dir() / "gguf", hf=hf.checkpoint), dtype=torch.float32)
-    return TypeRun(
-        name=name,
-        size_bytes=file.num_bytes,
-        bits_per_weight=file.bits_per_weight,
-        dequantised=hf_distributions(dequantised, sequences),
-        engine=llamacpp_distributions(path, sequences, options),
-    )
+    def run(self, each: str | Path) -> TypeRun:
+        if isinstance(each, Path):
+            return self._gguf(each.stem, each) if is_gguf(each) else self._folder(each)
+        if each in HF_TYPES:
+            return run_hf_type(each, self.hf, self.sequences, self.scratch)
+        path = make_file(self.hf, each, self.scratch, lambda: self._importance)
+        note = note_on(each, (tensor for tensor, _ in open_gguf(path).tensors.values()))
+        return replace(self._gguf(each, path), note=note)
+
+    @cached_property
+    def _importance(self) -> Importance:
+        """Of a text that is not the one that the cost is measured on."""
+        sizes = {"num_sequences": len(self.sequences), "num_tokens": max(map(len, self.sequences))}
+        return importance_of(self.hf, sample_text(self.hf, **sizes, seed=self.seed + 1))
+
+    def _gguf(self, name: str, path: Path) -> TypeRun:
+        file = open_gguf(path)
+        folder = checkpoint_of_gguf(path, cache_dir() / "gguf", hf=self.hf.checkpoint)
+        return TypeRun(
+            name=name,
+            size_bytes=file.num_bytes,
+            bits_per_weight=file.bits_per_weight,
+            tensor_types=shares((tensor.type.name, tensor.num_bytes) for tensor, _ in file.tensors.values()),
+            dequantised=hf_distributions(load_model(folder, dtype=torch.float32), self.sequences),
+            engine=llamacpp_distributions(path, self.sequences, self.options) if is_installed() else None,
+        )
+
+    def _folder(self, path: Path) -> TypeRun:
+        """Run a checkpoint as transformers does, and with the weights that our own reader finds in it."""
+        checkpoint = Checkpoint(resolve(str(path)))
+        source = read_quantised_source(checkpoint.folder)
+        exact = load_model(checkpoint, dtype=torch.float32)
+        self._check_vocabulary(exact, path)
+        held = Checkpoint(served_folder(checkpoint.folder))
+        dequantised = hf_distributions(exact, self.sequences)
+        engine, note = (dequantised, "") if source is None else self._served(checkpoint.folder)
+        return TypeRun(
+            name=path.name,
+            size_bytes=held.num_bytes,
+            bits_per_weight=8 * held.num_bytes / sum(each.num_elements for each, _ in checkpoint.tensors.values()),
+            tensor_types=shares((entry.dtype, entry.num_bytes) for entry, _ in held.tensors.values()),
+            note=note if source is None else ", ".join([*source.formats, *([note] if note else [])]),
+            dequantised=dequantised,
+            engine=engine,
+        )
+
+    def _served(self, folder: Path) -> tuple[list[torch.Tensor] | None, str]:
+        """Return what transformers says with the packed weights, or None and why it does not load them."""
+        try:
+            with quantising(str(folder)):  # packages unpack weights, and draw bars, at the first forward
+                return hf_distributions(served_model(folder, torch.float32, "cpu"), self.sequences), ""
+        except HarnessError as error:
+            if error.code is not Code.QUANTISER_REFUSED:
+                raise
+            return None, f"not measured as transformers runs it: {error.what}"
+
+    def _check_vocabulary(self, other: HFModel, path: Path) -> None:
+        if other.vocab_size != self.hf.vocab_size:
+            raise HarnessError(
+                Code.BAD_OPTION,
+                "the checkpoint has another vocabulary than the model",
+                where=f"--file {path}",
+                expected=f"{self.hf.vocab_size} tokens, as {self.hf.folder} has",
+                actual=f"{other.vocab_size} tokens",
+                hint="name the model that it was made from as --model",
+            )
 
 
 def _row(run: TypeRun, truth: Sequence[torch.Tensor], sequences: Sequences) -> QuantRow:
-    whole = distance(truth, run.engine)
     return QuantRow(
         name=run.name,
         size_bytes=run.size_bytes,
         bits_per_weight=run.bits_per_weight,
-        perplexity=perplexity(run.engine, sequences),
-        kl_mean=whole.mean,
-        kl_median=whole.median,
-        kl_p99=whole.p99,
-        kl_max=whole.max,
-        same_top=whole.same_top,
+        tensor_types=run.tensor_types,
+        note=run.note,
         kl_mean_format=distance(truth, run.dequantised).mean,
-        kl_mean_arithmetic=distance(run.dequantised, run.engine).mean,
+        **_figures_of_the_engine(run, truth, sequences),
     )
+
+
+def _figures_of_the_engine(
+    run: TypeRun, truth: Sequence[torch.Tensor], sequences: Sequences
+) -> dict[str, float | None]:
+    if run.engine is None:
+        return dict.fromkeys(ENGINE_FIGURES)
+    whole = distance(truth, run.engine)
+    return {
+        "perplexity": perplexity(run.engine, sequences),
+        "kl_mean": whole.mean,
+        "kl_median": whole.median,
+        "kl_p99": whole.p99,
+        "kl_max": whole.max,
+        "same_top": whole.same_top,
+        "kl_mean_arithmetic": distance(run.dequantised, run.engine).mean,
+    }

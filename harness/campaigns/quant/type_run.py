@@ -1,5 +1,7 @@
-"""A model in one type: how large it is, and what it says."""
+"""A model in one type: how large it is, what its tensors are, and what it says."""
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +14,18 @@ class TypeRun:
     name: str
     size_bytes: int
     bits_per_weight: float
+    tensor_types: Mapping[str, float]
+    """See `shares`."""
+    note: str = ""
     dequantised: list[torch.Tensor]
     """Of HF with the dequantised weights."""
-    engine: list[torch.Tensor]
-    """Of the engine that the type is for."""
+    engine: list[torch.Tensor] | None
+    """Of the engine that the type is for; None: it is not installed."""
+
+
+def shares(tensors: Iterable[tuple[str, int]]) -> dict[str, float]:
+    """Return each type's share of all bytes, the largest first, from the types and bytes of tensors."""
+    num_bytes: Counter[str] = Counter()
+    for name, size in tensors:
+        num_bytes[name] += size
+    return {name: size / max(1, num_bytes.total()) for name, size in num_bytes.most_common()}

@@ -6,6 +6,7 @@ llama-cpp-python wraps llama.h and not ggml.h, so the few functions that are nee
 
 import ctypes
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,11 @@ _Fields._fields_ = [
     ("data", ctypes.c_void_p),
     ("name", ctypes.c_char * 64),
 ]
+
+
+def is_installed() -> bool:
+    """Whether the package llama_cpp can be found."""
+    return find_spec("llama_cpp") is not None
 
 
 @cache

@@ -10,7 +10,7 @@ from torch import nn
 from harness.campaigns.quant.forward import hf_distributions
 from harness.campaigns.quant.hf.types import HF_TYPES, HFType, check_package
 from harness.campaigns.quant.text import Sequences
-from harness.campaigns.quant.type_run import TypeRun
+from harness.campaigns.quant.type_run import TypeRun, shares
 from harness.engines.quantised_form import quantising
 from harness.errors import Code, HarnessError
 from harness.oracle.model import HFModel
@@ -27,12 +27,14 @@ def run_hf_type(name: str, hf: HFModel, sequences: Sequences, scratch: Path) -> 
     check_package(name)
     with quantising(f"--types {name}"):
         model, dequantised = kind.models(hf.checkpoint, scratch)
-        size = sum(_num_bytes(each) for each in model.parameters())  # before a run, which may unpack them
+        parts = [(_type_name(each), _num_bytes(each)) for each in model.parameters()]  # before a run, which may unpack
+        size, types = sum(num_bytes for _, num_bytes in parts), shares(parts)
         quantised = HFModel(model=model, checkpoint=hf.checkpoint, dtype=torch.float32, device=hf.device)
         return TypeRun(
             name=name,
             size_bytes=size,
             bits_per_weight=8 * size / sum(each.numel() for each in hf.model.parameters()),
+            tensor_types=types,
             dequantised=hf_distributions(dequantised, sequences),
             engine=hf_distributions(quantised, sequences),
         )
@@ -72,3 +74,8 @@ def _num_bytes(tensor: torch.Tensor) -> int:
         names, _ = tensor.__tensor_flatten__()
         return sum(_num_bytes(getattr(tensor, each)) for each in names)
     return tensor.nbytes
+
+
+def _type_name(tensor: torch.Tensor) -> str:
+    """Return the dtype; of a tensor that is made of several, the class that torchao gives it."""
+    return type(tensor).__name__ if hasattr(tensor, "__tensor_flatten__") else str(tensor.dtype).removeprefix("torch.")
