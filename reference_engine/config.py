@@ -35,7 +35,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     """Requests that run at once."""
     max_model_len: int | None = None
-    """Tokens of prompt and continuation together; None: the model's max_position_embeddings."""
+    """Tokens of prompt and continuation together; None: what the model's rotary embedding is made for."""
 
     enable_prefix_caching: bool = False
     """Keep the K and V of requests for others that begin with the same tokens; needs a backend with blocks.

@@ -195,10 +195,10 @@ def _resolve_dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dty
 
 
 def _resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
-    limit = model_config.max_position_embeddings
+    limit = model_config.rope.max_positions(model_config.max_position_embeddings)
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
             "max_model_len is more than the model allows", where="EngineConfig.max_model_len",
-            expected=f"at most max_position_embeddings = {limit}", actual=config.max_model_len,
+            expected=f"at most {limit}, by max_position_embeddings and the rotary scaling", actual=config.max_model_len,
         )  # fmt: skip
     return config.max_model_len or limit

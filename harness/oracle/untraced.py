@@ -1,7 +1,7 @@
 """A HuggingFace model before its graph is known: its modules and its weights. What traces the graph is given this."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -60,11 +60,11 @@ class UntracedModel:
 
     @property
     def max_positions(self) -> int | None:
-        """Number of positions the model was made for; None if its config sets no limit."""
+        """Number of positions the model was made for, by its rotary scaling too; None if its config sets no limit."""
         for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "context_length"):
             limit = getattr(self.config, name, None)
             if isinstance(limit, int) and limit > 0:  # -1 says that there is none
-                return limit
+                return max(limit, stretched_positions(getattr(self.config, "rope_parameters", None), limit))
         return None
 
     @property
@@ -114,3 +114,16 @@ def _parts(module: nn.Module, path: str) -> Iterator[str]:
             yield from _parts(child, own)
         else:
             yield own
+
+
+def stretched_positions(rope: object, limit: int) -> int:
+    """Return the positions that rotary scaling stretches a context to; 0 where it does not, or by length (`dynamic`).
+
+    Args:
+        rope: the config's `rope_parameters`. Configs of Qwen with yarn name the original context as
+            `max_position_embeddings` too, and vLLM multiplies it likewise.
+        limit: the config's `max_position_embeddings`.
+    """
+    if not isinstance(rope, Mapping) or rope.get("rope_type") not in ("linear", "yarn", "llama3"):
+        return 0
+    return int(float(rope["factor"]) * (rope.get("original_max_position_embeddings") or limit))

@@ -6,6 +6,7 @@ layers differ gives for each type of layer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,16 @@ class RopeConfig:
     theta: float
     parameters: Mapping[str, Any]
     """The type's own parameters as config.json gives them (`factor`, `low_freq_factor`, ...)."""
+
+    def max_positions(self, max_position_embeddings: int) -> int:
+        """Return the positions that the embedding is made for: the config's, or the factor times the original ones.
+
+        Configs of Qwen name the original context as `max_position_embeddings` too, those of Llama 3 the whole one.
+        """
+        factor = self.parameters.get("factor")
+        if self.rope_type == "default" or not isinstance(factor, int | float) or not math.isfinite(factor):
+            return max_position_embeddings
+        return max(max_position_embeddings, int(factor * self.parameters["original_max_position_embeddings"]))
 
 
 def read_ropes(

@@ -1,6 +1,7 @@
 """`harness check`: what its options change, and the JSON that others rely on."""
 
 import json
+import shutil
 
 import pytest
 
@@ -318,3 +319,25 @@ def test_a_truth_in_float32_is_another_golden(harness, llama, workload):
         for truth in ("float32", "float64", "auto")
     }
     assert folders["float64"] == folders["auto"] != folders["float32"]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "limit"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}, 32),
+        ({"rope_type": "linear", "factor": 3.0}, 24),
+    ],
+)
+def test_rotary_scaling_stretches_the_context(harness, llama, tmp_path, scaling, limit):
+    folder = tmp_path / "stretched"
+    shutil.copytree(llama, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"max_position_embeddings": 8, "rope_parameters": {"rope_theta": 10_000.0, **scaling}}
+    (folder / "config.json").write_text(json.dumps(config))
+    command = ["check", "--model", folder, "--schedule", "chunked", "--max-new-tokens", "2", "--format", "json"]
+    fits = ",".join(str(token) for token in range(1, limit - 1))
+    ran = harness(*command, "--token-ids", fits)
+    assert (ran.status, ran.json["num_rows"]) == (0, limit - 1), ran.err
+    ran = harness(*command, "--token-ids", f"{fits},1")
+    assert ran.status == 2
+    assert f"expected: at most {limit} positions" in ran.err
