@@ -86,6 +86,11 @@ SAMPLER = Forms(
     markdown=f"{_REPORT}.sampler.text:sampler_markdown",
     json=f"{_REPORT}.sampler.json:sampler_json",
 )
+LOAD = Forms(
+    human=f"{_REPORT}.load:load_text",
+    markdown=f"{_REPORT}.load:load_markdown",
+    json=f"{_REPORT}.load:load_json",
+)
 TOKENS = Forms(
     human=f"{_REPORT}.tokens.text:tokens_text",
     markdown=f"{_REPORT}.tokens.text:tokens_markdown",

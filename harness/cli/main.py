@@ -173,6 +173,7 @@ def build_app() -> typer.Typer:
         generate,
         golden,
         inspect,
+        load,
         map,
         memory,
         new_adapter,
@@ -207,6 +208,7 @@ def build_app() -> typer.Typer:
     app.command(cls=StrictCommand)(serve.serve)
     app.command(cls=StrictCommand)(sampler.sampler)
     app.command(cls=StrictCommand)(tokens.tokens)
+    app.command(cls=StrictCommand)(load.load)
     app.command(cls=StrictCommand, epilog=engines)(profile.profile)
     app.command(cls=StrictCommand)(gate.gate)
     app.command(cls=StrictCommand, epilog=engines)(fuzz.fuzz)

@@ -37,6 +37,9 @@ OPTIONS = {
                 "--dtype", "--draws", "--seed", "--order", "--only", "--local-files-only", "--format"],
     "tokens": ["--endpoint", "--served-model", "--concurrency", "--request-timeout", "--model", "--conversations",
                "--seed", "--local-files-only", "--format"],
+    "load": ["--endpoint", "--served-model", "--concurrency", "--request-timeout", "--model", "--device", "--truth",
+             "--dtype", "--num-requests", "--prompt-tokens", "--new-tokens", "--requests", "--rate", "--burst",
+             "--limit", "--at-least", "--judged", "--seed", "--local-files-only", "--format"],
     "profile": ["--out", "--model", "--engine", "--engine-option", "--dtype", "--device", "--prompt-tokens",
                 "--max-new-tokens", "--batch-size", "--phase", "--wait", "--warmup", "--active", "--repeat", "--runs",
                 "--quick", "--local-files-only", "--format"],
@@ -75,6 +78,7 @@ FORMATS = {
     "rollout": ["human", "markdown", "json"],
     "weights": ["human", "markdown", "json"],
     "sampler": ["human", "markdown", "json"],
+    "load": ["human", "markdown", "json"],
     "tokens": ["human", "markdown", "json"],
 }
 

@@ -79,6 +79,10 @@ class Client:
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> list[Any]:
         """Return the events of a stream, which must end with `[DONE]`; raises HarnessError as `post`."""
+        return [event for _, event in await self.timed_stream(path, body)]
+
+    async def timed_stream(self, path: str, body: Mapping[str, Any]) -> list[tuple[float, Any]]:
+        """Return the events of a stream, each with the second of `time.perf_counter` at which it came."""
         return await self._patiently(lambda: self._stream_once(path, body))
 
     async def _patiently(self, send: Callable[[], Awaitable[T]]) -> T:
@@ -109,8 +113,8 @@ class Client:
         except ValueError:
             raise self._unreadable(path, "the answer is no JSON", text) from None
 
-    async def _stream_once(self, path: str, body: Mapping[str, Any]) -> list[Any]:
-        events: list[Any] = []
+    async def _stream_once(self, path: str, body: Mapping[str, Any]) -> list[tuple[float, Any]]:
+        events: list[tuple[float, Any]] = []
         async with self._opened("POST", path, {**body, "stream": True}) as response:
             async for line in self._lines(response, path):
                 data = line.removeprefix("data:").strip()
@@ -119,12 +123,12 @@ class Client:
                 if data == "[DONE]":
                     return events
                 try:
-                    events.append(parse_json(data))
+                    events.append((time.perf_counter(), parse_json(data)))
                 except ValueError:
                     raise self._unreadable(path, "an event of the stream is no JSON", data) from None
                 if len(events) > _MAX_EVENTS:
                     raise self._unreadable(path, f"the stream has more than {_MAX_EVENTS:,} events", data)
-                if isinstance(events[-1], dict) and events[-1].get("error"):
+                if isinstance(events[-1][1], dict) and events[-1][1].get("error"):
                     raise self._error(Code.ENDPOINT_REFUSED, "the stream ends with an error", path, data)
         raise _RetryError(
             self._error(Code.ENDPOINT_HUNG_UP, f"the stream ends after {len(events)} events without [DONE]", path, None)

@@ -9,11 +9,12 @@ from typing import Any
 from harness.base.progress import Progress
 from harness.campaigns.endpoint.address import Address
 from harness.campaigns.endpoint.answer import Completion
-from harness.campaigns.endpoint.ask import Asked, ask
+from harness.campaigns.endpoint.ask import ask
 from harness.campaigns.endpoint.background import BackgroundTruth
 from harness.campaigns.endpoint.case import JudgedCompletion, Promised
 from harness.campaigns.endpoint.judge import judge
 from harness.campaigns.endpoint.logprobs import is_number
+from harness.campaigns.endpoint.names import TokenNames
 from harness.campaigns.endpoint.parameters import note_ignore_eos
 from harness.campaigns.endpoint.probed import Probed
 from harness.campaigns.endpoint.schedules import ScheduledRequests, Sent, Way
@@ -59,7 +60,9 @@ def check_endpoint(
         truth = background.finish(lambda done, total: report("truth", done, total))
     runs, probed = asked.runs, asked.probed
     note_ignore_eos(probed, (answer for run in runs for answer in run.answers.values()), eos)
-    results = tuple(_judged(run, runs[0], plan.prompts, truth, eos, _promised(asked, run.way)) for run in runs)
+    results = tuple(
+        judged(run, runs[0], plan.prompts, truth, eos, promised(probed, asked.names, run.way)) for run in runs
+    )
     return EndpointResult(
         url=address.url,
         server=probed.server,
@@ -100,19 +103,20 @@ def eos_ids(folder: Path, config: object) -> frozenset[int]:
     return frozenset(own if isinstance(own, list) else [] if own is None else [own])
 
 
-def _promised(asked: Asked, way: Way) -> Promised:
-    dialect = asked.probed.dialect
-    are_ids = asked.probed.has("return_tokens_as_token_ids")
+def promised(probed: Probed, names: TokenNames, way: Way) -> Promised:
+    """Return what the answers of a way must have."""
+    dialect = probed.dialect
+    are_ids = probed.has("return_tokens_as_token_ids")
     return Promised(
         has_logprobs=dialect.num_logprobs > 0,
         num_top=dialect.num_top,
         has_prompt=way is Way.PROMPT,
         counts_prompt=dialect.takes_token_ids,
-        is_named_alone=(lambda _token_id: True) if are_ids else asked.names.is_named_alone,
+        is_named_alone=(lambda _token_id: True) if are_ids else names.is_named_alone,
     )
 
 
-def _judged(
+def judged(
     run: ScheduledRequests,
     first: ScheduledRequests,
     prompts: Sequence[Prompt],
@@ -120,6 +124,16 @@ def _judged(
     eos: frozenset[int],
     promised: Promised,
 ) -> ScheduleResult:
+    """Judge the answers of one way.
+
+    Args:
+        run: the answers.
+        first: those of the first way, along which the truth goes.
+        prompts: of all requests.
+        truth: rows by the number of the request.
+        eos: tokens that end a text.
+        promised: what each answer must have.
+    """
     cases = [case for sent in run.sent if (case := _case(sent, first, prompts, truth, eos, promised)) is not None]
     judgement = judge(cases) if cases else None
     failures = [_failure(sent.request, sent.result) for sent in run.sent if isinstance(sent.result, HarnessError)]

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -11,6 +11,7 @@ from harness.campaigns.endpoint.address import Address
 from harness.campaigns.endpoint.answer import Completion
 from harness.campaigns.endpoint.judge import wrong_length
 from harness.campaigns.endpoint.names import TokenNames
+from harness.campaigns.endpoint.plain_ids import plain_ids
 from harness.campaigns.endpoint.run import eos_ids
 from harness.campaigns.endpoint.truth import WalkRows, walk_logits
 from harness.campaigns.sampler.ask import Answers, AskedSampler, ask_sampler
@@ -69,7 +70,7 @@ def check_sampler(
     hf = planned_model(plan)
     names = TokenNames(plan.checkpoint, vocab_size=hf.vocab_size)
     eos = frozenset(filter(names.has, eos_ids(hf.folder, getattr(hf.config, "eos_token_id", None))))
-    ids = _plain_ids(hf, eos)
+    ids = plain_ids(hf, eos)
     begin = time.perf_counter()
     asked = asyncio.run(
         ask_sampler(
@@ -85,15 +86,6 @@ def check_sampler(
     judged = _Judged(hf, asked, Chain(steps=order), eos=tuple(sorted(eos)), seed=seed, truth=plan.case.truth)
     judged.run(report)
     return judged.result(plan, address, settings, server_s=answered - begin, truth_s=time.perf_counter() - answered)
-
-
-def _plain_ids(hf: HFModel, eos: Set[int]) -> list[int]:
-    """Return the tokens that prompts are made of: no special ones, which servers may treat in a way of their own."""
-    special, size = set(eos), hf.vocab_size
-    if hf.checkpoint.has_tokenizer:
-        tokenizer = hf.checkpoint.tokenizer.hf
-        special, size = special | set(tokenizer.all_special_ids), min(size, len(tokenizer))
-    return [token_id for token_id in range(size) if token_id not in special]
 
 
 class _Judged:

@@ -26,7 +26,7 @@ def endpoint_markdown(result: EndpointResult, *, width: int) -> str:
 def endpoint_text(result: EndpointResult, *, width: int) -> str:
     """Return a check of a server as lines of at most `width` columns, but for the table (about 95)."""
     width = max(width, MIN_WIDTH)
-    blocks = [[_headline(result)], _table(result), list(_findings(result, width)), list(_facts(result, width))]
+    blocks = [[_headline(result)], _table(result), list(findings(result.runs, width)), list(_facts(result, width))]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
@@ -66,10 +66,10 @@ def _figures(logprobs: LogprobResult) -> tuple[str, ...]:
     )
 
 
-def _findings(result: EndpointResult, width: int) -> Iterator[str]:
+def findings(runs: Sequence[ScheduleResult], width: int) -> Iterator[str]:
     """Yield the findings worth reading first, each once for all schedules that share it."""
     schedules: dict[Finding, list[str]] = {}
-    for run in result.runs:
+    for run in runs:
         for finding in run.findings:
             schedules.setdefault(finding, []).append(run.schedule)
     seen, left = Counter[str](), 0

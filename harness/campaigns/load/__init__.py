@@ -1,0 +1,1 @@
+"""Open-loop load on a server, whose every answer is held to HF's truth."""

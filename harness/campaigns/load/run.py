@@ -1,0 +1,241 @@
+"""The job: probe a server, put the load on it, run the truth along its answers, judge, and count."""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from harness.base.progress import Progress, no_progress
+from harness.campaigns.endpoint.address import Address
+from harness.campaigns.endpoint.answer import Completion
+from harness.campaigns.endpoint.client import Client
+from harness.campaigns.endpoint.dialect import Dialect
+from harness.campaigns.endpoint.names import TokenNames
+from harness.campaigns.endpoint.probe import probe
+from harness.campaigns.endpoint.probed import Probed
+from harness.campaigns.endpoint.run import eos_ids, judged, promised
+from harness.campaigns.endpoint.schedules import ScheduledRequests, Way
+from harness.campaigns.endpoint.truth import Rows, walk_truth
+from harness.campaigns.endpoint.walks import walk_of
+from harness.campaigns.load.send import LoadSender, TimedAnswer
+from harness.campaigns.load.workload import LoadRequest
+from harness.errors import Code, HarnessError
+from harness.oracle.model import HFModel
+from harness.oracle.requests import check_prompt
+from harness.plan import Plan
+from harness.results.load import LoadResult, Quantiles
+
+TIMES = ("ttft", "tpot", "e2e")
+"""Times of one request, which may have a limit."""
+_TURNED_AWAY = ("status 429", "status 503")
+_PROBE_TOKENS = 16
+_LATE_S = 0.05
+"""Lateness of the client that is worth a note."""
+_BLOCK = 16
+"""Answers whose truth is run as one batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """What is judged and counted."""
+
+    arrivals: str
+    limits_ms: Mapping[str, float]
+    num_judged: int | None = None
+    """Answers to judge, chosen by the seed; None: all."""
+    seed: int = 0
+
+
+def run_load(
+    plan: Plan,
+    hf: HFModel,
+    address: Address,
+    requests: Sequence[LoadRequest],
+    options: LoadOptions,
+    *,
+    progress: Progress | None = None,
+) -> LoadResult:
+    """Put a load on a server, and judge what it answers.
+
+    Args:
+        plan: model and dtype of the server, precision of the truth; its prompts are not used.
+        hf: the model.
+        address: of the server; so many requests as it says are under way at most.
+        requests: what is sent, by time.
+        options: what is judged and counted.
+        progress: told what is being done.
+
+    Raises:
+        HarnessError: a prompt does not fit the model; the server is not there, cannot stream, or answers nothing.
+    """
+    report = progress or no_progress
+    for index, request in enumerate(requests):
+        check_prompt(hf, request.prompt, index)
+    names = TokenNames(plan.checkpoint, vocab_size=hf.vocab_size)
+    probed, answers = asyncio.run(_send(plan, address, names, requests, report))
+    _refuse_silence(answers)
+    begin = time.perf_counter()
+    run = ScheduledRequests(
+        way=Way.STREAMED, sent=tuple(each.sent for each in answers), seconds=max(each.end_s for each in answers)
+    )
+    eos = eos_ids(hf.folder, getattr(hf.config, "eos_token_id", None))
+    chosen = _chosen(run, options)
+    prompts = [request.prompt for request in requests]
+    truth = _truth(hf, plan, run, requests, chosen, eos, report)
+    kept = tuple(sent for sent in run.sent if sent.request in truth or _is_failure(sent.result))
+    found = judged(replace(run, sent=kept), run, prompts, truth, eos, promised(probed, names, Way.STREAMED))
+    wrong = {finding.request for finding in found.findings}
+    good = [
+        each for each in answers if each.is_answered and each.sent.request not in wrong and _is_within(each, options)
+    ]
+    done = [each for each in answers if isinstance(each.sent.result, Completion)]
+    return LoadResult(
+        url=address.url,
+        server=probed.server,
+        served_model=probed.dialect.model,
+        model=plan.case.model,
+        dtype=plan.case.dtype,
+        arrivals=options.arrivals,
+        num_requests=len(requests),
+        num_answered=len(done),
+        num_turned_away=sum(_is_turned_away(each.sent.result) for each in answers),
+        num_prompt_tokens=sum(len(each.sent.prompt) for each in done),
+        num_new_tokens=sum(len(each.token_ids) for each in run.answers.values()),
+        seconds=run.seconds,
+        late_ms=_quantiles([each.sent_s - each.due_s for each in answers]),
+        times_ms={name: _quantiles(values) for name, values in _times(done).items() if values},
+        limits_ms=options.limits_ms,
+        num_good=len(good),
+        num_judged=len(truth),
+        answers=found,
+        truth_s=time.perf_counter() - begin,
+        notes=tuple(_notes(probed, answers, len(truth), len(done))),
+    )
+
+
+async def _send(
+    plan: Plan, address: Address, names: TokenNames, requests: Sequence[LoadRequest], report: Progress
+) -> tuple[Probed, list[TimedAnswer]]:
+    report("probe", 0, 1)
+    ids = requests[0].prompt.token_ids[:_PROBE_TOKENS]
+    async with Client(replace(address, concurrency=1)) as client:
+        probed = await probe(client, ids, names, fallback_model=plan.case.model)
+    if not probed.has("streaming"):
+        what = "the server does not stream, so no token has a time of its own"
+        raise HarnessError(Code.ENDPOINT_CANNOT, what, where=address.url, hint="harness check --endpoint judges it")
+    num_done = 0
+
+    def is_done() -> None:
+        nonlocal num_done
+        num_done += 1
+        report("server", num_done, len(requests))
+
+    probed.dialect = _plain(probed)
+    async with Client(replace(address, retries=0)) as client:
+        sender = LoadSender(client=client, dialect=probed.dialect, names=names, on_done=is_done)
+        return probed, await sender.send(requests)
+
+
+def _plain(probed: Probed) -> Dialect:
+    """Return the dialect without log probabilities, which cost a server time, where tokens are named without them."""
+    if not probed.has("return_token_ids"):
+        return probed.dialect
+    return replace(probed.dialect, num_logprobs=0, num_top=0)
+
+
+def _refuse_silence(answers: Sequence[TimedAnswer]) -> None:
+    """Raise the first error where no request at all was answered."""
+    errors = [each.sent.result for each in answers if isinstance(each.sent.result, HarnessError)]
+    if len(errors) == len(answers):
+        raise errors[0]
+
+
+def _chosen(run: ScheduledRequests, options: LoadOptions) -> set[int]:
+    numbers = sorted(run.answers)
+    if options.num_judged is None or options.num_judged >= len(numbers):
+        return set(numbers)
+    return set(random.Random(options.seed).sample(numbers, options.num_judged))
+
+
+def _truth(
+    hf: HFModel,
+    plan: Plan,
+    run: ScheduledRequests,
+    requests: Sequence[LoadRequest],
+    chosen: set[int],
+    eos: frozenset[int],
+    report: Progress,
+) -> dict[int, Rows]:
+    """Run the truth along the answers, once the load is over: it takes the same machine's cores."""
+    walks = {
+        sent.request: walk
+        for sent in run.sent
+        if sent.request in chosen and (walk := walk_of(requests[sent.request].prompt, [sent], eos=eos, num_top=1))
+    }
+    found, numbers = dict[int, Rows](), list(walks)
+    for begin in range(0, len(numbers), _BLOCK):
+        report("truth", begin, len(numbers))
+        block = numbers[begin : begin + _BLOCK]
+        rows = walk_truth(hf, [walks[number] for number in block], truth=plan.case.truth)
+        found.update(zip(block, rows, strict=True))
+    return found
+
+
+def _is_failure(result: Completion | HarnessError) -> bool:
+    """Whether a request failed in a way that is a finding."""
+    return isinstance(result, HarnessError) and not _is_turned_away(result)
+
+
+def _is_turned_away(result: Completion | HarnessError) -> bool:
+    return isinstance(result, HarnessError) and result.what.endswith(_TURNED_AWAY)
+
+
+def _times_of(answer: TimedAnswer) -> dict[str, float]:
+    """Return the times of one answer, in seconds; an answer without a token has no first one."""
+    assert isinstance(answer.sent.result, Completion)
+    times, number = {"e2e": answer.end_s - answer.sent_s}, len(answer.sent.result.token_ids)
+    if answer.part_s:
+        times["ttft"] = answer.part_s[0] - answer.sent_s
+        if number > 1:
+            times["tpot"] = (answer.part_s[-1] - answer.part_s[0]) / (number - 1)
+    return times
+
+
+def _times(answers: Sequence[TimedAnswer]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {name: [] for name in ("ttft", "tpot", "itl", "e2e")}
+    for answer in answers:
+        for name, seconds in _times_of(answer).items():
+            found[name].append(seconds)
+        found["itl"] += np.diff(answer.part_s).tolist()
+    return found
+
+
+def _is_within(answer: TimedAnswer, options: LoadOptions) -> bool:
+    times = _times_of(answer)
+    return all(1e3 * times.get(name, 0.0) <= limit for name, limit in options.limits_ms.items())
+
+
+def _quantiles(seconds: Sequence[float]) -> Quantiles:
+    values = 1e3 * np.asarray(seconds)
+    p50, p90, p99 = np.quantile(values, [0.5, 0.9, 0.99])
+    return Quantiles(
+        num_values=len(values),
+        mean=float(values.mean()),
+        p50=float(p50),
+        p90=float(p90),
+        p99=float(p99),
+        max=float(values.max()),
+    )
+
+
+def _notes(probed: Probed, answers: Sequence[TimedAnswer], num_judged: int, num_answered: int) -> Iterator[str]:
+    if probed.dialect.num_logprobs:
+        yield "the server names tokens only with log probabilities, so they were asked for: they cost it time"
+    if num_judged < num_answered:
+        yield f"{num_judged:,} of {num_answered:,} answers were held to HF's truth"
+    late = max(each.sent_s - each.due_s for each in answers)
+    if late > _LATE_S:
+        yield f"the client was late by up to {1e3 * late:.0f} ms: the load was less even than asked for"

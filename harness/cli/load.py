@@ -1,0 +1,117 @@
+"""`harness load`: a server under an open load, every answer held to the truth."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.cli import forms
+from harness.cli import options as opt
+from harness.cli.endpoint import AddressOptions
+from harness.cli.grouped import grouped
+from harness.cli.output import STATUS
+from harness.cli.progress import progress_bar
+from harness.errors import Code, ExitStatus, HarnessError
+
+
+@grouped
+def load(
+    server: AddressOptions,
+    given: Annotated[opt.Given, opt.CaseOptions("model", "device", "truth")],
+    *,
+    dtype: opt.Dtype = None,
+    num_requests: Annotated[int, typer.Option(min=1, metavar="N", help="Requests to draw.")] = 64,
+    prompt_tokens: Annotated[
+        str, typer.Option(metavar="DIST", help="Tokens of a prompt: 128, 64..512 (all alike), exp:256.")
+    ] = "16..64",
+    new_tokens: Annotated[str, typer.Option(metavar="DIST", help="Tokens of an answer, at most.")] = "16",
+    requests: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="JSON lines in their place: prompt, prompt_token_ids or prompt_tokens; max_tokens; at."
+        ),
+    ] = None,
+    rate: Annotated[
+        float, typer.Option(metavar="R", help="Requests a second on average, as a Poisson process; inf: all at once.")
+    ] = 8.0,
+    burst: Annotated[int, typer.Option(min=1, metavar="N", help="Requests that come together.")] = 1,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=MS", help="Limit for goodput: ttft=200, tpot=50, e2e=2000. Repeatable."),
+    ] = None,
+    at_least: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, metavar="SHARE", help="Share of good requests below which the status is 4."),
+    ] = None,
+    judged: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Answers to hold to the truth. [default: all]")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts, lengths and arrivals.")] = 0,
+    local_files_only: opt.LocalFilesOnly = False,
+    format: Annotated[str, forms.LOAD.option()] = "human",
+) -> int:
+    """Put a load on a server, and check every answer.
+
+    Requests come when they are due, whether earlier ones are answered or not. Answers are greedy and streamed; when
+    the load is over, each is held to HF's truth along its own tokens. --dtype is the server's.
+    """
+    limits = dict(_limit(each) for each in limit or ())
+    address = server.address()
+    if not rate > 0:
+        raise HarnessError(Code.BAD_OPTION, "it must be positive", where="--rate", actual=rate)
+    with progress_bar() as report:
+        from harness.campaigns.endpoint.plain_ids import plain_ids
+        from harness.campaigns.endpoint.run import eos_ids
+        from harness.campaigns.load import workload
+        from harness.campaigns.load.run import LoadOptions, run_load
+        from harness.judge.jobs.model import planned_model
+        from harness.plan import plan_engine, tokenize
+
+        draw_prompt = workload.parse_lengths(prompt_tokens, "--prompt-tokens")
+        draw_new = workload.parse_lengths(new_tokens, "--new-tokens")
+        plan = plan_engine(**given, dtype=dtype, local_files_only=local_files_only)
+        report("model", 0, 1)
+        hf = planned_model(plan)
+        ids = plain_ids(hf, eos_ids(hf.folder, getattr(hf.config, "eos_token_id", None)))
+        arrivals = workload.Arrivals(rate=rate, burst=burst)
+        asked = (
+            workload.drawn_requests(num_requests, draw_prompt, draw_new, arrivals, ids=ids, seed=seed)
+            if requests is None
+            else workload.read_requests(
+                requests,
+                lambda text: tokenize(text, hf.checkpoint, where=str(requests)),
+                arrivals,
+                ids=ids,
+                seed=seed,
+                max_tokens=draw_new,
+            )
+        )
+        options = LoadOptions(arrivals=_words(rate, burst), limits_ms=limits, num_judged=judged, seed=seed)
+        address = address if server.concurrency else replace(address, concurrency=len(asked))
+        result = run_load(plan, hf, address, asked, options, progress=report)
+    forms.LOAD.show(result, format)
+    if result.outcome.value == "pass" and at_least is not None and result.good_share < at_least:
+        return ExitStatus.REGRESSION
+    return STATUS[result.outcome]
+
+
+def _words(rate: float, burst: int) -> str:
+    if math.isinf(rate):
+        return "all at once"
+    return f"{rate:g} a second" + (f" in bursts of {burst}" if burst > 1 else "")
+
+
+def _limit(text: str) -> tuple[str, float]:
+    from harness.campaigns.load.run import TIMES
+
+    name, _, value = text.partition("=")
+    try:
+        limit = float(value)
+    except ValueError:
+        limit = 0.0
+    if name not in TIMES or not 0 < limit < math.inf:
+        expected = f"{'=MS, '.join(TIMES)}=MS"
+        raise HarnessError(Code.BAD_OPTION, "this is no limit", where="--limit", expected=expected, actual=text)
+    return name, limit

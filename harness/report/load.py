@@ -1,0 +1,82 @@
+"""A load test of a server for people and for programs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from tabulate import tabulate
+
+from harness.report.check.json import plain
+from harness.report.check.markdown import fenced
+from harness.report.check.table import count
+from harness.report.endpoint.headline import headline
+from harness.report.endpoint.text import MIN_WIDTH, findings
+from harness.report.wrapped import wrapped
+from harness.results.load import LoadResult
+
+_NAMES = {
+    "ttft": "request to first token",
+    "tpot": "each later token of an answer",
+    "itl": "between two parts of an answer",
+    "e2e": "request to end",
+}
+
+
+def load_markdown(result: LoadResult, *, width: int) -> str:
+    """Return a load test as Markdown: the terminal's lines, as they are."""
+    return fenced(load_text(result, width=width)) + "\n"
+
+
+def load_text(result: LoadResult, *, width: int) -> str:
+    """Return a load test as lines of at most `width` columns, but for the table."""
+    width = max(width, MIN_WIDTH)
+    requests = count(result.num_requests, "request")
+    head = headline(
+        result.outcome, result.server, result.url, result.model, result.dtype, f"{requests}, {result.arrivals}"
+    )
+    blocks = [[head], _table(result), list(findings([result.answers], width)), list(_facts(result, width))]
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def load_json(result: LoadResult) -> dict[str, Any]:
+    """Return a load test as plain dicts, lists, strings and finite numbers."""
+    rates = {
+        name: getattr(result, name) for name in ("requests_per_s", "new_tokens_per_s", "goodput_per_s", "good_share")
+    }
+    document: dict[str, Any] = {"schema_version": 1, "verdict": result.outcome.value, **plain(result), **rates}
+    return document
+
+
+def _table(result: LoadResult) -> list[str]:
+    rows = [
+        (name, *(f"{value:,.1f}" for value in (own.mean, own.p50, own.p90, own.p99, own.max)), _limit(result, name))
+        for name, own in result.times_ms.items()
+    ]
+    headers = ("ms", "mean", "p50", "p90", "p99", "max", "limit")
+    lines = tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=("left", *["right"] * 6))
+    legend = [f"{name:<9}  {_NAMES[name]}" for name in result.times_ms]
+    return [*(f"  {line}".rstrip() for line in lines.splitlines()), "", *(f"  {line}" for line in legend)]
+
+
+def _limit(result: LoadResult, name: str) -> str:
+    return f"{result.limits_ms[name]:,g}" if name in result.limits_ms else "-"
+
+
+def _facts(result: LoadResult, width: int) -> Iterator[str]:
+    answered = f"{result.num_answered:,} of {count(result.num_requests, 'request')} in {result.seconds:.2f} s"
+    turned_away = f"; {result.num_turned_away:,} turned away (429 or 503)" if result.num_turned_away else ""
+    yield from wrapped("  answered", answered + turned_away, width)
+    rates = (
+        f"{result.requests_per_s:.2f} requests/s, {result.new_tokens_per_s:,.1f} new tokens/s; prompts of "
+        f"{count(result.num_prompt_tokens, 'token')}"
+    )
+    yield from wrapped("  rate", rates, width)
+    limits = " and ".join(f"{name} <= {limit:g} ms" for name, limit in result.limits_ms.items()) or "no limit given"
+    good = f"{result.goodput_per_s:.2f} requests/s, {100 * result.good_share:.1f} % of all: not wrong, {limits}"
+    yield from wrapped("  goodput", good, width)
+    tokens = result.answers.tokens
+    told = f"{count(result.num_judged, 'answer')}, {tokens.equal + tokens.ties:,} of {tokens.compared:,} tokens right"
+    yield from wrapped("  judged", f"{told} ({tokens.ties:,} ties), {result.truth_s:.1f} s", width)
+    late = f"p50 {result.late_ms.p50:.1f} ms, p99 {result.late_ms.p99:.1f} ms, at most {result.late_ms.max:.1f} ms"
+    yield from wrapped("  client late", late, width)
+    for note in result.notes:
+        yield from wrapped("  note", note, width)
