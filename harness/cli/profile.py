@@ -10,10 +10,14 @@ from harness.cli import forms
 from harness.cli import options as opt
 from harness.cli.grouped import grouped
 from harness.cli.progress import progress_bar
-from harness.errors import ExitStatus
+from harness.errors import Code, ExitStatus, HarnessError
 
 if TYPE_CHECKING:
+    from harness.plan import Plan
     from harness.profiling.passes.load import CaptureSchedule
+    from harness.profiling.passes.workload import ProfileWorkload
+
+_DEFAULT_REQUESTS, _DEFAULT_PROMPT, _DEFAULT_NEW = 1, 128, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +47,56 @@ class CaptureOptions:
         return CaptureSchedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat)
 
 
+@dataclass(frozen=True, slots=True)
+class SizeOptions:
+    """Options about how many requests are run, and how long they are."""
+
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", help=f"Tokens of each prompt; they are random. [default: {_DEFAULT_PROMPT}]"),
+    ] = None
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help=f"Tokens to generate for each request. [default: {_DEFAULT_NEW}, or the case's]"
+        ),
+    ] = None
+    batch_size: Annotated[
+        int | None, typer.Option(metavar="N", help=f"Requests that arrive together. [default: {_DEFAULT_REQUESTS}]")
+    ] = None
+
+    def workload(self, plan: "Plan | None") -> "ProfileWorkload":
+        """Return the requests of a plan, or random ones where there is none.
+
+        Raises:
+            HarnessError: BAD_OPTION: sizes are given for prompts that have their own.
+        """
+        from harness.profiling.passes.workload import ProfileWorkload
+
+        if plan is None:
+            return ProfileWorkload(
+                batch_size=_DEFAULT_REQUESTS if self.batch_size is None else self.batch_size,
+                num_prompt_tokens=_DEFAULT_PROMPT if self.prompt_tokens is None else self.prompt_tokens,
+                max_new_tokens=_DEFAULT_NEW if self.max_new_tokens is None else self.max_new_tokens,
+            )
+        for option, value in (("--prompt-tokens", self.prompt_tokens), ("--batch-size", self.batch_size)):
+            if value is not None:
+                what, hint = "the prompts that are given have sizes of their own", f"leave {option} out"
+                raise HarnessError(Code.BAD_OPTION, what, where=option, actual=value, hint=hint)
+        prompts = [prompt.token_ids for prompt in plan.prompts]
+        return ProfileWorkload.of_prompts(
+            prompts, self.max_new_tokens or max(each.max_new_tokens for each in plan.prompts)
+        )
+
+
 @grouped
 def profile(
     out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for report.html, traces and snapshots.")],
     *,
-    given: Annotated[opt.Given, opt.CaseOptions("model", "engine", "engine_options", "dtype", "device")],
-    prompt_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of each prompt; they are random.")] = 128,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens to generate for each request.")] = 32,
-    batch_size: Annotated[int, typer.Option(metavar="N", help="Requests that arrive together.")] = 1,
+    given: Annotated[
+        opt.Given, opt.CaseOptions("model", "engine", "engine_options", "dtype", "device", "lora", "requests", "case")
+    ],
+    sizes: SizeOptions,
     phase: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="prefill, decode or mixed. Repeatable. [default: all the engine has]"),
@@ -61,21 +107,23 @@ def profile(
 ) -> int:
     """Profile an engine, prefill and decode by themselves.
 
-    Four passes over the same steps: times without a profiler, a trace, memory, and exact counts. Without --model, the
-    embedded qwen3-tiny.
+    Four passes over the same steps: times without a profiler, a trace, memory, and exact counts. Requests are random
+    tokens, or prompts of your own, and all arrive at once. Without --model, the embedded qwen3-tiny.
     """
     with progress_bar() as report:
         from harness.judge.jobs.output_folder import new_output_dir
-        from harness.plan import plan_engine
+        from harness.plan import plan_engine, plan_request
         from harness.profiling.job import keep_profile
-        from harness.profiling.passes.workload import ProfileWorkload
         from harness.profiling.profile import ProfileSpec
 
+        plan = (
+            plan_request(**given, schedules=["plain"], local_files_only=local_files_only)
+            if {"requests", "case"} & given.keys()
+            else plan_engine(**given, local_files_only=local_files_only)
+        )
         spec = ProfileSpec(
-            plan=plan_engine(**given, local_files_only=local_files_only),
-            workload=ProfileWorkload(
-                batch_size=batch_size, num_prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens
-            ),
+            plan=plan,
+            workload=sizes.workload(plan if {"requests", "case"} & given.keys() else None),
             phases=tuple(phase or ()),
             schedule=capture.schedule(),
             num_runs=capture.num_runs,

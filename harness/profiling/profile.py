@@ -278,7 +278,7 @@ class _Profile:
             ),
             ceilings=ceilings,
             environment=tuple(self._about.items()),
-            notes=tuple(self._session.notes),
+            notes=(*self._session.notes, *spec.workload.notes),
         )
 
 

@@ -223,3 +223,23 @@ def test_a_profile_knows_its_machine(harness, tmp_path, llama):
     assert phase["cpu_ms"] > 0
     assert phase["num_involuntary_switches"] >= 0
     assert phase["bound_by"] == phase["bound_by_within_noise"][0]
+
+
+def test_prompts_of_ones_own_are_profiled(harness, tmp_path):
+    prompts = ["--token-ids", "1,2,3,4,5", "--token-ids", "9,8,7", "--max-new-tokens", 3]
+    quick = ["--runs", 1, "--phase", "prefill", "--quick"]
+    ran = harness("profile", *prompts, *quick, "--out", tmp_path / "own", "--format", "json")
+    assert ran.status == 0, ran.err
+    document = json.loads((tmp_path / "own" / "profile.json").read_text())
+    (phase,) = document["phases"]
+    assert phase["steps"][0]["query_lens"] == [5, 3]
+    assert (document["batch_size"], document["prompt_tokens"], document["max_new_tokens"]) == (2, 5, 3)
+    assert "the prompts have 5, 3 tokens: 8 together" in document["notes"]
+
+
+@pytest.mark.parametrize("option", ["--prompt-tokens", "--batch-size"])
+def test_prompts_of_ones_own_have_sizes_of_their_own(harness, tmp_path, option):
+    ran = harness("profile", "--token-ids", "1,2", option, 3, "--out", tmp_path / "own")
+    assert ran.status == 2
+    assert f"leave {option} out" in ran.err
+    assert not (tmp_path / "own").exists()

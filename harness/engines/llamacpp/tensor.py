@@ -6,7 +6,6 @@ llama-cpp-python wraps llama.h and not ggml.h, so the few functions that are nee
 
 import ctypes
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,12 @@ _Fields._fields_ = [
 
 
 def is_installed() -> bool:
-    """Whether the package llama_cpp can be found."""
-    return find_spec("llama_cpp") is not None
+    """Whether the package llama_cpp can be imported."""
+    try:
+        llama()
+    except HarnessError:
+        return False
+    return True
 
 
 @cache
