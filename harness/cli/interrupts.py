@@ -31,6 +31,7 @@ class Interrupts:
         self._number: signal.Signals | None = None
         """The signal that came first."""
         self._last_s = 0.0
+        self._was_raised = threading.Event()
         self._report_unraisable = sys.unraisablehook
 
     def install(self) -> None:
@@ -58,11 +59,16 @@ class Interrupts:
         is_no_verdict = status in (INTERRUPTED, ExitStatus.PASS)
         return 128 + self._number if is_no_verdict and self._number is not None else status
 
-    def _interrupt(self, number: int, _frame: FrameType | None) -> None:
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._number is not None and now - self._last_s < _SAME_S:
             return
+        while frame is not None:
+            if frame.f_code is Interrupts._send_again.__code__:
+                return  # Python drops what is raised there, and tells nobody; the signal comes again
+            frame = frame.f_back
         self._number, self._last_s = self._number or signal.Signals(number), now
+        self._was_raised.set()
         raise KeyboardInterrupt
 
     def _send_again(self, unraisable: "sys.UnraisableHookArgs") -> None:
@@ -70,8 +76,11 @@ class Interrupts:
             self._report_unraisable(unraisable)
             return
         self._last_s = 0.0
-        # From another thread: sent from here, it would be raised in this method, and be lost again.
+        self._was_raised.clear()
         number = self._number or signal.SIGINT
-        timer = threading.Timer(_AGAIN_S, signal.pthread_kill, (threading.main_thread().ident, number))
-        timer.daemon = True
-        timer.start()
+        threading.Thread(target=self._send_until_raised, args=(number,), daemon=True).start()
+
+    def _send_until_raised(self, number: int) -> None:
+        """Send a signal from another thread: sent in the hook itself, it would be lost again."""
+        while not self._was_raised.wait(_AGAIN_S):
+            signal.pthread_kill(threading.main_thread().ident or 0, number)

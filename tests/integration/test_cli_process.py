@@ -41,8 +41,10 @@ def test_ctrl_c_ends_a_process_quietly_and_leaves_nothing_behind(tmp_path):
 
 
 INTERRUPTED_WHERE_NOTHING_IS_RAISED = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 import harness.cli
+start = threading.Thread.start
+threading.Thread.start = lambda thread: (start(thread), time.sleep({late_s}))  # a machine that is busy
 command = sys.modules["harness.cli.main"]  # `harness.cli.main` is the function
 class Group:
     def __del__(self):
@@ -62,9 +64,9 @@ command.main()
 """
 
 
-@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_an_interrupt_that_python_would_lose_ends_the_process_all_the_same(name, status):
-    source = INTERRUPTED_WHERE_NOTHING_IS_RAISED.format(name=name)
+@pytest.mark.parametrize(("name", "status", "late_s"), [("SIGINT", 130, 0.0), ("SIGTERM", 143, 0.3)])
+def test_an_interrupt_that_python_would_lose_ends_the_process_all_the_same(name, status, late_s):
+    source = INTERRUPTED_WHERE_NOTHING_IS_RAISED.format(name=name, late_s=late_s)
     ran = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=600, preexec_fn=listen_to_ctrl_c
     )
