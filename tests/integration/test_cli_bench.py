@@ -8,6 +8,7 @@ import pytest
 import typer
 
 from harness.cli.main import build_app
+from harness.engines.llamacpp.tensor import llama
 from harness.errors import Code
 from harness.selfcheck.bench import peers
 from harness.selfcheck.bench.peer import Generation
@@ -182,6 +183,7 @@ def test_a_file_that_is_there_is_not_overwritten(harness, tmp_path):
 
 def test_a_named_peer_that_is_not_installed(harness, monkeypatch):
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    llama.cache_clear()  # it may be installed, and in use by now
     ran = harness(*TINY, "--peer", "llamacpp")
     assert (ran.status, ran.err.split(":")[0]) == (2, Code.BAD_OPTION)
     assert "inference-harness[llamacpp]" in ran.err

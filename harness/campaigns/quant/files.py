@@ -26,8 +26,8 @@ _MIXTURES = {
     "IQ2_S": "IQ2_XS", "IQ2_M": "IQ2_S", "IQ3_XXS": "IQ3_XXS", "IQ3_XS": "IQ3_S", "IQ3_S": "IQ3_S", "IQ3_M": "IQ3_S",
 }  # fmt: skip
 """Types that keep some tensors in finer ones, and the type of most; all others are one type throughout."""
-_BY_IMPORTANCE = frozenset({"Q2_K_S", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS"})
-"""Mixtures that llama.cpp makes only with an importance matrix, or that are of no use without."""
+_BY_IMPORTANCE = frozenset({"Q2_K_S", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "IQ3_XS"})
+"""Mixtures that llama.cpp makes only with an importance matrix."""
 NAMES = (*PLAIN, *_FILE_TYPES, *HF_TYPES)
 """Of types of GGUF, which come first, and of HuggingFace's forms."""
 

@@ -84,7 +84,7 @@ class _Bench:
 
     def run(self, each: str | Path) -> TypeRun:
         if isinstance(each, Path):
-            return self._gguf(each.stem, each) if is_gguf(each) else self._folder(each)
+            return self._gguf(each.stem, each, self.hf.checkpoint) if is_gguf(each) else self._folder(each)
         if each in HF_TYPES:
             return run_hf_type(each, self.hf, self.sequences, self.scratch)
         path = make_file(self.hf, each, self.scratch, lambda: self._importance)
@@ -97,9 +97,10 @@ class _Bench:
         sizes = {"num_sequences": len(self.sequences), "num_tokens": max(map(len, self.sequences))}
         return importance_of(self.hf, sample_text(self.hf, **sizes, seed=self.seed + 1))
 
-    def _gguf(self, name: str, path: Path) -> TypeRun:
+    def _gguf(self, name: str, path: Path, original: Checkpoint | None = None) -> TypeRun:
+        """Run a file; one that was not made here is held against the original."""
         file = open_gguf(path)
-        folder = checkpoint_of_gguf(path, cache_dir() / "gguf", hf=self.hf.checkpoint)
+        folder = checkpoint_of_gguf(path, cache_dir() / "gguf", hf=original)
         return TypeRun(
             name=name,
             size_bytes=file.num_bytes,
