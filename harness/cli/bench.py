@@ -26,6 +26,9 @@ def bench_engine(
     shape: Annotated[
         str, typer.Option(metavar="NAME", help="tiny, 142m, qwen3-0.6b or qwen3-8b, with random weights.")
     ] = "142m",
+    model: Annotated[
+        str | None, typer.Option(metavar="PATH_OR_HUB_ID", help="Checkpoint of your own, in place of a shape.")
+    ] = None,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, ...")] = "cpu",
     repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Times that everything is timed, in turn.")] = 3,
@@ -43,6 +46,7 @@ def bench_engine(
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the weights and prompts.")] = 0,
     engine_option: opt.EngineOption = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write the JSON to as well.")] = None,
+    local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, forms.BENCH.option()] = "human",
 ) -> int:
     """Time prefill, decode and continuous batching of an engine, HuggingFace and llama.cpp.
@@ -52,12 +56,14 @@ def bench_engine(
     if out is not None and out.exists():
         raise HarnessError(Code.OUTPUT_EXISTS, "the file is there already", where=out, hint="choose another --out")
     with progress_bar() as report:
+        from harness.formats.checkpoint import Checkpoint, resolve
         from harness.plan import check_device
         from harness.selfcheck.bench.measure import run_bench
 
         check_device(device)
         result = run_bench(
-            shape_name=shape,
+            shape_name=model or shape,
+            checkpoint=None if model is None else Checkpoint(resolve(model, local_files_only=local_files_only)),
             dtype=dtype,
             device=device,
             repeats=repeats,

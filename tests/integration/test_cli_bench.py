@@ -36,8 +36,8 @@ def wrong_peer(monkeypatch):
 def test_the_options_are_those_that_were_promised():
     command = typer.main.get_command(build_app()).commands["bench"].commands["engine"]
     assert [parameter.opts[0] for parameter in command.params] == [
-        "--shape", "--dtype", "--device", "--repeats", "--requests", "--engine", "--peer", "--seed", "--engine-option",
-        "--out", "--format",
+        "--shape", "--model", "--dtype", "--device", "--repeats", "--requests", "--engine", "--peer", "--seed",
+        "--engine-option", "--out", "--local-files-only", "--format",
     ]  # fmt: skip
     assert all(parameter.help for parameter in command.params)
 
@@ -187,3 +187,15 @@ def test_a_named_peer_that_is_not_installed(harness, monkeypatch):
     ran = harness(*TINY, "--peer", "llamacpp")
     assert (ran.status, ran.err.split(":")[0]) == (2, Code.BAD_OPTION)
     assert "inference-harness[llamacpp]" in ran.err
+
+
+def test_a_checkpoint_of_ones_own_is_timed(harness, checkpoints):
+    before = sorted((checkpoints / "qwen2-tiny").iterdir())
+    ran = harness(
+        "bench", "engine", "--model", checkpoints / "qwen2-tiny", "--requests", 3, "--repeats", 1,
+        "--peer", "hf-generate", "--format", "json",
+    )  # fmt: skip
+    assert ran.status == 0, ran.err
+    assert ran.json["shape"] == str(checkpoints / "qwen2-tiny")
+    assert {name for measure in ran.json["measures"] for name in measure["samples"]} == {"reference", "hf-generate"}
+    assert sorted((checkpoints / "qwen2-tiny").iterdir()) == before

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from harness.selfcheck.bench.peer import BenchConfig, Generation
 from harness.selfcheck.bench.workload import BenchWorkload
@@ -20,6 +20,7 @@ def load_hf_model(setting: BenchConfig, dtype: str | None = None) -> Any:
         local_files_only=True,
         trust_remote_code=False,
     )
+    model.generation_config = GenerationConfig()  # nothing of the checkpoint's own: no end of text, no penalty
     return model.to(setting.device).eval()
 
 

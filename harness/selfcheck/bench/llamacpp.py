@@ -110,7 +110,7 @@ def write_model(setting: BenchConfig) -> Path:
         PeerMissingError: the package gguf is not installed.
     """
     with _missing_packages():
-        return write_gguf(setting.folder, setting.folder / "model.gguf", _TYPES[setting.dtype])
+        return write_gguf(setting.folder, setting.scratch / "model.gguf", _TYPES[setting.dtype])
 
 
 @contextmanager

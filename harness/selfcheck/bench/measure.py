@@ -15,6 +15,7 @@ from harness.engines.reference_backend import choose_backend
 from harness.engines.reference_threads import engine_threads
 from harness.errors import Code, HarnessError
 from harness.formats.case import DTYPES
+from harness.formats.checkpoint import Checkpoint
 from harness.selfcheck.bench.agreement import Agreement, find_divergences, judge_divergences
 from harness.selfcheck.bench.bandwidth import copy_bandwidth
 from harness.selfcheck.bench.hf_generate import load_hf_model
@@ -22,7 +23,7 @@ from harness.selfcheck.bench.peer import OURS, BenchConfig, Generation, Peer
 from harness.selfcheck.bench.peers import PEERS, OpenPeers, check_peer_names, open_peers, peer_groups
 from harness.selfcheck.bench.quiet import quiet_peers
 from harness.selfcheck.bench.results import BandwidthShare, BenchResult, Measure
-from harness.selfcheck.bench.shape import Shape, build_checkpoint, find_shape
+from harness.selfcheck.bench.shape import Shape, build_checkpoint, find_shape, reads_all_weights, shape_of
 from harness.selfcheck.bench.workload import BenchWorkload, even_workload, uneven_workload
 
 BATCH_SIZES = (1, 16)
@@ -61,6 +62,7 @@ class Found:
 def run_bench(
     *,
     shape_name: str,
+    checkpoint: Checkpoint | None = None,
     dtype: str,
     device: str,
     repeats: int,
@@ -73,13 +75,24 @@ def run_bench(
 ) -> BenchResult:
     """Benchmark an engine and its peers on a model of a shape.
 
-    `num_requests` replaces the shape's own number of requests of the uneven workload.
+    Args:
+        shape_name: of the model, or how the user named the checkpoint.
+        checkpoint: of the user's own; None: random weights of the shape.
+        dtype: of weights and activations.
+        device: where it runs.
+        repeats: times that everything is timed.
+        seed: of weights and prompts.
+        peer_names: peers; empty: all.
+        num_requests: in place of the shape's own number of requests of the uneven workload.
+        engine_options: of the engine.
+        progress: told what is being done.
+        engine: the engine that is timed.
 
     Raises:
         HarnessError: BAD_OPTION: a shape, dtype or peer is unknown. PEER_TOKENS_DIFFER: the engines disagree.
             UNKNOWN_ENGINE; ENGINE_LACKS_METHOD: the engine cannot continue prompts.
     """
-    shape = find_shape(shape_name)
+    shape = find_shape(shape_name) if checkpoint is None else shape_of(checkpoint)
     check_peer_names(peer_names)
     _check_engine(engine, engine_options)
     _check_dtype(dtype)
@@ -89,11 +102,22 @@ def run_bench(
         engine_threads(shape.hidden_size, device) as threads,
         scratch_folder("harness-") as temporary,
     ):
-        folder = temporary / "model"
         progress("building the model", 0, 1)
-        num_parameters = build_checkpoint(shape, folder, dtype=dtype, seed=seed, device=device)
+        if checkpoint is None:
+            folder = temporary / "model"
+            num_parameters = build_checkpoint(shape, folder, dtype=dtype, seed=seed, device=device)
+        else:
+            folder = checkpoint.folder
+            num_parameters = sum(entry.num_elements for entry, _ in checkpoint.tensors.values())
         setting = _setting(
-            folder, shape, workloads, dtype=dtype, device=device, engine=engine, engine_options=engine_options
+            folder,
+            temporary,
+            shape,
+            workloads,
+            dtype=dtype,
+            device=device,
+            engine=engine,
+            engine_options=engine_options,
         )
         groups = peer_groups(peer_names, device, engine)
         found = _run_groups(groups, workloads, setting, [engine, *peer_names], repeats, progress)
@@ -109,7 +133,9 @@ def run_bench(
         copy_bytes_per_second=found.copy_bytes_per_second,
         copy_spread=(min(found.copies), max(found.copies)),
         measures=_measures(found.timed, engine),
-        shares=_shares(found, shape, num_parameters, dtype),
+        shares=_shares(found, shape, num_parameters, dtype)
+        if checkpoint is None or reads_all_weights(checkpoint)
+        else [],
         agreements=found.agreements,
         absent=found.absent,
         engine=engine,
@@ -154,6 +180,7 @@ def _workloads(shape: Shape, seed: int, num_requests: int) -> list[BenchWorkload
 
 def _setting(
     folder: Path,
+    scratch: Path,
     shape: Shape,
     workloads: Sequence[BenchWorkload],
     *,
@@ -167,6 +194,7 @@ def _setting(
     ]
     return BenchConfig(
         folder=folder,
+        scratch=scratch,
         hidden_size=shape.hidden_size,
         dtype=dtype,
         device=device,

@@ -18,6 +18,8 @@ class BenchConfig:
 
     folder: Path
     """The checkpoint."""
+    scratch: Path
+    """A folder for what a peer makes of it."""
     hidden_size: int
     dtype: str
     device: str

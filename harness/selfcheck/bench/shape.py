@@ -1,6 +1,6 @@
-"""Models of a published size with seeded random weights: speed depends on shapes, so no download is needed.
+"""The model that is timed: of a published size with seeded random weights, or a checkpoint of the user's.
 
-All are of Qwen3's architecture, which every peer knows.
+Speed depends on shapes, so no download is needed. The shapes are of Qwen3's architecture, which every peer knows.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint import Checkpoint
+from harness.profiling.sizing.meta_model import read_config
 from harness.selfcheck.bench.workload import UnevenSize
 
 WEIGHT_STD = 0.02
@@ -91,6 +93,45 @@ def find_shape(name: str) -> Shape:
     if name not in SHAPES:
         raise HarnessError(Code.BAD_OPTION, "unknown shape", where="--shape", expected=", ".join(SHAPES), actual=name)
     return SHAPES[name]
+
+
+def shape_of(checkpoint: Checkpoint) -> Shape:
+    """Return the sizes of a checkpoint, with as much work as the shape `142m` has, within its context.
+
+    Raises:
+        HarnessError: BAD_CONFIG: it is no decoder that transformers knows.
+    """
+    config = read_config(str(checkpoint.folder)).get_text_config()
+    heads = config.num_attention_heads
+    usual = SHAPES["142m"]
+    context = getattr(config, "max_position_embeddings", None) or usual.prompt_len + usual.uneven.output_lens[1]
+    longest = min(usual.uneven.prompt_lens[1], context * 2 // 3)
+    return Shape(
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        ffn_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        vocab_size=config.vocab_size,
+        is_tied=bool(config.tie_word_embeddings),
+        prompt_len=longest,
+        decode_len=min(usual.decode_len, context // 4),
+        uneven=UnevenSize(
+            num_requests=usual.uneven.num_requests,
+            prompt_lens=(min(usual.uneven.prompt_lens[0], longest), longest),
+            output_lens=(
+                min(usual.uneven.output_lens[0], context // 4),
+                min(usual.uneven.output_lens[1], context // 4),
+            ),
+        ),
+    )
+
+
+def reads_all_weights(checkpoint: Checkpoint) -> bool:
+    """Whether a decode step reads every weight, and K and V of each position: no experts, no latent attention."""
+    config = read_config(str(checkpoint.folder)).get_text_config().to_dict()
+    return not any(name for name in config if "expert" in name or "lora_rank" in name or "state" in name)
 
 
 def build_checkpoint(shape: Shape, folder: Path, *, dtype: str, seed: int, device: str) -> int:
