@@ -1,14 +1,13 @@
-"""The dumped tensors that have a row for each token, and where values are in them."""
+"""The tensors that have a row for each token, and where values are in them."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from harness.engines.by_content.columns import ColumnIndex, Fit
 from harness.engines.by_content.rows import layouts_with_rows
-from harness.formats.tensors import NamedTensor
 
 _LEAST_ROWS = 4
 """Rows that tell columns apart."""
@@ -23,9 +22,9 @@ class Table:
     """[T, any]."""
 
 
-def tables_of(tensors: Sequence[NamedTensor], num_rows: int) -> list[Table]:
+def tables_of(tensors: Mapping[str, torch.Tensor], num_rows: int) -> list[Table]:
     """Return the tensors that have a row for each token, in each dimension that may count the tokens."""
-    return [Table(each.name, rows) for each in tensors for _layout, rows in layouts_with_rows(each.tensor, num_rows)]
+    return [Table(name, rows) for name, each in tensors.items() for _layout, rows in layouts_with_rows(each, num_rows)]
 
 
 class TableIndex:
