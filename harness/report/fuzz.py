@@ -1,13 +1,16 @@
-"""A search of workloads for people at a terminal: what was found, with its smallest workload, and what was reached."""
+"""A search of workloads: what was found, with its smallest workload, and what was reached."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
+from typing import Any
 
 from tabulate import tabulate
 
+from harness.report.check.json import run_json
 from harness.report.check.sentences import divergence_place, divergence_size, explanation_lines, number, printable
 from harness.report.check.table import count
+from harness.report.document import SCHEMA_VERSION, plain
 from harness.results.check import Divergence, Outcome
 from harness.results.fuzz import FuzzFinding, FuzzResult, SentRequest, SentWorkload
 
@@ -135,3 +138,32 @@ def _wrapped(label: str, text: str, width: int, *, indent: int = INDENT) -> Iter
     lines = textwrap.wrap(text, width - indent) or [""]
     yield f"{label:{indent}}{lines[0]}".rstrip()
     yield from (" " * indent + line for line in lines[1:])
+
+
+def fuzz_json(result: FuzzResult) -> dict[str, Any]:
+    """Return a search as plain dicts, lists, strings and finite numbers."""
+    document: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "verdict": result.outcome,
+        "engine": result.engine,
+        "model": result.model,
+        "dtype": result.dtype,
+        "device": result.device,
+        "seed": result.seed,
+        "num_workloads": result.num_workloads,
+        "num_rows": result.num_rows,
+        "was_interrupted": result.was_interrupted,
+        "unreached": result.unreached,
+        "coverage": dict(result.coverage),
+        "rejected": dict(result.rejected),
+        "notes": result.notes,
+        "timings_s": {"golden": result.golden_s, "all": result.elapsed_s},
+    }
+    return {**plain(document), "findings": [_finding_document(finding) for finding in result.findings]}
+
+
+def _finding_document(finding: FuzzFinding) -> dict[str, Any]:
+    document: dict[str, Any] = plain(finding)
+    document["run"] = None if finding.run is None else run_json(finding.run)
+    document["first_divergence"] = None if finding.run is None else plain(finding.run.first_divergence)
+    return document
