@@ -10,8 +10,8 @@ import torch
 from harness.engines.by_content.columns import Columns, limit_of_same, relative_error
 from harness.engines.by_content.first_step import FirstTap
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
-from harness.engines.by_content.rows import RowLayout, layouts_with_rows
 from harness.engines.by_content.sites import MODULE, RETURNED, Site
+from harness.engines.by_content.tables import RowLayout, layouts_with_rows
 from harness.engines.by_content.tap_map import Evidence, MappedTap, Source
 from harness.formats.taps import Kind, Operation
 from harness.oracle.model import HFModel
