@@ -13,9 +13,8 @@ from harness.selfcheck.faults.fault import (
     PROMPT_LENGTHS,
     SECOND,
     Category,
-    Fault,
     FaultConfig,
-    Row,
+    table_of,
 )
 from harness.selfcheck.faults.injection import replacing
 from harness.selfcheck.faults.position import CHUNK
@@ -186,12 +185,7 @@ def _merge_without_rescale(outs: list[torch.Tensor], sums: list[torch.Tensor]) -
     return torch.stack(outs).mean(dim=0)
 
 
-def _fault(id: str, summary: str, inject: Any, cause: str, *, row: Row = SECOND, **rest: Any) -> Fault:
-    return Fault(
-        id=id, category=Category.ATTENTION, summary=summary, inject=inject, cause=cause, row=row, tap=_ATTENTION, **rest
-    )
-
-
+_fault = table_of(category=Category.ATTENTION, tap=_ATTENTION, row=SECOND)
 _CHUNKED = FaultConfig(schedule=f"chunked:{CHUNK}")
 WINDOWED = FaultConfig(
     model="llama-tiny",

@@ -16,9 +16,9 @@ from harness.selfcheck.faults.fault import (
     PROMPT_LENGTHS,
     SECOND,
     Category,
-    Fault,
     FaultConfig,
     Row,
+    table_of,
 )
 from harness.selfcheck.faults.injection import InjectedFault, replaced, replacing
 from reference_engine.attention.paged import PagedAttention
@@ -270,10 +270,7 @@ def _resumes_with_its_table(release: Callable[..., None]) -> Callable[..., None]
     return released
 
 
-def _fault(id: str, summary: str, inject: Any, cause: str, tap: str | None, row: Row | None, **rest: Any) -> Fault:
-    return Fault(id=id, category=Category.CACHE, summary=summary, inject=inject, cause=cause, tap=tap, row=row, **rest)
-
-
+_fault = table_of(category=Category.CACHE)
 _UNCHECKED = (BlockPool, "_check_owned", lambda original: lambda self, blocks, verb: None)
 """A pool that believes what it is told, as most do: ours raises on the spot."""
 _ONE_OWNER = (BlockPool, "num_owners", lambda original: lambda self, block: 1)

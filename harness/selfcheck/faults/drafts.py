@@ -10,7 +10,15 @@ import torch
 import reference_engine.attention.paged
 import reference_engine.engine
 import reference_engine.model_runner
-from harness.selfcheck.faults.fault import BLOCK_SIZE, FIRST_DECODE, PROMPT_LENGTHS, Category, Fault, FaultConfig, Row
+from harness.selfcheck.faults.fault import (
+    BLOCK_SIZE,
+    FIRST_DECODE,
+    PROMPT_LENGTHS,
+    Category,
+    FaultConfig,
+    Row,
+    table_of,
+)
 from harness.selfcheck.faults.injection import InjectedFault, replaced, replacing
 from reference_engine.attention.paged import PagedAttention
 from reference_engine.batch import slots_of
@@ -210,14 +218,7 @@ def _ring() -> AbstractContextManager[InjectedFault]:
     return replaced((LLMEngine, "_verified", verified))
 
 
-def _fault(id: str, summary: str, inject: Any, cause: str, tap: str | None, row: Row | None, **rest: Any) -> Fault:
-    setting = rest.pop("setting", _SPECULATIVE)
-    return Fault(
-        id=id, category=Category.DRAFTS, summary=summary, inject=inject, cause=cause, tap=tap, row=row, setting=setting,
-        **rest,
-    )  # fmt: skip
-
-
+_fault = table_of(category=Category.DRAFTS, setting=_SPECULATIVE)
 FAULTS = [
     _fault("rejected-key-stays", "The key and value of a rejected draft are not written over.",
            _stays(_noting_rejected, keys=True, values=True), "rejected draft, position", _K_CACHE, _REJECTED),

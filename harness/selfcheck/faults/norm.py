@@ -9,7 +9,7 @@ from torch.nn.functional import gelu, silu
 
 import reference_engine.layers
 import reference_engine.model
-from harness.selfcheck.faults.fault import FIRST, FIRST_DECODE, Category, Fault, FaultConfig, Row
+from harness.selfcheck.faults.fault import FIRST, FIRST_DECODE, Category, FaultConfig, table_of
 from harness.selfcheck.faults.injection import replacing
 from reference_engine.layers import MLP, RMSNorm
 from reference_engine.model import Attention, Decoder, DecoderLayer
@@ -150,10 +150,7 @@ def _without_final_norm(build: Callable[..., Decoder]) -> Callable[..., Decoder]
     return built
 
 
-def _fault(id: str, summary: str, inject: Any, cause: str, tap: str, *, row: Row = FIRST, **rest: Any) -> Fault:
-    return Fault(id=id, category=Category.NORM, summary=summary, inject=inject, cause=cause, tap=tap, row=row, **rest)
-
-
+_fault = table_of(category=Category.NORM, row=FIRST)
 FAULTS = [
     _fault("qk-norm-skipped-in-decode", "Decode leaves q and k as they are projected.",
            replacing((Attention, "_project", _skip_qk_norm_in_decode)), "norm is skipped", _LAYER + "self_attn.q_norm",

@@ -9,7 +9,7 @@ import torch
 import reference_engine.model
 import reference_engine.model_runner
 import reference_engine.rotary
-from harness.selfcheck.faults.fault import FIRST, FIRST_DECODE, SECOND, Category, Fault, FaultConfig, Row
+from harness.selfcheck.faults.fault import FIRST, FIRST_DECODE, SECOND, Category, FaultConfig, table_of
 from harness.selfcheck.faults.injection import replacing
 from reference_engine.rotary import RotaryEmbedding, rotate_half
 
@@ -108,18 +108,7 @@ def _coarse_table(call: Callable[..., Any]) -> Callable[..., Any]:
     return rotated
 
 
-def _fault(id: str, summary: str, inject: Any, cause: str, *, row: Row = SECOND, **rest: Any) -> Fault:
-    return Fault(
-        id=id,
-        category=Category.POSITION,
-        summary=summary,
-        inject=inject,
-        cause=cause,
-        row=row,
-        **{"tap": _Q_ROPE, **rest},
-    )
-
-
+_fault = table_of(category=Category.POSITION, tap=_Q_ROPE, row=SECOND)
 FAULTS = [
     _fault("rotary-interleaved", "Rotary turns neighbouring pairs instead of the halves of a head.",
            rotary(_interleaved), "interleaved", instance="shainet#111, vllm-metal#44"),

@@ -12,7 +12,7 @@ import reference_engine.model
 import reference_engine.model_runner
 import reference_engine.sampler
 from harness.selfcheck.faults import suites
-from harness.selfcheck.faults.fault import FIRST, FIRST_SAMPLED, Category, Fault, FaultConfig
+from harness.selfcheck.faults.fault import FIRST, FIRST_SAMPLED, Category, FaultConfig, table_of
 from harness.selfcheck.faults.injection import replacing
 from harness.selfcheck.faults.norm import edited_layers
 from reference_engine.layers import Linear
@@ -93,11 +93,7 @@ def _half_accumulation(layer: Any) -> Any:
     return replace(layer, mlp=replace(layer.mlp, down_proj=_HalfAccumulation(layer.mlp.down_proj)))
 
 
-def _fault(id: str, summary: str, inject: Any, cause: str, tap: str | None = None, **rest: Any) -> Fault:
-    given = {"category": Category.SAMPLING, "row": None if tap is None else FIRST_SAMPLED, **rest}
-    return Fault(id=id, summary=summary, inject=inject, cause=cause, tap=tap, **given)
-
-
+_fault = table_of(category=Category.SAMPLING, tap=None, row=FIRST_SAMPLED)
 _NO_SUCH_SET = "which is none of|is in the set"
 _DOWN_PROJ = "model.layers.0.mlp.down_proj"
 _OVERFLOWING = FaultConfig(scaled={"model.layers.0.mlp.up_proj.weight": 1e7})

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import reference_engine.model_runner
-from harness.selfcheck.faults.fault import FIRST, FIRST_SAMPLED, Category, Fault, FaultConfig, Row
+from harness.selfcheck.faults.fault import FIRST, FIRST_SAMPLED, Category, Fault, FaultConfig, table_of
 from harness.selfcheck.faults.injection import replacing
 
 _LAYER = "model.layers.0."
@@ -96,17 +96,11 @@ def _one_weight_flipped(weights: Weights, config: Any) -> None:
     weight[at] = -weight[at]
 
 
-def _fault(id: str, summary: str, change: Any, cause: str, tap: str, *, row: Row = FIRST, **rest: Any) -> Fault:
-    return Fault(
-        id=id,
-        category=Category.WEIGHTS,
-        summary=summary,
-        inject=loaded(change),
-        cause=cause,
-        tap=tap,
-        row=row,
-        **rest,
-    )
+_of_weights = table_of(category=Category.WEIGHTS, row=FIRST)
+
+
+def _fault(id: str, summary: str, change: Any, *rest: Any, **own: Any) -> Fault:
+    return _of_weights(id, summary, loaded(change), *rest, **own)
 
 
 _QWEN2 = FaultConfig(model="qwen2-tiny")
