@@ -53,25 +53,11 @@ __all__ = [
     "weights",
 ]
 
-_MODULES = {
-    "harness.api": (
-        "CheckFailedError",
-        "CheckReport",
-        "GapError",
-        "ProfileReport",
-        "RolloutMonitor",
-        "RolloutReport",
-        "check",
-        "diff",
-        "golden",
-        "profile",
-        "rollout",
-        "weights",
-    ),
-    "harness.engines": ("Capabilities", "Engine", "Workload"),
-    "harness.errors": ("Code", "HarnessError"),
+_HOMES = {
+    **dict.fromkeys(__all__, "harness.api"),
+    **dict.fromkeys(("Capabilities", "Engine", "Workload"), "harness.engines"),
+    **dict.fromkeys(("Code", "HarnessError"), "harness.errors"),
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

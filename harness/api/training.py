@@ -9,8 +9,8 @@ from harness.api.arguments import Dtype, Model, checkpoint, engine_option_texts,
 from harness.api.subject import choose
 from harness.base.progress import Progress
 from harness.errors import Code, HarnessError
-from harness.report.rollout.json import rollout_json
-from harness.report.rollout.text import rollout_text
+from harness.report.document import document
+from harness.report.rollout import rollout_text
 from harness.results.check import Outcome
 from harness.results.rollout import RolloutResult
 
@@ -50,7 +50,7 @@ class RolloutReport(RolloutResult):
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `harness rollout --format json` prints."""
-        return rollout_json(self)
+        return document(self)
 
     def __repr__(self) -> str:
         return f"<RolloutReport {self.outcome}: {self.rollouts}, {self.tokens.compared} tokens>"

@@ -21,8 +21,10 @@ class Forms:
     has. It returns a text, or a document that is written as JSON.
     """
 
-    def __init__(self, **functions: str) -> None:
-        self.functions = functions
+    def __init__(self, *, human: str, is_fenced: bool = False, **others: str) -> None:
+        """Take the functions; with `is_fenced`, Markdown is the terminal's lines as they are."""
+        self._is_fenced = is_fenced
+        self.functions = {"human": human} | ({"markdown": human} if is_fenced else {}) | others
 
     def option(self) -> Any:
         """Return the option `--format` of a command that has such a result."""
@@ -56,6 +58,10 @@ class Forms:
         known = signature(function).parameters
         shown = function(result, **{key: value for key, value in given.items() if key in known})
         if isinstance(shown, str):
+            if form == "markdown" and self._is_fenced:
+                from harness.report.check.markdown import fenced
+
+                shown = fenced(shown) + "\n"
             write(shown, end="" if shown.endswith("\n") else "\n")
         else:
             write_json(shown)
@@ -68,6 +74,7 @@ def document(summary: dict[str, Any]) -> dict[str, Any]:
 
 _DOCUMENT = f"{__name__}:document"
 _REPORT = "harness.report"
+_RESULT = f"{_REPORT}.document:document"
 _FAULTS = "harness.selfcheck.faults.tables"
 _ANSWER = "harness.cli.answer:TimedContinuation"
 
@@ -77,40 +84,22 @@ CHECKS = Forms(
     json=f"{_REPORT}.check.dtypes:checks_json",
 )
 ENDPOINT = Forms(
-    human=f"{_REPORT}.endpoint.text:endpoint_text",
-    markdown=f"{_REPORT}.endpoint.text:endpoint_markdown",
-    json=f"{_REPORT}.endpoint.json:endpoint_json",
+    human=f"{_REPORT}.endpoint.text:endpoint_text", json=f"{_REPORT}.endpoint.json:endpoint_json", is_fenced=True
 )
-SAMPLER = Forms(
-    human=f"{_REPORT}.sampler.text:sampler_text",
-    markdown=f"{_REPORT}.sampler.text:sampler_markdown",
-    json=f"{_REPORT}.sampler.json:sampler_json",
-)
-LOAD = Forms(
-    human=f"{_REPORT}.load:load_text",
-    markdown=f"{_REPORT}.load:load_markdown",
-    json=f"{_REPORT}.load:load_json",
-)
-TOKENS = Forms(
-    human=f"{_REPORT}.tokens.text:tokens_text",
-    markdown=f"{_REPORT}.tokens.text:tokens_markdown",
-    json=f"{_REPORT}.tokens.json:tokens_json",
-)
+SAMPLER = Forms(human=f"{_REPORT}.sampler:sampler_text", json=_RESULT, is_fenced=True)
+LOAD = Forms(human=f"{_REPORT}.load:load_text", json=_RESULT, is_fenced=True)
+TOKENS = Forms(human=f"{_REPORT}.tokens:tokens_text", json=_RESULT, is_fenced=True)
 FAULTS = Forms(human=f"{_FAULTS}:as_text", markdown=f"{_FAULTS}:as_text", json=f"{_FAULTS}:as_json")
 QUANT = Forms(
-    human=f"{_REPORT}.quant.text:quant_text",
-    markdown=f"{_REPORT}.quant.text:quant_text",
-    json=f"{_REPORT}.quant.text:quant_json",
+    human=f"{_REPORT}.quant:quant_text",
+    markdown=f"{_REPORT}.quant:quant_text",
+    json=_RESULT,
 )
-ROLLOUT = Forms(
-    human=f"{_REPORT}.rollout.text:rollout_text",
-    markdown=f"{_REPORT}.rollout.text:rollout_markdown",
-    json=f"{_REPORT}.rollout.json:rollout_json",
-)
+ROLLOUT = Forms(human=f"{_REPORT}.rollout:rollout_text", json=_RESULT, is_fenced=True)
 WEIGHTS = Forms(
     human=f"{_REPORT}.weights:weights_text",
     markdown=f"{_REPORT}.weights:weights_text",
-    json=f"{_REPORT}.weights:weights_json",
+    json=_RESULT,
 )
 SUITE = Forms(
     human=f"{_REPORT}.suite.text:suite_text",
@@ -118,23 +107,21 @@ SUITE = Forms(
     json=f"{_REPORT}.suite.json:suite_json",
 )
 SUITE_DIFF = Forms(human=f"{_REPORT}.suite.diff:diff_text", json=f"{_REPORT}.suite.diff:diff_json")
-BISECTION = Forms(human=f"{_REPORT}.suite.bisection:bisection_text", json=f"{_REPORT}.suite.bisection:bisection_json")
-FUZZ = Forms(human=f"{_REPORT}.fuzz.text:fuzz_text", json=f"{_REPORT}.fuzz.json:fuzz_json")
-INVARIANCE = Forms(
-    human=f"{_REPORT}.invariance.text:invariance_text", json=f"{_REPORT}.invariance.json:invariance_json"
-)
-POISON = Forms(human=f"{_REPORT}.poison.text:poison_text", json=f"{_REPORT}.poison.json:poison_json")
+BISECTION = Forms(human=f"{_REPORT}.suite.bisection:bisection_text", json=_RESULT)
+FUZZ = Forms(human=f"{_REPORT}.fuzz:fuzz_text", json=f"{_REPORT}.fuzz:fuzz_json")
+INVARIANCE = Forms(human=f"{_REPORT}.invariance:invariance_text", json=_RESULT)
+POISON = Forms(human=f"{_REPORT}.poison:poison_text", json=_RESULT)
 PROFILE = Forms(human=f"{_REPORT}.profile.text:profile_text", json=f"{_REPORT}.profile.json:profile_json")
-GATE = Forms(human=f"{_REPORT}.gate.text:gate_text", json=f"{_REPORT}.gate.json:gate_json")
-TRACES = Forms(human=f"{_REPORT}.trace.text:summary_text", json=f"{_REPORT}.trace.json:files_json")
+GATE = Forms(human=f"{_REPORT}.gate:gate_text", json=f"{_REPORT}.gate:gate_json")
+TRACES = Forms(human=f"{_REPORT}.trace.text:summary_text", json=f"{_REPORT}.document:files_document")
 TRACE_DIFF = Forms(human=f"{_REPORT}.trace.text:diff_text", json=f"{_REPORT}.trace.json:diff_json")
-CRITICAL_PATHS = Forms(human=f"{_REPORT}.trace.text:critical_paths_text", json=f"{_REPORT}.trace.json:files_json")
-MEMORY = Forms(human=f"{_REPORT}.memory.text:memory_text", json=f"{_REPORT}.memory.json:memory_json")
-MEMORY_DIFF = Forms(human=f"{_REPORT}.memory.text:memory_diff_text", json=f"{_REPORT}.memory.json:memory_diff_json")
+CRITICAL_PATHS = Forms(human=f"{_REPORT}.trace.text:critical_paths_text", json=f"{_REPORT}.document:files_document")
+MEMORY = Forms(human=f"{_REPORT}.memory:memory_text", json=f"{_REPORT}.document:files_document")
+MEMORY_DIFF = Forms(human=f"{_REPORT}.memory:memory_diff_text", json=_RESULT)
 ESTIMATE = Forms(
-    human=f"{_REPORT}.estimate.text:estimate_text",
-    markdown=f"{_REPORT}.estimate.text:estimate_text",
-    json=f"{_REPORT}.estimate.json:estimate_json",
+    human=f"{_REPORT}.estimate:estimate_text",
+    markdown=f"{_REPORT}.estimate:estimate_text",
+    json=_RESULT,
 )
 BENCH = Forms(human="harness.selfcheck.bench.table:bench_text", json="harness.selfcheck.bench.results:BenchResult.json")
 INSPECTED = Forms(human="harness.formats.inspect:render_text", json=_DOCUMENT)

@@ -73,7 +73,7 @@ def quant(
         from harness.formats.checkpoint import resolve
         from harness.formats.checkpoint.gguf.types import PLAIN
         from harness.oracle.model import load_model
-        from harness.report.quant.text import quant_svg, quant_text
+        from harness.report.quant import quant_svg, quant_text
 
         names = types.split(",") if types is not None else [] if file else DEFAULT_TYPES.split(",")
         wanted: list[str | Path] = [*(check_type(name) for name in names), *(file or [])]

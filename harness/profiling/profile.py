@@ -16,9 +16,8 @@ from harness.base.threads import limit_threads
 from harness.engines.stepping import ClosableSession, open_session
 from harness.errors import Code, HarnessError
 from harness.plan import Plan
-from harness.profiling.cost.ceilings import best_of, measure_ceilings
 from harness.profiling.cost.formulas import Cost, kv_bytes, operation_costs
-from harness.profiling.cost.roofline import bound_by, fold, point
+from harness.profiling.cost.roofline import best_of, bound_by, fold, measure_ceilings, point
 from harness.profiling.estimate import Estimate, plan_parts
 from harness.profiling.memory.capture import MemoryCapture, capture_memory
 from harness.profiling.passes.counters import PhaseCounts, count

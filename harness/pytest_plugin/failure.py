@@ -93,7 +93,7 @@ def failure_text(error: BaseException, config: pytest.Config) -> FailureText | N
         plain, colored = (error.report.text(width=width, color=color).rstrip() for color in (False, True))
         return FailureText(summary(error.report), plain, colored)
     if isinstance(error, GateFailedError):
-        from harness.report.gate.text import gate_text
+        from harness.report.gate import gate_text
 
         text = f"{gate_text(error.result)}\n\nif this is meant: {error.command}"
         return FailureText(str(error), text, text)

@@ -102,7 +102,7 @@ class CaseItem(pytest.Item):
 
     def _gate(self, profile: Path, baseline: Path) -> None:
         from harness.profiling.gate.compare import run_gate
-        from harness.report.gate.text import gate_text
+        from harness.report.gate import gate_text
         from harness.results.gate import GateVerdict
 
         accept = bool(self.config.getoption("baseline_update"))

@@ -1,12 +1,9 @@
-"""A load test of a server for people and for programs."""
+"""A load test of a server for people."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from tabulate import tabulate
 
-from harness.report.check.json import plain
-from harness.report.check.markdown import fenced
 from harness.report.check.table import count
 from harness.report.endpoint.headline import headline
 from harness.report.endpoint.text import MIN_WIDTH, findings
@@ -21,11 +18,6 @@ _NAMES = {
 }
 
 
-def load_markdown(result: LoadResult, *, width: int) -> str:
-    """Return a load test as Markdown: the terminal's lines, as they are."""
-    return fenced(load_text(result, width=width)) + "\n"
-
-
 def load_text(result: LoadResult, *, width: int) -> str:
     """Return a load test as lines of at most `width` columns, but for the table."""
     width = max(width, MIN_WIDTH)
@@ -35,15 +27,6 @@ def load_text(result: LoadResult, *, width: int) -> str:
     )
     blocks = [[head], _table(result), list(findings([result.answers], width)), list(_facts(result, width))]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
-
-
-def load_json(result: LoadResult) -> dict[str, Any]:
-    """Return a load test as plain dicts, lists, strings and finite numbers."""
-    rates = {
-        name: getattr(result, name) for name in ("requests_per_s", "new_tokens_per_s", "goodput_per_s", "good_share")
-    }
-    document: dict[str, Any] = {"schema_version": 1, "verdict": result.outcome.value, **plain(result), **rates}
-    return document
 
 
 def _table(result: LoadResult) -> list[str]:

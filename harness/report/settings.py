@@ -5,7 +5,7 @@ from typing import Any
 from tabulate import tabulate
 
 from harness.errors import Code, printable
-from harness.report.check.json import plain
+from harness.report.document import plain
 from harness.results.settings import SettingsResult, shown_values
 
 

@@ -6,7 +6,6 @@ from typing import Any
 from tabulate import tabulate
 
 from harness.errors import Code
-from harness.report.check.json import plain
 from harness.report.check.markdown import escaped
 from harness.report.check.sentences import number, printable
 from harness.report.check.table import count
@@ -15,11 +14,6 @@ from harness.results.weights import TensorDifference, WeightsResult
 
 _HEADERS = ("tensor", "is", "different", "relative", "max", "arrived")
 _MOST_ROWS = 30
-
-
-def weights_json(result: WeightsResult) -> dict[str, Any]:
-    """Return a comparison as JSON-able data."""
-    return {"schema_version": 1, "verdict": str(result.outcome), **plain(result)}
 
 
 def weights_text(result: WeightsResult, tablefmt: str = "simple") -> str:

@@ -1,6 +1,7 @@
 """Results of a check of a server, as plain data for the reports. Nothing here imports torch."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from harness.results.check import Finding, Outcome, TokenResult
 
@@ -22,6 +23,7 @@ class Capability:
 class LogprobResult:
     """Log probabilities of one kind against the truth, over all rows of a schedule."""
 
+    IN_DOCUMENT: ClassVar = ("rms_ratio", "max_ratio")
     kind: str
     """`chosen`, `top`, `prompt`."""
     num_rows: int
@@ -60,6 +62,7 @@ def _ratio(error: float, noise: float) -> float:
 class ScheduleResult:
     """The prompts sent in one way."""
 
+    IN_DOCUMENT: ClassVar = ("outcome",)
     schedule: str
     """`together`, `alone`, `repeated`, `reversed`, `continued`, `streamed`, `prompt`."""
     num_requests: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class ModelSize:
 class GpuEstimate:
     """The model on one GPU, as far as its data sheet goes: nothing runs faster than this."""
 
+    IN_DOCUMENT: ClassVar = ("fits",)
     gpu: str
     source: str
     """Of the GPU's figures."""
@@ -71,6 +73,8 @@ class GpuEstimate:
 class Estimate:
     """One model on some GPUs."""
 
+    kind: ClassVar = "estimate"
+    IN_DOCUMENT: ClassVar = ("kind",)
     size: ModelSize
     num_requests: int
     gpus: tuple[GpuEstimate, ...]

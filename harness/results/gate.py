@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import ClassVar
 
 
 class GateVerdict(StrEnum):
@@ -23,6 +24,7 @@ class GateVerdict(StrEnum):
 class GateChange:
     """One figure that differs from the baseline by more than it may."""
 
+    IN_DOCUMENT: ClassVar = ("is_regression", "subject")
     phase: str
     operation: str | None
     """Tap name without the layer; None if the figure is of the whole phase."""
@@ -70,6 +72,7 @@ class Interval:
 class PairedRatio:
     """Time after over time before, from blocks A B B A."""
 
+    IN_DOCUMENT: ClassVar = ("verdict",)
     ratio: Interval
     noise: Interval
     """The same of the two A of each block over those of the next: what is measured if nothing has changed."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 from harness.results.check import Outcome
 
@@ -47,6 +48,7 @@ class FirstChange:
 class ScheduleChange:
     """The effect of one change of schedule."""
 
+    IN_DOCUMENT: ClassVar = ("state",)
     name: str
     before: str
     """The run before the change, in words."""
@@ -73,6 +75,7 @@ class ScheduleChange:
 class InvarianceResult:
     """All changes that were tried on one engine."""
 
+    IN_DOCUMENT: ClassVar = ("outcome",)
     engine: str
     model: str
     dtype: str

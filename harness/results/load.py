@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from harness.results.check import Outcome
 from harness.results.endpoint import ScheduleResult
@@ -23,6 +24,7 @@ class Quantiles:
 class LoadResult:
     """A whole load test."""
 
+    IN_DOCUMENT: ClassVar = ("outcome", "requests_per_s", "new_tokens_per_s", "goodput_per_s", "good_share")
     url: str
     server: str
     served_model: str

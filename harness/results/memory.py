@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,7 @@ class OutOfMemory:
 class DeviceMemory:
     """One device's memory: now, at its peak, and what came and stayed."""
 
+    IN_DOCUMENT: ClassVar = ("free_bytes",)
     device: int
     reserved_bytes: int
     """Taken from the device by the allocator."""
@@ -76,6 +78,7 @@ class MemorySummary:
 class PlaceChange:
     """What a place in the code holds in two snapshots."""
 
+    IN_DOCUMENT: ClassVar = ("added_bytes",)
     device: int
     place: str
     before_bytes: int

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 from harness.errors import Code
 from harness.results.check import Outcome
@@ -29,6 +30,7 @@ class Memory(StrEnum):
 class Leak:
     """An operation that lets poisoned memory into a live row."""
 
+    IN_DOCUMENT: ClassVar = ("code", "has_weight")
     memory: Memory
     tap: str
     """The first recorded value that changes, in the order of the run."""
@@ -86,6 +88,7 @@ class FailedRun:
 class PoisonResult:
     """All that was poisoned in one engine."""
 
+    IN_DOCUMENT: ClassVar = ("outcome",)
     engine: str
     model: str
     dtype: str

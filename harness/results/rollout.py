@@ -1,6 +1,7 @@
 """Results of a comparison of a trainer with a rollout engine, as plain data for the reports. Nothing imports torch."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from harness.results.check import Finding, Outcome
 
@@ -86,6 +87,7 @@ class TokenCounts:
 class RolloutResult:
     """A whole comparison."""
 
+    IN_DOCUMENT: ClassVar = ("outcome",)
     rollouts: str
     model: str
     dtype: str

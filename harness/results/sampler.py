@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from harness.results.check import Finding, Outcome
 
@@ -11,6 +11,7 @@ from harness.results.check import Finding, Outcome
 class SettingResult:
     """The draws of one setting."""
 
+    IN_DOCUMENT: ClassVar = ("outcome",)
     name: str
     settings: Mapping[str, Any]
     """Parameters that are no defaults."""
@@ -51,6 +52,7 @@ class SettingResult:
 class DefinitionResult:
     """Log probabilities under one reading of what they are of."""
 
+    IN_DOCUMENT: ClassVar = ("fits",)
     name: str
     num_values: int
     num_misfits: int
@@ -86,6 +88,7 @@ class SeedResult:
 class SamplerResult:
     """A whole check of a server's sampler."""
 
+    IN_DOCUMENT: ClassVar = ("outcome", "num_draws", "not_judged")
     url: str
     server: str
     served_model: str

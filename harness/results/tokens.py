@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from harness.errors import Code
 from harness.results.check import Finding, Outcome
@@ -40,6 +40,7 @@ class Difference:
 class TokensResult:
     """A whole check of chats."""
 
+    IN_DOCUMENT: ClassVar = ("outcome",)
     subject: str
     """The URL of a server, or the name of a function."""
     server: str

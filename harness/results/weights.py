@@ -1,6 +1,7 @@
 """Results of a comparison of weights, as plain data. Nothing here imports torch."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from harness.results.check import Outcome
 
@@ -29,6 +30,7 @@ class TensorDifference:
 class WeightsResult:
     """Two sets of weights."""
 
+    IN_DOCUMENT: ClassVar = ("outcome",)
     first: str
     second: str
     tensors: tuple[TensorDifference, ...]

@@ -161,3 +161,19 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., st
 def listen_to_ctrl_c() -> None:
     """For `preexec_fn`: a process started from a shell's background job would ignore SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="session")
+def url():
+    """The address of a server of qwen3-tiny, for tests that look for the extra `serve` first."""
+    from reference_engine import EngineConfig, LLMEngine
+    from reference_engine.server.app import build_app
+    from reference_engine.server.text import Text
+
+    from ..loopback import serving
+
+    folder = Path(__file__).parents[2] / "cases" / "checkpoints" / "qwen3-tiny"
+    with LLMEngine(folder, EngineConfig(dtype="float32")) as engine:
+        app = build_app(engine, Text(folder), model="tiny")
+        with serving(app) as address:
+            yield address

@@ -9,21 +9,7 @@ import pytest
 pytest.importorskip("httpx", reason="the extra `serve` is not installed")
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
-from reference_engine import EngineConfig, LLMEngine
-from reference_engine.server.app import build_app
-from reference_engine.server.text import Text
-
-from ..loopback import serving
-
 FOLDER = Path(__file__).parents[2] / "cases" / "checkpoints" / "qwen3-tiny"
-
-
-@pytest.fixture(scope="module")
-def url():
-    with LLMEngine(FOLDER, EngineConfig(dtype="float32")) as engine:
-        app = build_app(engine, Text(FOLDER), model="tiny")
-        with serving(app) as address:
-            yield address
 
 
 def test_the_embedded_model_is_checked_without_more_options(harness, url):

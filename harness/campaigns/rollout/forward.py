@@ -8,8 +8,7 @@ import torch
 
 from harness.campaigns.rollout.alter import Altered
 from harness.campaigns.rollout.lanes import Batch, Lane, Places, make_lanes
-from harness.campaigns.rollout.meaning import token_logprobs
-from harness.campaigns.rollout.setting import Meaning, Setting, Weights
+from harness.campaigns.rollout.setting import Meaning, Setting, Weights, token_logprobs
 from harness.oracle.batching import batch_tokens
 from harness.oracle.model import HFModel
 from harness.oracle.precision import eager_experts, preserve_precision, truth_dtype, upcast, without_tf32

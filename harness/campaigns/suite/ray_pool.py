@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.base.scratch import scratch_folder
-from harness.campaigns.suite.cluster import connected
 from harness.campaigns.suite.fingerprint import fingerprint
-from harness.campaigns.suite.node_checks import refuse_differences, refuse_missing, refuse_store
+from harness.campaigns.suite.node_checks import connected, refuse_differences, refuse_missing, refuse_store
 from harness.campaigns.suite.node_task import Look, ended, look, run_on_node
 from harness.campaigns.suite.pool import Ended
 from harness.campaigns.suite.process import START_LIMIT_S

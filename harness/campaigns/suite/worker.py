@@ -15,8 +15,9 @@ from harness.campaigns.suite.store import DamagedBlobError, Store
 from harness.campaigns.suite.task import Loss, Task, TaskResult
 from harness.engines.worker import serve
 from harness.errors import Code, HarnessError
-from harness.report.check.json import check_json_text, plain
+from harness.report.check.json import check_json_text
 from harness.report.check.merge import merge_taps, sum_tokens
+from harness.report.document import plain
 from harness.report.page.html import REPORT_NAME, report_html
 from harness.results.check import CheckResult, Divergence, Outcome
 from harness.results.merging import largest

@@ -3,9 +3,9 @@
 `T` rows, `W` columns of a value, `C` columns of all tensors together, `P` projections.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -76,7 +76,7 @@ class ColumnIndex:
         projected = [self._project(table) for table in tables]
         self._all = torch.cat(projected, dim=1) if projected else torch.zeros(_NUM_PROJECTIONS, 0)  # [P, C]
         self._owner = torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths, dtype=torch.int64))
-        self._start = torch.tensor([0, *widths], dtype=torch.int64).cumsum(0)
+        self._start = [0, *accumulate(widths)]
         self._order = self._all[0].argsort()
         self._sorted = self._all[0][self._order].contiguous()
 
@@ -104,17 +104,25 @@ class ColumnIndex:
 
     def _find(self, value: torch.Tensor, tolerance: float, *, may_be_permuted: bool) -> list[Fit]:
         projected, scale = self._project(value), _scale(value)
-        samples = _samples(value)
-        hits = [self._near(projected[:, at], tolerance * float(scale[at]) / len(value) ** 0.5) for at in samples]
-        shared = set(self._owner[hits[0]].tolist())
-        for hit in hits[1:]:
-            shared &= set(self._owner[hit].tolist())
+        distance = scale * tolerance / len(value) ** 0.5
+        begins = [self._begins(at, projected[:, at], float(distance[at])) for at in _samples(value)]
         fits = []
-        for index in sorted(shared)[:_MOST_TENSORS]:
-            columns = self._columns(index, samples, hits, value, projected, scale, tolerance, may_be_permuted)
+        for index in sorted(set.intersection(*map(set, begins)))[:_MOST_TENSORS]:
+            common = set.intersection(*(each[index] for each in begins))
+            columns = self._columns(index, common, value, tolerance)
+            if columns is None and may_be_permuted:
+                columns = self._permuted(index, projected, distance)
             if columns is not None and (error := self.error(index, columns, value)) <= tolerance:
                 fits.append(Fit(index=index, columns=columns, error=error))
         return fits
+
+    def _begins(self, at: int, projected: torch.Tensor, distance: float) -> dict[int, set[int]]:
+        """Return by tensor where the value may begin in it if its column `at` is one of the near ones."""
+        hits = self._near(projected, distance)
+        begins: dict[int, set[int]] = {}
+        for index, column in zip(self._owner[hits].tolist(), hits.tolist(), strict=True):
+            begins.setdefault(index, set()).add(column - self._start[index] - at)
+        return begins
 
     def _near(self, projected: torch.Tensor, distance: float) -> torch.Tensor:
         """Return the columns whose projections are all that near to some [P]."""
@@ -123,36 +131,20 @@ class ColumnIndex:
         there = self._order[int(low) : int(high)]
         return there[(self._all[:, there] - projected[:, None]).abs().amax(dim=0) <= reach]
 
-    def _columns(
-        self,
-        index: int,
-        samples: Sequence[int],
-        hits: Sequence[torch.Tensor],
-        value: torch.Tensor,
-        projected: torch.Tensor,
-        scale: torch.Tensor,
-        tolerance: float,
-        may_be_permuted: bool,
-    ) -> Columns | None:
-        """Return where a tensor may hold a value: side by side, or else each column where its like is."""
-        first, width = int(self._start[index]), value.shape[1]
-        room = int(self._start[index + 1]) - first
-        if room < width:
-            return None
-        places = [
-            {int(hit) - first - at for hit in hits[k] if self._owner[hit] == index} for k, at in enumerate(samples)
-        ]
-        offsets = [at for at in sorted(set.intersection(*places)) if 0 <= at <= room - width]
-        for at in offsets[:4]:
+    def _columns(self, index: int, begins: Set[int], value: torch.Tensor, tolerance: float) -> Columns | None:
+        """Return where a tensor holds a value side by side, if it does so at one of some places."""
+        width, room = value.shape[1], self._tables[index].shape[1]
+        for at in [at for at in sorted(begins) if 0 <= at <= room - width][:4]:
             columns = Columns(start=at, stop=at + width)
             if self.error(index, columns, value) <= tolerance:
                 return columns
-        return (
-            self._permuted(first, room, projected, scale * tolerance / len(value) ** 0.5) if may_be_permuted else None
-        )
+        return None
 
-    def _permuted(self, first: int, room: int, projected: torch.Tensor, distance: torch.Tensor) -> Columns | None:
-        own = self._all[:, first : first + room]
+    def _permuted(self, index: int, projected: torch.Tensor, distance: torch.Tensor) -> Columns | None:
+        """Return the columns of a tensor that are each like one of a value's, in any order."""
+        own = self._all[:, self._start[index] : self._start[index + 1]]
+        if own.shape[1] < projected.shape[1]:
+            return None
         nearest = []
         for at in range(0, projected.shape[1], 256):
             part = projected[:, at : at + 256]

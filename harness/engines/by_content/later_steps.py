@@ -8,11 +8,10 @@ from math import prod
 import torch
 
 from harness.engines.by_content.columns import Columns, limit_of_same, relative_error
-from harness.engines.by_content.first_step import FirstStep
+from harness.engines.by_content.first_step import FirstTap
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
-from harness.engines.by_content.rows import RowLayout, layouts_with_rows
 from harness.engines.by_content.sites import MODULE, RETURNED, Site
-from harness.engines.by_content.steps import sites_elsewhere
+from harness.engines.by_content.tables import RowLayout, layouts_with_rows
 from harness.engines.by_content.tap_map import Evidence, MappedTap, Source
 from harness.formats.taps import Kind, Operation
 from harness.oracle.model import HFModel
@@ -67,8 +66,12 @@ class LaterSteps:
         self.taps: dict[str, MappedTap] = {}
         self.uncertain: dict[str, str] = {}
 
-    def tell_apart(self, first: FirstStep) -> None:
-        """Find the sources of each tap, in the order of HF's run; then those that only other taps tell."""
+    def tell_apart(self, first: Mapping[str, FirstTap]) -> None:
+        """Find the sources of each tap, in the order of HF's run; then those that only other taps tell.
+
+        Args:
+            first: where each tap is at position 0.
+        """
         run_hf(self._hf, self._ids, lambda operation, value: self._look(operation, value, first))
         logits = self._hf.graph.logits
         returned = self._sampled(self._returned(logits))
@@ -84,11 +87,11 @@ class LaterSteps:
             unclear, "the tensors that hold it at position 0 hold another value at later ones"
         )
 
-    def _look(self, operation: Operation, value: torch.Tensor, first: FirstStep) -> torch.Tensor | None:
-        fits = first.fits.get(operation.tap)
-        if fits is None:
+    def _look(self, operation: Operation, value: torch.Tensor, first: Mapping[str, FirstTap]) -> torch.Tensor | None:
+        tap = first.get(operation.tap)
+        if tap is None:
             return None
-        reads = [self._long(first.tables[fit.index].site, fit.columns, operation) for fit in fits]
+        reads = [self._long(site, columns, operation) for site, columns in tap.places]
         found = [read for read in reads if read is not None]
         if not found:
             self.uncertain[operation.tap] = "no tensor that holds it at position 0 has a row for each token of a prompt"
@@ -101,8 +104,8 @@ class LaterSteps:
             self._pending[operation.tap] = left = [read for read in found if read.source not in self._taken]
             return self._in_place_of(value, left[-1]) if left else None
         self._taken |= {read.source for read in holding}
-        evidence = Evidence.CONSUMERS if operation.tap in first.by_consumers else Evidence.CONTENT
-        self._take(operation.tap, holding, evidence)
+        is_by_consumers = tap.evidence is Evidence.CONSUMERS
+        self._take(operation.tap, holding, Evidence.CONSUMERS if is_by_consumers else Evidence.CONTENT)
         return self._in_place_of(value, holding[0])
 
     @staticmethod
@@ -226,7 +229,7 @@ class LaterSteps:
             other = self._hf.graph[tap]
             if other.site == operation.site and other.layer is not None and operation.layer is not None:
                 for source in mapped.sources[:4]:
-                    for site in sites_elsewhere(source.site, other.layer, operation.layer):
+                    for site in source.site.elsewhere(other.layer, operation.layer):
                         yield replace(source, site=site)
 
     def _returned(self, logits: str) -> Source:

@@ -6,10 +6,10 @@ import torch
 
 from harness.base.metrics import rounding_unit
 from harness.engines.by_content.columns import relative_error
-from harness.engines.by_content.first_step import FirstStep
+from harness.engines.by_content.first_step import find_first
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
 from harness.engines.by_content.later_steps import LaterSteps
-from harness.engines.by_content.steps import Stepper, one_token_steps, recomputes, tables_of, watched_step
+from harness.engines.by_content.steps import Stepper, one_token_steps, recomputes, watched_step
 from harness.engines.by_content.tap_map import MappedTap, TapMap
 from harness.formats.taps import Graph, Kind, Operation
 from harness.oracle.model import HFModel
@@ -33,8 +33,7 @@ def learn_map(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Ite
     decode = watched_step(stepper, [(number, prompt[-1:], num_tokens)])
     lasting = {site: tensor for site, tensor in seen.items() if site in prefill and site in decode}
     rounding = rounding_unit(dtype)
-    first = FirstStep(hf, ids, tables_of(lasting, len(ids)), rounding)
-    first.find()
+    first = find_first(hf, ids, lasting, rounding=rounding)
     num_again = num_tokens if recomputes(stepper) else 0
     later = LaterSteps(hf, prompt, prefill, decode, num_again=num_again, rounding=rounding)
     later.tell_apart(first)

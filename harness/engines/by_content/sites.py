@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -38,6 +38,20 @@ class Site:
     """Tensors of the same operator and line earlier in the module's call."""
     place: int = 0
     """Field of what is returned."""
+
+    @property
+    def name(self) -> str:
+        """All fields as one name."""
+        return f"{self.path}, call {self.call}: {self.what} {self.line} {self.repeat} {self.place}"
+
+    def elsewhere(self, layer: int, other: int) -> Iterator["Site"]:
+        """Yield the sites that may be to another layer what this is to its own: another module, or another call."""
+        parts = self.path.split(".")
+        shifted = [str(other) if part == str(layer) else part for part in parts]
+        if shifted != parts:
+            yield replace(self, path=".".join(shifted))
+        if self.path:
+            yield replace(self, call=self.call + other - layer)
 
     def __str__(self) -> str:
         where = f"{self.path or 'the step'}{f', call {self.call + 1}' if self.call else ''}"

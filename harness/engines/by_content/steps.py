@@ -1,14 +1,12 @@
 """Steps of an engine with all that it computes, and the tensors that may be a tap."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from harness.engines.by_content.rows import RowLayout, layouts_with_rows
 from harness.engines.by_content.sites import See, Site, SiteWatcher
 from harness.errors import Code, HarnessError
 
@@ -142,32 +140,3 @@ def one_token_steps(stepper: Stepper, ids: Sequence[int], numbers: Iterator[int]
     common = [site for site in single[0] if all(site in step for step in single)]
     same = [site for site in common if len({step[site].shape for step in single}) == 1]
     return {site: torch.stack([step[site] for step in single]) for site in same}
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A tensor of the first step, as rows."""
-
-    site: Site
-    layout: RowLayout
-    rows: torch.Tensor
-    """[T, any]."""
-
-
-def tables_of(seen: Mapping[Site, torch.Tensor], num_rows: int) -> list[Table]:
-    """Return the tensors of a step that may have a row for each token."""
-    return [
-        Table(site, layout, rows)
-        for site, tensor in seen.items()
-        for layout, rows in layouts_with_rows(tensor, num_rows)
-    ]
-
-
-def sites_elsewhere(site: Site, layer: int, other: int) -> Iterator[Site]:
-    """Yield the sites that may be to another layer what a site is to its own: another module, or another call of it."""
-    parts = site.path.split(".")
-    shifted = [str(other) if part == str(layer) else part for part in parts]
-    if shifted != parts:
-        yield replace(site, path=".".join(shifted))
-    if site.path:
-        yield replace(site, call=site.call + other - layer)

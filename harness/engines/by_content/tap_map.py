@@ -7,8 +7,8 @@ from enum import StrEnum
 import torch
 
 from harness.engines.by_content.columns import Columns
-from harness.engines.by_content.rows import RowLayout
 from harness.engines.by_content.sites import Site
+from harness.engines.by_content.tables import RowLayout
 
 
 class Evidence(StrEnum):

@@ -8,14 +8,16 @@ import torch
 
 from harness.base.metrics import rounding_unit
 from harness.engines.adapter import Capabilities, Workload
+from harness.engines.by_content.finder import TapFinder
+from harness.engines.by_content.names import TapNames
+from harness.engines.by_content.tables import Table, tables_of
 from harness.engines.by_content.tap_map import Evidence
-from harness.engines.tensor_folder.finder import TapFinder
 from harness.engines.tensor_folder.prompt import embedded_tokens
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
 from harness.formats.recording import RecordingWriter
 from harness.formats.taps import Graph, Kind
-from harness.formats.tensors import TensorFiles, read_tensors
+from harness.formats.tensors import NamedTensor, TensorFiles, read_tensors
 from harness.oracle.model import HFModel, load_model
 from harness.results.tap_source import TapSource
 
@@ -56,7 +58,7 @@ class FolderEngine:
         """
         files = read_tensors(self._folder)
         hf, rounding = load_model(self._checkpoint, dtype=torch.float32, stays=True), rounding_unit(self._dtype)
-        finder = self._finder = TapFinder(hf, self._ids, files.tensors, rounding)
+        finder = self._finder = finder_of(files.tensors, hf, self._ids, rounding)
         if not finder.tables:
             self._refuse_no_rows(files)
         self._refuse_other_dtype([table.rows.dtype for table in finder.tables])
@@ -193,6 +195,27 @@ class FolderEngine:
                 actual=name,
                 hint=f"--dtype {name}",
             )
+
+
+def finder_of(tensors: Sequence[NamedTensor], hf: HFModel, ids: Sequence[int], rounding: float) -> TapFinder:
+    """Return what finds the taps of one request's prefill among tensors, in any order.
+
+    Args:
+        tensors: of any names.
+        hf: the model that the engine should be, in float32.
+        ids: the tokens.
+        rounding: RMS relative error of one rounding in the engine.
+    """
+    given = {each.name: each.tensor for each in tensors}
+    one_row = {name: each for name, each in given.items() if each.dim() >= 1 and each.numel() == each.shape[-1]}
+    return TapFinder(
+        hf,
+        torch.tensor([list(ids)]),
+        tables_of(given, len(ids)),
+        TapNames(hf.graph, given),
+        last_rows=[Table(name, each.reshape(1, -1)) for name, each in one_row.items()],
+        rounding=rounding,
+    )
 
 
 def _difference(expected: Sequence[int], actual: Sequence[int]) -> tuple[str, str]:

@@ -7,11 +7,12 @@ from typing import Any
 
 from tabulate import tabulate
 
-from harness.report.check.json import SCHEMA_VERSION, check_json
+from harness.report.check.json import check_json
 from harness.report.check.markdown import check_markdown, escaped, fenced
 from harness.report.check.merge import merge, merge_taps
 from harness.report.check.sentences import number, printable
 from harness.report.check.terminal import check_text
+from harness.report.document import SCHEMA_VERSION
 from harness.report.profile.json import profile_json
 from harness.report.profile.text import profile_text
 from harness.results.check import CheckResult, Outcome, TapResult

@@ -1,17 +1,11 @@
-"""The check for programs: the keys that scripts and other tools may rely on, all always present.
-
-NaN and the infinities are no JSON: they are the strings "nan", "inf" and "-inf". What was not measured is null.
-"""
+"""The check for programs: the keys that scripts and other tools may rely on, all always present."""
 
 import json
-import math
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 from harness.report.check.merge import merge_taps, sum_coverage, sum_seconds, sum_tokens
+from harness.report.document import SCHEMA_VERSION, plain
 from harness.results.check import CheckResult, RunResult
-
-SCHEMA_VERSION = 1
 
 
 def check_json_text(result: CheckResult) -> str:
@@ -61,16 +55,3 @@ def run_json(run: RunResult) -> dict[str, Any]:
     document: dict[str, Any] = plain(run)
     timings = {"engine": document.pop("engine_s"), "compare": document.pop("compare_s")}
     return {"schedule": run.schedule, "verdict": document.pop("outcome"), **document, "timings_s": timings}
-
-
-def plain(value: Any) -> Any:
-    """Return dataclasses, tuples and enums as what JSON has for them."""
-    if is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    return str(value) if isinstance(value, str) else value

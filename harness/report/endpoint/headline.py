@@ -6,14 +6,14 @@ from pathlib import PurePath
 from harness.report.check.sentences import printable
 from harness.results.check import Outcome
 
-_WORDS = {Outcome.PASS: "PASS", Outcome.MISMATCH: "MISMATCH", Outcome.NOTHING: "NOTHING CHECKED"}
+VERDICTS = {Outcome.PASS: "PASS", Outcome.MISMATCH: "MISMATCH", Outcome.NOTHING: "NOTHING CHECKED"}
 
 
 def headline(outcome: Outcome, server: str, url: str, model: str, *others: str) -> str:
     """Return the line; `server` may be empty."""
     name = PurePath(model).name if model.startswith(("/", ".")) else model
     parts = [f"{server} at {url}" if server else url, name, *others]
-    return f"{_WORDS[outcome]}  {' · '.join(printable(part) for part in parts)}"
+    return f"{VERDICTS[outcome]}  {' · '.join(printable(part) for part in parts)}"
 
 
 def not_judged(reasons: Mapping[str, str]) -> str:

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from harness.report.check.json import plain
-from harness.results.endpoint import EndpointResult, ScheduleResult
-
-SCHEMA_VERSION = 1
+from harness.report.document import SCHEMA_VERSION, plain
+from harness.results.endpoint import EndpointResult
 
 
 def endpoint_json(result: EndpointResult) -> dict[str, Any]:
@@ -25,11 +23,4 @@ def endpoint_json(result: EndpointResult) -> dict[str, Any]:
         "notes": result.notes,
         "timings_s": {"server": result.server_s, "truth": result.truth_s, "all": result.all_s},
     }
-    return {**plain(document), "runs": [_run(run) for run in result.runs]}
-
-
-def _run(run: ScheduleResult) -> dict[str, Any]:
-    document: dict[str, Any] = plain(run)
-    for own, logprobs in zip(document["logprobs"], run.logprobs, strict=True):
-        own |= plain({"rms_ratio": logprobs.rms_ratio, "max_ratio": logprobs.max_ratio})
-    return {"schedule": run.schedule, "verdict": run.outcome.value, **document}
+    return {**plain(document), "runs": plain(result.runs)}

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
-from harness.report.check.markdown import fenced
 from harness.report.check.sentences import MAX_FINDINGS, MAX_FINDINGS_OF_A_CODE, number, printable
 from harness.report.check.table import count
 from harness.report.endpoint.headline import headline
@@ -16,11 +15,6 @@ from harness.results.endpoint import EndpointResult, LogprobResult, ScheduleResu
 MIN_WIDTH = 80
 _HEADERS = ("schedule", "requests", "tokens", "ties", "logprobs", "rms", "max", "verdict")
 _ALIGN = ("left", "right", "right", "right", "left", "left", "left", "left")
-
-
-def endpoint_markdown(result: EndpointResult, *, width: int) -> str:
-    """Return a check of a server as Markdown: the terminal's lines, as they are."""
-    return fenced(endpoint_text(result, width=width)) + "\n"
 
 
 def endpoint_text(result: EndpointResult, *, width: int) -> str:

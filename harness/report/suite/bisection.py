@@ -1,20 +1,11 @@
 """A bisection for people and for programs."""
 
-from typing import Any
-
 from tabulate import tabulate
 
-from harness.report.check.json import plain
 from harness.report.check.sentences import number, printable
 from harness.results.suite import Bisection, Revision
 
-SCHEMA_VERSION = 1
 _SHORT = 12
-
-
-def bisection_json(found: Bisection) -> dict[str, Any]:
-    """Return a bisection as plain dicts, lists, strings and finite numbers."""
-    return {"schema_version": SCHEMA_VERSION, **plain(found)}
 
 
 def bisection_text(found: Bisection) -> str:

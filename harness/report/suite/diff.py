@@ -3,12 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from harness.report.check.json import plain
 from harness.report.check.sentences import number, printable
 from harness.report.check.table import count
+from harness.report.document import SCHEMA_VERSION, plain
 from harness.results.suite import CaseResult, Moved, SuiteDiff
-
-SCHEMA_VERSION = 1
 
 
 def diff_json(diff: SuiteDiff) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 from harness.base.files import read_text
 from harness.base.json_text import parse_json
 from harness.errors import Code, HarnessError
-from harness.report.check.json import plain
+from harness.report.document import plain
 from harness.results.suite import CaseResult, SuiteResult
 
 SCHEMA_VERSION = 1

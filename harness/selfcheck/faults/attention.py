@@ -13,9 +13,8 @@ from harness.selfcheck.faults.fault import (
     PROMPT_LENGTHS,
     SECOND,
     Category,
-    Fault,
     FaultConfig,
-    Row,
+    table_of,
 )
 from harness.selfcheck.faults.injection import replacing
 from harness.selfcheck.faults.position import CHUNK
@@ -186,12 +185,7 @@ def _merge_without_rescale(outs: list[torch.Tensor], sums: list[torch.Tensor]) -
     return torch.stack(outs).mean(dim=0)
 
 
-def _fault(id: str, summary: str, inject: Any, cause: str, *, row: Row = SECOND, **rest: Any) -> Fault:
-    return Fault(
-        id=id, category=Category.ATTENTION, summary=summary, inject=inject, cause=cause, row=row, tap=_ATTENTION, **rest
-    )
-
-
+_fault = table_of(category=Category.ATTENTION, tap=_ATTENTION, row=SECOND)
 _CHUNKED = FaultConfig(schedule=f"chunked:{CHUNK}")
 WINDOWED = FaultConfig(
     model="llama-tiny",
@@ -203,112 +197,38 @@ WINDOWED = FaultConfig(
     },
 )
 FAULTS = [
-    _fault(
-        "mask-sees-the-next",
-        "The causal mask is one off: a row sees the token after it.",
-        _chunks(_sees_the_next),
-        "sees the next token",
-        row=FIRST,
-    ),
+    _fault("mask-sees-the-next", "The causal mask is one off: a row sees the token after it.", _chunks(_sees_the_next),
+           "sees the next token", row=FIRST),
     _fault("mask-not-itself", "The causal mask is one off: a row does not see itself.", _chunks(_not_itself), "itself"),
     _fault("mask-missing", "A prefill has no causal mask.", _chunks(_all_of_it), "no causal mask", row=FIRST),
-    _fault(
-        "mask-top-left",
-        "The mask of a chunk is aligned with the first key instead of the last.",
-        _chunks(_top_left),
-        "top-left",
-        row=(0, CHUNK),
-        setting=_CHUNKED,
-    ),
-    _fault(
-        "padding-attended",
-        "In a ragged decode batch, shorter requests see the padding.",
-        replacing((reference_engine.attention.paged, "attend_single", _padding_attended)),
-        "padding is attended to",
-        row=(1, PROMPT_LENGTHS[1]),
-    ),
-    _fault(
-        "window-one-more",
-        "The sliding window holds one token too many.",
-        _with_window(lambda window: window and window + 1),
-        "too wide",
-        row=(0, _WINDOW),
-        setting=WINDOWED,
-        instance="transformers#39408",
-    ),
-    _fault(
-        "window-one-less",
-        "The sliding window holds one token too few.",
-        _with_window(lambda window: window and window - 1),
-        "too narrow",
-        row=(0, _WINDOW - 1),
-        setting=WINDOWED,
-    ),
-    _fault(
-        "window-ignored",
-        "There is no sliding window.",
-        _with_window(lambda window: None),
-        "window is ignored",
-        row=(0, _WINDOW),
-        setting=WINDOWED,
-    ),
-    _fault(
-        "kv-heads-tiled",
-        "Query head i reads KV head i modulo their number instead of i divided by the group.",
-        everywhere(heads=tiled),
-        "tiled",
-        row=FIRST,
-        instance="jax-js#180",
-    ),
-    _fault(
-        "scale-of-hidden-size",
-        "Scores are divided by the root of the hidden size.",
-        everywhere(scale=96**-0.5),
-        "softmax scale.*hidden size",
-        instance="mlc-llm#3426",
-    ),
-    _fault(
-        "scale-after-softmax",
-        "The probabilities are scaled, and not the scores.",
-        everywhere(scale=1.0, softmax=_scaled),
-        "scale is applied after",
-        row=FIRST,
-    ),
-    _fault(
-        "softmax-over-heads",
-        "The softmax runs over the heads.",
-        everywhere(softmax=_over_heads),
-        "over the heads",
-        row=FIRST,
-    ),
+    _fault("mask-top-left", "The mask of a chunk is aligned with the first key instead of the last.",
+           _chunks(_top_left), "top-left", row=(0, CHUNK), setting=_CHUNKED),
+    _fault("padding-attended", "In a ragged decode batch, shorter requests see the padding.",
+           replacing((reference_engine.attention.paged, "attend_single", _padding_attended)), "padding is attended to",
+           row=(1, PROMPT_LENGTHS[1])),
+    _fault("window-one-more", "The sliding window holds one token too many.",
+           _with_window(lambda window: window and window + 1), "too wide", row=(0, _WINDOW), setting=WINDOWED,
+           instance="transformers#39408"),
+    _fault("window-one-less", "The sliding window holds one token too few.",
+           _with_window(lambda window: window and window - 1), "too narrow", row=(0, _WINDOW - 1), setting=WINDOWED),
+    _fault("window-ignored", "There is no sliding window.", _with_window(lambda window: None), "window is ignored",
+           row=(0, _WINDOW), setting=WINDOWED),
+    _fault("kv-heads-tiled", "Query head i reads KV head i modulo their number instead of i divided by the group.",
+           everywhere(heads=tiled), "tiled", row=FIRST, instance="jax-js#180"),
+    _fault("scale-of-hidden-size", "Scores are divided by the root of the hidden size.", everywhere(scale=96**-0.5),
+           "softmax scale.*hidden size", instance="mlc-llm#3426"),
+    _fault("scale-after-softmax", "The probabilities are scaled, and not the scores.",
+           everywhere(scale=1.0, softmax=_scaled), "scale is applied after", row=FIRST),
+    _fault("softmax-over-heads", "The softmax runs over the heads.", everywhere(softmax=_over_heads), "over the heads",
+           row=FIRST),
     _fault("mask-of-minus-10", "The mask lowers scores by 10.", _lowered(-10.0), "lowered by 10 ", row=FIRST),
-    _fault(
-        "mask-after-softmax",
-        "Masked probabilities are set to zero, and the others not normalised again.",
-        _lowered(0.0, is_masked_after=True),
-        "mask is applied after",
-        row=FIRST,
-    ),
+    _fault("mask-after-softmax", "Masked probabilities are set to zero, and the others not normalised again.",
+           _lowered(0.0, is_masked_after=True), "mask is applied after", row=FIRST),
     _fault("scale-missing", "Scores are not scaled.", everywhere(scale=1.0), "softmax scale is missing"),
-    _fault(
-        "split-merge-base-two",
-        "The pieces of a split decode are merged with logarithms of base two.",
-        split_decode(_merge_in_base_two),
-        "merged in base 2",
-        row=FIRST_DECODE,
-        instance="sglang#40903",
-    ),
-    _fault(
-        "split-merge-without-rescale",
-        "The pieces of a split decode are averaged.",
-        split_decode(_merge_without_rescale),
-        "averaged",
-        row=FIRST_DECODE,
-    ),
-    _fault(
-        "softmax-bf16",
-        "The softmax is computed in bfloat16.",
-        everywhere(softmax=_in_bfloat16),
-        "softmax is in bfloat16",
-    ),
-]
+    _fault("split-merge-base-two", "The pieces of a split decode are merged with logarithms of base two.",
+           split_decode(_merge_in_base_two), "merged in base 2", row=FIRST_DECODE, instance="sglang#40903"),
+    _fault("split-merge-without-rescale", "The pieces of a split decode are averaged.",
+           split_decode(_merge_without_rescale), "averaged", row=FIRST_DECODE),
+    _fault("softmax-bf16", "The softmax is computed in bfloat16.", everywhere(softmax=_in_bfloat16),
+           "softmax is in bfloat16"),
+]  # fmt: skip

@@ -10,7 +10,15 @@ import torch
 import reference_engine.attention.paged
 import reference_engine.engine
 import reference_engine.model_runner
-from harness.selfcheck.faults.fault import BLOCK_SIZE, FIRST_DECODE, PROMPT_LENGTHS, Category, Fault, FaultConfig, Row
+from harness.selfcheck.faults.fault import (
+    BLOCK_SIZE,
+    FIRST_DECODE,
+    PROMPT_LENGTHS,
+    Category,
+    FaultConfig,
+    Row,
+    table_of,
+)
 from harness.selfcheck.faults.injection import InjectedFault, replaced, replacing
 from reference_engine.attention.paged import PagedAttention
 from reference_engine.batch import slots_of
@@ -210,132 +218,43 @@ def _ring() -> AbstractContextManager[InjectedFault]:
     return replaced((LLMEngine, "_verified", verified))
 
 
-def _fault(id: str, summary: str, inject: Any, cause: str, tap: str | None, row: Row | None, **rest: Any) -> Fault:
-    setting = rest.pop("setting", _SPECULATIVE)
-    return Fault(
-        id=id, category=Category.DRAFTS, summary=summary, inject=inject, cause=cause, tap=tap, row=row, setting=setting,
-        **rest,
-    )  # fmt: skip
-
-
+_fault = table_of(category=Category.DRAFTS, setting=_SPECULATIVE)
 FAULTS = [
-    _fault(
-        "rejected-key-stays",
-        "The key and value of a rejected draft are not written over.",
-        _stays(_noting_rejected, keys=True, values=True),
-        "rejected draft, position",
-        _K_CACHE,
-        _REJECTED,
-    ),
-    _fault(
-        "rejected-value-stays",
-        "The value of a rejected draft is not written over.",
-        _stays(_noting_rejected, keys=False, values=True),
-        "rejected draft, position",
-        "model.layers.0.v_cache",
-        _REJECTED,
-    ),
-    _fault(
-        "position-after-rejection",
-        "After a rejection the positions of a request are one too large.",
-        _batch(_shifted),
-        r"position.*\+1",
-        _Q_ROPE,
-        _REJECTED,
-    ),
-    _fault(
-        "drafts-at-one-position",
-        "All rows of a verification are rotated for the position of its first one.",
-        _batch(_not_advanced),
-        "position of the first row of its step",
-        _Q_ROPE,
-        _SECOND_ROW,
-    ),
-    _fault(
-        "logits-of-the-draft-before",
-        "Each row of a verification is given the logits of the row before it.",
-        _batch(_logits_of_the_row_before),
-        "row|position",
-        "lm_head",
-        _SECOND_ROW,
-    ),
-    _fault(
-        "context-not-shortened",
-        "After going back the context still ends where it ended before.",
-        _context_not_shortened,
-        "taken back, position",
-        _ATTENTION,
-        _LAST_OF_PROMPT,
-        setting=replace(_REWOUND, options={"block_size": str(_LARGE_BLOCK)}),
-    ),
-    _fault(
-        "drafts-see-later-ones",
-        "Every row of a verification sees all of its drafts.",
-        replacing((reference_engine.attention.paged, "attend_chunk", _sees_later_drafts)),
-        "sees all tokens of its step",
-        _ATTENTION,
-        FIRST_DECODE,
-    ),
-    _fault(
-        "one-draft-too-many",
-        "The first rejected draft is taken for an accepted one.",
-        replacing((reference_engine.engine, "verify", _one_too_many)),
-        "rejected draft, position",
-        _K_CACHE,
-        _REJECTED,
-    ),
-    _fault(
-        "rejected-hash",
-        "A block is found by its hash before its drafts are verified.",
-        replacing((LLMEngine, "_verified", _published_unverified)),
-        "prefix cached in block",
-        None,
-        None,
-        setting=replace(_SPECULATIVE, options={**_CHECKED, "block_size": "2"}),
-    ),
-    _fault(
-        "rejected-blocks-kept",
-        "Blocks of rejected drafts are freed and stay in the request's table.",
-        replacing((BlockManager, "trim", _blocks_kept)),
-        "block",
-        None,
-        None,
-        setting=replace(_SPECULATIVE, options={"block_size": "2"}),
-    ),
-    _fault(
-        "ring-not-rewound",
-        "The ring of a sliding window keeps rejected drafts where older tokens were.",
-        _ring,
-        "rejected draft, position",
-        _K_CACHE,
-        (0, _REJECTED[1] - _WINDOW),
-        setting=replace(_SPECULATIVE, model="gemma3-tiny"),
-    ),
-    _fault(
-        "taken-back-key-stays",
-        "Keys and values that a request went back over are not written over.",
-        _stays(_noting_taken_back, keys=True, values=True),
-        "taken back, position",
-        _K_CACHE,
-        FIRST_DECODE,
-        setting=_REWOUND,
-    ),
-    _fault(
-        "position-after-going-back",
-        "After going back the positions of a request are one too large.",
-        _batch(_shifted),
-        r"position.*\+1",
-        _Q_ROPE,
-        _LAST_OF_PROMPT,
-        setting=_REWOUND,
-    ),
-    _fault(
-        "hash-after-going-back",
-        "A block that is written again is still found under what it held.",
-        replacing((BlockPool, "unpublish", lambda original: lambda self, block: None)),
-        "prefix cached in block",
-        None,
-        None,
-        setting=replace(_REWOUND, options=_CHECKED),
-    ),
-]
+    _fault("rejected-key-stays", "The key and value of a rejected draft are not written over.",
+           _stays(_noting_rejected, keys=True, values=True), "rejected draft, position", _K_CACHE, _REJECTED),
+    _fault("rejected-value-stays", "The value of a rejected draft is not written over.",
+           _stays(_noting_rejected, keys=False, values=True), "rejected draft, position", "model.layers.0.v_cache",
+           _REJECTED),
+    _fault("position-after-rejection", "After a rejection the positions of a request are one too large.",
+           _batch(_shifted), r"position.*\+1", _Q_ROPE, _REJECTED),
+    _fault("drafts-at-one-position", "All rows of a verification are rotated for the position of its first one.",
+           _batch(_not_advanced), "position of the first row of its step", _Q_ROPE, _SECOND_ROW),
+    _fault("logits-of-the-draft-before", "Each row of a verification is given the logits of the row before it.",
+           _batch(_logits_of_the_row_before), "row|position", "lm_head", _SECOND_ROW),
+    _fault("context-not-shortened", "After going back the context still ends where it ended before.",
+           _context_not_shortened, "taken back, position", _ATTENTION, _LAST_OF_PROMPT,
+           setting=replace(_REWOUND, options={"block_size": str(_LARGE_BLOCK)})),
+    _fault("drafts-see-later-ones", "Every row of a verification sees all of its drafts.",
+           replacing((reference_engine.attention.paged, "attend_chunk", _sees_later_drafts)),
+           "sees all tokens of its step", _ATTENTION, FIRST_DECODE),
+    _fault("one-draft-too-many", "The first rejected draft is taken for an accepted one.",
+           replacing((reference_engine.engine, "verify", _one_too_many)), "rejected draft, position", _K_CACHE,
+           _REJECTED),
+    _fault("rejected-hash", "A block is found by its hash before its drafts are verified.",
+           replacing((LLMEngine, "_verified", _published_unverified)), "prefix cached in block", None, None,
+           setting=replace(_SPECULATIVE, options={**_CHECKED, "block_size": "2"})),
+    _fault("rejected-blocks-kept", "Blocks of rejected drafts are freed and stay in the request's table.",
+           replacing((BlockManager, "trim", _blocks_kept)), "block", None, None,
+           setting=replace(_SPECULATIVE, options={"block_size": "2"})),
+    _fault("ring-not-rewound", "The ring of a sliding window keeps rejected drafts where older tokens were.", _ring,
+           "rejected draft, position", _K_CACHE, (0, _REJECTED[1] - _WINDOW),
+           setting=replace(_SPECULATIVE, model="gemma3-tiny")),
+    _fault("taken-back-key-stays", "Keys and values that a request went back over are not written over.",
+           _stays(_noting_taken_back, keys=True, values=True), "taken back, position", _K_CACHE, FIRST_DECODE,
+           setting=_REWOUND),
+    _fault("position-after-going-back", "After going back the positions of a request are one too large.",
+           _batch(_shifted), r"position.*\+1", _Q_ROPE, _LAST_OF_PROMPT, setting=_REWOUND),
+    _fault("hash-after-going-back", "A block that is written again is still found under what it held.",
+           replacing((BlockPool, "unpublish", lambda original: lambda self, block: None)), "prefix cached in block",
+           None, None, setting=replace(_REWOUND, options=_CHECKED)),
+]  # fmt: skip

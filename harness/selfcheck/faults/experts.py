@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from harness.selfcheck.faults.fault import FIRST, Category, Fault, FaultConfig, Row
+from harness.selfcheck.faults.fault import FIRST, Category, Row, table_of
 from harness.selfcheck.faults.injection import replacing
 from harness.selfcheck.faults.weights import Weights, loaded
 from reference_engine.batch import Batch
@@ -182,13 +182,7 @@ def _gate_and_up(weights: Weights, config: Any) -> None:
         weights[name] = torch.cat((up, gate))
 
 
-def _fault(id: str, summary: str, inject: Any, cause: str, tap: str = _EXPERTS, row: Row = FIRST, **rest: Any) -> Fault:
-    setting = FaultConfig(model="qwen3-moe-tiny", **rest)
-    return Fault(
-        id=id, category=Category.EXPERTS, summary=summary, inject=inject, cause=cause, tap=tap, row=row, setting=setting
-    )
-
-
+_fault = table_of(category=Category.EXPERTS, tap=_EXPERTS, row=FIRST, model="qwen3-moe-tiny")
 FAULTS = [
     _fault("router-lowest", "The experts with the lowest scores are chosen.", routed(_lowest),
            "lowest scores", _CHOICE),

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from typing import Any
 
 from harness.base.numerics import Numerics
 from harness.selfcheck.faults.injection import InjectedFault
@@ -91,6 +92,23 @@ class Variant:
     setting: FaultConfig
     engine: str = "reference"
     inject: Callable[[], AbstractContextManager[InjectedFault]] | None = None
+
+
+def table_of(**given: Any) -> Callable[..., Fault]:
+    """Return what makes the lines of a table of faults: `fault(id, summary, inject, cause, tap, row, ...)`.
+
+    What a line leaves out is as given here, fields of a fault and of its setting. A fault without a tap has no row.
+    """
+
+    def fault(id: str, summary: str, inject: Any, cause: str, *place: Any, **own: Any) -> Fault:
+        line = {**given, "id": id, "summary": summary, "inject": inject, "cause": cause, **own}
+        line |= zip(("tap", "row"), place, strict=False)
+        line["row"] = line["row"] if line["tap"] is not None else None
+        changes = {each.name: line.pop(each.name) for each in fields(FaultConfig) if each.name in line}
+        setting = replace(line.pop("setting", FaultConfig()), **changes)
+        return Fault(**line, setting=setting)
+
+    return fault
 
 
 def of(category: Category, faults: Sequence[Fault]) -> list[Fault]:

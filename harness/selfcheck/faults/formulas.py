@@ -8,7 +8,7 @@ import torch
 
 import reference_engine.rotary
 from harness.selfcheck.faults.attention import everywhere
-from harness.selfcheck.faults.fault import FIRST, FIRST_SAMPLED, SECOND, Category, Fault, FaultConfig, Row
+from harness.selfcheck.faults.fault import FIRST, FIRST_SAMPLED, SECOND, Category, Fault, Row, table_of
 from harness.selfcheck.faults.injection import replacing
 from harness.selfcheck.faults.norm import norm_scaled_by
 from harness.selfcheck.faults.position import frequencies_changed
@@ -129,18 +129,12 @@ def _branch_scaled(factor: float) -> Any:
     return replacing((MLP, "__call__", make))
 
 
-def _fault(id: str, summary: str, inject: Any, cause: str, tap: str, row: Row = FIRST, **rest: Any) -> Fault:
+_formula = table_of(row=FIRST)
+
+
+def _fault(id: str, summary: str, inject: Any, cause: str, tap: str, *row: Row, **rest: Any) -> Fault:
     category = Category.POSITION if tap == _Q_ROPE else Category.ATTENTION if tap == _ATTENTION else Category.NORM
-    return Fault(
-        id=id,
-        category=category,
-        summary=summary,
-        inject=inject,
-        cause=cause,
-        tap=tap,
-        row=row,
-        setting=FaultConfig(**rest),
-    )
+    return _formula(id, summary, inject, cause, tap, *row, category=category, **rest)
 
 
 _LLAMA: dict[str, Any] = {"model": "llama-tiny"}

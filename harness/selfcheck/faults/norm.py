@@ -9,7 +9,7 @@ from torch.nn.functional import gelu, silu
 
 import reference_engine.layers
 import reference_engine.model
-from harness.selfcheck.faults.fault import FIRST, FIRST_DECODE, Category, Fault, FaultConfig, Row
+from harness.selfcheck.faults.fault import FIRST, FIRST_DECODE, Category, FaultConfig, table_of
 from harness.selfcheck.faults.injection import replacing
 from reference_engine.layers import MLP, RMSNorm
 from reference_engine.model import Attention, Decoder, DecoderLayer
@@ -150,118 +150,38 @@ def _without_final_norm(build: Callable[..., Decoder]) -> Callable[..., Decoder]
     return built
 
 
-def _fault(id: str, summary: str, inject: Any, cause: str, tap: str, *, row: Row = FIRST, **rest: Any) -> Fault:
-    return Fault(id=id, category=Category.NORM, summary=summary, inject=inject, cause=cause, tap=tap, row=row, **rest)
-
-
+_fault = table_of(category=Category.NORM, row=FIRST)
 FAULTS = [
-    _fault(
-        "qk-norm-skipped-in-decode",
-        "Decode leaves q and k as they are projected.",
-        replacing((Attention, "_project", _skip_qk_norm_in_decode)),
-        "norm is skipped",
-        _LAYER + "self_attn.q_norm",
-        row=FIRST_DECODE,
-        instance="aprender#2085",
-    ),
-    _fault(
-        "qk-norm-over-all-heads",
-        "q and k are normalised over all heads together.",
-        edited_layers(_over_all_heads),
-        "over all heads",
-        _LAYER + "self_attn.q_norm",
-        instance="vllm-metal#692",
-    ),
-    _fault(
-        "norm-eps-too-large",
-        "eps is 1e-5 where config.json says 1e-6.",
-        _with_eps(1e-5),
-        "eps: 1e-05",
-        _LAYER + "input_layernorm",
-        instance="llama.cpp#2373",
-    ),
-    _fault(
-        "norm-eps-too-small",
-        "eps is 1e-6 where config.json says 1e-5.",
-        _with_eps(1e-6),
-        "eps: 1e-06",
-        _LAYER + "input_layernorm",
-        setting=FaultConfig(model="llama-tiny"),
-        instance="llama.cpp#2373",
-    ),
-    _fault(
-        "norm-variance-bf16",
-        "The variance is computed in bfloat16.",
-        norm_scaled_by(_coarse_variance),
-        "variance is computed in|lower precision",
-        _LAYER + "input_layernorm",
-        instance="sglang#27540",
-    ),
-    _fault(
-        "norm-overflow-fp16",
-        "The squares are summed up in float16, and overflow.",
-        norm_scaled_by(_squares_in_float16),
-        "overflow",
-        _LAYER + "input_layernorm",
-        row=FIRST,
-        setting=FaultConfig(dtype="float16", model="qwen2-tiny", scaled={"model.embed_tokens.weight": 256.0}),
-    ),
-    _fault(
-        "norm-weight-skipped",
-        "The second norm of each layer is used without its weight.",
-        edited_layers(_unweighted),
-        "weight is not applied",
-        _LAYER + "post_attention_layernorm",
-    ),
-    _fault(
-        "final-norm-skipped",
-        "The logits are made of the residual stream itself.",
-        replacing((Decoder, "build", _without_final_norm)),
-        "norm is skipped",
-        "model.norm",
-    ),
-    _fault(
-        "residual-after-norm",
-        "The residual is taken after the first norm.",
-        replacing((DecoderLayer, "__call__", _residual_after_the_norm)),
-        "residual is taken after the norm",
-        _LAYER + "attn_residual",
-    ),
-    _fault(
-        "norm-in-place",
-        "A norm that works in place overwrites the residual it reads.",
-        edited_layers(_norm_in_place),
-        "overwrites it in place",
-        _LAYER + "output",
-        instance="nano-vllm#170",
-    ),
-    _fault(
-        "residual-dropped",
-        "What the MLP gives replaces the residual stream.",
-        branches(lambda stream, branch: branch),
-        "residual is not added",
-        _LAYER + "output",
-    ),
-    _fault(
-        "activation-of-up",
-        "The activation is applied to up instead of gate.",
-        _activation(lambda gate, up: gate * silu(up)),
-        "gate and up are swapped",
-        _LAYER + "mlp.act",
-        instance="sglang#32430",
-    ),
-    _fault(
-        "activation-gelu",
-        "GELU is used for SiLU.",
-        _activation(lambda gate, up: gelu(gate) * up),
-        "activation is GELU",
-        _LAYER + "mlp.act",
-    ),
-    _fault(
-        "activation-skipped",
-        "Gate and up are multiplied as they are.",
-        _activation(lambda gate, up: gate * up),
-        "no activation",
-        _LAYER + "mlp.act",
-    ),
-]
+    _fault("qk-norm-skipped-in-decode", "Decode leaves q and k as they are projected.",
+           replacing((Attention, "_project", _skip_qk_norm_in_decode)), "norm is skipped", _LAYER + "self_attn.q_norm",
+           row=FIRST_DECODE, instance="aprender#2085"),
+    _fault("qk-norm-over-all-heads", "q and k are normalised over all heads together.", edited_layers(_over_all_heads),
+           "over all heads", _LAYER + "self_attn.q_norm", instance="vllm-metal#692"),
+    _fault("norm-eps-too-large", "eps is 1e-5 where config.json says 1e-6.", _with_eps(1e-5), "eps: 1e-05",
+           _LAYER + "input_layernorm", instance="llama.cpp#2373"),
+    _fault("norm-eps-too-small", "eps is 1e-6 where config.json says 1e-5.", _with_eps(1e-6), "eps: 1e-06",
+           _LAYER + "input_layernorm", setting=FaultConfig(model="llama-tiny"), instance="llama.cpp#2373"),
+    _fault("norm-variance-bf16", "The variance is computed in bfloat16.", norm_scaled_by(_coarse_variance),
+           "variance is computed in|lower precision", _LAYER + "input_layernorm", instance="sglang#27540"),
+    _fault("norm-overflow-fp16", "The squares are summed up in float16, and overflow.",
+           norm_scaled_by(_squares_in_float16), "overflow", _LAYER + "input_layernorm", row=FIRST,
+           setting=FaultConfig(dtype="float16", model="qwen2-tiny", scaled={"model.embed_tokens.weight": 256.0})),
+    _fault("norm-weight-skipped", "The second norm of each layer is used without its weight.",
+           edited_layers(_unweighted), "weight is not applied", _LAYER + "post_attention_layernorm"),
+    _fault("final-norm-skipped", "The logits are made of the residual stream itself.",
+           replacing((Decoder, "build", _without_final_norm)), "norm is skipped", "model.norm"),
+    _fault("residual-after-norm", "The residual is taken after the first norm.",
+           replacing((DecoderLayer, "__call__", _residual_after_the_norm)), "residual is taken after the norm",
+           _LAYER + "attn_residual"),
+    _fault("norm-in-place", "A norm that works in place overwrites the residual it reads.",
+           edited_layers(_norm_in_place), "overwrites it in place", _LAYER + "output", instance="nano-vllm#170"),
+    _fault("residual-dropped", "What the MLP gives replaces the residual stream.",
+           branches(lambda stream, branch: branch), "residual is not added", _LAYER + "output"),
+    _fault("activation-of-up", "The activation is applied to up instead of gate.",
+           _activation(lambda gate, up: gate * silu(up)), "gate and up are swapped", _LAYER + "mlp.act",
+           instance="sglang#32430"),
+    _fault("activation-gelu", "GELU is used for SiLU.", _activation(lambda gate, up: gelu(gate) * up),
+           "activation is GELU", _LAYER + "mlp.act"),
+    _fault("activation-skipped", "Gate and up are multiplied as they are.", _activation(lambda gate, up: gate * up),
+           "no activation", _LAYER + "mlp.act"),
+]  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from harness.selfcheck.faults.cache import stored
-from harness.selfcheck.faults.fault import FIRST, Category, Fault, FaultConfig, Row
+from harness.selfcheck.faults.fault import FIRST, Category, Fault, Row, table_of
 from harness.selfcheck.faults.norm import edited_layers
 from harness.selfcheck.faults.weights import Weights, loaded
 from reference_engine.layers import MLP, Linear
@@ -115,13 +115,11 @@ def _gained(cache: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -
     return k * 0.5, v, slots
 
 
-def _fault(
-    id: str, summary: str, inject: Any, cause: str, tap: str, dtype: str, row: Row = FIRST, **rest: Any
-) -> Fault:
-    setting = FaultConfig(dtype=dtype, **rest)
-    return Fault(
-        id=id, category=Category.NUMBERS, summary=summary, inject=inject, cause=cause, tap=tap, row=row, setting=setting
-    )
+_number = table_of(category=Category.NUMBERS, row=FIRST)
+
+
+def _fault(id: str, summary: str, inject: Any, cause: str, tap: str, dtype: str, *row: Row, **rest: Any) -> Fault:
+    return _number(id, summary, inject, cause, tap, *row, dtype=dtype, **rest)
 
 
 _BF16, _FP16, _FP32 = "bfloat16", "float16", "float32"

@@ -1,7 +1,6 @@
 """Orders of rounding just outside of a convention: nearly legitimate, and wrong."""
 
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from harness.selfcheck.faults.conventions import (
     rounded_inputs,
     scaled_first,
 )
-from harness.selfcheck.faults.fault import FIRST, SECOND, Category, Fault, FaultConfig, Row
+from harness.selfcheck.faults.fault import FIRST, SECOND, Category, table_of
 from harness.selfcheck.faults.norm import edited_layers
 from harness.selfcheck.faults.position import frequencies_changed
 
@@ -23,13 +22,7 @@ _SITES = ("input_layernorm", "self_attn.q_proj", "q_rope", "k_cache", "attention
 _NORM, _Q_PROJ, _Q_ROPE, _K_CACHE, _ATTENTION = (f"model.layers.0.{site}" for site in _SITES)
 
 
-def _fault(id: str, summary: str, inject: Any, cause: str, tap: str = _Q_PROJ, row: Row = FIRST, **rest: Any) -> Fault:
-    return Fault(
-        id=id, category=Category.NUMBERS, summary=summary, inject=inject, cause=cause, tap=tap, row=row,
-        setting=FaultConfig(**rest),
-    )  # fmt: skip
-
-
+_fault = table_of(category=Category.NUMBERS, tap=_Q_PROJ, row=FIRST)
 FAULTS = [
     _fault("inputs-bf16-of-fp32-weights", "Inputs are rounded to bfloat16, and the weights are float32.",
            products(partial(rounded_inputs, torch.bfloat16)), "input of the product is rounded to bfloat16"),

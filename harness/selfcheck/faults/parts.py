@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from harness.selfcheck.faults.attention import everywhere
-from harness.selfcheck.faults.fault import FIRST, FIRST_SAMPLED, SECOND, Category, Fault, FaultConfig, Row
+from harness.selfcheck.faults.fault import FIRST, FIRST_SAMPLED, SECOND, Category, Fault, Row, table_of
 from harness.selfcheck.faults.injection import replacing
 from harness.selfcheck.faults.norm import branches
 from harness.selfcheck.faults.position import frequencies_changed, positions_changed, rotary
@@ -92,19 +92,14 @@ def _rows_scaled(weight_OI: torch.Tensor) -> None:
     weight_OI *= (1 + 0.1 * torch.randn(len(weight_OI), generator=generator)).to(weight_OI)[:, None]
 
 
+_part = table_of(row=FIRST)
+
+
 def _fault(
-    id: str, category: Category, summary: str, inject: Any, cause: str, tap: str, row: Row = FIRST, **rest: Any
+    id: str, category: Category, summary: str, inject: Any, cause: str, tap: str, *row: Row, **rest: Any
 ) -> Fault:
-    return Fault(
-        id=id,
-        category=category,
-        summary=summary,
-        inject=inject,
-        cause=cause,
-        tap=tap if tap.startswith(("model.", "lm_head")) else _LAYER + tap,
-        row=row,
-        setting=FaultConfig(**rest),
-    )
+    place = tap if tap.startswith(("model.", "lm_head")) else _LAYER + tap
+    return _part(id, summary, inject, cause, place, *row, category=category, **rest)
 
 
 _BF16: dict[str, Any] = {"dtype": "bfloat16"}

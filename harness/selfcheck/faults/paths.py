@@ -12,7 +12,7 @@ import reference_engine.attention.paged
 import reference_engine.model_runner
 from harness.selfcheck.faults.attention import WINDOWED, attend, causal, merge_exactly, tiled
 from harness.selfcheck.faults.cache import prefixes_changed
-from harness.selfcheck.faults.fault import BLOCK_SIZE, PROMPT_LENGTHS, Category, Fault, FaultConfig, Row
+from harness.selfcheck.faults.fault import BLOCK_SIZE, PROMPT_LENGTHS, Category, Fault, Row, table_of
 from harness.selfcheck.faults.injection import InjectedFault, replaced, replacing
 from harness.selfcheck.faults.position import CHUNK, per_row, positions_changed
 from reference_engine.block_manager import BlockManager
@@ -292,6 +292,9 @@ def _first_token_taken_for_computed(release: Callable[..., None]) -> Callable[..
     return released
 
 
+_path = table_of(category=Category.SCHEDULER)
+
+
 def _fault(
     id: str,
     summary: str,
@@ -303,11 +306,7 @@ def _fault(
     dtype: str = "float32",
     **rest: Any,
 ) -> Fault:
-    setting = rest.pop("setting", FaultConfig())
-    return Fault(
-        id=id, category=Category.SCHEDULER, summary=summary, inject=inject, cause=cause, tap=tap, row=row,
-        setting=replace(setting, schedule=schedule, dtype=dtype, **rest),
-    )  # fmt: skip
+    return _path(id, summary, inject, cause, tap, row, schedule=schedule, dtype=dtype, **rest)
 
 
 _CHUNKED, _MIXED, _PREFIX, _AGAIN = f"chunked:{CHUNK}", "mixed:8", "prefix-hit", "preempted"

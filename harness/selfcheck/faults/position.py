@@ -9,7 +9,7 @@ import torch
 import reference_engine.model
 import reference_engine.model_runner
 import reference_engine.rotary
-from harness.selfcheck.faults.fault import FIRST, FIRST_DECODE, SECOND, Category, Fault, FaultConfig, Row
+from harness.selfcheck.faults.fault import FIRST, FIRST_DECODE, SECOND, Category, FaultConfig, table_of
 from harness.selfcheck.faults.injection import replacing
 from reference_engine.rotary import RotaryEmbedding, rotate_half
 
@@ -108,93 +108,32 @@ def _coarse_table(call: Callable[..., Any]) -> Callable[..., Any]:
     return rotated
 
 
-def _fault(id: str, summary: str, inject: Any, cause: str, *, row: Row = SECOND, **rest: Any) -> Fault:
-    return Fault(
-        id=id,
-        category=Category.POSITION,
-        summary=summary,
-        inject=inject,
-        cause=cause,
-        row=row,
-        **{"tap": _Q_ROPE, **rest},
-    )
-
-
+_fault = table_of(category=Category.POSITION, tap=_Q_ROPE, row=SECOND)
 FAULTS = [
-    _fault(
-        "rotary-interleaved",
-        "Rotary turns neighbouring pairs instead of the halves of a head.",
-        rotary(_interleaved),
-        "interleaved",
-        instance="shainet#111, vllm-metal#44",
-    ),
+    _fault("rotary-interleaved", "Rotary turns neighbouring pairs instead of the halves of a head.",
+           rotary(_interleaved), "interleaved", instance="shainet#111, vllm-metal#44"),
     _fault("rotary-backwards", "The sine has the wrong sign.", rotary(_backwards), "sign of the sine"),
     _fault("rotary-skipped", "q and k are not rotated.", rotary(_not_at_all), "not applied"),
-    _fault(
-        "rotary-partial",
-        "Only half of each head is rotated.",
-        rotary(_partial),
-        "partial rotary",
-        instance="vllm#29966",
-    ),
-    _fault(
-        "position-decode-plus-one",
-        "Decode counts the new token twice.",
-        positions_changed(_decode_plus_one),
-        r"position.*\+1",
-        row=FIRST_DECODE,
-        instance="transformers#43082",
-    ),
-    _fault(
-        "position-decode-minus-one",
-        "Decode repeats the last position.",
-        positions_changed(_decode_minus_one),
-        "position.*-1",
-        row=FIRST_DECODE,
-    ),
-    _fault(
-        "position-chunk-offset",
-        "Every chunk of a prompt starts at position 0.",
-        positions_changed(_without_chunk_offset),
-        "chunk",
-        row=(0, CHUNK),
-        setting=FaultConfig(schedule=f"chunked:{CHUNK}"),
-        instance="mlx-node#33",
-    ),
-    _fault(
-        "position-constant-plus-one",
-        "All positions are one too high: outputs are nearly equal, the rotated keys are not.",
-        positions_changed(lambda positions, chunks: positions + 1),
-        r"position.*\+1",
-        row=FIRST,
-    ),
-    _fault(
-        "position-across-batch",
-        "The second request's positions go on from the first one's.",
-        positions_changed(_across_the_batch),
-        "batch",
-        row=(1, 0),
-    ),
-    _fault(
-        "rope-scaling-ignored",
-        "The llama3 scaling of the frequencies is not applied.",
-        frequencies_changed(_unscaled),
-        "scaling.*ignored",
-        setting=FaultConfig(model="llama-tiny"),
-        instance="vllm#1956, mlx-vlm#1710",
-    ),
-    _fault(
-        "rope-theta",
-        "The base is 10000 whatever config.json says.",
-        frequencies_changed(_of_theta_10000),
-        "theta: 10000 ",
-        instance="sglang#14745",
-    ),
-    _fault(
-        "rope-table-bf16",
-        "Cosine and sine are kept in bfloat16.",
-        replacing((RotaryEmbedding, "__call__", _coarse_table)),
-        "cos/sin table in bfloat16",
-        instance="gpt-neox#1003",
-    ),
-]
+    _fault("rotary-partial", "Only half of each head is rotated.", rotary(_partial), "partial rotary",
+           instance="vllm#29966"),
+    _fault("position-decode-plus-one", "Decode counts the new token twice.", positions_changed(_decode_plus_one),
+           r"position.*\+1", row=FIRST_DECODE, instance="transformers#43082"),
+    _fault("position-decode-minus-one", "Decode repeats the last position.", positions_changed(_decode_minus_one),
+           "position.*-1", row=FIRST_DECODE),
+    _fault("position-chunk-offset", "Every chunk of a prompt starts at position 0.",
+           positions_changed(_without_chunk_offset), "chunk", row=(0, CHUNK),
+           setting=FaultConfig(schedule=f"chunked:{CHUNK}"), instance="mlx-node#33"),
+    _fault("position-constant-plus-one",
+           "All positions are one too high: outputs are nearly equal, the rotated keys are not.",
+           positions_changed(lambda positions, chunks: positions + 1), r"position.*\+1", row=FIRST),
+    _fault("position-across-batch", "The second request's positions go on from the first one's.",
+           positions_changed(_across_the_batch), "batch", row=(1, 0)),
+    _fault("rope-scaling-ignored", "The llama3 scaling of the frequencies is not applied.",
+           frequencies_changed(_unscaled), "scaling.*ignored", setting=FaultConfig(model="llama-tiny"),
+           instance="vllm#1956, mlx-vlm#1710"),
+    _fault("rope-theta", "The base is 10000 whatever config.json says.", frequencies_changed(_of_theta_10000),
+           "theta: 10000 ", instance="sglang#14745"),
+    _fault("rope-table-bf16", "Cosine and sine are kept in bfloat16.",
+           replacing((RotaryEmbedding, "__call__", _coarse_table)), "cos/sin table in bfloat16",
+           instance="gpt-neox#1003"),
+]  # fmt: skip

@@ -12,7 +12,7 @@ import reference_engine.model
 import reference_engine.model_runner
 import reference_engine.sampler
 from harness.selfcheck.faults import suites
-from harness.selfcheck.faults.fault import FIRST, FIRST_SAMPLED, Category, Fault, FaultConfig
+from harness.selfcheck.faults.fault import FIRST, FIRST_SAMPLED, Category, FaultConfig, table_of
 from harness.selfcheck.faults.injection import replacing
 from harness.selfcheck.faults.norm import edited_layers
 from reference_engine.layers import Linear
@@ -93,121 +93,39 @@ def _half_accumulation(layer: Any) -> Any:
     return replace(layer, mlp=replace(layer.mlp, down_proj=_HalfAccumulation(layer.mlp.down_proj)))
 
 
+_fault = table_of(category=Category.SAMPLING, tap=None, row=FIRST_SAMPLED)
+_NO_SUCH_SET = "which is none of|is in the set"
+_DOWN_PROJ = "model.layers.0.mlp.down_proj"
+_OVERFLOWING = FaultConfig(scaled={"model.layers.0.mlp.up_proj.weight": 1e7})
 FAULTS = [
-    Fault(
-        id="logits-of-the-row-before",
-        category=Category.SAMPLING,
-        summary="The first token is sampled from the last row but one of the prompt.",
-        inject=_sampling_rows(lambda rows: (rows - 1).clamp(min=0)),
-        tap="lm_head",
-        row=FIRST_SAMPLED,
-        cause="another token, -1 positions away",
-    ),
-    Fault(
-        id="logits-of-the-last-row",
-        category=Category.SAMPLING,
-        summary="The first token of every request is sampled from the last row of the batch.",
-        inject=_sampling_rows(lambda rows: rows.max().expand_as(rows)),
-        tap="lm_head",
-        row=FIRST_SAMPLED,
-        cause="another token",
-    ),
-    Fault(
-        id="second-best-token",
-        category=Category.SAMPLING,
-        summary="Temperature 0 does not give the most likely token.",
-        inject=replacing((reference_engine.model_runner, "sample", _second_best)),
-        tap="lm_head",
-        row=FIRST_SAMPLED,
-        cause="second largest",
-    ),
-    Fault(
-        id="eos-list-cut",
-        category=Category.SAMPLING,
-        summary="Of a list of end-of-sequence tokens only the first ends a request.",
-        inject=replacing((reference_engine.checkpoint.model_config, "_eos_token_ids", _first_of_the_list)),
-        tap=None,
-        row=None,
-        cause="the end is",
-        suite=suites.stopping,
-        instance="vllm#4182",
-    ),
-    *(
-        Fault(
-            id=id,
-            category=Category.SAMPLING,
-            summary=summary,
-            inject=inject,
-            tap=None,
-            row=None,
-            cause=cause,
-            suite=suites.sampling,
-            instance=instance,
-        )
-        for id, summary, inject, cause, instance in (
-            (
-                "top-k-off-by-one",
-                "One token more than top-k may be drawn.",
-                _with_params(lambda own: replace(own, top_k=own.top_k and own.top_k + 1)),
-                "which is none of|is in the set",
-                "",
-            ),
-            (
-                "top-p-ignored",
-                "Top-p is not applied.",
-                _with_params(lambda own: replace(own, top_p=1.0)),
-                "which is none of|is in the set",
-                "",
-            ),
-            (
-                "min-p-ignored",
-                "Min-p is not applied.",
-                _with_params(lambda own: replace(own, min_p=0.0)),
-                "which is none of|is in the set",
-                "",
-            ),
-            (
-                "seed-of-the-batch",
-                "What a request draws depends on its batch mates.",
-                replacing((reference_engine.sampler, "uniforms", _seeds_of_the_batch)),
-                "in the batch|same in any batch",
-                "vllm#51226",
-            ),
-            (
-                "seed-ignored",
-                "All requests draw the same number.",
-                replacing((reference_engine.sampler, "uniforms", _draws_again)),
-                "as often as|chi-square",
-                "",
-            ),
-        )
-    ),
-    Fault(
-        id="logits-bf16",
-        category=Category.NUMBERS,
-        summary="Logits are rounded to bfloat16.",
-        inject=replacing((Decoder, "logits", _coarse_logits)),
-        tap="lm_head",
-        row=FIRST_SAMPLED,
-        cause="rounded to bfloat16",
-    ),
-    Fault(
-        id="product-fp16",
-        category=Category.NUMBERS,
-        summary="A matrix product takes and gives float16.",
-        inject=edited_layers(_half_accumulation),
-        tap="model.layers.0.mlp.down_proj",
-        row=FIRST,
-        cause="float16",
-    ),
-    Fault(
-        id="product-overflow-fp16",
-        category=Category.NUMBERS,
-        summary="A matrix product takes and gives float16, and what it takes is larger than float16 can hold.",
-        inject=edited_layers(_half_accumulation),
-        tap="model.layers.0.mlp.down_proj",
-        row=FIRST,
-        cause="overflow of float16",
-        setting=FaultConfig(scaled={"model.layers.0.mlp.up_proj.weight": 1e7}),
-    ),
-]
+    _fault("logits-of-the-row-before", "The first token is sampled from the last row but one of the prompt.",
+           _sampling_rows(lambda rows: (rows - 1).clamp(min=0)), "another token, -1 positions away", "lm_head"),
+    _fault("logits-of-the-last-row", "The first token of every request is sampled from the last row of the batch.",
+           _sampling_rows(lambda rows: rows.max().expand_as(rows)), "another token", "lm_head"),
+    _fault("second-best-token", "Temperature 0 does not give the most likely token.",
+           replacing((reference_engine.model_runner, "sample", _second_best)), "second largest", "lm_head"),
+    _fault("eos-list-cut", "Of a list of end-of-sequence tokens only the first ends a request.",
+           replacing((reference_engine.checkpoint.model_config, "_eos_token_ids", _first_of_the_list)), "the end is",
+           suite=suites.stopping, instance="vllm#4182"),
+    _fault("top-k-off-by-one", "One token more than top-k may be drawn.",
+           _with_params(lambda own: replace(own, top_k=own.top_k and own.top_k + 1)), _NO_SUCH_SET,
+           suite=suites.sampling),
+    _fault("top-p-ignored", "Top-p is not applied.", _with_params(lambda own: replace(own, top_p=1.0)), _NO_SUCH_SET,
+           suite=suites.sampling),
+    _fault("min-p-ignored", "Min-p is not applied.", _with_params(lambda own: replace(own, min_p=0.0)), _NO_SUCH_SET,
+           suite=suites.sampling),
+    _fault("seed-of-the-batch", "What a request draws depends on its batch mates.",
+           replacing((reference_engine.sampler, "uniforms", _seeds_of_the_batch)), "in the batch|same in any batch",
+           suite=suites.sampling, instance="vllm#51226"),
+    _fault("seed-ignored", "All requests draw the same number.",
+           replacing((reference_engine.sampler, "uniforms", _draws_again)), "as often as|chi-square",
+           suite=suites.sampling),
+    _fault("logits-bf16", "Logits are rounded to bfloat16.", replacing((Decoder, "logits", _coarse_logits)),
+           "rounded to bfloat16", "lm_head", category=Category.NUMBERS),
+    _fault("product-fp16", "A matrix product takes and gives float16.", edited_layers(_half_accumulation), "float16",
+           _DOWN_PROJ, category=Category.NUMBERS, row=FIRST),
+    _fault("product-overflow-fp16",
+           "A matrix product takes and gives float16, and what it takes is larger than float16 can hold.",
+           edited_layers(_half_accumulation), "overflow of float16", _DOWN_PROJ, category=Category.NUMBERS, row=FIRST,
+           setting=_OVERFLOWING),
+]  # fmt: skip

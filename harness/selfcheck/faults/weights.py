@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import reference_engine.model_runner
-from harness.selfcheck.faults.fault import FIRST, FIRST_SAMPLED, Category, Fault, FaultConfig, Row
+from harness.selfcheck.faults.fault import FIRST, FIRST_SAMPLED, Category, Fault, FaultConfig, table_of
 from harness.selfcheck.faults.injection import replacing
 
 _LAYER = "model.layers.0."
@@ -96,101 +96,36 @@ def _one_weight_flipped(weights: Weights, config: Any) -> None:
     weight[at] = -weight[at]
 
 
-def _fault(id: str, summary: str, change: Any, cause: str, tap: str, *, row: Row = FIRST, **rest: Any) -> Fault:
-    return Fault(
-        id=id,
-        category=Category.WEIGHTS,
-        summary=summary,
-        inject=loaded(change),
-        cause=cause,
-        tap=tap,
-        row=row,
-        **rest,
-    )
+_of_weights = table_of(category=Category.WEIGHTS, row=FIRST)
+
+
+def _fault(id: str, summary: str, change: Any, *rest: Any, **own: Any) -> Fault:
+    return _of_weights(id, summary, loaded(change), *rest, **own)
 
 
 _QWEN2 = FaultConfig(model="qwen2-tiny")
 _MANY_LOGITS = FaultConfig(max_new_tokens=50)
 """150 rows of logits for a head of 96 inputs: with fewer than half as many again as inputs, any head would fit."""
 FAULTS = [
-    _fault(
-        "qkv-k-and-v-swapped",
-        "The stacked projection holds v before k.",
-        _k_and_v_swapped,
-        "v_proj",
-        _LAYER + "self_attn.k_proj",
-        instance="vllm#42803",
-    ),
-    _fault(
-        "qkv-by-kv-head",
-        "The stacked projection is ordered by KV head and read as q, k, v.",
-        _kv_heads_interleaved,
-        "in the wrong order",
-        _LAYER + "self_attn.q_proj",
-        instance="vllm#42803",
-    ),
-    _fault(
-        "gate-and-up-swapped",
-        "The stacked projection holds up before gate.",
-        _gate_and_up_swapped,
-        "up_proj",
-        _LAYER + "mlp.gate_proj",
-        instance="sglang#32430",
-    ),
-    _fault(
-        "qkv-bias-dropped",
-        "The biases of q, k and v are not loaded.",
-        _bias_dropped,
-        "bias is dropped",
-        _LAYER + "self_attn.q_proj",
-        setting=_QWEN2,
-    ),
-    _fault(
-        "layer-from-another",
-        "Layer 1 has the MLP of layer 2.",
-        _layer_from_another,
-        r"weights are those of model\.layers\.2",
-        "model.layers.1.mlp.gate_proj",
-    ),
-    _fault(
-        "shard-skipped",
-        "The second file of the checkpoint is not read.",
-        _second_shard_skipped,
-        "zero|not loaded",
-        "model.layers.1.input_layernorm",
-        setting=_QWEN2,
-    ),
-    _fault(
-        "tied-head-not-loaded",
-        "A head that is tied to the embedding stays as it was initialised.",
-        _head_not_loaded,
-        "not loaded|none of this checkpoint",
-        "lm_head",
-        row=FIRST_SAMPLED,
-        setting=_MANY_LOGITS,
-        instance="vllm#5621",
-    ),
-    _fault(
-        "head-tied-wrongly",
-        "A head of its own is replaced by the embedding.",
-        _head_tied,
-        "tied to the embedding",
-        "lm_head",
-        row=FIRST_SAMPLED,
-        setting=_QWEN2,
-    ),
-    _fault(
-        "embedding-shifted",
-        "The embedding's rows are one off.",
-        _embedding_shifted,
-        "token id",
-        "model.embed_tokens",
-    ),
-    _fault(
-        "one-weight-flipped",
-        "One element of one matrix has the wrong sign.",
-        _one_weight_flipped,
-        "one element of the weight is another",
-        "model.layers.2.mlp.down_proj",
-    ),
-]
+    _fault("qkv-k-and-v-swapped", "The stacked projection holds v before k.", _k_and_v_swapped, "v_proj",
+           _LAYER + "self_attn.k_proj", instance="vllm#42803"),
+    _fault("qkv-by-kv-head", "The stacked projection is ordered by KV head and read as q, k, v.", _kv_heads_interleaved,
+           "in the wrong order", _LAYER + "self_attn.q_proj", instance="vllm#42803"),
+    _fault("gate-and-up-swapped", "The stacked projection holds up before gate.", _gate_and_up_swapped, "up_proj",
+           _LAYER + "mlp.gate_proj", instance="sglang#32430"),
+    _fault("qkv-bias-dropped", "The biases of q, k and v are not loaded.", _bias_dropped, "bias is dropped",
+           _LAYER + "self_attn.q_proj", setting=_QWEN2),
+    _fault("layer-from-another", "Layer 1 has the MLP of layer 2.", _layer_from_another,
+           r"weights are those of model\.layers\.2", "model.layers.1.mlp.gate_proj"),
+    _fault("shard-skipped", "The second file of the checkpoint is not read.", _second_shard_skipped, "zero|not loaded",
+           "model.layers.1.input_layernorm", setting=_QWEN2),
+    _fault("tied-head-not-loaded", "A head that is tied to the embedding stays as it was initialised.",
+           _head_not_loaded, "not loaded|none of this checkpoint", "lm_head", row=FIRST_SAMPLED, setting=_MANY_LOGITS,
+           instance="vllm#5621"),
+    _fault("head-tied-wrongly", "A head of its own is replaced by the embedding.", _head_tied, "tied to the embedding",
+           "lm_head", row=FIRST_SAMPLED, setting=_QWEN2),
+    _fault("embedding-shifted", "The embedding's rows are one off.", _embedding_shifted, "token id",
+           "model.embed_tokens"),
+    _fault("one-weight-flipped", "One element of one matrix has the wrong sign.", _one_weight_flipped,
+           "one element of the weight is another", "model.layers.2.mlp.down_proj"),
+]  # fmt: skip

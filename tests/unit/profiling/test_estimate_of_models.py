@@ -6,8 +6,7 @@ import transformers
 from harness.engines import open_engine
 from harness.errors import Code, HarnessError
 from harness.profiling.cost.formulas import operation_costs
-from harness.profiling.sizing.estimate import estimate
-from harness.profiling.sizing.gpus import GPUS
+from harness.profiling.sizing.estimate import GPUS, estimate
 from harness.profiling.sizing.meta_model import MetaModel, read_config
 from harness.results.profile import StepShape
 

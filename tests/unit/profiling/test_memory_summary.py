@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from harness.errors import Code, HarnessError
 from harness.profiling.memory.summary import diff_memory, summarize_memory
-from harness.report.memory.json import memory_json
-from harness.report.memory.text import memory_diff_text, memory_text
+from harness.report.document import files_document
+from harness.report.memory import memory_diff_text, memory_text
 from harness.results.memory import MemoryPlace
 
 MIB = 2**20
@@ -136,7 +136,7 @@ def test_devices_are_told_apart(write):
 
 
 def test_the_document_has_a_version(write):
-    document = memory_json([summarize_memory(write(SNAPSHOT))])
+    document = files_document([summarize_memory(write(SNAPSHOT))])
     assert document["schema_version"] == 1
     assert document["files"][0]["devices"][0]["free_bytes"] == 4 * MIB
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from harness.profiling import profile
-from harness.profiling.cost.ceilings import best_of, measure_ceilings
 from harness.profiling.cost.formulas import Cost
-from harness.profiling.cost.roofline import bound_by, fold, point
+from harness.profiling.cost.roofline import best_of, bound_by, fold, measure_ceilings, point
 from harness.profiling.passes.tables import PhaseTables
 from harness.results.profile import BoundBy, Ceilings, TableRow
 

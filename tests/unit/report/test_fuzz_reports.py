@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from harness.errors import Code
-from harness.report.fuzz.json import fuzz_json
-from harness.report.fuzz.text import fuzz_text
+from harness.report.fuzz import fuzz_json, fuzz_text
 from harness.results.check import Coverage, Divergence, Explanation, Finding, Outcome, RunResult, TokenResult, Verdict
 from harness.results.fuzz import FuzzFinding, FuzzResult, SentRequest, SentWorkload
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from harness.report.invariance.json import invariance_json
-from harness.report.invariance.text import invariance_text
+from harness.report.document import document as result_document
+from harness.report.invariance import invariance_text
 from harness.results.check import Outcome
 from harness.results.invariance import ChangedOperation, FirstChange, Invariance, InvarianceResult, ScheduleChange
 
@@ -70,11 +70,11 @@ def test_what_the_engine_cannot_serve_here_is_no_finding():
     result = replace(RESULT, changes=(SAME, refused))
     assert result.outcome is Outcome.PASS
     assert "(not served: one NUMA node only)" in invariance_text(result)
-    assert invariance_json(result)["changes"][1]["refusal"] == "one NUMA node only\nand more"
+    assert result_document(result)["changes"][1]["refusal"] == "one NUMA node only\nand more"
 
 
 def test_json_has_the_state_of_every_change():
-    document = json.loads(json.dumps(invariance_json(RESULT), allow_nan=False))
+    document = json.loads(json.dumps(result_document(RESULT), allow_nan=False))
     assert document["verdict"] == "pass"
     assert [change["state"] for change in document["changes"]] == ["same", "noise", "unknown"]
     assert document["changes"][1]["operations"][0]["num_changed"] == 2

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from harness.report.poison.json import poison_json
-from harness.report.poison.text import poison_text
+from harness.report.document import document as result_document
+from harness.report.poison import poison_text
 from harness.results.check import Outcome
 from harness.results.poison import FailedRun, Leak, Memory, PoisonedMemory, PoisonResult
 
@@ -79,7 +79,7 @@ def test_an_engine_whose_memory_is_not_reached_is_told_what_to_do():
 
 
 def test_json_has_code_and_weight_of_every_leak():
-    document = json.loads(json.dumps(poison_json(RESULT), allow_nan=False))
+    document = json.loads(json.dumps(result_document(RESULT), allow_nan=False))
     assert document["verdict"] == "mismatch"
     (leak,) = document["leaks"]
     assert (leak["code"], leak["memory"], leak["has_weight"]) == ("H240", "another request", False)

@@ -3,7 +3,8 @@
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
-from harness.report.quant.text import quant_json, quant_svg, quant_text
+from harness.report.document import document as result_document
+from harness.report.quant import quant_svg, quant_text
 from harness.results.quant import ENGINE_FIGURES, QuantResult, QuantRow
 
 
@@ -42,11 +43,11 @@ def test_without_an_engine_the_format_is_what_is_shown():
     assert "-: the engine of this type is not installed" in text
     assert "7.50e-04" in text
     assert "KL 7.50e-04" in quant_svg(alone)
-    assert quant_json(alone)["types"][0]["kl_mean"] is None
+    assert result_document(alone)["types"][0]["kl_mean"] is None
 
 
 def test_json_has_a_row_for_each_type():
-    document = quant_json(RESULT)
+    document = result_document(RESULT)
     assert document["schema_version"] == 1
     assert [each["name"] for each in document["types"]] == ["Q8_0", "<Q4>", "F32"]
     assert document["types"][0]["kl_mean_arithmetic"] == 0.00025

@@ -8,7 +8,8 @@ from harness.base.metrics import rounding_unit
 from harness.judge.compare.align import is_readback
 from harness.judge.compare.prefixes import Prefixes
 from harness.judge.compare.slot_history import Write
-from harness.judge.explain.cache.content_index import KEY, RAW_KEY, VALUE, ContentIndex, describe_writes
+from harness.judge.explain.cache.content_index import KEY, RAW_KEY, VALUE, describe_writes
+from harness.judge.explain.cache.replay import contents_of
 from harness.judge.explain.core.drafts import given_up, is_draft_of, name_of_row
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
@@ -50,7 +51,7 @@ def _are_all_wrong(failure: Failure) -> bool:
 def other_tensor(failure: Failure) -> Iterator[Hypothesis]:
     """The same row of another tensor: the value for the key, the key before rotary, another layer's."""
     is_key = failure.operation.site == "k_cache"
-    contents = _contents(failure)
+    contents = contents_of(failure)
     other = {contents.taps[VALUE if is_key else KEY]: "K and V are written to each other's cache"}
     if is_key and RAW_KEY in contents.taps:
         other[contents.taps[RAW_KEY]] = "keys are cached before rotary"
@@ -115,7 +116,7 @@ def rotated_once_more(failure: Failure) -> Iterator[Hypothesis]:
 
 def other_row(failure: Failure) -> Iterator[Hypothesis]:
     """Each row is matched with all that was ever written to this cache; how they came there is the cause."""
-    contents = _contents(failure)
+    contents = contents_of(failure)
     kind = KEY if failure.operation.site == "k_cache" else VALUE
     if kind not in contents.tensors:
         return
@@ -209,13 +210,9 @@ def _is_misplaced(failure: Failure) -> bool:
     )
 
 
-def _contents(failure: Failure) -> ContentIndex:
-    return ContentIndex(failure.recording, failure.graph, failure.operation.layer or 0, failure.dtype)
-
-
 def provenance_of(failure: Failure, at: int) -> Provenance:
     """Trace the place of the cache that a wrong row was read from."""
-    return _contents(failure).provenance(
+    return contents_of(failure).provenance(
         failure.slot_history,
         step=int(failure.rows.step[at]),
         request=int(failure.rows.request[at]),

@@ -26,10 +26,8 @@ class GivenUp:
 
 def given_up(recording: Recording, request: int) -> list[GivenUp]:
     """Return the drafts of a request, or the others of the request that a draft is of, in the order of their steps."""
-    own = {each.id: each.draft_of for each in recording.manifest.requests}
-    original, found = own.get(request), list[GivenUp]()
-    original = request if original is None else original
-    for draft in [each for each, of in own.items() if of == original and each != request]:
+    found = list[GivenUp]()
+    for draft in [each for each in _drafts(recording, request) if each != request]:
         steps = [step for step in recording.steps if not is_readback(step) and bool((step.request == draft).any())]
         if steps:
             rows = Rows.concat([all_rows(step) for step in steps])
@@ -40,22 +38,29 @@ def given_up(recording: Recording, request: int) -> list[GivenUp]:
 
 def is_draft_of(recording: Recording, other: int, request: int) -> bool:
     """Whether rows of `other` were given up by a request, or by the request that it is a draft of."""
-    own = {each.id: each.draft_of for each in recording.manifest.requests}
-    original = own.get(request)
-    return own.get(other) is not None and own[other] == (request if original is None else original)
+    return other in _drafts(recording, request)
 
 
 def computed_before(recording: Recording, request: int, position: int, step: int) -> Rows:
     """Return all rows of a request and its drafts in the order in which they were computed, up to one of them."""
-    own = {each.id: each.draft_of for each in recording.manifest.requests}
-    original = own.get(request)
-    original = request if original is None else original
-    family = torch.tensor([each for each, of in own.items() if each == original or of == original])
+    family = torch.tensor([_original(recording, request), *_drafts(recording, request)])
     steps = [each for each in recording.steps[: step + 1] if not is_readback(each)]
     rows = Rows.concat([all_rows(each) for each in steps])
     rows = rows.select(torch.isin(rows.request, family))
     here = ((rows.request == request) & (rows.position == position) & (rows.step == step)).nonzero()[:, 0]
     return rows.select(torch.arange(int(here[-1]) + 1))
+
+
+def _original(recording: Recording, request: int) -> int:
+    """Return the request that a draft is of; a request itself."""
+    found = next((each.draft_of for each in recording.manifest.requests if each.id == request), None)
+    return request if found is None else found
+
+
+def _drafts(recording: Recording, request: int) -> list[int]:
+    """Return the drafts of a request, or of the request that a draft is of."""
+    original = _original(recording, request)
+    return [each.id for each in recording.manifest.requests if each.draft_of == original]
 
 
 def name_of_row(recording: Recording, position: int, step: int) -> str:

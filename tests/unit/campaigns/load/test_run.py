@@ -11,10 +11,12 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 from harness.campaigns.endpoint.address import Address
 from harness.campaigns.load.run import LoadOptions, run_load
 from harness.campaigns.load.workload import LoadRequest
+from harness.cli import forms
 from harness.errors import Code, HarnessError
 from harness.judge.jobs.model import planned_model
 from harness.oracle.requests import Prompt
-from harness.report.load import load_json, load_markdown, load_text
+from harness.report.document import document as result_document
+from harness.report.load import load_text
 from harness.results.check import Outcome
 
 from ..endpoint.conftest import PROMPTS, VICTIM, reply
@@ -40,7 +42,7 @@ def load(plan, hf, server):
     return call
 
 
-def test_a_sound_server(load):
+def test_a_sound_server(load, capsys):
     result = load()
     assert result.outcome is Outcome.PASS
     assert (result.num_answered, result.num_judged, result.num_good) == (4, 4, 4)
@@ -49,8 +51,9 @@ def test_a_sound_server(load):
     assert result.times_ms["ttft"].p50 <= result.times_ms["e2e"].p50
     assert result.times_ms["itl"].num_values == result.num_new_tokens - 4
     assert "PASS  reference_engine at http://127.0.0.1" in load_text(result, width=100)
-    assert load_markdown(result, width=100).startswith("```")
-    document = load_json(result)
+    forms.LOAD.show(result, "markdown")
+    assert capsys.readouterr().out.startswith("```")
+    document = result_document(result)
     assert (document["verdict"], document["good_share"]) == ("pass", 1)
     json.dumps(document, allow_nan=False)
 

@@ -9,8 +9,8 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 from harness.campaigns.tokens.run import check_tokens, compare_renderings
 from harness.formats.checkpoint import Checkpoint
-from harness.report.tokens.json import tokens_json
-from harness.report.tokens.text import tokens_text
+from harness.report.document import document as result_document
+from harness.report.tokens import tokens_text
 from harness.results.check import Outcome
 from reference_engine.errors import RequestError
 
@@ -104,7 +104,7 @@ def test_what_is_said_of_a_difference(chat_folder, chat_server, hf, monkeypatch)
         "        actual    '<|begin|><|start|>user\\n<|end|><|start|>assistant'\n        curl -s http://127.0.0.1:"
         in words
     )
-    document = tokens_json(result)
+    document = result_document(result)
     assert (document["verdict"], document["differences"][0]["name"]) == ("mismatch", "tools dropped")
     assert document["differences"][0]["body"]["messages"] == [{"role": "user", "content": ""}]
     assert dataclasses.asdict(result).keys() <= document.keys()

@@ -10,7 +10,7 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 from harness.campaigns.endpoint.client import Client
 from harness.campaigns.tokens.written import Writing
-from harness.report.tokens.text import tokens_text
+from harness.report.tokens import tokens_text
 from harness.results.tokens import TokensResult
 from reference_engine.requests import stopping
 from reference_engine.server import answer, chat, choice, completions

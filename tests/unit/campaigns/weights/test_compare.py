@@ -8,7 +8,8 @@ from harness.campaigns.weights.compare import compare_weights
 from harness.cli.main import run
 from harness.errors import HarnessError
 from harness.formats.checkpoint import resolve
-from harness.report.weights import weights_json, weights_text
+from harness.report.document import document as result_document
+from harness.report.weights import weights_text
 from harness.results.check import Outcome
 
 
@@ -125,6 +126,6 @@ def test_the_command(tensors, tmp_path, capsys):
 
 
 def test_json_has_every_tensor(tensors):
-    document = weights_json(compare_weights(tensors, dict(tensors)))
+    document = result_document(compare_weights(tensors, dict(tensors)))
     assert document["verdict"] == "pass"
     assert len(document["tensors"]) == len(tensors)

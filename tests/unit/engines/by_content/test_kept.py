@@ -8,8 +8,8 @@ import torch
 import harness
 from harness.engines.by_content.columns import Columns
 from harness.engines.by_content.kept import KeptCache
-from harness.engines.by_content.rows import RowLayout
 from harness.engines.by_content.sites import Site
+from harness.engines.by_content.tables import RowLayout
 from harness.engines.by_content.tap_map import Evidence, MappedTap, Source, TapMap
 from harness.formats.taps import Graph, Kind, Operation
 

@@ -1,12 +1,14 @@
-"""A gate's result for a terminal."""
+"""A gate's result, for a terminal and for programs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from tabulate import tabulate
 
 from harness.errors import Code, printable
+from harness.report.document import SCHEMA_VERSION, plain
 from harness.results.gate import Clock, GateChange, GateResult, GateVerdict, PhaseTime
 
 MAX_ROWS = 30
@@ -83,3 +85,15 @@ def _times(times: Mapping[str, PhaseTime]) -> str:
             )
     header = ["phase", "clock", "now/then", "99 %", "A/A", "99 %", "blocks", "verdict"]
     return tabulate(rows, header, tablefmt="simple", disable_numparse=True)
+
+
+def gate_json(result: GateResult) -> dict[str, Any]:
+    """Return everything."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "verdict": result.verdict,
+        "subjects": dict(result.subjects),
+        "key": result.key,
+        "changes": plain(result.changes),
+        "times": {phase: plain(found.decisive) | plain(found) for phase, found in result.times.items()},
+    }

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from tabulate import tabulate
 
-from harness.report.check.markdown import fenced
 from harness.report.check.sentences import printable
 from harness.report.check.table import count
 from harness.report.endpoint.headline import headline, not_judged
@@ -16,11 +15,6 @@ from harness.results.sampler import SamplerResult, SettingResult
 
 _HEADERS = ("setting", "parameters", "draws", "outside", "off by", "verdict")
 _ALIGN = ("left", "left", "right", "right", "left", "left")
-
-
-def sampler_markdown(result: SamplerResult, *, width: int) -> str:
-    """Return a check of a sampler as Markdown: the terminal's lines, as they are."""
-    return fenced(sampler_text(result, width=width)) + "\n"
 
 
 def sampler_text(result: SamplerResult, *, width: int) -> str:

@@ -1,4 +1,4 @@
-"""Names of dumped tensors: those that are like a tap's, and those that are to one layer what others are to theirs."""
+"""Names of tensors: those that are like a tap's, and those that are to one layer what others are to theirs."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -21,9 +21,9 @@ class TapNames:
 
     def likeness(self, name: str, operation: Operation) -> int:
         """Return 2 for a name like the tap's, 1 for one with the number of its layer, 0 for any other."""
-        if self._taps[name] == operation.tap:
+        if self._taps.get(name) == operation.tap:
             return 2
-        return int(operation.layer is not None and operation.layer in self._numbers[name])
+        return int(operation.layer is not None and operation.layer in self._numbers.get(name, ()))
 
     def like(self, operation: Operation) -> list[str]:
         """Return the names like the tap's."""

@@ -1,6 +1,6 @@
-"""A second list of bugs that are in no catalogue; see out_of_sample.py.
+"""A second list of bugs that are in no catalogue; see first.py.
 
-    python -m harness.selfcheck.calibrations.out_of_sample_second [--seed 0] [--draws 1] [--only NAME ...] [--out FILE]
+    python reports/cpu/out_of_sample/second.py [--seed 0] [--draws 1] [--only NAME ...] [--out FILE]
 
 They were written down, with what may truly be said of each, after the explanations of single pairs, heads, rows, caps
 and states, and before any of them was run.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import gelu, silu
 
-from harness.selfcheck.calibrations.out_of_sample import (
+from first import (
     NOTHING,
     Bug,
     attention,

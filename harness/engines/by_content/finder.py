@@ -1,4 +1,4 @@
-"""Finds the taps of one prefill among dumped tensors.
+"""Finds the taps of a step among tensors: of a live engine, or dumped.
 
 HF computes the same tokens and goes on with the engine's tensor wherever one was found, so that each value is looked
 for as it follows from the engine's own values. A value that is wrong is found by names, or as that from which HF
@@ -14,13 +14,11 @@ from math import prod
 import torch
 
 from harness.engines.by_content.columns import Columns, Fit, limit_of_same, relative_error
-from harness.engines.by_content.first_step import before_attention
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
+from harness.engines.by_content.names import TapNames, elsewhere
+from harness.engines.by_content.tables import Table, TableIndex
 from harness.engines.by_content.tap_map import Evidence
-from harness.engines.tensor_folder.names import TapNames, elsewhere
-from harness.engines.tensor_folder.tables import Table, TableIndex, tables_of
-from harness.formats.taps import Kind, Operation
-from harness.formats.tensors import NamedTensor
+from harness.formats.taps import Graph, Kind, Operation
 from harness.oracle.model import HFModel
 
 _LEAST_SHARP, _SHARP_ROUNDINGS = 2e-5, 6
@@ -52,23 +50,33 @@ class Found:
 
 
 class TapFinder:
-    """The taps of one request's prefill among tensors."""
+    """The taps of a step among tensors."""
 
-    def __init__(self, hf: HFModel, ids: Sequence[int], tensors: Sequence[NamedTensor], rounding: float) -> None:
+    def __init__(
+        self,
+        hf: HFModel,
+        ids: torch.Tensor,
+        tables: Sequence[Table],
+        names: TapNames,
+        *,
+        last_rows: Sequence[Table] = (),
+        rounding: float,
+    ) -> None:
         """Take the tensors.
 
         Args:
             hf: the model that the engine should be, in float32.
-            ids: the tokens.
-            tensors: of any names, in any order.
+            ids: the tokens, [requests, tokens].
+            tables: tensors with a row for each token, of any names, in any order.
+            names: those that may tell what a tensor is.
+            last_rows: tensors of one row.
             rounding: RMS relative error of one rounding in the engine.
         """
-        self._hf, self._ids, self._rounding = hf, torch.tensor([list(ids)]), rounding
-        self.tables = tables_of(tensors, len(ids))
-        self.last_rows = [Table(each.name, each.tensor.reshape(1, -1)) for each in tensors if _is_one_row(each.tensor)]
-        self._index = TableIndex(self.tables, rounding=rounding)
-        self._names = TapNames(hf.graph, {table.name for table in (*self.tables, *self.last_rows)})
-        self._permutable = before_attention(hf.graph)
+        self._hf, self._ids, self._rounding = hf, ids, rounding
+        self.tables, self.last_rows = tables, last_rows
+        self._index = TableIndex(tables, rounding=rounding)
+        self._names = names
+        self._permutable = _before_attention(hf.graph)
         self._place = {op.tap: at for at, op in enumerate(hf.graph)}
         self._readers: dict[str, list[str]] = defaultdict(list)
         for op in hf.graph:
@@ -95,6 +103,13 @@ class TapFinder:
         """Return the name of the tensor that was found for a tap."""
         found = self.found[tap]
         return (self.last_rows if found.is_last_row else self.tables)[found.table].name
+
+    def holding(self, tap: str) -> list[Fit]:
+        """Return all tables that hold what was found for a tap."""
+        found = self.found[tap]
+        operation, own = self._hf.graph[tap], Fit(index=found.table, columns=found.columns, error=found.error)
+        fits = self._index.find(self._rows(found), exactly=True)
+        return [fit for fit in fits if self._may_have(operation, fit.columns)] or [own]
 
     def _rows(self, found: Found) -> torch.Tensor:
         return found.columns.of((self.last_rows if found.is_last_row else self.tables)[found.table].rows)
@@ -332,7 +347,10 @@ class TapFinder:
         places = [(fit.index, fit.columns) for fit in self._near.get(operation.tap, ())]
         if not is_near:
             whole = Columns(start=0, stop=width)
-            places = [(at, whole) for at, table in enumerate(self.tables) if table.rows.shape[1] == width]
+            read = [self.found[tap].table for tap in operation.inputs if tap in self.found]
+            begin = max(read, default=-1) + 1  # in the order of a run it comes after what it is computed from
+            order = (*range(begin, len(self.tables)), *range(begin))
+            places = [(at, whole) for at in order if self.tables[at].rows.shape[1] == width]
         seen: list[torch.Tensor] = []
         for at, columns in places:
             found = Found(table=at, columns=columns, evidence=Evidence.CONSUMERS)
@@ -358,11 +376,22 @@ class TapFinder:
             self.found[logits.tap] = named[0][1]
 
 
-def _is_one_row(tensor: torch.Tensor) -> bool:
-    return tensor.dim() >= 1 and tensor.numel() == tensor.shape[-1]
-
-
 def _in_place_of(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """Return HF's rows with the engine's in their place, as far as it has them and they are finite."""
     rows = torch.cat([value[: -len(own)].to(own), own]) if len(own) < len(value) else own
     return rows if bool(rows.isfinite().all()) else torch.where(rows.isfinite(), rows.to(value), value)
+
+
+def _before_attention(graph: Graph) -> set[str]:
+    """Return the taps that only queries and keys follow from."""
+    found = {tap for op in graph if op.kind is Kind.ATTENTION for tap in op.inputs[:2]}
+    values = {op.inputs[2] for op in graph if op.kind is Kind.ATTENTION}
+    readers: dict[str, set[str]] = {}
+    for op in graph:
+        for tap in op.inputs:
+            readers.setdefault(tap, set()).add(op.tap)
+    for op in reversed(graph.operations):
+        own = {tap for tap in readers.get(op.tap, set()) if graph[tap].kind is not Kind.CACHE}
+        if own and own <= found and op.tap not in values:
+            found.add(op.tap)
+    return found - values

@@ -8,7 +8,7 @@ import torch
 
 from harness.engines.by_content.hf_run import run_hf
 from harness.engines.by_content.tap_map import Evidence
-from harness.engines.tensor_folder.finder import TapFinder
+from harness.engines.tensor_folder.engine import finder_of
 from harness.formats.taps import Kind
 from harness.formats.tensors import NamedTensor
 from harness.oracle.model import load_model
@@ -63,7 +63,7 @@ def dump(folder, *, dtype=torch.float32, plant=lambda model: None, named=True, t
 
 
 def found(folder, made, *, rounding=2.5e-8):
-    finder = TapFinder(load_model(folder, dtype=torch.float32, stays=True), IDS, made.tensors, rounding)
+    finder = finder_of(made.tensors, load_model(folder, dtype=torch.float32, stays=True), IDS, rounding)
     finder.find()
     wrong = {
         tap: finder.name(tap)

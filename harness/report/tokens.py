@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 
-from harness.report.check.markdown import fenced
 from harness.report.check.sentences import printable
 from harness.report.check.table import count
 from harness.report.endpoint.headline import headline, not_judged
@@ -13,11 +12,6 @@ from harness.report.wrapped import wrapped
 from harness.results.tokens import Difference, TokensResult
 
 _MOST_WORDS = 200
-
-
-def tokens_markdown(result: TokensResult, *, width: int) -> str:
-    """Return a check of chats as Markdown: the terminal's lines, as they are."""
-    return fenced(tokens_text(result, width=width)) + "\n"
 
 
 def tokens_text(result: TokensResult, *, width: int) -> str:

@@ -1,7 +1,7 @@
 """Bugs that are in no catalogue, under drawn settings: how often a cause is said, and how often a wrong one.
 
-    python -m harness.selfcheck.calibrations.out_of_sample [--seed 0] [--draws 1] [--only NAME ...] [--out FILE]
-    python -m harness.selfcheck.calibrations.out_of_sample_second ...    # other bugs, the same options
+    python reports/cpu/out_of_sample/first.py [--seed 0] [--draws 1] [--only NAME ...] [--out FILE]
+    python reports/cpu/out_of_sample/second.py ...    # other bugs, the same options
 
 Each bug is drawn a dtype, a checkpoint and a schedule. With it stands what may truly be said of it; for some there is
 nothing, and every cause that is asserted is then a wrong one. Nothing here was used to write an explanation before it
@@ -39,7 +39,6 @@ from harness.selfcheck.faults.weights import loaded
 from reference_engine.layers import MLP, Embedding, RMSNorm
 from reference_engine.model import Attention
 
-ROOT = Path(__file__).parents[3]
 DTYPES = ("float32", "bfloat16", "float16")
 MODELS = ("llama-tiny", "qwen2-tiny", "qwen3-tiny")
 SCHEDULES = ("plain", "batched", "chunked:7", "mixed:8", "prefix-hit", "preempted", "forked")

@@ -1,8 +1,6 @@
 """Costs of quantisation as a table, as JSON, and as a plot of KL against size."""
 
-from dataclasses import asdict
 from html import escape
-from typing import Any
 
 from tabulate import tabulate
 
@@ -16,11 +14,6 @@ _HEADERS = (
     "arithmetic", "share of the bytes",
 )  # fmt: skip
 _WIDTH, _HEIGHT, _MARGIN = 640, 400, 60
-
-
-def quant_json(result: QuantResult) -> dict[str, Any]:
-    """Return a result as JSON-able data."""
-    return {"schema_version": 1, **asdict(result), "types": [asdict(row) for row in result.types]}
 
 
 def quant_text(result: QuantResult, tablefmt: str = "simple") -> str:

@@ -1,13 +1,16 @@
-"""A search of workloads for people at a terminal: what was found, with its smallest workload, and what was reached."""
+"""A search of workloads: what was found, with its smallest workload, and what was reached."""
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
+from typing import Any
 
 from tabulate import tabulate
 
+from harness.report.check.json import run_json
 from harness.report.check.sentences import divergence_place, divergence_size, explanation_lines, number, printable
 from harness.report.check.table import count
+from harness.report.document import SCHEMA_VERSION, plain
+from harness.report.wrapped import wrapped
 from harness.results.check import Divergence, Outcome
 from harness.results.fuzz import FuzzFinding, FuzzResult, SentRequest, SentWorkload
 
@@ -40,13 +43,13 @@ def _finding(at: int, finding: FuzzFinding, width: int) -> Iterator[str]:
     yield ""
     if finding.error is not None:
         for line in finding.error.splitlines():
-            yield from _wrapped("", printable(line), width, indent=3)
+            yield from wrapped("", printable(line), width, indent=3)
     elif finding.run is not None and finding.run.first_divergence is not None:
         yield from _divergence(finding.run.first_divergence, width)
     elif finding.run is not None:
         for each in finding.run.findings[:3]:
-            yield from _wrapped("", f"{each.code}: {printable(each.message)}", width, indent=3)
-    yield from _wrapped("           Found:", _history(finding), width, indent=INDENT)
+            yield from wrapped("", f"{each.code}: {printable(each.message)}", width, indent=3)
+    yield from wrapped("           Found:", _history(finding), width, indent=INDENT)
     if finding.workload_file:
         yield f"{'          Repeat:':{INDENT}}harness fuzz --replay {printable(finding.workload_file)}"
     if finding.case_file:
@@ -94,11 +97,11 @@ def _end(request: SentRequest) -> str:
 
 
 def _divergence(divergence: Divergence, width: int) -> Iterator[str]:
-    yield from _wrapped("First divergence:", printable(divergence.tap), width)
-    yield from _wrapped("", divergence_place(divergence), width)
-    yield from _wrapped("", f"{divergence_size(divergence)} ({divergence.code})", width)
+    yield from wrapped("First divergence:", printable(divergence.tap), width, indent=INDENT)
+    yield from wrapped("", divergence_place(divergence), width, indent=INDENT)
+    yield from wrapped("", f"{divergence_size(divergence)} ({divergence.code})", width, indent=INDENT)
     for at, line in enumerate(explanation_lines(divergence.explanation) if divergence.explanation else ()):
-        yield from _wrapped("           Cause:" if at == 0 else "", line, width)
+        yield from wrapped("           Cause:" if at == 0 else "", line, width, indent=INDENT)
 
 
 def _history(finding: FuzzFinding) -> str:
@@ -119,19 +122,42 @@ def _coverage(result: FuzzResult) -> list[str]:
 
 def _facts(result: FuzzResult, width: int) -> Iterator[str]:
     for what, times in result.rejected.items():
-        yield from _wrapped("  rejected", f"{count(times, 'workload')}: {printable(what)}", width, indent=13)
+        yield from wrapped("  rejected", f"{count(times, 'workload')}: {printable(what)}", width, indent=13)
     for note in result.notes:
-        yield from _wrapped("  note", printable(note), width, indent=13)
+        yield from wrapped("  note", printable(note), width, indent=13)
     if result.unreached:
         text = f"no workload reached {' and '.join(result.unreached)}: give the search more --seconds"
-        yield from _wrapped("  note", text, width, indent=13)
+        yield from wrapped("  note", text, width, indent=13)
     if result.was_interrupted:
-        yield from _wrapped("  note", "interrupted: what was found until then", width, indent=13)
+        yield from wrapped("  note", "interrupted: what was found until then", width, indent=13)
     timings = f"golden {number(result.golden_s)} s, all {number(result.elapsed_s)} s, seed {result.seed}"
-    yield from _wrapped("  timings", timings, width, indent=13)
+    yield from wrapped("  timings", timings, width, indent=13)
 
 
-def _wrapped(label: str, text: str, width: int, *, indent: int = INDENT) -> Iterator[str]:
-    lines = textwrap.wrap(text, width - indent) or [""]
-    yield f"{label:{indent}}{lines[0]}".rstrip()
-    yield from (" " * indent + line for line in lines[1:])
+def fuzz_json(result: FuzzResult) -> dict[str, Any]:
+    """Return a search as plain dicts, lists, strings and finite numbers."""
+    document: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "verdict": result.outcome,
+        "engine": result.engine,
+        "model": result.model,
+        "dtype": result.dtype,
+        "device": result.device,
+        "seed": result.seed,
+        "num_workloads": result.num_workloads,
+        "num_rows": result.num_rows,
+        "was_interrupted": result.was_interrupted,
+        "unreached": result.unreached,
+        "coverage": dict(result.coverage),
+        "rejected": dict(result.rejected),
+        "notes": result.notes,
+        "timings_s": {"golden": result.golden_s, "all": result.elapsed_s},
+    }
+    return {**plain(document), "findings": [_finding_document(finding) for finding in result.findings]}
+
+
+def _finding_document(finding: FuzzFinding) -> dict[str, Any]:
+    document: dict[str, Any] = plain(finding)
+    document["run"] = None if finding.run is None else run_json(finding.run)
+    document["first_divergence"] = None if finding.run is None else plain(finding.run.first_divergence)
+    return document

@@ -5,7 +5,6 @@ from pathlib import PurePath
 
 from tabulate import tabulate
 
-from harness.report.check.markdown import fenced
 from harness.report.check.sentences import number, printable
 from harness.report.check.table import count
 from harness.report.wrapped import wrapped
@@ -15,11 +14,6 @@ from harness.results.rollout import GapFigures, GapTerm, RolloutResult, SideFigu
 MIN_WIDTH = 80
 _HEADERS = ("term", "side", "mean", "abs mean", "rms", "floor", "explains", "verdict")
 _ALIGN = ("left", "left", "right", "right", "right", "right", "right", "left")
-
-
-def rollout_markdown(result: RolloutResult, *, width: int) -> str:
-    """Return a comparison as Markdown: the terminal's lines, as they are."""
-    return fenced(rollout_text(result, width=width)) + "\n"
 
 
 def rollout_text(result: RolloutResult, *, width: int) -> str:

@@ -1,1 +1,0 @@
-"""Estimates in every form."""

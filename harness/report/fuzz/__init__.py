@@ -1,1 +1,0 @@
-"""A search in every form."""

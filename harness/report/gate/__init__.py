@@ -1,1 +1,0 @@
-"""A gate in every form."""

@@ -1,1 +1,0 @@
-"""A search for changes of bits in every form."""

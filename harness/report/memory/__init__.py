@@ -1,1 +1,0 @@
-"""Memory snapshots in every form."""

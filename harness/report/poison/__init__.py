@@ -1,1 +1,0 @@
-"""What memory an engine lets in, in every form."""

@@ -1,1 +1,0 @@
-"""Quantised forms side by side."""

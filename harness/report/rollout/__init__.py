@@ -1,1 +1,0 @@
-"""A comparison of a trainer with a rollout engine: its terms as a table, and as JSON."""

@@ -1,1 +1,0 @@
-"""A check of a server's sampler in every form."""

@@ -1,1 +1,0 @@
-"""A check of chats in every form."""
