@@ -22,7 +22,7 @@ def load(
     given: Annotated[opt.Given, opt.CaseOptions("model", "device", "truth")],
     *,
     dtype: opt.Dtype = None,
-    num_requests: Annotated[int, typer.Option(min=1, metavar="N", help="Requests to draw.")] = 64,
+    num_requests: Annotated[int, typer.Option(min=1, max=1_000_000, metavar="N", help="Requests to draw.")] = 64,
     prompt_tokens: Annotated[
         str, typer.Option(metavar="DIST", help="Tokens of a prompt: 128, 64..512 (all alike), exp:256.")
     ] = "16..64",

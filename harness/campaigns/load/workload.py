@@ -14,6 +14,7 @@ from harness.oracle.requests import Prompt
 
 _KEYS = ("at", "max_tokens", "prompt", "prompt_token_ids", "prompt_tokens")
 _MOST_REQUESTS = 1_000_000
+_MOST_TOKENS = 10_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +56,12 @@ def parse_lengths(text: str, option: str) -> Callable[[random.Random], int]:
     try:
         if text.startswith("exp:"):
             mean = float(text.removeprefix("exp:"))
-            if 1 <= mean < math.inf:
+            if 1 <= mean <= _MOST_TOKENS:
                 return lambda rng: 1 + int(rng.expovariate(1 / mean))
         else:
             low, _, high = text.partition("..")
             first, last = int(low), int(high or low)
-            if 1 <= first <= last:
+            if 1 <= first <= last <= _MOST_TOKENS:
                 return lambda rng: rng.randint(first, last)
     except ValueError:
         pass
@@ -161,7 +162,7 @@ def _fields(line: str, where: str) -> Mapping[str, Any]:
     for name, least in (("max_tokens", 1), ("prompt_tokens", 1), ("at", 0)):
         value = fields.get(name, least)
         is_number = isinstance(value, int if name != "at" else int | float) and not isinstance(value, bool)
-        if not is_number or not least <= value < 1e9:
+        if not is_number or not least <= value <= _MOST_TOKENS:
             raise _bad(f"{name} is no number from {least}", where, actual=value)
     return fields
 
