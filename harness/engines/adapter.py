@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 from harness.base.numerics import Numerics
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.formats.schedule import Schedule
-from harness.formats.taps import Graph
+from harness.formats.taps import Graph, Kind
 from harness.results.settings import ModelSettings
 from harness.results.tap_source import TapSource
 
@@ -151,6 +151,8 @@ class Capabilities:
     """Names of the schedules it can follow."""
     keeps_cache: bool = True
     """Whether its KV cache can be read back."""
+    keeps_states: bool = False
+    """Whether the states of its recurrences and convolutions can be read back after a step."""
     unsupported_taps: tuple[str, ...] = ()
     """Sites (`self_attn.q_norm`, `mlp.act`) whose taps it cannot record; or single taps by their full name."""
     sampled_only: tuple[str, ...] = ()
@@ -175,7 +177,12 @@ class Capabilities:
     def wanted(self, graph: Graph) -> list[str]:
         """Return the taps of the graph that a recording of this engine must hold."""
         unsupported = set(self.all_unsupported_taps())
-        return [operation.tap for operation in graph if unsupported.isdisjoint((operation.site, operation.tap))]
+        return [
+            operation.tap
+            for operation in graph
+            if unsupported.isdisjoint((operation.site, operation.tap))
+            and (self.keeps_states or operation.kind is not Kind.STATE)
+        ]
 
 
 @runtime_checkable

@@ -21,13 +21,13 @@ from harness.engines.hf_session import HFSession
 from harness.engines.module_settings import settings_of_modules
 from harness.engines.poison import Poison, fill
 from harness.engines.quantised_form import served_model
-from harness.engines.read_back import write_read_back
+from harness.engines.read_back import write_read_back, write_states
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.quantised import read_quantised_source
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph, Kind, Operation, prefix_of
 from harness.oracle.caches import new_cache
-from harness.oracle.decode import HFDecoder
+from harness.oracle.decode import HFDecoder, Snapshot
 from harness.oracle.lora import add_adapter
 from harness.oracle.model import HFModel, load_model
 from harness.oracle.rows import as_rows
@@ -98,6 +98,13 @@ class _Forward:
     columns: list[int] = field(default_factory=list)
     """Column of each of them, counted from the end: -1 is the last one."""
 
+    def last_rows(self) -> list[tuple[int, int, int]]:
+        """Return the last real row of each lane: lane, request, position."""
+        last = {}
+        for place, request, position in zip(self.kept, self.request, self.position, strict=True):
+            last[place // len(self.ids[0])] = request, position
+        return [(lane, *row) for lane, row in last.items()]
+
 
 class HFEngine:
     """Adapter of a transformers model."""
@@ -106,7 +113,8 @@ class HFEngine:
 
     def __init__(self, hf: HFModel, attention: str | None) -> None:
         self._hf, self._attention = hf, attention
-        self.capabilities = Capabilities(schedules=("plain", "chunked", "batched", "rewound", "speculative"))
+        schedules = ("plain", "chunked", "batched", "prefix-hit", "rewound", "speculative")
+        self.capabilities = Capabilities(schedules=schedules, keeps_states=True)
 
     @cached_property
     def sources(self) -> Mapping[str, ShownTap]:
@@ -130,14 +138,19 @@ class HFEngine:
         """Run the workload through HF's own cache; see `Engine.run`."""
         is_padded = len({request.prompt_length for request in workload.requests}) > 1
         together = workload.schedule.is_batched and (not is_padded or self._masks_padding)
-        groups = [list(workload.requests)] if together else [[request] for request in workload.requests]
+        alone = workload.requests if workload.schedule.is_batched else [one for (one,) in workload.batches]
+        groups = [list(workload.requests)] if together else [[request] for request in alone]
+        known: dict[tuple[int, ...], Snapshot] = {}
+        dtypes: dict[str, torch.dtype] = {}
         for group in groups:
-            batch = _Batch(self._hf, self._attention, self.sources, group, writer, workload.poison)
+            batch = _Batch(self._hf, self._attention, self.sources, group, writer, workload.poison, dtypes)
             if workload.schedule.has_drafts:
                 batch.run_with_drafts(workload)
+            elif workload.schedule.is_repeated:
+                batch.run_on_prefix(known)
             else:
                 batch.run(workload.schedule.chunk_size)
-            unread = {op.site for op in self._hf.graph if op.kind is Kind.CACHE and op.tap not in batch.read_back}
+            unread = {op.site for op in self._hf.graph if op.is_kept and op.tap not in batch.read_back}
             self.capabilities = replace(
                 self.capabilities, unsupported_taps=tuple(sorted({*self.capabilities.unsupported_taps, *unread}))
             )
@@ -167,14 +180,15 @@ class _Batch:
         requests: Sequence[RequestInfo],
         writer: RecordingWriter,
         poison: Poison | None,
+        dtypes: dict[str, torch.dtype],
     ) -> None:
         self._hf, self._attention, self._sources, self._writer = hf, attention, sources, writer
         self._poison = poison
         self._longest = max(request.prompt_length for request in requests)
         self._lanes = [_Lane(request, self._longest - request.prompt_length) for request in requests]
         self._mask: list[list[int]] = [[] for _ in requests]
-        self._dtypes: dict[str, torch.dtype] = {}
-        """Dtype of each tap in its first step."""
+        self._dtypes = dtypes
+        """Dtype of each tap in the first step of the run."""
         self.read_back: set[str] = set()
         """Caches that could be read back: families cache other things than keys and values, or nothing."""
         self._sees_history = _sees_history(hf)
@@ -186,25 +200,67 @@ class _Batch:
                 self._forward(self._next_forward(columns), decoder)
                 self._read_back_finished(decoder)
 
+    def run_on_prefix(self, known: dict[tuple[int, ...], Snapshot]) -> None:
+        """Compute one request, from where the cache holds its prompt without the last token.
+
+        Args:
+            known: what the cache held after the prompts so far; this one's is added.
+        """
+        (lane,) = self._lanes
+        prefix = tuple(lane.request.token_ids[: lane.request.prompt_length - 1])
+        with HFDecoder(self._hf) as decoder:
+            if prefix in known:
+                decoder.restore(known[prefix])
+                lane.num_fed, self._mask[0] = len(prefix), [1] * len(prefix)
+                self._write_states([(0, lane.request.id, len(prefix) - 1)], decoder)
+            for positions in _pieces(lane.request, lane.num_fed):
+                self._forward_of([(lane.request, positions)], lane, decoder)
+                if lane.num_fed == len(prefix):
+                    with engine_refusals("transformers", "--schedule prefix-hit"):
+                        known[prefix] = decoder.snapshot()
+            self._read_back_finished(decoder)
+
     def run_with_drafts(self, workload: Workload) -> None:
         """Compute one request, its drafts included, and crop HF's cache where it goes back.
 
+        A cache of states goes back to the last of the request's own steps, whose rows are computed again.
+
         Raises:
-            HarnessError: ENGINE_CANNOT_SERVE: HF's cache of this family cannot be cropped.
+            HarnessError: ENGINE_CANNOT_SERVE: HF's cache of this family cannot go back.
         """
         (lane,) = self._lanes
-        with HFDecoder(self._hf) as decoder:
-            decoder.keep_past()
-            for parts in workload.steps(lane.request):
-                if num_given_up := lane.num_fed - parts[0][1].start:
-                    with engine_refusals("transformers", f"--schedule {workload.schedule}"):
-                        decoder.rewind(num_given_up)
-                    del self._mask[0][-num_given_up:]
-                    lane.num_fed -= num_given_up
-                forward = _Forward(ids=[], positions=[])
-                self._add(forward, lane, 0, parts)
-                self._forward(forward, decoder)
+        has_states = any(op.kind is Kind.STATE for op in self._hf.graph)
+        steps = workload.steps(lane.request)
+        kept: tuple[int, Snapshot] | None = None
+        with HFDecoder(self._hf) as decoder, engine_refusals("transformers", f"--schedule {workload.schedule}"):
+            if not has_states:
+                decoder.keep_past()
+            for parts in _with_last_token_apart(steps) if has_states else steps:
+                begin, again = parts[0][1].start, list[Part]()
+                if begin < lane.num_fed:
+                    self._go_back(lane, begin, kept, decoder)
+                    again = [(lane.request, range(lane.num_fed, begin))] if lane.num_fed < begin else []
+                for own in filter(None, (again, parts)):
+                    if has_states and own[0][0] is lane.request:
+                        kept = lane.num_fed, decoder.snapshot()
+                    self._forward_of(own, lane, decoder)
             self._read_back_finished(decoder)
+
+    def _go_back(self, lane: _Lane, begin: int, kept: tuple[int, Snapshot] | None, decoder: HFDecoder) -> None:
+        """Forget what follows a position; where a snapshot is kept, go back to that."""
+        if kept is None:
+            decoder.rewind(lane.num_fed - begin)
+        else:
+            begin = kept[0]
+            decoder.restore(kept[1])
+        del self._mask[0][begin - lane.num_fed :]
+        lane.num_fed = begin
+
+    def _forward_of(self, parts: Sequence[Part], lane: _Lane, decoder: HFDecoder) -> None:
+        """Compute some parts of the only lane."""
+        forward = _Forward(ids=[], positions=[])
+        self._add(forward, lane, 0, parts)
+        self._forward(forward, decoder)
 
     def _columns(self, chunk_size: int | None) -> Iterator[int]:
         """Yield the width of each forward: the padded prompts, whole or in chunks, then one column at a time."""
@@ -229,6 +285,11 @@ class _Batch:
         )
         logits = self._compute(forward, decoder)
         self._writer.end_step(logits[forward.lanes, forward.columns].argmax(dim=-1).tolist())
+        self._write_states(forward.last_rows(), decoder)
+
+    def _write_states(self, rows: Sequence[tuple[int, int, int]], decoder: HFDecoder) -> None:
+        """Write the states after some rows: of each its lane, request and position."""
+        self.read_back |= write_states(self._writer, self._hf.graph, decoder.states, rows)
 
     def _compute(self, forward: _Forward, decoder: HFDecoder) -> torch.Tensor:
         is_padded = any(lane.num_padding for lane in self._lanes)
@@ -341,6 +402,25 @@ class _Batch:
         end = len(lane.request.token_ids)
         offset = lane.num_padding - first_column
         return range(begin, end), slice(begin + offset, end + offset)
+
+
+def _pieces(request: RequestInfo, begin: int) -> Iterator[range]:
+    """Yield the positions of a request's steps: the prompt without its last token, then one after the other."""
+    end = request.prompt_length - 1
+    if begin < end:
+        yield range(begin, end)
+    yield from (range(at, at + 1) for at in range(end, len(request.token_ids)))
+
+
+def _with_last_token_apart(steps: Iterator[list[Part]]) -> Iterator[list[Part]]:
+    """Give the last token of a prompt a step of its own: a request goes back to before it."""
+    for parts in steps:
+        request, positions = parts[0]
+        end = request.prompt_length - 1
+        if positions.start < end < positions.stop:
+            yield [(request, range(positions.start, end))]
+            parts = [(request, range(end, positions.stop)), *parts[1:]]
+        yield parts
 
 
 @dataclass(frozen=True, slots=True)

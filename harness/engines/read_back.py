@@ -1,10 +1,11 @@
-"""What a KV cache holds of a request that ends, as a step of its recording."""
+"""What a cache holds of a request, as a step of its recording: keys and values at its end, states after any step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from harness.formats.recording import RecordingWriter, RequestInfo
+from harness.formats.taps import Graph, Kind
 
 
 def write_read_back(
@@ -29,3 +30,29 @@ def write_read_back(
     for tap, (_kept, rows) in held.items():
         writer.tap(tap, rows)
     writer.end_step()
+
+
+def write_states(
+    writer: RecordingWriter,
+    graph: Graph,
+    states: Mapping[tuple[int, str], torch.Tensor],
+    rows: Sequence[tuple[int, int, int]],
+) -> set[str]:
+    """Write the states that a cache holds of some requests, and return their taps: nothing if that is nothing.
+
+    Args:
+        writer: of the recording.
+        graph: of the model.
+        states: [requests, ...] by layer and name (`conv_state`, `recurrent_state`).
+        rows: of each request its place in the batch, its id, and the position of the last row that is in its states.
+    """
+    named = {(op.layer, op.source.partition(":")[2]): op.tap for op in graph if op.kind is Kind.STATE}
+    held = {named[key]: state for key, state in states.items() if key in named}
+    if not held or not rows:
+        return set()
+    places, requests, positions = zip(*rows, strict=True)
+    writer.begin_step(phase="readback", request=requests, position=positions)
+    for tap, state in held.items():
+        writer.tap(tap, state[list(places)])
+    writer.end_step()
+    return set(held)

@@ -1,9 +1,12 @@
-"""The cache that HF makes for a model by default."""
+"""The cache that HF makes for a model by default, and the states that a cache of HF's holds."""
 
 import inspect
 from contextlib import suppress
+from typing import Any
 
+import torch
 from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from harness.oracle.untraced import UntracedModel
 
@@ -23,3 +26,41 @@ def cache_windows(hf: UntracedModel) -> dict[int, int]:
         at: getattr(layer, "sliding_window", None) for at, layer in enumerate(getattr(new_cache(hf), "layers", ()))
     }
     return {at: window for at, window in windows.items() if isinstance(window, int)}
+
+
+_CACHES = ("past_key_values", "cache_params", "state", "mems")
+"""Names under which HF's families return their cache, and take it."""
+
+
+def caches_of(output: Any) -> dict[str, Any]:
+    """Return what a forward of HF's returned of its cache, by the name that the family gives it."""
+    return {name: output[name] for name in _CACHES if output.get(name) is not None}
+
+
+def cache_of(output: Any) -> Any:
+    """Return the cache that a forward of HF's returned; None if it returned none."""
+    return next(iter(caches_of(output).values()), None)
+
+
+def keeps_states(hf: UntracedModel) -> bool:
+    """Whether HF's cache of the model holds states of a recurrence or a convolution, by the types of its layers."""
+    with suppress(Exception):  # settings that HF's own cache does not know
+        layers = DynamicCache(config=hf.config).layers
+        return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    return False
+
+
+def held_states(cache: Any) -> dict[tuple[int, str], torch.Tensor]:
+    """Return the states that a cache of HF's holds, [requests, ...], by layer and name.
+
+    The names are `conv_state` and `recurrent_state`, of a layer's second one `conv_state.1`. A convolution's that
+    keeps its past to go back to is as long as the kernel here.
+    """
+    found = {}
+    for at, layer in enumerate(getattr(cache, "layers", ())):
+        for name in ("conv", "recurrent"):
+            for index, state in getattr(layer, f"{name}_states", {}).items():
+                if isinstance(state, torch.Tensor):
+                    kept = state[..., -layer.conv_kernel_size[index] :] if name == "conv" else state
+                    found[at, f"{name}_state{f'.{index}' if index else ''}"] = kept
+    return found

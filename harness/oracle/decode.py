@@ -2,17 +2,25 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from harness.oracle.caches import new_cache
+from harness.formats.taps import Kind
+from harness.oracle.caches import caches_of, held_states, keeps_states, new_cache
 from harness.oracle.model import HFModel
 from harness.oracle.parts import all_parts_held
 
-_CACHES = ("past_key_values", "cache_params", "state", "mems")
-"""Names under which HF's families return their cache, and take it."""
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a decoder goes on from."""
+
+    cache: dict[str, Any]
+    ids: list[list[int]]
 
 
 class HFDecoder:
@@ -56,7 +64,7 @@ class HFDecoder:
             options.pop("position_ids", None)
         given = torch.tensor(rows, device=self._hf.device)
         output = self._hf.run(input_ids=given, use_cache=True, **self.cache, **options)
-        returned = {name: output[name] for name in _CACHES if output.get(name) is not None}
+        returned = caches_of(output)
         self.cache = returned or {name: cache for name, cache in self.cache.items() if cache.get_seq_length()}
         self._ids = [] if self.cache else rows
         self.logits = output.logits
@@ -67,6 +75,25 @@ class HFDecoder:
         """Let the cache keep what `rewind` needs: that of a sliding window forgets what no later token sees."""
         for cache in self.cache.values():
             cache.activate_past_recording()
+
+    @property
+    def states(self) -> dict[tuple[int, str], torch.Tensor]:
+        """See `held_states`: of the cache as it is now."""
+        return {key: state for cache in self.cache.values() for key, state in held_states(cache).items()}
+
+    def snapshot(self) -> "Snapshot":
+        """Return a copy of all that the next piece goes on from.
+
+        Raises:
+            ValueError: the family keeps states in its modules.
+        """
+        if keeps_states(self._hf) and not any(op.kind is Kind.STATE for op in self._hf.graph) and new_cache(self._hf):
+            raise ValueError(f"{type(self._hf.model).__name__} keeps states in its modules, and not in its cache")
+        return Snapshot(deepcopy(self.cache), [list(row) for row in self._ids])
+
+    def restore(self, snapshot: "Snapshot") -> None:
+        """Go on from a snapshot, which stays as it is."""
+        self.cache, self._ids = deepcopy(snapshot.cache), [list(row) for row in snapshot.ids]
 
     def rewind(self, num_tokens: int) -> None:
         """Forget the latest tokens of every request.

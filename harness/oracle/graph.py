@@ -1,13 +1,14 @@
 """The graph of a model's operations: what each value that its forward showed is, by what was run to compute it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
 
 from harness.errors import Code, HarnessError
 from harness.formats.taps import LOGITS, Graph, Kind, Operation, layer_of, prefix_of, site_of
-from harness.oracle.caches import cache_windows
+from harness.oracle.caches import cache_windows, keeps_states
+from harness.oracle.states import TracedState, traced_states
 from harness.oracle.trace import ForwardTrace, Shown, trace
 from harness.oracle.untraced import UntracedModel
 
@@ -33,7 +34,10 @@ def trace_graph(hf: UntracedModel) -> Graph:
             expected="a decoder, whose rows depend on what is before them",
             actual=type(hf.model).__name__,
         )
-    return _named(hf, seen)
+    graph = _named(hf, seen)
+    if not keeps_states(hf):
+        return graph
+    return replace(graph, operations=tuple(_with_states(graph.operations, traced_states(hf))))
 
 
 def _named(hf: UntracedModel, seen: ForwardTrace) -> Graph:
@@ -177,3 +181,19 @@ def _with_caches(operations: list[Operation], windows: Mapping[int, int]) -> Ite
                 window = operation.window or windows.get(operation.layer)
                 yield Operation(tap=tap, kind=Kind.CACHE, inputs=(written,), shape=shape, window=window)
         yield operation
+
+
+def _with_states(operations: tuple[Operation, ...], states: Sequence[TracedState]) -> Iterator[Operation]:
+    """After the last operation of each mixer, what a cache holds of its states."""
+    paths = {state.path for state in states}
+    inside = {path: [op for op in operations if f"{op.module}.".startswith(f"{path}.")] for path in paths}
+    for operation in operations:
+        yield operation
+        for state in (each for each in states if inside[each.path][-1:] == [operation]):
+            yield Operation(
+                tap=f"{prefix_of(operation.tap)}{state.name}",
+                kind=Kind.STATE,
+                inputs=inside[state.path][0].inputs,
+                source=f"{state.path}:{state.name}",
+                shape=state.shape,
+            )

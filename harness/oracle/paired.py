@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from harness.formats.taps import Operation
+from harness.oracle.caches import cache_of
 from harness.oracle.lockstep import Ahead
 from harness.oracle.model import HFModel
 from harness.oracle.precision import (
@@ -99,8 +100,11 @@ def run_pair(
     truth_dtype: torch.dtype,
     logit_positions: Sequence[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> None:
+    use_cache: bool = False,
+) -> list[Any]:
     """Run both forwards over some requests and show every operation to the observer.
+
+    Returns the caches that they leave, the control's and the truth's, where they are to use one.
 
     Args:
         hf: the model.
@@ -109,11 +113,13 @@ def run_pair(
         truth_dtype: float64 or float32.
         logit_positions: positions whose logits are computed; None for all.
         progress: told how many of how many parts of the model were run.
+        use_cache: whether the model fills a cache of its own.
     """
-    ids = ids.to(hf.device)
+    ids, caches = ids.to(hf.device), dict[int, Any]()
     if logit_positions is not None and len(logit_positions) == ids.shape[1]:
         logit_positions = None
-    forward, _ = _forward(hf, ids, logit_positions), hf.graph  # traced now: later two forwards are under way
+    forward = _forward(hf, ids, logit_positions, caches if use_cache else None)
+    _ = hf.graph  # traced now: later two forwards are under way
     kept = None if logit_positions is None else torch.tensor(list(logit_positions))
     with ExitStack() as stack:
         stack.enter_context(without_tf32())
@@ -130,13 +136,26 @@ def run_pair(
         with torch._C.DisableTorchFunction():
             side.see("logits", logits)
             observer.part_done()
+    own = threading.get_ident()  # the truth's
+    return [cache for _, cache in sorted(caches.items(), key=lambda each: each[0] == own)]
 
 
-def _forward(hf: HFModel, ids: torch.Tensor, positions: Sequence[int] | None) -> Callable[[], torch.Tensor]:
+def _forward(
+    hf: HFModel, ids: torch.Tensor, positions: Sequence[int] | None, caches: dict[int, Any] | None
+) -> Callable[[], torch.Tensor]:
+    """Return what runs the model; `caches` takes the cache that it leaves, by the thread that ran it."""
     options: dict[str, Any] = {}
     if positions is not None and "logits_to_keep" in inspect.signature(hf.model.forward).parameters:
         options["logits_to_keep"] = torch.tensor(list(positions), device=ids.device)
-    return lambda: hf.run(input_ids=ids, use_cache=False, **options).logits
+
+    def forward() -> torch.Tensor:
+        output = hf.run(input_ids=ids, use_cache=caches is not None, **options)
+        if caches is not None:
+            caches[threading.get_ident()] = cache_of(output)
+        logits: torch.Tensor = output.logits
+        return logits
+
+    return forward
 
 
 @torch.no_grad()

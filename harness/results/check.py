@@ -294,6 +294,8 @@ class Coverage:
     """Sites, or single taps, that were judged only through what is computed from them."""
     not_judged: Annotated[tuple[str, ...], UNION] = ()
     """Sites, or single taps, that were not judged at all: nothing that is computed from them was, either."""
+    states_left_out: Annotated[tuple[str, ...], UNION] = ()
+    """Positions after which a state was read back and not judged: the truth would have run too many tokens."""
     judged_compute: Annotated[float | None, SMALLEST] = None
     """Share of the model's multiply-adds whose output was judged, by itself or through what is computed from it; None
     without the model."""

@@ -81,7 +81,7 @@ class TapFinder:
         self._readers: dict[str, list[str]] = defaultdict(list)
         for op in hf.graph:
             for tap in op.inputs:
-                if op.kind is not Kind.CACHE:
+                if not op.is_kept:
                     self._readers[tap].append(op.tap)
         self._near: dict[str, list[Fit]] = {}
         self._num_trials = 0
@@ -274,7 +274,7 @@ class TapFinder:
             readers = self._readers[op.tap]
             if any(tap in lost or self._is_blurred(tap) for tap in readers) or op.tap == self._hf.graph.logits:
                 lost.add(op.tap)
-        return [op for op in self._hf.graph if op.tap in lost and op.kind not in (Kind.CHOICE, Kind.CACHE)]
+        return [op for op in self._hf.graph if op.tap in lost and op.kind is not Kind.CHOICE and not op.is_kept]
 
     def _is_blurred(self, tap: str) -> bool:
         """Whether a tap was found and is not what HF computes, or is so only in the rough."""
@@ -391,7 +391,7 @@ def _before_attention(graph: Graph) -> set[str]:
         for tap in op.inputs:
             readers.setdefault(tap, set()).add(op.tap)
     for op in reversed(graph.operations):
-        own = {tap for tap in readers.get(op.tap, set()) if graph[tap].kind is not Kind.CACHE}
+        own = {tap for tap in readers.get(op.tap, set()) if not graph[tap].is_kept}
         if own and own <= found and op.tap not in values:
             found.add(op.tap)
     return found - values

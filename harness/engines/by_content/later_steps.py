@@ -16,7 +16,7 @@ from harness.engines.by_content.tap_map import Evidence, MappedTap, Source
 from harness.formats.taps import Kind, Operation
 from harness.oracle.model import HFModel
 
-_NO_VALUES = (Kind.CACHE, Kind.CHOICE)
+_NO_VALUES = (Kind.CACHE, Kind.STATE, Kind.CHOICE)
 """What no tensor of floating-point numbers holds: a cache is read back, and a choice is of indices."""
 _MOST_CANDIDATES = 24
 _MOST_TRIALS = 200
@@ -80,7 +80,7 @@ class LaterSteps:
         for operation in reversed(self._hf.graph.operations):
             lost = [self._hf.graph[tap] for tap in operation.inputs if tap not in self.taps]
             lost = [each for each in lost if each.kind not in _NO_VALUES]
-            if lost and operation.kind is not Kind.CACHE and self._own(operation.tap) is not None:
+            if lost and not operation.is_kept and self._own(operation.tap) is not None:
                 self._find_by(operation, lost)
         unclear = [tap for tap in self._pending if tap not in self.taps]
         self.uncertain |= dict.fromkeys(

@@ -16,7 +16,7 @@ from harness.engines.by_content.steps import Stepper, Work, module_paths, recomp
 from harness.engines.by_content.tap_map import TapMap
 from harness.engines.module_settings import settings_of_modules
 from harness.engines.poison import Poison
-from harness.engines.read_back import write_read_back
+from harness.engines.read_back import write_read_back, write_states
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph, Kind
@@ -37,6 +37,8 @@ class StepEngine:
     later ones need of them, and returns the logits of each request's last token, [requests, vocabulary]. Where the
     object has a method `finish(request)`, it is called when a request has ended. Before it `cached(request)` is called
     where there is one: it returns the keys and values that are kept, {layer: ([positions, KV heads, head size] twice)}.
+    `states(request)`, called after a step, returns the states that are kept, {layer: {"conv_state": tensor,
+    "recurrent_state": tensor}}, as HF's cache has them of one request.
     Where it has an attribute `rewinds` that is true, a first position that it has computed before tells it to forget
     what it holds from there on. `fill_unused` and `fill_states` let `harness fuzz --poison` into its memory: see
     `harness.engines.poison`.
@@ -85,6 +87,7 @@ class StepEngine:
         kept = self._kept(stepper, graph, learned)
         self.capabilities = Capabilities(
             schedules=(*schedules, *(_WITH_DRAFTS if rewinds(stepper) else ())),
+            keeps_states=hasattr(stepper, "states"),
             unsupported_taps=(*graph.not_shown(learned.taps), *graph.not_shown(kept, caches=True)),
             notes=(*_notes(learned), *getattr(stepper, "notes", ())),
             sources=_sources(learned, stepper),
@@ -173,6 +176,15 @@ class _Run:
             elif sampled:
                 self._writer.tap(tap, own[chosen if self._map.taps[tap].is_sampled_only else sampled])
         self._writer.end_step(logits[chosen].argmax(dim=-1).tolist())
+        for each in work:
+            self._write_states(*each[-1])
+
+    def _write_states(self, request: RequestInfo, positions: range) -> None:
+        """Write what the engine keeps of states, where it shows them."""
+        shown = getattr(self._stepper, "states", None)
+        layers = {} if shown is None else shown(self._number(request))
+        states = {(layer, name): state[None] for layer, own in layers.items() for name, state in own.items()}
+        write_states(self._writer, self._graph, states, [(0, request.id, positions.stop - 1)])
 
     def finish(self, requests: list[RequestInfo]) -> None:
         """Let the engine free what it keeps of requests."""

@@ -1,6 +1,7 @@
 """Somebody's `nn.Module` as an engine: one request at a time, its taps found by the paths of its modules."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from harness.engines.module.names import ModuleNames, operation_of
 from harness.engines.module.taps import Place, Places, unmatched_hint, unmistakable_length
 from harness.engines.module.values import evaluating, showing_values
 from harness.engines.module_settings import settings_of_modules
+from harness.engines.read_back import write_states
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph
+from harness.oracle.caches import held_states
 from harness.results.settings import ModelSettings
 
 _PADDED = "if it pads its input, cut the rows out with an adapter: StepRows(kept=...), docs/check-your-torch-engine.md"
@@ -46,7 +49,7 @@ class TorchEngine:
         self._device = torch.device(device)
         self._forward = Forward(module, self._device)
         self._places: dict[str, list[Place]] = {}
-        self._heads: frozenset[str] = frozenset()
+        self._graph, self._heads = Graph(()), frozenset[str]()
         self._logits = ""
         self._has_cache = self._forward.takes_cache
         self.capabilities = self._capabilities(())
@@ -72,9 +75,10 @@ class TorchEngine:
         self._places = {}
         for place in places.by_tap.values():
             self._places.setdefault(place.shown, []).append(place)
-        self._heads, self._logits = graph.head, graph.logits
+        self._graph, self._heads, self._logits = graph, graph.head, graph.logits
         self._has_cache = answer.cache is not None
-        self.capabilities = self._capabilities(graph.not_shown({*places.by_tap, graph.logits}))
+        capabilities = self._capabilities(graph.not_shown({*places.by_tap, graph.logits}))
+        self.capabilities = replace(capabilities, keeps_states=bool(held_states(answer.cache)))
 
     def resolved_settings(self) -> ModelSettings:
         """See `SettingsShower`."""
@@ -109,6 +113,7 @@ class TorchEngine:
         if last:
             writer.tap(self._logits, answer.logits[-1:])
         writer.end_step(answer.logits[-1:].argmax(dim=-1).tolist() if last else ())
+        write_states(writer, self._graph, held_states(answer.cache), [(0, request.id, positions.stop - 1)])
         return answer.cache if self._has_cache else None
 
     def _refuse_strangers(self, paths: list[str], graph: Graph, places: Places) -> None:

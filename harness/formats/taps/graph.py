@@ -51,6 +51,11 @@ class Operation:
         return site_of(self.tap)
 
     @property
+    def is_kept(self) -> bool:
+        """Whether it is what a cache holds, and no value of a forward."""
+        return self.kind in (Kind.CACHE, Kind.STATE)
+
+    @property
     def module(self) -> str:
         """Path of the HF module that shows the tap."""
         return self.source.partition(":")[0].partition("@")[0]
@@ -130,7 +135,7 @@ class Graph:
             caches: whether to name the caches, which are no values of a forward, or all else.
         """
         sites = {op.site for op in self.operations if op.tap in shown}
-        lost = (op for op in self.operations if (op.kind is Kind.CACHE) is caches and op.tap not in shown)
+        lost = (op for op in self.operations if op.is_kept is caches and op.tap not in shown)
         return tuple(dict.fromkeys(op.tap if op.site in sites else op.site for op in lost))
 
     @cached_property

@@ -19,6 +19,8 @@ class Kind(StrEnum):
     LINEAR = "linear"
     ROTARY = "rotary"
     CACHE = "cache"
+    STATE = "state"
+    """What a recurrence or a convolution goes on from, as a cache holds it after a position."""
     ATTENTION = "attention"
     ADD = "add"
     ACTIVATION = "activation"
@@ -119,6 +121,7 @@ KINDS: Mapping[Kind, KindTraits] = {
     Kind.CACHE: KindTraits(
         error_model=ErrorModel(roundings=0), causes=("cache.entries", "cache.quantised", "cache.content")
     ),
+    Kind.STATE: KindTraits(error_model=None, causes=("states.kept",)),
     Kind.CHOICE: KindTraits(error_model=None, causes=("experts.choice",)),
     # A linear layer with an adapter is one; the experts of a layer are, and scans.
     Kind.OTHER: KindTraits(

@@ -56,7 +56,7 @@ def _compare_sequence(
     same: dict[str, torch.Tensor] = {}
     """[tokens] bool of each tap: recorded in both runs, with the same bits."""
     for operation in graph:
-        if operation.kind is Kind.CACHE:
+        if operation.is_kept:
             continue
         rows = _rows_of_both(before, after, operation.tap)
         if rows is None:

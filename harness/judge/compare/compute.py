@@ -45,7 +45,7 @@ def multiply_adds(hf: HFModel, num_tokens: int) -> Mapping[str, float]:
     scores and context over `num_tokens` keys. The lookup of an embedding has none.
     """
     cost: dict[str, float] = {}
-    by_module = {op.module: op.tap for op in hf.graph if op.kind is not Kind.CACHE}
+    by_module = {op.module: op.tap for op in hf.graph if not op.is_kept}
     lookup, share = hf.model.get_input_embeddings(), _chosen_experts(hf)
     for path, module in hf.model.named_modules():
         tap = _holder(path, by_module)

@@ -43,12 +43,14 @@ def wanted_rows(tap: str, locator: Locator, graph: Graph, sampled_only: Collecti
         sampled_only: taps that the engine computes for sampled rows only, besides those of the graph.
     """
     is_sampled_only = tap in sampled_only or (tap in graph and graph[tap].sampled_only)
-    is_cache = tap in graph and graph[tap].kind is Kind.CACHE
+    is_cache = tap in graph and graph[tap].is_kept
     window = graph[tap].window if is_cache else None
     requests = sorted(locator.recording.manifest.requests, key=lambda request: request.id)
     wanted = torch.zeros_like(locator.recorded(tap))
     for row, request in enumerate(requests):
         begin = request.prompt_length - 1 if is_sampled_only else 0
+        if is_cache and graph[tap].kind is Kind.STATE:  # at its end: what is kept before is for the engine to say
+            begin = len(request.token_ids) - 1
         if window is not None:  # what no later row will see may be dropped
             begin = max(begin, len(request.token_ids) - window + 1)
         if is_cache and request.draft_of is not None:  # what is given up need not be there at the end

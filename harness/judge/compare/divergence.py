@@ -6,7 +6,7 @@ import torch
 
 from harness.errors import Code
 from harness.formats.recording import Recording
-from harness.formats.taps import Graph
+from harness.formats.taps import Graph, Kind
 from harness.judge.compare.align import step_rows
 from harness.judge.compare.judged import TapJudgement
 from harness.results.check import Divergence, Verdict
@@ -25,10 +25,23 @@ def first_divergence(
     """
     order = {operation.tap: at for at, operation in enumerate(graph)}
     shape = min((tap for tap in misshapen if tap in order), key=order.__getitem__, default=None)
-    wrong = next((each for each in judged if each.is_wrong), None)
+    wrong = _state_before(next((each for each in judged if each.is_wrong), None), judged)
     if shape is not None and (wrong is None or order[shape] < order.get(wrong.operation.tap, len(order))):
         return _of_shape(shape, actual) or (None if wrong is None else _of_values(wrong, actual))
     return None if wrong is None else _of_values(wrong, actual)
+
+
+def _state_before(wrong: TapJudgement | None, judged: Sequence[TapJudgement]) -> TapJudgement | None:
+    """Return the state that was wrong before the first wrong operation of its layer: what goes on from it, is, too."""
+    if wrong is None or not wrong.is_bad:
+        return wrong
+    first = int(wrong.rows.step[wrong.bad].min())
+    states = (
+        each
+        for each in judged
+        if each.operation.kind is Kind.STATE and each.operation.layer == wrong.operation.layer and each.is_bad
+    )
+    return next((each for each in states if int(each.rows.step[each.bad].min()) < first), wrong)
 
 
 def _of_values(judged: TapJudgement, actual: Recording) -> Divergence:

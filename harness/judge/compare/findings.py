@@ -22,6 +22,10 @@ def bad_finding(judged: TapJudgement) -> Finding:
         message = f"{tap} is not finite{clause} in {count}"
     elif code is Code.CACHE_DIFFERS:
         message = f"{tap} read back through the block table differs from what was written in {count}"
+    elif code is Code.STATE_DIFFERS:
+        assert errors is not None
+        share = f"{float(errors.roundings[at]):.3g} roundings, bound {float(errors.bound[at]):.3g}"
+        message = f"{tap} read back is not the state after the rows before it, in {count}: {share}"
     elif errors is not None and judged.operation.kind is Kind.CHOICE:
         message = f"{tap} chose other indices than HF does from the same scores in {count}: {_distance(judged)}"
     elif errors is not None:

@@ -1,6 +1,6 @@
 """The granularity of a recording: the operations between the taps that are there."""
 
-from harness.formats.taps import Graph, Kind, Operation
+from harness.formats.taps import Graph, Operation
 
 
 def unrecorded_before(graph: Graph, usable: set[str]) -> dict[str, tuple[str, ...] | None]:
@@ -11,7 +11,7 @@ def unrecorded_before(graph: Graph, usable: set[str]) -> dict[str, tuple[str, ..
     """
     found: dict[str, tuple[str, ...] | None] = {}
     for operation in graph:
-        if operation.tap in usable and operation.kind is not Kind.CACHE and not set(operation.inputs) <= usable:
+        if operation.tap in usable and not operation.is_kept and not set(operation.inputs) <= usable:
             between = _unrecorded(graph, operation, usable)
             is_closed = all(graph[tap].inputs for tap in between)
             found[operation.tap] = tuple(op.tap for op in graph if op.tap in between) if is_closed else None

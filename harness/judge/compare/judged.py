@@ -83,7 +83,7 @@ class TapJudgement:
             assert self.propagated is not None
             return Code.PROPAGATED_ERROR if self.propagated.metrics.is_finite[at] else Code.NOT_FINITE
         if self.local is None:
-            return Code.CACHE_DIFFERS
+            return Code.STATE_DIFFERS if self.operation.kind is Kind.STATE else Code.CACHE_DIFFERS
         is_finite = self.operation.kind is Kind.CHOICE or bool(torch.isfinite(errors.roundings[at]))
         return Code.LOCAL_ERROR if is_finite else Code.NOT_FINITE
 

@@ -44,7 +44,7 @@ def local_errors(
         progress: told what is being done.
     """
     batches = make_batches(recording, sequences(recording), batch_tokens(hf))
-    precision, declared = _truth_dtype(truth, recording, hf), recording.manifest.numerics
+    precision, declared = replay_dtype(truth, recording, hf), recording.manifest.numerics
     with Workers[Measured](min(1, num_spare_threads(hf.device))) as workers:  # more only wait for the interpreter
         judge = LocalJudge(
             hf,
@@ -70,7 +70,7 @@ def local_errors(
     return judge.judgement()
 
 
-def _truth_dtype(choice: str, recording: Recording, hf: HFModel) -> torch.dtype:
+def replay_dtype(choice: str, recording: Recording, hf: HFModel) -> torch.dtype:
     """Return the dtype of the truth: for `auto` float64 where the engine's activations are float32.
 
     Logits alone do not count: many engines give those of 16 bits in float32.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from harness.formats.taps import Graph, Kind
+from harness.formats.taps import Graph
 from harness.judge.compare.propagated import Propagation
 from harness.results.check import PositionError
 
@@ -15,9 +15,7 @@ def position_errors(propagation: Propagation, graph: Graph) -> tuple[PositionErr
 
     The head is left out: an engine may compute it only where it samples.
     """
-    compared = [
-        op.tap for op in graph if op.tap in propagation.errors and not op.sampled_only and op.kind != Kind.CACHE
-    ]
+    compared = [op.tap for op in graph if op.tap in propagation.errors and not op.sampled_only and not op.is_kept]
     return tuple(_by_position(propagation, compared[-1])) if compared else ()
 
 

@@ -108,7 +108,7 @@ class Replay:
         self._values: dict[str, torch.Tensor] = {}
         """[places, ...] of each tap that an operation is still to read, as the truth went on with them."""
         self._part: PartCall | None = None
-        computed = (op for op in judge.graph if op.kind is not Kind.CACHE)
+        computed = (op for op in judge.graph if not op.is_kept)
         self._num_readers = Counter(tap for op in computed for tap in op.inputs)
 
     @property

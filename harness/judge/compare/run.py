@@ -20,12 +20,13 @@ from harness.judge.compare.evidence import Evidence
 from harness.judge.compare.figures import tap_result
 from harness.judge.compare.findings import bad_finding, oracle_finding, systematic_finding
 from harness.judge.compare.judged import TapJudgement, judge
-from harness.judge.compare.local import local_errors
+from harness.judge.compare.local import local_errors, replay_dtype
 from harness.judge.compare.local_judge import LocalErrors, LocalJudgement
 from harness.judge.compare.positions import position_errors
 from harness.judge.compare.propagated import Propagation, propagated_errors
 from harness.judge.compare.shapes import check_taps, refuse_other_dtype, refuse_part
 from harness.judge.compare.slots import slot_conflicts
+from harness.judge.compare.states import StateJudgement, StateRuns, judge_states
 from harness.judge.compare.tokens import compare_tokens, tie_margin
 from harness.judge.compare.traits import Traits
 from harness.oracle.golden import LOGIT_NOISE, Golden
@@ -44,9 +45,11 @@ class Comparison:
     errors: Mapping[str, LocalErrors]
     """By tap: operations judged by themselves."""
     caches: Mapping[str, LocalErrors]
-    """By tap: the cache read back."""
+    """By tap: the cache read back, states included."""
     evidence: Mapping[str, Evidence]
-    """By tap: wrong rows of operations that were judged by themselves."""
+    """By tap: wrong rows of operations that were judged by themselves, and of states."""
+    states: StateRuns | None = None
+    """Runs the truth over any of the recorded rows, for the states that these would leave."""
 
 
 def compare_run(
@@ -97,7 +100,13 @@ def compare_run(
             actual, sides.theirs, sides.graph.logits, tie_margin(sides.noise.get(LOGIT_NOISE))
         ),
     )
-    return Comparison(result=result, errors=found.local.errors, caches=found.caches, evidence=found.local.evidence)
+    return Comparison(
+        result=result,
+        errors=found.local.errors,
+        caches=found.caches,
+        evidence={**found.local.evidence, **found.states.evidence},
+        states=found.runs,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +151,8 @@ class _Judgements:
 
     local: LocalJudgement
     caches: Mapping[str, LocalErrors]
+    states: StateJudgement
+    runs: StateRuns | None
     propagation: Propagation
     judged: Sequence[TapJudgement]
 
@@ -158,10 +169,15 @@ def _judge(
             local = local_errors(actual, hf, usable, truth=truth, stops_early=stops_early, progress=progress)
         (propagation,) = beside.finished()
     caches = {op.tap: errors for op, errors in cache_errors(sides.ours, graph, usable, sides.theirs, sides.noise)}
+    states, runs = StateJudgement(), None
+    if hf is not None and not local.is_partial:
+        runs = StateRuns(actual, hf, usable, replay_dtype(truth, actual, hf))
+        states = judge_states(runs, graph, usable)
+        caches |= states.errors
     judged = judge(graph, local.errors, caches, propagation)
     if local.is_partial:  # of the others it is not known whether they are wrong or were computed from wrong input
         judged = [each for each in judged if each.errors is not None]
-    return _Judgements(local=local, caches=caches, propagation=propagation, judged=judged)
+    return _Judgements(local=local, caches=caches, states=states, runs=runs, propagation=propagation, judged=judged)
 
 
 def _tokens_and_coverage(
@@ -181,6 +197,7 @@ def _tokens_and_coverage(
         also=_ties(found.propagation.logits, noise),
     )
     gaps += [] if TOKENS in required.not_offered else check_tokens(ours, tokens.compared)
+    coverage = replace(coverage, states_left_out=found.states.left_out)
     return tokens, _with_what_was_judged(coverage, sides, found.judged, hf), [*differences, *gaps]
 
 

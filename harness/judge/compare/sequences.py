@@ -129,9 +129,17 @@ class _Computed:
             if position > reached:
                 found = self._first[self._prefixes.up_to(request.id, position)][reached:]
                 found[found[:, 0] > step] = NOWHERE
+                if request.draft_of is not None:
+                    self._take_latest(request.draft_of, range(reached, position), step, found)
                 table[reached:position] = found
             reached = max(reached, position + 1)
         return table
+
+    def _take_latest(self, request: int, positions: range, step: int, found: torch.Tensor) -> None:
+        """Put in what a request computed last of some positions: its cache may have computed them more than once."""
+        for position, at, row in self._rows_of(request):
+            if at <= step and position in positions:
+                found[position - positions.start] = torch.tensor([at, row])
 
 
 def _sequence(request: RequestInfo, history: torch.Tensor, own: Mapping[int, tuple[int, int]]) -> RowSequence:

@@ -96,10 +96,12 @@ def check_taps(actual: Recording, expected: Recording, graph: Graph) -> tuple[li
     shapes = {entry.name: entry.shape for entry in expected.taps}
     caches = {operation.tap: operation.inputs[0] for operation in graph if operation.kind is Kind.CACHE}
     shapes |= {cache: shapes[written] for cache, written in caches.items() if written in shapes}
+    states = {op.tap: op.shape for op in graph if op.kind is Kind.STATE}
+    shapes |= states
     findings, usable = [], set[str]()
     for entry in actual.taps:
         # What a cache of a coarser dtype has lost shows when it is read back.
-        finest = None if entry.name in caches else engine_dtype(actual)
+        finest = None if entry.name in caches or entry.name in states else engine_dtype(actual)
         is_choice = entry.name in graph and graph[entry.name].kind is Kind.CHOICE
         message = _mismatch(entry, shapes.get(entry.name), finest, is_choice=is_choice)
         if message is None:

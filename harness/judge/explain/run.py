@@ -32,7 +32,7 @@ from harness.oracle.precision import upcast
 from harness.oracle.watch import watching
 from harness.results.check import Explanation, Finding, RunResult, Verdict
 
-_EXPLAINED = (Code.LOCAL_ERROR, Code.NOT_FINITE, Code.CACHE_DIFFERS, Code.SYSTEMATIC_ERROR)
+_EXPLAINED = (Code.LOCAL_ERROR, Code.NOT_FINITE, Code.CACHE_DIFFERS, Code.STATE_DIFFERS, Code.SYSTEMATIC_ERROR)
 _SOUND = (Verdict.EXACT, Verdict.NOISE, Verdict.CONVENTION)
 
 
@@ -125,7 +125,9 @@ class _Explainer:
     def explain(self, operation: Operation) -> Explanation | None:
         """Explain one operation, and say where it begins to be wrong; None if no row of it is."""
         found = self._explain(operation)
-        errors = (self.found.caches if operation.kind is Kind.CACHE else self.found.errors).get(operation.tap)
+        if (found is None or not found.is_cause) and (state := self._state_behind(operation)) is not None:
+            return state
+        errors = (self.found.caches if operation.is_kept else self.found.errors).get(operation.tap)
         if errors is None or not bool(errors.bad.any()):
             return found
         size = self.slot_history.block_size
@@ -143,7 +145,7 @@ class _Explainer:
             errors = self.found.caches.get(operation.tap)
             evidence = None if errors is None else self._cache_evidence(operation, errors)
         else:
-            errors = self.found.errors.get(operation.tap)
+            errors = (self.found.caches if operation.is_kept else self.found.errors).get(operation.tap)
             evidence = self.found.evidence.get(operation.tap)
         if errors is None or not (bool(errors.bad.any()) or errors.effect):
             return None
@@ -152,7 +154,7 @@ class _Explainer:
         is_bad = bool(errors.bad.any())
         where = scope(errors.rows, errors.bad, self.recording) if is_bad else ""
         with torch.no_grad(), ExitStack() as stack:
-            if operation.kind is not Kind.CACHE and operation.module in self.modules:
+            if not operation.is_kept and operation.module in self.modules:
                 part = self.hf.part_of(operation.module)
                 stack.enter_context(self.hf.weights.held(part))
                 stack.enter_context(upcast(torch.float64, self.hf.module(part)))
@@ -164,6 +166,14 @@ class _Explainer:
             if failure is not None and errors.effect is not None and not is_bad:
                 return explain_direction(failure, errors.effect)
             return None if failure is None else _explained(failure, evidence, where)
+
+    def _state_behind(self, operation: Operation) -> Explanation | None:
+        """Return the cause of a wrong state that an operation goes on from, if there is one."""
+        for op in self.hf.graph.of_layer(operation.layer):
+            is_behind = op.kind is Kind.STATE and f"{operation.module}.".startswith(f"{op.module}.")
+            if is_behind and op is not operation and (found := self._explain(op)) is not None and found.is_cause:
+                return replace(found, cause=f"{op.tap} {found.cause}")
+        return None
 
     def _layer_not_run(self, cache: Operation) -> Explanation | None:
         """Return the cause of a later operation, if it is that the layer of the cache did not run."""
@@ -198,6 +208,7 @@ class _Explainer:
             dtype=evidence.dtype,
             views=evidence.histories,
             slot_history=self.slot_history,
+            states=self.found.states,
             sound=self.sound,
             unrecorded=evidence.unrecorded,
             rerun=rerun,

@@ -235,6 +235,8 @@ def _not_judged(coverage: Coverage) -> str:
     parts = [_names(coverage.not_judged)] if coverage.not_judged else []
     if coverage.only_through:
         parts.append(f"only through what is computed from them: {_names(coverage.only_through)}")
+    if coverage.states_left_out:
+        parts.append(f"states after some positions: {_names(coverage.states_left_out)}")
     if coverage.judged_compute is not None and coverage.judged_compute < 1:
         parts.append(f"judged outputs are {100 * coverage.judged_compute:.0f} % of the model's multiply-adds")
     return "; ".join(parts) or "nothing"

@@ -269,10 +269,14 @@ def test_requests_that_hf_cannot_mask_run_one_by_one(tiny_folder, record):
         assert all(len(set(step.request.tolist())) == 1 for step in computed(recording))
 
 
-def test_a_family_without_a_cache_of_keys_and_values_says_so(tiny_folder, record):
+def test_states_are_read_back_after_every_step(tiny_folder, record):
     engine = of(tiny_folder("mamba"))
-    with record(engine, "plain") as recording:
-        assert not [step for step in recording.steps if step.phase == "readback"]
+    with record(engine, "plain", REQUESTS[:1]) as recording:
+        steps = [step for step in recording.steps if step.phase == "readback"]
+        assert [(step.request.tolist(), step.position.tolist()) for step in steps] == [([3], [at]) for at in (7, 8, 9)]
+        taps = {f"backbone.layers.{layer}.{name}_state" for layer in (0, 1) for name in ("conv", "recurrent")}
+        assert all(set(step.tap_names) == taps for step in steps)
+    assert engine.capabilities.unsupported_taps == ()
 
 
 def test_choices_of_a_router_are_recorded_as_indices(tiny_folder, record):

@@ -117,7 +117,7 @@ def test_a_traced_graph_is_whole(tiny, family):
     assert [op.tap for op in others if not op.inputs] == []
     assert graph.operations[-1].tap == graph.logits
     read = {tap for op in graph for tap in op.inputs}
-    unread = {op.tap for op in graph if op.tap not in read and op.kind is not Kind.CACHE}
+    unread = {op.tap for op in graph if op.tap not in read and not op.is_kept}
     assert unread - {graph.logits} == {op.tap for op in graph if op.source.endswith("feed_forward.router:1")}
     assert graph.layers == (0, 1)
     for layer in graph.layers:

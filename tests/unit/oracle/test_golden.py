@@ -57,7 +57,7 @@ def own_checkpoint(checkpoints, tmp_path):
 
 
 def computed(hf):
-    return {op.tap for op in hf.graph if op.kind is not Kind.CACHE}
+    return {op.tap for op in hf.graph if not op.is_kept}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

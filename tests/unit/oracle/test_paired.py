@@ -97,7 +97,7 @@ def relative(actual, expected):
 
 
 def computed(graph):
-    return {op.tap for op in graph if op.kind is not Kind.CACHE}
+    return {op.tap for op in graph if not op.is_kept}
 
 
 def assert_is_the_whole_model_in_double(hf, token_ids):

@@ -266,7 +266,7 @@ def other_taps(failure: Failure, shape: torch.Size) -> Iterator[tuple[str, torch
     for operation in failure.graph:
         if later & set(operation.inputs):
             later.add(operation.tap)
-        if operation.tap in later or operation.kind is Kind.CACHE:
+        if operation.tap in later or operation.is_kept:
             continue
         if _is_near(failure, operation):
             other = failure.tap(operation.tap)

@@ -14,6 +14,7 @@ from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare.align import Locator, Rows, step_rows
 from harness.judge.compare.attention_context import AttentionContext
 from harness.judge.compare.slot_history import SlotHistory
+from harness.judge.compare.states import StateRuns
 from harness.judge.explain.core.hypothesis import Hypothesis
 from harness.judge.explain.core.operations import replay
 from harness.judge.explain.core.rerun import Rerun
@@ -65,6 +66,8 @@ class Failure:
     """Attention only: the rows of each request with the history they read, in the order of `rows`."""
     slot_history: SlotHistory
     """Who wrote what into the KV cache."""
+    states: StateRuns | None = None
+    """Runs the truth over any recorded rows, for the states that they leave."""
     sound: frozenset[str] = frozenset()
     """Taps of the recording that passed."""
     unrecorded: tuple[str, ...] = ()

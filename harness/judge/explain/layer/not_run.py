@@ -3,7 +3,7 @@
 import torch
 
 from harness.base.metrics import rounding_unit
-from harness.formats.taps import Kind, Operation
+from harness.formats.taps import Operation
 from harness.judge.compare.align import Locator
 from harness.judge.compare.local_judge import LocalErrors
 from harness.judge.explain.core.failure import gathered
@@ -28,7 +28,7 @@ def layers_that_did_not_run(
         dtype: the engine's.
         scope: which rows are wrong, in words.
     """
-    computed = {op.tap for op in hf.graph if op.kind is not Kind.CACHE} & set(locator.taps())
+    computed = {op.tap for op in hf.graph if not op.is_kept} & set(locator.taps())
     silent = [layer for layer in hf.graph.layers if not any(op.tap in computed for op in hf.graph.of_layer(layer))]
     layers = sorted({layer for layer in silent for op in hf.graph.of_layer(layer) if op.tap in errors.unrecorded})
     if not layers:

@@ -1,0 +1,335 @@
+"""States that were read back from a cache, against what HF's own forward leaves after the same rows.
+
+The truth after a position is the state that one forward over exactly the rows up to it leaves, every recorded value put
+back: HF goes wrong itself where it goes on from a state with several rows (docs/models.md). Forwards of one length run
+together, in high precision and as the control.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from harness.base.metrics import rounding_unit, row_errors
+from harness.formats.recording import Recording, RequestInfo
+from harness.formats.taps import Graph, Kind, Operation
+from harness.judge.compare.align import Rows, all_rows, is_readback, step_rows
+from harness.judge.compare.batch import make_batches
+from harness.judge.compare.bounds import CONTROL_FACTOR, UNRECORDED_FACTOR, control_bound
+from harness.judge.compare.evidence import Evidence
+from harness.judge.compare.local_judge import LocalErrors
+from harness.judge.compare.prefixes import Prefixes
+from harness.judge.compare.replay import Replay, TapRows
+from harness.judge.compare.sequences import NOWHERE, RowSequence
+from harness.judge.compare.shapes import engine_dtype
+from harness.oracle.batching import batch_tokens
+from harness.oracle.caches import held_states
+from harness.oracle.model import HFModel
+from harness.oracle.paired import run_pair
+
+_MOST_PASSES, _LEAST_TOKENS = 4, 2048
+"""Tokens that the truth may run for states: so many times those of the recording, and no fewer than so many."""
+_MOST_FORWARDS = 12
+"""Forwards that the truth may run for states, each of another length."""
+_MAX_ROWS, _MAX_ROWS_OF_REQUEST = 6, 2
+"""Wrong rows of a state for which a cause is looked for: each is compared with runs of its own."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ReadState:
+    """A place where a cache was read."""
+
+    request: int
+    position: int
+    """Of the last row that is to be in it."""
+    step: int
+    """That read it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateJudgement:
+    """The states that were read back."""
+
+    errors: Mapping[str, LocalErrors] = field(default_factory=dict)
+    """By tap."""
+    evidence: Mapping[str, Evidence] = field(default_factory=dict)
+    """Of taps with wrong rows."""
+    left_out: tuple[str, ...] = ()
+    """Positions of each request that were not judged, in words: with them the truth would run too many tokens."""
+
+
+class StateRuns:
+    """Runs HF's forward over recorded rows, and returns the states that it leaves."""
+
+    def __init__(self, recording: Recording, hf: HFModel, usable: Collection[str], truth_dtype: torch.dtype) -> None:
+        self.recording, self._hf, self._truth_dtype = recording, hf, truth_dtype
+        self._judge = _NoJudge(hf.graph, {tap for tap in usable if not hf.graph[tap].is_kept} if usable else set())
+        self._names = {(op.layer, op.source.partition(":")[2]): op.tap for op in hf.graph if op.kind is Kind.STATE}
+        self._steps = [step for step in recording.steps if not is_readback(step)]
+        self._known: dict[tuple[object, ...], dict[str, torch.Tensor]] = {}
+
+    @cached_property
+    def prefixes(self) -> Prefixes:
+        """The tokens up to each row, numbered."""
+        return Prefixes(self.recording.manifest.requests)
+
+    @cached_property
+    def _computed(self) -> tuple[Rows, torch.Tensor, torch.Tensor]:
+        """All rows in the order in which they were computed, their numbers within their steps, and their prefixes."""
+        rows = Rows.concat([all_rows(step) for step in self._steps])
+        numbers = torch.cat([torch.arange(step.entry.num_rows) for step in self._steps])
+        return rows, numbers, self.prefixes.of(rows)
+
+    def rows_of(self, read: ReadState) -> RowSequence:
+        """Return the rows that are to be in a state: its request's own latest, or others' with the same tokens."""
+        rows, numbers, prefixes = self._computed
+        request = next(each for each in self.recording.manifest.requests if each.id == read.request)
+        length = read.position + 1
+        step = torch.full((length,), NOWHERE, dtype=torch.int64)
+        row = step.clone()
+        for is_own in (False, True):
+            wanted = (rows.step < read.step) & ((rows.request == read.request) if is_own else True)
+            number = torch.full((self.prefixes.count,), NOWHERE, dtype=torch.int64)
+            at = wanted.nonzero()[:, 0]
+            number[prefixes[at]] = at
+            found = number[self.prefixes.up_to(read.request, length)]
+            there = found >= 0
+            step[there], row[there] = rows.step[found[there]], numbers[found[there]]
+        return RowSequence(request=request, step=step, row=row, is_own=torch.zeros(length, dtype=torch.bool))
+
+    def num_taken_over(self, request: int) -> int:
+        """Return the number of rows before the first one that a request computed itself."""
+        rows, _, _ = self._computed
+        own = rows.position[rows.request == request]
+        return int(own[0]) if len(own) else 0
+
+    def last_computed(self, request: int, step: int) -> tuple[int, int]:
+        """Return the last position of a request that was computed before a step, and when; -1 for none."""
+        rows, _, _ = self._computed
+        own = rows.select((rows.request == request) & (rows.step < step))
+        return (int(own.position.max()), int(own.step.max())) if len(own) else (-1, -1)
+
+    def after(self, sequences: Sequence[RowSequence]) -> list[dict[str, torch.Tensor]]:
+        """Return the truth's states after each sequence, flat in float64, by tap."""
+        keys = [(*each.token_ids, *each.step.tolist(), *each.row.tolist()) for each in sequences]
+        new = {key: sequence for key, sequence in zip(keys, sequences, strict=True) if key not in self._known}
+        found = self.pairs(list(new.values()))
+        self._known |= {key: truth for key, (_, truth) in zip(new, found, strict=True)}
+        return [self._known[key] for key in keys]
+
+    def pairs(self, sequences: Sequence[RowSequence]) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+        """Return the control's states after each sequence, and the truth's; see `after`."""
+        found = list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]()
+        place = {id(sequence): at for at, sequence in enumerate(sequences)}
+        order = list[int]()
+        for length in sorted({len(sequence) for sequence in sequences}):
+            own = [sequence for sequence in sequences if len(sequence) == length]
+            for batch in make_batches(self.recording, own, batch_tokens(self._hf)):
+                watcher = Replay(self._judge, batch)
+                control, truth = run_pair(
+                    self._hf,
+                    batch.token_ids,
+                    watcher,
+                    truth_dtype=self._truth_dtype,
+                    logit_positions=[0],
+                    use_cache=True,
+                )
+                found += zip(*(self._by_tap(cache, len(batch.sequences)) for cache in (control, truth)), strict=True)
+                order += [place[id(sequence)] for sequence in batch.sequences]
+        return [pair for _, pair in sorted(zip(order, found, strict=True), key=lambda each: each[0])]
+
+    def _by_tap(self, cache: object, num_requests: int) -> list[dict[str, torch.Tensor]]:
+        states = {self._names[key]: state for key, state in held_states(cache).items() if key in self._names}
+        flat = {tap: state.flatten(1).to("cpu", torch.float64) for tap, state in states.items()}
+        return [{tap: state[at] for tap, state in flat.items()} for at in range(num_requests)]
+
+
+def line_of(runs: StateRuns, read: ReadState) -> list[tuple[int, int, int]]:
+    """Return token, step and row of each row that is to be in a state; of none for a position before the first."""
+    if read.position < 0:
+        return []
+    own = runs.rows_of(read)
+    return list(zip(own.token_ids, own.step.tolist(), own.row.tolist(), strict=True))
+
+
+def sequence_of(line: Sequence[tuple[int, int, int]]) -> RowSequence:
+    """Return rows one after the other, given by token, step and row: recorded ones, or -1 for others."""
+    tokens, steps, rows = zip(*line, strict=True)
+    return RowSequence(
+        request=RequestInfo(id=0, token_ids=list(tokens), prompt_length=1),
+        step=torch.tensor(steps),
+        row=torch.tensor(rows),
+        is_own=torch.zeros(len(line), dtype=torch.bool),
+    )
+
+
+class _NoJudge:
+    """Judges no row: the replay only puts back what was recorded."""
+
+    is_decided = False
+
+    def __init__(self, graph: Graph, usable: set[str]) -> None:
+        self.graph, self.usable, self.head_taps = graph, usable, frozenset[str]()
+        self.unrecorded_before = dict.fromkeys(op.tap for op in graph)
+
+    def add(self, rows: TapRows) -> None:
+        """See `Judge.add`."""
+
+    def settle(self) -> None:
+        """See `Judge.settle`."""
+
+
+def judge_states(runs: StateRuns, graph: Graph, usable: Collection[str]) -> StateJudgement:
+    """Judge every state that was read back, as far as the truth can be afforded.
+
+    Args:
+        runs: of the recording.
+        graph: of the model.
+        usable: recorded taps whose shape and dtype fit.
+    """
+    operations = [op for op in graph if op.kind is Kind.STATE and op.tap in usable]
+    reads = sorted({each for op in operations for each, _ in states_read(runs.recording, op.tap)})
+    if not reads:
+        return StateJudgement()
+    chosen = _affordable(reads, runs.recording)
+    pairs = dict(zip(chosen, runs.pairs([runs.rows_of(read) for read in chosen]), strict=True))
+    found = _judged(runs, graph, usable, operations, pairs)
+    before = _before_the_first(reads, pairs, found)
+    if before:
+        pairs |= dict(zip(before, runs.pairs([runs.rows_of(read) for read in before]), strict=True))
+        found = _judged(runs, graph, usable, operations, pairs)
+    return replace(found, left_out=_in_words(set(reads) - set(pairs)))
+
+
+def _judged(
+    runs: StateRuns, graph: Graph, usable: Collection[str], operations: Sequence[Operation], pairs: "_Pairs"
+) -> StateJudgement:
+    """Judge the states that were read where the truth is known."""
+    errors, evidence = dict[str, LocalErrors](), dict[str, Evidence]()
+    for operation in operations:
+        factor = UNRECORDED_FACTOR if _lacks_inputs(graph, operation, usable) else CONTROL_FACTOR
+        own = [(read, value) for read, value in states_read(runs.recording, operation.tap) if read in pairs]
+        if own:
+            found = _errors(operation, own, pairs, factor, engine_dtype(runs.recording))
+            errors[operation.tap] = found
+            if bool(found.bad.any()):
+                evidence[operation.tap] = _evidence(operation, own, pairs, found)
+    return StateJudgement(errors=errors, evidence=evidence)
+
+
+def _before_the_first(reads: Sequence[ReadState], pairs: "_Pairs", found: StateJudgement) -> list[ReadState]:
+    """Return what was read between the last right state and the first wrong one, as far as it was left out."""
+    steps = [int(each.rows.step[each.bad].min()) for each in found.errors.values() if bool(each.bad.any())]
+    if not steps:
+        return []
+    right = [read.step for read in pairs if read.step < min(steps)]
+    left_out = [read for read in reads if read not in pairs and max(right, default=-1) < read.step < min(steps)]
+    return left_out[:_MOST_FORWARDS]
+
+
+def states_read(recording: Recording, tap: str) -> Iterator[tuple[ReadState, torch.Tensor]]:
+    """Yield each place where a state was read, and what was read, flat."""
+    for step in recording.steps:
+        if is_readback(step) and step.has(tap):
+            rows = step_rows(step, tap)
+            places = zip(rows.request.tolist(), rows.position.tolist(), strict=True)
+            for (request, position), value in zip(places, step.tap(tap).flatten(1), strict=True):
+                yield ReadState(request, position, step.index), value
+
+
+def _affordable(reads: Sequence[ReadState], recording: Recording) -> list[ReadState]:
+    """Choose places within the budget: ends of requests, then of prompts' chunks, then steps of decode, spread."""
+    requests = {request.id: request for request in recording.manifest.requests}
+    budget = max(_LEAST_TOKENS, _MOST_PASSES * sum(len(request.token_ids) for request in requests.values()))
+    ends = [each for each in reads if each.position == len(requests[each.request].token_ids) - 1]
+    chunks = [each for each in reads if each.position < requests[each.request].prompt_length]
+    others = [reads[at] for at in sorted(range(len(reads)), key=_spread_key)]
+    order = dict.fromkeys([*ends, *chunks, *others])
+    chosen, lengths = list[ReadState](), set[int]()
+    for read in order:
+        is_new = read.position not in lengths
+        if not chosen or (budget >= read.position + 1 and len(lengths) + is_new <= _MOST_FORWARDS):
+            chosen.append(read)
+            lengths.add(read.position)
+            budget -= read.position + 1
+    return sorted(chosen)
+
+
+def _spread_key(at: int) -> int:
+    """Return a key that puts numbers far apart first: their bits in the reverse order."""
+    return int(f"{at:032b}"[::-1], 2)
+
+
+def _in_words(left_out: Collection[ReadState]) -> tuple[str, ...]:
+    """Name the positions of each request: `request 0: 41, 43 to 47`."""
+    words = []
+    for request in sorted({read.request for read in left_out}):
+        positions = sorted({read.position for read in left_out if read.request == request})
+        firsts = [at for at in positions if at - 1 not in positions]
+        lasts = [at for at in positions if at + 1 not in positions]
+        runs = (f"{a}" if a == b else f"{a} to {b}" for a, b in zip(firsts, lasts, strict=True))
+        words.append(f"request {request}: {', '.join(runs)}")
+    return tuple(words)
+
+
+def _lacks_inputs(graph: Graph, operation: Operation, usable: Collection[str]) -> bool:
+    """Whether HF computes a state through operations before its mixer that the engine did not record."""
+    first = next(op for op in graph if f"{op.module}.".startswith(f"{operation.module}."))
+    return first.tap not in usable and not set(operation.inputs) <= set(usable)
+
+
+_Pairs = Mapping[ReadState, tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]]
+
+
+def _errors(
+    operation: Operation,
+    own: Sequence[tuple[ReadState, torch.Tensor]],
+    pairs: _Pairs,
+    factor: float,
+    dtype: torch.dtype,
+) -> LocalErrors:
+    actual = torch.stack([value for _, value in own])
+    control, truth = (torch.stack([pairs[read][side][operation.tap] for read, _ in own]) for side in (0, 1))
+    unit = rounding_unit(dtype)
+    roundings = (row_errors(actual, truth) / unit).nan_to_num(nan=torch.inf)
+    noise = row_errors(control, truth) / unit
+    bound = control_bound(noise, dtype, factor=factor)
+    return LocalErrors(
+        rows=Rows(
+            request=torch.tensor([read.request for read, _ in own]),
+            position=torch.tensor([read.position for read, _ in own]),
+            step=torch.tensor([read.step for read, _ in own]),
+        ),
+        roundings=roundings,
+        bound=bound,
+        bad=roundings > bound,
+        exact=bool((roundings == 0).all()),
+        dtype=dtype,
+        control=noise,
+        is_bounded_by_control=True,
+    )
+
+
+def _evidence(
+    operation: Operation, own: Sequence[tuple[ReadState, torch.Tensor]], pairs: _Pairs, errors: LocalErrors
+) -> Evidence:
+    """Keep the first wrong rows of some requests, in the order in which they were read."""
+    wrong = errors.bad.nonzero()[:, 0]
+    kept = list[int]()
+    for at in wrong[errors.rows.step[wrong].argsort(stable=True)].tolist():
+        of_request = sum(own[each][0].request == own[at][0].request for each in kept)
+        if of_request < _MAX_ROWS_OF_REQUEST and len(kept) < _MAX_ROWS:
+            kept.append(at)
+    chosen = torch.tensor(kept)
+    expected = torch.stack([pairs[own[at][0]][1][operation.tap] for at in chosen.tolist()])
+    assert errors.dtype is not None
+    return Evidence(
+        operation=operation,
+        rows=errors.rows.select(chosen),
+        expected=expected,
+        inputs=[expected],
+        roundings=errors.roundings[chosen],
+        bound=errors.bound[chosen],
+        dtype=errors.dtype,
+    )

@@ -1,0 +1,253 @@
+"""Ways in which a state that was read back is not the one after its position: other rows are in it than should be.
+
+Each way names the rows that would be in the state. HF's forward over these rows, every recorded value put back, gives
+what the state would then be; so what it is, is found by its content.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from harness.base.metrics import rounding_unit, row_errors
+from harness.formats.schedule import ScheduleKind
+from harness.formats.taps import Kind
+from harness.judge.compare.states import ReadState, StateRuns, line_of, sequence_of, states_read
+from harness.judge.explain.core.drafts import GivenUp, given_up
+from harness.judge.explain.core.failure import Failure, gathered
+from harness.judge.explain.core.hypothesis import Hypothesis
+
+_MOST_SHIFT = 3
+_MOST_OTHERS = 4
+"""Other requests whose states are looked at."""
+_KEPT = 6
+"""Ways that are tried on all wrong rows: those that come nearest on the first one."""
+_NEAR = 64.0
+"""Roundings within which a state beside the wrong one is as it should be."""
+Line = list[tuple[int, int, int]]
+"""Rows that a state goes over: token, step and row of each; of padding step and row are -1."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way to get a state wrong."""
+
+    cause: str
+    rows: Callable[[ReadState], Line | None]
+    """From a place where the state was read to the rows that are in it; None where it is as it should be."""
+
+
+def other_rows(failure: Failure) -> Iterator[Hypothesis]:
+    """Yield what the state would be with other rows in it, for the ways that come nearest to the first wrong one."""
+    if failure.states is None:
+        return
+    known = _Ways(failure, failure.states)
+    ways = list(known.all())
+    first = known.reads[0]
+    outputs = _after(failure, [way.rows(first) for way in ways], [0] * len(ways))
+    errors = row_errors(failure.actual[:1].expand_as(outputs), outputs)
+    nearest = errors.argsort(stable=True)[:_KEPT].tolist()
+    for way in (ways[at] for at in nearest if float(errors[at]) < 1):
+        output = _after(failure, [way.rows(read) for read in known.reads], range(len(known.reads)))
+        yield Hypothesis(cause=way.cause, output=output)
+
+
+def _after(failure: Failure, lines: Sequence[Line | None], rows: Sequence[int]) -> torch.Tensor:
+    """Return [lines, W] float64: the state after each line; where there is none, what it should be at that row."""
+    assert failure.states is not None
+    asked = [at for at, line in enumerate(lines) if line]
+    found = failure.states.after([sequence_of(lines[at] or []) for at in asked])
+    output = torch.stack([torch.zeros_like(failure.expected[row]) for row in rows])
+    for at, line in enumerate(lines):
+        if line is None:
+            output[at] = failure.expected[rows[at]]
+    for at, states in zip(asked, found, strict=True):
+        output[at] = states[failure.operation.tap]
+    return output
+
+
+class _Ways:
+    """The ways that a workload allows: what a state was when it was first wrong, or each time."""
+
+    def __init__(self, failure: Failure, runs: StateRuns) -> None:
+        self._failure, self._runs = failure, runs
+        self._requests = {request.id: request for request in failure.recording.manifest.requests}
+        places = (failure.rows.request, failure.rows.position, failure.rows.step)
+        self.reads = [ReadState(*each) for each in zip(*(column.tolist() for column in places), strict=True)]
+        self._first: dict[int, ReadState] = {}
+        """The first wrong one of each request."""
+        for read in self.reads:
+            self._first.setdefault(read.request, read)
+
+    def all(self) -> Iterator[_Way]:
+        """Yield every way."""
+        for cause, rows in (*self._of_own_rows(), *self._of_others(), *self._with_drafts()):
+            yield _Way(cause, self._once(rows))
+        yield from self._each_time()
+        yield from self._with_padding()
+
+    def _once(self, rows: Callable[[ReadState], Line | None]) -> Callable[[ReadState], Line | None]:
+        """Return the way of a state that was wrong once, and went on from there with each row that followed."""
+
+        def going_on(read: ReadState) -> Line | None:
+            first = self._first[read.request]
+            begun = rows(first) if read.position >= first.position else None
+            return None if begun is None else [*begun, *self._own(read)[first.position + 1 :]]
+
+        return going_on
+
+    def _of_own_rows(self) -> Iterator[tuple[str, Callable[[ReadState], Line | None]]]:
+        first = self.reads[0]
+        at, hit, begin = first.position, self._hit(first), self._begin(first)
+        lost = "is zero: it was never written, or it was cleared" if hit != at + 1 else self._not_restored(hit)
+        yield lost, lambda read: []
+        if 0 < hit <= at:
+            yield self._not_restored(hit), lambda read: self._own(read)[self._hit(read) :]
+        if begin:
+            yield f"begins with zero at position {begin}", lambda read: self._own(read)[self._begin(read) :]
+        yield f"is the state of position {at - 1}: position {at} is not in it", lambda read: self._own(read)[:-1]
+        yield f"position {at} is in it twice", lambda read: self._own(read) + self._own(read)[-1:]
+        for by in range(2, min(_MOST_SHIFT, at) + 1):
+            yield f"is the state of position {at - by}", lambda read, by=by: self._own(read)[:-by]
+        for by in range(1, _MOST_SHIFT + 1):
+            yield f"is the state of position {at + by}", lambda read, by=by: self._later(read, by)
+        if 0 < begin < at:
+            yield f"is the state of position {begin - 1}", lambda read: self._own(read)[: self._begin(read)]
+
+    def _not_restored(self, hit: int) -> str:
+        """Name what begins with zero after a hit: whether the other state of the layer was restored shows beside it."""
+        zero = f"it begins with zero at position {hit}"
+        if not self._is_sound_beside(self.reads[0]):
+            return f"was not restored after a hit: {zero}"
+        if self._failure.operation.site.startswith("conv"):
+            return f"restored without the tail: {zero}, though the recurrent state was restored"
+        return f"restored without the recurrent state: {zero}, though the convolution's was restored"
+
+    def _is_sound_beside(self, read: ReadState) -> bool:
+        """Whether another state of the layer is right at the place where this one is wrong."""
+        failure = self._failure
+        (truth,) = self._runs.after([self._runs.rows_of(read)])
+        for op in failure.graph.of_layer(failure.operation.layer):
+            if op.kind is Kind.STATE and op.tap != failure.operation.tap:
+                found = gathered(failure.locator, op.tap, failure.rows.select(torch.tensor([0])))
+                if found is not None and self._is_near(found, truth[op.tap][None]):
+                    return True
+        return False
+
+    def _is_near(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        return float(row_errors(one, other).min()) <= _NEAR * rounding_unit(self._failure.dtype)
+
+    def _of_others(self) -> Iterator[tuple[str, Callable[[ReadState], Line | None]]]:
+        """Yield states of other requests: one that was read back, as its content tells, and what they left."""
+        alike = {request: self._alike(at) for at, request in self._firsts()}
+        if found := alike.get(self.reads[0].request):
+            cause = f"is the state of request {found.request}, position {found.position}"
+            yield cause, lambda read: line_of(self._runs, each) if (each := alike.get(read.request)) else None
+        for other in self._others(self.reads[0]):
+            yield (
+                f"is the state of request {other}, position {self._last(other, self.reads[0])}",
+                lambda read, of=other: self._left_by(of, read),
+            )
+            yield (
+                f"begins with what request {other} left",
+                lambda read, of=other: [*self._left_by(of, read), *self._own(read)],
+            )
+
+    def _firsts(self) -> Iterator[tuple[int, int]]:
+        """Yield number and request of the first wrong row of each request."""
+        for at, read in enumerate(self.reads):
+            if self._first[read.request] is read:
+                yield at, read.request
+
+    def _alike(self, at: int) -> ReadState | None:
+        """Return where the same was read back of another request, which is not one that this one gave up."""
+        actual, read = self._failure.actual[at : at + 1], self.reads[at]
+        for other, value in states_read(self._failure.recording, self._failure.operation.tap):
+            is_own = read.request in (other.request, self._requests[other.request].draft_of)
+            if not is_own and self._is_near(actual, value[None].to(torch.float64)):
+                return other
+        return None
+
+    def _left_by(self, other: int, read: ReadState) -> Line:
+        return line_of(self._runs, ReadState(other, self._last(other, read), read.step))
+
+    def _with_drafts(self) -> Iterator[tuple[str, Callable[[ReadState], Line | None]]]:
+        """Yield states with what was given up: the latest that the request went back over, or all."""
+        drafts = self._drafts(self.reads[0])
+        if drafts and self._requests[self.reads[0].request].draft_of is None:
+            what = "tokens that were taken back" if _is_rewound(self._failure) else "rejected drafts"
+            first = self._requests[drafts[-1].draft].prompt_length
+            yield f"{what} are in it, from position {first} on", lambda read: self._among(read, self._drafts(read)[-1:])
+            if len(drafts) > 1:
+                yield f"{what} are in it, of every step so far", lambda read: self._among(read, self._drafts(read))
+
+    def _drafts(self, read: ReadState) -> list[GivenUp]:
+        return [each for each in given_up(self._failure.recording, read.request) if each.step < read.step]
+
+    def _among(self, read: ReadState, drafts: Sequence[GivenUp]) -> Line:
+        """Return the request's rows with those of drafts where they were given up."""
+        line, reached, own = Line(), 0, self._own(read)
+        for draft in drafts:
+            begin, end = (self._requests[draft.draft].prompt_length, len(self._requests[draft.draft].token_ids) - 1)
+            line += own[reached:begin] + line_of(self._runs, ReadState(draft.draft, end, read.step))[begin:]
+            reached = begin
+        return line + own[reached:]
+
+    def _each_time(self) -> Iterator[_Way]:
+        yield _Way("is not carried from one step to the next", lambda read: self._own(read)[self._begin(read) :])
+        yield _Way(
+            "is a step late: the rows of the latest step are not in it",
+            lambda read: self._own(read)[: self._begin(read)] or None,
+        )
+        yield _Way(
+            "is not updated in decode: it is the state at the end of the prompt",
+            lambda read: self._own(read)[: self._requests[read.request].prompt_length],
+        )
+
+    def _with_padding(self) -> Iterator[_Way]:
+        longest = max(request.prompt_length for request in self._requests.values())
+        tokens = {0, *(getattr(self._failure.hf.config, f"{name}_token_id", None) for name in ("pad", "eos"))}
+        for token in sorted(each for each in tokens if isinstance(each, int)):
+            for where in ("before", "after"):
+                yield _Way(
+                    f"padding is in it: rows of token {token} {where} the prompt",
+                    lambda read, of=token, where=where: self._padded(read, of, longest, where),
+                )
+
+    def _padded(self, read: ReadState, token: int, longest: int, where: str) -> Line | None:
+        prompt_length, own = self._requests[read.request].prompt_length, self._own(read)
+        at = 0 if where == "before" else prompt_length
+        padding = [(token, -1, -1)] * (longest - prompt_length)
+        return [*own[:at], *padding, *own[at:]] if padding and len(own) >= at else None
+
+    def _own(self, read: ReadState) -> Line:
+        return line_of(self._runs, read)
+
+    def _later(self, read: ReadState, by: int) -> Line | None:
+        later = ReadState(read.request, read.position + by, read.step)
+        return self._own(later) if later.position <= self._last(read.request, read) else None
+
+    def _begin(self, read: ReadState) -> int:
+        """Return the first position of the step that computed the last row of a state."""
+        own = self._own(read)
+        return next(at for at, row in enumerate(own) if row[1] == own[-1][1])
+
+    def _hit(self, read: ReadState) -> int:
+        """Return how many rows a request took over from the cache instead of computing them."""
+        return self._runs.num_taken_over(read.request)
+
+    def _last(self, request: int, read: ReadState) -> int:
+        """Return the last position that a request had computed before a place where a state was read; -1 for none."""
+        return self._runs.last_computed(request, read.step)[0]
+
+    def _others(self, read: ReadState) -> list[int]:
+        """Return other requests that had computed rows by then, the latest first."""
+        steps = {each: self._runs.last_computed(each, read.step)[1] for each in self._requests if each != read.request}
+        return sorted((each for each, step in steps.items() if step >= 0), key=lambda each: -steps[each])[:_MOST_OTHERS]
+
+
+def _is_rewound(failure: Failure) -> bool:
+    return (failure.recording.manifest.schedule or "") == ScheduleKind.REWOUND
+
+
+EXPLANATIONS = (other_rows,)

@@ -1,0 +1,451 @@
+"""States of recurrences and convolutions, sound and with faults in the cache, over tiny models of many families.
+
+python -m tests.families.states [--dtypes float32,bfloat16] [--no-faults | --no-sound] [--only FAULT] [FAMILY ...]
+
+The engine is HF through its own cache. A fault changes what the cache holds after a piece of tokens, or what is
+restored from a snapshot, and nothing of the model.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from tabulate import tabulate
+
+from harness.engines.hf import HFEngine
+from harness.errors import HarnessError
+from harness.formats.case import RequestSpec
+from harness.formats.recording import Recording
+from harness.formats.schedule import Schedule
+from harness.judge.compare import compare_run
+from harness.judge.compare.coverage import Requirements
+from harness.judge.compare.run import Comparison
+from harness.judge.explain import explain_run
+from harness.judge.jobs.engine_run import record_run
+from harness.oracle.decode import HFDecoder
+from harness.oracle.make_golden import make_golden
+from harness.oracle.model import HFModel, load_model
+from harness.plan import plan_request
+from harness.results.check import Outcome, RunResult
+
+from .quiet import quiet
+from .zoo import save, tokens
+
+FAMILIES = (
+    "mamba", "mamba2", "falcon_mamba", "falcon_h1", "qwen3_next", "jamba", "bamba", "lfm2", "granitemoehybrid",
+    "zamba2", "olmo_hybrid", "qwen3_5", "kimi_linear",
+)  # fmt: skip
+SCHEDULES = ("plain", "chunked", "batched", "prefix-hit", "rewound", "speculative")
+PROMPT_LENGTHS, NUM_NEW = (40, 17), 12
+_Held = list[torch.Tensor]
+
+
+def held(decoder: HFDecoder, *names: str) -> _Held:
+    """Return the states of the cache, of all layers: of `conv`, `recurrent`, or both."""
+    layers = [layer for cache in decoder.cache.values() for layer in cache.layers]
+    found = [each for layer in layers for name in names or ("conv", "recurrent") for each in _of(layer, name)]
+    return [each for each in found if isinstance(each, torch.Tensor)]
+
+
+def _of(layer: Any, name: str) -> list[Any]:
+    return list(getattr(layer, f"{name}_states", {}).values())
+
+
+class Faulty(HFDecoder):
+    """A decoder whose cache is changed after pieces of tokens; `log` lists what each request has fed."""
+
+    num_opened = 0
+    left: "Faulty | None" = None
+    """The decoder of the request before."""
+
+    def __enter__(self) -> "Faulty":
+        self.pieces, self.numbers = list[int](), Faulty.num_opened
+        Faulty.num_opened += 1
+        self.verified: _Held | None = None
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        Faulty.left = self
+        super().__exit__(*error)
+
+    def feed(self, ids: Sequence[Sequence[int]], **options: Any) -> torch.Tensor:
+        before = [each.clone() for each in held(self)]
+        logits = super().feed(ids, **options)
+        self.pieces.append(len(ids[0]))
+        self.after_piece(before)
+        return logits
+
+    def after_piece(self, before: _Held) -> None:
+        """Change the cache; `before` is what it held before the piece."""
+
+
+def zero_after_restore(*names: str) -> type[Faulty]:
+    class Zero(Faulty):
+        def restore(self, snapshot: Any) -> None:
+            super().restore(snapshot)
+            for each in held(self, *names):
+                each.zero_()
+
+    return Zero
+
+
+class OthersSnapshot(Faulty):
+    """What is restored is what another prompt left."""
+
+    first: Any = None
+
+    def restore(self, snapshot: Any) -> None:
+        super().restore(snapshot)
+        if type(self).first is None:
+            type(self).first = [each.clone() for each in held(self)]
+        else:
+            _put(held(self), type(self).first)
+
+
+def _put(states: _Held, values: Sequence[torch.Tensor]) -> None:
+    for state, value in zip(states, values, strict=True):
+        state.copy_(value)
+
+
+class EarlierSnapshot(Faulty):
+    """The states of a snapshot are those of one position before; keys and values are right."""
+
+    def feed(self, ids: Sequence[Sequence[int]], **options: Any) -> torch.Tensor:
+        self.begin = [list(row) for row in ids] if not self.pieces else self.begin
+        return super().feed(ids, **options)
+
+    def snapshot(self) -> Any:
+        kept = super().snapshot()
+        with HFDecoder(self._hf) as other:
+            other.feed([row[:-1] for row in self.begin])
+        layers = [layer for cache in kept.cache.values() for layer in cache.layers]
+        states = [each for layer in layers for name in ("conv", "recurrent") for each in _of(layer, name)]
+        _put([each for each in states if isinstance(each, torch.Tensor)], held(other))
+        return kept
+
+
+def at_piece(number: int, change: Callable[[_Held, _Held], None], *names: str, from_on: bool = False) -> type[Faulty]:
+    """Change the states after one piece, or after all from it on."""
+
+    class Changed(Faulty):
+        def after_piece(self, before: _Held) -> None:
+            is_due = len(self.pieces) - 1 >= number if from_on else len(self.pieces) - 1 == number
+            if is_due and before:
+                wanted = {id(each) for each in held(self, *names)}
+                pairs = [(s, b) for s, b in zip(held(self), before, strict=True) if id(s) in wanted]
+                change([s for s, _ in pairs], [b for _, b in pairs])
+
+    return Changed
+
+
+def zero(states: _Held, _before: _Held) -> None:
+    for each in states:
+        each.zero_()
+
+
+class ZeroAfterFirst(Faulty):
+    """The states after the first piece are lost."""
+
+    names: tuple[str, ...] = ()
+
+    def after_piece(self, before: _Held) -> None:
+        if len(self.pieces) == 1:
+            zero(held(self, *self.names), before)
+
+
+def zero_after_first(*names: str) -> type[Faulty]:
+    return type("ZeroAfterFirst", (ZeroAfterFirst,), {"names": names})
+
+
+class Late(Faulty):
+    """After each step of decode the states are those of before it."""
+
+    def after_piece(self, before: _Held) -> None:
+        shown = [each.clone() for each in held(self)]
+        if len(self.pieces) > 1 and hasattr(self, "own"):
+            _put(held(self), self.own)
+        self.own = shown
+
+
+class Twice(Faulty):
+    """One step of decode is computed twice, as far as the states go."""
+
+    def feed(self, ids: Sequence[Sequence[int]], **options: Any) -> torch.Tensor:
+        logits = super().feed(ids, **options)
+        if len(self.pieces) == 4:
+            kept = deepcopy(self.cache)
+            HFDecoder.feed(self, ids, **options)
+            twice = [each.clone() for each in held(self)]
+            self.cache = kept
+            _put(held(self), twice)
+        return logits
+
+
+class KeepsDrafts(Faulty):
+    """After going back, the states are those with the drafts."""
+
+    def restore(self, snapshot: Any) -> None:
+        self.verified = [each.clone() for each in held(self)]
+        super().restore(snapshot)
+
+    def after_piece(self, before: _Held) -> None:
+        if self.verified is not None:
+            _put(held(self), self.verified)
+            self.verified = None
+
+
+class SeesPadding(Faulty):
+    """No mask reaches the model: rows of padding enter the states."""
+
+    def feed(self, ids: Sequence[Sequence[int]], **options: Any) -> torch.Tensor:
+        return super().feed(ids, **{name: each for name, each in options.items() if name != "attention_mask"})
+
+
+class SwapsRequests(Faulty):
+    """After the prompts the states of two requests are exchanged."""
+
+    def after_piece(self, before: _Held) -> None:
+        if len(self.pieces) == 1:
+            for each in held(self):
+                each.copy_(each.flip(0).clone())
+
+
+class NotCleared(Faulty):
+    """A request begins with the states that the one before left."""
+
+    def feed(self, ids: Sequence[Sequence[int]], **options: Any) -> torch.Tensor:
+        if not self.pieces and Faulty.left is not None and self.cache:
+            for cache, other in zip(self.cache.values(), Faulty.left.cache.values(), strict=True):
+                for layer, theirs in zip(cache.layers, other.layers, strict=True):
+                    for name, value in vars(theirs).items():
+                        if "conv" in name or "recurrent" in name or name in ("has_previous_state", "dtype", "device"):
+                            setattr(layer, name, deepcopy(value))
+        return super().feed(ids, **options)
+
+
+def scaled(states: _Held, _before: _Held, factor: float = 1.01) -> None:
+    for each in states:
+        each.mul_(factor)
+
+
+def exchanged(states: _Held, _before: _Held) -> None:
+    for each in states:
+        if each.dim() > 2 and each.shape[-1] == each.shape[-2]:
+            each.copy_(each.transpose(-1, -2).clone())
+
+
+def rolled(states: _Held, _before: _Held) -> None:
+    for each in states:
+        each.copy_(each.roll(1, dims=-1))
+
+
+def put_back(states: _Held, before: _Held) -> None:
+    _put(states, before)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A fault in what a cache holds."""
+
+    name: str
+    schedule: str
+    decoder: Callable[[], type[Faulty]]
+    says: tuple[str, ...]
+    """Parts of causes that are right; none: no cause is known, and none may be asserted."""
+    families: tuple[str, ...] = ("falcon_h1", "qwen3_next", "mamba2")
+
+
+_PURE = ("mamba2", "mamba", "falcon_mamba")
+FAULTS = (
+    Fault(name="not restored after a hit", schedule="prefix-hit", decoder=zero_after_restore,
+          says=("not restored after a hit",), families=("falcon_h1", "qwen3_next", "lfm2", "mamba", "jamba")),
+    Fault(name="recurrence not restored", schedule="prefix-hit", decoder=partial(zero_after_restore, "recurrent"),
+          says=("restored without the recurrent state",)),
+    Fault(name="tail not restored", schedule="prefix-hit", decoder=partial(zero_after_restore, "conv"),
+          says=("restored without the tail",)),
+    Fault(name="another prompt's snapshot", schedule="prefix-hit", decoder=lambda: type("O", (OthersSnapshot,), {}),
+          says=("is the state of request",), families=("falcon_h1", "qwen3_next", "mamba", "lfm2")),
+    Fault(name="snapshot a position early", schedule="prefix-hit", decoder=lambda: EarlierSnapshot,
+          says=("is the state of position 37",), families=("falcon_h1", "qwen3_next", "mamba", "bamba")),
+    Fault(name="lost at the end of a chunk", schedule="chunked", decoder=zero_after_first,
+          says=("is zero", "begins with zero", "from one step to the next"),
+          families=("falcon_h1", "qwen3_next", "bamba", "lfm2")),
+    Fault(name="tail lost at the end of a chunk", schedule="chunked", decoder=partial(zero_after_first, "conv"),
+          says=("is zero", "tail"), families=("falcon_h1", "qwen3_next", "bamba", "lfm2")),
+    Fault(name="recurrence lost at the end of a prompt", schedule="plain",
+          decoder=partial(zero_after_first, "recurrent"), says=("is zero",)),
+    Fault(name="not updated in decode", schedule="plain", decoder=lambda: at_piece(1, put_back, from_on=True),
+          says=("not updated in decode",)),
+    Fault(name="one update lost", schedule="plain", decoder=lambda: at_piece(4, put_back),
+          says=("is not in it",)),
+    Fault(name="a step late", schedule="plain", decoder=lambda: Late,
+          says=("a step late",)),
+    Fault(name="one row twice", schedule="plain", decoder=lambda: Twice, says=("is in it twice",)),
+    Fault(name="rejected drafts stay", schedule="speculative", decoder=lambda: KeepsDrafts,
+          says=("rejected drafts are in it",), families=("falcon_h1", "qwen3_next", "bamba", "mamba2", "lfm2")),
+    Fault(name="taken-back tokens stay", schedule="rewound", decoder=lambda: KeepsDrafts,
+          says=("taken back are in it",), families=("falcon_h1", "qwen3_next", "mamba", "lfm2")),
+    Fault(name="padding enters", schedule="batched", decoder=lambda: SeesPadding, says=("padding is in it",),
+          families=_PURE),
+    Fault(name="requests exchanged", schedule="batched", decoder=lambda: SwapsRequests,
+          says=("is the state of request",)),
+    Fault(name="another's state at the start", schedule="plain", decoder=lambda: NotCleared,
+          says=("begins with what request",)),
+    Fault(name="scaled by 1.01", schedule="plain", decoder=lambda: at_piece(4, scaled), says=()),
+    Fault(name="dimensions exchanged", schedule="plain", decoder=lambda: at_piece(4, exchanged, "recurrent"), says=(),
+          families=("falcon_h1", "qwen3_next", "bamba")),
+    Fault(name="columns rolled", schedule="plain", decoder=lambda: at_piece(4, rolled, "conv"), says=(),
+          families=("falcon_h1", "qwen3_next", "lfm2")),
+)  # fmt: skip
+
+
+@contextmanager
+def decoding_with(decoder: type[HFDecoder]) -> Iterator[None]:
+    """Let the engine go through another decoder."""
+    Faulty.left = None
+    with patch("harness.engines.hf.HFDecoder", decoder):
+        yield
+
+
+class Subject:
+    """A family in a dtype: its golden, and HF as the engine."""
+
+    def __init__(self, family: str, dtype: str, folder: Path) -> None:
+        self.folder, self.dtype, self._num_runs = folder, getattr(torch, dtype), 0
+        prompts = [RequestSpec(token_ids=tokens(seed=at, count=n)[0].tolist()) for at, n in enumerate(PROMPT_LENGTHS)]
+        self.plan = plan_request(
+            model=str(folder / family), engine="hf", dtype=dtype, device="cpu", requests=prompts,
+            max_new_tokens=NUM_NEW, schedules=list(SCHEDULES), local_files_only=True,
+        )  # fmt: skip
+        self.oracle: HFModel = load_model(self.plan.folder, dtype=self.dtype, stays=True)
+        self.golden = make_golden(self.oracle, self.plan.prompts, folder / f"golden-{dtype}")
+
+    def check(self, schedule: str, decoder: type[HFDecoder] = HFDecoder, *, explains: bool = True) -> RunResult:
+        """Run the engine under a schedule and compare it with the golden."""
+        (own,) = [each for each in self.plan.schedules if each == Schedule.of(schedule)]
+        engine = HFEngine(load_model(self.plan.folder, dtype=self.dtype, stays=True), None)
+        engine.match_taps(self.oracle.graph)
+        self._num_runs += 1
+        out = self.folder / f"run-{self.plan.case.dtype}-{self._num_runs}"
+        with decoding_with(decoder):
+            record_run(self.plan, engine, own, self.golden.requests, out)
+        with Recording.open(out, verify=False) as actual:
+            wanted = engine.capabilities.wanted(self.oracle.graph)
+            required = Requirements(wanted=wanted, require=own.requires)
+            found = compare_run(actual, self.golden, hf=self.oracle, requirements=required)
+            if not explains:
+                return found.result
+            return explain_run(_first_alone(found), actual, self.golden, self.oracle)
+
+
+def _first_alone(found: Comparison) -> Comparison:
+    """Leave out findings but the first operation's and those of states: explanations of scans take long."""
+    run = found.result
+    first = None if run.first_divergence is None else run.first_divergence.tap
+    kept = [each for each in run.findings if each.tap and (each.tap == first or "_state" in each.tap)]
+    return replace(found, result=replace(run, findings=tuple(kept[:4])))
+
+
+@contextmanager
+def subject(family: str, dtype: str) -> Iterator[Subject]:
+    """Build a family, write it, and open it as a subject."""
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        save(family, Path(folder) / family)
+        yield Subject(family, dtype, Path(folder))
+
+
+def states_of(run: RunResult) -> tuple[int, int, float]:
+    """Return how many rows of states were judged, how many were wrong, and the largest share of a bound."""
+    taps = [tap for tap in run.taps if "_state" in tap.name]
+    worst = max((tap.local_bound_share_max or 0.0 for tap in taps), default=0.0)
+    return sum(tap.num_rows for tap in taps), sum(tap.num_bad_rows for tap in taps), worst
+
+
+def sound_rows(family: str, dtype: str, schedules: Sequence[str]) -> Iterator[list[object]]:
+    """Yield a row for each schedule of a sound run."""
+    with subject(family, dtype) as opened:
+        for schedule in schedules:
+            try:
+                run = opened.check(schedule, explains=False)
+            except HarnessError as error:
+                yield [family, dtype, schedule, "refused", "", "", "", " ".join(error.what.split())[:90]]
+                continue
+            rows, wrong, worst = states_of(run)
+            first = "" if run.first_divergence is None else f"first wrong: {run.first_divergence.tap}"
+            word = "pass" if run.outcome is Outcome.PASS else "alarm" if wrong else "other"
+            yield [family, dtype, schedule, word, rows, wrong, f"{worst:.2f}", first]
+
+
+def fault_row(opened: Subject, family: str, dtype: str, fault: Fault) -> list[object]:
+    """Plant a fault and say what was found of it."""
+    run = opened.check(fault.schedule, fault.decoder())
+    findings = [each for each in run.findings if each.tap and "_state" in each.tap]
+    first = run.first_divergence
+    is_local = first is not None and "_state" in first.tap
+    causes = [each.explanation.cause for each in findings if each.explanation is not None and each.explanation.is_cause]
+    own = first.explanation if first is not None else None
+    said = own.cause if own is not None and own.is_cause else ""
+    is_right = bool(fault.says) and any(word in said for word in fault.says)
+    others = [cause for cause in causes if not any(word in cause for word in fault.says)]
+    word = "named" if is_right else "wrong name" if said else "not named"
+    return [
+        family,
+        dtype,
+        fault.name,
+        "yes" if findings else "no",
+        "yes" if is_local else "no",
+        word,
+        said,
+        len(others),
+    ]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print both tables as Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("families", nargs="*", default=[])
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--schedules", default=",".join(SCHEDULES))
+    parser.add_argument("--no-faults", action="store_true")
+    parser.add_argument("--no-sound", action="store_true")
+    parser.add_argument("--only", default="")
+    options = parser.parse_args(arguments)
+    dtypes = options.dtypes.split(",")
+    if not options.no_sound:
+        heads = ["family", "dtype", "schedule", "result", "rows of states", "wrong", "largest share of a bound", "note"]
+        rows = [
+            _shown(row)
+            for family in options.families or FAMILIES
+            for dtype in dtypes
+            for row in sound_rows(family, dtype, options.schedules.split(","))
+        ]
+        sys.stdout.write(tabulate(rows, heads, tablefmt="pipe", disable_numparse=True) + "\n\n")
+    if not options.no_faults:
+        heads = ["family", "dtype", "fault", "detected", "at a state first", "first cause", "said", "other causes"]
+        wanted = [fault for fault in FAULTS if options.only in fault.name]
+        families = options.families or list(dict.fromkeys(name for fault in wanted for name in fault.families))
+        rows = []
+        for family in families:
+            for dtype in dtypes:
+                with subject(family, dtype) as opened:
+                    own = [fault for fault in wanted if family in fault.families]
+                    rows += [_shown(fault_row(opened, family, dtype, fault)) for fault in own]
+        sys.stdout.write(tabulate(rows, heads, tablefmt="pipe", disable_numparse=True) + "\n\n")
+
+
+def _shown(row: list[object]) -> list[object]:
+    sys.stderr.write(f"  {' | '.join(map(str, row))}\n")
+    return row
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
