@@ -96,7 +96,7 @@ def check_taps(actual: Recording, expected: Recording, graph: Graph) -> tuple[li
     shapes = {entry.name: entry.shape for entry in expected.taps}
     caches = {operation.tap: operation.inputs[0] for operation in graph if operation.kind is Kind.CACHE}
     shapes |= {cache: shapes[written] for cache, written in caches.items() if written in shapes}
-    states = {op.tap: op.shape for op in graph if op.kind is Kind.STATE}
+    states = {op.tap: [*op.shape] for op in graph if op.kind is Kind.STATE}
     shapes |= states
     findings, usable = [], set[str]()
     for entry in actual.taps:

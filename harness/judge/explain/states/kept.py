@@ -6,6 +6,7 @@ what the state would then be; so what it is, is found by its content.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -23,7 +24,7 @@ _MOST_OTHERS = 4
 _KEPT = 6
 """Ways that are tried on all wrong rows: those that come nearest on the first one."""
 _NEAR = 64.0
-"""Roundings within which a state beside the wrong one is as it should be."""
+"""Roundings within which two states are one and the same."""
 Line = list[tuple[int, int, int]]
 """Rows that a state goes over: token, step and row of each; of padding step and row are -1."""
 
@@ -38,18 +39,17 @@ class _Way:
 
 
 def other_rows(failure: Failure) -> Iterator[Hypothesis]:
-    """Yield what the state would be with other rows in it, for the ways that come nearest to the first wrong one."""
+    """Yield what the state would be with other rows in it, for the ways that give the first wrong one."""
     if failure.states is None:
         return
     known = _Ways(failure, failure.states)
     ways = list(known.all())
-    first = known.reads[0]
-    outputs = _after(failure, [way.rows(first) for way in ways], [0] * len(ways))
+    outputs = _after(failure, [way.rows(known.reads[0]) for way in ways], [0] * len(ways))
     errors = row_errors(failure.actual[:1].expand_as(outputs), outputs)
-    nearest = errors.argsort(stable=True)[:_KEPT].tolist()
-    for way in (ways[at] for at in nearest if float(errors[at]) < 1):
-        output = _after(failure, [way.rows(read) for read in known.reads], range(len(known.reads)))
-        yield Hypothesis(cause=way.cause, output=output)
+    for at in errors.argsort(stable=True)[:_KEPT].tolist():
+        if float(errors[at]) <= _NEAR * rounding_unit(failure.dtype):
+            lines = [ways[at].rows(read) for read in known.reads]
+            yield Hypothesis(cause=ways[at].cause, output=_after(failure, lines, range(len(lines))))
 
 
 def _after(failure: Failure, lines: Sequence[Line | None], rows: Sequence[int]) -> torch.Tensor:
@@ -108,9 +108,9 @@ class _Ways:
         yield f"is the state of position {at - 1}: position {at} is not in it", lambda read: self._own(read)[:-1]
         yield f"position {at} is in it twice", lambda read: self._own(read) + self._own(read)[-1:]
         for by in range(2, min(_MOST_SHIFT, at) + 1):
-            yield f"is the state of position {at - by}", lambda read, by=by: self._own(read)[:-by]
+            yield f"is the state of position {at - by}", partial(self._earlier, by)
         for by in range(1, _MOST_SHIFT + 1):
-            yield f"is the state of position {at + by}", lambda read, by=by: self._later(read, by)
+            yield f"is the state of position {at + by}", partial(self._later, by)
         if 0 < begin < at:
             yield f"is the state of position {begin - 1}", lambda read: self._own(read)[: self._begin(read)]
 
@@ -146,11 +146,11 @@ class _Ways:
         for other in self._others(self.reads[0]):
             yield (
                 f"is the state of request {other}, position {self._last(other, self.reads[0])}",
-                lambda read, of=other: self._left_by(of, read),
+                partial(self._left_by, other),
             )
             yield (
                 f"begins with what request {other} left",
-                lambda read, of=other: [*self._left_by(of, read), *self._own(read)],
+                partial(self._begun_with, other),
             )
 
     def _firsts(self) -> Iterator[tuple[int, int]]:
@@ -170,6 +170,9 @@ class _Ways:
 
     def _left_by(self, other: int, read: ReadState) -> Line:
         return line_of(self._runs, ReadState(other, self._last(other, read), read.step))
+
+    def _begun_with(self, other: int, read: ReadState) -> Line:
+        return self._left_by(other, read) + self._own(read)
 
     def _with_drafts(self) -> Iterator[tuple[str, Callable[[ReadState], Line | None]]]:
         """Yield states with what was given up: the latest that the request went back over, or all."""
@@ -211,10 +214,10 @@ class _Ways:
             for where in ("before", "after"):
                 yield _Way(
                     f"padding is in it: rows of token {token} {where} the prompt",
-                    lambda read, of=token, where=where: self._padded(read, of, longest, where),
+                    partial(self._padded, token, longest, where),
                 )
 
-    def _padded(self, read: ReadState, token: int, longest: int, where: str) -> Line | None:
+    def _padded(self, token: int, longest: int, where: str, read: ReadState) -> Line | None:
         prompt_length, own = self._requests[read.request].prompt_length, self._own(read)
         at = 0 if where == "before" else prompt_length
         padding = [(token, -1, -1)] * (longest - prompt_length)
@@ -223,7 +226,10 @@ class _Ways:
     def _own(self, read: ReadState) -> Line:
         return line_of(self._runs, read)
 
-    def _later(self, read: ReadState, by: int) -> Line | None:
+    def _earlier(self, by: int, read: ReadState) -> Line:
+        return self._own(read)[:-by]
+
+    def _later(self, by: int, read: ReadState) -> Line | None:
         later = ReadState(read.request, read.position + by, read.step)
         return self._own(later) if later.position <= self._last(read.request, read) else None
 
@@ -241,8 +247,9 @@ class _Ways:
         return self._runs.last_computed(request, read.step)[0]
 
     def _others(self, read: ReadState) -> list[int]:
-        """Return other requests that had computed rows by then, the latest first."""
-        steps = {each: self._runs.last_computed(each, read.step)[1] for each in self._requests if each != read.request}
+        """Return other requests that had computed rows by then, the latest first; not what the request gave up."""
+        others = [each for each, of in self._requests.items() if read.request not in (each, of.draft_of)]
+        steps = {each: self._runs.last_computed(each, read.step)[1] for each in others}
         return sorted((each for each, step in steps.items() if step >= 0), key=lambda each: -steps[each])[:_MOST_OTHERS]
 
 

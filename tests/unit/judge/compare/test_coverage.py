@@ -225,13 +225,13 @@ def test_rows_that_cannot_have_been_found_are_missing(found):
     assert found == []
 
 
-@pytest.mark.parametrize(("kind", "num_dropped"), [(Kind.CACHE, 3), (Kind.ATTENTION, 0)])
+@pytest.mark.parametrize(("kind", "num_dropped"), [(Kind.CACHE, 3), (Kind.ATTENTION, 0), (Kind.STATE, 5)])
 def test_only_a_cache_may_drop_rows_before_its_window(kind, num_dropped):
     recording = SimpleNamespace(
         manifest=SimpleNamespace(requests=[RequestInfo(id=0, token_ids=[1] * 6, prompt_length=3)])
     )
     locator = SimpleNamespace(recording=recording, recorded=lambda _tap: torch.zeros(1, 6, dtype=torch.bool))
-    graph = {"tap": SimpleNamespace(kind=kind, window=4, sampled_only=False)}
+    graph = {"tap": Operation(tap="tap", kind=kind, window=4)}
     wanted = wanted_rows("tap", locator, graph)
     assert wanted[0].tolist() == [False] * num_dropped + [True] * (6 - num_dropped)
     assert wanted_rows("another", locator, graph).all()

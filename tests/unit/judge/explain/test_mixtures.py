@@ -275,4 +275,7 @@ def _of_cache(name: str) -> Callable[..., None]:
 def test_one_state_of_several_is_forgotten_or_never_updated(subjects, request, family, state, plan, is_kept):
     found, is_cause = subjects(family).cause(request.node.callspec.id, lambda model: plan(model, is_kept))
     meant = "is not updated in decode: every row goes on from the end of the first step"
+    if is_kept and family == "falcon_h1":  # its cache is read, and shows it before any row goes on from it
+        assert (found, is_cause) == ("is not updated in decode: it is the state at the end of the prompt", True)
+        return
     assert (found, is_cause) == (f"{state} {meant if is_kept else 'is not carried from one step to the next'}", True)

@@ -1,0 +1,58 @@
+"""States that a live engine shows after its steps: of HF's own cache here, sound and one position late."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import harness
+from harness.engines.by_content import StepEngine
+from harness.results.check import Outcome
+
+
+class Held:
+    """Runs a model of transformers with a cache for each request."""
+
+    def __init__(self, folder, *, late=False):
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.held, self.shown, self.late = {}, {}, late
+
+    @torch.no_grad()
+    def step(self, work):
+        logits = []
+        for request, ids, start in work:
+            cache = self.held[request] = self.held[request] if start else DynamicCache(config=self.model.config)
+            positions = torch.arange(start, start + len(ids))[None]
+            output = self.model(input_ids=torch.tensor([ids]), position_ids=positions, past_key_values=cache)
+            logits.append(output.logits[0, -1])
+            if not (self.late and start):
+                self.shown[request] = {
+                    layer: {
+                        "conv_state": each.conv_states[0][0].clone(),
+                        "recurrent_state": each.recurrent_states[0][0],
+                    }
+                    for layer, each in enumerate(cache.layers)
+                }
+        return torch.stack(logits)
+
+    def states(self, request):
+        return self.shown[request]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_states_of_a_live_engine_are_judged(tiny_folder, late):
+    folder = tiny_folder("falcon_h1")
+    engine = StepEngine(lambda: Held(folder, late=late), name="held", folder=folder, dtype="float32")
+    found = harness.check(
+        engine, model=str(folder), prompts=[[3, 9, 14, 27, 33, 5, 6]], max_new_tokens=4, schedules=["plain"]
+    )
+    assert engine.capabilities.keeps_states
+    (run,) = found.runs
+    assert {tap.name for tap in run.taps if "_state" in tap.name} == {
+        f"model.layers.{layer}.{name}_state" for layer in (0, 1) for name in ("conv", "recurrent")
+    }
+    wrong = [each for each in run.findings if "conv_state" in (each.tap or "")]
+    assert bool(wrong) == late
+    if late:
+        assert wrong[0].explanation.cause == "is not updated in decode: it is the state at the end of the prompt"
+    else:
+        assert run.outcome is Outcome.PASS, [each.message for each in run.findings]
