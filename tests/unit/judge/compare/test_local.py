@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness.judge.compare.local import _truth_dtype
+from harness.judge.compare.local import replay_dtype
 
 F32, F64 = torch.float32, torch.float64
 
@@ -26,4 +26,4 @@ F32, F64 = torch.float32, torch.float64
 def test_the_precision_of_the_truth(choice, taps, dtype, expected):
     recording = SimpleNamespace(taps=[SimpleNamespace(name=name, dtype=kind) for name, kind in taps.items()])
     hf = SimpleNamespace(dtype=dtype, graph=SimpleNamespace(logits="lm_head", head=["head"]))
-    assert _truth_dtype(choice, recording, hf) is expected
+    assert replay_dtype(choice, recording, hf) is expected
