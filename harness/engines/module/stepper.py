@@ -9,6 +9,7 @@ from harness.engines.adapter import engine_refusals
 from harness.engines.by_content.steps import Work
 from harness.engines.module.forward import Forward
 from harness.engines.module.values import evaluating
+from harness.oracle.caches import held_states
 
 
 class ModuleStepper:
@@ -30,6 +31,8 @@ class ModuleStepper:
         self.recomputes = cache is None
         self.rewinds = hasattr(cache, "crop")
         """Whether the cache is one of transformers', which can be cut off at its end."""
+        if held_states(cache):
+            self.states = self._held
 
     def step(self, work: Work) -> torch.Tensor:
         """See `Stepper.step`.
@@ -50,6 +53,13 @@ class ModuleStepper:
             answer = self._forward(known[start:], start, self._caches.get(request))
         self._caches[request] = answer.cache
         return answer.logits[-len(tokens) :]
+
+    def _held(self, request: int) -> dict[int, dict[str, torch.Tensor]]:
+        """Return the states that a request's cache holds, by layer and name."""
+        found: dict[int, dict[str, torch.Tensor]] = {}
+        for (layer, name), state in held_states(self._caches[request]).items():
+            found.setdefault(layer, {})[name] = state[0]
+        return found
 
     def finish(self, request: int) -> None:
         """Forget a request."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import harness
@@ -56,3 +57,40 @@ def test_states_of_a_live_engine_are_judged(tiny_folder, late):
         assert wrong[0].explanation.cause == "is not updated in decode: it is the state at the end of the prompt"
     else:
         assert run.outcome is Outcome.PASS, [each.message for each in run.findings]
+
+
+class Named(nn.Module):
+    """HF's modules under HF's names, in a module of somebody's own."""
+
+    def __init__(self, folder):
+        super().__init__()
+        whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model, self.lm_head, self.scale = whole.model, whole.lm_head, whole.config.lm_head_multiplier
+
+    def forward(self, input_ids, position_ids=None, past_key_values=None):
+        out = self.model(
+            input_ids=input_ids, position_ids=position_ids, past_key_values=past_key_values, use_cache=True
+        )
+        return {"logits": self.lm_head(out.last_hidden_state) * self.scale, "past_key_values": out.past_key_values}
+
+
+class Unnamed(nn.Module):
+    """The same under other names."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.inner = Named(folder)
+
+    def forward(self, input_ids, position_ids=None, past_key_values=None):
+        return self.inner(input_ids, position_ids, past_key_values)
+
+
+@pytest.mark.parametrize("kind", [Named, Unnamed])
+def test_the_states_of_a_modules_own_cache_are_judged(tiny_folder, kind):
+    folder = tiny_folder("falcon_h1")
+    found = harness.check(
+        kind(folder), model=str(folder), prompts=[[3, 9, 14, 27, 33, 5, 6]], max_new_tokens=3, schedules=["chunked:4"]
+    )
+    (run,) = found.runs
+    assert run.outcome is Outcome.PASS, [each.message for each in run.findings]
+    assert {tap.num_rows for tap in run.taps if "_state" in tap.name} == {4}
