@@ -72,7 +72,7 @@ def test_pieces_are_one_sequence(tiny, family):
 def test_a_model_without_a_cache_computes_all_tokens_again(tiny, monkeypatch):
     hf = tiny("gemma3_text")
     monkeypatch.setattr("harness.oracle.decode.new_cache", lambda hf: None)
-    monkeypatch.setattr("harness.oracle.decode._CACHES", ())
+    monkeypatch.setattr("harness.oracle.caches._CACHES", ())
     with HFDecoder(hf) as decoder:
         decoder.feed([PROMPT])
         assert not decoder.cache
