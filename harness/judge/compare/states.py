@@ -292,7 +292,9 @@ def _errors(
     actual = torch.stack([value for _, value in own])
     control, truth = (torch.stack([pairs[read][side][operation.tap] for read, _ in own]) for side in (0, 1))
     unit = rounding_unit(dtype)
-    roundings = (row_errors(actual, truth) / unit).nan_to_num(nan=torch.inf)
+    errors = row_errors(actual, truth) / unit
+    # Where the rows before it are not finite, neither is the truth: there a state cannot be judged.
+    roundings = torch.where(errors.isnan() & truth.isfinite().all(dim=1), torch.inf, errors)
     noise = row_errors(control, truth) / unit
     bound = control_bound(noise, dtype, factor=factor)
     return LocalErrors(

@@ -6,8 +6,17 @@ from types import SimpleNamespace
 import torch
 
 from harness.formats.recording import RequestInfo
+from harness.formats.taps import Kind, Operation
 from harness.judge.compare.sequences import sequences
-from harness.judge.compare.states import ReadState, StateRuns, _affordable, _before_the_first, _in_words, line_of
+from harness.judge.compare.states import (
+    ReadState,
+    StateRuns,
+    _affordable,
+    _before_the_first,
+    _errors,
+    _in_words,
+    line_of,
+)
 
 PROMPT, END = 40, 60
 
@@ -115,3 +124,13 @@ def test_a_draft_goes_on_from_what_its_request_computed_last():
     )
     (own,) = (each for each in sequences(made) if each.request.id == 1)
     assert list(zip(own.step.tolist(), own.row.tolist(), strict=True)) == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)]
+
+
+def test_a_state_is_judged_where_the_rows_before_it_are_finite():
+    nan, states = torch.full((4,), torch.nan), torch.ones(4, dtype=torch.float64)
+    values = [(states.float(), states), (nan, states), (nan, nan.double()), (2 * states.float(), states)]
+    own = [(read(at), value) for at, (value, _) in enumerate(values)]
+    pairs = {read(at): ({"tap": truth}, {"tap": truth}) for at, (_, truth) in enumerate(values)}
+    found = _errors(Operation(tap="tap", kind=Kind.STATE), own, pairs, 4.0, torch.float32)
+    assert found.bad.tolist() == [False, True, False, True]
+    assert found.roundings[1] == torch.inf
