@@ -80,15 +80,25 @@ def rotations(hf: HFModel) -> Iterator[Rotation]:
     """Yield every rotation that the model has frequencies for, over pairs half a head apart and over neighbours."""
     for module in hf.model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if not name.endswith("inv_freq") or name.startswith("original"):
+            if not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
                 continue
             scaling = getattr(module, name.replace("inv_freq", "attention_scaling"), 1.0)
-            for is_interleaved in (False, True):
-                yield Rotation(
-                    frequencies=buffer.detach().cpu().to(torch.float32),
-                    module=module,
-                    name=name,
-                    scaling=float(scaling),
-                    is_interleaved=is_interleaved,
-                    head_dim=hf.head_dim,
-                )
+            for frequencies in _of_all_lengths(module, name, buffer):
+                for is_interleaved in (False, True):
+                    yield Rotation(
+                        frequencies=frequencies.detach().cpu().to(torch.float32),
+                        module=module,
+                        name=name,
+                        scaling=float(scaling),
+                        is_interleaved=is_interleaved,
+                        head_dim=hf.head_dim,
+                    )
+
+
+def _of_all_lengths(module: Any, name: str, current: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the frequencies that a module has now, and those it takes for requests of another length (LongRoPE)."""
+    yield current
+    for other in ("original_inv_freq", "long_inv_freq"):
+        frequencies = getattr(module, name.replace("inv_freq", other), None)
+        if isinstance(frequencies, torch.Tensor) and not torch.equal(frequencies.to(current.device), current):
+            yield frequencies

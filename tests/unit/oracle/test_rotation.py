@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import Phi3Config
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from harness.oracle.rotation import Rotation, rotations
 
@@ -62,7 +64,7 @@ def test_phases_are_rounded_to_float32_and_of_any_frequencies():
 def test_rotations_of_a_model():
     first, second = nn.Module(), nn.Module()
     first.register_buffer("other", torch.ones(2))
-    first.register_buffer("original_inv_freq", torch.ones(2))
+    first.register_buffer("original_inv_freq", torch.tensor([1.0, 0.5], dtype=torch.bfloat16))
     first.register_buffer("inv_freq", torch.tensor([1.0, 0.5], dtype=torch.bfloat16))
     first.attention_scaling = 2
     second.register_buffer("sliding_inv_freq", torch.tensor([0.25]))
@@ -78,3 +80,22 @@ def test_rotations_of_a_model():
     assert {each.frequencies.dtype for each in found} == {torch.float32}
     assert [each.module for each in found[::2]] == [first, second, second]
     assert {each.head_dim for each in found} == {4}
+
+
+@pytest.mark.parametrize("last", [8, 20], ids=["short", "long"])
+def test_rotations_for_requests_of_either_length(last):
+    """HF's module has the frequencies of the request that ran last; the wrong rows may be another one's."""
+    factors = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
+    length = {"original_max_position_embeddings": 16, "factor": 4.0}
+    parameters = {"rope_type": "longrope", "rope_theta": 1e4, **length, **factors}
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+    module = Phi3RotaryEmbedding(Phi3Config(**sizes, original_max_position_embeddings=16, rope_parameters=parameters))
+    for length in (20, last):
+        module(torch.zeros(1, length, 8), torch.arange(length)[None])
+    found = list(rotations(SimpleNamespace(model=module, head_dim=4)))
+    plain = [1.0, 1e4**-0.5]
+    expected = {
+        tuple(round(each / factor, 6) for each, factor in zip(plain, factors[name], strict=True)) for name in factors
+    }
+    assert {tuple(round(each, 6) for each in one.frequencies.tolist()) for one in found} == expected
+    assert {(each.name, each.module) for each in found} == {("inv_freq", module)}
