@@ -20,7 +20,7 @@ _SAME = 1e-5
 
 
 def with_rotation(causes: Callable[[Failure, Rotation], Causes]) -> Callable[[Failure], Causes]:
-    """Give a function the model's own rotation; without one it yields nothing."""
+    """Give a function the model's own rotation; without one it yields nothing. Rows of another rotation stay."""
 
     @wraps(causes)
     def given(failure: Failure) -> Causes:
@@ -29,6 +29,14 @@ def with_rotation(causes: Callable[[Failure, Rotation], Causes]) -> Callable[[Fa
             failure = replace(failure, inputs=[read, *failure.inputs[1:]])
         if failure.rotation is not None:
             yield from causes(failure, failure.rotation)
+            return
+        own = failure.rows_of_a_rotation()
+        part = failure.take(own)
+        is_most = 2 * int(own.sum()) > len(own)
+        for hypothesis in causes(part, part.rotation) if part.rotation is not None and is_most else ():
+            output = failure.expected.clone()
+            output[own] = hypothesis.output
+            yield replace(hypothesis, output=output)
 
     return given
 
