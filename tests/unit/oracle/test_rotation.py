@@ -49,6 +49,16 @@ def test_each_pair_turns_by_position_times_frequency(is_interleaved, num_pairs, 
         assert torch.equal(pairs[:, :, pair, 1], heads[..., second])
 
 
+def test_neighbours_that_are_written_half_a_head_apart():
+    """DeepSeek's rotary embedding in HF."""
+    x = draw(4, HEADS * SIZE)
+    plain, own = rotation(is_interleaved=True), rotation(is_interleaved=True, is_regrouped=True)
+    turned, regrouped = plain.heads(plain.turn(x, POSITIONS)), own.heads(own.turn(x, POSITIONS))
+    assert torch.equal(regrouped, torch.cat((turned[..., ::2], turned[..., 1::2]), dim=-1))
+    assert torch.equal(own.pairs(regrouped, is_turned=True), plain.pairs(turned))
+    assert torch.equal(own.pairs(own.heads(x)), plain.pairs(plain.heads(x)))
+
+
 def test_phases_are_rounded_to_float32_and_of_any_frequencies():
     own, others = rotation(), torch.tensor([0.1, 0.2], dtype=torch.float64)
     assert own.phases(POSITIONS).dtype is torch.float64
@@ -72,13 +82,14 @@ def test_rotations_of_a_model():
     second.register_buffer("full_inv_freq", torch.tensor([0.125]))
     hf = SimpleNamespace(model=nn.ModuleList([nn.ModuleList([first]), second]), head_dim=4)
     found = list(rotations(hf))
-    assert [(each.name, each.is_interleaved, each.scaling) for each in found] == [
-        ("inv_freq", False, 2), ("inv_freq", True, 2), ("sliding_inv_freq", False, 3), ("sliding_inv_freq", True, 3),
-        ("full_inv_freq", False, 1), ("full_inv_freq", True, 1),
-    ]  # fmt: skip
-    assert [each.frequencies.tolist() for each in found[::2]] == [[1.0, 0.5], [0.25], [0.125]]
+    named = (("inv_freq", 2), ("sliding_inv_freq", 3), ("full_inv_freq", 1))
+    ways = ((False, False), (True, False), (True, True))
+    assert [(each.name, each.scaling, each.is_interleaved, each.is_regrouped) for each in found] == [
+        (*own, *way) for own in named for way in ways
+    ]
+    assert [each.frequencies.tolist() for each in found[::3]] == [[1.0, 0.5], [0.25], [0.125]]
     assert {each.frequencies.dtype for each in found} == {torch.float32}
-    assert [each.module for each in found[::2]] == [first, second, second]
+    assert [each.module for each in found[::3]] == [first, second, second]
     assert {each.head_dim for each in found} == {4}
 
 

@@ -95,6 +95,7 @@ def _form_on(failure: Failure, x: torch.Tensor, weight: torch.Tensor, bias: torc
         own,
         replace(own, weight=weight + 1, is_offset=True),
         replace(own, x=raw - raw.mean(dim=-1, keepdim=True)),
+        replace(own, x=raw - raw.mean(dim=-1, keepdim=True), weight=weight + 1, is_offset=True),
     )
     return next((form for form in forms if _is_same(form.output(), failure.expected)), None)
 

@@ -190,7 +190,9 @@ def test_one_more_rounding_where_the_engine_rounded_and_the_control_did_not():
     actual = torch.cat((EXPECTED[:2] * (1 + 1e-6), rounded[2:]))
     finer = judge_of().judge(tap_rows(operation(Kind.OTHER), actual, EXPECTED, control=EXPECTED))
     assert finer.control.max() == 0
-    torch.testing.assert_close(finer.bound, largest_rounding(BF16) * torch.tensor([1.0, 1, 2, 2]).double(), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        finer.bound, largest_rounding(BF16) * torch.tensor([1.0, 1, 2, 2]).double(), atol=1e-3, rtol=0
+    )
     alike = judge_of().judge(tap_rows(operation(Kind.OTHER), rounded, EXPECTED, control=rounded))
     expected = largest_rounding(BF16) + CONTROL_FACTOR * alike.control.clamp(min=alike.control.median())
     torch.testing.assert_close(alike.bound, expected, atol=1e-3, rtol=0)
