@@ -160,7 +160,8 @@ class Failure:
         return given is not None and given.shape == self.expected.shape and bool(self._are_expected(given).all())
 
     def _are_expected(self, given: torch.Tensor) -> torch.Tensor:
-        return (given - self.expected).norm(dim=1) <= _SAME * self.expected.norm(dim=1)
+        are_expected: torch.Tensor = (given - self.expected).norm(dim=1) <= _SAME * self.expected.norm(dim=1)
+        return are_expected
 
     @cached_property
     def rotation(self) -> Rotation | None:

@@ -27,7 +27,10 @@ def other_gate(failure: Failure) -> Iterator[Hypothesis]:
 
     def normed(rows: torch.Tensor) -> torch.Tensor:
         groups = rows.unflatten(1, (-1, getattr(module, "group_size", len(weight))))
-        return w * (groups * (groups.square().mean(dim=-1, keepdim=True) + float(eps)).rsqrt()).flatten(1)
+        result: torch.Tensor = w * (groups * (groups.square().mean(dim=-1, keepdim=True) + float(eps)).rsqrt()).flatten(
+            1
+        )
+        return result
 
     for gate in (product[:, :width], product[:, -width:]):
         before, after = normed(x * silu(gate)), normed(x) * silu(gate)

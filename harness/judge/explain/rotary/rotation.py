@@ -94,4 +94,5 @@ def heads_read(x: torch.Tensor, expected: torch.Tensor, head_dim: int) -> torch.
 def _spread(expected_RNH: torch.Tensor, heads_RMH: torch.Tensor) -> torch.Tensor:
     """Return [N, M]: how unequal the ratio of two heads' norms is over the rows, relative to itself."""
     ratios = expected_RNH.norm(dim=2)[:, :, None] / heads_RMH.norm(dim=2)[:, None]
-    return (ratios.std(dim=0) / ratios.mean(dim=0)).nan_to_num(torch.inf)
+    spread: torch.Tensor = (ratios.std(dim=0) / ratios.mean(dim=0)).nan_to_num(torch.inf)
+    return spread
