@@ -32,13 +32,12 @@ COMMANDS = {
     "run": ("run", "--golden", "golden", "--out", "out"),
     "check": ("check", *MODEL, *WORKLOAD, "--schedule", "plain,batched", "--out", "out"),
     "fuzz": ("fuzz", *MODEL, "--seconds", "2", "--out", "out"),
-    "fuzz --poison": ("fuzz", *MODEL, "--poison", "--seconds", "2"),
     "profile": ("profile", *MODEL, "--prompt-tokens", "4", "--max-new-tokens", "2", "--runs", "1", "--out", "out"),
     "suite": ("suite", "run", "case.toml", "--jobs", "1", "--out", "out"),
     "rollout": ("rollout", "rollouts.jsonl", *MODEL),
     "serve": ("serve", *MODEL, "--port", "0"),
 }
-ENDINGS = {"fuzz": {5}, "fuzz --poison": {5}, "rollout": {1}}
+ENDINGS = {"fuzz": {5}, "rollout": {1}}
 """Of a run to its end, where it is not 0 alone: too short a search, and a log of nobody."""
 SERVED_S = 1.0
 CASE = f"""schema_version = 1
@@ -47,6 +46,8 @@ schedules = ["plain", "batched"]
 max_new_tokens = 2
 [[requests]]
 token_ids = [1, 4, 5, 6, 7]
+[[requests]]
+token_ids = [1, 9]
 """
 ROLLOUT = {"prompt_ids": [1, 4, 5], "response_ids": [6, 7], "engine_logprobs": [-1.5, -2.5]}
 STATUS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGINT: INTERRUPTED}
@@ -66,7 +67,7 @@ class Interruptions:
         name, number = random.choice(names), random.choice(list(STATUS))
         place = self._place(f"run-{seed}")
         if name not in self._seconds:
-            self._seconds[name] = self._finish(name, COMMANDS[name], f"timed-{name.replace(' ', '')}")
+            self._seconds[name] = self._finish(name, COMMANDS[name], f"timed-{name}")
         process = self._start(COMMANDS[name], place)
         time.sleep(random.uniform(0, 1.1 * self._seconds[name]))
         os.kill(process, number)
@@ -103,7 +104,7 @@ class Interruptions:
         """Run a command to its end, and return the seconds it took."""
         place, begin = self._place(folder), time.monotonic()
         status = self._wait(name, self._start(command, place), place)
-        assert status in {0, *ENDINGS.get(name, ())}, (status, (place / "err").read_text())
+        assert status in {0, *ENDINGS.get(name, ())}, (name, status, (place / "err").read_text())
         return time.monotonic() - begin
 
     @staticmethod

@@ -35,8 +35,8 @@ _MAX_PIECES, _MAX_SUMMED = 512, 8192
 """Additions that are replayed, and inputs of a product whose sum is."""
 _RANKS = (2, 4, 8)
 """Ranks that the inputs of a product may be divided among."""
-_FULL_RANK = 4
-"""Times the rank of an update that the rows, inputs and outputs must be, so that it is a low one."""
+_FULL_RANK, _DISTINCT = 4, 1e-3
+"""Times the rank of an update that those of the inputs and outputs must be; share of a direction that counts there."""
 _ALIKE = 0.7
 """Cosine from which fitted weights are a changed version of the right ones."""
 
@@ -199,8 +199,8 @@ def part_of_the_inputs(failure: Failure) -> Iterator[Hypothesis]:
 
 def low_rank_update(failure: Failure) -> Iterator[Hypothesis]:
     """What is added to the product has a low rank: an adapter's update is merged, or was not undone."""
-    rows, inputs, outputs = *failure.actual.shape[:1], _x(failure).shape[1], failure.actual.shape[1]
-    most = min(rows, inputs, outputs) // _FULL_RANK
+    given = int(torch.linalg.matrix_rank(_x(failure), rtol=_DISTINCT))  # a few tokens, often, give few directions
+    most = min(given, failure.actual.shape[1]) // _FULL_RANK
     if most < 1:
         return
     u, sizes, v = torch.linalg.svd(failure.actual - failure.expected, full_matrices=False)
@@ -209,7 +209,7 @@ def low_rank_update(failure: Failure) -> Iterator[Hypothesis]:
     yield Hypothesis(
         cause=f"an update of rank {rank} is added to the weight: an adapter that is merged, or is still merged",
         output=failure.expected + (u[:, :rank] * sizes[:rank]) @ v[:rank],
-        freedom=round(rank * (min(rows, inputs) + failure.num_elements)),
+        freedom=round(rank * (given + failure.num_elements)),
         is_fallback=True,
     )
 

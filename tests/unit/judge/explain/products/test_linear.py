@@ -175,6 +175,9 @@ def test_an_update_of_low_rank():
     others = found(linear.low_rank_update, of(y(random(9, WIDTH, seed=9), x=rows), **own)).values()
     assert all(float((each.output - y(random(9, WIDTH, seed=9), x=rows)).norm()) > 0.1 for each in others)
     assert found(linear.low_rank_update, of(y(weight + update, x=rows[:3]), **{**own, "x": rows[:3]})) == {}
+    same = rows[:3].repeat(4, 1)
+    any_other = random(9, WIDTH, seed=9)
+    assert found(linear.low_rank_update, of(y(any_other, x=same), **{**own, "x": same})) == {}, "of three tokens alone"
 
 
 def test_heads_that_are_interleaved_on_purpose():
