@@ -35,8 +35,9 @@ _MAX_PIECES, _MAX_SUMMED = 512, 8192
 """Additions that are replayed, and inputs of a product whose sum is."""
 _RANKS = (2, 4, 8)
 """Ranks that the inputs of a product may be divided among."""
-_FULL_RANK, _DISTINCT = 4, 1e-3
-"""Times the rank of an update that those of the inputs and outputs must be; share of a direction that counts there."""
+_FULL_RANK, _DISTINCT, _SPARE_ROWS = 4, 1e-3, 4
+"""Times the rank of an update that those of inputs and outputs must be; share of a direction that counts there; rows
+by which there must be more of them than of directions."""
 _ALIKE = 0.7
 """Cosine from which fitted weights are a changed version of the right ones."""
 
@@ -198,18 +199,23 @@ def part_of_the_inputs(failure: Failure) -> Iterator[Hypothesis]:
 
 
 def low_rank_update(failure: Failure) -> Iterator[Hypothesis]:
-    """What is added to the product has a low rank: an adapter's update is merged, or was not undone."""
-    given = int(torch.linalg.matrix_rank(_x(failure), rtol=_DISTINCT))  # a few tokens, often, give few directions
-    most = min(given, failure.actual.shape[1]) // _FULL_RANK
+    """What is added to the product has a low rank: an adapter's update is merged, or was not undone.
+
+    It may be asserted where there are more rows than directions of the inputs: there, what is not linear in them shows.
+    """
+    u, sizes, _ = torch.linalg.svd(_x(failure), full_matrices=False)
+    u = u[:, sizes > _DISTINCT * sizes[0]]  # a few tokens, often, give few directions
+    most = min(u.shape[1], failure.actual.shape[1]) // _FULL_RANK
     if most < 1:
         return
-    u, sizes, v = torch.linalg.svd(failure.actual - failure.expected, full_matrices=False)
+    left, sizes, right = torch.linalg.svd(u.T @ (failure.actual - failure.expected), full_matrices=False)
     tiny = torch.finfo(torch.float64).tiny
     rank = 1 + int((sizes[:most] / sizes[1 : most + 1].clamp(min=tiny)).argmax())
     yield Hypothesis(
         cause=f"an update of rank {rank} is added to the weight: an adapter that is merged, or is still merged",
-        output=failure.expected + (u[:, :rank] * sizes[:rank]) @ v[:rank],
-        freedom=round(rank * (given + failure.num_elements)),
+        output=failure.expected + u @ (left[:, :rank] * sizes[:rank]) @ right[:rank],
+        freedom=round(rank * (u.shape[1] + failure.num_elements)),
+        is_cause=len(u.unique(dim=0)) >= u.shape[1] + _SPARE_ROWS,
         is_fallback=True,
     )
 

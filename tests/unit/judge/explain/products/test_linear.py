@@ -178,6 +178,12 @@ def test_an_update_of_low_rank():
     same = rows[:3].repeat(4, 1)
     any_other = random(9, WIDTH, seed=9)
     assert found(linear.low_rank_update, of(y(any_other, x=same), **{**own, "x": same})) == {}, "of three tokens alone"
+    grows = y(weight, x=rows) + torch.arange(12)[:, None] * random(9, seed=5)
+    (other,) = found(linear.low_rank_update, of(grows, **own)).values()
+    assert float((other.output - grows).norm()) > 0.1 * float(grows.norm()), "what is not linear in the inputs is left"
+    few = rows[:9]
+    (unsure,) = found(linear.low_rank_update, of(y(weight + update, x=few), **{**own, "x": few})).values()
+    assert (hypothesis.is_cause, unsure.is_cause) == (True, False)
 
 
 def test_heads_that_are_interleaved_on_purpose():
