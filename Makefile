@@ -1,4 +1,4 @@
-.PHONY: audit check docs format lock test test-machines test-slow test-gpu test-pretended-gpu first-gpu-run test-oldest test-vllm test-sglang floors scoreboard fuzz mutants
+.PHONY: audit check docs format licences lock test test-machines test-slow test-gpu test-pretended-gpu first-gpu-run test-oldest test-vllm test-sglang floors scoreboard fuzz mutants
 
 check:  ## format, lint, types, floors
 	ruff format --check harness reference_engine tests cases
@@ -46,8 +46,14 @@ audit:  ## known vulnerabilities of the versions in tests/newest.txt; needs the 
 	python3 -m venv .venv-audit
 	.venv-audit/bin/pip install -q pip-audit
 	@.venv-audit/bin/pip-audit --no-deps --disable-pip --strict --progress-spinner off -r tests/newest.txt; status=$$?; \
-	  [ $$status = 0 ] || echo 'make audit: vulnerable versions are listed above; an error instead means that the' \
-	  'advisory service (pypi.org, or --vulnerability-service osv) could not be asked, and nothing was audited' >&2; exit $$status
+	  [ $$status = 0 ] || echo 'make audit: vulnerable versions are listed above; an error, or "not found on PyPI",' \
+	  'means that the advisory service (pypi.org) could not be asked, and nothing was audited' >&2; exit $$status
+
+ALLOWED = MIT;BSD;Apache;ISC;MPL;Mozilla Public License;PSF;Python Software Foundation
+licences:  ## of all packages in this environment: one that is not among ALLOWED fails; needs the network
+	python3 -m venv .venv-audit
+	.venv-audit/bin/pip install -q pip-licenses
+	.venv-audit/bin/pip-licenses --python $$(command -v python) --from=mixed --partial-match --allow-only='$(ALLOWED)' --summary
 
 VLLM_PYTHON ?= python3
 test-vllm:  ## the adapter of vLLM, in an environment of its own: 3.5 GB, a quarter of an hour

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import safetensors
 import safetensors.torch
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness.base.files import read_bytes
 from harness.base.metrics import rounding_unit
@@ -69,6 +69,14 @@ class GoldenInfo(BaseModel):
     aliases: dict[str, str]
     sha256: str = ""
     """Digest of all other fields."""
+
+    @model_validator(mode="after")
+    def _of_taps_in_it(self) -> Self:
+        taps = {operation.tap for operation in self.operations}
+        strange = [tap for operation in self.operations for tap in operation.inputs if tap not in taps]
+        if strange:
+            raise ValueError(f"an operation reads {strange[0]}, which is no operation of the golden")
+        return self
 
     @classmethod
     def of(cls, folder: Path, key: Mapping[str, Any], graph: Graph) -> "GoldenInfo":

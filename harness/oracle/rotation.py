@@ -26,6 +26,8 @@ class Rotation:
     """Factor of cosine and sine."""
     is_interleaved: bool = False
     """Whether neighbours form a pair, rather than elements half a head apart."""
+    is_regrouped: bool = False
+    """Whether neighbours, once turned, are written half a head apart, as HF's latent attention does."""
     head_dim: int
 
     def heads(self, x: torch.Tensor) -> torch.Tensor:
@@ -52,10 +54,10 @@ class Rotation:
         """Cosine and sine of phases [R, P], [R, 1, P] each."""
         return phases.cos()[:, None] * self.scaling, phases.sin()[:, None] * self.scaling
 
-    def pairs(self, x_RNH: torch.Tensor) -> torch.Tensor:
-        """[R, N, P, 2] contiguous: what is turned together."""
+    def pairs(self, x_RNH: torch.Tensor, *, is_turned: bool = False) -> torch.Tensor:
+        """[R, N, P, 2] contiguous: what is turned together, of an input or of what was turned."""
         turning = x_RNH[..., : 2 * len(self.frequencies)]
-        if self.is_interleaved:
+        if self.is_interleaved and not (is_turned and self.is_regrouped):
             neighbours: torch.Tensor = turning.unflatten(-1, (-1, 2))
             return neighbours.contiguous()
         return torch.stack(turning.chunk(2, dim=-1), dim=-1).contiguous()
@@ -69,7 +71,7 @@ class Rotation:
             else x_RNH[..., :num].chunk(2, -1)
         )
         first, second = a * cos - b * sin, b * cos + a * sin
-        if self.is_interleaved:
+        if self.is_interleaved and not self.is_regrouped:
             turned = torch.stack((first, second), dim=-1).flatten(-2)
         else:
             turned = torch.cat((first, second), dim=-1)
@@ -80,15 +82,26 @@ def rotations(hf: HFModel) -> Iterator[Rotation]:
     """Yield every rotation that the model has frequencies for, over pairs half a head apart and over neighbours."""
     for module in hf.model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if not name.endswith("inv_freq") or name.startswith("original"):
+            if not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
                 continue
             scaling = getattr(module, name.replace("inv_freq", "attention_scaling"), 1.0)
-            for is_interleaved in (False, True):
-                yield Rotation(
-                    frequencies=buffer.detach().cpu().to(torch.float32),
-                    module=module,
-                    name=name,
-                    scaling=float(scaling),
-                    is_interleaved=is_interleaved,
-                    head_dim=hf.head_dim,
-                )
+            for frequencies in _of_all_lengths(module, name, buffer):
+                for is_interleaved, is_regrouped in ((False, False), (True, False), (True, True)):
+                    yield Rotation(
+                        frequencies=frequencies.detach().cpu().to(torch.float32),
+                        module=module,
+                        name=name,
+                        scaling=float(scaling),
+                        is_interleaved=is_interleaved,
+                        is_regrouped=is_regrouped,
+                        head_dim=hf.head_dim,
+                    )
+
+
+def _of_all_lengths(module: Any, name: str, current: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the frequencies that a module has now, and those it takes for requests of another length (LongRoPE)."""
+    yield current
+    for other in ("original_inv_freq", "long_inv_freq"):
+        frequencies = getattr(module, name.replace("inv_freq", other), None)
+        if isinstance(frequencies, torch.Tensor) and not torch.equal(frequencies.to(current.device), current):
+            yield frequencies

@@ -1,19 +1,22 @@
-"""python -m tests.fuzz.interrupt [--runs N] [--seed S]: commands that are killed at random moments.
+"""python -m tests.fuzz.interrupt [--runs N] [--seed S] [COMMAND ...]: commands that are killed at random moments.
 
-Nothing half-written may read as whole, nothing that was there may be lost, and the same command must work afterwards.
-One process loads the libraries and forks, so that a run takes no longer than its work.
+Nothing half-written may read as whole, nothing that was there may be lost, nothing may stay in the folder for temporary
+files that a later run does not sweep, and the same command must work afterwards. One process loads the libraries and
+forks, so that a run takes no longer than its work.
 """
 
 import argparse
+import json
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from random import Random
 
+from harness.base.scratch import MARK
 from harness.cli.interrupts import INTERRUPTED
 from harness.cli.main import main
 from harness.errors import HarnessError
@@ -28,7 +31,25 @@ COMMANDS = {
     "cached golden": ("golden", *MODEL, *WORKLOAD),
     "run": ("run", "--golden", "golden", "--out", "out"),
     "check": ("check", *MODEL, *WORKLOAD, "--schedule", "plain,batched", "--out", "out"),
+    "fuzz": ("fuzz", *MODEL, "--seconds", "2", "--out", "out"),
+    "profile": ("profile", *MODEL, "--prompt-tokens", "4", "--max-new-tokens", "2", "--runs", "1", "--out", "out"),
+    "suite": ("suite", "run", "case.toml", "--jobs", "1", "--out", "out"),
+    "rollout": ("rollout", "rollouts.jsonl", *MODEL),
+    "serve": ("serve", *MODEL, "--port", "0"),
 }
+ENDINGS = {"fuzz": {5}, "rollout": {1}}
+"""Of a run to its end, where it is not 0 alone: too short a search, and a log of nobody."""
+SERVED_S = 1.0
+CASE = f"""schema_version = 1
+model = "{CHECKPOINTS / "qwen2-tiny"}"
+schedules = ["plain", "batched"]
+max_new_tokens = 2
+[[requests]]
+token_ids = [1, 4, 5, 6, 7]
+[[requests]]
+token_ids = [1, 9]
+"""
+ROLLOUT = {"prompt_ids": [1, 4, 5], "response_ids": [6, 7], "engine_logprobs": [-1.5, -2.5]}
 STATUS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGINT: INTERRUPTED}
 
 
@@ -37,47 +58,65 @@ class Interruptions:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._finish(("golden", *MODEL, *WORKLOAD, "--out", "golden"), "first")
+        self._finish("golden", ("golden", *MODEL, *WORKLOAD, "--out", "golden"), "first")
         self._seconds: dict[str, float] = {}
 
-    def violations(self, seed: int) -> list[str]:
-        """Interrupt one run; return what was wrong afterwards."""
+    def violations(self, seed: int, names: Sequence[str]) -> list[str]:
+        """Interrupt one run of one of the commands; return what was wrong afterwards."""
         random = Random(seed)
-        name, number = random.choice(list(COMMANDS)), random.choice(list(STATUS))
+        name, number = random.choice(names), random.choice(list(STATUS))
         place = self._place(f"run-{seed}")
         if name not in self._seconds:
-            self._seconds[name] = self._finish(COMMANDS[name], f"timed-{name}")
+            self._seconds[name] = self._finish(name, COMMANDS[name], f"timed-{name}")
         process = self._start(COMMANDS[name], place)
         time.sleep(random.uniform(0, 1.1 * self._seconds[name]))
         os.kill(process, number)
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        found = [*_wrong_ending(status, number, (place / "err").read_text()), *_wrong_files(place, status)]
+        err = (place / "err").read_text()
+        found = [*_wrong_ending(status, number, err, ENDINGS.get(name, set())), *_wrong_files(place, status)]
         if random.random() < 0.2:
-            found += self._again(COMMANDS[name], place)
+            found += self._again(name, place)
         return [f"seed {seed}, {name}, {number.name}: {what}" for what in found]
 
-    def _again(self, command: Sequence[str], place: Path) -> Iterator[str]:
+    def _again(self, name: str, place: Path) -> Iterator[str]:
         """Give the same command another folder: neither the cache nor what is left may be in its way."""
-        again = [argument if argument != "out" else "again" for argument in command]
-        status = os.waitstatus_to_exitcode(os.waitpid(self._start(again, place), 0)[1])
-        if status != 0:
+        for mark in (place / "tmp").glob(f"*/{MARK}"):
+            os.utime(mark, (0, 0))  # what is young might belong to a process that has not locked it yet
+        again = [argument if argument != "out" else "again" for argument in COMMANDS[name]]
+        status = self._wait(name, self._start(again, place), place)
+        if status not in {0, *ENDINGS.get(name, ())}:
             yield f"afterwards it ended with {status}: {(place / 'err').read_text()[-300:]}"
+        yield from (f"never swept: {path.name}" for path in _temporary(place))
 
     def _place(self, name: str) -> Path:
         """Make a folder with the golden that is read, and a file that nobody may touch."""
         place = self.folder / name
         place.mkdir()
         (place / "thesis.txt").write_text("ten years")
+        (place / "tmp").mkdir()
+        (place / "case.toml").write_text(CASE)
+        (place / "rollouts.jsonl").write_text(json.dumps(ROLLOUT))
         if name != "first":
             (place / "golden").symlink_to(self.folder / "first" / "golden")
         return place
 
-    def _finish(self, command: Sequence[str], name: str) -> float:
+    def _finish(self, name: str, command: Sequence[str], folder: str) -> float:
         """Run a command to its end, and return the seconds it took."""
-        place, begin = self._place(name), time.monotonic()
-        status = os.waitstatus_to_exitcode(os.waitpid(self._start(command, place), 0)[1])
-        assert status == 0, (place / "err").read_text()
+        place, begin = self._place(folder), time.monotonic()
+        status = self._wait(name, self._start(command, place), place)
+        assert status in {0, *ENDINGS.get(name, ())}, (name, status, (place / "err").read_text())
         return time.monotonic() - begin
+
+    @staticmethod
+    def _wait(name: str, process: int, place: Path) -> int:
+        """Return a process's exit status; a server, which would serve for ever, is ended once it has served a while."""
+        if name == "serve":
+            while not (place / "out.txt").exists() or not (place / "out.txt").read_text():
+                time.sleep(0.05)
+            time.sleep(SERVED_S)
+            os.kill(process, signal.SIGINT)
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        return 0 if name == "serve" and status == INTERRUPTED else status
 
     @staticmethod
     def _start(command: Sequence[str], place: Path) -> int:
@@ -88,7 +127,8 @@ class Interruptions:
         status = 1
         try:
             os.chdir(place)
-            os.environ["HARNESS_CACHE"] = str(place / "cache")
+            os.environ |= {"HARNESS_CACHE": str(place / "cache"), "TMPDIR": str(place / "tmp")}
+            tempfile.tempdir = None  # which the parent has found already
             for stream, file in ((1, "out.txt"), (2, "err")):
                 os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -104,9 +144,9 @@ class Interruptions:
             os._exit(status)
 
 
-def _wrong_ending(status: int, number: signal.Signals, err: str) -> Iterator[str]:
+def _wrong_ending(status: int, number: signal.Signals, err: str, endings: Collection[int]) -> Iterator[str]:
     early = {-signal.SIGTERM, -signal.SIGINT, INTERRUPTED}  # before the command had begun to listen
-    if status not in {0, STATUS[number], *early}:
+    if status not in {0, STATUS[number], *early, *endings}:
         yield f"exit status {status}: {err[-300:]}"
     if "Traceback" in err or "H099" in err:
         yield f"said: {err[-600:]}"
@@ -124,8 +164,14 @@ def _wrong_files(place: Path, status: int) -> Iterator[str]:
     was_killed = status == -signal.SIGKILL
     if not was_killed and status != 0:
         left = [path for path in place.rglob("*") if path.name.startswith((".making-", ".writing-"))]
+        left += _temporary(place)
         unfinished = [path.parent for path in place.rglob("step-*") if not (path.parent / "manifest.json").exists()]
         yield from (f"left behind: {path.relative_to(place)}" for path in (*left, *unfinished))
+
+
+def _temporary(place: Path) -> list[Path]:
+    """Return what is in the folder for temporary files, but for the cache that torch keeps there."""
+    return [path for path in (place / "tmp").iterdir() if not path.name.startswith("torchinductor")]
 
 
 def _not_whole(folder: Path) -> Iterator[str]:
@@ -139,20 +185,22 @@ def _not_whole(folder: Path) -> Iterator[str]:
         yield f"{folder.name} reads as whole and is not: {error}"
 
 
-def interrupted(runs: int, seed: int) -> list[str]:
+def interrupted(runs: int, seed: int, names: Sequence[str] = tuple(COMMANDS)) -> list[str]:
     """Interrupt so many runs; return what was wrong."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
-        trials = Interruptions(Path(name))
-        found = [trials.violations(seed + index) for index in range(runs)]
-    return [what for each in found for what in each]
+        trials, found = Interruptions(Path(name)), []
+        for index in range(runs):
+            found += (new := trials.violations(seed + index, names))
+            print(*new, sep="\n", end="\n" if new else "", flush=True)
+    return found
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("names", nargs="*", metavar="COMMAND", default=list(COMMANDS), help="[default: all]")
     given = parser.parse_args()
-    violations = interrupted(given.runs, given.seed)
+    violations = interrupted(given.runs, given.seed, given.names)
     print(f"{given.runs} interrupted runs, {len(violations)} violations")
-    print(*violations, sep="\n", end="")
     sys.exit(1 if violations else 0)

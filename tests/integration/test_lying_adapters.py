@@ -44,6 +44,18 @@ def alters(expression: str, condition: str = "True") -> str:
     return ENGINE.replace("return getattr(self.writer, name)", f"return getattr(self.writer, name){method}")
 
 
+def between(signature: str, does: str) -> str:
+    """Return an engine between which and the recording stands another method."""
+    method = f"\n\n    {signature}\n        {does}"
+    return ENGINE.replace("return getattr(self.writer, name)", f"return getattr(self.writer, name){method}")
+
+
+def begins(change: str) -> str:
+    """Return an engine that says something else of each step's rows."""
+    return between("def begin_step(self, **given):", f"{change}\n        self.writer.begin_step(**given)")
+
+
+O_PROJ = "'o_proj' in name"
 OTHER_TOKENS = """other = [
             each.model_copy(update={"token_ids": [t % 40 + 3 for t in each.token_ids]}) for each in workload.requests
         ]
@@ -53,6 +65,10 @@ GARBAGE_FIRST = """class Garbage(Between):
                 self.writer.tap(name, tensor * 0 if "o_proj" in name else tensor)
         self.inner.run(workload, Garbage(writer))
         self.inner.run(workload, Between(writer))"""
+GARBAGE_LAST = GARBAGE_FIRST.rpartition("\n")[0].replace(
+    "self.inner.run(workload, Garbage(writer))",
+    "self.inner.run(workload, Between(writer)); self.inner.run(workload, Garbage(writer))",
+)
 OVERWRITES = """self.inner.run(workload, Between(writer))
         import pathlib
         step = sorted(pathlib.Path(writer.path).glob("step-*"))[0]
@@ -100,13 +116,31 @@ LIES = {
     "raises SystemExit": (ENGINE.replace(RUN, RUN + "; raise SystemExit(0)"), 2, ""),
     "raises KeyboardInterrupt": (ENGINE.replace(RUN, "raise KeyboardInterrupt"), 130, ""),
     "closes the recording early": (ENGINE.replace(RUN, "writer.close()"), 1, ""),
-    "chooses no tokens": (
-        ENGINE.replace(
-            "return getattr(self.writer, name)",
-            "return getattr(self.writer, name)\n\n    def end_step(self, sampled=()):\n"
-            "        self.writer.end_step(())",
-        ), (1, 2), "",
+    "chooses no tokens": (between("def end_step(self, sampled=()):", "self.writer.end_step(())"), (1, 2), ""),
+    "chooses other tokens": (
+        between("def end_step(self, sampled=()):", "self.writer.end_step([7] * len(sampled))"), (1, 2), ""
     ),
+    "shifts the positions": (begins("given['position'] = [each + 1 for each in given['position']]"), (1, 2), ""),
+    "exchanges the requests": (begins("given['request'] = [1 - each for each in given['request']]"), (1, 2), ""),
+    "says the rows of a step backwards": (begins("given['position'] = given['position'][::-1]"), (1, 2), ""),
+    "records each tap twice": (
+        between("def tap(self, name, tensor):", "[self.writer.tap(name, tensor) for _ in range(2)]"), (1, 2), ""
+    ),
+    "records one layer of two": (
+        between("def tap(self, name, tensor):", "'layers.1.' in name or self.writer.tap(name, tensor)"), 1, "MISMATCH"
+    ),
+    "records the truth and then garbage": (ENGINE.replace(RUN, GARBAGE_LAST), 1, "MISMATCH"),
+    "repeats its first row": (alters("tensor[:1].expand_as(tensor)", O_PROJ), 1, "MISMATCH"),
+    "records a row less": (alters("tensor[:-1]", O_PROJ), (1, 2), ""),
+    "records an element less of each row": (alters("tensor[..., :-1]", O_PROJ), 1, "MISMATCH"),
+    "records whole numbers": (alters("tensor.int()", O_PROJ), (1, 2), ""),
+    "records complex numbers": (alters("tensor + 0j", O_PROJ), (1, 2), ""),
+    "records 16 bits as 32": (alters("tensor.half().float()", O_PROJ), 1, "MISMATCH"),
+    "records a gain of 0.1 %": (alters("tensor * 1.001", O_PROJ), 1, "MISMATCH"),
+    "records one NaN": (alters("tensor.index_fill(1, tensor[0, :1].long() * 0, float('nan'))", O_PROJ), 1, "MISMATCH"),
+    "records wrong rows of decode alone": (alters("tensor * 1.5", "len(tensor) == 1 and 'mlp.act' in name"), 1, "MISM"),
+    "records its logits in another order": (alters("tensor.roll(1, -1)", "'lm_head' in name"), 1, "MISMATCH"),
+    "records what it read as what it made": (alters("tensor.abs()", "'down_proj' in name"), 1, "MISMATCH"),
 }  # fmt: skip
 
 

@@ -133,6 +133,7 @@ KINDS: Mapping[Kind, KindTraits] = {
             "experts.experts",
             "experts.shared_expert",
             "states.state",
+            "norms.gated",
             "layer.wiring",
             "any_kind.elementwise",
             "any_kind.settings",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.base.metrics import rounding_unit, row_errors
+from harness.base.metrics import largest_rounding, rounding_unit, row_errors
 from harness.base.numerics import Numerics
 from harness.formats.taps import KINDS, ErrorModel, Kind
 from harness.judge.compare.bounds import CONTROL_FACTOR, UNRECORDED_FACTOR, Sensitivity, control_bound, derived_bound
@@ -99,7 +99,7 @@ class RowJudge:
     def _judge_in(self, rows: TapRows, dtype: torch.dtype) -> RowErrors:
         roundings, control = _roundings(rows.actual, rows.expected, dtype), None
         if rows.control is not None and dtype == self._dtype:
-            control = _roundings(_rounded_alike(rows.control, rows.actual, dtype), rows.expected, dtype)
+            control = _roundings(rows.control, rows.expected, dtype)
         bound, by_control = self._bound(rows, roundings, control, dtype)
         errors = RowErrors(
             dtype=dtype,
@@ -121,8 +121,12 @@ class RowJudge:
         model = KINDS[rows.operation.kind].error_model
         if rows.unrecorded or model is None:
             factor = UNRECORDED_FACTOR if rows.unrecorded else CONTROL_FACTOR
-            known = roundings.new_zeros(len(roundings)) if control is None else control
-            return control_bound(known, dtype, factor=factor, model=model), True
+            if control is None or rows.control is None:
+                return control_bound(roundings.new_zeros(len(roundings)), dtype, factor=factor, model=model), True
+            more = _is_rounded(rows.actual, dtype) & ~_is_rounded(rows.control, dtype)
+            bound = control_bound(control, dtype, factor=factor, model=model)
+            # HF may compute finer in a prompt, which is all that the control has, than in decode: one rounding less.
+            return bound + largest_rounding(dtype) * more, True
         bound = self._derived_bound(model, rows, roundings, dtype)
         if control is None or not bool((control > bound).any()):
             return bound, False
@@ -214,13 +218,9 @@ def _under(rounding: Rounding, rows: TapRows, errors: RowErrors, sensitivity: Se
     )
 
 
-def _rounded_alike(control: torch.Tensor, actual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round the control's rows [R, W] where the engine rounded its own.
-
-    HF may compute an operation in a finer dtype in a prompt, which is all that the control has, than in decode.
-    """
-    is_rounded = (actual.to(dtype).to(actual.dtype) == actual).all(dim=1, keepdim=True).to(control.device)
-    return torch.where(is_rounded, control.to(dtype).to(control.dtype), control)
+def _is_rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[R] bool: rows whose elements are all numbers of a dtype."""
+    return (x.to(dtype).to(x.dtype) == x).flatten(1).all(dim=1).cpu()
 
 
 def _roundings(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

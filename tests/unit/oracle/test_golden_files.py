@@ -102,6 +102,18 @@ def test_an_altered_description_is_refused(tmp_path, field):
     refused(tmp_path / "g", Code.BAD_MANIFEST, "sha256 differs")
 
 
+def test_an_operation_that_reads_no_operation_of_the_golden_is_refused(tmp_path):
+    """A tap's name was damaged and the description signed again: H099 said a KeyError."""
+    found = golden(tmp_path / "g")
+    first, *others = found.info.operations
+    damaged = found.info.model_copy(
+        update={"operations": (first.model_copy(update={"inputs": ("model.nrm",)}), *others)}
+    )
+    (tmp_path / "g" / INFO_FILE).write_text(damaged.model_copy(update={"sha256": damaged.digest()}).model_dump_json())
+    error = refused(tmp_path / "g", Code.BAD_MANIFEST, "cannot be read")
+    assert "reads model.nrm, which is no operation of the golden" in str(error.__cause__)
+
+
 def test_a_description_that_is_none_is_refused(tmp_path):
     golden(tmp_path / "g")
     (tmp_path / "g" / INFO_FILE).write_text("{}")

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import Phi3Config
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from harness.oracle.rotation import Rotation, rotations
 
@@ -47,6 +49,16 @@ def test_each_pair_turns_by_position_times_frequency(is_interleaved, num_pairs, 
         assert torch.equal(pairs[:, :, pair, 1], heads[..., second])
 
 
+def test_neighbours_that_are_written_half_a_head_apart():
+    """DeepSeek's rotary embedding in HF."""
+    x = draw(4, HEADS * SIZE)
+    plain, own = rotation(is_interleaved=True), rotation(is_interleaved=True, is_regrouped=True)
+    turned, regrouped = plain.heads(plain.turn(x, POSITIONS)), own.heads(own.turn(x, POSITIONS))
+    assert torch.equal(regrouped, torch.cat((turned[..., ::2], turned[..., 1::2]), dim=-1))
+    assert torch.equal(own.pairs(regrouped, is_turned=True), plain.pairs(turned))
+    assert torch.equal(own.pairs(own.heads(x)), plain.pairs(plain.heads(x)))
+
+
 def test_phases_are_rounded_to_float32_and_of_any_frequencies():
     own, others = rotation(), torch.tensor([0.1, 0.2], dtype=torch.float64)
     assert own.phases(POSITIONS).dtype is torch.float64
@@ -62,7 +74,7 @@ def test_phases_are_rounded_to_float32_and_of_any_frequencies():
 def test_rotations_of_a_model():
     first, second = nn.Module(), nn.Module()
     first.register_buffer("other", torch.ones(2))
-    first.register_buffer("original_inv_freq", torch.ones(2))
+    first.register_buffer("original_inv_freq", torch.tensor([1.0, 0.5], dtype=torch.bfloat16))
     first.register_buffer("inv_freq", torch.tensor([1.0, 0.5], dtype=torch.bfloat16))
     first.attention_scaling = 2
     second.register_buffer("sliding_inv_freq", torch.tensor([0.25]))
@@ -70,11 +82,31 @@ def test_rotations_of_a_model():
     second.register_buffer("full_inv_freq", torch.tensor([0.125]))
     hf = SimpleNamespace(model=nn.ModuleList([nn.ModuleList([first]), second]), head_dim=4)
     found = list(rotations(hf))
-    assert [(each.name, each.is_interleaved, each.scaling) for each in found] == [
-        ("inv_freq", False, 2), ("inv_freq", True, 2), ("sliding_inv_freq", False, 3), ("sliding_inv_freq", True, 3),
-        ("full_inv_freq", False, 1), ("full_inv_freq", True, 1),
-    ]  # fmt: skip
-    assert [each.frequencies.tolist() for each in found[::2]] == [[1.0, 0.5], [0.25], [0.125]]
+    named = (("inv_freq", 2), ("sliding_inv_freq", 3), ("full_inv_freq", 1))
+    ways = ((False, False), (True, False), (True, True))
+    assert [(each.name, each.scaling, each.is_interleaved, each.is_regrouped) for each in found] == [
+        (*own, *way) for own in named for way in ways
+    ]
+    assert [each.frequencies.tolist() for each in found[::3]] == [[1.0, 0.5], [0.25], [0.125]]
     assert {each.frequencies.dtype for each in found} == {torch.float32}
-    assert [each.module for each in found[::2]] == [first, second, second]
+    assert [each.module for each in found[::3]] == [first, second, second]
     assert {each.head_dim for each in found} == {4}
+
+
+@pytest.mark.parametrize("last", [8, 20], ids=["short", "long"])
+def test_rotations_for_requests_of_either_length(last):
+    """HF's module has the frequencies of the request that ran last; the wrong rows may be another one's."""
+    factors = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
+    length = {"original_max_position_embeddings": 16, "factor": 4.0}
+    parameters = {"rope_type": "longrope", "rope_theta": 1e4, **length, **factors}
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+    module = Phi3RotaryEmbedding(Phi3Config(**sizes, original_max_position_embeddings=16, rope_parameters=parameters))
+    for length in (20, last):
+        module(torch.zeros(1, length, 8), torch.arange(length)[None])
+    found = list(rotations(SimpleNamespace(model=module, head_dim=4)))
+    plain = [1.0, 1e4**-0.5]
+    expected = {
+        tuple(round(each / factor, 6) for each, factor in zip(plain, factors[name], strict=True)) for name in factors
+    }
+    assert {tuple(round(each, 6) for each in one.frequencies.tolist()) for one in found} == expected
+    assert {(each.name, each.module) for each in found} == {("inv_freq", module)}

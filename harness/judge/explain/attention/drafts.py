@@ -66,7 +66,7 @@ def nothing_forgotten(failure: Failure) -> Iterator[Hypothesis]:
     first = next((each for view in failure.views for each in _of(failure, view)), None)
     if first is None:
         return
-    output, head_dim, at = failure.expected.clone(), failure.views[0].key.shape[-1], 0
+    output, at = failure.expected.clone(), 0
     for view in failure.views:
         for row in range(len(view.rows)):
             query = view.select(torch.tensor([row]))
@@ -77,7 +77,7 @@ def nothing_forgotten(failure: Failure) -> Iterator[Hypothesis]:
             if key is None or value is None:
                 return
             every = torch.ones(1, len(rows), dtype=torch.bool)
-            key, value = (x.unflatten(1, (-1, head_dim)) for x in (key, value))
+            key, value = key.unflatten(1, view.key.shape[1:]), value.unflatten(1, view.value.shape[1:])
             output[at] = query.attend(visible=every, key=key, value=value)[0]
             at += 1
     name = name_of_row(failure.recording, int(first.rows.position[0]), int(first.rows.step[0]))
@@ -108,13 +108,13 @@ def _stale(failure: Failure, before: Sequence[GivenUp]) -> _Stale | None:
     keys, values = ([gathered(failure.locator, tap, each.rows) for each in before] for tap in (key, value))
     if not before or any(each is None for each in (*keys, *values)):
         return None
-    head_dim = failure.views[0].key.shape[-1]
+    view = failure.views[0]
     key_D, value_D = (torch.cat([x for x in each if x is not None]) for each in (keys, values))
     return _Stale(
         torch.cat([each.rows.position for each in before]),
         torch.cat([each.rows.step for each in before]),
-        key_D.unflatten(1, (-1, head_dim)),
-        value_D.unflatten(1, (-1, head_dim)),
+        key_D.unflatten(1, view.key.shape[1:]),
+        value_D.unflatten(1, view.value.shape[1:]),
     )
 
 

@@ -70,4 +70,11 @@ def _attended(failure: Failure, read: _Read, own: torch.Tensor, heads: torch.Ten
     return joined(failure, lambda view: view.attend(heads=keys, value_heads=values))
 
 
-EXPLANATIONS = (other_kv_heads,)
+def other_layout(failure: Failure) -> Iterator[Hypothesis]:
+    """The heads' elements alternate in a row: it is laid out by element, then by head."""
+    num_heads = failure.views[0].query.shape[1]
+    output = failure.expected.unflatten(1, (num_heads, -1)).transpose(1, 2).flatten(1)
+    yield Hypothesis(cause="the context is laid out by element, then by head", output=output)
+
+
+EXPLANATIONS = (other_kv_heads, other_layout)

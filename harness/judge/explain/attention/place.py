@@ -30,9 +30,8 @@ def wrong_place(failure: Failure) -> Iterator[Hypothesis]:
         return
     outputs, found = [], []
     for view in failure.views:
-        actual = failure.actual[torch.isin(row_keys(failure.rows), row_keys(view.rows))].unflatten(
-            1, view.query.shape[1:]
-        )
+        actual = failure.actual[torch.isin(row_keys(failure.rows), row_keys(view.rows))]
+        actual = actual.unflatten(1, (view.query.shape[1], -1))
         for at in range(len(view.rows)):
             if len(view.key) * len(contents.tensors[KEY]) * view.query[0].numel() > _MAX_PRODUCT:
                 return
@@ -65,13 +64,14 @@ def _best_replacement(
     view: AttentionContext, at: int, actual_NH: torch.Tensor, contents: ContentIndex
 ) -> tuple[torch.Tensor, tuple[int, int]]:
     """Return the row [N*H] under the best replacement, and (position replaced, known row in its place)."""
-    head_dim, heads = view.query.shape[-1], view.query.shape[1]
+    heads, value_size = actual_NH.shape
     row = view.select(torch.tensor([at]))
     position = int(row.rows.position)
     scores = row.scores().masked_fill(~row.visible(), -torch.inf)[:, 0, : position + 1]
     top = scores.amax(dim=1, keepdim=True)
     e_NS = (scores - top).exp()
-    k_MKH, v_MKH = (contents.tensors[kind].unflatten(1, (-1, head_dim)) for kind in (KEY, VALUE))
+    k_MKH = contents.tensors[KEY].unflatten(1, view.key.shape[1:])
+    v_MKH = contents.tensors[VALUE].unflatten(1, view.value.shape[1:])
     count = min(len(k_MKH), len(v_MKH))
     k_MKH, v_MKH = k_MKH[:count], v_MKH[:count]
     e_NM = (row.scores(key=k_MKH)[:, 0] - top).clamp(max=50).exp()
@@ -85,7 +85,7 @@ def _best_replacement(
         (
             e_NM[..., None] * (v_NMH - a),
             -(zero_N[:, None] * actual_NH)[:, None],
-            torch.zeros(heads, 1, head_dim, dtype=torch.float64),
+            torch.zeros(heads, 1, value_size, dtype=torch.float64),
         ),
         dim=1,
     )
@@ -95,7 +95,7 @@ def _best_replacement(
     distance[~visible] = torch.inf
     j, m = divmod(int(distance.argmin()), distance.shape[1])
     e_m = torch.cat((e_NM, zero_N[:, None], torch.zeros(heads, 1, dtype=torch.float64)), dim=1)[:, m]
-    v_m = torch.cat((v_NMH, torch.zeros(heads, 2, head_dim, dtype=torch.float64)), dim=1)[:, m]
+    v_m = torch.cat((v_NMH, torch.zeros(heads, 2, value_size, dtype=torch.float64)), dim=1)[:, m]
     numerator = total * expected_NH - e_NS[:, j, None] * v_NSH[:, j] + e_m[:, None] * v_m
     output = numerator / (total - e_NS[:, j, None] + e_m[:, None])
     return output.flatten(), (j, m if m < count else _ZERO if m == count else _OMITTED)

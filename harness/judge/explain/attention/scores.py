@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -12,10 +13,10 @@ from harness.formats.taps import Kind
 from harness.judge.compare.attention_context import AttentionContext
 from harness.judge.explain.attention.views import fitted_factor, joined, rows_of
 from harness.judge.explain.core.failure import Failure
+from harness.judge.explain.core.formats import FLOAT8_DTYPES, HALF_DTYPES, name_of, rounded
 from harness.judge.explain.core.hypothesis import Hypothesis
 
 _NEWTON_STEPS, _SMALL = 4, 1.0001
-_HALF_DTYPES = (torch.bfloat16, torch.float16)
 _PADDING = "padding is attended to: keys of zeros take part"
 _MULTIPLES = (4, 8, 16, 32, 64, 128, 256)
 _PADDED_HEADS = (64, 128, 256)
@@ -217,21 +218,22 @@ def _of_scale(failure: Failure, scale: float) -> torch.Tensor:
 
 def coarse_softmax(failure: Failure) -> Iterator[Hypothesis]:
     """Scores, probabilities, or the recorded q, k and v are rounded to a 16-bit dtype."""
-    for dtype in _HALF_DTYPES:
-        name = str(dtype).removeprefix("torch.")
+    for dtype in HALF_DTYPES:
+        name = name_of(dtype)
 
-        def rounded(x: torch.Tensor, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return x.to(dtype).to(torch.float64)
-
+        own = partial(rounded, dtype=dtype)
         softmaxes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-            "its result": lambda s, rounded=rounded: rounded(s.softmax(dim=-1)),  # type: ignore[misc]
-            "its input": lambda s, rounded=rounded: rounded(s).softmax(dim=-1),  # type: ignore[misc]
-            "input and result": lambda s, rounded=rounded: rounded(rounded(s).softmax(dim=-1)),  # type: ignore[misc]
+            "its result": lambda s, own=own: own(s.softmax(dim=-1)),  # type: ignore[misc]
+            "its input": lambda s, own=own: own(s).softmax(dim=-1),  # type: ignore[misc]
+            "input and result": lambda s, own=own: own(own(s).softmax(dim=-1)),  # type: ignore[misc]
             "all of it": lambda s, dtype=dtype: s.to(dtype).softmax(dim=-1).to(torch.float64),  # type: ignore[misc]
         }
         for part, softmax in softmaxes.items():
             output = joined(failure, lambda each, softmax=softmax: each.attend(softmax=softmax))  # type: ignore[misc]
             yield Hypothesis(cause=f"the softmax is in {name}", output=output, detail=part)
+    for dtype in FLOAT8_DTYPES:
+        output = joined(failure, lambda each, dtype=dtype: each.attend(softmax=lambda s: rounded(s.softmax(-1), dtype)))  # type: ignore[misc]
+        yield Hypothesis(cause=f"the probabilities are rounded to {name_of(dtype)}", output=output)
 
 
 EXPLANATIONS = (

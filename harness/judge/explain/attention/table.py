@@ -60,8 +60,9 @@ def _filled(failure: Failure, reads: Sequence[CacheRead]) -> list[CacheRead]:
     prefix, filled = prefix_of(failure.operation.tap), []
     for read in reads:
         empty = torch.tensor([write is None for write in read.writes])
-        key, value = (history(failure, read.view, f"{prefix}{tap}") for tap in ("k_cache", "v_cache"))
         view = read.view
+        key = history(failure, view, f"{prefix}k_cache", view.key)
+        value = history(failure, view, f"{prefix}v_cache", view.value)
         if bool(empty.any()) and key is not None and value is not None:
             where = empty[:, None, None]
             view = replace(view, key=torch.where(where, key, view.key), value=torch.where(where, value, view.value))

@@ -25,7 +25,7 @@ def other_tensors(failure: Failure) -> Iterator[Hypothesis]:
             parts = []
             for view in failure.views:
                 changed = change(view)
-                if changed is None:
+                if changed is None or not _fits(view, *changed):
                     break
                 parts.append(_with_history(view, *changed, is_read))
             else:
@@ -41,7 +41,7 @@ def _tensor_changes(
     raw = contents_of(failure).taps.get(RAW_KEY, "")
 
     def unrotated(view: AttentionContext) -> tuple[torch.Tensor, torch.Tensor] | None:
-        key = history(failure, view, raw)
+        key = history(failure, view, raw, view.key)
         return None if key is None else (key, view.value)
 
     yield "keys are cached before rotary", unrotated
@@ -53,7 +53,7 @@ def _tensor_changes(
             def of_layer(
                 view: AttentionContext, taps: tuple[str, ...] = other.inputs[1:]
             ) -> tuple[torch.Tensor, torch.Tensor] | None:
-                key, value = (history(failure, view, tap) for tap in taps)
+                key, value = (history(failure, view, *each) for each in zip(taps, (view.key, view.value), strict=True))
                 return None if key is None or value is None else (key, value)
 
             yield f"reads the cache of layer {layer}", of_layer
@@ -63,7 +63,8 @@ def read_back(failure: Failure) -> Iterator[Hypothesis]:
     """Attention is right: what it reads is what the cache gives back at the end, which is not what was written."""
     prefix, parts = prefix_of(failure.operation.tap), []
     for view in failure.views:
-        key, value = history(failure, view, f"{prefix}k_cache"), history(failure, view, f"{prefix}v_cache")
+        key = history(failure, view, f"{prefix}k_cache", view.key)
+        value = history(failure, view, f"{prefix}v_cache", view.value)
         if key is None or value is None:
             return
         parts.append(view.attend(key=key, value=value))
@@ -104,6 +105,11 @@ def declared_cache(failure: Failure) -> Iterator[Hypothesis]:
         parts = [view.attend(key=cut_off(view.key, dtype), value=cut_off(view.value, dtype)) for view in failure.views]
         cause = f"keys and values are cut off to {name_of(dtype)}, the dtype of the cache, instead of rounded"
         yield Hypothesis(cause=cause, output=torch.cat(parts))
+
+
+def _fits(view: AttentionContext, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether tensors have the shapes of the keys and values: values of latent attention are narrower than keys."""
+    return key.shape == view.key.shape and value.shape == view.value.shape
 
 
 def _all(view: AttentionContext) -> torch.Tensor:

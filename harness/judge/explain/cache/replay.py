@@ -42,11 +42,10 @@ def replayed_reads(failure: Failure, slots_of: Callable[[int, int, int], Sequenc
             key, value = failure.slot_history.content(writes, keys), failure.slot_history.content(writes, values)
             if key is None or value is None:
                 return None
-            head_dim = part.query.shape[-1]
             part = replace(
                 part,
-                key=key.unflatten(1, (-1, head_dim)),
-                value=value.unflatten(1, (-1, head_dim)),
+                key=key.unflatten(1, part.key.shape[1:]),
+                value=value.unflatten(1, part.value.shape[1:]),
                 key_step=torch.full((len(writes),), -1, dtype=torch.int64),
             )
             reads.append(CacheRead(part, writes, step, request))
@@ -67,8 +66,8 @@ def row_keys(rows: Rows) -> torch.Tensor:
     return (rows.step << 42) + (rows.request << 21) + rows.position
 
 
-def history(failure: Failure, view: AttentionContext, tap: str) -> torch.Tensor | None:
-    """[S, K, H] of a tap at the rows of a view's history, where all of them are the request's own."""
+def history(failure: Failure, view: AttentionContext, tap: str, like: torch.Tensor) -> torch.Tensor | None:
+    """[S, K, H], the shape of `like`: a tap at the rows of a view's history, where all are the request's own."""
     position = torch.arange(len(view.key))
     request = torch.full_like(position, int(view.rows.request[0]))
     rows = Rows(request=request, position=position, step=view.key_step)
@@ -77,7 +76,7 @@ def history(failure: Failure, view: AttentionContext, tap: str) -> torch.Tensor 
         return None
     same = Rows(request=request, position=position, step=found[:, 0])
     tensor = gathered(failure.locator, tap, same)
-    return None if tensor is None or tensor.shape[1] != view.key[0].numel() else tensor.view_as(view.key)
+    return None if tensor is None or tensor.shape[1] != like[0].numel() else tensor.view_as(like)
 
 
 def contents_of(failure: Failure) -> ContentIndex:
@@ -94,7 +93,7 @@ def provenance_of(failure: Failure, step: int, request: int, position: int, cont
         position=position,
         content=content,
         meant=_meant(failure, request, position),
-        head_dim=failure.hf.head_dim,
+        head_dim=failure.views[0].key.shape[-1],
     )
 
 

@@ -1,6 +1,6 @@
 """The wrong rows of one operation, with all that was recorded around them: what an explanation works on."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as dataclass_replace
 from functools import cached_property
@@ -160,19 +160,28 @@ class Failure:
 
     def is_expected(self, given: torch.Tensor | None) -> bool:
         """Whether some way to compute the operation gives what it should."""
-        if given is None or given.shape != self.expected.shape:
-            return False
-        return bool(((given - self.expected).norm(dim=1) <= _SAME * self.expected.norm(dim=1)).all())
+        return given is not None and given.shape == self.expected.shape and bool(self._are_expected(given).all())
+
+    def _are_expected(self, given: torch.Tensor) -> torch.Tensor:
+        are_expected: torch.Tensor = (given - self.expected).norm(dim=1) <= _SAME * self.expected.norm(dim=1)
+        return are_expected
 
     @cached_property
     def rotation(self) -> Rotation | None:
         """The rotation that takes the operation's input to what it should be; None if the model has no such."""
-        if self.operation.kind is not Kind.ROTARY or self.inputs[0].shape[1] != self.expected.shape[1]:
-            return None
-        if self.expected.shape[1] % self.hf.head_dim:
-            return None
-        fits = (each for each in rotations(self.hf) if self.is_expected(each.turn(self.inputs[0], self.positions)))
-        return next(fits, None)
+        return next((each for each in self._rotations() if self.is_expected(self._turned(each))), None)
+
+    def rows_of_a_rotation(self) -> torch.Tensor:
+        """Return [R] bool: the most rows that one rotation gives. Requests of another length may have another."""
+        of_each = [self._are_expected(self._turned(each)) for each in self._rotations()]
+        return max(of_each, key=lambda rows: int(rows.sum()), default=torch.zeros(len(self.rows), dtype=torch.bool))
+
+    def _rotations(self) -> Iterator[Rotation]:
+        is_same_size = self.operation.kind is Kind.ROTARY and self.inputs[0].shape[1] == self.expected.shape[1]
+        yield from rotations(self.hf) if is_same_size and not self.expected.shape[1] % self.hf.head_dim else ()
+
+    def _turned(self, by: Rotation) -> torch.Tensor:
+        return by.turn(self.inputs[0], self.positions)
 
     def weight(self, tap: str, name: str = "weight") -> torch.Tensor | None:
         """Return a parameter of a tap's module in float64, a matrix as [out, in].

@@ -1,5 +1,6 @@
 """Formats that numbers may have gone through: 16-bit dtypes, values cut off, 8 bits with and without scales."""
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -27,10 +28,10 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def cut_off(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Drop the bits that the dtype has no room for, towards zero; subnormal numbers are cut as normal ones."""
-    mantissa, exponent = torch.frexp(x)
-    step = 2.0 ** (_MANTISSA_BITS[dtype] + 1)
-    return torch.ldexp((mantissa * step).trunc() / step, exponent)
+    """Drop the bits that the dtype has no room for, towards zero."""
+    least = math.frexp(torch.finfo(dtype).smallest_normal)[1]  # below it, steps grow no smaller
+    step = 2.0 ** (torch.frexp(x).exponent.clamp(min=least) - _MANTISSA_BITS[dtype] - 1).to(torch.float64)
+    return (x / step).trunc() * step
 
 
 def int8(x: torch.Tensor, dims: tuple[int, ...] | None) -> torch.Tensor:

@@ -8,20 +8,22 @@ import torch
 
 from harness.formats.taps import Kind, Operation
 from harness.oracle.model import HFModel
-from harness.oracle.precision import preserve_precision
+from harness.oracle.precision import preserve_precision, upcast_parameters
 
 
 def replay(hf: HFModel, operation: Operation, inputs: list[torch.Tensor]) -> torch.Tensor | None:
     """Return what an operation gives row by row: [rows, W] float64; None if it cannot be computed by itself.
 
     Args:
-        hf: the model, the operation's part of it held in float64.
+        hf: the model.
         operation: a product, a norm, a sum or a gated activation.
         inputs: [rows, ...] float64 in the order of `operation.inputs`.
     """
     flat = [x.flatten(1) for x in inputs]
     if operation.kind in (Kind.LINEAR, Kind.NORM):
-        return _of_module(hf.module(operation.module), operation, flat[0])
+        module = hf.module(operation.module)  # of another part of the model, maybe, than what is explained
+        with hf.weights.held(hf.part_of(operation.module)), upcast_parameters(torch.float64, module):
+            return _of_module(module, operation, flat[0])
     if operation.kind is Kind.ADD and len(flat) == 2 and flat[0].shape == flat[1].shape:
         return flat[0] + flat[1]
     if operation.kind is Kind.ACTIVATION and (function := activation_of(hf, operation)) is not None:

@@ -6,7 +6,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from harness.judge.compare.align import is_readback
 from harness.judge.explain.core.failure import Failure, gathered
 from harness.judge.explain.core.formats import rounded
 from harness.judge.explain.core.hypothesis import Hypothesis
-from harness.judge.explain.experts.router import SCORES, logits_of
+from harness.judge.explain.experts.router import SCORES, bias_of, logits_of
 from harness.results.check import Explanation
 
 _NEARLY_ALL = 0.9
@@ -70,12 +69,16 @@ def choice_by_other_scores(failure: Failure) -> Iterator[Hypothesis]:
     if logits is None:
         return
     count = failure.expected.shape[1]
-    bias = _bias(failure)
+    bias = bias_of(failure)
     for name, score in list(SCORES.items())[:2]:
         plain = score(logits)
         if bias is not None:
             cause = "the router's bias is left out of the choice, or its groups are"
             yield _choice(failure, cause, plain.topk(count).indices)
+            if len(failure.operation.shape) > 1:  # the best of each group
+                groups, each = failure.operation.shape[-2:]
+                best = plain.unflatten(1, (groups, -1)).topk(each).indices.flatten(1)
+                yield _choice(failure, "the router's bias is left out of the choice", best)
             for sign, which in ((1, "without its groups"), (-1, "with the sign of its bias turned")):
                 biased = plain + sign * bias
                 yield _choice(failure, f"the router chooses by {name} {which}", biased.topk(count).indices)
@@ -102,17 +105,6 @@ def _choice(failure: Failure, cause: str, chosen: torch.Tensor) -> Hypothesis:
         output=torch.where(is_same, failure.actual, failure.actual + 1 + failure.actual.abs()),
         is_cause=float(is_same.double().mean()) >= _NEARLY_ALL,
     )
-
-
-def _bias(failure: Failure) -> torch.Tensor | None:
-    """Return what a router adds to its scores for the choice alone, [E] float64; None if it adds nothing."""
-    parent: Any = failure.hf.module(failure.operation.module.rpartition(".")[0])
-    tensor: torch.Tensor
-    for holder in (failure.module, parent):
-        for name, tensor in (*holder.named_parameters(recurse=False), *holder.named_buffers(recurse=False)):
-            if "bias" in name and name != "bias" and tensor.dim() == 1:
-                return tensor.detach().to("cpu", torch.float64)
-    return None
 
 
 EXPLANATIONS = (other_choice, choice_by_other_scores, choice_of_another_row)

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -92,6 +93,11 @@ def _used_otherwise(failure: Failure, own: _Form, logits: torch.Tensor, chosen: 
         coarse = rounded(SCORES[own.score](rounded(logits, dtype)), dtype).gather(1, chosen)
         coarse = coarse / coarse.sum(dim=1, keepdim=True) if own.is_normalised else coarse
         tried[f"the weights are computed in {name}"] = coarse * own.factor
+    bias = bias_of(failure)
+    if bias is not None:
+        corrected = (SCORES[own.score](logits) + bias).gather(1, chosen)
+        corrected = corrected / corrected.sum(dim=1, keepdim=True) if own.is_normalised else corrected
+        tried["the router's bias, which is for the choice alone, is in the weights, too"] = corrected * own.factor
     for cause, output in tried.items():
         if not _is_same(output, own.weights):
             yield Hypothesis(cause=cause, output=output)
@@ -110,9 +116,22 @@ def _chosen(failure: Failure) -> torch.Tensor | None:
 
 def logits_of(failure: Failure) -> torch.Tensor | None:
     """Return the router's product [R, E] at the rows; None if it was not recorded."""
-    for tap in failure.operation.inputs:
+    own = failure.operation
+    of_module = [each.tap for each in failure.graph.of_layer(own.layer) if each.module == own.module]
+    for tap in (*own.inputs, *of_module):
         if failure.graph[tap].kind is Kind.LINEAR:
             return failure.tap(tap)
+    return None
+
+
+def bias_of(failure: Failure) -> torch.Tensor | None:
+    """Return what a router adds to its scores for the choice alone, [E] float64; None if it adds nothing."""
+    parent: Any = failure.hf.module(failure.operation.module.rpartition(".")[0])
+    tensor: torch.Tensor
+    for holder in (failure.module, parent):
+        for name, tensor in (*holder.named_parameters(recurse=False), *holder.named_buffers(recurse=False)):
+            if "bias" in name and name != "bias" and tensor.dim() == 1:
+                return tensor.detach().to("cpu", torch.float64)
     return None
 
 

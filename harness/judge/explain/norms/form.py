@@ -13,6 +13,8 @@ import torch
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
 
+_EPSILONS = (0.0, 1e-5, 1e-6)
+"""Of modules that do not say theirs."""
 _SAME = 1e-5
 """Relative distance within which a form gives what HF's module does."""
 
@@ -81,22 +83,30 @@ def _form(failure: Failure, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def _form_on(failure: Failure, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> NormForm | None:
     """Return the form of a norm of rows [R, W]; None if it gives something else."""
     module: Any = failure.module
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    given = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     raw, actual = (each.unflatten(-1, (-1, len(weight))) for each in (x, failure.actual))
     own = NormForm(
         x=raw,
         raw=raw,
         actual=actual if bias is None else actual - bias,
         weight=weight,
-        eps=float(eps) if isinstance(eps, int | float) else 0.0,
+        eps=0.0,
         bias=bias,
     )
-    forms = (
+    known = (float(given),) if isinstance(given, int | float) else _EPSILONS
+    forms = [form for eps in known for form in _with_eps(replace(own, eps=eps))]
+    fits = [form for form in forms if _is_same(form.output(), failure.expected)]
+    return min(fits, key=lambda form: float((form.output() - failure.expected).norm()), default=None)
+
+
+def _with_eps(own: NormForm) -> tuple[NormForm, ...]:
+    raw, weight = own.raw, own.weight
+    return (
         own,
         replace(own, weight=weight + 1, is_offset=True),
         replace(own, x=raw - raw.mean(dim=-1, keepdim=True)),
+        replace(own, x=raw - raw.mean(dim=-1, keepdim=True), weight=weight + 1, is_offset=True),
     )
-    return next((form for form in forms if _is_same(form.output(), failure.expected)), None)
 
 
 def _is_same(given: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -136,6 +136,19 @@ def over_all_heads(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
 
 
 @with_form
+def over_each_head(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+    """Each head is normalised by itself instead of all of them together."""
+    x, weight, eps = norm.parts
+    size = failure.hf.head_dim
+    if x.shape[1] == 1 and x.shape[2] > size and not x.shape[2] % size:
+        heads = x[:, 0].unflatten(1, (-1, size))
+        normed = heads * (heads.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+        yield Hypothesis(
+            cause="the norm runs over each head instead of all heads together", output=normed.flatten(1) * weight
+        )
+
+
+@with_form
 def other_weight(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
     """The weight is that of another norm of the checkpoint."""
     x, _, eps = norm.parts
@@ -276,6 +289,7 @@ EXPLANATIONS = (
     wrong_eps,
     wrong_divisor,
     over_all_heads,
+    over_each_head,
     weight_plus_one,
     weight_twice,
     only_weight,

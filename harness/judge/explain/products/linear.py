@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -32,6 +33,11 @@ _MANTISSA_BITS_OF_TF32 = 10
 _PIECES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _MAX_PIECES, _MAX_SUMMED = 512, 8192
 """Additions that are replayed, and inputs of a product whose sum is."""
+_RANKS = (2, 4, 8)
+"""Ranks that the inputs of a product may be divided among."""
+_FULL_RANK, _DISTINCT, _SPARE_ROWS = 4, 1e-3, 4
+"""Times the rank of an update that those of inputs and outputs must be; share of a direction that counts there; rows
+by which there must be more of them than of directions."""
 _ALIKE = 0.7
 """Cosine from which fitted weights are a changed version of the right ones."""
 
@@ -90,6 +96,15 @@ def transposed(failure: Failure) -> Iterator[Hypothesis]:
     if weight is not None and weight.shape[0] == weight.shape[1]:
         output = _product(_x(failure), weight.T, _bias(failure, failure.operation.tap))
         yield Hypothesis(cause="the weight is transposed", output=output)
+
+
+def weight_in_another_order(failure: Failure) -> Iterator[Hypothesis]:
+    """The rows of the weight are in another order, and the elements of the bias are not."""
+    bias = _bias(failure, failure.operation.tap)
+    if bias is not None:
+        plain = replace(failure, actual=failure.actual - bias, expected=failure.expected - bias)
+        for found in outputs_in_another_order(plain):
+            yield replace(found, cause=f"{found.cause}, and those of its bias are not", output=found.output + bias)
 
 
 def outputs_in_another_order(failure: Failure) -> Iterator[Hypothesis]:
@@ -165,6 +180,44 @@ def _sources(source: torch.Tensor, names: Sequence[tuple[str, int]]) -> str:
         for begin, end in runs[:4]
     ]
     return "outputs " + ", ".join(shown) + (f" and {len(runs) - 4} more runs" if len(runs) > 4 else "")
+
+
+def part_of_the_inputs(failure: Failure) -> Iterator[Hypothesis]:
+    """A rank's part of the inputs is not summed, is summed twice, or meets the weights of the first part."""
+    weight, x = failure.weight(failure.operation.tap), _x(failure)
+    if weight is None or weight.shape[1] != x.shape[1]:
+        return
+    for count in (each for each in _RANKS if not x.shape[1] % each and each < x.shape[1]):
+        first, *_ = weight.chunk(count, dim=1)
+        for at, (x_k, weight_k) in enumerate(zip(x.chunk(count, dim=1), weight.chunk(count, dim=1), strict=True)):
+            part, which = _product(x_k, weight_k), f"part {at + 1} of {count} of the inputs"
+            yield Hypothesis(cause=f"{which} is not summed, as if a rank were left out", output=failure.expected - part)
+            yield Hypothesis(cause=f"{which} is summed twice", output=failure.expected + part)
+            if at:
+                output = failure.expected - part + _product(x_k, first)
+                yield Hypothesis(cause=f"{which} is multiplied by the weights of part 1", output=output)
+
+
+def low_rank_update(failure: Failure) -> Iterator[Hypothesis]:
+    """What is added to the product has a low rank: an adapter's update is merged, or was not undone.
+
+    It may be asserted where there are more rows than directions of the inputs: there, what is not linear in them shows.
+    """
+    u, sizes, _ = torch.linalg.svd(_x(failure), full_matrices=False)
+    u = u[:, sizes > _DISTINCT * sizes[0]]  # a few tokens, often, give few directions
+    most = min(u.shape[1], failure.actual.shape[1]) // _FULL_RANK
+    if most < 1:
+        return
+    left, sizes, right = torch.linalg.svd(u.T @ (failure.actual - failure.expected), full_matrices=False)
+    tiny = torch.finfo(torch.float64).tiny
+    rank = 1 + int((sizes[:most] / sizes[1 : most + 1].clamp(min=tiny)).argmax())
+    yield Hypothesis(
+        cause=f"an update of rank {rank} is added to the weight: an adapter that is merged, or is still merged",
+        output=failure.expected + u @ (left[:, :rank] * sizes[:rank]) @ right[:rank],
+        freedom=round(rank * (u.shape[1] + failure.num_elements)),
+        is_cause=len(u.unique(dim=0)) >= u.shape[1] + _SPARE_ROWS,
+        is_fallback=True,
+    )
 
 
 def one_weight(failure: Failure) -> Iterator[Hypothesis]:
@@ -292,8 +345,11 @@ EXPLANATIONS = (
     tied_head,
     transposed,
     outputs_in_another_order,
+    weight_in_another_order,
     coarse_product,
     sums_in_16_bits,
+    part_of_the_inputs,
     one_weight,
+    low_rank_update,
     nobodys_weights,
 )

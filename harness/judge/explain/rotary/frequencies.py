@@ -15,7 +15,7 @@ import torch
 
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
-from harness.judge.explain.rotary.rotation import Causes, heads_read, turned_by, with_rotation
+from harness.judge.explain.rotary.rotation import Causes, heads_read, parts_turned, put, turned_by, with_rotation
 from harness.oracle.rotation import Rotation
 
 _SMALL_SHARE = 1e-2
@@ -44,7 +44,7 @@ _MADE: WeakKeyDictionary[torch.nn.Module, dict[str, Rotation | None]] = WeakKeyD
 @with_rotation
 def other_pairs(failure: Failure, own: Rotation) -> Causes:
     """Neighbours 2i and 2i + 1 form a pair where HF pairs i with i + H/2, or the reverse."""
-    other = replace(own, is_interleaved=not own.is_interleaved)
+    other = replace(own, is_interleaved=not own.is_interleaved, is_regrouped=False)
     names = ("half-split ones", "neighbouring pairs (interleaved)")
     meant, done = names[own.is_interleaved], names[other.is_interleaved]
     done = done if other.is_interleaved else "half-split pairs"
@@ -57,7 +57,10 @@ def not_rotated(failure: Failure) -> Causes:
     """The input comes out as it went in: not turned, or not scaled where that is all that the layer does to it."""
     x = heads_read(failure.inputs[0].flatten(1), failure.expected, failure.hf.head_dim)
     cause = "the rows' factors, which grow with the position, are" if _is_scaled(failure, x) else "rotary is"
-    yield Hypothesis(cause=f"{cause} not applied", output=x)
+    if x.shape == failure.expected.shape:
+        yield Hypothesis(cause=f"{cause} not applied", output=x)
+    for part, where in parts_turned(failure) if failure.rotation is None else ():
+        yield Hypothesis(cause="rotary is not applied", output=put(failure, where, part.inputs[0].flatten(1)))
 
 
 def _is_scaled(failure: Failure, x: torch.Tensor) -> bool:
@@ -315,7 +318,9 @@ def with_parameters(failure: Failure, own: Rotation, parameters: dict[str, Any])
     if key not in known:
         known[key] = _make(failure.hf.config, own, parameters)
     made = known[key]
-    return made and replace(made, is_interleaved=own.is_interleaved, head_dim=own.head_dim)
+    return made and replace(
+        made, is_interleaved=own.is_interleaved, is_regrouped=own.is_regrouped, head_dim=own.head_dim
+    )
 
 
 def _make(config: Any, own: Rotation, parameters: dict[str, Any]) -> Rotation | None:

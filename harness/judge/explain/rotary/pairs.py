@@ -7,7 +7,7 @@ import torch
 
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
-from harness.judge.explain.rotary.rotation import Causes, turned_by, with_rotation
+from harness.judge.explain.rotary.rotation import Causes, pairs_of, turned_by, with_rotation
 from harness.oracle.rotation import Rotation
 
 _CLEARLY = 0.1
@@ -43,7 +43,7 @@ def frequencies_of_other_pairs(failure: Failure, own: Rotation) -> Causes:
 
 def _left_by_frequency(failure: Failure, own: Rotation, candidates: torch.Tensor) -> torch.Tensor:
     """Return the energy that is left of each pair if it turns at each frequency: [P, candidates]."""
-    before, after = (torch.view_as_complex(own.pairs(own.heads(x))) for x in (failure.inputs[0], failure.actual))
+    before, after = pairs_of(failure, own)
     energy = (before * own.scaling).abs().square().sum(dim=(0, 1)) + after.abs().square().sum(dim=(0, 1))  # [P]
     phases = own.phases(failure.positions, candidates)  # [R, candidates]
     turned = turned_by(failure, own) * own.scaling  # [R, P]

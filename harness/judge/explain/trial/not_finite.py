@@ -125,7 +125,7 @@ def _of_attention(failure: Failure) -> Iterator[_Reason]:
         provenance = played.provenance() if played.provenance else None
         yield _Reason(cause=played.cause, detail=played.detail, provenance=provenance)
     for view in failure.views:
-        key = history(failure, view, f"{prefix_of(failure.operation.tap)}k_cache")
+        key = history(failure, view, f"{prefix_of(failure.operation.tap)}k_cache", view.key)
         if key is not None and not bool(key.isfinite().all()):
             yield _Reason(cause="reads slots of its own history that are not finite when read back: see k_cache")
     finite = "keys, values and scores of the request are finite"

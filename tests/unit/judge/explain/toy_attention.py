@@ -80,22 +80,26 @@ class Toy:
             tables: gives the block table of a request in a step, as long as it ever gets.
             parts: of the attention: `window`, `softcap`, `sinks`, `scale`; `misplaced`, a slot by place; `readback`,
                 tensors by place for each of the cache's taps; `is_slotted`, whether slots are recorded; `omitted`, taps
-                that are not recorded; `tokens` of both requests.
+                that are not recorded; `tokens` of both requests; `value_size`, elements of a value's head.
         """
         self._tables = tables or (lambda request, _step: TABLES[request])
         self.misplaced: Mapping[Place, int] = parts.pop("misplaced", {})
         self.readback: Mapping[str, Mapping[Place, torch.Tensor]] = parts.pop("readback", {})
         self.is_slotted, self.omitted = parts.pop("is_slotted", True), parts.pop("omitted", ())
-        self.tokens = parts.pop("tokens", None)
+        self.tokens, self.value_size = parts.pop("tokens", None), parts.pop("value_size", H)
         self.parts = {"scale": 0.4, "window": None, **parts}
         others = {f"model.layers.{layer}.{name}": K for layer in (0, 2) for name in ("k_rope", "self_attn.v_proj")}
         widths = {Q: N, KEY: K, RAW: K, VALUE: K, **others}
         self.tensors = {
-            tap: {place: random(heads, H, seed=100 * at + number) for number, place in enumerate(PLACES)}
+            tap: {place: random(heads, self.size(tap), seed=100 * at + number) for number, place in enumerate(PLACES)}
             for at, (tap, heads) in enumerate(widths.items())
         }
-        """[heads, H] of each place, by tap."""
+        """[heads, H] of each place, by tap; the size of a value's head may be another."""
         self.recording = self._recorded(folder)
+
+    def size(self, tap: str) -> int:
+        """Return the elements of one head of a tap."""
+        return self.value_size if tap.endswith("v_proj") else H
 
     def _recorded(self, folder: Path) -> Recording:
         steps = [self._step(step, at) for at, step in enumerate(STEPS)]
@@ -119,7 +123,7 @@ class Toy:
         }
         given: dict[str, object] = {
             "request": [place[0] for place in places], "position": [place[1] for place in places],
-            "taps": {**taps, OUT: torch.zeros(len(places), N * H, dtype=torch.float64)},
+            "taps": {**taps, OUT: torch.zeros(len(places), N * self.value_size, dtype=torch.float64)},
         }  # fmt: skip
         if self.is_slotted:
             given["slot_mapping"] = [self.misplaced.get(place, self.slot(*place)) for place in places]
@@ -168,16 +172,17 @@ class Toy:
         """
         request, position = place
         read = [(request, p) for p in range(position + 1)] if seen is None else list(seen)
-        zeros, scale = torch.zeros(K, H, dtype=torch.float64), self.parts["scale"] if scale is None else scale
-        keys = [zeros if each is None else (key or self.tensors[KEY].__getitem__)(each) for each in read]
-        values = [zeros if each is None else (value or self.tensors[VALUE].__getitem__)(each) for each in read]
+        scale = self.parts["scale"] if scale is None else scale
+        no_key, no_value = (torch.zeros(K, size, dtype=torch.float64) for size in (H, self.value_size))
+        keys = [no_key if each is None else (key or self.tensors[KEY].__getitem__)(each) for each in read]
+        values = [no_value if each is None else (value or self.tensors[VALUE].__getitem__)(each) for each in read]
         rows = []
         for head, (k, v) in enumerate(zip(heads, heads if value_heads is None else value_heads, strict=True)):
             scores = [float(self.tensors[Q][place][head] @ each[k]) * scale for each in keys]
             shares = [math.exp(score if cap is None else cap * math.tanh(score / cap)) for score in scores]
             total = sum(shares) + (extra if isinstance(extra, float) else extra[head])
             parts = [share / total * each[v] for share, each in zip(shares, values, strict=True)]
-            rows.append(torch.stack(parts).sum(dim=0) if parts else torch.zeros(H, dtype=torch.float64))
+            rows.append(torch.stack(parts).sum(dim=0) if parts else torch.zeros(self.value_size, dtype=torch.float64))
         return torch.cat(rows)
 
     def contexts(self, places: Sequence[Place], row: Callable[[Place], torch.Tensor] | None = None) -> torch.Tensor:

@@ -34,6 +34,14 @@ def test_what_is_read_of_other_heads(toy, other, cause, is_key, is_value):
     assert hypothesis.freedom == (0 if is_tiled else 6)
 
 
+def test_a_context_that_is_laid_out_by_element(toy):
+    rows = toy.contexts(PLACES)
+    by_element = torch.stack([torch.stack([row[at::4] for at in range(4)]).flatten() for row in rows])
+    given = found(attention_heads.other_layout, toy.failure())
+    assert set(given) == {"the context is laid out by element, then by head"}
+    torch.testing.assert_close(*(each.output for each in given.values()), by_element)
+
+
 def test_heads_that_read_their_own(toy):
     assert found(attention_heads.other_kv_heads, toy.failure()) == {}
 

@@ -32,6 +32,15 @@ def reading(toy, replaced, places):
     return toy.contexts(places, row)
 
 
+def test_values_that_are_narrower_than_keys(tmp_path):
+    latent = Toy(tmp_path / "r", value_size=3)
+    failure = latent.failure(reading(latent, lambda row: (2, (1 - row[0], 3)), LATE), LATE)
+    (hypothesis,) = wrong_place(failure)
+    assert hypothesis.cause == "reads one position of its history from a slot that another request wrote"
+    torch.testing.assert_close(hypothesis.output, failure.actual)
+    assert hypothesis.provenance().holds == "the key of request 1, position 3"
+
+
 @pytest.mark.parametrize("places", [LATE, BOTH], ids=["one request", "both"])
 @pytest.mark.parametrize(
     ("replaced", "cause", "text"),

@@ -496,6 +496,14 @@ def test_padding(bench):
     assert found.scope == "decode rows of request 1"
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_probabilities_in_float8(bench, dtype):
+    bench = bench()
+    wrong = attended(bench, softmax=lambda s: s.softmax(-1).to(dtype).double())
+    found = bench.explain(TAP, wrong)
+    assert found.cause == f"the probabilities are rounded to {str(dtype).removeprefix('torch.')}"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_coarse_softmax(bench, dtype):
     bench = bench()

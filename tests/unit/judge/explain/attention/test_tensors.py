@@ -42,6 +42,18 @@ def earlier(place, at):
 EXTENTS = {"for tokens of every step": lambda place, at: True, "for tokens of earlier steps": earlier}
 
 
+def test_values_that_are_narrower_than_keys(tmp_path):
+    """Those of latent attention: keys and values cannot stand for each other, the cache of another layer can."""
+    latent = Toy(tmp_path / "r", value_size=3)
+    given = {(h.cause, h.detail): h.output for h in attention_tensors.other_tensors(latent.failure())}
+    causes = {"keys are cached before rotary", *(f"reads the cache of layer {layer}" for layer in OTHERS)}
+    assert set(given) == {(cause, extent) for cause in causes for extent in EXTENTS}
+    key, value = (latent.tensors[tap].__getitem__ for tap in OTHERS[2])
+    torch.testing.assert_close(
+        given["reads the cache of layer 2", "for tokens of earlier steps"], reading(latent, key, value, earlier)
+    )
+
+
 def test_other_tensors(toy):
     tensors = {tap: values.__getitem__ for tap, values in toy.tensors.items()}
     causes = {

@@ -62,18 +62,18 @@ def test_every_row_has_a_number_of_its_own():
 def test_the_history_of_a_tap(toy, tmp_path):
     failure = toy.failure(places=[(1, 4), (0, 8)])
     own, other = failure.views
-    assert torch.equal(history(failure, own, RAW), torch.stack([toy.tensors[RAW][1, p] for p in range(5)]))
-    assert torch.equal(history(failure, other, RAW), torch.stack([toy.tensors[RAW][0, p] for p in range(9)]))
-    assert history(failure, own, "no such tap") is None
-    assert history(failure, own, OUT) is None, "it has another width"
+    assert torch.equal(history(failure, own, RAW, own.key), torch.stack([toy.tensors[RAW][1, p] for p in range(5)]))
+    assert torch.equal(history(failure, other, RAW, other.key), torch.stack([toy.tensors[RAW][0, p] for p in range(9)]))
+    assert history(failure, own, "no such tap", own.key) is None
+    assert history(failure, own, OUT, own.key) is None, "it has another width"
 
 
 def test_a_history_that_was_read_back_in_part_is_none(tmp_path):
     read = {"model.layers.1.k_cache": {place: torch.ones(2, 4) for place in PLACES if place != (1, 2)}}
     failure = Toy(tmp_path / "r", readback=read).failure(places=[(1, 4), (0, 8)])
     own, other = failure.views
-    assert history(failure, own, "model.layers.1.k_cache") is None
-    assert history(failure, other, "model.layers.1.k_cache") is not None
+    assert history(failure, own, "model.layers.1.k_cache", own.key) is None
+    assert history(failure, other, "model.layers.1.k_cache", other.key) is not None
 
 
 @pytest.mark.parametrize("layer", [0, 2])

@@ -37,6 +37,17 @@ def test_cutting_off_keeps_what_the_dtype_has():
         assert not torch.equal(cut_off(X, dtype), kept), "towards zero, and not to the nearest"
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16])
+def test_subnormal_numbers_are_cut_off_to_their_own_step(dtype):
+    """vLLM's cache in float8 on a CPU keeps 0.0131 as 6/512: below 1/64 the steps of e4m3fn grow no smaller."""
+    every = torch.arange(1 << 8, dtype=torch.uint8).view(dtype) if dtype.itemsize == 1 else None
+    values = torch.arange(1 << 15, dtype=torch.int16).view(dtype) if every is None else every
+    values = values[values.double().isfinite()].double().abs().unique()
+    below = values[1:] - 0.01 * values.diff()
+    assert torch.equal(cut_off(values, dtype), values)
+    assert torch.equal(cut_off(below, dtype), values[:-1])
+
+
 def test_int8_has_127_levels_on_either_side_of_its_largest_number():
     x = torch.tensor([[127.0, -3.4, 0.6], [0.254, -0.0041, 0.001]], dtype=torch.float64)
     assert int8(x, (1,)).tolist()[0] == [127.0, -3.0, 1.0]

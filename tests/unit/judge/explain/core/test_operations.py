@@ -1,7 +1,5 @@
 """Which operations are computed by themselves, and of which inputs."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -31,6 +29,14 @@ def of(kind, *inputs, module=None, shape=(), source="mlp.down:input", parent=Non
     model = ToyModel(operation, modules={path: module or nn.Identity(), "mlp": parent or nn.Module(), "": nn.Module()})
     with torch.no_grad():
         return replay(model, operation, list(inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_norm_is_computed_in_float64(dtype):
+    """The norm that the head reads is in another part of the model than the head, which alone is upcast."""
+    norm = nn.LayerNorm(4, dtype=dtype)
+    torch.testing.assert_close(of(Kind.NORM, A, module=norm), nn.functional.layer_norm(A, (4,)), rtol=1e-12, atol=0)
+    assert norm.weight.dtype == dtype
 
 
 def test_a_sum_is_that_of_two_of_one_shape():
@@ -200,7 +206,7 @@ def test_another_kind_of_linear_is_asked_to_compute():
             return 2 * super().forward(x)
 
     module = Doubled(6, 4, bias=False).double()
-    hf = SimpleNamespace(module=lambda _path: module)
+    hf = ToyModel(modules={"lm_head": module})
     operation = Operation(tap="lm_head", kind=Kind.LINEAR, inputs=("x",), source="lm_head")
     x = torch.randn(2, 6, dtype=torch.float64)
     with torch.no_grad():

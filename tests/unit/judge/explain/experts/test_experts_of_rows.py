@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.judge.explain.experts.choice import _bias
 from harness.judge.explain.experts.mixture import Mixture
+from harness.judge.explain.experts.router import bias_of
 
 
 def failure_of(router, block):
@@ -21,13 +21,13 @@ def test_the_bias_of_a_choice_is_found_in_the_router_or_around_it(is_in_router):
     router, block = nn.Linear(4, 3), nn.Module()
     bias = torch.tensor([1.0, -2.0, 3.0])
     (router if is_in_router else block).register_buffer("e_score_correction_bias", bias)
-    found = _bias(failure_of(router, block))
+    found = bias_of(failure_of(router, block))
     assert found is not None
     assert found.tolist() == bias.tolist()
 
 
 def test_the_bias_of_a_routers_product_is_no_bias_of_the_choice():
-    assert _bias(failure_of(nn.Linear(4, 3), nn.Module())) is None
+    assert bias_of(failure_of(nn.Linear(4, 3), nn.Module())) is None
 
 
 @pytest.mark.parametrize(("num_experts", "is_known"), [(4, True), (5, False)])

@@ -1,5 +1,7 @@
 """Weights and numbers of chosen experts, on a router of four experts whose products are logarithms of round numbers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -138,10 +140,32 @@ def test_weights_of_no_known_form_are_left_alone(tmp_path):
     assert found(router.other_routing_weights, of(tmp_path / "d", far)) == {}
 
 
-def test_weights_whose_router_is_not_among_their_inputs_are_left_alone(tmp_path):
+def test_the_router_of_the_same_module_need_not_be_among_the_inputs(tmp_path):
+    """GLM 4 MoE has the numbers of the chosen experts and the layer's norm between the two."""
     failure = of(tmp_path / "r", RENORMED)
-    operation = Operation(tap=WEIGHTS, kind=Kind.OTHER, inputs=(TOPK,), source=f"{GATE}:1")
-    assert found(router.other_routing_weights, type(failure)(**{**vars(failure), "operation": operation})) == {}
+    for source, is_found in ((f"{GATE}:1", True), ("model.layers.1.mlp:1", False)):
+        operation = Operation(tap=WEIGHTS, kind=Kind.OTHER, inputs=(TOPK,), source=source)
+        given = found(router.other_routing_weights, type(failure)(**{**vars(failure), "operation": operation}))
+        assert bool(given) == is_found
+
+
+def test_the_bias_of_the_choice_in_the_weights(tmp_path):
+    cause = "the router's bias, which is for the choice alone, is in the weights, too"
+    bias = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    corrected = PICKED + bias[CHOSEN]
+    for at, (own, wrong) in enumerate(((PICKED, corrected), (RENORMED, per_row(corrected)))):
+        given = found(router.other_routing_weights, of(tmp_path / str(at), own, gate=Gate(correction_bias=bias)))
+        torch.testing.assert_close(given[cause].output, wrong)
+    assert cause not in found(router.other_routing_weights, of(tmp_path / "r", PICKED))
+
+
+def test_a_choice_in_groups_without_its_bias(tmp_path):
+    """The best of each group of two: those of the scores alone are these."""
+    failure = of_choice(tmp_path / "r", [[0, 0], [1, 1], [0, 0], [1, 1]], gate=Gate(correction_bias=torch.ones(4)))
+    cause = "the router's bias is left out of the choice"
+    assert holds(choice.choice_by_other_scores, failure) == set()
+    grouped = type(failure)(**{**vars(failure), "operation": replace(failure.operation, shape=(2, 1))})
+    assert holds(choice.choice_by_other_scores, grouped) == {cause}
 
 
 def test_choices_of_another_router_are_not_its_own(tmp_path):
@@ -278,7 +302,7 @@ def test_a_bias_is_added_to_the_scores_as_it_is(tmp_path, sign, name, score):
 def test_a_choice_without_a_bias_has_no_other_scores(tmp_path):
     assert found(choice.choice_by_other_scores, of_choice(tmp_path / "r", CHOSEN.tolist())) == {}
     failure = of_choice(tmp_path / "s", CHOSEN.tolist(), gate=Gate(e_score_correction_bias=BIAS))
-    operation = Operation(tap=TOPK, kind=Kind.CHOICE, source=GATE)
+    operation = Operation(tap=TOPK, kind=Kind.CHOICE, source="model.layers.1.mlp:topk")
     assert found(choice.choice_by_other_scores, type(failure)(**{**vars(failure), "operation": operation})) == {}
 
 

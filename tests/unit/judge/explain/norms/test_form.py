@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
+from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 
 from harness.judge.explain.norms.form import form_of
 from harness.judge.explain.norms.norm import (
@@ -55,6 +57,26 @@ def test_the_form_is_found():
     assert (one_plus.is_offset, one_plus.is_centred, one_plus.bias) == (True, False, None)
     assert (layered.is_offset, layered.is_centred) == (False, True)
     assert torch.equal(layered.of_weight(layered.weight), layered.weight)
+
+
+def test_a_layer_norm_of_one_plus_the_weight():
+    """Nemotron's."""
+    module = NemotronLayerNorm1P(WIDTH, eps=EPS).double()
+    module.weight.data, module.bias.data = random(WIDTH, seed=1), random(WIDTH, seed=2)
+    form = form_of(failure(module))
+    assert (form.is_offset, form.is_centred, form.eps) == (True, True, EPS)
+    cause = "the norm's weight is applied as it is, without adding 1"
+    plain = module(random(7, WIDTH)) - nn.functional.layer_norm(random(7, WIDTH), (WIDTH,), eps=EPS)
+    torch.testing.assert_close(outputs(weight_plus_one, failure(module))[cause], plain.detach())
+
+
+def test_a_module_that_does_not_say_its_eps():
+    """OLMo's, which has no weight either."""
+    given = failure(OlmoLayerNorm(WIDTH))
+    given.hf = SimpleNamespace(head_dim=8)
+    assert (form_of(given).eps, form_of(given).is_centred) == (1e-5, True)
+    other = nn.functional.layer_norm(random(7, WIDTH), (WIDTH,), eps=1e-3)
+    torch.testing.assert_close(outputs(wrong_eps, given)["wrong eps: 0.001 instead of 1e-05"], other)
 
 
 def test_a_module_that_does_something_else_has_none():

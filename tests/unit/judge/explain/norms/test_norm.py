@@ -61,6 +61,21 @@ def test_the_weight():
     assert_outputs(norm.other_weight, of(), {f"the weight is that of {OTHER}": normed(THEIRS)})
 
 
+def test_heads_that_are_normalised_each_by_itself():
+    """OLMo 2 normalises all heads of the queries together."""
+    x = X[:, :WIDTH]
+    failure = of(x=x)
+    failure.hf.head_dim = WIDTH // 2
+    each = {"the norm runs over each head instead of all heads together": normed(over=WIDTH // 2, x=x)}
+    expected = torch.cat(
+        [normed(WEIGHT[half], x=x[:, half], over=WIDTH // 2) for half in (slice(0, 5), slice(5, 10))], 1
+    )
+    assert_outputs(norm.over_each_head, failure, dict.fromkeys(each, expected))
+    failure.hf.head_dim = WIDTH
+    assert found(norm.over_each_head, failure) == {}
+    assert found(norm.over_each_head, of()) == {}
+
+
 def test_the_mean_and_the_heads():
     subtracted = normed(shift=lambda values: sum(values) / len(values))
     assert_outputs(norm.mean_subtracted, of(), {"a layer norm: the mean is subtracted": subtracted})

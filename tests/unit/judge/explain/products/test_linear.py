@@ -134,6 +134,58 @@ def test_outputs_in_another_order(actual, cause, detail, freedom):
     torch.testing.assert_close(hypothesis.output, actual)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_weight_in_another_order_than_its_bias(bias):
+    order = [3, 4, 5, 0, 1, 2]
+    given = found(linear.weight_in_another_order, of(y(WEIGHTS[Q][order], BIASES[Q] if bias else None), bias=bias))
+    cause = "the rows of the weight are in another order, and those of its bias are not"
+    assert set(given) == ({cause} if bias else set())
+    if bias:
+        torch.testing.assert_close(given[cause].output, y(WEIGHTS[Q][order], BIASES[Q]))
+        assert found(linear.weight_in_another_order, of()) == {}
+
+
+def test_parts_of_the_inputs():
+    given = outputs(linear.part_of_the_inputs, of())
+    assert len(given) == 2 + 3  # of six inputs, halves alone are parts
+    weight = WEIGHTS[Q]
+    for at, here in ((1, slice(0, 3)), (2, slice(3, 6))):
+        zero, twice = weight.clone(), weight.clone()
+        zero[:, here], twice[:, here] = 0, 2 * weight[:, here]
+        name = f"part {at} of 2 of the inputs is"
+        torch.testing.assert_close(given[f"{name} not summed, as if a rank were left out"], y(zero, BIASES[Q]))
+        torch.testing.assert_close(given[f"{name} summed twice"], y(twice, BIASES[Q]))
+    first = torch.cat((weight[:, :3], weight[:, :3]), dim=1)
+    torch.testing.assert_close(
+        given["part 2 of 2 of the inputs is multiplied by the weights of part 1"], y(first, BIASES[Q])
+    )
+
+
+def test_an_update_of_low_rank():
+    rows, weight = random(12, WIDTH, seed=7), random(9, WIDTH, seed=8)
+    update = random(9, 1, seed=3) @ random(1, WIDTH, seed=4)
+    own = {"own": "wide", "weights": {"wide": weight}, "x": rows}
+    (hypothesis,) = found(linear.low_rank_update, of(y(weight + update, x=rows), **own)).values()
+    assert (
+        hypothesis.cause == "an update of rank 1 is added to the weight: an adapter that is merged, or is still merged"
+    )
+    torch.testing.assert_close(hypothesis.output, y(weight + update, x=rows))
+    assert hypothesis.is_fallback
+    assert hypothesis.freedom >= WIDTH
+    others = found(linear.low_rank_update, of(y(random(9, WIDTH, seed=9), x=rows), **own)).values()
+    assert all(float((each.output - y(random(9, WIDTH, seed=9), x=rows)).norm()) > 0.1 for each in others)
+    assert found(linear.low_rank_update, of(y(weight + update, x=rows[:3]), **{**own, "x": rows[:3]})) == {}
+    same = rows[:3].repeat(4, 1)
+    any_other = random(9, WIDTH, seed=9)
+    assert found(linear.low_rank_update, of(y(any_other, x=same), **{**own, "x": same})) == {}, "of three tokens alone"
+    grows = y(weight, x=rows) + torch.arange(12)[:, None] * random(9, seed=5)
+    (other,) = found(linear.low_rank_update, of(grows, **own)).values()
+    assert float((other.output - grows).norm()) > 0.1 * float(grows.norm()), "what is not linear in the inputs is left"
+    few = rows[:9]
+    (unsure,) = found(linear.low_rank_update, of(y(weight + update, x=few), **{**own, "x": few})).values()
+    assert (hypothesis.is_cause, unsure.is_cause) == (True, False)
+
+
 def test_heads_that_are_interleaved_on_purpose():
     """Three heads of 2 are in order; 2 heads of 4 are merged halves: what neighbouring pairs need."""
     order = torch.tensor([0, 2, 1, 3, 4, 6, 5, 7])

@@ -132,6 +132,20 @@ def test_pairs_directions_and_no_rotation():
     check(rotary.backwards, of(), {"rotary turns backwards (sign of the sine)": (backwards, 0)})
 
 
+def test_rows_of_another_rotation_stay():
+    """LongRoPE: requests beyond the original length have other frequencies, and those of two requests are wrong."""
+    own, long = by(frequencies()), by([each / 4 for each in frequencies()])
+    backwards = by(frequencies(), sin=lambda angle: -math.sin(angle))
+    for count in (8, 4):
+        here = torch.tensor(range(R))[:, None] < count
+        failure = type(of())(**{**vars(of()), "expected": torch.where(here, own, long)})
+        if count == 4:  # of the most rows, nothing is known
+            assert found(rotary.backwards, failure) == {}
+        else:
+            expected = {"rotary turns backwards (sign of the sine)": (torch.where(here, backwards, long), 0)}
+            check(rotary.backwards, failure, expected)
+
+
 def test_a_rotation_that_is_not_known_says_nothing():
     failure = of()
     strange = type(failure)(**{**vars(failure), "expected": failure.expected + 1})
