@@ -43,7 +43,7 @@ def test_nothing_runs_before_it_is_asked_for():
     said, before = [], threads()
     ahead = counting(said, 1)
     assert said == []
-    assert threads() == before
+    assert threads() <= before  # one that another test has left may end meanwhile
     ahead.cancel()
 
 
@@ -59,7 +59,7 @@ def test_what_it_raises_is_raised_where_it_is_advanced():
     with pytest.raises(BoomError):
         ahead.advance()
     ahead.cancel()
-    assert threads() == before
+    assert threads() <= before  # one that another test has left may end meanwhile
 
 
 def test_what_is_over_stays_over():
@@ -79,7 +79,7 @@ def test_cancel_ends_it_where_it_stands(num_advances):
     for _ in range(num_advances):
         ahead.advance()
     ahead.cancel()
-    assert threads() == before
+    assert threads() <= before  # one that another test has left may end meanwhile
     assert said == [("ahead", part) for part in range(num_advances)]
     ahead.cancel()
 
@@ -101,7 +101,7 @@ def test_cancel_unwinds_what_it_was_in():
     ahead.advance()
     ahead.cancel()
     assert said == ["unwound"]
-    assert threads() == before
+    assert threads() <= before  # one that another test has left may end meanwhile
 
 
 def test_it_computes_with_as_many_threads_as_its_maker():
