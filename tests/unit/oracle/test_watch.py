@@ -116,7 +116,7 @@ def test_a_value_that_is_shown_again_has_a_number(hf, token_ids):
 
 def test_taps_arrive_in_the_order_of_the_graph(hf, token_ids):
     """Inputs before outputs, so that a watcher can work while it looks."""
-    assert list(taps_of(hf, token_ids)) == [op.tap for op in hf.graph if op.kind is not Kind.CACHE]
+    assert list(taps_of(hf, token_ids)) == [op.tap for op in hf.graph if not op.is_kept]
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt2", "gpt_oss", "llama4_text", "mamba", "qwen3_moe"])
@@ -124,7 +124,7 @@ def test_taps_of_other_families_arrive_in_the_order_of_the_graph(tiny, family):
     hf, seen = tiny(family), []
     with seeing(hf, lambda source, _: seen.append(source)), torch.no_grad():
         hf.model(input_ids=torch.tensor([[3, 4, 5, 6, 7]]), use_cache=False)
-    expected = [op.source for op in hf.graph if op.kind is not Kind.CACHE and op.tap != "logits"]
+    expected = [op.source for op in hf.graph if not op.is_kept and op.tap != "logits"]
     assert [source for source in seen if source in hf.graph.by_source] == expected
 
 

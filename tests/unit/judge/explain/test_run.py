@@ -63,7 +63,7 @@ def explainer(recordings):
         model = ToyModel(*OPERATIONS, modules={LINEAR: nn.Linear(4, 4), HEAD: nn.Linear(4, 4)})
         model.graph.__dict__["logits"] = HEAD
         found = SimpleNamespace(
-            result=result(*findings), errors=errors or {}, caches=caches or {}, evidence=evidence or {}
+            result=result(*findings), errors=errors or {}, caches=caches or {}, evidence=evidence or {}, states=None
         )
         return _Explainer(found, engine, SimpleNamespace(recording=golden, is_pool=False), model)
 
