@@ -11,6 +11,7 @@ from harness.errors import Code
 from harness.formats.recording import Recording, RecordingWriter, RunInfo
 from harness.formats.recording.manifest import ModelInfo, Producer, RequestInfo
 
+from ..unit.tiny_models import save, tiny_model
 from .conftest import rewrite
 from .test_cli_check import DIVERGENCE_KEYS, KEYS, TAP_KEYS
 
@@ -244,3 +245,21 @@ def test_taps_that_every_rank_has_whole_are_compared(harness, golden, recording,
     taps = [{**tap, "shard": {"mode": "replicated"}} for tap in manifest["taps"]]
     (folder / "manifest.json").write_text(json.dumps(manifest | {"rank": 1, "world_size": 2, "taps": taps}))
     assert harness("diff", golden, folder).status == 0
+
+
+def test_states_are_compared_without_a_model_where_they_were_read(harness, tmp_path):
+    """They are no rows of a forward: a step that did not read them lacks nothing."""
+    model, first, other = tmp_path / "mamba", tmp_path / "first", tmp_path / "other"
+    save(tiny_model("mamba"), model)
+    ids = ["--model", model, "--engine", "hf", "--token-ids", "1,2,3,4", "--max-new-tokens", 2, "--dtype", "float32"]
+    assert harness("run", *ids, "--out", first).status == 0
+    shutil.copytree(first, other)
+    assert harness("diff", first, other).status == 0
+
+    with Recording.open(other) as recording:
+        read = next(step.index for step in recording.steps if step.phase == "readback")
+    state = "backbone.layers.1.recurrent_state"
+    rewrite(other, lambda tensors: tensors[state].mul_(1.05), step=read)
+    ran = harness("diff", first, other, "--format", "json")
+    assert ran.status == 1
+    assert ran.json["runs"][0]["first_divergence"]["tap"] == state

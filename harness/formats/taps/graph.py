@@ -5,6 +5,7 @@ plain data: for every tap what computes it and which taps it is computed from, s
 itself and its causes can be looked for.
 """
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -12,6 +13,8 @@ from typing import Any, Self
 
 from harness.formats.taps.kinds import Kind
 from harness.formats.taps.names import FINAL_LOGITS, FINAL_NORM, LOGITS, layer_of, site_of
+
+_STATE = re.compile(r"(conv|recurrent)_state(\.\d+)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +108,12 @@ class Graph:
         """The operations by where HF's run shows them."""
         return {operation.source: operation for operation in self.operations if operation.source}
 
+    @cached_property
+    def states(self) -> Mapping[tuple[int | None, str], str]:
+        """Taps of the states that a cache holds, by layer and name: `conv_state`, `recurrent_state`, `conv_state.1`."""
+        kept = (op for op in self.operations if op.kind is Kind.STATE)
+        return {(op.layer, op.source.partition(":")[2]): op.tap for op in kept}
+
     def canonical(self, name: str) -> str:
         """Return the name under which a tap stands in the graph; a name that is not known is returned as it is."""
         return self.aliases.get(name, name)
@@ -159,4 +168,6 @@ def _unknown(name: str) -> Operation:
         return Operation(tap=name, kind=Kind.CACHE, inputs=(f"{prefix}k_rope",))
     if site == "v_cache":
         return Operation(tap=name, kind=Kind.CACHE, inputs=(f"{prefix}self_attn.v_proj",))
+    if _STATE.fullmatch(site):
+        return Operation(tap=name, kind=Kind.STATE, source=f":{site}")
     return Operation(tap=name, kind=Kind.OTHER, sampled_only=name in (FINAL_NORM, LOGITS))

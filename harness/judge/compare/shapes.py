@@ -97,7 +97,7 @@ def check_taps(actual: Recording, expected: Recording, graph: Graph) -> tuple[li
     caches = {operation.tap: operation.inputs[0] for operation in graph if operation.kind is Kind.CACHE}
     shapes |= {cache: shapes[written] for cache, written in caches.items() if written in shapes}
     states = {op.tap: [*op.shape] for op in graph if op.kind is Kind.STATE}
-    shapes |= states
+    shapes |= {tap: shape for tap, shape in states.items() if shape}
     findings, usable = [], set[str]()
     for entry in actual.taps:
         # What a cache of a coarser dtype has lost shows when it is read back.
